@@ -1,0 +1,1 @@
+"""A small shop: orders in Postgres, and an event for everything that happens to one."""

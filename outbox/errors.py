@@ -1,0 +1,51 @@
+"""Every error this project raises on purpose derives from OutboxError.
+
+The message says what happened, to what, and what to do about it; the attributes carry the same facts for programs.
+"""
+
+from __future__ import annotations
+
+
+class OutboxError(Exception):
+    """The base of all errors raised by outbox, relay and spark_jobs."""
+
+
+class ConfigurationError(OutboxError):
+    """A setting is missing, malformed, or would break the delivery guarantee that was asked for."""
+
+
+class EventError(OutboxError):
+    """An event can't be written as it is. Nothing was sent to the database.
+
+    ``field`` names the part of the event at fault, as the caller spells it (``payload``, ``headers['x']`` …).
+    """
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}")
+        self.field = field
+        self.problem = problem
+
+
+class PayloadError(EventError):
+    """The payload can't be turned into the bytes that Kafka would carry."""
+
+
+class EventTooLarge(EventError):
+    """Payload, key and headers together pass the limit. ``size`` and ``limit`` are in bytes."""
+
+    def __init__(self, size: int, limit: int) -> None:
+        super().__init__(
+            "payload",
+            f"the event takes {size:,} bytes with its key and headers, the limit is {limit:,}; "
+            "store the large part elsewhere and send a reference to it",
+        )
+        self.size = size
+        self.limit = limit
+
+
+class TargetError(OutboxError):
+    """The session or connection given to ``add`` can't take part in a transaction, or is of an unknown kind."""
+
+
+class SchemaError(OutboxError):
+    """The outbox's tables are missing or differ from what this version needs."""

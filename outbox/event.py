@@ -1,0 +1,125 @@
+"""The event as a service writes it, and the names it carries on the wire.
+
+Wire contract (Kafka): key = aggregate_id, value = the payload's bytes as they are, headers = CloudEvents 1.0 in
+binary mode (https://github.com/cloudevents/spec, Kafka protocol binding) and the plain names that consumers of
+Debezium's outbox router read. ``ce_traceparent`` is the writer's trace, ``traceparent`` the last hop's.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+from uuid import UUID
+
+from uuid_utils.compat import uuid7
+
+from outbox.errors import EventError
+
+MAX_AGGREGATE_TYPE: Final = 200
+MAX_AGGREGATE_ID: Final = 1000
+MAX_EVENT_TYPE: Final = 200
+"""Lengths in characters. The table's CHECK constraints hold the same numbers."""
+
+MAX_EVENT_BYTES: Final = 1_000_000
+"""Payload, key and headers together. Below the broker's default ``message.max.bytes`` of 1,048,588."""
+
+JSON_CONTENT_TYPE: Final = "application/json"
+BYTES_CONTENT_TYPE: Final = "application/octet-stream"
+
+CE_SPECVERSION: Final = "ce_specversion"
+CE_ID: Final = "ce_id"
+CE_SOURCE: Final = "ce_source"
+CE_TYPE: Final = "ce_type"
+CE_SUBJECT: Final = "ce_subject"
+CE_TIME: Final = "ce_time"
+CE_TRACEPARENT: Final = "ce_traceparent"
+CE_TRACESTATE: Final = "ce_tracestate"
+CONTENT_TYPE: Final = "content-type"
+TRACEPARENT: Final = "traceparent"
+TRACESTATE: Final = "tracestate"
+ID: Final = "id"
+EVENT_TYPE: Final = "event-type"
+AGGREGATE_TYPE: Final = "aggregate-type"
+IDEMPOTENCY_KEY: Final = "idempotency-key"
+
+RESERVED_HEADERS: Final = frozenset({ID, EVENT_TYPE, AGGREGATE_TYPE, IDEMPOTENCY_KEY})
+"""Names the relay sets on every message; so is every name that starts with ``ce_``. An event can't bring its own."""
+
+_HEADER_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=False)
+class Event:
+    """Something that happened to an aggregate, to be written in the transaction that made it happen.
+
+    aggregate_type  what it happened to: ``"Order"``. Decides the topic. 1-200 characters.
+    aggregate_id    which one: ``"4711"``. The Kafka key: events of one aggregate keep their order. 1-1000 characters.
+    event_type      what happened: ``"OrderPlaced"``. 1-200 characters.
+    payload         a dict, list, dataclass or pydantic model (sent as JSON), bytes (sent as they are), or None: a
+                    tombstone, which a compacted topic takes as "this key is gone".
+    headers         text by text, sent as Kafka headers beside our own.
+    event_id        a UUIDv7 made here unless one is given. The idempotency key everywhere downstream. A given one of
+                    another version works, but see docs/consumers.md on how long consumers remember it.
+    content_type    of a bytes payload; JSON payloads are ``application/json`` unless a ``+json`` type is given.
+
+    Raises EventError naming the field when a name is empty, too long, or holds a NUL character.
+    """
+
+    aggregate_type: str
+    aggregate_id: str
+    event_type: str
+    payload: Any = None
+    headers: Mapping[str, str] = field(default_factory=dict)
+    event_id: UUID = field(default_factory=uuid7)
+    content_type: str | None = None
+
+    def __post_init__(self) -> None:
+        check_text("aggregate_type", self.aggregate_type, MAX_AGGREGATE_TYPE)
+        check_text("aggregate_id", self.aggregate_id, MAX_AGGREGATE_ID)
+        check_text("event_type", self.event_type, MAX_EVENT_TYPE)
+        if not isinstance(self.event_id, UUID):
+            raise EventError("event_id", f"must be a uuid.UUID, not {type(self.event_id).__name__}")
+        if self.content_type is not None:
+            check_text("content_type", self.content_type, 200)
+        if not isinstance(self.headers, Mapping):
+            raise EventError("headers", f"must be a mapping of text to text, not {type(self.headers).__name__}")
+        for name, value in self.headers.items():
+            check_header(name, value)
+
+
+def check_text(field_name: str, value: object, longest: int) -> None:
+    """Raise EventError unless value is text of 1 to ``longest`` characters that Postgres and Kafka can both hold."""
+    if not isinstance(value, str):
+        raise EventError(field_name, f"must be text, not {type(value).__name__}")
+    if not value:
+        raise EventError(field_name, "must not be empty")
+    if len(value) > longest:
+        raise EventError(field_name, f"has {len(value)} characters, {longest} are allowed")
+    if "\0" in value:
+        raise EventError(field_name, "holds a NUL character, which Postgres can't store in text")
+    if not value.isascii():
+        try:
+            value.encode()
+        except UnicodeEncodeError:
+            raise EventError(field_name, "holds a lone surrogate, which has no UTF-8 form") from None
+
+
+def check_header(name: object, value: object) -> None:
+    """Raise EventError unless this header may travel beside the relay's own."""
+    shown = f"headers[{name!r}]"
+    if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
+        raise EventError(shown, "a header's name is 1 to 100 of A-Z a-z 0-9 . _ -")
+    if name in RESERVED_HEADERS or name.startswith("ce_"):
+        raise EventError(shown, "is a name the relay sets itself; choose another")
+    if name == CONTENT_TYPE:
+        raise EventError(shown, "is given as the event's content_type, not among its headers")
+    if not isinstance(value, str):
+        raise EventError(shown, f"must be text, not {type(value).__name__}")
+    if "\0" in value:
+        raise EventError(shown, "holds a NUL character, which Postgres can't store in jsonb")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise EventError(shown, "holds a lone surrogate, which has no UTF-8 form") from None

@@ -1,0 +1,148 @@
+"""The outbox's tables, as SQLAlchemy Core sees them. No engine, no connection, nothing executed on import.
+
+``events`` is append-and-delete: writers INSERT, the relay DELETEs what Kafka has acknowledged, nobody UPDATEs. So the
+hot table holds only what is not yet published, and Debezium's outbox EventRouter can read the same table.
+
+``lane`` is computed by the database from the key, so that any language, a trigger or plain SQL can insert. The
+CHECK constraints repeat what the writer refuses, for the same reason.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql as pg
+
+from outbox.errors import ConfigurationError
+from outbox.event import (
+    MAX_AGGREGATE_ID,
+    MAX_AGGREGATE_TYPE,
+    MAX_EVENT_BYTES,
+    MAX_EVENT_TYPE,
+    RESERVED_HEADERS,
+)
+
+DEFAULT_SCHEMA: Final = "outbox"
+DEFAULT_LANES: Final = 4
+MAX_LANES: Final = 256
+
+# A UUIDv7 (RFC 9562) for rows that bring no event_id: 48 bits of Unix milliseconds over 74 random bits. Written as an
+# expression, because uuidv7() exists from Postgres 18 on only, and a function would not travel through a host
+# application's alembic autogenerate. Bits 4-7 of byte 6 hold the version: a random v4's 0100 becomes 0111.
+_UUID7: Final = (
+    "encode(set_bit(set_bit(overlay(uuid_send(gen_random_uuid()) placing "
+    "substring(int8send((extract(epoch from clock_timestamp()) * 1000)::bigint) from 3) from 1 for 6), "
+    "52, 1), 53, 1), 'hex')::uuid"
+)
+
+_BAD_HEADER: Final = (
+    '@.value.type() != "string" || !(@.key like_regex "^[A-Za-z0-9._-]{1,100}$") || @.key starts with "ce_" || '
+    + " || ".join(f'@.key == "{name}"' for name in sorted(RESERVED_HEADERS))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxTables:
+    """The tables of one outbox, bound to the MetaData they were made in."""
+
+    events: sa.Table
+    lanes: sa.Table
+    relays: sa.Table
+
+    @property
+    def all(self) -> tuple[sa.Table, ...]:
+        """Every table, in the order in which they can be created."""
+        return (self.events, self.lanes, self.relays)
+
+
+def lane_expression(lanes: int) -> str:
+    """The SQL that gives an event's lane, 0 to ``lanes`` - 1: a hash of the key, so one key is always in one lane."""
+    if not 1 <= lanes <= MAX_LANES:
+        raise ConfigurationError(f"lanes must be 1 to {MAX_LANES}, not {lanes}")
+    return (
+        f"abs(mod(hashtextextended(aggregate_id, hashtextextended(aggregate_type, 0)), {int(lanes)}::bigint))::smallint"
+    )
+
+
+def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: int = DEFAULT_LANES) -> OutboxTables:
+    """Add the outbox's tables to a host application's MetaData (for its own alembic history) and return them.
+
+    lanes is the number of lanes that ``events.lane`` is computed for; the host's migration must also insert the rows
+    0 to lanes - 1 into ``lanes`` (see docs/migrations.md). Raises ConfigurationError when it is out of range.
+    """
+    events = sa.Table(
+        "events",
+        metadata,
+        sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
+        sa.Column("lane", sa.SmallInteger, sa.Computed(lane_expression(lanes), persisted=True), nullable=False),
+        sa.Column("event_id", pg.UUID(as_uuid=True), nullable=False, server_default=sa.text(_UUID7)),
+        sa.Column("aggregate_type", sa.Text, nullable=False),
+        sa.Column("aggregate_id", sa.Text, nullable=False),
+        sa.Column("event_type", sa.Text, nullable=False),
+        sa.Column("payload", pg.JSONB(none_as_null=True)),
+        sa.Column("payload_bytes", pg.BYTEA),
+        sa.Column("headers", pg.JSONB(none_as_null=True)),
+        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        # (lane, id) and not (id): a relay reads one lane in id order, and this index gives just that.
+        sa.PrimaryKeyConstraint("lane", "id", name="events_pkey"),
+        sa.CheckConstraint(
+            f"char_length(aggregate_type) BETWEEN 1 AND {MAX_AGGREGATE_TYPE}",
+            name="events_aggregate_type_length",
+        ),
+        sa.CheckConstraint(
+            f"char_length(aggregate_id) BETWEEN 1 AND {MAX_AGGREGATE_ID}", name="events_aggregate_id_length"
+        ),
+        sa.CheckConstraint(f"char_length(event_type) BETWEEN 1 AND {MAX_EVENT_TYPE}", name="events_event_type_length"),
+        sa.CheckConstraint("num_nonnulls(payload, payload_bytes) <= 1", name="events_one_payload"),
+        # Text by text only: a number or a list has no single form as a Kafka header. The other two are names the
+        # relay sets itself, and names that Kafka tools can't show.
+        sa.CheckConstraint(
+            f"jsonb_typeof(headers) = 'object' AND NOT jsonb_path_exists(headers, '$.keyvalue() ? ({_BAD_HEADER})')",
+            name="events_headers_text",
+        ),
+        sa.CheckConstraint(
+            "octet_length(aggregate_id) + coalesce(octet_length(payload::text), octet_length(payload_bytes), 0)"
+            f" + coalesce(octet_length(headers::text), 0) <= {MAX_EVENT_BYTES}",
+            name="events_size",
+        ),
+        schema=schema,
+        comment="Events written in business transactions and not yet published. Insert only; the relay deletes.",
+    )
+    # Every batch updates one row and every heartbeat a few: room on the page keeps those updates HOT.
+    lanes_table = sa.Table(
+        "lanes",
+        metadata,
+        sa.Column("lane", sa.SmallInteger, nullable=False, autoincrement=False),
+        sa.Column("owner", sa.Text),
+        sa.Column("epoch", sa.BigInteger, nullable=False, server_default=sa.text("0")),
+        sa.Column("last_batch", sa.BigInteger, nullable=False, server_default=sa.text("0")),
+        sa.Column(
+            "lease_until",
+            sa.DateTime(timezone=True),
+            nullable=False,
+            server_default=sa.text("'-infinity'::timestamptz"),
+        ),
+        sa.PrimaryKeyConstraint("lane", name="lanes_pkey"),
+        sa.CheckConstraint(f"lane BETWEEN 0 AND {MAX_LANES - 1}", name="lanes_lane_range"),
+        sa.CheckConstraint("epoch >= 0 AND last_batch >= 0", name="lanes_counters"),
+        schema=schema,
+        postgresql_with={"fillfactor": "50"},
+        comment="Who publishes each lane. The epoch rises with every change of owner: the fencing token.",
+    )
+    relays = sa.Table(
+        "relays",
+        metadata,
+        sa.Column("instance", sa.Text, nullable=False),
+        sa.Column("version", sa.Text, nullable=False),
+        sa.Column("started_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("heartbeat_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("alive_until", sa.DateTime(timezone=True), nullable=False),
+        sa.PrimaryKeyConstraint("instance", name="relays_pkey"),
+        sa.CheckConstraint("char_length(instance) BETWEEN 1 AND 200", name="relays_instance_length"),
+        schema=schema,
+        postgresql_with={"fillfactor": "50"},
+        comment="Relays that are running or ran lately; lanes are shared out evenly among the living.",
+    )
+    return OutboxTables(events=events, lanes=lanes_table, relays=relays)

@@ -1,0 +1,170 @@
+"""One Kafka node: its files, its process. Which nodes there are and when they are ready is kafka.py's affair."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import signal
+import subprocess
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from outbox.testing._process import Detached, Supervised
+from outbox.testing.errors import StartFailed
+
+_LOGGING: Final = """\
+<?xml version="1.0" encoding="UTF-8"?>
+<Configuration status="WARN">
+  <Appenders>
+    <RollingFile name="file" fileName="{log}" filePattern="{log}.%i">
+      <PatternLayout pattern="%d{{ISO8601}} %p [%t] %c{{1}}: %m%n"/>
+      <Policies><SizeBasedTriggeringPolicy size="20 MB"/></Policies>
+      <DefaultRolloverStrategy max="2"/>
+    </RollingFile>
+  </Appenders>
+  <Loggers>
+    <Root level="INFO"><AppenderRef ref="file"/></Root>
+    <Logger name="org.apache.kafka.common.config" level="WARN"/>
+    <Logger name="kafka.server.KafkaConfig" level="WARN"/>
+    <Logger name="org.apache.zookeeper" level="WARN"/>
+  </Loggers>
+</Configuration>
+"""
+
+_JVM: Final = (
+    "-server",
+    "-XX:+UseG1GC",
+    "-XX:MaxGCPauseMillis=20",
+    "-XX:+ExplicitGCInvokesConcurrent",
+    "-Djava.awt.headless=true",
+    # As a service it has nobody to ask: better an end that is seen than a broker that limps on.
+    "-XX:+ExitOnOutOfMemoryError",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node's number and its two ports on 127.0.0.1."""
+
+    number: int
+    port: int
+    controller_port: int
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """The Java program and the class path."""
+
+    java: Path
+    class_path: str
+
+
+class Broker:
+    """A node that is broker and controller at once, in a directory of its own.
+
+    runtime    gives what it is run by; asked when it is needed, as it may download.
+    heap       as -Xmx takes it.
+    detached   it outlives this process.
+    remove     whether its directory goes when we die (a temporary one).
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        directory: Path,
+        *,
+        runtime: Callable[[], Runtime],
+        heap: str,
+        detached: bool,
+        remove: bool,
+    ) -> None:
+        self.node = node
+        self.directory = directory
+        self._runtime = runtime
+        self._heap = heap
+        self._detached = detached
+        self._remove = remove
+        self._process: Supervised | Detached | None = None
+
+    @property
+    def log(self) -> Path:
+        """The broker's own log."""
+        return self.directory / "server.log"
+
+    @property
+    def output(self) -> Path:
+        """What the process writes besides: the JVM's complaints."""
+        return self.directory / "output.log"
+
+    @property
+    def process(self) -> Supervised | Detached | None:
+        """The process that was started or found last."""
+        return self._process
+
+    @property
+    def running(self) -> bool:
+        """Whether its process is there (it may be paused)."""
+        return self._process is not None and self._process.running
+
+    @property
+    def _properties(self) -> Path:
+        return self.directory / "server.properties"
+
+    def prepare(self, cluster_id: str, properties: Mapping[str, str]) -> None:
+        """Write the configuration, and format the storage unless that was done."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        data = self.directory / "data"
+        lines = [f"{name}={_escaped(value)}\n" for name, value in {**properties, "log.dirs": str(data)}.items()]
+        self._properties.write_text("".join(lines))
+        (self.directory / "log4j2.xml").write_text(_LOGGING.format(log=self.log))
+        if (data / "meta.properties").exists():
+            return
+        shutil.rmtree(data, ignore_errors=True)  # what a format that was cut short left
+        runtime = self._runtime()
+        arguments = ("format", "--config", str(self._properties), "--cluster-id", cluster_id)
+        result = subprocess.run(
+            [
+                *(runtime.java, "-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp", runtime.class_path),
+                *("-Dlog4j2.level=ERROR", "kafka.tools.StorageTool", *arguments),
+            ],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if result.returncode != 0:
+            output = result.stdout + result.stderr
+            raise StartFailed(f"formatting the storage of broker {self.node.number} failed:\n{output}")
+
+    def launch(self) -> None:
+        """Start the process; it is not ready yet. Raises StartFailed when it can't be executed."""
+        runtime = self._runtime()
+        argv = [
+            *(str(runtime.java), f"-Xmx{self._heap}", f"-Xms{self._heap}", *_JVM),
+            *(f"-Dlog4j2.configurationFile={self.directory / 'log4j2.xml'}", "-cp", runtime.class_path),
+            *("kafka.Kafka", str(self._properties)),
+        ]
+        # What a person set for a Kafka of theirs is not for this one.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("KAFKA_")}
+        if self._detached:
+            self._process = Detached.start(argv, log=self.output, env=environment)
+        else:
+            self._process = Supervised(
+                argv,
+                log=self.output,
+                env=environment,
+                cwd=self.directory,
+                orphan_signal=signal.SIGKILL,
+                remove=self.directory if self._remove else None,
+            )
+
+    def adopt(self) -> bool:
+        """Find the detached process that an earlier command started here. Gives whether there is one."""
+        self._process = Detached.find("kafka.Kafka", str(self._properties))
+        return self._process is not None
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace("\n", "\\n")

@@ -1,0 +1,105 @@
+"""Reads the events of a transaction that is still open, through the connection that wrote them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import psycopg
+import sqlalchemy as sa
+from psycopg.pq import TransactionStatus
+from psycopg.rows import tuple_row
+from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.orm import Session
+
+from outbox.errors import TargetError
+from outbox.event import BYTES_CONTENT_TYPE, CONTENT_TYPE, JSON_CONTENT_TYPE, Event
+from outbox.tables import outbox_tables
+
+# A row's xmin is the id of the transaction or subtransaction that wrote it, cut to 32 bits. Those of the open
+# transaction are its own id and later ones that are still in progress: what others have in progress can't be seen.
+# (A savepoint that was released stays in progress until its transaction ends, one that was rolled back shows no rows.)
+_AHEAD = "mod(xmin::text::bigint - mod(xact, 4294967296) + 6442450944, 4294967296) - 2147483648"
+_MINE = f"CASE WHEN {_AHEAD} >= 0 THEN pg_xact_status((xact + {_AHEAD})::text::xid8) = 'in progress' ELSE false END"
+
+
+def query(schema: str) -> sa.Select[Any]:
+    """The statement; it finds nothing in a transaction that has written nothing."""
+    events = outbox_tables(sa.MetaData(), schema=schema).events
+    own = sa.text("(SELECT pg_current_xact_id_if_assigned()::text::bigint AS xact) AS own")
+    columns = ("aggregate_type", "aggregate_id", "event_type", "payload", "payload_bytes", "headers", "event_id")
+    return (
+        sa.select(*(events.c[name] for name in columns))
+        .select_from(events, own)
+        .where(sa.text("xact IS NOT NULL"), sa.text(_MINE))
+        .order_by(events.c.id)
+    )
+
+
+def read(target: Session | sa.Connection | psycopg.Connection[Any], schema: str) -> list[Event]:
+    """Read from a synchronous target."""
+    match target:
+        case Session():
+            target.flush()
+            return _events(target.execute(query(schema)))
+        case sa.Connection():
+            return _events(target.execute(query(schema)))
+        case psycopg.Connection():
+            _check(target)
+            with target.cursor(row_factory=tuple_row) as cursor:
+                return _events(cursor.execute(*_for_psycopg(schema)))
+    raise _unknown(target)
+
+
+async def read_async(target: AsyncSession | AsyncConnection | psycopg.AsyncConnection[Any], schema: str) -> list[Event]:
+    """Read from an asynchronous target."""
+    match target:
+        case AsyncSession() | AsyncConnection():
+            return await target.run_sync(read, schema)
+        case psycopg.AsyncConnection():
+            _check(target)
+            async with target.cursor(row_factory=tuple_row) as cursor:
+                await cursor.execute(*_for_psycopg(schema))
+                return _events(await cursor.fetchall())
+    raise _unknown(target)
+
+
+def _for_psycopg(schema: str) -> tuple[bytes, Any]:
+    compiled = query(schema).compile(dialect=PGDialect_psycopg())  # type: ignore[no-untyped-call]
+    return str(compiled).encode(), compiled.params
+
+
+def _check(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
+    if connection.autocommit and connection.info.transaction_status is TransactionStatus.IDLE:
+        raise TargetError(
+            "the connection is in autocommit mode and no transaction is open, so there is none whose events could be "
+            "read; look within `with connection.transaction():`"
+        )
+
+
+def _unknown(target: object) -> TargetError:
+    return TargetError(
+        f"{type(target).__name__} is neither a Session nor a Connection of SQLAlchemy or psycopg; for the asynchronous "
+        "ones use recorded_events_async"
+    )
+
+
+def _events(rows: Iterable[Sequence[Any]]) -> list[Event]:
+    return [_event(row) for row in rows]
+
+
+def _event(row: Sequence[Any]) -> Event:
+    aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, event_id = row
+    own = dict(headers or {})
+    content_type = own.pop(CONTENT_TYPE, None)
+    usual = JSON_CONTENT_TYPE if payload_bytes is None else BYTES_CONTENT_TYPE
+    return Event(
+        aggregate_type,
+        aggregate_id,
+        event_type,
+        payload if payload_bytes is None else bytes(payload_bytes),
+        headers=own,
+        event_id=event_id,
+        content_type=None if content_type == usual else content_type,
+    )

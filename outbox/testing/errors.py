@@ -1,0 +1,50 @@
+"""What can go wrong with a service that runs on this machine. Each message says what to do about it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from outbox.errors import OutboxError
+
+
+class ServiceError(OutboxError):
+    """A Postgres or Kafka server on this machine could not be started, stopped or reached."""
+
+
+class MissingDependency(ServiceError):
+    """A program or package that the services need is not installed."""
+
+
+class StartFailed(ServiceError):
+    """A server ended, or did not become ready in time. The message ends with the tail of its log.
+
+    ``log`` is the whole file, when there is one.
+    """
+
+    def __init__(self, message: str, log: Path | None = None) -> None:
+        super().__init__(message if log is None else f"{message}\n{tail(log)}")
+        self.log = log
+
+
+class PortTaken(StartFailed):
+    """Another process listens on the port that the server was to have."""
+
+
+class DownloadFailed(ServiceError):
+    """A jar could not be downloaded."""
+
+
+class ChecksumMismatch(DownloadFailed):
+    """The repository served other bytes than the lock file names. The file was thrown away."""
+
+
+def tail(path: Path, lines: int = 40) -> str:
+    """Give the last lines of a log under a heading that names the file, or say why there are none."""
+    try:
+        with path.open("rb") as file:
+            file.seek(max(0, path.stat().st_size - 64 * 1024))
+            text = file.read().decode(errors="replace")
+    except OSError as error:
+        return f"(no log: {error})"
+    last = text.splitlines()[-lines:]
+    return "\n".join([f"--- the end of {path}", *last, "---"]) if last else f"(the log {path} is empty)"

@@ -1,0 +1,395 @@
+"""What the pytest fixtures of ``plugin`` hand out. Useful without pytest as well."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import secrets
+import signal
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Final, Protocol, Self
+from urllib.parse import quote, urlsplit
+
+import psycopg
+import sqlalchemy as sa
+
+from outbox.testing._process import Supervised, wait_for
+from outbox.testing.errors import ServiceError, tail
+from outbox.testing.kafka import KafkaCluster
+from outbox.testing.postgres import PostgresServer, create_database, drop_database
+from outbox.urls import libpq_url, sqlalchemy_url
+
+if TYPE_CHECKING:
+    from confluent_kafka import Message
+    from confluent_kafka.admin import AdminClient
+
+_ADMIN_TIMEOUT: Final = 30.0
+
+
+class DatabaseServer(Protocol):
+    """A Postgres server on which tests make databases: ours or a given one."""
+
+    def url(self, database: str = ...) -> str: ...
+    def create_database(self, name: str, template: str | None = None) -> str: ...
+    def drop_database(self, name: str) -> None: ...
+
+
+class KafkaServer(Protocol):
+    """A Kafka on which tests make topics: ours or a given one."""
+
+    @property
+    def bootstrap_servers(self) -> str: ...
+
+
+def token() -> str:
+    """Make up a few letters that no other test has."""
+    return secrets.token_hex(4)
+
+
+def migrate(url: str, schema: str = "outbox") -> None:
+    """Bring the outbox's tables into a database."""
+    from relay.db import upgrade
+
+    upgrade(url, schema=schema)
+
+
+class ExternalPostgres:
+    """A server that somebody else runs, given by the URL of one of its databases."""
+
+    def __init__(self, url: str) -> None:
+        self._url = libpq_url(url)
+
+    def url(self, database: str = "postgres") -> str:
+        """Give the address of a database on that server."""
+        return urlsplit(self._url)._replace(path=f"/{quote(database, safe='')}").geturl()
+
+    def create_database(self, name: str, template: str | None = None) -> str:
+        """Create a database, as a copy of ``template`` when given. Gives its URL."""
+        create_database(self._url, name, template)
+        return self.url(name)
+
+    def drop_database(self, name: str) -> None:
+        """Drop a database if it exists, ending its connections."""
+        drop_database(self._url, name)
+
+
+class ExternalKafka:
+    """A Kafka that somebody else runs."""
+
+    def __init__(self, bootstrap_servers: str) -> None:
+        self.bootstrap_servers = bootstrap_servers
+
+
+class Database:
+    """One database. What was opened through it is closed with it."""
+
+    def __init__(self, url: str, name: str) -> None:
+        self.url = url
+        self.name = name
+        self._opened = contextlib.ExitStack()
+
+    def connect(self, autocommit: bool = False) -> psycopg.Connection[tuple[Any, ...]]:
+        """Open a connection of psycopg."""
+        connection = psycopg.connect(self.url, autocommit=autocommit)
+        self._opened.callback(connection.close)
+        return connection
+
+    def engine(self, **options: Any) -> sa.Engine:
+        """Make a SQLAlchemy engine; ``options`` as create_engine takes them."""
+        engine = sa.create_engine(sqlalchemy_url(self.url), **options)
+        self._opened.callback(engine.dispose)
+        return engine
+
+    def close(self) -> None:
+        """Close everything that was opened here."""
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Topics:
+    """One test's part of a Kafka: names that nobody else has. Leaving the ``with`` block deletes those topics."""
+
+    def __init__(self, bootstrap_servers: str) -> None:
+        self.bootstrap_servers = bootstrap_servers
+        self.token = token()
+
+    def name(self, base: str) -> str:
+        """Give a name for a topic or an aggregate type that only this test has: ``Order`` → ``Order-1f3a9c0e``.
+
+        Topics whose name holds this test's token, also those that a relay made, are deleted in the end.
+        """
+        return f"{base}-{self.token}"
+
+    def create_topic(self, name: str, partitions: int = 1, config: Mapping[str, str] | None = None) -> str:
+        """Create a topic of exactly this name, and give the name. ``config`` as Kafka's topic settings."""
+        from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
+
+        topic = NewTopic(name, num_partitions=partitions, config=dict(config or {}))
+        self._admin.create_topics([topic], operation_timeout=_ADMIN_TIMEOUT)[name].result()
+        deadline = time.monotonic() + _ADMIN_TIMEOUT
+        if not wait_for(lambda: len(self._partitions(name)) == partitions, deadline - time.monotonic()):
+            raise ServiceError(f"the topic {name} was created, but is not there after {_ADMIN_TIMEOUT:g} s")
+        return name
+
+    def consume(
+        self,
+        topics: str | Sequence[str],
+        count: int | None = None,
+        timeout: float = 30.0,
+        isolation: str = "read_committed",
+    ) -> list[Message]:
+        """Read topics from the beginning, each partition in order.
+
+        count     wait until there are this many messages, also for topics that don't exist yet. None: what is there
+                  now, up to the last one that is committed.
+        timeout   in seconds. AssertionError when it passes first.
+        """
+        from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+
+        names = [topics] if isinstance(topics, str) else list(topics)
+        shown = ", ".join(names)
+        deadline = time.monotonic() + timeout
+        patience = timeout if count is not None else min(timeout, 5.0)
+        if not wait_for(lambda: all(self._partitions(name) for name in names), patience):
+            raise AssertionError(f"{shown}: no such topic, or no leader for a partition, after {patience:g} s")
+        partitions = [TopicPartition(name, p, 0) for name in names for p in self._partitions(name)]
+        # What librdkafka reports while it connects anew by itself.
+        eof = KafkaError._PARTITION_EOF  # noqa: SLF001 - documented names, in spite of the underscore
+        transient = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._TIMED_OUT}  # noqa: SLF001
+        found: list[Message] = []
+        last_error: KafkaError | None = None
+        consumer = Consumer(
+            {
+                "bootstrap.servers": self.bootstrap_servers,
+                "group.id": f"outbox-testing-{token()}",
+                "enable.auto.commit": False,
+                # From 0, and not from the beginning by name, which librdkafka asks for first: half a second.
+                "auto.offset.reset": "earliest",
+                "enable.partition.eof": True,
+                "isolation.level": isolation,
+                "fetch.wait.max.ms": 20,
+                "log_level": 0,
+            }
+        )
+        try:
+            consumer.assign(partitions)
+            unread = {(p.topic, p.partition) for p in partitions}
+            while unread if count is None else len(found) < count:
+                if time.monotonic() > deadline:
+                    wanted = "the end" if count is None else f"message {count}"
+                    raise AssertionError(
+                        f"{shown}: {len(found)} messages and not {wanted} after {timeout:g} s; last error: {last_error}"
+                    )
+                message = consumer.poll(0.1)
+                if message is None:
+                    continue
+                error = message.error()
+                if error is None:
+                    found.append(message)
+                elif error.code() == eof:
+                    unread.discard((message.topic(), message.partition()))
+                elif error.code() in transient or error.retriable():
+                    last_error = error
+                else:
+                    raise KafkaException(error)
+        finally:
+            consumer.close()
+        return found
+
+    def delete(self) -> None:
+        """Delete the topics whose name holds this test's token."""
+        admin = self._admin
+        names = [name for name in admin.list_topics(timeout=_ADMIN_TIMEOUT).topics if self.token in name]
+        if names:
+            for future in admin.delete_topics(names, operation_timeout=_ADMIN_TIMEOUT).values():
+                future.result()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.delete()
+
+    @functools.cached_property
+    def _admin(self) -> AdminClient:
+        from confluent_kafka.admin import AdminClient
+
+        return AdminClient({"bootstrap.servers": self.bootstrap_servers, "log_level": 0})
+
+    def _partitions(self, topic: str) -> list[int]:
+        """The partitions of a topic; none when there is no such topic, or while one of them has no leader."""
+        found = self._admin.list_topics(topic, timeout=_ADMIN_TIMEOUT).topics.get(topic)
+        if found is None or found.error is not None or any(p.leader < 0 for p in found.partitions.values()):
+            return []
+        return sorted(found.partitions)
+
+
+class RelayProcess:
+    """A relay that runs as a process of its own, as in production."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
+        self.log_file = log
+        # Not in the directory where the tests run: an outbox.toml there is not for this relay.
+        self._process = Supervised(command, log=log, env=environment, cwd=log.parent, orphan_signal=signal.SIGKILL)
+
+    @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
+    def running(self) -> bool:
+        """Whether it runs."""
+        return self._process.running
+
+    def terminate(self) -> None:
+        """Ask it to finish what is in flight and end (SIGTERM)."""
+        self._process.signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End it by SIGKILL, and wait until it is gone."""
+        self._process.signal(signal.SIGKILL)
+        self.wait()
+
+    def pause(self) -> None:
+        """Halt it where it is (SIGSTOP): a zombie in waiting."""
+        self._process.signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        """Let it go on (SIGCONT)."""
+        self._process.signal(signal.SIGCONT)
+
+    def wait(self, timeout: float = 30.0) -> int:
+        """Wait for its end; gives the exit status, negative for a signal. AssertionError when it goes on running."""
+        if not self._process.wait(timeout):
+            raise AssertionError(f"the relay (pid {self.pid}) still runs after {timeout:g} s\n{tail(self.log_file)}")
+        assert self._process.exit_code is not None
+        return self._process.exit_code
+
+    def log(self) -> str:
+        """Give what it has logged so far."""
+        return self.log_file.read_text(errors="replace")
+
+    def wait_for_log(self, text: str, timeout: float = 30.0) -> None:
+        """Wait until its log holds ``text``. AssertionError when it ends or the time passes without."""
+
+        def there() -> bool:
+            if text in self.log():
+                return True
+            if not self.running:
+                raise AssertionError(f"the relay ended without logging {text!r}\n{tail(self.log_file)}")
+            return False
+
+        if not wait_for(there, timeout):
+            raise AssertionError(f"the relay did not log {text!r} within {timeout:g} s\n{tail(self.log_file)}")
+
+
+class RelayFactory:
+    """Starts relays; leaving the ``with`` block ends them all, and shows their logs where pytest captures them."""
+
+    def __init__(self, database_url: Callable[[], str], bootstrap_servers: Callable[[], str], directory: Path) -> None:
+        self._database_url = database_url
+        self._bootstrap_servers = bootstrap_servers
+        self._directory = directory
+        self._started: list[RelayProcess] = []
+
+    def __call__(
+        self,
+        *arguments: str,
+        database_url: str | None = None,
+        bootstrap_servers: str | None = None,
+        env: Mapping[str, str] | None = None,
+        **settings: object,
+    ) -> RelayProcess:
+        """Start ``outbox relay run`` with these arguments; it is not waited for.
+
+        database_url, bootstrap_servers   of other servers than the test's usual ones.
+        env                               more environment variables.
+        settings                          by their names: ``relay__lease_seconds=2`` is OUTBOX_RELAY__LEASE_SECONDS.
+
+        It creates missing topics unless ``create_topics=False`` is among the settings.
+        """
+        # Settings of the person who runs the tests are not this relay's.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("OUTBOX_")}
+        environment |= {
+            "OUTBOX_DATABASE_URL": database_url or self._database_url(),
+            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bootstrap_servers or self._bootstrap_servers(),
+            "OUTBOX_CREATE_TOPICS": "true",
+            "PYTHONUNBUFFERED": "1",
+        }
+        environment |= {f"OUTBOX_{name.upper()}": _text(value) for name, value in settings.items()}
+        environment |= env or {}
+        command = [sys.executable, "-m", "relay.cli", "relay", "run", *arguments]
+        log = self._directory / f"relay-{len(self._started) + 1}.log"
+        process = RelayProcess(command, environment, log)
+        self._started.append(process)
+        return process
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for process in self._started:
+            if process.running:
+                process.kill()
+            print(tail(process.log_file, 200), file=sys.stderr)
+
+
+class PrivatePostgres:
+    """Starts Postgres servers that a test may kill; leaving the ``with`` block removes them."""
+
+    def __init__(self) -> None:
+        self._opened = contextlib.ExitStack()
+
+    def __call__(self, settings: Mapping[str, str] | None = None) -> PostgresServer:
+        """Start a server: fsync on unless the settings of postgresql.conf say otherwise."""
+        return self._opened.enter_context(PostgresServer(settings=settings))
+
+    def database(self, server: PostgresServer, name: str = "outbox") -> Database:
+        """Create a database with the outbox's tables on such a server."""
+        url = server.create_database(name)
+        migrate(url)
+        return self._opened.enter_context(Database(url, name))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+
+class PrivateKafka:
+    """Starts Kafkas that a test may kill; leaving the ``with`` block removes them."""
+
+    def __init__(self) -> None:
+        self._opened = contextlib.ExitStack()
+
+    def __call__(self, brokers: int = 1, settings: Mapping[str, str] | None = None) -> KafkaCluster:
+        """Start a cluster of 1 or 3 brokers; settings as in server.properties."""
+        return self._opened.enter_context(KafkaCluster(brokers=brokers, settings=settings))
+
+    def topics(self, cluster: KafkaCluster) -> Topics:
+        """Give helpers to create and read topics of such a cluster. Nothing is deleted: the cluster goes as a whole."""
+        return Topics(cluster.bootstrap_servers)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+
+def _text(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else str(value)

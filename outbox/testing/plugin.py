@@ -1,0 +1,138 @@
+"""pytest fixtures: real Postgres, real Kafka and a real relay, for services that write events and for our own tests.
+
+It comes with the package (entry point ``outbox``), so it is loaded in every pytest run there: nothing is imported at
+the top but pytest, and no server starts before a test asks for it.
+
+With OUTBOX_DATABASE_URL or OUTBOX_KAFKA__BOOTSTRAP_SERVERS set, the tests use those servers, each test with a database
+and topics of its own (the user needs CREATEDB). Tests that kill their servers are skipped then.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import pytest
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from outbox.testing.fixtures import (
+        Database,
+        DatabaseServer,
+        KafkaServer,
+        PrivateKafka,
+        PrivatePostgres,
+        RelayFactory,
+        Topics,
+    )
+
+_DATABASE_URL = "OUTBOX_DATABASE_URL"
+_BOOTSTRAP_SERVERS = "OUTBOX_KAFKA__BOOTSTRAP_SERVERS"
+
+
+@pytest.fixture(scope="session")
+def outbox_postgres_server() -> Iterator[DatabaseServer]:
+    """A Postgres server for the whole session: the given one, or one that is started now."""
+    if url := os.environ.get(_DATABASE_URL):
+        from outbox.testing.fixtures import ExternalPostgres
+
+        yield ExternalPostgres(url)
+        return
+    from outbox.testing.postgres import PostgresServer
+
+    # What a test writes need not outlive the machine; it does outlive a kill of the server.
+    with PostgresServer(settings={"fsync": "off"}) as server:
+        yield server
+
+
+@pytest.fixture(scope="session")
+def outbox_kafka_cluster() -> Iterator[KafkaServer]:
+    """A Kafka for the whole session: the given one, or one broker that is started now."""
+    if servers := os.environ.get(_BOOTSTRAP_SERVERS):
+        from outbox.testing.fixtures import ExternalKafka
+
+        yield ExternalKafka(servers)
+        return
+    from outbox.testing.kafka import KafkaCluster
+
+    with KafkaCluster() as cluster:
+        yield cluster
+
+
+@pytest.fixture(scope="session")
+def _outbox_template(outbox_postgres_server: DatabaseServer) -> Iterator[str]:
+    """A database with the outbox's tables, migrated once and copied for every test."""
+    from outbox.testing.fixtures import migrate, token
+
+    name = f"outbox_template_{token()}"
+    migrate(outbox_postgres_server.create_database(name))
+    yield name
+    outbox_postgres_server.drop_database(name)
+
+
+@pytest.fixture
+def outbox_postgres(outbox_postgres_server: DatabaseServer, _outbox_template: str) -> Iterator[Database]:
+    """A database of this test's own with the outbox's tables in the schema ``outbox``."""
+    from outbox.testing.fixtures import Database, token
+
+    name = f"outbox_test_{token()}"
+    with Database(outbox_postgres_server.create_database(name, template=_outbox_template), name) as database:
+        yield database
+    outbox_postgres_server.drop_database(name)
+
+
+@pytest.fixture
+def outbox_kafka(outbox_kafka_cluster: KafkaServer) -> Iterator[Topics]:
+    """Kafka, with names for topics that are this test's own and are deleted after it."""
+    from outbox.testing.fixtures import Topics
+
+    with Topics(outbox_kafka_cluster.bootstrap_servers) as topics:
+        yield topics
+
+
+@pytest.fixture
+def outbox_relay(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RelayFactory]:
+    """A function that starts ``outbox relay run`` as a process of its own; all are ended after the test.
+
+    Without other arguments it serves this test's ``outbox_postgres`` and ``outbox_kafka``.
+    """
+    from outbox.testing.fixtures import RelayFactory
+
+    def database_url() -> str:
+        database: Database = request.getfixturevalue("outbox_postgres")
+        return database.url
+
+    def bootstrap_servers() -> str:
+        topics: Topics = request.getfixturevalue("outbox_kafka")
+        return topics.bootstrap_servers
+
+    # Asked for now, if the test uses them at all, so that they are torn down after the relays.
+    for name in ("outbox_postgres", "outbox_kafka"):
+        if name in request.fixturenames:
+            request.getfixturevalue(name)
+    with RelayFactory(database_url, bootstrap_servers, tmp_path) as factory:
+        yield factory
+
+
+@pytest.fixture
+def private_postgres() -> Iterator[PrivatePostgres]:
+    """A function that starts a Postgres of this test's own, to be killed and restarted; see PrivatePostgres."""
+    if os.environ.get(_DATABASE_URL):
+        pytest.skip(f"{_DATABASE_URL} is set, and this test kills its Postgres: unset it to run this test")
+    from outbox.testing.fixtures import PrivatePostgres
+
+    with PrivatePostgres() as factory:
+        yield factory
+
+
+@pytest.fixture
+def private_kafka() -> Iterator[PrivateKafka]:
+    """A function that starts a Kafka of this test's own, to be killed and restarted; see PrivateKafka."""
+    if os.environ.get(_BOOTSTRAP_SERVERS):
+        pytest.skip(f"{_BOOTSTRAP_SERVERS} is set, and this test kills its Kafka: unset it to run this test")
+    from outbox.testing.fixtures import PrivateKafka
+
+    with PrivateKafka() as factory:
+        yield factory

@@ -1,0 +1,140 @@
+"""The demo's book-keeping: what the shop committed, what Kafka holds, what the sink applied. All from the data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+import psycopg
+from psycopg import sql
+
+# Business rows on one side, the sink's table on the other. `seq` is how many events an order's transactions committed;
+# the sink counts what it applied, adds up the amounts, and notes every event that did not follow its predecessor.
+_RECONCILE: Final = """
+WITH pairs AS (
+    SELECT o.id AS source_id, t.order_id AS sink_id, coalesce(o.seq, 0) AS committed,
+           coalesce(t.events_applied, 0) AS applied, coalesce(t.out_of_order, 0) AS out_of_order,
+           o.total_cents IS NOT DISTINCT FROM t.total_cents AND o.status IS NOT DISTINCT FROM t.status
+               AND o.customer IS NOT DISTINCT FROM t.customer AS same
+      FROM shop.orders AS o FULL JOIN {sink} AS t ON t.order_id = o.id)
+SELECT coalesce(sum(committed), 0)::bigint,
+       coalesce(sum(applied), 0)::bigint,
+       coalesce(sum(greatest(committed - applied, 0)), 0)::bigint,
+       coalesce(sum(greatest(applied - committed, 0)), 0)::bigint,
+       coalesce(sum(out_of_order), 0)::bigint,
+       count(*) FILTER (WHERE NOT same),
+       count(*) FILTER (WHERE source_id IS NULL)
+  FROM pairs"""
+
+
+@dataclass(frozen=True, slots=True)
+class Reconciliation:
+    """Source against sink, row by row. ``published`` counts messages on the topic, repeats included."""
+
+    committed: int
+    published: int
+    applied: int
+    lost: int
+    applied_twice: int
+    out_of_order: int
+    differing_orders: int
+    phantom_orders: int
+
+    @property
+    def clean(self) -> bool:
+        """Whether every committed event was applied exactly once, in order, and nothing else was."""
+        return (
+            self.committed == self.applied
+            and self.published >= self.committed
+            and not (
+                self.lost or self.applied_twice or self.out_of_order or self.differing_orders or self.phantom_orders
+            )
+        )
+
+    def line(self) -> str:
+        """The result in one line, as a person reads it."""
+        repeats = self.published - self.committed
+        shown = f"{self.committed}+{repeats}" if repeats >= 0 else str(self.published)
+        text = (
+            f"committed {self.committed} · published {shown} · applied {self.applied} · "
+            f"lost {self.lost} · applied twice {self.applied_twice} · out of order {self.out_of_order}"
+        )
+        if self.differing_orders or self.phantom_orders:
+            text += f" · orders that differ {self.differing_orders} · rolled back but applied {self.phantom_orders}"
+        return text
+
+    def as_dict(self) -> dict[str, int | bool]:
+        """The same for a program."""
+        return {**asdict(self), "clean": self.clean}
+
+
+@dataclass(frozen=True, slots=True)
+class Sight:
+    """One look at the whole road."""
+
+    committed: int
+    published: int
+    applied: int
+    backlog: int
+    oldest_seconds: float | None
+
+
+class Book:
+    """Reads the figures. ``sink`` is the sink's table, as (schema, name)."""
+
+    def __init__(self, url: str, kafka: dict[str, str], topic: str, sink: tuple[str, str]) -> None:
+        from confluent_kafka import Consumer
+
+        self._connection = psycopg.connect(url, autocommit=True)
+        self._topic = topic
+        self._sink = sql.Identifier(*sink)
+        self._consumer = Consumer(
+            {**kafka, "group.id": "outbox-demo-book", "enable.auto.commit": False, "isolation.level": "read_committed"}
+        )
+
+    def look(self) -> Sight:
+        """Take the figures for the panel. A table that is not there yet counts as empty."""
+        committed = self._count(sql.SQL("SELECT sum(seq) FROM shop.orders"), "shop.orders")
+        applied = self._count(
+            sql.SQL("SELECT sum(events_applied) FROM {}").format(self._sink), self._sink.as_string(self._connection)
+        )
+        row = self._connection.execute(
+            "SELECT count(*), extract(epoch FROM clock_timestamp() - min(created_at))::float8 FROM outbox.events"
+        ).fetchone()
+        assert row is not None
+        return Sight(committed, self.published(), applied, row[0], row[1])
+
+    def published(self) -> int:
+        """Count the messages on the topic, from its partitions' first and last offsets."""
+        from confluent_kafka import KafkaException, TopicPartition
+
+        try:
+            known = self._consumer.list_topics(timeout=10).topics.get(self._topic)
+            if known is None:
+                return 0
+            total = 0
+            for partition in known.partitions:
+                low, high = self._consumer.get_watermark_offsets(TopicPartition(self._topic, partition), timeout=10)
+                total += high - low
+        except KafkaException:
+            return 0
+        return total
+
+    def reconcile(self) -> Reconciliation:
+        """Hold source and sink against each other, in one statement over one snapshot."""
+        row = self._connection.execute(sql.SQL(_RECONCILE).format(sink=self._sink)).fetchone()
+        assert row is not None
+        committed, applied, lost, twice, disorder, differing, phantom = row
+        return Reconciliation(committed, self.published(), applied, lost, twice, disorder, differing, phantom)
+
+    def close(self) -> None:
+        """Disconnect."""
+        self._consumer.close()
+        self._connection.close()
+
+    def _count(self, query: sql.Composable, table: str) -> int:
+        exists: Any = self._connection.execute("SELECT to_regclass(%s)", (table,)).fetchone()
+        if exists is None or exists[0] is None:
+            return 0
+        row = self._connection.execute(query).fetchone()
+        return int(row[0] or 0) if row else 0

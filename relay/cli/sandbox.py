@@ -1,0 +1,101 @@
+"""``outbox sandbox up | status | down``: a real Postgres and a real Kafka on this machine, without Docker."""
+
+from __future__ import annotations
+
+import shlex
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from relay.cli.common import failing_clearly, print_json
+
+if TYPE_CHECKING:
+    from outbox.testing.sandbox import Sandbox, SandboxState
+
+app = typer.Typer(
+    help="A real Postgres and a real Kafka on this machine, without Docker. They run until `down`.",
+    no_args_is_help=True,
+)
+
+@app.callback()
+def _group() -> None:
+    from relay import logs
+
+    logs.configure()  # to standard error: what a download that is tried again has to say must not mix with the result
+
+
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
+
+
+@app.command()
+@failing_clearly
+def up(
+    brokers: Annotated[int | None, typer.Option(help="1 or 3; what there is already stays as it is.")] = None,
+    json: _Json = False,
+    export: Annotated[bool, typer.Option("--export", help="Print export lines for a shell: eval $(…)")] = False,
+) -> None:
+    """Start them, or what has died of them, and print where they are. Data, ports and database stay the same."""
+    state = _sandbox().up(brokers)
+    if export:
+        typer.echo(f"export OUTBOX_DATABASE_URL={shlex.quote(state.database_url)}")
+        typer.echo(f"export OUTBOX_KAFKA__BOOTSTRAP_SERVERS={shlex.quote(state.bootstrap_servers)}")
+    if not json and not export:
+        _show(state)
+    if json:
+        print_json(_facts(state))
+
+
+@app.command()
+@failing_clearly
+def status(json: _Json = False) -> None:
+    """Print what runs and where its logs are. The exit status is 1 unless all of it runs."""
+    state = _sandbox().status()
+    if json:
+        print_json(_facts(state))
+    else:
+        _show(state)
+    if not state.running:
+        raise typer.Exit(1)
+
+
+@app.command()
+@failing_clearly
+def down(
+    purge: Annotated[bool, typer.Option("--purge", help="Remove the data as well.")] = False, json: _Json = False
+) -> None:
+    """Stop them. The data stay for the next `up`."""
+    state = _sandbox().down(purge=purge)
+    if json:
+        print_json(_facts(state))
+
+
+def _sandbox() -> Sandbox:
+    from outbox.testing.sandbox import Sandbox
+
+    return Sandbox(report=lambda text: typer.echo(text, err=True))
+
+
+def _facts(state: SandboxState) -> dict[str, Any]:
+    return {
+        "running": state.running,
+        "database_url": state.postgres_url,
+        "bootstrap_servers": state.kafka_servers,
+        "postgres_running": state.postgres_running,
+        "brokers": state.brokers,
+        "brokers_running": state.brokers_running,
+        "directory": str(state.directory),
+        "logs": [str(log) for log in (state.postgres_log, *state.kafka_logs) if log.exists()],
+    }
+
+
+def _show(state: SandboxState) -> None:
+    if state.postgres_url is None and state.kafka_servers is None:
+        typer.echo(f"There is no sandbox in {state.directory}. Start one: outbox sandbox up")
+        return
+    postgres = "running" if state.postgres_running else "stopped"
+    typer.echo(f"Postgres  {postgres:<12} {state.postgres_url}")
+    kafka = "running" if state.brokers_running == state.brokers else f"{state.brokers_running} of {state.brokers} run"
+    typer.echo(f"Kafka     {kafka if state.brokers_running else 'stopped':<12} {state.kafka_servers}")
+    typer.echo(f"Logs      {' '.join(str(log) for log in (state.postgres_log, *state.kafka_logs))}")
+    if state.running:
+        typer.echo("For a shell: eval $(outbox sandbox up --export)")

@@ -1,0 +1,307 @@
+"""The settings of every command: from the environment (``OUTBOX_…``), then a TOML file, then these defaults.
+
+Nested names take two underscores: ``OUTBOX_RELAY__BATCH_SIZE`` or ``[relay] batch_size``. Kafka's own options pass
+through to librdkafka: ``OUTBOX_KAFKA__LINGER_MS`` or ``[kafka] "linger.ms"``. Those that would break the promise of
+the chosen delivery are refused. The file is ``outbox.toml`` in the working directory, or what OUTBOX_CONFIG names.
+"""
+
+from __future__ import annotations
+
+import os
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final, Self
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
+
+from outbox.errors import ConfigurationError
+from outbox.urls import libpq_url
+from relay.routing import DEFAULT_TEMPLATE
+
+
+class Delivery(StrEnum):
+    """What a reader of the topics may count on."""
+
+    AT_MOST_ONCE = "at-most-once"
+    AT_LEAST_ONCE = "at-least-once"
+    EXACTLY_ONCE = "exactly-once"
+
+
+class SourceKind(StrEnum):
+    """Where the relay reads events."""
+
+    POLLING = "polling"
+    WAL = "wal"
+
+
+class RelaySettings(BaseModel):
+    """How one relay process works. All times are in seconds."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    instance: str | None = Field(None, min_length=1, max_length=200)
+    """Unique among running relays; host, process id and a random part when not given."""
+    batch_size: int = Field(2000, ge=1, le=50_000)
+    lease_seconds: float = Field(15.0, ge=1.0, le=3600)
+    """After a kill -9 its lanes are taken over when this has passed."""
+    max_idle_seconds: float = Field(0.1, ge=0.001, le=60)
+    """An idle lane looks at least this often."""
+    max_backoff_seconds: float = Field(5.0, ge=0.1, le=300)
+    """Longest wait between tries while Postgres or Kafka is away."""
+    shutdown_seconds: float = Field(25.0, ge=0.1, le=3600)
+    """After SIGTERM: how long the batches in flight may take."""
+
+
+class SparkSettings(BaseModel):
+    """Options of the consumers. ``kafka`` holds the Java client's names, without Spark's ``kafka.`` prefix."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kafka: dict[str, str] = Field(default_factory=dict)
+    conf: dict[str, str] = Field(default_factory=dict)
+
+    @field_validator("kafka", "conf", mode="before")
+    @classmethod
+    def _dotted(cls, value: object) -> object:
+        return dotted(value)
+
+
+class Settings(BaseSettings):
+    """Everything the commands can be told. Raises ConfigurationError through ``load``."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="OUTBOX_",
+        env_nested_delimiter="__",
+        extra="ignore",
+        nested_model_default_partial_update=True,
+    )
+
+    database_url: str | None = Field(None, repr=False)
+    db_schema: str = Field("outbox", validation_alias="OUTBOX_SCHEMA", min_length=1, max_length=63)
+    consumer_schema: str = Field("consumer", min_length=1, max_length=63)
+    delivery: Delivery = Delivery.AT_LEAST_ONCE
+    source: SourceKind = SourceKind.POLLING
+    create_topics: bool = False
+    """Create a topic that is missing, with the broker's defaults unless the two below say otherwise."""
+    topic_partitions: int = Field(-1, ge=-1)
+    topic_replication: int = Field(-1, ge=-1)
+    topic_template: str = DEFAULT_TEMPLATE
+    routes: dict[str, str] | None = None
+    """Aggregate type to topic. When given, no other aggregate type is published."""
+    ce_source: str = Field("/outbox", min_length=1)
+    """CloudEvents ``source`` of every event: which system these events come from."""
+    kafka: dict[str, str] = Field(default_factory=dict, repr=False)
+    relay: RelaySettings = Field(default_factory=RelaySettings)
+    spark: SparkSettings = Field(default_factory=SparkSettings)
+    spark_packages: str | None = None
+    """Maven coordinates for Spark, instead of the jars that are fetched and checked here."""
+    log_format: str = Field("auto", pattern="^(auto|console|json)$")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+
+    @field_validator("kafka", mode="before")
+    @classmethod
+    def _dotted(cls, value: object) -> object:
+        return dotted(value)
+
+    @field_validator("database_url")
+    @classmethod
+    def _libpq(cls, value: str | None) -> str | None:
+        try:
+            return None if value is None else libpq_url(value)
+        except ConfigurationError as error:
+            raise ValueError(str(error)) from error
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        for name in self.kafka:
+            if name in _OURS:
+                raise ValueError(f"kafka option {name!r} is set by the relay itself; remove it")
+        return self
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments first, then the environment, then the file."""
+        return (init_settings, env_settings, _TomlFile(settings_cls, _config_file()))
+
+    def require_database(self) -> str:
+        """Give the database URL. Raises ConfigurationError when there is none."""
+        if self.database_url is None:
+            raise ConfigurationError("no database: set OUTBOX_DATABASE_URL=postgresql://user@host:port/database")
+        return self.database_url
+
+    def require_kafka(self) -> str:
+        """Give the bootstrap servers. Raises ConfigurationError when there are none."""
+        servers = self.kafka.get("bootstrap.servers")
+        if not servers:
+            raise ConfigurationError("no Kafka: set OUTBOX_KAFKA__BOOTSTRAP_SERVERS=host:port")
+        return servers
+
+
+class _TomlFile(TomlConfigSettingsSource):
+    """The file, with ``schema`` spelt as in the environment, and an unknown name refused: a typo must not pass."""
+
+    def __call__(self) -> dict[str, Any]:
+        values = super().__call__()
+        known = set(Settings.model_fields) - {"db_schema"} | {"schema"}
+        unknown = sorted(set(self.toml_data) - known)
+        if unknown:
+            raise ConfigurationError(f"{self.toml_file_path}: unknown setting {unknown[0]!r}")
+        if "schema" in self.toml_data:
+            values["OUTBOX_SCHEMA"] = self.toml_data["schema"]
+        return values
+
+
+def _config_file() -> Path | None:
+    named = os.environ.get("OUTBOX_CONFIG")
+    if named:
+        path = Path(named)
+        if not path.is_file():
+            raise ConfigurationError(f"OUTBOX_CONFIG names {named!r}, which is not a file")
+        return path
+    path = Path("outbox.toml")
+    return path if path.is_file() else None
+
+
+def dotted(options: object) -> object:
+    """Spell Kafka's options as Kafka does: LINGER_MS → linger.ms, and every value as text."""
+    if not isinstance(options, dict):
+        return options
+    return {
+        str(name).replace("_", ".").lower() if "." not in str(name) else str(name): _text(value)
+        for name, value in options.items()
+    }
+
+
+def _text(value: object) -> object:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int | float) else value
+
+
+def load(**given: Any) -> Settings:
+    """Read the settings. ``given`` wins over environment and file. Raises ConfigurationError naming each mistake."""
+    try:
+        return Settings(**{name: value for name, value in given.items() if value is not None})
+    except ValidationError as error:
+        problems = "; ".join(
+            f"{'.'.join(str(part) for part in problem['loc']) or 'settings'}: "
+            f"{problem['msg'].removeprefix('Value error, ')}"
+            for problem in error.errors(include_input=False, include_url=False)
+        )
+        raise ConfigurationError(problems) from None
+
+
+_OURS: Final = frozenset(
+    {
+        "transactional.id",
+        "delivery.report.only.error",
+        "dr.cb",
+        "dr.msg.cb",
+        "on.delivery",
+        "error.cb",
+        "logger",
+    }
+)
+
+_TIMEOUTS: Final = ("delivery.timeout.ms", "message.timeout.ms")
+
+# Options whose every other value would lose, double or reorder events, or send them to whoever answers.
+_REQUIRED: Final = {
+    "acks": {"all", "-1"},
+    "request.required.acks": {"all", "-1"},
+    "enable.idempotence": {"true"},
+    "enable.gapless.guarantee": {"true"},
+    "max.in.flight.requests.per.connection": {"1", "2", "3", "4", "5"},
+    "max.in.flight": {"1", "2", "3", "4", "5"},
+    "partitioner": {"murmur2", "murmur2_random", "consistent", "consistent_random", "fnv1a", "fnv1a_random"},
+    "enable.ssl.certificate.verification": {"true"},
+    "ssl.endpoint.identification.algorithm": {"https"},
+}
+
+
+def producer_options(settings: Settings) -> dict[str, str]:
+    """Give librdkafka's options for the at-least-once producer: the user's over ours.
+
+    Raises ConfigurationError for an option that would break the promise.
+    """
+    settings.require_kafka()
+    for name, allowed in _REQUIRED.items():
+        value = settings.kafka.get(name)
+        if value is not None and value.lower() not in allowed:
+            raise ConfigurationError(
+                f"kafka option {name}={value} would break {settings.delivery}: allowed is {' or '.join(sorted(allowed))}"
+            )
+    ours = {
+        "client.id": "outbox-relay",
+        "acks": "all",
+        "enable.idempotence": "true",
+        # A message that failed must take the ones behind it down too: they may have the same key. librdkafka calls
+        # the option experimental; what it does is what RELAY order needs, and a test keeps watch on it.
+        "enable.gapless.guarantee": "true",
+        # As the Java client places keys (murmur2), so that all producers of a topic agree.
+        "partitioner": "murmur2_random",
+        "compression.type": "lz4",
+        "linger.ms": "1",
+        # The broker's default limit; librdkafka's own is lower than what the outbox accepts plus our headers.
+        "message.max.bytes": "1048588",
+        "log.connection.close": "false",
+    }
+    if "request.required.acks" in settings.kafka:
+        del ours["acks"]
+    given = {name: value for name, value in settings.kafka.items() if name not in _TIMEOUTS}
+    # 0 is "never": the publisher keeps the time itself, see IdempotentPublisher.
+    return ours | given | {"delivery.timeout.ms": "0"}
+
+
+def delivery_seconds(settings: Settings) -> float:
+    """Give how long a batch may wait for its acknowledgements: ``delivery.timeout.ms``, or two thirds of the lease.
+
+    Raises ConfigurationError unless it is shorter than the lease.
+    """
+    lease = settings.relay.lease_seconds
+    for name in _TIMEOUTS:
+        given = settings.kafka.get(name)
+        if given is None:
+            continue
+        if not (given.isdecimal() and 0 < int(given) < lease * 1000):
+            raise ConfigurationError(
+                f"kafka option {name}={given} must be a number above 0 and below the lease of {lease * 1000:.0f} ms: "
+                "a message still under way when the lane changes hands would be sent twice. Lower it, or raise "
+                "relay.lease_seconds"
+            )
+        return int(given) / 1000
+    return lease * 2 / 3
+
+
+def client_options(settings: Settings) -> dict[str, str]:
+    """Give the options that any Kafka client needs to reach the brokers: addresses and credentials, no tuning."""
+    settings.require_kafka()
+    return {
+        name: value
+        for name, value in settings.kafka.items()
+        if name == "bootstrap.servers" or name.startswith(("security.", "ssl.", "sasl.", "client.", "socket."))
+    }
+
+
+def refuse_what_is_not_there(settings: Settings) -> None:
+    """Raise ConfigurationError for a delivery or source that this version does not have."""
+    if settings.delivery is not Delivery.AT_LEAST_ONCE:
+        raise ConfigurationError(
+            f"delivery={settings.delivery} is not in this version; use at-least-once "
+            "(consumers that dedup by event id, as the Spark jobs here do, apply each event once)"
+        )
+    if settings.source is not SourceKind.POLLING:
+        raise ConfigurationError(f"source={settings.source} is not in this version; use polling")

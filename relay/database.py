@@ -1,0 +1,77 @@
+"""Connections of the relay, and the line between "the server is away" and "this is a bug"."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import psycopg
+from psycopg import errors
+
+from outbox.errors import SchemaError
+from outbox.urls import display_url, libpq_url
+from relay.ports import Unavailable
+
+# Conditions that pass by themselves: Postgres is starting or stopping, is full, was told to cancel, or chose this
+# transaction as a victim. (https://www.postgresql.org/docs/current/errcodes-appendix.html, classes 08, 40, 53, 55, 57)
+_PASSING: Final = (
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+    errors.QueryCanceled,
+    errors.LockNotAvailable,
+    errors.ObjectInUse,
+)
+# Changes of the schema under way, or rights not granted yet: also worth waiting for, but they need a person.
+_SCHEMA: Final = (
+    errors.UndefinedTable,
+    errors.UndefinedColumn,
+    errors.InvalidSchemaName,
+    errors.InsufficientPrivilege,
+)
+
+
+@contextmanager
+def unavailable_on_error(doing: str) -> Iterator[None]:
+    """Turn a passing database error into Unavailable and a missing table or right into SchemaError."""
+    try:
+        yield
+    except _SCHEMA as error:
+        raise SchemaError(
+            f"Postgres, {doing}: {_first_line(error)}; run `outbox db check`, then `outbox db upgrade` or grant the right"
+        ) from error
+    except _PASSING as error:
+        raise Unavailable(f"Postgres, {doing}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
+
+
+class Connector:
+    """Makes connections to one database. ``connect`` raises Unavailable when the server can't be reached.
+
+    Autocommit, no prepared statements (PgBouncer in transaction mode does not keep them), TCP keepalives and a
+    connect time-out so that a dead host is noticed, and a name that shows in pg_stat_activity.
+    """
+
+    def __init__(self, url: str, application_name: str) -> None:
+        self._url = libpq_url(url)
+        self._name = application_name
+
+    def __call__(self) -> psycopg.Connection[Any]:
+        """Connect."""
+        try:
+            return psycopg.connect(
+                self._url,
+                autocommit=True,
+                prepare_threshold=None,
+                application_name=self._name,
+                connect_timeout=10,
+                keepalives_idle=10,
+                keepalives_interval=5,
+                keepalives_count=3,
+                tcp_user_timeout=20_000,
+            )
+        except psycopg.OperationalError as error:
+            raise Unavailable(f"Postgres at {display_url(self._url)}: {_first_line(error)}") from error

@@ -1,0 +1,31 @@
+"""Structured logs to stderr: for a person on a terminal, JSON elsewhere. Nothing logged holds a secret.
+
+Database addresses go through outbox.urls.display_url; Kafka options are never logged, only the bootstrap servers.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+
+import structlog
+
+
+def configure(level: str = "info", style: str = "auto") -> None:
+    """Set structlog up for a command. style is ``auto``, ``console`` or ``json``."""
+    console = style == "console" or (style == "auto" and sys.stderr.isatty())
+    renderer: structlog.typing.Processor = (
+        structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()) if console else structlog.processors.JSONRenderer()
+    )
+    structlog.configure(
+        processors=[
+            structlog.contextvars.merge_contextvars,
+            structlog.processors.add_log_level,
+            structlog.processors.TimeStamper(fmt="iso", utc=True),
+            structlog.processors.format_exc_info,
+            renderer,
+        ],
+        wrapper_class=structlog.make_filtering_bound_logger(getattr(logging, level.upper())),
+        logger_factory=structlog.WriteLoggerFactory(file=sys.stderr),
+        cache_logger_on_first_use=True,
+    )

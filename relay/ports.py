@@ -1,0 +1,109 @@
+"""The only vocabulary the loop knows: where events come from, where they go, and what became of each.
+
+Nothing here names Postgres or Kafka. A Source and a Publisher serve one lane each and are used from one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple, Protocol
+
+from outbox.errors import OutboxError
+
+
+class Claim(NamedTuple):
+    """One event taken from a source, and where it stood there.
+
+    A tuple and not a dataclass: a relay makes tens of thousands of these a second.
+    ``position`` is the source's own (a row id, or an LSN); nobody else looks inside.
+    ``value`` is the payload's bytes, None for a tombstone. ``time`` is RFC 3339 in UTC. ``headers`` are the row's.
+    """
+
+    position: int
+    event_id: str
+    aggregate_type: str
+    aggregate_id: str
+    event_type: str
+    time: str
+    value: bytes | None
+    headers: Mapping[str, str] | None
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """Kafka has acknowledged the event: it may leave the outbox."""
+
+
+@dataclass(frozen=True, slots=True)
+class Refused:
+    """The event can't be published as it is; waiting for the broker would not help. It stays in the outbox."""
+
+    reason: str
+
+
+Outcome = Published | Refused
+"""Closed: every match over it ends in assert_never."""
+
+PUBLISHED: Final = Published()
+
+Result = tuple[Claim, Outcome]
+
+
+class Unavailable(OutboxError):
+    """A server is away, slow or has no leader. Nobody's event is at fault: wait, take a fresh connection, read again."""
+
+
+class LaneLost(OutboxError):
+    """Another relay holds the lane now (its epoch has moved on). Publish and settle nothing more."""
+
+
+class Source(Protocol):
+    """Where a lane's events come from.
+
+    Contract: ``fetch`` gives unsettled events in the order in which they are to be published, and gives the same
+    ones again until they are settled. ``settle`` takes results in fetch order; polling settles row by row, a source
+    over the WAL can only confirm a contiguous prefix. Both raise Unavailable or LaneLost, and after either the caller
+    closes the source.
+    """
+
+    def fetch(self, limit: int) -> Sequence[Claim]:
+        """Give up to ``limit`` events; an empty sequence when there is nothing to publish now."""
+        ...
+
+    def settle(self, results: Sequence[Result]) -> None:
+        """Make it durable that the published ones are done with. The refused ones stay."""
+        ...
+
+    def close(self) -> None:
+        """Let go of the connection. Safe to call twice."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Receipt:
+    """What is known after a batch was sent.
+
+    ``results`` names the events whose fate is known, in the order in which they were sent. An event that is missing
+    may or may not have reached Kafka, and is to be read and sent again. With a ``failure`` the publisher is of no
+    further use: settle the results, close it, make a new one, read again. Retrying one message would reorder.
+    """
+
+    results: Sequence[Result]
+    failure: Unavailable | None = None
+
+
+class Publisher(Protocol):
+    """Where a lane's events go.
+
+    Contract: ``publish`` sends the claims in order and waits until Kafka has acknowledged or failed each. If an event
+    is refused or fails, no later event of the same key is Published.
+    """
+
+    def publish(self, claims: Sequence[Claim]) -> Receipt:
+        """Publish and wait for the acknowledgements."""
+        ...
+
+    def close(self) -> None:
+        """Drop whatever is still queued and disconnect. Safe to call twice."""
+        ...

@@ -1,0 +1,219 @@
+"""One relay process: takes lanes, runs a thread for each, keeps the leases, gives lanes up, stops in two stages.
+
+The control loop (this thread) talks to Postgres over a connection of its own; each lane's thread has its own
+connection and its own producer, so a lane that waits holds up no other. While Postgres is away the lanes' threads wait
+by themselves and the control loop reconnects; the leases are renewed as soon as it is back, unless taken by then.
+
+Stopping: the first signal lets the batches in flight finish, at most ``shutdown_seconds``; then the lanes are released.
+A second signal, or the deadline, leaves what is in flight to the next holder of the lane, who sends it again.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import structlog
+
+from outbox.errors import SchemaError
+from relay.database import Connector
+from relay.lanes import LaneTable, Lease, next_step
+from relay.loop import LaneLoop, Pace
+from relay.ports import Claim, LaneLost, Publisher, Source, Unavailable
+
+log = structlog.get_logger("relay")
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What a relay is made of. All times in seconds."""
+
+    instance: str
+    version: str
+    schema: str
+    lease_seconds: float
+    shutdown_seconds: float
+    pace: Pace
+    connect: Connector
+    source: Callable[[Lease], Source]
+    publisher: Callable[[], Publisher]
+
+
+class _LaneThread(threading.Thread):
+    """One lane's loop in a thread. ``error`` holds what ended it, if anything did."""
+
+    def __init__(self, lease: Lease, plan: Plan) -> None:
+        super().__init__(name=f"lane-{lease.lane}", daemon=True)
+        self.lease = lease
+        self.stopping = threading.Event()
+        self.error: BaseException | None = None
+        self._log = log.bind(lane=lease.lane, epoch=lease.epoch)
+        self._refused_before: str | None = None
+        self._loop = LaneLoop(
+            lambda: plan.source(lease),
+            plan.publisher,
+            stop=self.stopping,
+            secure=lambda: lease.secure,
+            observer=self,
+            pace=plan.pace,
+        )
+        self.count = 0
+
+    def run(self) -> None:
+        try:
+            self._loop.run()
+        except BaseException as error:  # noqa: BLE001  the supervisor reports and decides
+            self.error = error
+
+    def published(self, count: int) -> None:
+        self.count += count
+
+    def refused(self, claim: Claim, reason: str) -> None:
+        # Once per event: the same one comes back with every try.
+        if self._refused_before != claim.event_id:
+            self._refused_before = claim.event_id
+            self._log.error(
+                "lane blocked by an event",
+                event_id=claim.event_id,
+                aggregate_type=claim.aggregate_type,
+                event_type=claim.event_type,
+                reason=reason,
+            )
+
+    def unavailable(self, error: Exception, wait_seconds: float) -> None:
+        self._log.warning("waiting for a server", error=str(error), wait_seconds=round(wait_seconds, 2))
+
+    def recovered(self) -> None:
+        self._refused_before = None
+        self._log.info("publishing again")
+
+
+class Supervisor:
+    """Runs one relay until ``stop`` is set. Raises nothing for servers that are away: it waits as long as it takes."""
+
+    def __init__(self, plan: Plan) -> None:
+        self._plan = plan
+        self._threads: dict[int, _LaneThread] = {}
+        self._table: LaneTable | None = None
+        self._failures = 0
+        # Renewed three times within a lease, and often enough to notice a newcomer soon.
+        self._beat_seconds = min(plan.lease_seconds / 3, 1.0)
+
+    def run(self, stop: threading.Event, abandon: threading.Event) -> int:
+        """Work until ``stop``; then finish what is in flight until done, the deadline, or ``abandon``.
+
+        Gives the number of lanes whose batch in flight was abandoned: 0 for a clean stop.
+        """
+        log.info("relay started", instance=self._plan.instance, version=self._plan.version)
+        try:
+            while not stop.is_set():
+                self._tick()
+                stop.wait(self._beat_seconds)
+        except BaseException:
+            self._shut_down(abandon)
+            raise
+        return self._shut_down(abandon)
+
+    def _tick(self) -> None:
+        try:
+            if self._table is None:
+                self._table = self._connect()
+            self._keep(self._table)
+            self._balance(self._table)
+            if self._failures:
+                self._failures = 0
+                log.info("Postgres is back")
+        except (Unavailable, SchemaError) as error:
+            if self._failures == 0:
+                log.warning("waiting for Postgres", error=str(error))
+            self._failures += 1
+            self._disconnect()
+
+    def _connect(self) -> LaneTable:
+        plan = self._plan
+        return LaneTable(plan.connect(), plan.schema, plan.instance, plan.version, plan.lease_seconds)
+
+    def _disconnect(self) -> None:
+        table, self._table = self._table, None
+        if table is not None:
+            table.close()
+
+    def _keep(self, table: LaneTable) -> None:
+        """Say that we are alive, prolong the leases, and see to threads that have ended."""
+        table.beat()
+        for lease in table.renew([thread.lease for thread in self._threads.values()]):
+            log.warning("lane lost", lane=lease.lane, epoch=lease.epoch)
+            self._threads[lease.lane].stopping.set()
+        for lane, thread in list(self._threads.items()):
+            if thread.is_alive():
+                continue
+            del self._threads[lane]
+            if isinstance(thread.error, LaneLost):
+                log.warning("lane lost", lane=lane, epoch=thread.lease.epoch, error=str(thread.error))
+                continue
+            table.release(thread.lease)
+            if thread.error is not None:
+                # Not a server that is away: a mistake in the settings, or a bug. Say it, and end: the process
+                # manager restarts us, and the lanes are free for others in the meantime.
+                raise thread.error
+            log.info("lane released", lane=lane, epoch=thread.lease.epoch)
+
+    def _balance(self, table: LaneTable) -> None:
+        step = next_step(table.census(), self._plan.instance)
+        for _ in range(step.acquire):
+            lease = table.acquire()
+            if lease is None:
+                break
+            log.info("lane acquired", lane=lease.lane, epoch=lease.epoch)
+            thread = _LaneThread(lease, self._plan)
+            self._threads[lease.lane] = thread
+            thread.start()
+        for thread in list(self._threads.values())[: step.release]:
+            thread.stopping.set()
+
+    def _shut_down(self, abandon: threading.Event) -> int:
+        log.info("relay stopping", lanes=len(self._threads))
+        deadline = time.monotonic() + self._plan.shutdown_seconds
+        for thread in self._threads.values():
+            thread.stopping.set()
+        next_beat = 0.0
+        while any(thread.is_alive() for thread in self._threads.values()):
+            if abandon.is_set() or time.monotonic() >= deadline:
+                break
+            # The leases must hold while the last batches go out.
+            if time.monotonic() >= next_beat:
+                self._tick_while_stopping()
+                next_beat = time.monotonic() + self._beat_seconds
+            abandon.wait(0.01)
+        left = [thread for thread in self._threads.values() if thread.is_alive()]
+        for thread in left:
+            log.error(
+                "a batch in flight was abandoned; it stays in the outbox and will be sent again",
+                lane=thread.lease.lane,
+            )
+        self._sign_off([thread for thread in self._threads.values() if not thread.is_alive()])
+        log.info("relay stopped", published=sum(thread.count for thread in self._threads.values()))
+        return len(left)
+
+    def _tick_while_stopping(self) -> None:
+        try:
+            if self._table is not None:
+                self._table.renew([thread.lease for thread in self._threads.values() if thread.is_alive()])
+        except (Unavailable, SchemaError) as error:
+            log.warning("could not renew leases while stopping", error=str(error))
+            self._disconnect()
+
+    def _sign_off(self, ended: list[_LaneThread]) -> None:
+        try:
+            if self._table is None:
+                self._table = self._connect()
+            for thread in ended:
+                self._table.release(thread.lease)
+            self._table.leave()
+        except (Unavailable, SchemaError) as error:
+            # The leases run out by themselves.
+            log.warning("could not release the lanes", error=str(error))
+        finally:
+            self._disconnect()

@@ -1,0 +1,279 @@
+"""Fetching jars: from a repository on loopback that cuts connections, forgets ranges and lies."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+import stamina
+
+from outbox.testing import jars
+from outbox.testing.errors import ChecksumMismatch, DownloadFailed, MissingDependency, ServiceError
+
+
+@dataclass
+class Repository:
+    """What the server serves, and what it was asked."""
+
+    address: str = ""
+    files: dict[str, bytes] = field(default_factory=dict)
+    requests: list[tuple[str, str | None]] = field(default_factory=list)
+    ranges: bool = True
+    answers: list[int] = field(default_factory=list)
+    """Statuses to answer with first, one a request."""
+    cut_after: list[int] = field(default_factory=list)
+    """Bytes to send before the connection is closed, one a request."""
+
+    def put(self, jar: jars.Jar, content: bytes) -> None:
+        self.files[f"/maven/{jar.path}"] = content
+
+
+@pytest.fixture
+def repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Repository]:
+    served = Repository()
+    guard = threading.Lock()
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            with guard:
+                wanted = self.headers["Range"]
+                served.requests.append((self.path, wanted))
+                status = served.answers.pop(0) if served.answers else 200
+                content = served.files.get(self.path)
+                cut = served.cut_after.pop(0) if served.cut_after else None
+            if status != 200 or content is None:
+                self.send_response(status if status != 200 else 404)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            begin = int(wanted.removeprefix("bytes=").removesuffix("-")) if wanted and served.ranges else 0
+            if begin and begin >= len(content):
+                self.send_response(416)
+                self.send_header("Content-Length", "0")
+                self.end_headers()
+                return
+            self.send_response(206 if begin else 200)
+            if begin:
+                self.send_header("Content-Range", f"bytes {begin}-{len(content) - 1}/{len(content)}")
+            self.send_header("Content-Length", str(len(content) - begin))
+            self.end_headers()
+            self.wfile.write(content[begin:][:cut])
+            if cut is not None:
+                self.close_connection = True
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    served.address = f"http://127.0.0.1:{server.server_port}/maven"
+    monkeypatch.setenv("OUTBOX_MAVEN_REPOSITORY", served.address + "/")
+    monkeypatch.setenv("OUTBOX_CACHE", str(tmp_path / "cache"))
+    with stamina.set_testing(True, attempts=6):  # the tries, without the pauses
+        yield served
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+CONTENT = os.urandom(200_000)
+
+
+@pytest.fixture
+def lock(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[jars.Jar]]:
+    """Put jars of these contents into the lock."""
+
+    def write(*contents: bytes) -> list[jars.Jar]:
+        found = [
+            jars.Jar("org.example", f"part{number}", "1.0", hashlib.sha256(content).hexdigest(), len(content))
+            for number, content in enumerate(contents)
+        ]
+        lines = ["# comment", "[set]", *(f"{jar}  sha256:{jar.sha256}  {jar.size}" for jar in found)]
+        monkeypatch.setattr(jars, "_lock_text", lambda: "\n".join(lines))
+        return found
+
+    return write
+
+
+Lock = Callable[..., list[jars.Jar]]
+
+
+def test_a_set_is_fetched_once_in_its_order_and_then_comes_from_the_cache(repository: Repository, lock: Lock) -> None:
+    contents = [os.urandom(50_000) for _ in range(6)]
+    for jar, content in zip(lock(*contents), contents, strict=True):
+        repository.put(jar, content)
+    paths = jars.fetch("set")
+    assert [path.read_bytes() for path in paths] == contents
+    assert [re.sub(r"^\w{16}-", "", path.name) for path in paths] == [f"part{n}-1.0.jar" for n in range(6)]
+    assert len(repository.requests) == 6
+    assert jars.fetch("set") == paths
+    assert len(repository.requests) == 6
+
+
+def test_a_cut_connection_goes_on_where_it_was(repository: Repository, lock: Lock) -> None:
+    repository.put(lock(CONTENT)[0], CONTENT)
+    repository.cut_after = [70_000, 50_000]
+    told: list[int] = []
+    (path,) = jars.fetch("set", lambda _, here, __: told.append(here))
+    assert path.read_bytes() == CONTENT
+    assert [wanted for _, wanted in repository.requests] == [None, "bytes=70000-", "bytes=120000-"]
+    assert told == sorted(told)
+    assert told[-1] == len(CONTENT)
+
+
+def test_what_a_killed_process_left_is_gone_on_with(repository: Repository, lock: Lock) -> None:
+    (jar,) = lock(CONTENT)
+    repository.put(jar, CONTENT)
+    repository.cut_after = [150_000] * 6
+    repository.answers = [200, 404]  # the second try is refused for good, so that the first call ends here
+    with pytest.raises(DownloadFailed):
+        jars.fetch("set")
+    (path,) = jars.fetch("set")
+    assert path.read_bytes() == CONTENT
+    assert repository.requests[-1][1] == "bytes=150000-"
+
+
+def test_a_server_without_ranges_sends_it_all_again(repository: Repository, lock: Lock) -> None:
+    repository.put(lock(CONTENT)[0], CONTENT)
+    repository.ranges = False
+    repository.cut_after = [70_000]
+    (path,) = jars.fetch("set")
+    assert path.read_bytes() == CONTENT
+    assert len(repository.requests) == 2
+
+
+def test_other_bytes_are_refused_and_thrown_away(repository: Repository, lock: Lock) -> None:
+    (jar,) = lock(CONTENT)
+    wrong = bytearray(CONTENT)
+    wrong[100_000] ^= 1
+    repository.put(jar, bytes(wrong))
+    with pytest.raises(ChecksumMismatch, match=rf"{jar.name} has the SHA-256 \w+, jars.lock says {jar.sha256}"):
+        jars.fetch("set")
+    left = [file.name for file in (Path(os.environ["OUTBOX_CACHE"]) / "jars").iterdir() if file.suffix != ".lock"]
+    assert left == []
+    repository.put(jar, CONTENT)
+    assert jars.fetch("set")[0].read_bytes() == CONTENT
+
+
+def test_a_file_that_was_changed_in_the_cache_is_fetched_again(repository: Repository, lock: Lock) -> None:
+    repository.put(lock(CONTENT)[0], CONTENT)
+    (path,) = jars.fetch("set")
+    path.write_bytes(CONTENT[:-1] + b"!")
+    assert jars.fetch("set")[0].read_bytes() == CONTENT
+    assert len(repository.requests) == 2
+    os.utime(path)  # touched, but the same: read again, not fetched
+    assert jars.fetch("set") == [path]
+    assert len(repository.requests) == 2
+
+
+def test_a_shorter_file_in_the_repository_is_no_endless_loop(repository: Repository, lock: Lock) -> None:
+    (jar,) = lock(CONTENT)
+    repository.put(jar, CONTENT[:1000])
+    with pytest.raises(DownloadFailed, match="after 6 tries"):
+        jars.fetch("set")
+
+
+def test_server_errors_are_tried_again_and_a_missing_file_is_not(repository: Repository, lock: Lock) -> None:
+    (jar,) = lock(CONTENT)
+    repository.put(jar, CONTENT)
+    repository.answers = [503, 500, 429]
+    assert jars.fetch("set")[0].read_bytes() == CONTENT
+    assert len(repository.requests) == 4
+
+    other = b"other"
+    lock(other)
+    repository.requests.clear()
+    repository.files.clear()
+    with pytest.raises(DownloadFailed, match=r"answers 404 .*OUTBOX_MAVEN_REPOSITORY"):
+        jars.fetch("set")
+    assert len(repository.requests) == 1
+
+
+def test_a_repository_that_cannot_be_reached_is_an_error_that_says_what_to_set(
+    repository: Repository, lock: Lock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lock(CONTENT)
+    monkeypatch.setenv("OUTBOX_MAVEN_REPOSITORY", "http://127.0.0.1:1")
+    with pytest.raises(DownloadFailed, match=r"refused.*after 6 tries.*OUTBOX_MAVEN_REPOSITORY"):
+        jars.fetch("set")
+    monkeypatch.setenv("OUTBOX_MAVEN_REPOSITORY", "file:///etc")
+    with pytest.raises(DownloadFailed, match="starts with https"):
+        jars.fetch("set")
+
+
+def test_without_jgo_and_without_an_address_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUTBOX_MAVEN_REPOSITORY", raising=False)
+    assert jars.repository().startswith("https://")
+    monkeypatch.setitem(sys.modules, "jgo.maven", None)
+    with pytest.raises(MissingDependency, match=r"outbox-kafka\[sandbox\].*OUTBOX_MAVEN_REPOSITORY"):
+        jars.repository()
+
+
+def test_two_processes_at_once_fetch_every_file_once(repository: Repository, tmp_path: Path) -> None:
+    """The real set of Spark's connector, from the real cache by way of the server on loopback."""
+    with pytest.MonkeyPatch.context() as usual:
+        usual.delenv("OUTBOX_CACHE")
+        usual.delenv("OUTBOX_MAVEN_REPOSITORY")
+        real = jars.fetch(jars.SPARK_KAFKA)
+    for jar, path in zip(jars.locked(jars.SPARK_KAFKA), real, strict=True):
+        repository.put(jar, path.read_bytes())
+    command = [sys.executable, "-m", "outbox.testing.jars", "fetch", jars.SPARK_KAFKA]
+    both = [
+        subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/") for _ in range(2)
+    ]
+    results = [process.communicate(timeout=60) for process in both]
+    assert [process.returncode for process in both] == [0, 0], results
+    assert results[0][0] == results[1][0]
+    fetched = [Path(line) for line in results[0][0].splitlines()]
+    assert [path.read_bytes() for path in fetched] == [path.read_bytes() for path in real]
+    assert sorted(path for path, _ in repository.requests) == sorted(repository.files)
+    assert any("Downloading spark-kafka (4 files, 10 MB)" in output for _, output in results)
+
+
+def test_a_terminal_sees_a_progress_bar(repository: Repository, lock: Lock, monkeypatch: pytest.MonkeyPatch) -> None:
+    import io
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    repository.put(lock(CONTENT)[0], CONTENT)
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    jars.fetch("set")
+    assert "Downloading set (1 file, 0 MB)" in terminal.getvalue()
+    assert "━" in terminal.getvalue()
+
+
+def test_the_lock_names_every_file_and_no_address() -> None:
+    kafka, spark = jars.locked(jars.KAFKA), jars.locked(jars.SPARK_KAFKA)
+    assert len(kafka) == 46
+    assert {f"{jar}" for jar in kafka} >= set(jars.ROOTS[jars.KAFKA][1])
+    assert {f"{jar}" for jar in spark} == set(jars.ROOTS[jars.SPARK_KAFKA][1])
+    for found in (kafka, spark):
+        assert found == sorted(found, key=str)
+        assert all(re.fullmatch(r"[0-9a-f]{64}", jar.sha256) and jar.size > 1000 for jar in found)
+        assert len({jar.name for jar in found}) == len(found)
+    assert "://" not in jars._lock_text()
+
+
+def test_an_unknown_set_and_a_damaged_lock_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ServiceError, match="no set 'flink', only kafka, spark-kafka"):
+        jars.fetch("flink")
+    for text in ("org.example:a:1  sha256:00  1", "[set]\norg.example:a  sha256:00  1", "[set]\na:b:c  sha256:00"):
+        monkeypatch.setattr(jars, "_lock_text", lambda text=text: text)
+        with pytest.raises(ServiceError, match=r"jars.lock, line \d can't be read"):
+            jars.fetch("set")

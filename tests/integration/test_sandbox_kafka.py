@@ -1,0 +1,236 @@
+"""KafkaCluster: real brokers that are started, killed, paused and found to be ours."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from confluent_kafka import KafkaException, Producer
+from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType
+
+from outbox.testing import java as java_module
+from outbox.testing import kafka as kafka_module
+from outbox.testing._ports import free_ports
+from outbox.testing._process import wait_for
+from outbox.testing.errors import MissingDependency, PortTaken, ServiceError, StartFailed
+from outbox.testing.fixtures import Topics
+from outbox.testing.kafka import KafkaCluster
+
+
+@pytest.fixture(scope="module")
+def trio() -> Iterator[KafkaCluster]:
+    with KafkaCluster(brokers=3) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def topics(trio: KafkaCluster) -> Topics:
+    return Topics(trio.bootstrap_servers)
+
+
+def admin(cluster: KafkaCluster) -> AdminClient:
+    return AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0})
+
+
+def produce(cluster: KafkaCluster, topic: str, values: range) -> None:
+    """With acks=all and idempotence, each value acknowledged."""
+    producer = Producer(
+        {"bootstrap.servers": cluster.bootstrap_servers, "enable.idempotence": True, "log_level": 0, "linger.ms": 0}
+    )
+    failed: list[object] = []
+    for number in values:
+        producer.produce(
+            topic, str(number).encode(), on_delivery=lambda error, _: failed.append(error) if error else None
+        )
+    assert producer.flush(60) == 0
+    assert failed == []
+
+
+def values(messages: list) -> list[int]:
+    return sorted(int(message.value()) for message in messages)
+
+
+def in_sync(client: AdminClient, topic: str) -> set[int]:
+    """How many replicas are in sync, over all partitions."""
+    return {len(partition.isrs) for partition in client.list_topics(topic, timeout=10).topics[topic].partitions.values()}
+
+
+def test_one_broker_restarts_with_its_data_on_its_port() -> None:
+    with KafkaCluster() as cluster:
+        addresses, pids = cluster.bootstrap_servers, cluster.pids
+        topics = Topics(addresses)
+        topic = topics.create_topic(topics.name("orders"), partitions=2)
+        produce(cluster, topic, range(100))
+
+        with pytest.raises(KafkaException, match="UNKNOWN_TOPIC"):
+            Producer({"bootstrap.servers": addresses, "log_level": 0}).list_topics("unheard-of", timeout=5)
+            raise KafkaException("UNKNOWN_TOPIC") if _missing(cluster, "unheard-of") else AssertionError
+
+        cluster.restart()
+        assert cluster.bootstrap_servers == addresses
+        assert cluster.pids != pids
+        assert values(topics.consume(topic)) == list(range(100))
+
+        cluster.kill_broker(0)
+        assert (cluster.running, cluster.pids) == (False, [])
+        cluster.start_broker(0)
+        assert values(topics.consume(topic)) == list(range(100))
+    assert not cluster.running
+    assert not cluster.data_dir.exists()
+
+
+def _missing(cluster: KafkaCluster, topic: str) -> bool:
+    return topic not in admin(cluster).list_topics(timeout=5).topics
+
+
+def test_three_brokers_survive_the_kill_of_one(trio: KafkaCluster, topics: Topics) -> None:
+    client = admin(trio)
+    described = client.describe_cluster().result()
+    assert sorted(node.id for node in described.nodes) == [1, 2, 3]
+    topic = topics.create_topic(topics.name("orders"), partitions=3)
+    assert in_sync(client, topic) == {3}
+    produce(trio, topic, range(100))
+
+    trio.kill_broker(1)
+    assert len(trio.pids) == 2
+    produce(trio, topic, range(100, 200))
+    assert values(topics.consume(topic, count=200)) == list(range(200))
+    assert wait_for(lambda: in_sync(client, topic) == {2}, 30)
+
+    trio.start_broker(1)
+    assert trio.running
+    assert wait_for(lambda: in_sync(client, topic) == {3}, 30)
+    assert values(topics.consume(topic)) == list(range(200))
+
+
+def test_three_brokers_go_on_while_one_is_paused(trio: KafkaCluster, topics: Topics) -> None:
+    client = admin(trio)
+    topic = topics.create_topic(topics.name("orders"), partitions=3)
+    trio.pause_broker(2)
+    try:
+        assert trio.running  # its process is there, its sockets are open
+        produce(trio, topic, range(100))
+        assert in_sync(client, topic) == {2}
+    finally:
+        trio.resume_broker(2)
+    assert wait_for(lambda: in_sync(client, topic) == {3}, 30)
+    assert values(topics.consume(topic)) == list(range(100))
+
+
+def test_three_brokers_are_set_up_for_replication(trio: KafkaCluster) -> None:
+    resource = ConfigResource(ResourceType.BROKER, "1")
+    settings = admin(trio).describe_configs([resource])[resource].result()
+    found = {name: settings[name].value for name in settings}
+    assert found["auto.create.topics.enable"] == "false"
+    assert found["min.insync.replicas"] == found["transaction.state.log.min.isr"] == "2"
+    for name in ("default", "offsets.topic", "transaction.state.log"):
+        assert found[f"{name}.replication.factor"] == "3"
+    assert found["group.initial.rebalance.delay.ms"] == "0"
+
+
+def test_a_given_directory_keeps_ports_data_and_number_of_brokers(tmp_path: Path) -> None:
+    with KafkaCluster(tmp_path) as cluster:
+        addresses = cluster.bootstrap_servers
+        topics = Topics(addresses)
+        topic = topics.create_topic(topics.name("orders"))
+        produce(cluster, topic, range(10))
+    with pytest.raises(ServiceError, match="has 1 brokers, 3 were asked for"):
+        KafkaCluster(tmp_path, brokers=3).start()
+
+    taken = int(addresses.rpartition(":")[2])
+    with socket.create_server(("127.0.0.1", taken)):
+        with pytest.raises(PortTaken, match=rf"listens on port {taken}, which belongs to broker 1"):
+            KafkaCluster(tmp_path).start()
+
+    with KafkaCluster(tmp_path) as again:
+        assert again.bootstrap_servers == addresses
+        assert values(topics.consume(topic)) == list(range(10))
+
+
+def test_ports_that_were_taken_meanwhile_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        taken = other.getsockname()[1]
+        offers = iter([[free_ports(1)[0], taken], free_ports(2)])
+        monkeypatch.setattr(kafka_module, "free_ports", lambda _: next(offers))
+        # The look before the start would notice: here the port is taken between that look and the start.
+        monkeypatch.setattr(KafkaCluster, "_check_ports", lambda *_: None)
+        with KafkaCluster() as cluster:
+            assert str(taken) not in cluster.bootstrap_servers
+            assert admin(cluster).list_topics(timeout=10).brokers
+        assert next(offers, None) is None
+
+
+def test_a_start_that_fails_shows_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster = KafkaCluster(settings={"num.partitions": "many"})
+    with pytest.raises(StartFailed, match=r"(?s)formatting.*num\.partitions"):
+        cluster.start()
+    cluster.close()
+    # The format tool lets this pass; the broker does not.
+    cluster = KafkaCluster(settings={"transaction.state.log.replication.factor": "0"})
+    with pytest.raises(StartFailed, match=r"(?s)(formatting|ended while starting).*replication\.factor"):
+        cluster.start()
+    assert cluster.pids == []
+    cluster.close()
+    assert not cluster.data_dir.exists()
+
+
+def test_the_addresses_are_unknown_before_the_first_start() -> None:
+    cluster = KafkaCluster()
+    with pytest.raises(ServiceError, match="never started"):
+        _ = cluster.bootstrap_servers
+    with pytest.raises(ServiceError, match="there is no broker 0"):
+        cluster.kill_broker(0)
+    cluster.close()
+    with pytest.raises(ServiceError, match="1 broker or 3, not 2"):
+        KafkaCluster(brokers=2)
+
+
+# -- Java
+
+
+@pytest.fixture
+def java_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Put a java in JAVA_HOME that says what it is told to say."""
+
+    def put(says: str, status: int = 0) -> Path:
+        program = tmp_path / "bin" / "java"
+        program.parent.mkdir(exist_ok=True)
+        program.write_text(f"#!/bin/sh\ncat >&2 <<'END'\n{says}\nEND\nexit {status}\n")
+        program.chmod(0o755)
+        monkeypatch.setenv("JAVA_HOME", str(tmp_path))
+        java_module._java.cache_clear()
+        return program
+
+    yield put
+    java_module._java.cache_clear()
+
+
+@pytest.mark.parametrize(
+    "says", ['openjdk version "17.0.15" 2025-04-15', 'java version "21" 2023-09-19 LTS', 'openjdk version "25-ea" 2025']
+)
+def test_java_17_and_newer_will_do(java_of, says: str) -> None:
+    assert java_of(says) == java_module.java()
+
+
+@pytest.mark.parametrize(
+    ("says", "version"), [('openjdk version "11.0.2" 2019-01-15', "11"), ('java version "1.8.0_202"', "8")]
+)
+def test_an_older_java_is_refused_with_what_to_install(java_of, says: str, version: str) -> None:
+    java_of(says)
+    with pytest.raises(MissingDependency, match=rf"is Java {version}; install Java 17 or newer .*openjdk"):
+        KafkaCluster().start()
+
+
+def test_no_java_is_refused_with_what_to_install(java_of, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    java_of("The operation couldn't be completed. Unable to locate a Java Runtime.", status=1)
+    with pytest.raises(MissingDependency, match="is no working Java .*Unable to locate"):
+        java_module.java()
+    monkeypatch.setenv("JAVA_HOME", str(tmp_path / "elsewhere"))
+    with pytest.raises(MissingDependency, match="holds no bin/java; install Java 17"):
+        java_module.java()
+    monkeypatch.delenv("JAVA_HOME")
+    monkeypatch.setenv("PATH", str(tmp_path / "elsewhere"))
+    with pytest.raises(MissingDependency, match="none on the PATH; install Java 17"):
+        java_module.java()

@@ -1,0 +1,275 @@
+"""PostgresServer: a real server that is started, stopped, killed and found to be ours."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import psycopg
+import pytest
+
+from outbox.testing import _dirs, _pgbin, postgres
+from outbox.testing._dirs import User
+from outbox.testing._ports import free_ports
+from outbox.testing.errors import MissingDependency, PortTaken, ServiceError, StartFailed
+from outbox.testing.postgres import PostgresServer
+
+ROOT = os.geteuid() == 0
+
+
+@pytest.fixture
+def open_directory() -> Iterator[Path]:
+    """A directory that every user can pass through, unlike pytest's own."""
+    directory = Path(tempfile.mkdtemp(prefix="outbox-test-"))
+    directory.chmod(0o755)
+    yield directory
+    shutil.rmtree(directory)
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[PostgresServer]:
+    with PostgresServer(settings={"fsync": "off"}) as running:
+        yield running
+
+
+def value(url: str, query: str) -> object:
+    with psycopg.connect(url) as connection:
+        row = connection.execute(query).fetchone()  # type: ignore[call-overload]
+    assert row is not None
+    return row[0]
+
+
+def test_it_is_the_postgres_that_the_outbox_needs(server: PostgresServer) -> None:
+    assert int(str(value(server.url(), "SHOW server_version_num"))) >= 180000
+    assert value(server.url(), "SHOW wal_level") == "logical"
+    assert value(server.url(), "SHOW max_connections") == "200"
+    assert value(server.url(), "SHOW listen_addresses") == "127.0.0.1"
+    assert value(server.url(), "SHOW port") == str(server.port)
+    assert value(server.url(), "SHOW server_encoding") == "UTF8"
+    assert value(server.url(), "SELECT session_user") == "outbox"
+    assert "ready to accept connections" in server.log.read_text()
+
+
+def test_fsync_is_on_unless_it_is_switched_off(server: PostgresServer) -> None:
+    assert value(server.url(), "SHOW fsync") == "off"
+    with PostgresServer() as durable:
+        assert value(durable.url(), "SHOW fsync") == "on"
+        assert value(durable.url(), "SHOW synchronous_commit") == "on"
+
+
+def test_databases_are_created_cloned_and_dropped_under_any_name(server: PostgresServer) -> None:
+    name = 'a "shop" at 100% / ü'
+    url = server.create_database(name)
+    with psycopg.connect(url) as connection:
+        connection.execute("CREATE TABLE goods (id int)")
+        connection.execute("INSERT INTO goods VALUES (1), (2)")
+    clone = server.create_database("clone", template=name)
+    assert value(clone, "SELECT count(*) FROM goods") == 2
+
+    with psycopg.connect(clone):
+        server.drop_database("clone")  # in spite of a connection
+    server.drop_database("clone")  # and when it is not there
+    with pytest.raises(psycopg.OperationalError, match="does not exist"):
+        psycopg.connect(clone)
+    assert value(url, "SELECT current_database()") == name
+
+
+def test_restart_keeps_port_and_data_and_leaving_removes_a_temporary_directory() -> None:
+    with PostgresServer() as server:
+        url, port = server.create_database("shop"), server.port
+        with psycopg.connect(url) as connection:
+            connection.execute("CREATE TABLE goods AS SELECT 1 AS id")
+        first = server.pid
+        server.restart()
+        assert (server.port, server.running) == (port, True)
+        assert server.pid != first
+        assert value(url, "SELECT id FROM goods") == 1
+        server.stop()
+        assert not server.running
+        assert server.pid is None
+        server.stop()  # twice is once
+        assert server.data_dir.exists()
+        server.start()
+        assert value(url, "SELECT id FROM goods") == 1
+    assert not server.running
+    assert not server.data_dir.exists()
+
+
+def test_kill_is_a_crash_of_every_process_and_what_was_committed_survives_it() -> None:
+    with PostgresServer() as server:
+        url = server.create_database("shop")
+        with psycopg.connect(url) as open_connection, psycopg.connect(url) as connection:
+            connection.execute("CREATE TABLE goods AS SELECT 1 AS id")
+            connection.commit()
+            open_connection.execute("INSERT INTO goods VALUES (2)")
+            assert server.pid is not None
+            family = [server.pid, *(child.pid for child in psutil.Process(server.pid).children(recursive=True))]
+            server.kill()
+            assert not server.running
+            for pid in family:
+                assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+            with pytest.raises(psycopg.OperationalError):
+                open_connection.execute("SELECT 1")
+        server.start()
+        assert value(url, "SELECT array_agg(id) FROM goods") == [1]
+        assert "was not properly shut down" in server.log.read_text()
+
+
+def test_a_given_directory_is_kept_and_taken_up_again(open_directory: Path) -> None:
+    directory = open_directory / "below" / "pg"
+    with PostgresServer(directory) as server:
+        server.create_database("shop")
+        with pytest.raises(StartFailed, match="already runs on"):
+            PostgresServer(directory).start()
+    with PostgresServer(directory) as again:
+        assert value(again.url("shop"), "SELECT current_database()") == "shop"
+
+
+def test_a_given_port_that_somebody_has_is_an_error_with_the_log(server: PostgresServer) -> None:
+    with pytest.raises(PortTaken, match=rf"(?s)listens on port {server.port}.*could not bind.*in use") as caught:
+        PostgresServer(port=server.port).start()
+    assert caught.value.log is not None
+    assert value(server.url(), "SELECT 1") == 1  # whoever had the port still has it
+
+
+def test_a_port_that_was_taken_meanwhile_is_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        taken = other.getsockname()[1]
+        offers = iter([[taken], [taken], free_ports(1)])
+        monkeypatch.setattr(postgres, "free_ports", lambda _: next(offers))
+        with PostgresServer(settings={"fsync": "off"}) as server:
+            assert server.port != taken
+            assert value(server.url(), "SHOW port") == str(server.port)
+
+
+def test_free_ports_are_different_and_outside_the_range_for_outgoing_connections() -> None:
+    ports = free_ports(50)
+    assert len(set(ports)) == 50
+    path = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    if path.exists():
+        assert max(ports) < int(path.read_text().split()[0])
+
+
+def test_a_start_that_fails_shows_the_log() -> None:
+    server = PostgresServer(settings={"shared_buffers": "nonsense"})
+    with pytest.raises(StartFailed, match=r"(?s)ended while starting.*invalid value for parameter.*nonsense"):
+        server.start()
+    assert not server.running
+    server.close()
+    assert not server.data_dir.exists()
+
+
+def test_a_setting_cannot_smuggle_in_another() -> None:
+    with pytest.raises(ServiceError, match=r"no setting of postgresql\.conf"):
+        PostgresServer(settings={"work_mem": "1MB'\nfsync = 'off"})
+
+
+def test_the_address_is_unknown_before_the_first_start() -> None:
+    server = PostgresServer()
+    with pytest.raises(ServiceError, match="never started"):
+        server.url()
+    server.close()
+
+
+def test_a_directory_without_postgres_in_outbox_pg_bin_is_an_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("OUTBOX_PG_BIN", str(tmp_path))
+    with pytest.raises(MissingDependency, match="OUTBOX_PG_BIN=.* holds no initdb"):
+        PostgresServer().start()
+
+
+def test_outbox_pg_bin_names_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    directory = _pgbin.binaries(_dirs.unprivileged_user())
+    monkeypatch.setenv("OUTBOX_PG_BIN", str(directory))
+    with PostgresServer(settings={"fsync": "off"}) as server:
+        assert server.pid is not None
+        assert Path(psutil.Process(server.pid).exe()).resolve() == (directory / "postgres").resolve()
+
+
+# -- as root, and not as root
+
+
+@pytest.mark.skipif(not ROOT, reason="only root can drop to another user")
+def test_root_drops_to_a_user_who_owns_the_data(server: PostgresServer) -> None:
+    assert server.pid is not None
+    user = psutil.Process(server.pid).uids()
+    assert 0 not in {user.real, user.effective, user.saved}
+    assert psutil.Process(server.pid).gids().real != 0
+    assert (server.data_dir / "pgdata").stat().st_uid == user.real
+
+
+@pytest.mark.skipif(not ROOT, reason="everybody else gets the system's own error")
+def test_root_is_told_which_directory_is_closed_to_that_user(open_directory: Path) -> None:
+    closed = open_directory / "closed"
+    closed.mkdir(mode=0o700)
+    with pytest.raises(ServiceError, match=f"can't pass {closed}; .*chmod"):
+        PostgresServer(closed / "pg").start()
+
+
+@pytest.mark.skipif(not ROOT, reason="only root's files are closed to the user that Postgres runs as")
+def test_programs_in_a_closed_directory_are_copied_once(open_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    user = _dirs.unprivileged_user()
+    assert user is not None
+    wheel = _pgbin._newest_install().parent
+    home = open_directory / "home"
+    home.mkdir(mode=0o700)
+    shutil.copytree(wheel, home / wheel.name, ignore=shutil.ignore_patterns("pginstall"))
+    for libraries in wheel.parent.glob(f"{wheel.name}*libs"):
+        shutil.copytree(libraries, home / libraries.name)
+    monkeypatch.syspath_prepend(home)
+    monkeypatch.delitem(sys.modules, wheel.name, raising=False)
+    monkeypatch.setenv("OUTBOX_CACHE", str(open_directory / "cache"))
+    assert _dirs.blocking_directory(_pgbin._newest_install(), user) == home
+
+    with PostgresServer(settings={"fsync": "off"}) as server:
+        assert server.pid is not None
+        assert open_directory / "cache" in Path(psutil.Process(server.pid).exe()).parents
+        assert value(server.url(), "SELECT 1") == 1
+    made = (open_directory / "cache").stat().st_mtime_ns
+    assert _dirs.blocking_directory(_pgbin.binaries(user), user) is None
+    assert (open_directory / "cache").stat().st_mtime_ns == made
+
+
+@pytest.mark.skipif(not ROOT, reason="not root already: the other tests show it")
+def test_whoever_is_not_root_runs_it_as_themselves(open_directory: Path) -> None:
+    user = _dirs.unprivileged_user()
+    assert user is not None
+    script = (
+        "from outbox.testing.postgres import PostgresServer\n"
+        "import psutil, os\n"
+        "with PostgresServer() as server:\n"
+        "    print(os.getuid(), psutil.Process(server.pid).uids().real, server.data_dir.stat().st_uid)\n"
+    )
+    result = subprocess.run(
+        [python_for(user), "-c", script],
+        env={"PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "HOME": str(open_directory)},
+        cwd="/",
+        user=user.uid,
+        group=user.gid,
+        extra_groups=[],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == [str(user.uid)] * 3
+
+
+def python_for(user: User) -> str:
+    """An interpreter of our version that this user may execute."""
+    version = f"python{sys.version_info.major}.{sys.version_info.minor}"
+    candidates = [Path(sys.executable), *(Path(directory, version) for directory in ("/usr/bin", "/usr/local/bin"))]
+    for candidate in candidates:
+        if candidate.exists() and _dirs.blocking_directory(candidate.resolve(), user) is None:
+            return str(candidate)
+    pytest.skip(f"there is no {version} that the user {user.name} can execute")

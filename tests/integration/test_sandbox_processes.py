@@ -1,0 +1,174 @@
+"""No orphans: whoever started a server may be killed in any way, and the server goes with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from outbox.testing._process import Detached, Supervised, alive, kill_with_children, psutil_process, wait_for
+from outbox.testing.errors import StartFailed
+
+SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
+STUBBORN = [
+    sys.executable,
+    "-c",
+    "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('deaf', flush=True); signal.pause()",
+]
+
+
+def gone(pid: int) -> bool:
+    process = psutil_process(pid)
+    return process is None or not alive(process)
+
+
+@pytest.fixture
+def owners() -> Iterator[list[subprocess.Popen[str]]]:
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for owner in started:
+        owner.kill()
+        owner.communicate()
+
+
+def run_owner(script: str, owners: list[subprocess.Popen[str]]) -> tuple[subprocess.Popen[str], dict[str, object]]:
+    """Run a script that starts servers, prints what it has as JSON and waits."""
+    owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    owners.append(owner)
+    assert owner.stdout is not None
+    line = owner.stdout.readline()
+    assert line, "the owner ended without a word"
+    return owner, json.loads(line)
+
+
+def test_kill_9_of_the_owner_takes_postgres_and_kafka_along(owners: list[subprocess.Popen[str]]) -> None:
+    owner, facts = run_owner(
+        """
+import json, psutil, signal
+from outbox.testing.kafka import KafkaCluster
+from outbox.testing.postgres import PostgresServer
+with PostgresServer() as postgres, KafkaCluster() as kafka:
+    below = [p.pid for p in psutil.Process().children(recursive=True)]
+    print(json.dumps({"pids": below, "postgres": postgres.pid, "kafka": kafka.pids,
+                      "directories": [str(postgres.data_dir), str(kafka.data_dir)]}), flush=True)
+    signal.pause()
+""",
+        owners,
+    )
+    pids: list[int] = facts["pids"]  # type: ignore[assignment]
+    assert facts["postgres"] in pids
+    assert len(pids) > 5  # two supervisors, a broker, the postmaster and its processes
+    assert not any(gone(pid) for pid in pids)
+
+    owner.send_signal(signal.SIGKILL)
+
+    assert wait_for(lambda: all(gone(pid) for pid in pids), 15), [pid for pid in pids if not gone(pid)]
+    directories = [Path(str(directory)) for directory in facts["directories"]]  # type: ignore[attr-defined]
+    assert wait_for(lambda: not any(directory.exists() for directory in directories), 5)
+
+
+def owner_of(argv: list[str], log: Path, more: str = "") -> str:
+    return f"""
+import json, os, signal, sys
+from pathlib import Path
+from outbox.testing._process import Supervised
+server = Supervised({argv!r}, log=Path({str(log)!r}), orphan_signal=signal.SIGTERM, orphan_grace=1.0)
+facts = {{"server": server.pid, "supervisor": server.supervisor_pid}}
+{more}
+print(json.dumps(facts), flush=True)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])
+def test_however_the_owner_ends(number: signal.Signals, owners: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    owner, facts = run_owner(owner_of(SLEEPER, tmp_path / "log"), owners)
+    owner.send_signal(number)
+    assert wait_for(lambda: gone(int(str(facts["server"]))) and gone(int(str(facts["supervisor"]))), 10)
+
+
+def test_a_fork_of_the_owner_does_not_keep_the_server_alive(
+    owners: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    fork = "facts['fork'] = os.fork()\nif not facts['fork']:\n    os.close(1)\n    signal.pause()"
+    owner, facts = run_owner(owner_of(SLEEPER, tmp_path / "log", fork), owners)
+    try:
+        owner.send_signal(signal.SIGKILL)
+        assert wait_for(lambda: gone(int(str(facts["server"]))), 10)
+        assert not gone(int(str(facts["fork"])))
+    finally:
+        os.kill(int(str(facts["fork"])), signal.SIGKILL)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux has a parent-death signal")
+def test_kill_9_of_the_supervisor_ends_the_server_too(owners: list[subprocess.Popen[str]], tmp_path: Path) -> None:
+    _, facts = run_owner(owner_of(SLEEPER, tmp_path / "log"), owners)
+    os.kill(int(str(facts["supervisor"])), signal.SIGKILL)
+    assert wait_for(lambda: gone(int(str(facts["server"]))), 10)
+
+
+def test_a_server_that_does_not_listen_is_killed_after_a_while(
+    owners: list[subprocess.Popen[str]], tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    owner, facts = run_owner(owner_of(STUBBORN, log), owners)
+    assert wait_for(lambda: "deaf" in log.read_text(), 10)
+    owner.send_signal(signal.SIGKILL)
+    assert wait_for(lambda: gone(int(str(facts["server"]))), 15)
+
+
+def test_the_end_of_the_server_is_seen_with_its_status(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    finished = Supervised([sys.executable, "-c", "print('bye'); raise SystemExit(3)"], log=log)
+    assert finished.wait(10)
+    assert (finished.exit_code, finished.running) == (3, False)
+    assert log.read_text() == "bye\n"
+
+    killed = Supervised(SLEEPER, log=log)
+    assert killed.running
+    assert not killed.wait(0)
+    killed.signal(signal.SIGKILL)
+    assert killed.wait(10)
+    assert killed.exit_code == -signal.SIGKILL
+    killed.signal(signal.SIGTERM)  # nobody there, nobody hurt
+
+
+def test_what_cannot_be_executed_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(StartFailed, match="can't be executed: .*No such file"):
+        Supervised([str(tmp_path / "nothing")], log=tmp_path / "log")
+    with pytest.raises(StartFailed, match="can't be executed: .*No such file"):
+        Detached.start([str(tmp_path / "nothing")], log=tmp_path / "log")
+
+
+def test_kill_with_children_leaves_nobody(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    parent = Supervised(
+        [sys.executable, "-c", f"import subprocess; subprocess.run({SLEEPER!r}, start_new_session=True)"], log=log
+    )
+    process = psutil.Process(parent.pid)
+    assert wait_for(lambda: bool(process.children()), 10)
+    child = process.children()[0]
+    kill_with_children(parent)
+    assert not parent.running
+    assert gone(child.pid)
+
+
+def test_a_detached_process_is_found_by_its_command_line(tmp_path: Path) -> None:
+    marker = str(tmp_path / "mine")
+    started = Detached.start([*SLEEPER, "server", marker], log=tmp_path / "log")
+    try:
+        found = Detached.find("server", marker)
+        assert found is not None
+        assert found.pid == started.pid
+        assert Detached.find("server", marker + "x") is None
+    finally:
+        started.signal(signal.SIGKILL)
+    assert started.wait(10)
+    assert Detached.find("server", marker) is None

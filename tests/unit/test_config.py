@@ -1,0 +1,126 @@
+"""Settings: where they come from, and what is refused."""
+
+from __future__ import annotations
+
+import pytest
+
+from outbox.errors import ConfigurationError
+from relay.config import Delivery, delivery_seconds, load, producer_options, refuse_what_is_not_there
+
+
+@pytest.fixture(autouse=True)
+def _clean(monkeypatch, tmp_path):
+    import os
+
+    for name in list(os.environ):
+        if name.startswith("OUTBOX_"):
+            monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_environment_names(monkeypatch):
+    monkeypatch.setenv("OUTBOX_DATABASE_URL", "postgresql+psycopg://u:secret@h:5/db")
+    monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", "h:9092")
+    monkeypatch.setenv("OUTBOX_KAFKA__LINGER_MS", "7")
+    monkeypatch.setenv("OUTBOX_DELIVERY", "exactly-once")
+    monkeypatch.setenv("OUTBOX_CREATE_TOPICS", "true")
+    monkeypatch.setenv("OUTBOX_SCHEMA", "shop")
+    monkeypatch.setenv("OUTBOX_RELAY__BATCH_SIZE", "10")
+    monkeypatch.setenv("OUTBOX_SPARK__KAFKA__MAX_POLL_RECORDS", "99")
+    settings = load()
+    assert settings.database_url == "postgresql://u:secret@h:5/db"
+    assert settings.kafka == {"bootstrap.servers": "h:9092", "linger.ms": "7"}
+    assert settings.delivery is Delivery.EXACTLY_ONCE
+    assert settings.create_topics
+    assert settings.db_schema == "shop"
+    assert settings.relay.batch_size == 10
+    assert settings.relay.lease_seconds == 15.0
+    assert settings.spark.kafka == {"max.poll.records": "99"}
+    assert "secret" not in repr(settings)
+    assert producer_options(settings)["linger.ms"] == "7"
+
+
+def test_file_below_environment_below_arguments(monkeypatch, tmp_path):
+    (tmp_path / "outbox.toml").write_text(
+        'schema = "filed"\ndatabase_url = "postgresql://file/db"\n'
+        '[kafka]\n"bootstrap.servers" = "file:1"\n"linger.ms" = 3\n[relay]\nbatch_size = 5\nlease_seconds = 9\n'
+        '[routes]\nOrder = "orders"\n'
+    )
+    monkeypatch.setenv("OUTBOX_RELAY__BATCH_SIZE", "6")
+    settings = load(database_url="postgresql://argument/db")
+    assert settings.database_url == "postgresql://argument/db"
+    assert settings.db_schema == "filed"
+    assert settings.relay.batch_size == 6
+    assert settings.relay.lease_seconds == 9
+    assert settings.kafka == {"bootstrap.servers": "file:1", "linger.ms": "3"}
+    assert settings.routes == {"Order": "orders"}
+
+
+def test_a_file_named_but_missing(monkeypatch):
+    monkeypatch.setenv("OUTBOX_CONFIG", "nowhere.toml")
+    with pytest.raises(ConfigurationError, match=r"nowhere\.toml"):
+        load()
+
+
+def test_a_misspelt_setting_in_the_file_is_refused(tmp_path):
+    (tmp_path / "outbox.toml").write_text("create_topic = true\n")
+    with pytest.raises(ConfigurationError, match="create_topic"):
+        load()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "expected"),
+    [
+        ("OUTBOX_DELIVERY", "twice", "delivery"),
+        ("OUTBOX_DATABASE_URL", "mysql://h/db", "database_url"),
+        ("OUTBOX_RELAY__BATCH_SIZE", "0", "batch_size"),
+        ("OUTBOX_KAFKA__TRANSACTIONAL_ID", "x", "transactional.id"),
+    ],
+)
+def test_a_bad_value_names_the_setting(monkeypatch, name, value, expected):
+    monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigurationError, match=expected):
+        load()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("acks", "1"),
+        ("request.required.acks", "0"),
+        ("enable.idempotence", "false"),
+        ("enable.gapless.guarantee", "false"),
+        ("max.in.flight.requests.per.connection", "6"),
+        ("partitioner", "random"),
+        ("enable.ssl.certificate.verification", "false"),
+        ("ssl.endpoint.identification.algorithm", "none"),
+        ("delivery.timeout.ms", "15000"),
+        ("message.timeout.ms", "0"),
+    ],
+)
+def test_options_that_break_the_promise_are_refused(option, value):
+    settings = load(kafka={"bootstrap.servers": "h:1", option: value})
+    with pytest.raises(ConfigurationError, match=option.split(".")[0]):
+        producer_options(settings)
+        delivery_seconds(settings)
+
+
+def test_the_deadline_of_a_batch_is_the_relays_own_and_shorter_than_the_lease():
+    settings = load(kafka={"bootstrap.servers": "h:1", "delivery.timeout.ms": "4000"})
+    assert delivery_seconds(settings) == 4.0
+    assert delivery_seconds(load()) == 10.0
+    assert producer_options(settings)["delivery.timeout.ms"] == "0"
+
+
+def test_what_is_not_there_yet_is_refused():
+    with pytest.raises(ConfigurationError, match="exactly-once"):
+        refuse_what_is_not_there(load(delivery="exactly-once"))
+    with pytest.raises(ConfigurationError, match="wal"):
+        refuse_what_is_not_there(load(source="wal"))
+
+
+def test_missing_addresses_say_which_variable():
+    with pytest.raises(ConfigurationError, match="OUTBOX_DATABASE_URL"):
+        load().require_database()
+    with pytest.raises(ConfigurationError, match="OUTBOX_KAFKA__BOOTSTRAP_SERVERS"):
+        load().require_kafka()

@@ -1,0 +1,37 @@
+"""Aggregate type to topic."""
+
+from __future__ import annotations
+
+import pytest
+
+from outbox.errors import ConfigurationError
+from relay.routing import NoRoute, Router
+
+
+def test_the_default_is_lower_case_and_events():
+    assert Router().topic("Order") == "order-events"
+
+
+def test_a_list_admits_nothing_else():
+    router = Router({"Order": "shop.orders"})
+    assert router.topic("Order") == "shop.orders"
+    with pytest.raises(NoRoute, match=r"'Payment'.*routes"):
+        router.topic("Payment")
+
+
+@pytest.mark.parametrize("name", ["order item", "ordér", "x" * 250, "../x"])
+def test_a_type_that_makes_no_topic_is_refused_and_says_so(name):
+    with pytest.raises(NoRoute, match="route"):
+        Router().topic(name)
+
+
+@pytest.mark.parametrize("topic", ["__consumer_offsets", "outbox.relay.state", "", ".", "a b", "x" * 250])
+def test_a_route_to_an_impossible_topic_is_refused(topic):
+    with pytest.raises(ConfigurationError, match="routes"):
+        Router({"Order": topic})
+
+
+@pytest.mark.parametrize("template", ["events", "__{aggregate_type}", "{aggregate_type} events"])
+def test_a_bad_template_is_refused(template):
+    with pytest.raises(ConfigurationError, match="topic_template"):
+        Router(template=template)
