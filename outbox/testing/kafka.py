@@ -294,9 +294,12 @@ class KafkaCluster:
             # A third of a small heap otherwise.
             "log.cleaner.dedupe.buffer.size": str(16 << 20),
             "controlled.shutdown.enable": "true",
-            # A killed broker is noticed within seconds, so that tests need not wait for nine.
-            "broker.session.timeout.ms": "4000",
-            "broker.heartbeat.interval.ms": "500",
+            # A killed broker is let in again when its old session has run out: nine seconds by default. Several brokers
+            # on one busy machine need some slack, or one is put out for being slow.
+            "broker.session.timeout.ms": "2000" if len(self._brokers) == 1 else "4000",
+            "broker.heartbeat.interval.ms": "250" if len(self._brokers) == 1 else "500",
+            # How long a broker waits for a controller that was halted: half a minute by default.
+            "controller.socket.timeout.ms": "3000",
             **self._settings,
         }
 

@@ -1,0 +1,82 @@
+"""The writer's two statements, in SQLAlchemy Core; for psycopg they are compiled to its own SQL once.
+
+One event takes ``INSERT … VALUES``. Many, or any under ``lock_key``, take one ``INSERT … SELECT`` over arrays: its text
+is the same for any number of events, and rows get their ids in the list's order.
+
+The locks are taken in the same statement and before it draws any id: the count over the locking CTE is a subquery
+that does not depend on a row, so the server evaluates it before the first. Keys are locked in one order everywhere, so
+two transactions that add many events at once can't wait for each other in a circle.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql as pg
+from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
+
+from outbox.tables import outbox_tables
+
+COLUMNS: Final = (
+    "event_id",
+    "aggregate_type",
+    "aggregate_id",
+    "event_type",
+    "payload",
+    "payload_bytes",
+    "headers",
+)
+_TYPES: Final[dict[str, Any]] = {"event_id": pg.UUID(), "payload": pg.JSONB(), "headers": pg.JSONB()}
+
+_DIALECT: Final[sa.Dialect] = PGDialect_psycopg()  # type: ignore[no-untyped-call]
+
+LOCK_SEED: Final = 0x6F7574626F78
+"""Makes the advisory lock of a key differ from the application's own locks on a hash of the same text: "outbox"."""
+
+
+@cache
+def insert_one(schema: str) -> sa.Insert:
+    """Binds one value for each of COLUMNS: text, or bytes for payload_bytes."""
+    events = outbox_tables(sa.MetaData(), schema).events
+    # inline: no RETURNING, which would need the right to SELECT; a writer needs INSERT alone.
+    return (
+        sa.insert(events)
+        .inline()
+        .values({name: _typed(name, sa.bindparam(name, type_=_plain(name))) for name in COLUMNS})
+    )
+
+
+@cache
+def insert_many(schema: str, *, lock_key: bool) -> sa.Insert:
+    """Binds one list for each of COLUMNS, all of the same length."""
+    events = outbox_tables(sa.MetaData(), schema).events
+    arrays = [sa.cast(sa.bindparam(name, type_=pg.ARRAY(_plain(name))), pg.ARRAY(_plain(name))) for name in COLUMNS]
+    rows = sa.func.unnest(*arrays).table_valued(*COLUMNS, with_ordinality="n").render_derived(name="new")
+    chosen = sa.select(*(_typed(name, rows.c[name]) for name in COLUMNS)).order_by(rows.c.n)
+    if lock_key:
+        # hashtextextended as in events.lane, over another seed.
+        key = sa.func.hashtextextended(
+            rows.c.aggregate_id, sa.func.hashtextextended(rows.c.aggregate_type, sa.literal_column(str(LOCK_SEED)))
+        )
+        keys = sa.select(key.label("key")).distinct().order_by(sa.literal_column("1")).subquery("keys")
+        locks = sa.select(sa.func.pg_advisory_xact_lock(keys.c.key).label("held")).cte("locks")
+        locks = locks.prefix_with("MATERIALIZED", dialect="postgresql")
+        chosen = chosen.where(sa.select(sa.func.count()).select_from(locks).scalar_subquery() > sa.literal_column("0"))
+    return sa.insert(events).inline().from_select(list(COLUMNS), chosen)
+
+
+@cache
+def psycopg_sql(schema: str, *, many: bool, lock_key: bool) -> str:
+    """Give the same statement as psycopg takes it, with ``%(name)s`` for each of COLUMNS."""
+    statement = insert_many(schema, lock_key=lock_key) if many else insert_one(schema)
+    return str(statement.compile(dialect=_DIALECT))
+
+
+def _plain(name: str) -> sa.types.TypeEngine[Any]:
+    return pg.BYTEA() if name == "payload_bytes" else sa.Text()
+
+
+def _typed(name: str, value: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:
+    return sa.cast(sa.type_coerce(value, sa.Text()), _TYPES[name]) if name in _TYPES else value
