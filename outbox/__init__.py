@@ -3,6 +3,11 @@
 Import what you need from here; everything else in this package may change between minor versions.
 """
 
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Final
+
 from outbox.errors import (
     ConfigurationError,
     EventError,
@@ -13,8 +18,10 @@ from outbox.errors import (
     TargetError,
 )
 from outbox.event import Event
-from outbox.tables import OutboxTables, outbox_tables
-from outbox.writer import AsyncOutbox, Outbox
+
+if TYPE_CHECKING:
+    from outbox.tables import OutboxTables, outbox_tables
+    from outbox.writer import AsyncOutbox, Outbox
 
 __version__ = "0.1.0"
 
@@ -32,3 +39,20 @@ __all__ = [
     "TargetError",
     "outbox_tables",
 ]
+
+# Imported when they are first asked for: they bring SQLAlchemy and psycopg, and the pytest plugin of this package is
+# loaded in every test run of whoever installs it.
+_LATER: Final = {
+    "AsyncOutbox": "outbox.writer",
+    "Outbox": "outbox.writer",
+    "OutboxTables": "outbox.tables",
+    "outbox_tables": "outbox.tables",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_LATER[name]), name)
+    globals()[name] = value
+    return value

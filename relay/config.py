@@ -242,7 +242,8 @@ def producer_options(settings: Settings) -> dict[str, str]:
         value = settings.kafka.get(name)
         if value is not None and value.lower() not in allowed:
             raise ConfigurationError(
-                f"kafka option {name}={value} would break {settings.delivery}: allowed is {' or '.join(sorted(allowed))}"
+                f"kafka option {name}={value} would break {settings.delivery}: "
+                f"it must be {' or '.join(sorted(allowed))}"
             )
     ours = {
         "client.id": "outbox-relay",

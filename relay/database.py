@@ -38,7 +38,7 @@ def unavailable_on_error(doing: str) -> Iterator[None]:
         yield
     except _SCHEMA as error:
         raise SchemaError(
-            f"Postgres, {doing}: {_first_line(error)}; run `outbox db check`, then `outbox db upgrade` or grant the right"
+            f"Postgres, {doing}: {_first_line(error)}; see `outbox db check`, then run `outbox db upgrade` or grant it"
         ) from error
     except _PASSING as error:
         raise Unavailable(f"Postgres, {doing}: {_first_line(error)}") from error

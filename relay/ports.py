@@ -51,7 +51,7 @@ Result = tuple[Claim, Outcome]
 
 
 class Unavailable(OutboxError):
-    """A server is away, slow or has no leader. Nobody's event is at fault: wait, take a fresh connection, read again."""
+    """A server is away, slow or has no leader. No event is at fault: wait, connect anew, read again."""
 
 
 class LaneLost(OutboxError):

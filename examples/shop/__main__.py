@@ -105,7 +105,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: tills.stop.set())
     tills.create_tables()
     tills.run(options.tills)
-    print(json.dumps({"events": tills.events, "orders": tills.orders, "rolled_back": tills.rolled_back}))  # noqa: T201
+    print(json.dumps({"events": tills.events, "orders": tills.orders, "rolled_back": tills.rolled_back}))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from models import Order, OrderLine
 from sqlalchemy.orm import Session
 
-from models import Order, OrderLine
 from outbox import Event, Outbox
 
 outbox = Outbox()

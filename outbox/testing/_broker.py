@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
+from xml.sax.saxutils import escape
 
 from outbox.testing._process import Detached, Supervised
 from outbox.testing.errors import StartFailed
@@ -118,7 +119,7 @@ class Broker:
         data = self.directory / "data"
         lines = [f"{name}={_escaped(value)}\n" for name, value in {**properties, "log.dirs": str(data)}.items()]
         self._properties.write_text("".join(lines))
-        (self.directory / "log4j2.xml").write_text(_LOGGING.format(log=self.log))
+        (self.directory / "log4j2.xml").write_text(_LOGGING.format(log=escape(str(self.log), {'"': "&quot;"})))
         if (data / "meta.properties").exists():
             return
         shutil.rmtree(data, ignore_errors=True)  # what a format that was cut short left
@@ -167,4 +168,7 @@ class Broker:
 
 
 def _escaped(value: str) -> str:
-    return value.replace("\\", "\\\\").replace("\n", "\\n")
+    """Write a value as java.util.Properties reads it, which takes a file for Latin-1."""
+    units = value.replace("\\", "\\\\").replace("\n", "\\n").encode("utf-16-be")
+    codes = (int.from_bytes(units[i : i + 2]) for i in range(0, len(units), 2))
+    return "".join(chr(code) if code < 128 else f"\\u{code:04x}" for code in codes)

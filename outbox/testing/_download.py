@@ -94,7 +94,12 @@ def _one_try(url: str, part: Path, size: int, report: Callable[[int], None]) -> 
             chunk = response.read(min(_CHUNK, size - have))
             if not chunk:
                 raise _CutShort(f"the connection ended at byte {have:,} of {size:,}")
-            file.write(chunk)
+            try:
+                file.write(chunk)
+                file.flush()
+            except OSError as error:
+                # Not the network's fault: another try would not help.
+                raise DownloadFailed(f"{part} can't be written: {error}. Make room, or set OUTBOX_CACHE") from error
             have += len(chunk)
             report(have)
 

@@ -49,14 +49,15 @@ def _newest_install() -> Path:
         raise MissingDependency(f"there is no Postgres to run; {_HINT}")
     package = Path(specification.origin).parent
     found = {
-        _major_version(program): program.parent.parent for program in sorted(package.glob("pginstall*/bin/postgres"))
+        major_version(program): program.parent.parent for program in sorted(package.glob("pginstall*/bin/postgres"))
     }
     if not found:
         raise MissingDependency(f"the wheel in {package} has no Postgres for {sys.platform}; {_HINT}")
     return found[max(found)]
 
 
-def _major_version(postgres: Path) -> int:
+def major_version(postgres: Path) -> int:
+    """Give the major version of this ``postgres`` program."""
     output = subprocess.run([postgres, "--version"], capture_output=True, text=True, check=True).stdout
     match = re.search(r"(\d+)\.?\d*", output)
     assert match is not None, output

@@ -59,7 +59,6 @@ class Supervised:
         spec = {
             "argv": list(argv),
             "log": str(log),
-            "env": None if env is None else dict(env),
             "cwd": None if cwd is None else str(cwd),
             "user": None if user is None else [user.uid, user.gid],
             "orphan_signal": int(orphan_signal),
@@ -67,11 +66,13 @@ class Supervised:
             "remove": None if remove is None else str(remove),
             "remove_parent_prefix": TEMPORARY_PREFIX,
         }
-        # A session of its own: Ctrl-C in a terminal reaches us, and we stop the servers in order.
+        # A session of its own: Ctrl-C in a terminal reaches us, and we stop the servers in order. The environment is
+        # handed down through the supervisor's own, never on a command line, where everybody could read it.
         self._supervisor = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_SUPERVISOR), json.dumps(spec)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
+            env=env,
             start_new_session=True,
         )
         _supervisors.add(self._supervisor)
@@ -209,6 +210,14 @@ def send(process: psutil.Process, number: int) -> None:
         process.send_signal(number)
     except psutil.NoSuchProcess:
         return
+
+
+def pause(process: Process, timeout: float = 10.0) -> None:
+    """Halt a process by SIGSTOP and wait until it stands still. Raises ServiceError when it is not there."""
+    process.signal(signal.SIGSTOP)
+    halted = psutil_process(process.pid) if process.running else None
+    if halted is None or not wait_for(lambda: halted.status() == psutil.STATUS_STOPPED, timeout, every=0.001):
+        raise ServiceError(f"process {process.pid} can't be halted: it does not run; start it first")
 
 
 def kill_with_children(process: Process, timeout: float = 10.0) -> None:

@@ -1,7 +1,7 @@
 """Runs one server for as long as the process that asked for it lives, so that kill -9 leaves no orphan.
 
 Started as a script of its own (standard library only, so that it is up in milliseconds) with one argument, a JSON
-object; see ``_process.Supervised``, which is the other end. The protocol:
+object; see ``_process.Supervised``, which is the other end. The server gets this process's environment. The protocol:
 
     stdin    a pipe whose other end only the asking process holds; end-of-file means that process is gone, however
              it went. Then the server is ended, and the directory ``remove`` with it.
@@ -83,7 +83,6 @@ def _start(spec: dict[str, Any]) -> subprocess.Popen[bytes] | None:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                env=spec["env"],
                 cwd=spec["cwd"],
                 preexec_fn=bind_to_supervisor,  # noqa: PLW1509 - there are no threads here
                 **identity,

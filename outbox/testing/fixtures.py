@@ -18,7 +18,7 @@ from urllib.parse import quote, urlsplit
 import psycopg
 import sqlalchemy as sa
 
-from outbox.testing._process import Supervised, wait_for
+from outbox.testing._process import Supervised, pause, wait_for
 from outbox.testing.errors import ServiceError, tail
 from outbox.testing.kafka import KafkaCluster
 from outbox.testing.postgres import PostgresServer, create_database, drop_database
@@ -263,7 +263,7 @@ class RelayProcess:
 
     def pause(self) -> None:
         """Halt it where it is (SIGSTOP): a zombie in waiting."""
-        self._process.signal(signal.SIGSTOP)
+        pause(self._process)
 
     def resume(self) -> None:
         """Let it go on (SIGCONT)."""

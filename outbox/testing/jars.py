@@ -122,7 +122,10 @@ def fetch(set_name: str, progress: Progress | None = None) -> list[Path]:
     missing = [(jar, path) for jar, path in zip(jars, paths, strict=True) if not _cached(path, jar)]
     if not missing:
         return paths
-    directory.mkdir(parents=True, exist_ok=True)
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ServiceError(f"the cache {directory} can't be made: {error}; set OUTBOX_CACHE to another") from error
     base = repository()
     size = sum(jar.size for jar, _ in missing)
     showing = contextlib.nullcontext(progress) if progress else _download.display(set_name, len(missing), size)
@@ -168,8 +171,12 @@ def _fetch_one(base: str, jar: Jar, path: Path, report: Progress) -> None:
             report(jar.name, jar.size, jar.size)
             return
         part = path.with_name(path.name + ".part")
-        _download.resume(f"{base}/{jar.path}", part, jar.size, lambda here: report(jar.name, here, jar.size))
-        digest = sha256(part)
+        left_over = part.exists()
+        digest = _download_to(part, base, jar, report)
+        if digest != jar.sha256 and left_over:
+            # What an earlier process left may be damaged, by a crash of the machine for example.
+            part.unlink()
+            digest = _download_to(part, base, jar, report)
         if digest != jar.sha256:
             part.unlink()
             raise ChecksumMismatch(
@@ -180,6 +187,12 @@ def _fetch_one(base: str, jar: Jar, path: Path, report: Progress) -> None:
         part.replace(path)
         # Beside the file: size and time of change of what was checked, so that the next use need not read it all.
         _seal(path, jar)
+
+
+def _download_to(part: Path, base: str, jar: Jar, report: Progress) -> str:
+    """Complete a file, and give the SHA-256 that it then has."""
+    _download.resume(f"{base}/{jar.path}", part, jar.size, lambda here: report(jar.name, here, jar.size))
+    return sha256(part)
 
 
 def _cached(path: Path, jar: Jar) -> bool:

@@ -24,7 +24,7 @@ from outbox.testing import jars
 from outbox.testing._broker import Broker, Node, Runtime
 from outbox.testing._dirs import temporary_directory
 from outbox.testing._ports import free_ports, listening
-from outbox.testing._process import kill_with_children, wait_for
+from outbox.testing._process import kill_with_children, pause, wait_for
 from outbox.testing.errors import PortTaken, ServiceError, StartFailed, tail
 from outbox.testing.java import java
 
@@ -64,6 +64,8 @@ class KafkaCluster:
             data_dir = temporary_directory("kafka", None)
             self._cleanup = weakref.finalize(self, shutil.rmtree, data_dir, ignore_errors=True)
         self.data_dir = data_dir.absolute()
+        if "," in str(self.data_dir):
+            raise ServiceError(f"Kafka takes a comma for the end of a path: choose another directory than {data_dir}")
         self._wanted_size = brokers
         self._settings = dict(settings or {})
         self._heap = heap
@@ -197,15 +199,14 @@ class KafkaCluster:
         if not broker.running:
             self._check_ports([broker])
             broker.launch()
-        running = sum(1 for each in self._brokers if each.running)
-        self._wait_until_ready(running, required=[broker])
+        self._wait_until_ready([broker], members=1)
 
     def pause_broker(self, index: int) -> None:
         """Halt a broker by SIGSTOP: its connections stay open and nothing answers."""
         process = self._broker(index).process
-        if process is None or not process.running:
+        if process is None:
             raise ServiceError(f"broker {index} does not run, so it can't be paused; start it first")
-        process.signal(signal.SIGSTOP)
+        pause(process)
 
     def resume_broker(self, index: int) -> None:
         """Let a paused broker go on."""
@@ -318,7 +319,7 @@ class KafkaCluster:
         try:
             for broker in missing:
                 broker.launch()
-            self._wait_until_ready(len(self._brokers), required=self._brokers)
+            self._wait_until_ready(self._brokers, members=len(self._brokers))
         except BaseException:
             for broker in missing:
                 if broker.process is not None:
@@ -334,8 +335,8 @@ class KafkaCluster:
                         f"Kafka in {self.data_dir}; end that process, or remove the directory to start anew"
                     )
 
-    def _wait_until_ready(self, expected: int, required: list[Broker]) -> None:
-        """Wait until ``expected`` brokers of our own cluster, the required ones among them, answer."""
+    def _wait_until_ready(self, required: list[Broker], members: int) -> None:
+        """Wait until each of these brokers answers, and sees itself and ``members`` in all in our own cluster."""
         deadline = time.monotonic() + _START_TIMEOUT
 
         def up_to_now() -> bool:
@@ -345,14 +346,14 @@ class KafkaCluster:
             return all(listening(broker.node.port) for broker in required)
 
         if wait_for(up_to_now, _START_TIMEOUT) and wait_for(
-            lambda: up_to_now() and self._members(required, expected), max(0.0, deadline - time.monotonic())
+            lambda: up_to_now() and self._are_members(required, members), max(0.0, deadline - time.monotonic())
         ):
             return
         logs = "\n".join(tail(broker.log) for broker in required)
         raise StartFailed(f"Kafka was not ready within {_START_TIMEOUT:g} s\n{logs}")
 
-    def _members(self, required: list[Broker], expected: int) -> bool:
-        """Whether every required broker sees the expected members. Raises PortTaken if another cluster answers."""
+    def _are_members(self, required: list[Broker], members: int) -> bool:
+        """Whether it is so now. Raises PortTaken if another cluster answers."""
         from confluent_kafka import KafkaException
         from confluent_kafka.admin import AdminClient
 
@@ -365,7 +366,7 @@ class KafkaCluster:
                 return False
             if seen.cluster_id != self._cluster_id:
                 raise PortTaken(f"another Kafka, of the cluster {seen.cluster_id}, answers on {address}")
-            if len(seen.nodes) < expected or not any(node.id == broker.node.number for node in seen.nodes):
+            if len(seen.nodes) < members or not any(node.id == broker.node.number for node in seen.nodes):
                 return False
         return True
 

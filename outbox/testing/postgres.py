@@ -20,20 +20,19 @@ from types import TracebackType
 from typing import Final, Literal, Self
 from urllib.parse import quote
 
-import psutil
 import psycopg
 from psycopg import sql
 
+from outbox.testing import _postmaster
 from outbox.testing._dirs import (
-    TEMPORARY_PREFIX,
     blocking_directory,
     make_directory,
     temporary_directory,
     unprivileged_user,
 )
-from outbox.testing._pgbin import binaries
+from outbox.testing._pgbin import binaries, major_version
 from outbox.testing._ports import free_ports
-from outbox.testing._process import Detached, Supervised, kill_with_children, psutil_process
+from outbox.testing._process import Detached, Supervised, kill_with_children
 from outbox.testing.errors import PortTaken, ServiceError, StartFailed
 
 USER: Final = "outbox"
@@ -136,6 +135,7 @@ class PostgresServer:
             return self
         program = binaries(self._user) / "postgres"
         self._initialize()
+        _postmaster.remove_stale_file(self._pgdata, _STOP_TIMEOUT)
         for attempt in range(1, _PORT_ATTEMPTS + 1):
             port = self._port or free_ports(1)[0]
             try:
@@ -153,7 +153,7 @@ class PostgresServer:
 
         Raises StartFailed when there is one that is not ours to find: we are not detached, or its port is another.
         """
-        found = _running_on(self._pgdata)
+        found = _postmaster.running_on(self._pgdata)
         if found is None:
             return False
         process, port = found
@@ -254,24 +254,38 @@ class PostgresServer:
             shutil.chown(configuration, self._user.uid, self._user.gid)
 
     def _initdb(self, target: Path) -> None:
+        folder = binaries(self._user)
+        # UTF-8 in code point order, whatever locales the machine has; the built-in provider came with Postgres 17.
+        builtin = (
+            ("--locale-provider", "builtin", "--builtin-locale", "C.UTF-8")
+            if major_version(folder / "postgres") >= 17
+            else ()
+        )
         arguments: list[str | Path] = [
-            binaries(self._user) / "initdb",
+            folder / "initdb",
             *("-D", target, "-U", USER, "-A", "trust", "-E", "UTF8", "--no-instructions"),
-            *("--locale", "C", "--lc-ctype", "C", "--locale-provider", "builtin", "--builtin-locale", "C.UTF-8"),
+            *("--locale", "C", "--lc-ctype", "C", *builtin),
         ]
         if self._temporary or self._settings.get("fsync") == "off":
             arguments.append("--no-sync")
-        result = subprocess.run(
-            arguments,
-            cwd="/",
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            check=False,
-            user=None if self._user is None else self._user.uid,
-            group=None if self._user is None else self._user.gid,
-            extra_groups=None if self._user is None else [],
-        )
+        try:
+            result = subprocess.run(
+                arguments,
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=False,
+                user=None if self._user is None else self._user.uid,
+                group=None if self._user is None else self._user.gid,
+                extra_groups=None if self._user is None else [],
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            whom = "" if self._user is None else f" as the user {self._user.name}"
+            raise StartFailed(
+                f"{arguments[0]} can't be executed{whom}: {error}; run this as an ordinary user, or set "
+                "OUTBOX_DATABASE_URL to a server that is there"
+            ) from error
         if result.returncode != 0:
             raise StartFailed(f"initdb failed with status {result.returncode}:\n{result.stdout}{result.stderr}")
 
@@ -316,7 +330,7 @@ class PostgresServer:
 
     def _answers(self, port: int) -> bool:
         assert self._process is not None
-        lines = _postmaster_file(self._pgdata)
+        lines = _postmaster.lines(self._pgdata)
         # Line 1 is the postmaster's pid, 4 its port, 8 its state. Written by the child we started, so this port is its.
         if len(lines) < 8 or lines[0] != str(self._process.pid) or lines[3] != str(port):
             return False
@@ -347,37 +361,3 @@ def drop_database(server_url: str, name: str) -> None:
     statement = sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name))
     with psycopg.connect(server_url, autocommit=True) as connection:
         connection.execute(statement)
-
-
-def _postmaster_file(pgdata: Path) -> list[str]:
-    try:
-        return (pgdata / "postmaster.pid").read_text().splitlines()
-    except FileNotFoundError:
-        return []
-
-
-def _running_on(pgdata: Path) -> tuple[psutil.Process, int] | None:
-    """Find the postmaster that runs on this data directory, and its port.
-
-    Its pid file outlives a crash, so the process with that pid must also have the directory as its working directory,
-    as every postmaster has.
-    """
-    lines = _postmaster_file(pgdata)
-    if len(lines) < 4:
-        return None
-    process = psutil_process(int(lines[0]))
-    try:
-        if process is None or not psutil.pid_exists(process.pid) or Path(process.cwd()) != pgdata.resolve():
-            return None
-    except (psutil.NoSuchProcess, psutil.ZombieProcess, psutil.AccessDenied):
-        return None
-    return process, int(lines[3])
-
-
-__all__ = [
-    "TEMPORARY_PREFIX",
-    "USER",
-    "PostgresServer",
-    "create_database",
-    "drop_database",
-]

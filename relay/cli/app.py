@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from outbox import __version__
-from relay.cli import relay, sandbox
+from relay.cli import consume, db, demo, relay, sandbox
 
 app = typer.Typer(
     name="outbox",
@@ -17,7 +17,10 @@ app = typer.Typer(
     add_completion=True,
 )
 app.add_typer(relay.app, name="relay")
+app.add_typer(db.app, name="db")
 app.add_typer(sandbox.app, name="sandbox")
+app.command("consume")(consume.consume)
+app.command("demo")(demo.demo)
 
 
 def _version(show: bool) -> None:

@@ -16,7 +16,7 @@ R = TypeVar("R")
 
 
 def failing_clearly(command: Callable[P, R]) -> Callable[P, R]:
-    """Show an OutboxError as one line on stderr: exit status 2 for settings, 1 for the rest. Bugs keep their traceback."""
+    """Show an OutboxError as one line on stderr: status 2 for settings, 1 for the rest. Bugs keep their traceback."""
 
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:

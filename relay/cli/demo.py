@@ -71,7 +71,7 @@ class Child:
             )
 
     def kill(self) -> None:
-        """kill -9, as a crash would."""
+        """End it with kill -9, as a crash would."""
         if self.process is not None:
             self.process.kill()
             self.process.wait()
@@ -98,7 +98,7 @@ class Child:
 
     def tail(self, lines: int = 25) -> str:
         """The end of its log."""
-        return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
+        return "\n".join(line[:300] for line in self.log.read_text(errors="replace").splitlines()[-lines:])
 
     @property
     def running(self) -> bool:

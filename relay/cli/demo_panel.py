@@ -1,4 +1,4 @@
-"""What the demo shows: a live panel on a terminal, plain lines elsewhere (on stderr, so that stdout holds the result)."""
+"""What the demo shows: a live panel on a terminal, plain lines elsewhere (on stderr: stdout holds the result)."""
 
 from __future__ import annotations
 

@@ -17,6 +17,7 @@ app = typer.Typer(
     no_args_is_help=True,
 )
 
+
 @app.callback()
 def _group() -> None:
     from relay import logs

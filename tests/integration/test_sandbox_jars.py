@@ -81,6 +81,7 @@ def repository(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Repo
     served.address = f"http://127.0.0.1:{server.server_port}/maven"
     monkeypatch.setenv("OUTBOX_MAVEN_REPOSITORY", served.address + "/")
     monkeypatch.setenv("OUTBOX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("no_proxy", "127.0.0.1")
     with stamina.set_testing(True, attempts=6):  # the tries, without the pauses
         yield served
     server.shutdown()
@@ -143,6 +144,16 @@ def test_what_a_killed_process_left_is_gone_on_with(repository: Repository, lock
     (path,) = jars.fetch("set")
     assert path.read_bytes() == CONTENT
     assert repository.requests[-1][1] == "bytes=150000-"
+
+
+def test_what_a_crash_of_the_machine_damaged_is_fetched_from_the_beginning(repository: Repository, lock: Lock) -> None:
+    (jar,) = lock(CONTENT)
+    repository.put(jar, CONTENT)
+    (path,) = jars.fetch("set")
+    path.unlink()
+    path.with_name(path.name + ".part").write_bytes(bytes(100_000))
+    assert jars.fetch("set")[0].read_bytes() == CONTENT
+    assert [wanted for _, wanted in repository.requests] == [None, "bytes=100000-", None]
 
 
 def test_a_server_without_ranges_sends_it_all_again(repository: Repository, lock: Lock) -> None:

@@ -1,18 +1,220 @@
+"""The pytest plugin, used as a service's author would use it."""
+
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import ClassVar
+
+import psutil
 import psycopg
+import pytest
+import sqlalchemy as sa
+from confluent_kafka import Producer
+
+from outbox.testing.fixtures import Database, DatabaseServer, PrivateKafka, PrivatePostgres, RelayFactory, Topics
+from outbox.testing.postgres import PostgresServer
+
+INSERT = (
+    "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload) "
+    "VALUES (%s, %s, 'OrderPlaced', jsonb_build_object('n', %s::int))"
+)
 
 
-def test_a(outbox_postgres_server, outbox_kafka):
-    url = outbox_postgres_server.create_database("x")
-    with psycopg.connect(url) as c:
-        c.execute("select 1")
-    from confluent_kafka import Producer
+def produce(topics: Topics, topic: str, count: int, **options: object) -> Producer:
+    producer = Producer({"bootstrap.servers": topics.bootstrap_servers, "log_level": 0, **options})
+    if "transactional.id" in options:
+        producer.init_transactions(30)
+        producer.begin_transaction()
+    for number in range(count):
+        producer.produce(topic, str(number).encode(), key=str(number % 7).encode())
+    assert producer.flush(30) == 0
+    return producer
 
-    t = outbox_kafka.create_topic(outbox_kafka.name("Order"), partitions=2)
-    p = Producer({"bootstrap.servers": outbox_kafka.bootstrap_servers})
-    for i in range(100):
-        p.produce(t, str(i).encode(), key=str(i).encode())
-    p.flush()
-    assert len(outbox_kafka.consume(t)) == 100
-    assert len(outbox_kafka.consume(t, count=7)) == 7
+
+class TestDatabase:
+    names: ClassVar[list[str]] = []
+
+    def test_every_test_has_a_migrated_database_of_its_own(self, outbox_postgres: Database) -> None:
+        with outbox_postgres.connect() as connection:
+            connection.execute(INSERT, ["Order", "1", 1])
+            assert connection.execute("SELECT count(*) FROM outbox.events").fetchone() == (1,)
+            assert connection.execute("SELECT count(*) FROM outbox.lanes").fetchone() == (4,)
+            assert connection.execute("SELECT current_database()").fetchone() == (outbox_postgres.name,)
+        self.names.append(outbox_postgres.name)
+
+    def test_which_is_gone_in_the_next_one(
+        self, outbox_postgres: Database, outbox_postgres_server: DatabaseServer
+    ) -> None:
+        assert self.names, "runs after the test above"
+        with outbox_postgres.engine().connect() as connection:
+            assert connection.execute(sa.text("SELECT count(*) FROM outbox.events")).scalar() == 0
+            found = connection.execute(
+                sa.text("SELECT datname FROM pg_database WHERE datname = :name"), {"name": self.names[0]}
+            )
+            assert found.first() is None
+        with psycopg.connect(outbox_postgres_server.url()) as connection:
+            assert connection.info.dbname == "postgres"
+
+    def test_what_was_opened_through_it_is_closed_with_it(self, outbox_postgres: Database) -> None:
+        again = Database(outbox_postgres.url, outbox_postgres.name)
+        connection, engine = again.connect(autocommit=True), again.engine(pool_size=1)
+        assert connection.autocommit
+        engine.connect().close()
+        again.close()
+        assert connection.closed
+        assert engine.pool.checkedin() == 0  # type: ignore[attr-defined]
+
+
+class TestTopics:
+    def test_read_to_the_end_or_to_a_number(self, outbox_kafka: Topics) -> None:
+        topic = outbox_kafka.create_topic(outbox_kafka.name("Order"), partitions=3)
+        assert outbox_kafka.consume(topic) == []
+        produce(outbox_kafka, topic, 100)
+        messages = outbox_kafka.consume(topic)
+        assert sorted(int(message.value()) for message in messages) == list(range(100))
+        by_partition: dict[int, list[int]] = {}
+        for message in messages:
+            by_partition.setdefault(message.partition(), []).append(message.offset())
+        assert all(offsets == list(range(len(offsets))) for offsets in by_partition.values())
+        assert len(outbox_kafka.consume(topic, count=7)) == 7
+        with pytest.raises(AssertionError, match="100 messages and not message 101 after 1 s"):
+            outbox_kafka.consume(topic, count=101, timeout=1)
+
+    def test_only_what_is_committed(self, outbox_kafka: Topics) -> None:
+        topic = outbox_kafka.create_topic(outbox_kafka.name("Order"))
+        producer = produce(outbox_kafka, topic, 5, **{"transactional.id": topic})
+        assert outbox_kafka.consume(topic) == []
+        assert len(outbox_kafka.consume(topic, isolation="read_uncommitted")) == 5
+        producer.commit_transaction(30)
+        assert len(outbox_kafka.consume(topic, count=5)) == 5
+        producer.begin_transaction()
+        producer.produce(topic, b"aborted")
+        producer.flush()
+        producer.abort_transaction(30)
+        assert len(outbox_kafka.consume(topic)) == 5
+
+    def test_a_topic_that_never_comes(self, outbox_kafka: Topics) -> None:
+        with pytest.raises(AssertionError, match="no such topic"):
+            outbox_kafka.consume(outbox_kafka.name("Order"), count=1, timeout=0.5)
+
+    def test_its_topics_are_deleted_in_the_end(self, outbox_kafka: Topics) -> None:
+        with Topics(outbox_kafka.bootstrap_servers) as other:
+            mine = other.create_topic(other.name("a"))
+            other.create_topic(f"{other.name('b')}-events")
+            yours = outbox_kafka.create_topic(outbox_kafka.name("c"))
+        left = set(outbox_kafka._admin.list_topics(timeout=10).topics)
+        assert yours in left
+        assert not {name for name in left if other.token in name}
+        assert mine not in left
+
+
+class TestRelay:
+    def test_it_publishes_what_this_test_writes(
+        self, outbox_postgres: Database, outbox_kafka: Topics, outbox_relay: RelayFactory
+    ) -> None:
+        relay = outbox_relay(relay__max_idle_seconds=0.01)
+        kind = outbox_kafka.name("Order")
+        with outbox_postgres.connect() as connection:
+            for number in range(10):
+                connection.execute(INSERT, [kind, "4711", number])
+        messages = outbox_kafka.consume(f"{kind.lower()}-events", count=10)
+        assert [message.key() for message in messages] == [b"4711"] * 10
+        assert relay.running
+        assert psutil.Process(relay.pid).is_running()
+
+        relay.pause()
+        assert psutil.Process(relay.pid).status() == psutil.STATUS_STOPPED
+        relay.resume()
+        relay.terminate()
+        assert relay.wait() == 0
+        assert not relay.running
+
+        second = outbox_relay()
+        assert second.pid != relay.pid
+        second.kill()
+        assert second.wait() == -signal.SIGKILL
+
+    def test_settings_and_log(self, outbox_relay: RelayFactory) -> None:
+        relay = outbox_relay(delivery="sometimes", database_url="postgresql://nowhere", bootstrap_servers="nowhere:1")
+        assert relay.wait() != 0
+        assert "delivery: Input should be" in relay.log()
+        with pytest.raises(AssertionError, match=r"(?s)ended without logging 'published'.*Input should be"):
+            relay.wait_for_log("published")
+        relay.wait_for_log("Input should be")
+
+
+def test_servers_of_its_own_can_be_killed(private_postgres: PrivatePostgres) -> None:
+    server = private_postgres(settings={"work_mem": "7MB"})
+    assert isinstance(server, PostgresServer)
+    database = private_postgres.database(server)
+    with database.connect() as connection:
+        assert connection.execute("SHOW fsync").fetchone() == ("on",)
+        assert connection.execute("SHOW work_mem").fetchone() == ("7MB",)
+    server.kill()
+    server.start()
+    with database.connect() as connection:
+        assert connection.execute("SELECT count(*) FROM outbox.lanes").fetchone() == (4,)
+
+
+def test_given_servers_are_used_and_tests_that_would_kill_them_are_skipped(
+    outbox_postgres_server: DatabaseServer, outbox_kafka: Topics, tmp_path: Path
+) -> None:
+    database = "a_given_one"
+    given = outbox_postgres_server.create_database(database)
+    (tmp_path / "test_inner.py").write_text(
+        f"""
+def test_given(outbox_postgres, outbox_kafka):
+    assert {given!r}.rpartition("/")[0] == outbox_postgres.url.rpartition("/")[0]
+    assert outbox_postgres.name != {database!r}
+    assert outbox_kafka.bootstrap_servers == {outbox_kafka.bootstrap_servers!r}
+    with outbox_postgres.connect() as connection:
+        connection.execute("SELECT * FROM outbox.events")
+    outbox_kafka.create_topic(outbox_kafka.name("x"))
+
+def test_kills_postgres(private_postgres):
+    raise AssertionError
+
+def test_kills_kafka(private_kafka):
+    raise AssertionError
+"""
+    )
+    result = subprocess.run(
+        [sys.executable, "-m", "pytest", "-rs", "-p", "no:cacheprovider", "-W", "error", str(tmp_path)],
+        env={
+            **os.environ,
+            "OUTBOX_DATABASE_URL": given,
+            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka.bootstrap_servers,
+            # Whatever would start a server of its own fails.
+            "OUTBOX_PG_BIN": "/nonexistent",
+            "JAVA_HOME": "/nonexistent",
+        },
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout
+    assert "1 passed, 2 skipped" in result.stdout
+    assert "OUTBOX_DATABASE_URL is set, and this test kills its Postgres" in result.stdout
+    assert "OUTBOX_KAFKA__BOOTSTRAP_SERVERS is set, and this test kills its Kafka" in result.stdout
+    with psycopg.connect(given) as connection:
+        left = connection.execute("SELECT datname FROM pg_database WHERE datname LIKE 'outbox_te%'").fetchall()
+    # This session's template is there, the inner session's is gone.
+    assert len(left) <= 1
+    outbox_postgres_server.drop_database(database)
+
+
+def test_loading_the_plugin_imports_nothing_that_costs(tmp_path: Path) -> None:
+    heavy = ["sqlalchemy", "psycopg", "confluent_kafka", "rich", "typer", "jgo", "psutil", "stamina", "pyspark"]
+    script = f"import sys, outbox.testing.plugin; print(sorted(set({heavy!r}) & set(sys.modules)))"
+    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_private_kafka_is_a_factory(private_kafka: PrivateKafka) -> None:
+    with pytest.raises(Exception, match="1 broker or 3, not 2"):
+        private_kafka(brokers=2)

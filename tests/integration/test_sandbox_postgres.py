@@ -54,14 +54,8 @@ def test_it_is_the_postgres_that_the_outbox_needs(server: PostgresServer) -> Non
     assert value(server.url(), "SHOW port") == str(server.port)
     assert value(server.url(), "SHOW server_encoding") == "UTF8"
     assert value(server.url(), "SELECT session_user") == "outbox"
+    assert value(server.url(), "SHOW fsync") == "off"  # as the fixture above wants it
     assert "ready to accept connections" in server.log.read_text()
-
-
-def test_fsync_is_on_unless_it_is_switched_off(server: PostgresServer) -> None:
-    assert value(server.url(), "SHOW fsync") == "off"
-    with PostgresServer() as durable:
-        assert value(durable.url(), "SHOW fsync") == "on"
-        assert value(durable.url(), "SHOW synchronous_commit") == "on"
 
 
 def test_databases_are_created_cloned_and_dropped_under_any_name(server: PostgresServer) -> None:
@@ -83,6 +77,7 @@ def test_databases_are_created_cloned_and_dropped_under_any_name(server: Postgre
 
 def test_restart_keeps_port_and_data_and_leaving_removes_a_temporary_directory() -> None:
     with PostgresServer() as server:
+        assert value(server.url(), "SHOW fsync") == "on"
         url, port = server.create_database("shop"), server.port
         with psycopg.connect(url) as connection:
             connection.execute("CREATE TABLE goods AS SELECT 1 AS id")
@@ -184,16 +179,17 @@ def test_a_directory_without_postgres_in_outbox_pg_bin_is_an_error(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("OUTBOX_PG_BIN", str(tmp_path))
-    with pytest.raises(MissingDependency, match="OUTBOX_PG_BIN=.* holds no initdb"):
+    with pytest.raises(MissingDependency, match=r"OUTBOX_PG_BIN=.* holds no initdb"):
         PostgresServer().start()
 
 
-def test_outbox_pg_bin_names_the_programs(monkeypatch: pytest.MonkeyPatch) -> None:
-    directory = _pgbin.binaries(_dirs.unprivileged_user())
-    monkeypatch.setenv("OUTBOX_PG_BIN", str(directory))
-    with PostgresServer(settings={"fsync": "off"}) as server:
-        assert server.pid is not None
-        assert Path(psutil.Process(server.pid).exe()).resolve() == (directory / "postgres").resolve()
+def test_outbox_pg_bin_names_the_programs(monkeypatch: pytest.MonkeyPatch, open_directory: Path) -> None:
+    user = _dirs.unprivileged_user()
+    usual = _pgbin.binaries(user)
+    given = open_directory / "bin"
+    given.symlink_to(usual)
+    monkeypatch.setenv("OUTBOX_PG_BIN", str(given))
+    assert _pgbin.binaries(user) == given
 
 
 # -- as root, and not as root

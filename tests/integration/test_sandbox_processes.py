@@ -69,9 +69,9 @@ with PostgresServer() as postgres, KafkaCluster() as kafka:
 
     owner.send_signal(signal.SIGKILL)
 
-    assert wait_for(lambda: all(gone(pid) for pid in pids), 15), [pid for pid in pids if not gone(pid)]
+    assert wait_for(lambda: all(gone(pid) for pid in pids), 30), [pid for pid in pids if not gone(pid)]
     directories = [Path(str(directory)) for directory in facts["directories"]]  # type: ignore[attr-defined]
-    assert wait_for(lambda: not any(directory.exists() for directory in directories), 5)
+    assert wait_for(lambda: not any(directory.exists() for directory in directories), 30)
 
 
 def owner_of(argv: list[str], log: Path, more: str = "") -> str:
@@ -140,10 +140,21 @@ def test_the_end_of_the_server_is_seen_with_its_status(tmp_path: Path) -> None:
     killed.signal(signal.SIGTERM)  # nobody there, nobody hurt
 
 
+def test_the_environment_is_handed_down_and_on_no_command_line(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    script = "import os, signal; print(os.environ['SECRET'], flush=True); signal.pause()"
+    server = Supervised([sys.executable, "-c", script], log=log, env={"SECRET": "s3cr3t"})
+    assert wait_for(lambda: log.read_text() == "s3cr3t\n", 10)
+    for pid in (server.pid, server.supervisor_pid):
+        assert not any("s3cr3t" in argument for argument in psutil.Process(pid).cmdline())
+    server.signal(signal.SIGKILL)
+    assert server.wait(10)
+
+
 def test_what_cannot_be_executed_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(StartFailed, match="can't be executed: .*No such file"):
+    with pytest.raises(StartFailed, match=r"can't be executed: .*No such file"):
         Supervised([str(tmp_path / "nothing")], log=tmp_path / "log")
-    with pytest.raises(StartFailed, match="can't be executed: .*No such file"):
+    with pytest.raises(StartFailed, match=r"can't be executed: .*No such file"):
         Detached.start([str(tmp_path / "nothing")], log=tmp_path / "log")
 
 

@@ -16,8 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from outbox import ConfigurationError, Event, EventError, EventTooLarge, Outbox, PayloadError
-from outbox import _payload
+from outbox import ConfigurationError, Event, EventError, EventTooLarge, Outbox, PayloadError, _payload
 
 
 def encoded(payload: Any) -> Any:

@@ -1,0 +1,25 @@
+"""Alembic's environment. relay/db.py drives it and hands everything over in ``config.attributes``.
+
+connection  an open connection in a transaction; none for offline SQL
+schema      where the tables go
+lanes       how many lanes the first upgrade makes
+"""
+
+from alembic import context
+from sqlalchemy.schema import CreateSchema
+
+attributes = context.config.attributes
+schema = attributes["schema"]
+connection = attributes.get("connection")
+options = {"version_table": "alembic_version", "version_table_schema": schema, "include_schemas": True}
+
+if connection is None:
+    context.configure(dialect_name="postgresql", literal_binds=True, output_buffer=attributes["output"], **options)
+else:
+    context.configure(connection=connection, **options)
+
+with context.begin_transaction():
+    if attributes["create_schema"]:
+        # Before alembic makes its own table there.
+        context.execute(CreateSchema(schema, if_not_exists=True))
+    context.run_migrations()

@@ -1,0 +1,114 @@
+"""``outbox consume MODULE:JOB``: run a consumer job."""
+
+from __future__ import annotations
+
+import importlib.util
+import signal
+import sys
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from outbox.errors import ConfigurationError
+from relay.cli.common import failing_clearly, print_json
+from relay.config import Settings, client_options, load
+
+
+@failing_clearly
+def consume(
+    job: Annotated[str, typer.Argument(help="MODULE:JOB, as in spark_jobs.order_totals:job", metavar="MODULE:JOB")],
+    once: Annotated[bool, typer.Option("--once", help="Apply what is there now, then end.")] = False,
+    continuous: Annotated[bool, typer.Option("--continuous", help="Apply what comes, until SIGTERM.")] = False,
+    database_url: Annotated[str | None, typer.Option(help="The sink's database; OUTBOX_DATABASE_URL")] = None,
+    topic: Annotated[list[str] | None, typer.Option(help="Read this topic instead of the job's.")] = None,
+    max_records: Annotated[int, typer.Option(min=1, help="Messages in a round, at most.")] = 200_000,
+    master: Annotated[str | None, typer.Option(help="Spark's master; local[2,4] if not given.")] = None,
+    packages: Annotated[
+        str | None, typer.Option(help="Maven coordinates of Spark's Kafka connector; OUTBOX_SPARK_PACKAGES")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
+) -> None:
+    """Apply events from Kafka to tables, each once: offsets, dedup and effect move in one transaction.
+
+    The consumers' tables have to be there: `outbox db upgrade --consumer`.
+    """
+    if once == continuous:
+        raise ConfigurationError("say either --once or --continuous")
+    from relay import logs
+
+    settings = load(database_url=database_url, spark_packages=packages)
+    logs.configure(settings.log_level, settings.log_format)
+    figures = _run(settings, job, topic, once, max_records, master)
+    if as_json:
+        print_json(figures)
+    else:
+        typer.echo(
+            f"{figures['group']}: read {figures['read']:,}, applied {figures['applied']:,}, duplicates "
+            f"{figures['duplicates']:,} in {figures['seconds']:.1f} s"
+        )
+
+
+def _run(
+    settings: Settings, spec: str, topics: list[str] | None, once: bool, max_records: int, master: str | None
+) -> dict[str, Any]:
+    import structlog
+
+    _require_spark()
+    from spark_jobs import session
+    from spark_jobs.job import find_job
+    from spark_jobs.runner import Options, Runner
+
+    log = structlog.get_logger("consumer")
+    # A job may live in the working directory, as with `python -m`.
+    sys.path.insert(0, str(Path.cwd()))
+    job = find_job(spec)
+    if topics:
+        job = job.with_topics(topics)
+    options = Options(
+        url=settings.require_database(),
+        kafka=client_options(settings),
+        schema=settings.consumer_schema,
+        reader=settings.spark.kafka,
+        max_records=max_records,
+    )
+    spark = session.start(
+        f"outbox {job.group}",
+        master=master,
+        jars=() if settings.spark_packages else _jars(),
+        packages=settings.spark_packages,
+        conf=settings.spark.conf,
+    )
+    stop = threading.Event()
+    # After the session: starting it sets a handler of its own.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+
+    def report(text: str, figures: Mapping[str, Any]) -> None:
+        log.info(text, **figures)
+
+    try:
+        runner = Runner(spark, job, options, report)
+        totals = runner.once(stop) if once else runner.continuous(stop)
+    finally:
+        spark.stop()
+    return totals.as_dict()
+
+
+def _require_spark() -> None:
+    for module in ("pyspark", "pyarrow", "pandas"):
+        if importlib.util.find_spec(module) is None:
+            raise ConfigurationError(f"{module} is not installed; run: pip install 'outbox-kafka[spark]'")
+
+
+def _jars() -> list[Path]:
+    try:
+        from outbox.testing import jars
+    except ModuleNotFoundError as error:
+        raise ConfigurationError(
+            f"{error.name} is not installed, so the Kafka connector's jars can't be fetched; run "
+            "pip install 'outbox-kafka[sandbox]', or give OUTBOX_SPARK_PACKAGES"
+        ) from error
+    return jars.fetch("spark-kafka")

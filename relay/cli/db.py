@@ -1,0 +1,130 @@
+"""``outbox db …``: the tables, in any database."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from outbox.errors import ConfigurationError
+from outbox.tables import DEFAULT_LANES
+from relay.cli.common import failing_clearly, print_json
+from relay.config import load
+
+app = typer.Typer(help="Create, change and check the tables.", no_args_is_help=True)
+
+_Url = Annotated[str | None, typer.Option("--database-url", help="OUTBOX_DATABASE_URL")]
+_Schema = Annotated[str | None, typer.Option("--schema", help="OUTBOX_SCHEMA; with --consumer OUTBOX_CONSUMER_SCHEMA")]
+_Consumer = Annotated[bool, typer.Option("--consumer", help="The consumers' tables instead of the outbox's.")]
+
+
+@app.command()
+@failing_clearly
+def upgrade(
+    database_url: _Url = None,
+    schema: _Schema = None,
+    consumer: _Consumer = False,
+    lanes: Annotated[int | None, typer.Option(help="Number of lanes, at the first upgrade.")] = None,
+) -> None:
+    """Bring the tables to this version. Safe to run from many pods at once, and again."""
+    from relay import db
+
+    url, name = _target(database_url, schema, consumer)
+    if consumer:
+        _refuse_lanes(lanes)
+        db.upgrade_consumer(url, name)
+    else:
+        db.upgrade(url, name, lanes)
+    typer.echo(f"schema {name} is up to date")
+
+
+@app.command()
+@failing_clearly
+def downgrade(
+    revision: Annotated[str, typer.Argument(help="A revision, or base for none at all.")],
+    database_url: _Url = None,
+    schema: _Schema = None,
+    consumer: _Consumer = False,
+    drop_rows: Annotated[bool, typer.Option("--drop-rows", help="Even if rows are lost by it.")] = False,
+) -> None:
+    """Go back to a revision."""
+    from relay import db
+
+    url, name = _target(database_url, schema, consumer)
+    db.downgrade(url, name, revision, history=db.CONSUMER if consumer else db.OUTBOX, drop_rows=drop_rows)
+    typer.echo(f"schema {name} is at {revision}")
+
+
+@app.command()
+@failing_clearly
+def check(
+    database_url: _Url = None,
+    schema: _Schema = None,
+    consumer: _Consumer = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare the tables with this version's, CHECKs and generated columns included. Exit status 1 if they differ."""
+    from relay import schema_check
+
+    url, name = _target(database_url, schema, consumer)
+    if consumer:
+        from spark_jobs.tables import consumer_tables
+
+        differences = schema_check.check_tables(url, name, lambda metadata, at: consumer_tables(metadata, at).all)
+    else:
+        differences = schema_check.check(url, name)
+    if as_json:
+        print_json({"schema": name, "differences": differences})
+    else:
+        for line in differences:
+            typer.echo(line)
+        if not differences:
+            typer.echo(f"schema {name} is as this version expects")
+    if differences:
+        raise typer.Exit(1)
+
+
+@app.command()
+@failing_clearly
+def sql(
+    schema: _Schema = None,
+    consumer: _Consumer = False,
+    lanes: Annotated[int | None, typer.Option(help="Number of lanes.")] = None,
+    start: Annotated[str | None, typer.Option("--from", help="Only what comes after this revision.")] = None,
+    end: Annotated[str, typer.Option("--to", help="Up to this revision.")] = "head",
+) -> None:
+    """Print the SQL of the upgrade, for Flyway, psql or a careful reader. No database is asked."""
+    from relay import db
+
+    settings = load()
+    if consumer:
+        _refuse_lanes(lanes)
+        typer.echo(db.sql(schema or settings.consumer_schema, start=start, end=end, history=db.CONSUMER))
+    else:
+        typer.echo(db.sql(schema or settings.db_schema, lanes or DEFAULT_LANES, start, end))
+
+
+@app.command()
+@failing_clearly
+def lanes(
+    number: Annotated[int, typer.Argument(min=1, max=256, help="How many lanes there shall be.")],
+    database_url: _Url = None,
+    schema: _Schema = None,
+) -> None:
+    """Change the number of lanes. The outbox must be drained and the relays stopped."""
+    from relay import db
+
+    url, name = _target(database_url, schema, consumer=False)
+    db.change_lanes(url, number, name)
+    typer.echo(f"schema {name} has {number} lanes")
+
+
+def _target(database_url: str | None, schema: str | None, consumer: bool) -> tuple[str, str]:
+    settings = load(database_url=database_url)
+    default = settings.consumer_schema if consumer else settings.db_schema
+    return settings.require_database(), schema or default
+
+
+def _refuse_lanes(lanes: int | None) -> None:
+    if lanes is not None:
+        raise ConfigurationError("--lanes is for the outbox; the consumers' tables have none")

@@ -1,0 +1,260 @@
+"""The driver's loop: plan, read, apply, report; until the end (``once``) or until stopped (``continuous``).
+
+| what happens                       | what follows                                                                    |
+|------------------------------------|---------------------------------------------------------------------------------|
+| driver dies in a round             | some partitions have moved, others not; the next run reads the database         |
+| driver is started twice            | the younger takes the group over; the older is fenced at its next transaction   |
+| Kafka or Postgres is away          | waited out, with backoff (``continuous`` for as long as it takes)               |
+| a range holds only markers         | the driver moves the partition on, by the same compare-and-swap                 |
+| a message or the effect is at fault| the batch is rolled back, the job ends and says which; partitions beside it stay|
+| SIGTERM                            | the running round ends, then the loop                                           |
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+import psycopg
+
+from spark_jobs import session as spark
+from spark_jobs import task
+from spark_jobs.errors import BadMessage, ConsumerError, ConsumerUnavailable, EffectFailed, Fenced
+from spark_jobs.job import ConsumerJob
+from spark_jobs.kafka import KafkaView
+from spark_jobs.planner import Extent, Partition, Range, new_partitions, plan
+from spark_jobs.store import Store
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+SUSPECT_ROUNDS: Final = 5
+"""Repeats come in bursts: a partition that had one goes the slower way for that many rounds."""
+_ERRORS: Final[dict[str, type[ConsumerError]]] = {"fenced": Fenced, "bad": BadMessage, "failed": EffectFailed}
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a job is run. All times in seconds.
+
+    url, schema  the sink's database, and the schema of the consumers' tables there.
+    kafka        librdkafka's options for the driver: addresses and credentials.
+    reader       the Java client's options for the executors, over READER_OPTIONS.
+    max_records  at most this many messages a round, over all partitions.
+    patience     how long ``once`` waits for a server that is away.
+    """
+
+    url: str
+    kafka: Mapping[str, str]
+    schema: str = "consumer"
+    reader: Mapping[str, str] = field(default_factory=dict)
+    max_records: int | None = 200_000
+    idle_seconds: float = 0.2
+    patience: float = 60.0
+    max_backoff_seconds: float = 5.0
+
+
+@dataclass
+class Totals:
+    """What a run has done. ``applied`` are the fresh messages, ``duplicates`` those that had been applied before."""
+
+    group: str
+    read: int = 0
+    applied: int = 0
+    duplicates: int = 0
+    rounds: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rows_per_second(self) -> float:
+        """Messages read a second, over the whole run."""
+        return round(self.read / self.seconds, 1) if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures for ``--json``."""
+        return {**asdict(self), "seconds": round(self.seconds, 3), "rows_per_second": self.rows_per_second}
+
+
+Report = Callable[[str, Mapping[str, Any]], None]
+"""Told what happens: a short text and its figures."""
+
+
+class Runner:
+    """Runs one job in one Spark session. Taking the group over is the first thing it does."""
+
+    def __init__(self, session: SparkSession, job: ConsumerJob, options: Options, report: Report) -> None:
+        self._session = session
+        self._job = job
+        self._options = options
+        self._report = report
+        self._kafka = KafkaView(options.kafka)
+        owner = f"{socket.gethostname()}-{os.getpid()}"
+        self._store = Store(options.url, options.schema, job.group, owner)
+        self._generation: int | None = None
+        self._suspects: dict[Partition, int] = {}
+        self._day_made_at: float | None = None
+        self._totals = Totals(job.group)
+        self._started = time.monotonic()
+
+    @property
+    def totals(self) -> Totals:
+        """The figures so far."""
+        self._totals.seconds = time.monotonic() - self._started
+        return self._totals
+
+    def once(self, stop: threading.Event) -> Totals:
+        """Apply everything that is committed in Kafka now. Raises a ConsumerError when that is not possible."""
+        targets: dict[Partition, Extent] | None = None
+        done = False
+        while not done and not stop.is_set():
+
+            def step() -> bool:
+                nonlocal targets
+                if targets is None:
+                    self._begin()
+                    targets = self._kafka.look(self._job.topics)[1]
+                return not self._round(targets)
+
+            done = self._waiting_for_servers(step, stop, self._options.patience)
+        return self.totals
+
+    def continuous(self, stop: threading.Event) -> Totals:
+        """Apply what comes, until stopped. Waits for servers that are away for as long as it takes."""
+        while not stop.is_set():
+            if self._waiting_for_servers(lambda: not self._round(None), stop, None):
+                stop.wait(self._options.idle_seconds)
+        return self.totals
+
+    def _begin(self) -> int:
+        """Take the group over, once for the life of this runner."""
+        if self._generation is None:
+            self._store.setup(self._job.setup)
+            self._generation = self._store.take_over()
+            self._report("group taken over", {"group": self._job.group, "generation": self._generation})
+        if self._day_made_at is None or time.monotonic() - self._day_made_at > 3600:
+            self._store.make_days()
+            self._day_made_at = time.monotonic()
+        return self._generation
+
+    def _round(self, targets: Mapping[Partition, Extent] | None) -> bool:
+        """Apply one batch, up to ``targets`` if given. Says whether there was anything to read."""
+        generation = self._begin()
+        ids, extents = self._kafka.look(self._job.topics)
+        if targets is not None:
+            extents = {
+                partition: Extent(extent.first, min(extent.end, targets[partition].end))
+                for partition, extent in extents.items()
+                if partition in targets
+            }
+        stored = self._store.stored(self._job.topics)
+        fresh = new_partitions(stored, extents)
+        if fresh:
+            self._store.add(fresh, ids, generation)
+            stored = self._store.stored(self._job.topics)
+        if targets is not None:
+            # A partition added while ``once`` runs is for the next run; the ends of this one are fixed.
+            stored = {partition: here for partition, here in stored.items() if partition in extents or fresh}
+        ranges = plan(stored, extents, ids, self._options.max_records)
+        if not ranges:
+            self._store.require(generation)
+            return False
+        self._apply(ranges, generation)
+        lag = self._kafka.show_lag(self._job.group, {partition: span.end for partition, span in ranges.items()})
+        if lag is not None:
+            self._report("the group's position could not be shown to Kafka", {"error": lag})
+        return True
+
+    def _apply(self, ranges: Mapping[Partition, Range], generation: int) -> None:
+        rows = spark.read(
+            self._session, self._job, ranges, self._options.kafka["bootstrap.servers"], self._options.reader
+        )
+        rows, columns = spark.copyable(rows)
+        task_plan = task.TaskPlan(
+            self._options.url,
+            self._options.schema,
+            self._job.group,
+            generation,
+            dict(ranges),
+            columns,
+            self._job.effect,
+            frozenset(self._suspects),
+        )
+        reports = rows.mapInArrow(lambda batches: task.run(task_plan, batches), task.REPORT).collect()
+        told = {(row.topic, row.part): row for row in reports}
+        self._count(told)
+        silent = {partition: span for partition, span in ranges.items() if partition not in told}
+        if silent:
+            self._store.move_empty(silent, generation)
+
+    def _count(self, told: Mapping[Partition, Any]) -> None:
+        totals = self._totals
+        totals.rounds += 1
+        self._suspects = {partition: left - 1 for partition, left in self._suspects.items() if left > 1}
+        for partition, row in told.items():
+            if row.outcome in _ERRORS:
+                continue
+            totals.read += row.read
+            totals.applied += row.fresh
+            if row.outcome == "applied" and row.fresh < row.read:
+                totals.duplicates += row.read - row.fresh
+                self._suspects[partition] = SUSPECT_ROUNDS
+        self._report("round", self.totals.as_dict())
+        for outcome in ("fenced", "bad", "failed"):
+            for row in told.values():
+                if row.outcome == outcome:
+                    raise _ERRORS[outcome](row.detail)
+
+    def _waiting_for_servers(self, step: Callable[[], bool], stop: threading.Event, patience: float | None) -> bool:
+        """Do a step, again and again while servers are away. Raises ConsumerUnavailable after ``patience`` seconds."""
+        from py4j.protocol import Py4JError
+        from pyspark.errors import PySparkException
+
+        began: float | None = None
+        tries = 0
+        while True:
+            try:
+                return step()
+            except (psycopg.OperationalError, ConsumerUnavailable, PySparkException, Py4JError) as error:
+                shown = _first_line(error)
+                if isinstance(error, PySparkException | Py4JError) and not _passing(str(error)):
+                    raise EffectFailed(f"Spark can't run the job: {shown}") from error
+                began = began or time.monotonic()
+                if patience is not None and time.monotonic() - began > patience:
+                    raise ConsumerUnavailable(
+                        f"gave up after {patience:g} s; nothing is lost, run the job again. Last error: {shown}"
+                    ) from error
+                delay = min(0.2 * 2 ** min(tries, 10), self._options.max_backoff_seconds)
+                tries += 1
+                self._report("waiting for a server", {"error": shown, "wait_seconds": round(delay, 1)})
+                if stop.wait(delay * random.uniform(0.5, 1.0)):  # noqa: S311  jitter
+                    return True
+
+
+# What in a Spark error speaks of a server, a network or an executor that is away. Anything else would fail again.
+_AWAY: Final = (
+    "org.apache.kafka.",
+    "psycopg.OperationalError",
+    "psycopg.errors.",
+    "java.net.",
+    "java.util.concurrent.TimeoutException",
+    "ExecutorLostFailure",
+    "Python worker exited unexpectedly",
+    "Connection refused",
+)
+
+
+def _passing(text: str) -> bool:
+    return any(sign in text for sign in _AWAY)
+
+
+def _first_line(error: BaseException) -> str:
+    """The line of a Spark error that says what happened: Python's own last line if there is one, else the first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    python = [line for line in lines if line.startswith(("psycopg.", "spark_jobs.", "Caused by:"))]
+    return (python or lines or [type(error).__name__])[-1 if python else 0][:400]

@@ -1,0 +1,149 @@
+"""The driver's side of the consumers' tables: take-over, new partitions, empty ranges, partitions of days.
+
+Every method is one short transaction on a connection of its own, so a database that restarts between rounds is met by
+the next call. Errors of the database pass through as psycopg raises them.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+import psycopg
+from psycopg import sql
+
+from spark_jobs.errors import Fenced
+from spark_jobs.planner import Partition, Range, Stored
+
+_TAKE: Final = """
+INSERT INTO {groups} AS g (grp, owner) VALUES (%(grp)s, %(owner)s)
+ON CONFLICT (grp) DO UPDATE SET generation = g.generation + 1, owner = excluded.owner, taken_at = now()
+RETURNING generation"""
+# Waits for tasks of the older generation that are about to commit, and shuts out all that come later.
+_FENCE: Final = "UPDATE {offsets} SET generation = %(generation)s WHERE grp = %(grp)s"
+_STILL_MINE: Final = "SELECT generation FROM {groups} WHERE grp = %(grp)s FOR SHARE"
+_STORED: Final = (
+    "SELECT topic, part, topic_id, next_offset FROM {offsets} WHERE grp = %(grp)s AND topic = ANY(%(topics)s)"
+)
+_ADD: Final = """
+INSERT INTO {offsets} (grp, topic, part, topic_id, next_offset, generation)
+VALUES (%(grp)s, %(topic)s, %(part)s, %(topic_id)s, 0, %(generation)s) ON CONFLICT DO NOTHING"""
+_MOVE_EMPTY: Final = """
+UPDATE {offsets} SET next_offset = %(end)s, updated_at = now()
+ WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s
+   AND topic_id = %(topic_id)s AND next_offset = %(start)s AND generation = %(generation)s"""
+_SETUP_LOCK: Final = 0x6F7574626F780002
+_DAYS_AHEAD: Final = 3
+_DAYS_BACK: Final = 1
+
+
+class Store:
+    """One group's rows. ``owner`` is shown to people; the generation is what counts."""
+
+    def __init__(self, url: str, schema: str, group: str, owner: str) -> None:
+        self._url = url
+        self._schema = schema
+        self._group = group
+        self._owner = owner
+        self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "processed_messages")}
+
+    def take_over(self) -> int:
+        """Become the group's consumer. Gives the generation; whoever had the one before can commit nothing more."""
+        with self._connect() as connection:
+            row = self._run(connection, _TAKE, owner=self._owner).fetchone()
+            assert row is not None
+            self._run(connection, _FENCE, generation=row[0])
+        return int(row[0])
+
+    def setup(self, statements: str | None) -> None:
+        """Run the job's own DDL, one driver at a time."""
+        if statements is None:
+            return
+        with self._connect() as connection:
+            connection.execute("SELECT pg_advisory_xact_lock(%s)", (_SETUP_LOCK,))
+            connection.execute(statements.encode())
+
+    def stored(self, topics: Iterable[str]) -> dict[Partition, Stored]:
+        """Give how far the group is."""
+        with self._connect() as connection:
+            rows = self._run(connection, _STORED, topics=list(topics)).fetchall()
+        return {(topic, part): Stored(topic_id, offset) for topic, part, topic_id, offset in rows}
+
+    def add(self, partitions: Iterable[Partition], topic_ids: Mapping[str, str], generation: int) -> None:
+        """Begin with new partitions, at 0. Raises Fenced when the group is somebody else's now."""
+        with self._connect() as connection:
+            self._require(connection, generation)
+            for topic, part in partitions:
+                self._run(connection, _ADD, topic=topic, part=part, topic_id=topic_ids[topic], generation=generation)
+
+    def move_empty(self, ranges: Mapping[Partition, Range], generation: int) -> None:
+        """Step over ranges in which there was nothing to apply. Raises Fenced."""
+        with self._connect() as connection:
+            self._require(connection, generation)
+            for (topic, part), span in sorted(ranges.items()):
+                self._run(
+                    connection,
+                    _MOVE_EMPTY,
+                    topic=topic,
+                    part=part,
+                    topic_id=span.topic_id,
+                    start=span.start,
+                    end=span.end,
+                    generation=generation,
+                )
+
+    def require(self, generation: int) -> None:
+        """Raise Fenced unless the group is still in this generation."""
+        with self._connect() as connection:
+            self._require(connection, generation)
+
+    def make_days(self) -> None:
+        """Make the partitions of processed_messages for the days around today, by the database's clock.
+
+        Where the default partition already holds such a day, it keeps it: slower to forget, and just as right.
+        """
+        with self._connect() as connection:
+            row = connection.execute("SELECT (now() AT TIME ZONE 'UTC')::date").fetchone()
+        assert row is not None
+        for ahead in range(-_DAYS_BACK, _DAYS_AHEAD + 1):
+            self._make_day(row[0] + dt.timedelta(days=ahead))
+
+    def _make_day(self, day: dt.date) -> None:
+        name = f"processed_messages_{day:%Y%m%d}"
+        with self._connect() as connection:
+            connection.execute("SET LOCAL lock_timeout = '3s'")
+            connection.execute("SELECT pg_advisory_xact_lock(%s)", (_SETUP_LOCK,))
+            there = connection.execute(
+                "SELECT 1 FROM pg_class WHERE relname = %s AND relnamespace = to_regnamespace(%s)",
+                (name, sql.Identifier(self._schema).as_string(connection)),
+            ).fetchone()
+            if there is not None:
+                return
+            try:
+                with connection.transaction():
+                    connection.execute(
+                        sql.SQL("CREATE TABLE {} PARTITION OF {} FOR VALUES FROM ({}) TO ({})").format(
+                            sql.Identifier(self._schema, name),
+                            self._names["processed_messages"],
+                            sql.Literal(day),
+                            sql.Literal(day + dt.timedelta(days=1)),
+                        )
+                    )
+            except (psycopg.errors.CheckViolation, psycopg.errors.LockNotAvailable):
+                # The default partition has the day, or is in use: it serves as well.
+                return
+
+    def _require(self, connection: psycopg.Connection[Any], generation: int) -> None:
+        row = self._run(connection, _STILL_MINE).fetchone()
+        if row is None or row[0] != generation:
+            raise Fenced(
+                f"group {self._group}: another consumer has taken it over (generation {row[0] if row else 'gone'}, "
+                f"this one is {generation}). One consumer a group: stop the other, or give this job a group of its own"
+            )
+
+    def _connect(self) -> psycopg.Connection[Any]:
+        return psycopg.connect(self._url, application_name=f"outbox driver {self._group}"[:63], connect_timeout=10)
+
+    def _run(self, connection: psycopg.Connection[Any], query: str, **values: object) -> psycopg.Cursor[Any]:
+        return connection.execute(sql.SQL(query).format(**self._names), {"grp": self._group, **values})

