@@ -154,7 +154,8 @@ class LaneLoop:
         self._stop.wait(delay * random.uniform(0.5, 1.0))  # noqa: S311
 
     def _delay(self) -> float:
-        return min(self._pace.min_backoff_seconds * 2 ** min(self._failures, 20), self._pace.max_backoff_seconds)
+        doubled: float = self._pace.min_backoff_seconds * 2.0 ** float(min(self._failures, 20))
+        return min(doubled, self._pace.max_backoff_seconds)
 
     def _close(self) -> None:
         source, self._source = self._source, None

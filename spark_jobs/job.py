@@ -69,7 +69,8 @@ class ConsumerJob:
                 raise JobError(f"topics: {topic!r} is no name of a topic")
         if len(set(self.topics)) != len(self.topics):
             raise JobError("topics: one is named twice")
-        if not callable(self.effect) and (not isinstance(self.effect, str) or not self.effect.strip()):
+        usable = bool(self.effect.strip()) if isinstance(self.effect, str) else callable(self.effect)
+        if not usable:
             raise JobError("effect: must be SQL or a function of a cursor and a pyarrow Table")
         if self.schema is not None and not self.schema.strip():
             raise JobError("schema: must be Spark DDL, or None for bytes")

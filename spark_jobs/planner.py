@@ -80,8 +80,8 @@ def plan(
         there = extents[topic, part]
         if here.next_offset < there.first:
             raise DataLost(
-                f"{topic}-{part}: retention has removed messages {here.next_offset} to {there.first - 1}, which the group "
-                "has not read. If they are accounted for, set next_offset in consumer.offsets by hand"
+                f"{topic}-{part}: retention removed messages {here.next_offset} to {there.first - 1} before the group "
+                "read them. If they are accounted for, set next_offset in consumer.offsets by hand"
             )
         if here.next_offset > there.end:
             raise DataLost(

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, cast
 
 from spark_jobs.errors import JobError
 from spark_jobs.job import META, ConsumerJob
@@ -68,8 +69,6 @@ def start(
         "spark.sql.warehouse.dir": str(Path(tempfile.gettempdir()) / "outbox-spark-warehouse"),
         "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",
         "spark.sql.adaptive.enabled": "false",
-        # Otherwise every failure is logged with a page of JSON, beside the error that says it.
-        "spark.python.sql.dataFrameDebugging.enabled": "false",
     }
     if (master or DEFAULT_MASTER).startswith("local"):
         settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
@@ -80,6 +79,8 @@ def start(
     for key, value in (settings | dict(conf or {})).items():
         builder = builder.config(key, value)
     session = builder.getOrCreate()
+    # What goes wrong is raised, and shown once: not also as a page of JSON by Spark's own logger.
+    logging.getLogger("DataFrameQueryContextLogger").setLevel(logging.CRITICAL)
     session.sparkContext.setLogLevel("OFF")
     return session
 
@@ -133,7 +134,7 @@ def _header(name: str) -> Column:
     """The value of the first header of that name, as bytes."""
     from pyspark.sql import functions as F  # noqa: N812
 
-    return F.filter("headers", lambda header: header["key"] == name)[0]["value"]
+    return F.get(F.filter("headers", lambda header: header["key"] == name), F.lit(0))["value"]
 
 
 def _by_topic(values: Mapping[Partition, int], *, as_list: bool = False) -> dict[str, object]:
@@ -162,7 +163,7 @@ def _decode(rows: DataFrame, job: ConsumerJob) -> DataFrame:
     columns = [column.alias(name) for name, column in meta.items()]
     if job.schema is None:
         return rows.select(F.col("value").alias("payload"), *columns)
-    declared = StructType.fromDDL(job.schema)
+    declared = cast("StructType", StructType.fromDDL(job.schema))
     clash = sorted(set(declared.fieldNames()) & {*META, CORRUPT})
     if clash:
         raise JobError(f"schema: the name {clash[0]} is the consumer's own")

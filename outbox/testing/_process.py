@@ -127,12 +127,18 @@ class Supervised:
                 pipe.close()
 
 
+_started_detached: list[subprocess.Popen[bytes]] = []
+"""Kept to our end: Python warns of a process that still runs when its Popen goes, and these are meant to."""
+
+
 class Detached:
     """A process in a session of its own that outlives us, found again by its command line."""
 
     def __init__(self, process: psutil.Process, popen: subprocess.Popen[bytes] | None = None) -> None:
         self._child = process
-        self._popen = popen  # kept so that its end is noticed (and its zombie reaped) while we live
+        self._popen = popen  # so that its end is noticed, and its zombie reaped, while we live
+        if popen is not None:
+            _started_detached.append(popen)
         self.pid: int = process.pid
 
     @classmethod

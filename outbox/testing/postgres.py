@@ -35,8 +35,8 @@ from outbox.testing._ports import free_ports
 from outbox.testing._process import Detached, Supervised, kill_with_children
 from outbox.testing.errors import PortTaken, ServiceError, StartFailed
 
-USER: Final = "outbox"
-"""The superuser of every server started here."""
+USER: Final = "postgres"
+"""The superuser of every server started here. A schema of its name would be its default one."""
 
 StopMode = Literal["smart", "fast", "immediate"]
 

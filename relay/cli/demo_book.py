@@ -132,7 +132,7 @@ class Book:
         self._consumer.close()
         self._connection.close()
 
-    def _count(self, query: sql.Composable, table: str) -> int:
+    def _count(self, query: sql.SQL | sql.Composed, table: str) -> int:
         exists: Any = self._connection.execute("SELECT to_regclass(%s)", (table,)).fetchone()
         if exists is None or exists[0] is None:
             return 0
