@@ -8,8 +8,9 @@ The floor
     (a forgotten session, a long dump) forbids it to forget them; then each fetch would visit them all. So fetches
     start above a floor, which rises to an id M only when no transaction can still commit an id up to M:
       1. M is the last id settled; some seconds pass (``_SETTLE_SECONDS``), in which every INSERT that had drawn an id
-         up to M got its transaction id; then the snapshot's xmax is noted;
-      2. once the snapshot's xmin has reached that xmax, all those transactions have ended;
+         up to M got its transaction id; then a transaction id of our own is drawn, X. (A snapshot's xmax would not do:
+         it is the last completed id plus one, and transactions beyond it may be running already.)
+      2. once the snapshot's xmin has reached X, all those transactions have ended;
       3. a fetch after that, still from the old floor, found nothing up to M.
     A snapshot held by a reader has no transaction id and does not hold the floor back; a forgotten writer does, as it
     must. (An INSERT that stands still for longer than the wait in 1, between drawing its id and writing, as in a BEFORE
@@ -20,7 +21,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from typing import Any, Final, assert_never
+from typing import Any, Final, LiteralString, assert_never
 
 import orjson
 import psycopg
@@ -50,9 +51,15 @@ gone AS (
     DELETE FROM {events} WHERE lane = (SELECT lane FROM lease) AND id = ANY(%(ids)s::bigint[]))
 SELECT lane FROM lease"""
 
-_HORIZON: Final = (
-    "SELECT pg_snapshot_xmin(s)::text::bigint, pg_snapshot_xmax(s)::text::bigint FROM pg_current_snapshot() AS s"
+# The index gives a lane in id order. Without fresh statistics the planner may sort the whole backlog for each batch
+# instead; a new outbox has none, and a relay has no right to ANALYZE.
+KEEP_TO_THE_INDEX: Final = (
+    "SELECT set_config('enable_sort', 'off', true), set_config('enable_bitmapscan', 'off', true), "
+    "set_config('enable_seqscan', 'off', true)"
 )
+
+_DRAW_XID: Final = "SELECT pg_current_xact_id()::text::bigint"
+_XMIN: Final = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
 
 
 def fetch_query(schema: str) -> sql.Composed:
@@ -88,8 +95,12 @@ class PollingSource:
     def fetch(self, limit: int) -> Sequence[Claim]:
         """Give up to ``limit`` unpublished events of the lane, lowest id first."""
         with unavailable_on_error(f"reading lane {self._lease.lane}"):
-            floor = self._floor.start(self._horizon)
-            rows = self._cursor.execute(self._fetch, (self._lease.lane, floor, limit)).fetchall()
+            floor = self._floor.start(draw_xid=self._draw_xid, xmin=self._xmin)
+            # A pipeline: four messages, one round trip; SET LOCAL's reach ends with the transaction (PgBouncer).
+            with self._connection.pipeline(), self._connection.transaction():
+                self._connection.execute(KEEP_TO_THE_INDEX)
+                self._cursor.execute(self._fetch, (self._lease.lane, floor, limit))
+            rows = self._cursor.fetchall()
         self._floor.seen(rows[0].position if rows else None)
         return rows
 
@@ -129,11 +140,16 @@ class PollingSource:
         """Close the connection."""
         self._connection.close()
 
-    def _horizon(self) -> tuple[int, int]:
-        with self._connection.cursor() as cursor:
-            row = cursor.execute(_HORIZON).fetchone()
+    def _draw_xid(self) -> int:
+        return self._number(_DRAW_XID)
+
+    def _xmin(self) -> int:
+        return self._number(_XMIN)
+
+    def _number(self, query: LiteralString) -> int:
+        row = self._connection.execute(query).fetchone()
         assert row is not None
-        return row[0], row[1]
+        return int(row[0])
 
 
 class _Floor:
@@ -145,31 +161,31 @@ class _Floor:
         self._last_settled: int | None = None
         self._candidate: int | None = None
         self._candidate_at = 0.0
-        self._xmax: int | None = None
+        self._xid: int | None = None
         self._ended = False
         self._looked_at = clock()
         self._swept_at = clock()
 
-    def start(self, horizon: Callable[[], tuple[int, int]]) -> int:
-        """Give the id to start above. Looks at the snapshot's horizon at most once a second."""
+    def start(self, *, draw_xid: Callable[[], int], xmin: Callable[[], int]) -> int:
+        """Give the id to start above. Asks the database at most once a second."""
         now = self._clock()
         if now - self._swept_at >= _SWEEP_SECONDS:
             self._swept_at = now
             return _LOWEST
         if now - self._looked_at >= 1.0:
             self._looked_at = now
-            self._look(now, horizon)
+            self._look(now, draw_xid, xmin)
         return self._floor
 
-    def _look(self, now: float, horizon: Callable[[], tuple[int, int]]) -> None:
+    def _look(self, now: float, draw_xid: Callable[[], int], xmin: Callable[[], int]) -> None:
         if self._candidate is None:
             if self._last_settled is not None and self._last_settled > self._floor:
-                self._candidate, self._candidate_at, self._xmax = self._last_settled, now, None
-        elif self._xmax is None:
+                self._candidate, self._candidate_at, self._xid = self._last_settled, now, None
+        elif self._xid is None:
             if now - self._candidate_at >= _SETTLE_SECONDS:
-                self._xmax = horizon()[1]
+                self._xid = draw_xid()
         elif not self._ended:
-            self._ended = horizon()[0] >= self._xmax
+            self._ended = xmin() >= self._xid
 
     def seen(self, lowest: int | None) -> None:
         """Take note of the lowest id that a fetch gave."""

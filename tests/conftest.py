@@ -1,0 +1,20 @@
+"""Settings of the person who runs the tests are not the tests'."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+# The two addresses choose the servers that the fixtures use; everything else would change what is tested.
+for _name in list(os.environ):
+    if _name.startswith("OUTBOX_") and _name not in {
+        "OUTBOX_DATABASE_URL",
+        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS",
+        "OUTBOX_CACHE",
+        "OUTBOX_PG_BIN",
+        "OUTBOX_MAVEN_REPOSITORY",
+    }:
+        del os.environ[_name]

@@ -1,0 +1,150 @@
+"""What several tests need: a load of business transactions, and a checker that holds the topic against them."""
+
+from __future__ import annotations
+
+import json
+import random
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterable
+from typing import Any, Self
+
+import psycopg
+
+from outbox import Event, Outbox
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "the condition") -> Any:
+    """Wait for a condition with a deadline; give its value."""
+    deadline = time.monotonic() + seconds
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what}: not within {seconds:g} s")
+        time.sleep(0.01)
+
+
+def backlog(url: str) -> int:
+    """How many events are not published yet; -1 while Postgres is away."""
+    try:
+        with psycopg.connect(url, autocommit=True) as connection:
+            return connection.execute("SELECT count(*) FROM outbox.events").fetchone()[0]
+    except psycopg.OperationalError:
+        return -1
+
+
+def owners(url: str) -> dict[str, int]:
+    """Living lanes by owner."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        return dict(
+            connection.execute(
+                "SELECT owner, count(*) FROM outbox.lanes WHERE lease_until > clock_timestamp() GROUP BY owner"
+            ).fetchall()
+        )
+
+
+class Load:
+    """Business transactions from several threads: each raises a counter of some of its keys and writes the events.
+
+    Every key has one writer at a time, so its counters are committed in order. Some transactions are rolled back, and
+    some stay open for a while before they commit. What is committed is in the table ``business``.
+    """
+
+    def __init__(self, url: str, aggregate_type: str, *, threads: int = 3, keys: int = 40) -> None:
+        self._url = url
+        self._type = aggregate_type
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("CREATE TABLE IF NOT EXISTS business (key text PRIMARY KEY, seq int NOT NULL)")
+        self._threads = [
+            threading.Thread(target=self._run, args=(n, [f"k{n}-{key}" for key in range(keys)]), daemon=True)
+            for n in range(threads)
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Finish the transactions under way."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60)
+        if self._error is not None:
+            raise self._error
+
+    def committed(self) -> int:
+        """How many events are committed."""
+        with psycopg.connect(self._url, autocommit=True) as connection:
+            return connection.execute("SELECT coalesce(sum(seq), 0) FROM business").fetchone()[0]
+
+    def _run(self, number: int, keys: list[str]) -> None:
+        chance = random.Random(number)
+        outbox = Outbox()
+        connection: psycopg.Connection[Any] | None = None
+        try:
+            while not self._stop.is_set():
+                try:
+                    connection = connection or psycopg.connect(self._url)
+                    self._transaction(connection, outbox, chance, keys)
+                except psycopg.OperationalError:
+                    # The server is away. Whether the last commit counted, the table knows.
+                    if connection is not None:
+                        connection.close()
+                    connection = None
+                    self._stop.wait(0.05)
+        except BaseException as error:  # noqa: BLE001  raised again by stop()
+            self._error = error
+        finally:
+            if connection is not None:
+                connection.close()
+
+    def _transaction(
+        self, connection: psycopg.Connection[Any], outbox: Outbox, chance: random.Random, keys: list[str]
+    ) -> None:
+        with connection.transaction():
+            for key in chance.sample(keys, chance.randint(1, 4)):
+                row = connection.execute(
+                    "INSERT INTO business VALUES (%s, 1) "
+                    "ON CONFLICT (key) DO UPDATE SET seq = business.seq + 1 RETURNING seq",
+                    (key,),
+                ).fetchone()
+                outbox.add(connection, Event(self._type, key, "Counted", {"seq": row[0]}))
+            if chance.random() < 0.1:
+                # A transaction that commits late, after others with higher ids.
+                self._stop.wait(0.03)
+            if chance.random() < 0.1:
+                raise psycopg.Rollback
+
+
+def check(url: str, messages: Iterable[Any]) -> int:
+    """Hold the topic against the business rows: nothing lost, nothing invented, in order per key once repeats by event
+    id are dropped. Gives the number of repeats.
+    """
+    seen: dict[str, list[int]] = defaultdict(list)
+    ids: set[bytes] = set()
+    repeats = 0
+    for message in messages:
+        event_id = dict(message.headers())["ce_id"]
+        if event_id in ids:
+            repeats += 1
+            continue
+        ids.add(event_id)
+        seen[message.key().decode()].append(json.loads(message.value())["seq"])
+    with psycopg.connect(url, autocommit=True) as connection:
+        business = dict(connection.execute("SELECT key, seq FROM business").fetchall())
+    assert business, "the load wrote nothing"
+    lost = {key: seq for key, seq in business.items() if len(seen.get(key, [])) < seq}
+    invented = {key: len(seqs) for key, seqs in seen.items() if len(seqs) > business.get(key, 0)}
+    disorder = {key: seqs for key, seqs in seen.items() if seqs != sorted(seqs)}
+    assert (lost, invented, disorder) == ({}, {}, {})
+    assert dict(seen) == {key: list(range(1, seq + 1)) for key, seq in business.items()}
+    return repeats
