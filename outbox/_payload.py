@@ -7,71 +7,80 @@ import json
 import math
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from decimal import Decimal
-from typing import Any, Final
+from enum import Enum
+from typing import Any, Final, NamedTuple
 
 import orjson
 
 from outbox.errors import PayloadError
 from outbox.event import BYTES_CONTENT_TYPE, JSON_CONTENT_TYPE, Event
 
-_JSON_TYPE: Final = re.compile(r"application/(json|[a-z0-9.!#$&^_-]+\+json)(\s*;.*)?", re.IGNORECASE)
+_JSON_TYPE: Final = re.compile(r"application/json(\s*;.*)?|[a-z]+/[a-z0-9.!#$&^_-]+\+json(\s*;.*)?", re.IGNORECASE)
 # A number like 1e300, which jsonb spells out in full. Also found inside text: it only makes the estimate larger.
 _EXPONENT: Final = re.compile(rb"\de[+-]?\d")
 _LONGEST_NUMBER: Final = 330
+# By itself orjson writes whatever a dataclass instance carries, cached properties among it; here its fields count.
+_OPTIONS: Final = orjson.OPT_PASSTHROUGH_DATACLASS
 
 
-def encode(event: Event) -> tuple[str | None, bytes | None, str | None]:
-    """Give the row's ``payload`` (JSON text), ``payload_bytes``, and the content type if it has to be stored.
+class Encoded(NamedTuple):
+    """A payload as the row holds it: at most one of ``json`` and ``raw``; the content type if it has to be stored."""
+
+    json: bytes | None
+    raw: bytes | None
+    content_type: str | None
+
+
+def encode(event: Event) -> Encoded:
+    """Give the event's payload as the row will hold it.
 
     Raises PayloadError when the payload has no faithful form; the error names the place inside it where it can.
     """
     payload, content_type = event.payload, event.content_type
     if payload is None:
-        return None, None, content_type
+        return Encoded(None, None, content_type)
     if isinstance(payload, bytes | bytearray | memoryview):
-        return None, bytes(payload), content_type or BYTES_CONTENT_TYPE
+        return Encoded(None, bytes(payload), content_type or BYTES_CONTENT_TYPE)
     if content_type is not None and not _JSON_TYPE.fullmatch(content_type):
         raise PayloadError(
             "content_type", f"{content_type!r} does not go with a JSON payload; give the payload as bytes, encoded"
         )
-    text = _to_json(payload).decode()
-    return text, None, None if content_type == JSON_CONTENT_TYPE else content_type
+    return Encoded(_to_json(payload), None, None if content_type == JSON_CONTENT_TYPE else content_type)
 
 
-def stored_size(json_text: str | None, raw: bytes | None, longest: int) -> int:
-    """Give at least the number of bytes that the table's CHECK will count, exactly so when it is near ``longest``.
+def largest_size(encoded: bytes) -> int:
+    """Give a number of bytes that jsonb's text form of this JSON does not pass; quickly.
 
     jsonb is stored parsed and printed anew: a space after every comma and colon, numbers without exponent.
     """
-    if json_text is None:
-        return len(raw or b"")
-    encoded = json_text.encode()
-    size = len(encoded) + encoded.count(b",") + encoded.count(b":")
-    size += _LONGEST_NUMBER * len(_EXPONENT.findall(encoded))
-    return size if size <= longest else _jsonb_length(orjson.loads(encoded))
+    spaces = encoded.count(b",") + encoded.count(b":")
+    return len(encoded) + spaces + _LONGEST_NUMBER * len(_EXPONENT.findall(encoded))
+
+
+def exact_size(encoded: bytes) -> int:
+    """Give the number of bytes of jsonb's text form of this JSON, which the table's CHECK counts; slowly."""
+    return _jsonb_length(orjson.loads(encoded))
 
 
 def _to_json(payload: object) -> bytes:
-    model_dump = getattr(payload, "model_dump", None)
-    if model_dump is not None and _is_pydantic(payload):
-        payload = model_dump(mode="json")
-    if not isinstance(payload, dict | list) and not (
-        dataclasses.is_dataclass(payload) and not isinstance(payload, type)
-    ):
+    if _is_pydantic(payload):
+        try:
+            payload = _dump_model(payload)
+        except (TypeError, ValueError) as error:
+            raise PayloadError("payload", _refused_by_pydantic(payload, error)) from error
+    if not isinstance(payload, dict | list) and not _is_dataclass(payload):
         raise PayloadError(
             "payload",
             f"a {type(payload).__name__} is neither a JSON object nor a list; give a dict, list, dataclass, pydantic "
             "model, bytes, or None for a tombstone",
         )
     try:
-        encoded = orjson.dumps(payload, default=_default)
-    except PayloadError:
-        raise
+        encoded = orjson.dumps(payload, default=_default, option=_OPTIONS)
     except TypeError as error:
         # orjson says what, not where.
-        where, problem = _find(payload, _unserializable) or ("payload", str(error))
+        where, problem = _find(payload, _unserializable) or ("payload", _said(error))
         raise PayloadError(where, problem) from error
     # orjson writes null for NaN and Infinity without a word; and jsonb can't hold a NUL.
     if b"null" in encoded and (found := _find(payload, _not_finite)):
@@ -82,13 +91,22 @@ def _to_json(payload: object) -> bytes:
 
 
 def _default(value: object) -> object:
-    if isinstance(value, Decimal):
-        if not value.is_finite():
-            raise PayloadError("payload", f"holds {value}, which JSON has no form for")
+    if isinstance(value, Decimal) and value.is_finite():
         return str(value)
+    if _is_dataclass(value):
+        return {name: getattr(value, name) for name in _fields(value)}
     if _is_pydantic(value):
-        return value.model_dump(mode="json")  # type: ignore[attr-defined]
+        return _dump_model(value)
     raise TypeError(f"Type is not JSON serializable: {type(value).__name__}")
+
+
+def _is_dataclass(value: object) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _fields(value: Any) -> Iterator[str]:
+    """The names of a dataclass's fields; those with an underscore in front are the class's own business."""
+    return (part.name for part in dataclasses.fields(value) if not part.name.startswith("_"))
 
 
 def _is_pydantic(value: object) -> bool:
@@ -97,35 +115,50 @@ def _is_pydantic(value: object) -> bool:
     return pydantic is not None and isinstance(value, pydantic.BaseModel)
 
 
+def _dump_model(model: Any) -> object:
+    return model.model_dump(mode="json")
+
+
+def _refused_by_pydantic(model: object, error: Exception) -> str:
+    return f"the pydantic model {type(model).__name__} can't be written as JSON: {error}"
+
+
 def _find(payload: object, problem: Callable[[object], str | None]) -> tuple[str, str] | None:
     """Walk the payload and give the path and the problem of the first value that has one."""
-    stack: list[tuple[str, object, tuple[int, ...]]] = [("payload", payload, ())]
+    stack: list[tuple[str, object, tuple[object, ...]]] = [("payload", payload, ())]
     while stack:
         path, value, above = stack.pop()
-        if id(value) in above:
+        if any(value is container for container in above):
             return path, "holds itself"
         found = problem(value)
         if found is not None:
             return path, found
-        inside: list[tuple[str, object]] = []
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            inside = [(f"{path}.{part.name}", getattr(value, part.name)) for part in dataclasses.fields(value)]
-        elif isinstance(value, dict):
-            for key, item in value.items():
-                found = problem(key) if isinstance(key, str) else _key_problem(key)
+        if isinstance(value, dict):
+            for key in value:
+                found = problem(key) if type(key) is str else _key_problem(key)
                 if found is not None:
                     return path, f"the key {key!r} {found}"
-                inside.append((f"{path}[{key!r}]", item))
-        elif isinstance(value, list | tuple):
-            inside = [(f"{path}[{index}]", item) for index, item in enumerate(value)]
-        elif _is_pydantic(value):
-            inside = [(path, value.model_dump(mode="json"))]  # type: ignore[attr-defined]
-        stack.extend((where, item, (*above, id(value))) for where, item in reversed(inside))
+        inside = reversed(list(_inside(path, value)))
+        stack.extend((where, item, (*above, value)) for where, item in inside)
     return None
 
 
+def _inside(path: str, value: Any) -> Iterator[tuple[str, object]]:
+    """What orjson descends into, with the path of each."""
+    if isinstance(value, dict):
+        yield from ((f"{path}[{key!r}]", item) for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        yield from ((f"{path}[{index}]", item) for index, item in enumerate(value))
+    elif isinstance(value, Enum):
+        yield path, value.value
+    elif _is_dataclass(value):
+        yield from ((f"{path}.{name}", getattr(value, name)) for name in _fields(value))
+    elif _is_pydantic(value):
+        yield path, _dump_model(value)
+
+
 def _key_problem(key: object) -> str:
-    return f"is a {type(key).__name__}; the keys of a JSON object are text"
+    return f"is a {type(key).__name__}; the keys of a JSON object are text (str itself, nothing derived from it)"
 
 
 def _not_finite(value: object) -> str | None:
@@ -143,24 +176,37 @@ def _holds_nul(value: object) -> str | None:
 
 
 def _unserializable(value: object) -> str | None:
-    if isinstance(value, dict | list | tuple):
+    """What is wrong with this value itself, apart from what is inside it."""
+    if isinstance(value, dict | list | Enum) or type(value) is tuple:
         return None
+    if _is_dataclass(value):
+        missing = [name for name in _fields(value) if not hasattr(value, name)]
+        return f"the field {missing[0]} of {type(value).__name__} has no value" if missing else None
+    if _is_pydantic(value):
+        try:
+            _dump_model(value)
+        except (TypeError, ValueError) as error:
+            return _refused_by_pydantic(value, error)
+        return None
+    if isinstance(value, Decimal):
+        return None if value.is_finite() else f"is {value}, which JSON has no form for"
     try:
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return None
-        orjson.dumps(value, default=_default)
-    except PayloadError as error:
-        return error.problem
+        orjson.dumps(value)
     except TypeError as error:
-        text = str(error)
         if isinstance(value, int):
             return "is an integer of more than 64 bits; give it as text"
-        if "surrogates" in text:
+        if "surrogates" in str(error):
             return "holds a lone surrogate, which has no UTF-8 form"
-        if "not JSON serializable" in text:
+        if "not JSON serializable" in str(error):
             return f"is a {type(value).__name__}, which JSON has no form for"
-        return text
+        return _said(error)
     return None
+
+
+def _said(error: TypeError) -> str:
+    if "recursion" in str(error).lower():
+        return "is nested too deeply; orjson takes about 250 levels"
+    return f"can't be written as JSON: {error}"
 
 
 def _jsonb_length(value: Any) -> int:
@@ -171,5 +217,6 @@ def _jsonb_length(value: Any) -> int:
     if isinstance(value, list):
         return 2 + sum(map(_jsonb_length, value)) + 2 * max(0, len(value) - 1)
     if isinstance(value, float):
-        return len(format(Decimal(repr(value)), "f"))
+        # Postgres's numeric knows no negative zero.
+        return len(format(Decimal(repr(value or 0.0)), "f"))
     return len(json.dumps(value, ensure_ascii=False).encode())

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
+
+from outbox.event import TRACEPARENT
 
 
 def current() -> dict[str, str]:
@@ -17,3 +20,10 @@ def current() -> dict[str, str]:
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier)
     return carrier
+
+
+def merged(trace: Mapping[str, str], headers: Mapping[str, str]) -> dict[str, str]:
+    """Give an event's headers with the trace beside them. A trace of the event's own wins, and wins whole:
+    ``tracestate`` belongs to one ``traceparent``.
+    """
+    return dict(headers) if TRACEPARENT in headers else {**trace, **headers}

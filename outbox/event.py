@@ -85,6 +85,8 @@ class Event:
             check_text("content_type", self.content_type, 200)
         if not isinstance(self.headers, Mapping):
             raise EventError("headers", f"must be a mapping of text to text, not {type(self.headers).__name__}")
+        # A copy: what is checked here is what will be written, whatever becomes of the caller's dict.
+        object.__setattr__(self, "headers", dict(self.headers))
         for name, value in self.headers.items():
             check_header(name, value)
 

@@ -12,15 +12,13 @@ can be wrong with an event is found before anything is sent, so a refused one le
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import UUID
 
 import orjson
-import psycopg
 import sqlalchemy as sa
-from psycopg.pq import TransactionStatus
 from sqlalchemy.orm import Session, scoped_session
 
 from outbox import _payload, _statements, _trace
@@ -28,7 +26,10 @@ from outbox.errors import ConfigurationError, EventError, EventTooLarge, TargetE
 from outbox.event import CONTENT_TYPE, MAX_EVENT_BYTES, Event
 from outbox.tables import DEFAULT_SCHEMA
 
+# psycopg and SQLAlchemy's asyncio are not imported here: the first needs libpq and the second greenlet, which a
+# service may have neither of. An object of their classes exists only where the caller has imported them.
 if TYPE_CHECKING:
+    import psycopg
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 
     SyncTarget = Session | scoped_session[Any] | sa.Connection | psycopg.Connection[Any] | psycopg.Cursor[Any]
@@ -68,32 +69,41 @@ class _Writer:
         self._limit = max_event_bytes
 
     def _prepare(self, events: Sequence[Event], *, lock_key: bool) -> _Batch:
-        rows = [self._row(event) for event in events]
+        trace = _trace.current()
+        rows = [self._row(event, trace) for event in events]
         many = lock_key or len(rows) > 1
         values = {name: [row[name] for row in rows] for name in _statements.COLUMNS} if many else rows[0]
         return _Batch([event.event_id for event in events], values, many, lock_key)
 
-    def _row(self, event: Event) -> dict[str, Any]:
+    def _row(self, event: Event, trace: Mapping[str, str]) -> dict[str, Any]:
         if not isinstance(event, Event):
             raise EventError("event", f"must be an outbox.Event, not {type(event).__name__}")
-        text, raw, content_type = _payload.encode(event)
-        headers = _trace.current() | dict(event.headers)
-        if content_type is not None:
-            headers[CONTENT_TYPE] = content_type
-        stored = orjson.dumps(headers).decode() if headers else None
-        beside = len(event.aggregate_id.encode()) + _payload.stored_size(stored, None, 0 if stored else 1)
-        size = beside + _payload.stored_size(text, raw, self._limit - beside)
-        if size > self._limit:
-            raise EventTooLarge(size, self._limit)
+        payload = _payload.encode(event)
+        headers = _trace.merged(trace, event.headers)
+        if payload.content_type is not None:
+            headers[CONTENT_TYPE] = payload.content_type
+        # The option admits names that are members of a StrEnum.
+        stored = orjson.dumps(headers, option=orjson.OPT_NON_STR_KEYS) if headers else None
+        self._check_size(event, payload, stored)
         return {
             "event_id": str(event.event_id),
             "aggregate_type": event.aggregate_type,
             "aggregate_id": event.aggregate_id,
             "event_type": event.event_type,
-            "payload": text,
-            "payload_bytes": raw,
-            "headers": stored,
+            "payload": None if payload.json is None else payload.json.decode(),
+            "payload_bytes": payload.raw,
+            "headers": None if stored is None else stored.decode(),
         }
+
+    def _check_size(self, event: Event, payload: _payload.Encoded, headers: bytes | None) -> None:
+        """Count as the table's CHECK does, so that nobody meets that one; exactly only where it matters."""
+        fixed = len(event.aggregate_id.encode()) + len(payload.raw or b"")
+        printed = [text for text in (payload.json, headers) if text is not None]
+        if fixed + sum(map(_payload.largest_size, printed)) <= self._limit:
+            return
+        size = fixed + sum(map(_payload.exact_size, printed))
+        if size > self._limit:
+            raise EventTooLarge(size, self._limit)
 
     def _to_session(self, session: Session, batch: _Batch) -> None:
         # Rows added before the event reach the server before it: triggers and foreign keys see what the code did.
@@ -151,21 +161,32 @@ class Outbox(_Writer):
         send(batch)
         return batch.ids
 
-    def _sender(self, target: Any) -> Any:
+    def _sender(self, target: Any) -> Callable[[_Batch], None]:
         if isinstance(target, scoped_session):
             target = target()
         if isinstance(target, Session):
             return lambda batch: self._to_session(target, batch)
         if isinstance(target, sa.Connection):
             return lambda batch: self._to_connection(target, batch)
-        if isinstance(target, psycopg.Cursor):
-            target = target.connection
-        if isinstance(target, psycopg.Connection):
-            _require_transaction(target)
-            return lambda batch: target.execute(self._psycopg_sql(batch), batch.values)
+        driver = sys.modules.get("psycopg")
+        if driver is not None:
+            if isinstance(target, driver.Cursor):
+                target = target.connection
+            if isinstance(target, driver.Connection):
+                return lambda batch: self._to_psycopg(target, batch)
         if _is_async(target):
-            raise TargetError(f"Outbox takes {_SYNC}; for a {type(target).__name__} use AsyncOutbox")
-        raise TargetError(f"Outbox takes {_SYNC}, not a {type(target).__name__}")
+            raise TargetError(f"Outbox takes {_SYNC}; for the {type(target).__name__} given use AsyncOutbox")
+        raise TargetError(f"Outbox takes {_SYNC}, not the {type(target).__name__} given")
+
+    def _to_psycopg(self, connection: psycopg.Connection[Any], batch: _Batch) -> None:
+        from psycopg import Cursor
+
+        if _state_unknown(connection):
+            with connection.pipeline():
+                pass
+        _require_transaction(connection)
+        # Not connection.execute(): the caller's cursor factory may take another kind of placeholder.
+        Cursor(connection).execute(self._psycopg_sql(batch), batch.values)
 
 
 class AsyncOutbox(_Writer):
@@ -185,9 +206,8 @@ class AsyncOutbox(_Writer):
         await send(batch)
         return batch.ids
 
-    def _sender(self, target: Any) -> Any:
-        # An object of these classes exists only where the module has been imported; it needs greenlet, we do not.
-        sqlalchemy_async: Any = sys.modules.get("sqlalchemy.ext.asyncio")
+    def _sender(self, target: Any) -> Callable[[_Batch], Awaitable[None]]:
+        sqlalchemy_async = sys.modules.get("sqlalchemy.ext.asyncio")
         if sqlalchemy_async is not None:
             if isinstance(target, sqlalchemy_async.async_scoped_session):
                 target = target()
@@ -195,23 +215,61 @@ class AsyncOutbox(_Writer):
                 return lambda batch: target.run_sync(self._to_session, batch)
             if isinstance(target, sqlalchemy_async.AsyncConnection):
                 return lambda batch: target.run_sync(self._to_connection, batch)
-        if isinstance(target, psycopg.AsyncCursor):
-            target = target.connection
-        if isinstance(target, psycopg.AsyncConnection):
-            _require_transaction(target)
-            return lambda batch: target.execute(self._psycopg_sql(batch), batch.values)
-        if isinstance(target, Session | scoped_session | sa.Connection | psycopg.Connection | psycopg.Cursor):
-            raise TargetError(f"AsyncOutbox takes {_ASYNC}; for a {type(target).__name__} use Outbox")
-        raise TargetError(f"AsyncOutbox takes {_ASYNC}, not a {type(target).__name__}")
+        driver = sys.modules.get("psycopg")
+        if driver is not None:
+            if isinstance(target, driver.AsyncCursor):
+                target = target.connection
+            if isinstance(target, driver.AsyncConnection):
+                return lambda batch: self._to_psycopg(target, batch)
+        if _is_sync(target):
+            raise TargetError(f"AsyncOutbox takes {_ASYNC}; for the {type(target).__name__} given use Outbox")
+        raise TargetError(f"AsyncOutbox takes {_ASYNC}, not the {type(target).__name__} given")
+
+    async def _to_psycopg(self, connection: psycopg.AsyncConnection[Any], batch: _Batch) -> None:
+        from psycopg import AsyncCursor
+
+        if _state_unknown(connection):
+            async with connection.pipeline():
+                pass
+        _require_transaction(connection)
+        await AsyncCursor(connection).execute(self._psycopg_sql(batch), batch.values)
+
+
+def _is_sync(target: object) -> bool:
+    driver = sys.modules.get("psycopg")
+    return isinstance(target, Session | scoped_session | sa.Connection) or (
+        driver is not None and isinstance(target, driver.Connection | driver.Cursor)
+    )
 
 
 def _is_async(target: object) -> bool:
-    return isinstance(target, psycopg.AsyncConnection | psycopg.AsyncCursor) or type(target).__module__.startswith(
-        "sqlalchemy.ext.asyncio"
+    driver, sqlalchemy_async = sys.modules.get("psycopg"), sys.modules.get("sqlalchemy.ext.asyncio")
+    return (driver is not None and isinstance(target, driver.AsyncConnection | driver.AsyncCursor)) or (
+        sqlalchemy_async is not None
+        and isinstance(
+            target,
+            sqlalchemy_async.AsyncSession | sqlalchemy_async.async_scoped_session | sqlalchemy_async.AsyncConnection,
+        )
+    )
+
+
+def _state_unknown(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
+    """Whether only the server can tell if a transaction is open: in autocommit mode, with a pipeline under way.
+
+    A nested pipeline block waits for the answers to what was sent before it.
+    """
+    from psycopg.pq import PipelineStatus, TransactionStatus
+
+    return (
+        connection.autocommit
+        and connection.info.pipeline_status != PipelineStatus.OFF
+        and connection.info.transaction_status == TransactionStatus.ACTIVE
     )
 
 
 def _require_transaction(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
+    from psycopg.pq import TransactionStatus
+
     if connection.autocommit and connection.info.transaction_status == TransactionStatus.IDLE:
         raise TargetError(
             _no_transaction("the connection is in autocommit mode; open one with connection.transaction()")

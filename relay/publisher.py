@@ -170,6 +170,7 @@ class IdempotentPublisher:
         self._ce_source = ce_source
         self._failed: list[tuple[Claim, KafkaError]] = []
         self._fatal: KafkaError | None = None
+        self._late = False
         try:
             # Python is called for failures only: a call per message would cost a good part of sending it.
             self._producer: Producer | None = Producer(
@@ -244,7 +245,9 @@ class IdempotentPublisher:
         """
         # Not flush(): it looks at its queue in steps of 100 ms, poll() returns with the acknowledgement.
         while len(producer):
-            if self._fatal is not None or time.monotonic() >= deadline:
+            if time.monotonic() >= deadline:
+                self._late = True
+            if self._late or self._fatal is not None:
                 producer.purge()
             self._poll(producer)
 
@@ -271,10 +274,9 @@ class IdempotentPublisher:
                 results.append((claim, Refused(f"topic {topic!r}: {_REFUSALS[error.code()]} ({error.str()})")))
             text = f"Kafka, sending to {topic!r}: {error.str()}"
         else:
-            cause = (
-                f"no acknowledgement within {self._delivery_seconds:g} s" if self._fatal is None else self._fatal.str()
-            )
-            text = f"Kafka: {cause}"
+            text = f"Kafka: {self._fatal.str() if self._fatal is not None else 'the batch was dropped'}"
+        if self._late:
+            text = f"Kafka: no acknowledgement within {self._delivery_seconds:g} s"
         return Receipt(results, Unavailable(f"{text} ({len(failed)} of {len(sent)} events not acknowledged)"))
 
     def _on_failure(self, claim: Claim, error: KafkaError | None, _message: Any) -> None:
@@ -297,7 +299,7 @@ def _silent() -> Any:
     import logging
 
     logger = logging.getLogger("relay.librdkafka")
-    logger.setLevel(logging.CRITICAL)
+    logger.setLevel(logging.CRITICAL + 1)
     return logger
 
 

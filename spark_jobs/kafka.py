@@ -27,7 +27,7 @@ class KafkaView:
         import logging
 
         logger = logging.getLogger("spark_jobs.librdkafka")
-        logger.setLevel(logging.CRITICAL)
+        logger.setLevel(logging.CRITICAL + 1)
         self._admin = AdminClient(dict(options), logger=logger)
 
     def look(self, topics: Sequence[str]) -> tuple[dict[str, str], dict[Partition, Extent]]:

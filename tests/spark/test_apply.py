@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
+import json
+import threading
+from dataclasses import replace
+
+import psycopg
 import pytest
+from confluent_kafka.admin import AdminClient
+from confluent_kafka.cimpl import NewPartitions
+from support import wait_until
+from uuid_utils.compat import uuid7
+
+from spark_jobs.errors import BadMessage, EffectFailed, Fenced, JobError, TopicRecreated
+from spark_jobs.job import ConsumerJob
 
 pytestmark = pytest.mark.spark
 
@@ -17,7 +29,279 @@ def test_events_become_rows_once_and_in_order(bench):
     assert sum(bench.positions().values()) == 15
     again = bench.once()
     assert (again.read, again.rounds) == (0, 0)
-    assert bench.totals() == dict.fromkeys(("a", "b", "c"), (50, 5, 5, 0, "s5"))
     bench.send("a", 6)
     assert bench.once().applied == 1
     assert bench.totals()["a"] == (60, 6, 6, 0, "s6")
+
+
+def test_what_the_producer_repeats_is_applied_once(bench):
+    """In the same batch, in a later batch, and while the partition is already under suspicion."""
+    first = bench.send("a", 1)
+    second = bench.send("a", 2)
+    bench.send("a", 1, event_id=first)
+    totals = bench.once()
+    assert (totals.read, totals.applied, totals.duplicates) == (3, 2, 1)
+    assert bench.totals()["a"] == (20, 2, 2, 0, "s2")
+    bench.send("a", 2, event_id=second)
+    bench.send("a", 3)
+    totals = bench.once()
+    assert (totals.read, totals.applied, totals.duplicates) == (2, 1, 1)
+    assert bench.totals()["a"] == (30, 3, 3, 0, "s3")
+
+
+def test_repeats_within_one_runner_take_the_slow_path_and_still_count(bench):
+    runner = bench.runner()
+    stop = threading.Event()
+    known = bench.send("a", 1)
+    runner.once(stop)
+    for seq in (2, 3, 4):
+        bench.send("a", 1, event_id=known)
+        bench.send("a", seq)
+        totals = runner.once(stop)
+    assert (totals.read, totals.applied, totals.duplicates) == (7, 4, 3)
+    assert bench.totals()["a"] == (40, 4, 4, 0, "s4")
+
+
+def test_an_event_out_of_order_shows(bench):
+    """The proof that the reconciliation's last column can be other than 0."""
+    for seq in (1, 3, 2):
+        bench.send("a", seq)
+    bench.once()
+    assert bench.totals()["a"][3] == 2
+
+
+def test_rounds_are_clipped_to_max_records(bench):
+    for seq in range(1, 21):
+        bench.send("a", seq)
+    totals = bench.once(max_records=6)
+    assert (totals.read, totals.applied, totals.rounds) == (20, 20, 4)
+    assert bench.totals()["a"] == (200, 20, 20, 0, "s20")
+
+
+def test_the_older_consumer_is_fenced_and_the_younger_goes_on(bench):
+    bench.send("a", 1)
+    older, stop = bench.runner(), threading.Event()
+    older.once(stop)
+    bench.send("a", 2)
+    younger = bench.runner()
+    younger.once(stop)
+    bench.send("a", 3)
+    with pytest.raises(Fenced, match=r"another consumer has taken it over|was taken over"):
+        older.once(stop)
+    assert bench.totals()["a"] == (20, 2, 2, 0, "s2")
+    younger.once(stop)
+    assert bench.totals()["a"] == (30, 3, 3, 0, "s3")
+
+
+def test_a_task_of_an_older_generation_writes_nothing(bench):
+    """The fence in the transaction itself: planned before the take-over, run after it."""
+    bench.send("a", 1)
+    runner = bench.runner()
+    generation = runner._begin()
+    apply = runner._apply
+
+    def taken_over_meanwhile(ranges, generation):
+        bench.runner()._begin()
+        apply(ranges, generation)
+
+    runner._apply = taken_over_meanwhile
+    with pytest.raises(Fenced, match=f"taken over from generation {generation}"):
+        runner.once(threading.Event())
+    assert bench.totals() == {}
+    assert sum(bench.positions().values()) == 0
+
+
+def test_a_retry_after_commit_is_seen_as_applied(bench):
+    """The task's transaction commits and the answer is lost: the same range comes again."""
+    bench.send("a", 1)
+    runner = bench.runner()
+    apply = runner._apply
+
+    def twice(ranges, generation):
+        apply(ranges, generation)
+        apply(ranges, generation)
+
+    runner._apply = twice
+    totals = runner.once(threading.Event())
+    assert bench.totals()["a"] == (10, 1, 1, 0, "s1")
+    assert totals.applied == 1
+
+
+def test_a_task_that_fails_before_commit_is_tried_again_by_spark(bench, tmp_path):
+    marker = tmp_path / "failed-once"
+
+    def effect(cursor, table):
+        cursor.execute("INSERT INTO seen SELECT message_id FROM batch")
+        if not marker.exists():
+            marker.touch()
+            raise psycopg.OperationalError("the server closed the connection")
+
+    with psycopg.connect(bench.database.url) as connection:
+        connection.execute("CREATE TABLE seen (id uuid)")
+    bench.send("a", 1)
+    totals = bench.once(replace(bench.job, effect=effect, setup=None))
+    assert marker.exists()
+    assert (totals.applied, bench.rows("SELECT count(*) FROM seen")) == (1, [(1,)])
+
+
+def test_a_python_effect_gets_the_fresh_rows(bench):
+    def effect(cursor, table):
+        rows = list(zip(table["order_id"].to_pylist(), table["seq"].to_pylist(), strict=True))
+        cursor.executemany("INSERT INTO seen VALUES (%s, %s)", rows)
+
+    with psycopg.connect(bench.database.url) as connection:
+        connection.execute("CREATE TABLE seen (order_id text, seq int)")
+    job = replace(bench.job, effect=effect, setup=None)
+    known = bench.send("a", 1)
+    bench.once(job)
+    bench.send("a", 1, event_id=known)
+    bench.send("a", 2)
+    bench.once(job)
+    assert bench.rows("SELECT order_id, seq FROM seen ORDER BY seq") == [("a", 1), ("a", 2)]
+
+
+def test_a_partition_added_is_picked_up(bench):
+    for order in "abcdefgh":
+        bench.send(order, 1)
+    bench.once()
+    admin = AdminClient({"bootstrap.servers": bench.topics.bootstrap_servers})
+    admin.create_partitions([NewPartitions(bench.topic, 4)])[bench.topic].result(30)
+    wait_until(lambda: len(admin.list_topics(bench.topic).topics[bench.topic].partitions) == 4, what="the partitions")
+    payload = json.dumps({"order_id": "new", "seq": 1, "customer": "c", "amount_cents": 1, "status": "s"}).encode()
+    wait_until(lambda: _accepts(bench, payload), what="the new partition to take messages")
+    bench.once()
+    assert bench.totals()["new"][1] == 1
+    assert len(bench.positions()) == 4
+
+
+def _accepts(bench, payload) -> bool:
+    try:
+        bench.send_raw(payload, [("ce_id", str(uuid7()).encode())], "new", partition=3)
+    except Exception:  # noqa: BLE001  the client has not heard of the partition yet
+        return False
+    return True
+
+
+def test_a_range_of_transaction_markers_is_stepped_over(bench):
+    producer = bench.producer(**{"transactional.id": bench.topic})
+    producer.init_transactions(30)
+    for commit in (True, False, False):
+        producer.begin_transaction()
+        payload = {"order_id": "a", "seq": 1, "customer": "c", "amount_cents": 1, "status": "s"}
+        headers = [("ce_id", str(uuid7()).encode())]
+        producer.produce(bench.topic, json.dumps(payload), "a", headers=headers, partition=0)
+        producer.flush(30)
+        producer.commit_transaction(30) if commit else producer.abort_transaction(30)
+        bench.once()
+    assert bench.totals()["a"][1] == 1
+    assert bench.positions()[0] == 6
+    assert bench.once().rounds == 0
+
+
+@pytest.mark.parametrize(
+    ("value", "headers", "shown"),
+    [
+        (b"not json", [("ce_id", b"01a1fc57-7bb5-74a0-8a25-b5b0753f2bce")], "does not fit"),
+        (b'{"seq": "x"}', [("ce_id", b"01a1fc57-7bb5-74a0-8a25-b5b0753f2bce")], "does not fit"),
+        (b"{}", [], "there is no id"),
+    ],
+)
+def test_a_message_that_can_not_be_read_halts_the_group_before_it(bench, value, headers, shown):
+    bench.send("k", 1)
+    bench.once()
+    bench.send("k", 2)
+    bench.send_raw(value, headers)
+    before = bench.positions()
+    with pytest.raises(BadMessage, match=rf"{bench.topic}-\d offset \d+: .*{shown}"):
+        bench.once()
+    assert bench.positions() == before
+    assert bench.totals()["k"][1] == 1
+
+
+def test_an_effect_that_fails_rolls_everything_back_and_says_where(bench):
+    bench.send("a", 1)
+    with pytest.raises(EffectFailed, match=r"offsets 0 to 0: UndefinedTable.*nowhere"):
+        bench.once(replace(bench.job, effect="INSERT INTO nowhere SELECT 1"))
+    assert sum(bench.positions().values()) == 0
+    assert bench.rows("SELECT count(*) FROM consumer.processed_messages") == [(0,)]
+    bench.once()
+    assert bench.totals()["a"][1] == 1
+
+
+def test_a_topic_created_again_halts(bench):
+    bench.send("a", 1)
+    bench.once()
+    admin = AdminClient({"bootstrap.servers": bench.topics.bootstrap_servers})
+    admin.delete_topics([bench.topic])[bench.topic].result(30)
+    wait_until(lambda: bench.topic not in admin.list_topics().topics, what="the topic to go")
+    bench.topics.create_topic(bench.topic, 2)
+    for seq in (1, 2, 3):
+        bench.send("b", seq)
+    with pytest.raises(TopicRecreated, match="created again"):
+        bench.once()
+    assert set(bench.totals()) == {"a"}
+
+
+def test_a_shuffle_is_refused(bench):
+    bench.send("a", 1)
+    job = replace(bench.job, transform=lambda rows: rows.repartition(3))
+    with pytest.raises(JobError, match="transaction of its own"):
+        bench.once(job)
+    with pytest.raises(JobError, match="message_"):
+        bench.once(replace(bench.job, transform=lambda rows: rows.select("order_id")))
+
+
+def test_types_and_filters_and_bytes(bench):
+    """Nested values, text that looks like NULL or like CSV, and rows that a transform drops."""
+    job = ConsumerJob(
+        group="types",
+        topics=[bench.topic],
+        schema="t string, n struct<a:int,b:array<string>>, f double, d decimal(10,2), at timestamp, keep boolean",
+        transform=lambda rows: rows.filter("keep"),
+        setup="CREATE TABLE IF NOT EXISTS typed (t text, n jsonb, f float8, d numeric, at timestamptz, key text)",
+        effect="INSERT INTO typed SELECT t, n, f, d, at, message_key FROM batch ORDER BY message_offset",
+    )
+    texts = ["", 'a,"b"\n\\N', "NULL", "\\.", None, "ü😀"]
+    for text in texts:
+        value = {"t": text, "n": {"a": 1, "b": ["x"]}, "f": 1.5, "d": 2.25, "at": "2026-01-02T03:04:05Z", "keep": True}
+        bench.send_raw(json.dumps(value).encode(), [("id", str(uuid7()).encode())], "key")
+    bench.send_raw(b'{"keep": false}', [("id", str(uuid7()).encode())], "dropped")
+    bench.once(job)
+    rows = bench.rows("SELECT t, n, f, d::text, at::text, key FROM typed")
+    assert [row[0] for row in rows] == texts
+    assert rows[0][1:4] == ({"a": 1, "b": ["x"]}, 1.5, "2.25")
+    assert rows[0][5] == "key"
+    assert sum(bench.positions().values()) == 7
+    raw = ConsumerJob(
+        group="raw",
+        topics=[bench.topic],
+        effect="INSERT INTO raw SELECT payload FROM batch",
+        setup="CREATE TABLE IF NOT EXISTS raw (v bytea)",
+    )
+    bench.once(raw)
+    assert bench.rows("SELECT count(*) FROM raw WHERE convert_from(v, 'UTF8')::jsonb ? 'keep'") == [(7,)]
+
+
+def test_the_days_partitions_are_made_and_used(bench):
+    bench.send("a", 1)
+    bench.once()
+    used = "SELECT tableoid::regclass::text, day = (now() AT TIME ZONE 'UTC')::date FROM consumer.processed_messages"
+    [(name, today)] = bench.rows(used)
+    assert name.startswith("consumer.processed_messages_2")
+    assert today
+    old = "01000000-0000-7000-8000-000000000001"
+    bench.send("a", 2, event_id=old)
+    bench.once()
+    bench.send("a", 2, event_id=old)
+    assert bench.once().duplicates == 1
+
+
+def test_kafkas_own_tools_see_the_group(bench):
+    bench.send("a", 1)
+    bench.once()
+    admin = AdminClient({"bootstrap.servers": bench.topics.bootstrap_servers})
+    from confluent_kafka import ConsumerGroupTopicPartitions
+
+    answer = admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions("order-totals")])
+    found = answer["order-totals"].result().topic_partitions
+    assert sum(at.offset for at in found if at.topic == bench.topic) == 1

@@ -1,0 +1,293 @@
+"""The writer on every target: committed with the transaction, gone with it, in order."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import enum
+import uuid
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from writer_targets import TARGETS, Target, Undo, event, numbers, opened, stored
+
+from outbox import AsyncOutbox, Event, Outbox
+from outbox.urls import sqlalchemy_url
+
+every_target = pytest.mark.parametrize("name", TARGETS)
+one_or_many = pytest.mark.parametrize("many", [False, True], ids=["add", "add_many"])
+
+
+async def write(target: Target, many: bool, first: int, **options) -> list[uuid.UUID]:
+    """Write two events from the number ``first`` on, by either method."""
+    if many:
+        return await target.add_many([event(first), event(first + 1)], **options)
+    return [await target.add(event(first), **options), await target.add(event(first + 1), **options)]
+
+
+@every_target
+@one_or_many
+def test_a_commit_keeps_the_events_and_not_before(outbox_postgres, name, many):
+    async def scenario() -> None:
+        async with opened(name, outbox_postgres) as target:
+            ids = await write(target, many, 1)
+            ids += await write(target, many, 3, lock_key=True)
+            assert stored(outbox_postgres) == []
+            await target.commit()
+            assert [row["event_id"] for row in stored(outbox_postgres)] == ids
+            # The target is as usable as before.
+            await write(target, many, 5)
+            await target.commit()
+
+    asyncio.run(scenario())
+    assert numbers(outbox_postgres) == [1, 2, 3, 4, 5, 6]
+
+
+@every_target
+@one_or_many
+def test_a_rollback_leaves_nothing(outbox_postgres, name, many):
+    async def scenario() -> None:
+        async with opened(name, outbox_postgres) as target:
+            await write(target, many, 1)
+            await target.rollback()
+            await write(target, many, 3, lock_key=True)
+            await target.rollback()
+            await write(target, many, 5)
+            await target.commit()
+
+    asyncio.run(scenario())
+    assert numbers(outbox_postgres) == [5, 6]
+
+
+@every_target
+@one_or_many
+def test_a_savepoints_rollback_leaves_what_was_outside(outbox_postgres, name, many):
+    async def scenario() -> None:
+        async with opened(name, outbox_postgres) as target:
+            await write(target, many, 1)
+            with contextlib.suppress(Undo):
+                async with target.savepoint():
+                    await write(target, many, 3)
+                    raise Undo
+            async with target.savepoint():
+                await write(target, many, 5, lock_key=True)
+            await target.commit()
+
+    asyncio.run(scenario())
+    assert numbers(outbox_postgres) == [1, 2, 5, 6]
+
+
+@every_target
+@one_or_many
+def test_what_is_left_open_is_never_committed(outbox_postgres, name, many):
+    class Abandoned(Exception):
+        pass
+
+    async def scenario() -> None:
+        async with opened(name, outbox_postgres) as target:
+            await write(target, many, 1)
+            raise Abandoned
+
+    with pytest.raises(Abandoned):
+        asyncio.run(scenario())
+    assert stored(outbox_postgres) == []
+
+
+@every_target
+def test_what_the_row_holds(outbox_postgres, name):
+    class Kind(enum.StrEnum):
+        ORDER = "Order"
+        TENANT = "tenant"
+
+    events = [
+        Event("Order", "1", "A", {"ü 100% :x %(y)s": [1, 2.5, None, "x'\\\""]}, headers={"tenant": "acme"}),
+        Event("Order", "2", "B", b"\x00\xff'\\", content_type="application/avro"),
+        Event("Order", "3", "C", None),
+        Event("Order", "4", "D", [1], content_type="application/vnd.shop+json"),
+        Event("Order", "5", "E", b""),
+        Event(Kind.ORDER, Kind.ORDER, Kind.ORDER, {}, headers={Kind.TENANT: Kind.TENANT}),
+    ]
+    expected = [
+        ({"ü 100% :x %(y)s": [1, 2.5, None, "x'\\\""]}, None, {"tenant": "acme"}),
+        (None, b"\x00\xff'\\", {"content-type": "application/avro"}),
+        (None, None, None),
+        ([1], None, {"content-type": "application/vnd.shop+json"}),
+        (None, b"", {"content-type": "application/octet-stream"}),
+        ({}, None, {"tenant": "tenant"}),
+    ]
+
+    async def scenario() -> None:
+        async with opened(name, outbox_postgres) as target:
+            await target.add_many(events)
+            await target.add_many([events[2], events[2]])  # arrays of nothing but NULL
+            for each in events:
+                await target.add(each)
+            await target.commit()
+
+    asyncio.run(scenario())
+    rows = stored(outbox_postgres)
+    contents = [(row["payload"], row["payload_bytes"], row["headers"]) for row in rows]
+    assert contents == [*expected, expected[2], expected[2], *expected]
+    assert [row["event_id"] for row in rows[-6:]] == [each.event_id for each in events]
+    names = ("aggregate_type", "aggregate_id", "event_type")
+    assert [tuple(rows[n][name] for name in names) for n in (0, 5)] == [("Order", "1", "A"), ("Order",) * 3]
+
+
+def test_ids_are_made_in_the_lists_order_or_are_the_given_ones(outbox_postgres):
+    own = uuid.uuid4()
+    with psycopg.connect(outbox_postgres.url) as connection:
+        ids = Outbox().add_many(connection, (event(n) for n in range(50)))
+        assert Outbox().add(connection, Event("Order", "1", "T", {"n": 50}, event_id=own)) == own
+    assert all(type(item) is uuid.UUID and item.version == 7 for item in ids)
+    assert [row["event_id"] for row in stored(outbox_postgres)] == [*ids, own]
+
+
+# --- the ORM ---------------------------------------------------------------------------------------------------------
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Order(Base):
+    __tablename__ = "orders"
+    id: Mapped[str] = mapped_column(primary_key=True)
+
+
+@pytest.fixture
+def orders(outbox_postgres):
+    """A database whose events are refused by a trigger unless their order is there before them."""
+    with outbox_postgres.engine().begin() as connection:
+        Base.metadata.create_all(connection)
+        connection.execute(
+            sa.text("""
+                CREATE FUNCTION look() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+                  IF NOT EXISTS (SELECT 1 FROM orders WHERE id = NEW.aggregate_id) THEN RAISE 'no order yet'; END IF;
+                  RETURN NEW; END $$;
+                CREATE TRIGGER look BEFORE INSERT ON outbox.events FOR EACH ROW EXECUTE FUNCTION look()""")
+        )
+    return outbox_postgres
+
+
+def test_a_session_sends_rows_and_events_in_program_order(orders):
+    with Session(orders.engine(), autoflush=False) as session, session.begin():
+        session.add(Order(id="o-1"))
+        Outbox().add(session, event(1, "o-1"))
+        session.add(Order(id="o-2"))
+        with session.no_autoflush:
+            Outbox().add_many(session, [event(2, "o-1"), event(3, "o-2")])
+    assert numbers(orders) == [1, 2, 3]
+
+
+def test_an_async_session_sends_rows_and_events_in_program_order(orders):
+    async def scenario() -> None:
+        engine = create_async_engine(sqlalchemy_url(orders.url, "asyncpg"))
+        async with AsyncSession(engine, autoflush=False) as session, session.begin():
+            session.add(Order(id="o-1"))
+            await AsyncOutbox().add(session, event(1, "o-1"))
+            # Within run_sync the session is an ordinary one, and the plain Outbox is the one to use.
+            await session.run_sync(lambda inner: Outbox().add(inner, event(2, "o-1")))
+        await engine.dispose()
+
+    asyncio.run(scenario())
+    assert numbers(orders) == [1, 2]
+
+
+def test_events_can_be_written_from_within_a_flush(orders):
+    """Session events run while the session is flushing; they have the connection."""
+    with Session(orders.engine()) as session, session.begin():
+
+        @sa.event.listens_for(session, "after_flush")
+        def announce(flushed: Session, _: object) -> None:
+            Outbox().add_many(flushed.connection(), [event(1, each.id) for each in flushed.new])
+
+        session.add_all([Order(id="o-1"), Order(id="o-2")])
+    assert sorted(row["aggregate_id"] for row in stored(orders)) == ["o-1", "o-2"]
+
+
+# --- what it takes ---------------------------------------------------------------------------------------------------
+
+
+def test_one_statement_for_one_event_and_one_for_many(outbox_postgres):
+    engine = outbox_postgres.engine()
+    seen: list[str] = []
+    sa.event.listen(engine, "before_cursor_execute", lambda c, cur, statement, *rest: seen.append(statement))
+    outbox = Outbox()
+    with Session(engine) as session, session.begin():
+        outbox.add(session, event(0))
+        assert len(seen) == 1
+        outbox.add_many(session, [event(n) for n in range(1, 500)])
+        assert len(seen) == 2
+        outbox.add(session, event(500), lock_key=True)
+        outbox.add_many(session, [event(n) for n in range(501, 600)], lock_key=True)
+        assert len(seen) == 4
+        assert outbox.add_many(session, []) == []
+        assert len(seen) == 4
+    assert seen[2] == seen[3]  # The text does not change with the number of events.
+    assert numbers(outbox_postgres) == list(range(600))
+
+
+@pytest.mark.parametrize("lock_key", [False, True])
+def test_psycopg_makes_one_round_trip(outbox_postgres, tmp_path, lock_key):
+    """libpq's own trace shows what went over the wire: the client sends one Sync for each round trip."""
+    outbox = Outbox()
+    trace = tmp_path / "trace"
+
+    def round_trips(work) -> int:
+        with trace.open("w+") as file:
+            connection.pgconn.trace(file.fileno())
+            work()
+            connection.pgconn.untrace()
+            return sum("\tF\t" in line and "Sync" in line for line in file.read().splitlines())
+
+    with outbox_postgres.connect() as connection:
+        connection.execute("SELECT 1")  # opens the transaction
+        assert round_trips(lambda: connection.execute("SELECT 1")) == 1
+        assert round_trips(lambda: outbox.add(connection, event(0), lock_key=lock_key)) == 1
+        many = [event(n) for n in range(1, 500)]
+        assert round_trips(lambda: outbox.add_many(connection, many, lock_key=lock_key)) == 1
+        assert round_trips(lambda: outbox.add_many(connection, [], lock_key=lock_key)) == 0
+        connection.commit()
+    assert numbers(outbox_postgres) == list(range(500))
+
+
+def test_a_writer_needs_no_right_but_to_insert(outbox_postgres):
+    role = psycopg.sql.Identifier(f"{outbox_postgres.name}_writer")
+    with outbox_postgres.connect() as connection:
+        for statement in (
+            "CREATE ROLE {}",
+            "GRANT USAGE ON SCHEMA outbox TO {}",
+            "GRANT INSERT ON outbox.events TO {}",
+            "SET LOCAL ROLE {}",
+        ):
+            connection.execute(psycopg.sql.SQL(statement).format(role))
+        Outbox().add(connection, event(1))
+        Outbox().add_many(connection, [event(2), event(3)])
+        Outbox().add_many(connection, [event(4), event(5)], lock_key=True)
+        with pytest.raises(psycopg.errors.InsufficientPrivilege), connection.transaction():
+            connection.execute("SELECT 1 FROM outbox.events")
+        connection.execute("RESET ROLE")
+        assert connection.execute("SELECT count(*) FROM outbox.events").fetchone()[0] == 5
+        connection.rollback()
+
+
+@pytest.mark.parametrize("name", ["Session, psycopg2", "AsyncSession, asyncpg", "psycopg Connection"])
+def test_the_schema_may_have_any_name(outbox_postgres, name):
+    schema = 'My "out%s:box'
+    with outbox_postgres.connect() as connection:
+        renamed = psycopg.sql.Identifier(schema).as_string()
+        connection.execute("ALTER SCHEMA outbox RENAME TO " + renamed)
+
+    async def scenario() -> None:
+        async with opened(name, outbox_postgres) as target:
+            target.schema = schema
+            await write(target, True, 1, lock_key=True)
+            await write(target, False, 3)
+            await target.commit()
+
+    asyncio.run(scenario())
+    with outbox_postgres.connect() as connection:
+        assert connection.execute(f"SELECT count(*) FROM {renamed}.events".replace("%", "%%"), ()).fetchone()[0] == 4

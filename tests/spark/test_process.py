@@ -1,0 +1,140 @@
+"""``outbox consume`` as a real process: killed at random points, and with the servers failing under it."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import psycopg
+import pytest
+from bench import Bench
+from support import wait_until
+
+pytestmark = pytest.mark.spark
+
+
+def environment(url: str, bootstrap: str) -> dict[str, str]:
+    return os.environ | {"OUTBOX_DATABASE_URL": url, "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bootstrap}
+
+
+def consume(bench, tmp_path: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    job = ["spark_jobs.order_totals:job", "--topic", bench.topic]
+    with (tmp_path / "consume.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "relay.cli", "consume", *job, *arguments],
+            env=environment(bench.database.url, bench.topics.bootstrap_servers),
+            stdout=log,
+            stderr=log,
+        )
+
+
+def applied(bench) -> int:
+    try:
+        return bench.rows("SELECT coalesce(sum(events_applied), 0) FROM order_totals")[0][0]
+    except (psycopg.errors.UndefinedTable, psycopg.OperationalError):
+        return 0
+
+
+class Feed(threading.Thread):
+    """Sends events of 50 orders, each with rising seq, and now and then one twice."""
+
+    def __init__(self, bench, orders: int = 50, seqs: int = 60) -> None:
+        super().__init__(daemon=True)
+        self.bench, self.orders, self.seqs = bench, orders, seqs
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        from uuid_utils.compat import uuid7
+
+        chance = random.Random(3)
+        producer = self.bench.producer(**{"enable.idempotence": True, "acks": "all"})
+        for seq in range(1, self.seqs + 1):
+            for order in range(self.orders):
+                payload = {
+                    "order_id": f"o{order}",
+                    "seq": seq,
+                    "customer": "c",
+                    "amount_cents": 10,
+                    "status": f"s{seq}",
+                }
+                headers = [("ce_id", str(uuid7()).encode())]
+                for _ in range(2 if chance.random() < 0.05 else 1):
+                    producer.produce(self.bench.topic, json.dumps(payload), f"o{order}", headers=headers)
+            producer.poll(0)
+        assert producer.flush(60) == 0
+
+    def expected(self) -> dict[str, tuple[int, int, int, int, str]]:
+        return {f"o{order}": (10 * self.seqs, self.seqs, self.seqs, 0, f"s{self.seqs}") for order in range(self.orders)}
+
+
+@pytest.mark.chaos
+def test_the_driver_killed_at_random_points(bench, tmp_path):
+    feed = Feed(bench)
+    feed.start()
+    feed.join()
+    chance = random.Random(5)
+    total = feed.orders * feed.seqs
+    for kill in range(3):
+        process = consume(bench, tmp_path, "--continuous", "--max-records", "150")
+        goal = applied(bench) + chance.randint(1, total // 5)
+        wait_until(lambda goal=goal: applied(bench) >= goal, 60, f"progress before kill {kill + 1}")
+        process.kill()
+        process.wait()
+    process = consume(bench, tmp_path, "--once", "--json")
+    assert process.wait(120) == 0
+    figures = json.loads((tmp_path / "consume.log").read_text().splitlines()[-1])
+    assert figures["group"] == "order-totals"
+    assert figures["read"] >= figures["applied"] > 0
+    assert bench.totals() == feed.expected()
+
+
+@pytest.mark.chaos
+def test_broker_and_postgres_restart_during_a_run(spark, private_postgres, private_kafka, tmp_path):
+    server, cluster = private_postgres(), private_kafka()
+    bench = Bench(spark, private_postgres.database(server), private_kafka.topics(cluster))
+    feed = Feed(bench)
+    feed.start()
+    feed.join()
+    process = consume(bench, tmp_path, "--continuous", "--max-records", "100")
+    try:
+        wait_until(lambda: applied(bench) > 300, 60, "progress before the crash of Postgres")
+        server.kill()
+        server.start()
+        at = applied(bench)
+        wait_until(lambda: applied(bench) > at + 300, 60, "progress after the crash of Postgres")
+        cluster.kill_broker(0)
+        cluster.start_broker(0)
+        wait_until(lambda: applied(bench) == feed.orders * feed.seqs, 120, "everything to be applied")
+        assert process.poll() is None
+        process.terminate()
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+    assert bench.totals() == feed.expected()
+
+
+def test_clear_errors_for_what_can_not_work(outbox_postgres, outbox_kafka):
+    def run(*arguments: str) -> tuple[int, str]:
+        done = subprocess.run(
+            [sys.executable, "-m", "relay.cli", "consume", *arguments],
+            env=environment(outbox_postgres.url, outbox_kafka.bootstrap_servers),
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        assert "Traceback" not in done.stderr
+        return done.returncode, done.stderr
+
+    status, text = run("spark_jobs.order_totals:job")
+    assert (status, "--once" in text) == (2, True)
+    status, text = run("spark_jobs.order_totals:nothing", "--once")
+    assert (status, "not a ConsumerJob" in text) == (1, True)
+    status, text = run("no_such_module:job", "--once")
+    assert (status, "no module no_such_module" in text) == (1, True)

@@ -1,0 +1,161 @@
+"""Every kind of target an outbox writes to, behind one face, so that one scenario runs over all of them."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass
+from typing import Any
+
+import psycopg
+import sqlalchemy as sa
+from psycopg.rows import dict_row
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
+
+from outbox import AsyncOutbox, Event, Outbox
+from outbox.urls import sqlalchemy_url
+
+
+def event(number: int = 1, key: str = "o-1") -> Event:
+    return Event("Order", key, "OrderPlaced", {"n": number})
+
+
+def stored(database: Any) -> list[dict[str, Any]]:
+    """What others see in the table: the committed rows."""
+    with psycopg.connect(database.url, row_factory=dict_row) as connection:
+        return connection.execute("SELECT * FROM outbox.events ORDER BY id").fetchall()
+
+
+def numbers(database: Any) -> list[int]:
+    return [row["payload"]["n"] for row in stored(database)]
+
+
+class Undo(Exception):
+    """Ends a savepoint, to be rolled back."""
+
+
+@dataclass
+class Target:
+    """One open target. What is synchronous is called and answers at once; the face is the same."""
+
+    given: Any
+    owner: Any
+    """What commits: the session, or the connection of a cursor."""
+    schema: str = "outbox"
+
+    async def add(self, given: Event, **options: Any) -> Any:
+        return await _settled(self._outbox.add(self.given, given, **options))
+
+    async def add_many(self, events: list[Event], **options: Any) -> Any:
+        return await _settled(self._outbox.add_many(self.given, events, **options))
+
+    async def commit(self) -> None:
+        await _settled(self.owner.commit())
+
+    async def rollback(self) -> None:
+        await _settled(self.owner.rollback())
+
+    @contextlib.asynccontextmanager
+    async def savepoint(self) -> AsyncIterator[None]:
+        block = (self.owner.transaction if hasattr(self.owner, "transaction") else self.owner.begin_nested)()
+        if hasattr(block, "__aenter__"):
+            async with block:
+                yield
+        else:
+            with block:
+                yield
+
+    @property
+    def _outbox(self) -> Any:
+        is_async = inspect.iscoroutinefunction(self.owner.commit) or isinstance(self.owner, async_scoped_session)
+        return (AsyncOutbox if is_async else Outbox)(schema=self.schema)
+
+
+async def _settled(answer: Any) -> Any:
+    return await answer if inspect.isawaitable(answer) else answer
+
+
+@contextlib.asynccontextmanager
+async def _sa(database: Any, kind: str, driver: str) -> AsyncIterator[Target]:
+    engine = sa.create_engine(sqlalchemy_url(database.url, driver))
+    try:
+        if kind == "Connection":
+            with engine.connect() as connection:
+                yield Target(connection, connection)
+        elif kind == "Session":
+            with Session(engine) as session:
+                yield Target(session, session)
+        elif kind == "sessionmaker":
+            with sessionmaker(engine)() as session:
+                yield Target(session, session)
+        else:
+            scoped = scoped_session(sessionmaker(engine))
+            try:
+                yield Target(scoped, scoped)
+            finally:
+                scoped.remove()
+    finally:
+        engine.dispose()
+
+
+@contextlib.asynccontextmanager
+async def _sa_async(database: Any, kind: str, driver: str) -> AsyncIterator[Target]:
+    engine = create_async_engine(sqlalchemy_url(database.url, driver))
+    try:
+        if kind == "AsyncConnection":
+            async with engine.connect() as connection:
+                yield Target(connection, connection)
+        elif kind == "AsyncSession":
+            async with AsyncSession(engine) as session:
+                yield Target(session, session)
+        else:
+            scoped = async_scoped_session(async_sessionmaker(engine), scopefunc=asyncio.current_task)
+            try:
+                yield Target(scoped, scoped)
+            finally:
+                await scoped.remove()
+    finally:
+        await engine.dispose()
+
+
+@contextlib.asynccontextmanager
+async def _psycopg(database: Any, kind: str, factory: Any) -> AsyncIterator[Target]:
+    with psycopg.connect(database.url, cursor_factory=factory) as connection:
+        yield Target(connection.cursor() if kind == "Cursor" else connection, connection)
+
+
+@contextlib.asynccontextmanager
+async def _psycopg_async(database: Any, kind: str, factory: Any) -> AsyncIterator[Target]:
+    async with await psycopg.AsyncConnection.connect(database.url, cursor_factory=factory) as connection:
+        yield Target(connection.cursor() if kind == "AsyncCursor" else connection, connection)
+
+
+TARGETS: dict[str, tuple[Callable[..., Any], str, Any]] = {
+    "SQLAlchemy Connection, psycopg": (_sa, "Connection", "psycopg"),
+    "SQLAlchemy Connection, psycopg2": (_sa, "Connection", "psycopg2"),
+    "Session, psycopg": (_sa, "Session", "psycopg"),
+    "Session, psycopg2": (_sa, "Session", "psycopg2"),
+    "sessionmaker": (_sa, "sessionmaker", "psycopg"),
+    "scoped_session": (_sa, "scoped_session", "psycopg"),
+    "AsyncConnection, psycopg": (_sa_async, "AsyncConnection", "psycopg"),
+    "AsyncConnection, asyncpg": (_sa_async, "AsyncConnection", "asyncpg"),
+    "AsyncSession, psycopg": (_sa_async, "AsyncSession", "psycopg"),
+    "AsyncSession, asyncpg": (_sa_async, "AsyncSession", "asyncpg"),
+    "async_scoped_session": (_sa_async, "async_scoped_session", "asyncpg"),
+    "psycopg Connection": (_psycopg, "Connection", psycopg.Cursor),
+    "psycopg Connection, raw cursors": (_psycopg, "Connection", psycopg.RawCursor),
+    "psycopg Cursor": (_psycopg, "Cursor", psycopg.Cursor),
+    "psycopg Cursor, client-side": (_psycopg, "Cursor", psycopg.ClientCursor),
+    "psycopg AsyncConnection": (_psycopg_async, "AsyncConnection", psycopg.AsyncCursor),
+    "psycopg AsyncConnection, raw cursors": (_psycopg_async, "AsyncConnection", psycopg.AsyncRawCursor),
+    "psycopg AsyncCursor": (_psycopg_async, "AsyncCursor", psycopg.AsyncCursor),
+}
+
+
+def opened(name: str, database: Any) -> contextlib.AbstractAsyncContextManager[Target]:
+    """Open the target of that name on a database."""
+    opener, kind, option = TARGETS[name]
+    return opener(database, kind, option)
