@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 UV := $(VENV)-lock/bin/uv
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test lint lock clean
+.PHONY: help install demo test bench lint lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -28,6 +28,9 @@ demo: $(VENV)/.installed  ## orders → Postgres → Kafka → Spark, with a kil
 
 test: $(VENV)/.installed  ## the whole test suite on real services
 	$(BIN)/python -m pytest $(ARGS)
+
+bench: $(VENV)/.installed  ## one relay beside a bare produce() loop
+	$(BIN)/python benchmarks/drain.py $(ARGS)
 
 lint: $(VENV)/.installed  ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .

@@ -2,9 +2,9 @@
 
     python benchmarks/drain.py [--rows 200000] [--rounds 3]
 
-The bare loop has the messages in memory, ready made, with the same keys, values and headers, on one idempotent producer with
-the same options: what confluent-kafka can do on this machine when nothing else is to be done. The ratio is the figure;
-events a second depend on the machine. Postgres here runs with fsync on.
+The bare loop has the messages in memory, ready made, with the same keys, values and headers, on one idempotent producer
+with the same options: what confluent-kafka can do on this machine when nothing else is to be done. The ratio is the
+figure; events a second depend on the machine. Postgres here runs with fsync on.
 """
 
 from __future__ import annotations
@@ -44,12 +44,11 @@ def fill(url: str, kind: str, rows: int) -> None:
 
 
 def bare(url: str, kafka: str, topic: str, rows: int) -> float:
-    """Produce the backlog's messages from memory; give the seconds from the first produce() to the last acknowledgement."""
+    """Produce the backlog's messages from memory; give the seconds from the first to the last acknowledgement."""
     messages: list[tuple[str, bytes | None, Any]] = []
     for lane in range(4):
         source = PollingSource(Connector(url, "bench"), "outbox", Lease(lane, 0, 60.0, 0.0))
-        for claim in source.fetch(rows):
-            messages.append((claim.aggregate_id, claim.value, message_headers(claim, "/outbox")))
+        messages.extend((c.aggregate_id, c.value, message_headers(c, "/outbox")) for c in source.fetch(rows))
         source.close()
     assert len(messages) == rows
     options = producer_options(load(kafka={"bootstrap.servers": kafka}))
@@ -67,7 +66,7 @@ def bare(url: str, kafka: str, topic: str, rows: int) -> float:
     return time.perf_counter() - started
 
 
-def drain(url: str, relays: RelayFactory, rows: int) -> float:
+def drain(url: str, relays: RelayFactory) -> float:
     """Start a relay; give the seconds from its first lane to an empty outbox."""
     relay = relays(create_topics=False)
     with psycopg.connect(url, autocommit=True) as connection:
@@ -105,7 +104,7 @@ def main() -> None:
                 other = topics.create_topic(f"bare-{number}", 4)
                 fill(url, kind, options.rows)
                 first = bare(url, cluster.bootstrap_servers, other, options.rows)
-                second = drain(url, relays, options.rows)
+                second = drain(url, relays)
                 assert len(topics.consume(topic, timeout=120)) == options.rows
                 ratios.append(first / second)
                 table.add_row(

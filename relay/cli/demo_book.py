@@ -54,7 +54,7 @@ class Reconciliation:
     def line(self) -> str:
         """The result in one line, as a person reads it."""
         repeats = self.published - self.committed
-        shown = f"{self.committed}+{repeats}" if repeats >= 0 else str(self.published)
+        shown = f"{self.committed}+{repeats}" if repeats > 0 else str(self.published)
         text = (
             f"committed {self.committed} · published {shown} · applied {self.applied} · "
             f"lost {self.lost} · applied twice {self.applied_twice} · out of order {self.out_of_order}"

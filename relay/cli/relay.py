@@ -6,6 +6,7 @@ import os
 import secrets
 import signal
 import socket
+import sys
 import threading
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
@@ -43,6 +44,9 @@ def run(
 
     settings = load(database_url=database_url, create_topics=create_topics, log_format=log_format)
     logs.configure(settings.log_level, settings.log_format)
+    # A lane's thread works through its batch in a few dozen milliseconds. Handing the interpreter to the next lane each
+    # 5 ms, the default, costs about a third of the throughput of a busy relay and gains an idle one nothing.
+    sys.setswitchinterval(0.05)
     stop, abandon = threading.Event(), threading.Event()
 
     def on_signal(_number: int, _frame: FrameType | None) -> None:

@@ -1,0 +1,76 @@
+"""The wheel as users install it: the library alone is light, and everything it needs is inside."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    [built] = folder.glob("*.whl")
+    return built
+
+
+def test_what_is_inside(wheel):
+    names = set(zipfile.ZipFile(wheel).namelist())
+    for name in (
+        "outbox/py.typed",
+        "outbox/migrations/env.py",
+        "outbox/migrations/versions/0001_outbox.py",
+        "outbox/migrations/consumer/0001_consumer.py",
+        "outbox/examples/shop/__main__.py",
+        "outbox/testing/jars.lock",
+        "relay/cli/app.py",
+        "spark_jobs/order_totals.py",
+    ):
+        assert name in names
+    assert not [name for name in names if name.startswith(("tests/", "migrations/", "benchmarks/"))]
+
+
+def test_the_core_install_brings_neither_spark_nor_a_kafka_client(wheel, tmp_path):
+    """Installed into an environment of its own, from the versions in the lock file."""
+    constraints = tmp_path / "constraints.txt"
+    lines = (ROOT / "requirements.lock").read_text().splitlines()
+    constraints.write_text("\n".join(line.rstrip("\\ ") for line in lines if not line.startswith("    ")))
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    install = [
+        python,
+        "-m",
+        "pip",
+        "install",
+        "--quiet",
+        "--disable-pip-version-check",
+        "-c",
+        str(constraints),
+        str(wheel),
+    ]
+    subprocess.run(install, check=True, capture_output=True, text=True)
+    listed = subprocess.run(
+        [python, "-m", "pip", "list", "--format=freeze"], check=True, capture_output=True, text=True
+    ).stdout.lower()
+    for heavy in ("pyspark", "confluent", "pandas", "pyarrow", "typer", "alembic", "pydantic", "structlog"):
+        assert heavy not in listed
+    script = (
+        "from outbox import Event, Outbox, AsyncOutbox, outbox_tables; import sqlalchemy as sa;"
+        "outbox_tables(sa.MetaData()); print(Event('Order', '1', 'T', {'a': 1}).event_id.version)"
+    )
+    # psycopg needs libpq: the binary extra comes with [relay]; a service brings its own driver.
+    subprocess.run([python, "-m", "pip", "install", "--quiet", "psycopg-binary", "-c", str(constraints)], check=True)
+    done = subprocess.run([python, "-c", script], check=True, capture_output=True, text=True, cwd=tmp_path)
+    assert done.stdout.strip() == "7"
+    command = subprocess.run(
+        [str(tmp_path / "venv" / "bin" / "outbox")], check=False, capture_output=True, text=True, cwd=tmp_path
+    )
+    assert command.returncode == 1
+    assert "pip install 'outbox-kafka[relay]'" in command.stderr

@@ -1,0 +1,312 @@
+"""What the writer refuses: targets without a transaction, the wrong class, and events that can't be written."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import subprocess
+import sys
+from decimal import Decimal
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
+from writer_targets import event, numbers, opened, stored
+
+from outbox import AsyncOutbox, ConfigurationError, Event, EventError, EventTooLarge, Outbox, PayloadError, TargetError
+from outbox.urls import sqlalchemy_url
+
+# --- autocommit ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
+@pytest.mark.parametrize("level", ["engine", "option of the engine", "option of the connection"])
+def test_autocommit_in_sqlalchemy_is_refused(outbox_postgres, driver, level):
+    engine = sa.create_engine(
+        sqlalchemy_url(outbox_postgres.url, driver), **({"isolation_level": "AUTOCOMMIT"} if level == "engine" else {})
+    )
+    bind = engine.execution_options(isolation_level="AUTOCOMMIT") if level == "option of the engine" else engine
+    options = {"isolation_level": "AUTOCOMMIT"} if level == "option of the connection" else {}
+    with bind.connect().execution_options(**options) as connection:
+        with pytest.raises(TargetError, match="AUTOCOMMIT"):
+            Outbox().add(connection, event())
+        with connection.begin(), pytest.raises(TargetError, match="AUTOCOMMIT"):
+            Outbox().add_many(connection, [event(), event()])
+    with Session(bind) as session:
+        session.connection(execution_options=options)
+        with pytest.raises(TargetError, match="AUTOCOMMIT"):
+            Outbox().add(session, event())
+    # A connection of the same pool without it is as good as ever.
+    if level == "option of the connection":
+        with Session(engine) as session, session.begin():
+            Outbox().add(session, event(7))
+    engine.dispose()
+    assert numbers(outbox_postgres) == ([7] if level == "option of the connection" else [])
+
+
+@pytest.mark.parametrize("driver", ["psycopg", "asyncpg"])
+@pytest.mark.parametrize("level", ["engine", "option of the connection"])
+def test_autocommit_in_sqlalchemys_asyncio_is_refused(outbox_postgres, driver, level):
+    async def scenario() -> None:
+        options = {"isolation_level": "AUTOCOMMIT"}
+        url = sqlalchemy_url(outbox_postgres.url, driver)
+        engine = create_async_engine(url, **(options if level == "engine" else {}))
+        async with engine.connect() as connection:
+            await connection.execution_options(**options)
+            with pytest.raises(TargetError, match="AUTOCOMMIT"):
+                await AsyncOutbox().add(connection, event())
+        async with AsyncSession(engine) as session:
+            await session.connection(execution_options=options)
+            with pytest.raises(TargetError, match="AUTOCOMMIT"):
+                await AsyncOutbox().add_many(session, [event(), event()])
+        await engine.dispose()
+
+    asyncio.run(scenario())
+    assert stored(outbox_postgres) == []
+
+
+def test_autocommit_in_psycopg_is_refused_unless_a_transaction_is_open(outbox_postgres):
+    outbox = Outbox()
+    with outbox_postgres.connect(autocommit=True) as connection:
+        for target in (connection, connection.cursor()):
+            with pytest.raises(TargetError, match=r"connection\.transaction\(\)"):
+                outbox.add(target, event())
+            with pytest.raises(TargetError, match=r"connection\.transaction\(\)"):
+                outbox.add_many(target, [event(), event()])
+        with connection.transaction():
+            outbox.add(connection, event(1))
+            outbox.add(connection.cursor(), event(2))
+        connection.execute("BEGIN")
+        outbox.add(connection, event(3))
+        connection.execute("COMMIT")
+        with pytest.raises(TargetError):
+            outbox.add(connection, event())
+    assert numbers(outbox_postgres) == [1, 2, 3]
+
+
+def test_autocommit_in_psycopgs_asyncio_is_refused_unless_a_transaction_is_open(outbox_postgres):
+    async def scenario() -> None:
+        outbox = AsyncOutbox()
+        async with await psycopg.AsyncConnection.connect(outbox_postgres.url, autocommit=True) as connection:
+            with pytest.raises(TargetError, match=r"connection\.transaction\(\)"):
+                await outbox.add(connection, event())
+            async with connection.transaction():
+                await outbox.add_many(connection, [event(1), event(2)])
+            async with connection.pipeline():
+                await connection.execute("SELECT 1")
+                with pytest.raises(TargetError, match=r"connection\.transaction\(\)"):
+                    await outbox.add(connection, event())
+                async with connection.transaction():
+                    await outbox.add(connection, event(3))
+                    await outbox.add_many(connection, [event(4), event(5)])
+
+    asyncio.run(scenario())
+    assert numbers(outbox_postgres) == [1, 2, 3, 4, 5]
+
+
+def test_pipelines(outbox_postgres):
+    outbox = Outbox()
+    with outbox_postgres.connect() as connection:
+        with connection.pipeline():
+            outbox.add(connection, event(1))
+            outbox.add_many(connection, [event(2), event(3)], lock_key=True)
+            with pytest.raises(EventTooLarge):
+                outbox.add(connection, Event("Order", "k", "T", b"x" * 1_000_000))
+            outbox.add(connection.cursor(), event(4))
+        connection.commit()
+    with outbox_postgres.connect(autocommit=True) as connection:
+        with connection.pipeline(), connection.transaction():
+            outbox.add(connection, event(5))
+            outbox.add_many(connection, [event(6), event(7)])
+        with connection.pipeline():
+            # What was sent is not answered yet; whether a transaction is open, only the server knows.
+            connection.execute("SELECT 1")
+            with pytest.raises(TargetError, match=r"connection\.transaction\(\)"):
+                outbox.add(connection, event())
+            connection.execute("BEGIN")
+            outbox.add(connection, event(8))
+            connection.execute("COMMIT")
+            with pytest.raises(TargetError, match=r"connection\.transaction\(\)"):
+                outbox.add(connection, event())
+    assert numbers(outbox_postgres) == [1, 2, 3, 4, 5, 6, 7, 8]
+
+
+# --- the wrong target ------------------------------------------------------------------------------------------------
+
+
+class OwnAsyncSession(AsyncSession):
+    """As other libraries derive theirs."""
+
+
+def test_the_wrong_class_names_the_right_one(outbox_postgres):
+    async def scenario() -> None:
+        engine = create_async_engine(sqlalchemy_url(outbox_postgres.url))
+        scoped = async_scoped_session(async_sessionmaker(engine), scopefunc=asyncio.current_task)
+        async with (
+            await psycopg.AsyncConnection.connect(outbox_postgres.url) as connection,
+            engine.connect() as sa_connection,
+            OwnAsyncSession(engine) as session,
+        ):
+            for target in (connection, connection.cursor(), sa_connection, session, scoped):
+                with pytest.raises(TargetError, match="use AsyncOutbox") as caught:
+                    Outbox().add(target, event())
+                assert type(target).__name__ in str(caught.value)
+        await engine.dispose()
+        sync_engine = outbox_postgres.engine()
+        with (
+            outbox_postgres.connect() as connection,
+            sync_engine.connect() as sa_connection,
+            Session(sync_engine) as session,
+        ):
+            scoped = scoped_session(sessionmaker(sync_engine))
+            for target in (connection, connection.cursor(), sa_connection, session, scoped):
+                with pytest.raises(TargetError, match="use Outbox") as caught:
+                    await AsyncOutbox().add(target, event())
+                assert type(target).__name__ in str(caught.value)
+        with pytest.raises(TargetError, match="the dict given"):
+            await AsyncOutbox().add({}, event())
+
+    asyncio.run(scenario())
+    assert stored(outbox_postgres) == []
+
+
+def test_what_is_no_target_at_all(outbox_postgres):
+    with pytest.raises(TargetError, match="the dict given"):
+        Outbox().add({}, event())
+    with pytest.raises(TargetError, match="the Engine given"):
+        Outbox().add_many(outbox_postgres.engine(), [])
+    engine = sa.create_engine("sqlite://")
+    with engine.connect() as connection, pytest.raises(TargetError, match="goes to sqlite"):
+        Outbox().add(connection, event())
+    engine.dispose()
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Thing(Base):
+    __tablename__ = "things"
+    id: Mapped[str] = mapped_column(primary_key=True)
+
+
+def test_a_session_with_several_databases_is_told_to_choose(outbox_postgres):
+    with Session(binds={Thing: outbox_postgres.engine()}) as session:
+        with pytest.raises(TargetError, match="bind_arguments"):
+            Outbox().add(session, event(1))
+        Outbox().add(session.connection(bind_arguments={"mapper": Thing}), event(2))
+        session.commit()
+    assert numbers(outbox_postgres) == [2]
+
+
+def test_the_limit_may_only_be_lowered():
+    for limit in (0, 1_000_001):
+        with pytest.raises(ConfigurationError, match="max_event_bytes"):
+            Outbox(max_event_bytes=limit)
+
+
+# --- the wrong event -------------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class Line:
+    price: Decimal
+
+
+REFUSED = {
+    "no event": (lambda: {"payload": 1}, EventError, "event"),
+    "empty name": (lambda: Event("", "1", "T"), EventError, "aggregate_type"),
+    "long key": (lambda: Event("Order", "x" * 1001, "T"), EventError, "aggregate_id"),
+    "NUL in a name": (lambda: Event("Order", "1", "T\0"), EventError, "event_type"),
+    "own ce_id": (lambda: Event("Order", "1", "T", headers={"ce_id": "1"}), EventError, "headers['ce_id']"),
+    "number in a header": (lambda: Event("Order", "1", "T", headers={"a": 1}), EventError, "headers['a']"),
+    "text": (lambda: Event("Order", "1", "T", "text"), PayloadError, "payload"),
+    "NaN": (lambda: Event("Order", "1", "T", {"a": [0, math.nan]}), PayloadError, "payload['a'][1]"),
+    "Decimal NaN": (lambda: Event("Order", "1", "T", [Line(Decimal("NaN"))]), PayloadError, "payload[0].price"),
+    "NUL inside": (lambda: Event("Order", "1", "T", {"a": "x\0"}), PayloadError, "payload['a']"),
+    "unknown type": (lambda: Event("Order", "1", "T", {"a": object()}), PayloadError, "payload['a']"),
+    "wrong content type": (
+        lambda: Event("Order", "1", "T", {}, content_type="text/plain"),
+        PayloadError,
+        "content_type",
+    ),
+    "too large": (lambda: Event("Order", "1", "T", {"a": "x" * 1_000_000}), EventTooLarge, "payload"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+@pytest.mark.parametrize("name", ["Session, psycopg", "AsyncSession, asyncpg", "psycopg Connection"])
+def test_a_refused_event_names_its_field_and_leaves_the_transaction_usable(outbox_postgres, case, name):
+    make, error, field = REFUSED[case]
+
+    async def scenario() -> None:
+        async with opened(name, outbox_postgres) as target:
+            await target.add(event(1))
+            with pytest.raises(error) as caught:
+                await target.add(make())
+            assert caught.value.field == field
+            assert str(caught.value).startswith(f"{field}: ")
+            # One that is wrong keeps the others of its list out.
+            with pytest.raises(error):
+                await target.add_many([event(2), make(), event(3)])
+            await target.add(event(4))
+            await target.commit()
+
+    asyncio.run(scenario())
+    assert numbers(outbox_postgres) == [1, 4]
+
+
+def test_errors_of_the_database_come_as_the_driver_raises_them(outbox_postgres):
+    with outbox_postgres.connect() as connection:
+        with pytest.raises(psycopg.errors.UndefinedTable):
+            Outbox(schema="elsewhere").add(connection, event())
+        with pytest.raises(psycopg.errors.InFailedSqlTransaction):
+            Outbox().add(connection, event())
+
+
+# --- a lean installation ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("driver", ["psycopg2", "asyncpg"])
+def test_neither_psycopg_nor_pydantic_nor_opentelemetry_is_needed(outbox_postgres, driver):
+    """As in a service whose driver is another one: there psycopg may lie about without libpq, and can't be imported."""
+    code = """
+import asyncio, sys
+for absent in ("psycopg", "pydantic", "opentelemetry") + (("greenlet",) if sys.argv[1] == "psycopg2" else ()):
+    sys.modules[absent] = None
+import sqlalchemy as sa
+from outbox import AsyncOutbox, Event, Outbox, TargetError
+
+if sys.argv[1] == "psycopg2":
+    with sa.create_engine(sys.argv[2]).begin() as connection:
+        Outbox().add(connection, Event("Order", "1", "T", {"n": None}))
+        Outbox().add_many(connection, [Event("Order", "1", "T", {"n": 2}), Event("Order", "1", "T", {"n": 3})])
+else:
+    from sqlalchemy.ext.asyncio import create_async_engine
+
+    async def main():
+        engine = create_async_engine(sys.argv[2])
+        async with engine.begin() as connection:
+            await AsyncOutbox().add(connection, Event("Order", "1", "T", {"n": None}))
+            await AsyncOutbox().add_many(connection, [Event("Order", "1", "T", {"n": n}) for n in (2, 3)])
+        await engine.dispose()
+
+    asyncio.run(main())
+try:
+    Outbox().add(object(), Event("Order", "1", "T"))
+except TargetError:
+    print("as it should be")
+"""
+    url = sqlalchemy_url(outbox_postgres.url, driver)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-c", code, driver, url],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert (done.stdout, done.stderr) == ("as it should be\n", "")
+    assert numbers(outbox_postgres) == [None, 2, 3]
