@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import datetime as dt
-import json
 import uuid
 
 import psycopg
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from outbox import Event, Outbox
 from outbox.event import RESERVED_HEADERS
 
 INSERT = "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload) VALUES (%s, %s, %s, %s)"
@@ -27,6 +23,48 @@ def test_plain_sql_with_a_default_id(outbox_postgres):
     assert row[0].variant == uuid.RFC_4122
     assert abs((made - before).total_seconds()) < 5
     assert 0 <= row[1] < 4
+
+
+def test_plain_sql_with_an_id_of_its_own(outbox_postgres):
+    own = uuid.uuid4()
+    with outbox_postgres.connect() as connection:
+        connection.execute(
+            "INSERT INTO outbox.events (event_id, aggregate_type, aggregate_id, event_type, payload_bytes, headers) "
+            "VALUES (%s, 'Order', '1', 'OrderPlaced', '\\x00ff', '{\"tenant\": \"acme\"}')",
+            (own,),
+        )
+        row = connection.execute("SELECT event_id, payload, payload_bytes, headers FROM outbox.events").fetchone()
+    assert row == (own, None, b"\x00\xff", {"tenant": "acme"})
+
+
+@pytest.mark.parametrize("column", ["id", "lane"])
+def test_what_the_database_computes_can_not_be_given(outbox_postgres, column):
+    """A forged id would break the order, a forged lane would give one key two relays."""
+    with outbox_postgres.connect() as connection, pytest.raises(psycopg.errors.GeneratedAlways):
+        connection.execute(
+            f"INSERT INTO outbox.events ({column}, aggregate_type, aggregate_id, event_type) VALUES (1, 'O', '1', 'T')"
+        )
+
+
+@pytest.mark.parametrize("column", ["event_id", "aggregate_type", "aggregate_id", "event_type", "created_at"])
+def test_what_may_not_be_null(outbox_postgres, column):
+    row = {"aggregate_type": "Order", "aggregate_id": "1", "event_type": "T", column: None}
+    names, marks = ", ".join(row), ", ".join(f"%({name})s" for name in row)
+    with outbox_postgres.connect() as connection, pytest.raises(psycopg.errors.NotNullViolation) as caught:
+        connection.execute(f"INSERT INTO outbox.events ({names}) VALUES ({marks})", row)
+    assert caught.value.diag.column_name == column
+
+
+def test_the_edges_that_are_allowed(outbox_postgres):
+    row = {"aggregate_type": "ü" * 200, "aggregate_id": "ü" * 1000, "event_type": "ü" * 200}
+    headers = '{"' + "x" * 100 + '": "", "content-type": "a/b", "traceparent": "t"}'
+    with outbox_postgres.connect() as connection:
+        connection.execute(
+            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, headers, payload_bytes) "
+            "VALUES (%(aggregate_type)s, %(aggregate_id)s, %(event_type)s, %(headers)s, %(payload_bytes)s)",
+            {**row, "headers": headers, "payload_bytes": b"x" * (1_000_000 - 2000 - len(headers))},
+        )
+        assert connection.execute("SELECT count(*) FROM outbox.events").fetchone() == (1,)
 
 
 def test_default_ids_are_distinct_and_rise_with_time(outbox_postgres):
@@ -67,9 +105,15 @@ def test_one_key_is_always_in_one_lane(outbox_postgres):
         ("events_headers_text", {"headers": '{"a": null}'}),
         ("events_headers_text", {"headers": '{"": "x"}'}),
         ("events_headers_text", {"headers": '{"a b": "x"}'}),
+        ("events_headers_text", {"headers": '{"a": ["x"]}'}),
+        ("events_headers_text", {"headers": '[{"a": "x"}]'}),
+        ("events_headers_text", {"headers": "null"}),
+        ("events_headers_text", {"headers": '{"good": "x", "a\\n": "x"}'}),
+        ("events_headers_text", {"headers": '{"' + "x" * 101 + '": "x"}'}),
         ("events_headers_text", {"headers": '{"ce_type": "x"}'}),
         *[("events_headers_text", {"headers": f'{{"{name}": "x"}}'}) for name in sorted(RESERVED_HEADERS)],
         ("events_size", {"payload_bytes": b"x" * 1_000_000}),
+        ("events_size", {"headers": '{"a": "' + "x" * 1_000_000 + '"}'}),
         ("events_size", {"payload": '"' + "x" * 1_000_000 + '"'}),
     ],
 )
@@ -87,28 +131,3 @@ def test_a_nul_never_gets_in(outbox_postgres):
             connection.execute(INSERT, ("Order", "a\0b", "T", None))
         with pytest.raises(psycopg.errors.UntranslatableCharacter):
             connection.execute(INSERT, ("Order", "1", "T", '{"a": "\\u0000"}'))
-
-
-JSON = st.recursive(
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**53), 2**53)
-    | st.floats(allow_nan=False, allow_infinity=False)
-    | st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")),
-    lambda inner: (
-        st.lists(inner, max_size=4)
-        | st.dictionaries(st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0")), inner, max_size=4)
-    ),
-    max_leaves=20,
-).filter(lambda value: isinstance(value, dict | list))
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=150)
-@given(payload=JSON)
-def test_any_json_comes_back_equal(outbox_postgres, payload):
-    with psycopg.connect(outbox_postgres.url) as connection:
-        Outbox().add(connection, Event("Order", "1", "T", payload))
-        row = connection.execute("SELECT payload::text FROM outbox.events").fetchone()
-        connection.rollback()
-    # jsonb keeps numbers exactly but may write 6e16 as 60000000000000000: compare them as numbers.
-    assert json.loads(row[0], parse_int=float) == json.loads(json.dumps(payload), parse_int=float)

@@ -16,6 +16,7 @@ from psycopg import sql
 
 from outbox import ConfigurationError, Event, Outbox, SchemaError, outbox_tables
 from relay import db, schema_check
+from spark_jobs.tables import consumer_tables
 
 
 @pytest.fixture
@@ -280,3 +281,52 @@ def test_an_older_postgres(monkeypatch):
             )
             ids = connection.execute("SELECT event_id FROM outbox.events").fetchall()
     assert {row[0].version for row in ids} == {7}
+
+
+def test_the_consumers_tables_have_a_history_of_their_own(empty):
+    def differences() -> list[str]:
+        return schema_check.check_tables(empty, "sink", lambda metadata, at: consumer_tables(metadata, at).all)
+
+    db.upgrade_consumer(empty, "sink")
+    db.upgrade_consumer(empty, "sink")
+    assert differences() == []
+    with psycopg.connect(empty) as connection:
+        connection.execute("ALTER TABLE sink.offsets DROP CONSTRAINT offsets_not_negative")
+        connection.execute("ALTER TABLE sink.processed_messages DETACH PARTITION sink.processed_messages_default")
+    found = differences()
+    assert any("offsets: constraint offsets_not_negative is missing" in line for line in found)
+    assert any("processed_messages_default: table is" in line for line in found)
+    db.downgrade(empty, "sink", history=db.CONSUMER)
+    left = "SELECT relname FROM pg_class WHERE relnamespace = 'sink'::regnamespace AND relkind IN ('r', 'p')"
+    assert {row[0] for row in rows(empty, left)} <= {"alembic_version", "processed_messages_default"}
+    text = db.sql("elsewhere", history=db.CONSUMER)
+    with psycopg.connect(empty, autocommit=True) as connection:
+        connection.execute(text)
+    assert schema_check.check_tables(empty, "elsewhere", lambda m, at: consumer_tables(m, at).all) == []
+
+
+def test_the_commands(outbox_postgres, monkeypatch):
+    from typer.testing import CliRunner
+
+    from relay.cli.app import app
+
+    monkeypatch.setenv("OUTBOX_DATABASE_URL", outbox_postgres.url)
+
+    def run(*arguments: str) -> tuple[int, str]:
+        done = CliRunner().invoke(app, ["db", *arguments])
+        return done.exit_code, done.output
+
+    assert run("check") == (0, "schema outbox is as this version expects\n")
+    assert run("upgrade", "--consumer")[0] == 0
+    assert run("check", "--consumer")[0] == 0
+    assert run("lanes", "2") == (0, "schema outbox has 2 lanes\n")
+    status, output = run("upgrade", "--lanes", "9")
+    assert (status, "outbox db lanes 9" in output) == (2, True)
+    with outbox_postgres.connect(autocommit=True) as connection:
+        connection.execute("ALTER TABLE outbox.events DROP CONSTRAINT events_size")
+    status, output = run("check", "--json")
+    assert (status, "events_size" in output) == (1, True)
+    assert "CREATE TABLE outbox.events" in run("sql")[1]
+    assert run("downgrade", "base")[0] == 0
+    status, output = run("check", "--database-url", "postgresql://127.0.0.1:1/x")
+    assert (status, output.startswith("outbox: postgresql://127.0.0.1:1/x")) == (1, True)

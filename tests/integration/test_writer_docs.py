@@ -1,0 +1,43 @@
+"""docs/writing-events.md does what it says: its examples run, in their order, in one namespace."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from writer_targets import stored
+
+PAGE = Path(__file__).parents[2] / "docs" / "writing-events.md"
+BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def test_the_examples_run(outbox_postgres, capsys):
+    text = PAGE.read_text()
+    blocks = [(text[: found.start()].count("\n") + 2, *found.groups()) for found in BLOCK.finditer(text)]
+    assert [language for _, language, _ in blocks].count("python") == 8
+    # Dataclasses and mapped classes look their module up.
+    namespace = {"url": outbox_postgres.url, "__name__": __name__}
+    try:
+        for line, language, code in blocks:
+            if language == "python":
+                exec(compile("\n" * (line - 1) + code, PAGE, "exec"), namespace)
+            else:
+                assert language == "sql"
+                with outbox_postgres.connect() as connection:
+                    connection.execute(code)
+    finally:
+        if "engine" in namespace:
+            namespace["engine"].dispose()
+    rows = [(row["aggregate_type"], row["aggregate_id"], row["event_type"]) for row in stored(outbox_postgres)]
+    assert rows == [
+        ("Order", "4711", "OrderPlaced"),
+        ("Order", "4711", "OrderPaid"),
+        ("Order", "4711", "OrderChanged"),
+        ("Order", "4712", "OrderPlaced"),
+        ("Order", "4712", "OrderPaid"),
+        ("Order", "4713", "OrderPlaced"),
+        *[("Order", str(n), "OrderPlaced") for n in range(1000)],
+        ("Order", "4711", "OrderSent"),
+        ("Stock", "tea", "Counted"),
+    ]
+    assert "autocommit" in capsys.readouterr().out

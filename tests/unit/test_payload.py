@@ -1,0 +1,231 @@
+"""How payloads become bytes, and what has no faithful form."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import datetime as dt
+import enum
+import functools
+import math
+import types
+import uuid
+from decimal import Decimal
+from typing import Any
+
+import orjson
+import pydantic
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from outbox import Event, EventTooLarge, Outbox, PayloadError, _payload
+
+
+def encoded(payload: Any) -> Any:
+    text, raw, _ = _payload.encode(Event("Order", "1", "T", payload))
+    assert raw is None
+    return orjson.loads(text)
+
+
+class Colour(enum.Enum):
+    RED = "red"
+    NAN = math.nan
+    NUL = "a\0b"
+    ODD = object()
+
+
+class Name(enum.StrEnum):
+    KEY = "key"
+
+
+@dataclasses.dataclass
+class Line:
+    article: str
+    price: Decimal
+
+
+@dataclasses.dataclass
+class Basket:
+    lines: list[Line]
+    _cache: Any = None
+    total: Decimal = dataclasses.field(init=False)
+
+    @functools.cached_property
+    def count(self) -> int:
+        return len(self.lines)
+
+
+class Model(pydantic.BaseModel):
+    total: Decimal
+    at: dt.date
+
+
+class Measure(pydantic.BaseModel):
+    value: float = 0.0
+    raw: bytes = b""
+    inner: Any = None
+
+
+class Names(pydantic.RootModel[list[str]]):
+    pass
+
+
+Point = collections.namedtuple("Point", "x y")
+
+
+def test_what_payloads_may_hold():
+    moment = dt.datetime(2026, 1, 2, 3, 4, 5, tzinfo=dt.UTC)
+    key = uuid.UUID(int=7)
+    payload = {
+        "d": Decimal("1.10"),
+        "t": moment,
+        "day": moment.date(),
+        "u": key,
+        "e": Colour.RED,
+        "l": [Line("tea", Decimal(3))],
+        "p": (1, 2),
+        "big": [-(2**63), 2**64 - 1],
+    }
+    assert encoded(payload) == {
+        "d": "1.10",
+        "t": "2026-01-02T03:04:05+00:00",
+        "day": "2026-01-02",
+        "u": str(key),
+        "e": "red",
+        "l": [{"article": "tea", "price": "3"}],
+        "p": [1, 2],
+        "big": [-(2**63), 2**64 - 1],
+    }
+    assert encoded(collections.OrderedDict(a=1)) == {"a": 1}
+    # What looks like trouble in the output, and is none.
+    assert encoded({"null": None, "text": "\\u0000"}) == {"null": None, "text": "\\u0000"}
+
+
+def test_dataclasses():
+    assert encoded(Line("tea", Decimal(3))) == {"article": "tea", "price": "3"}
+    basket = Basket([Line("tea", Decimal(3))], _cache=math.nan)
+    basket.total = Decimal(3)
+    assert basket.count == 1  # and is kept in the instance, from where it must not get into the payload
+    basket.note = "neither"  # type: ignore[attr-defined]
+    assert encoded([basket, None]) == [{"lines": [{"article": "tea", "price": "3"}], "total": "3"}, None]
+
+
+def test_pydantic_models():
+    model = Model(total=Decimal("2.50"), at=dt.date(2026, 1, 2))
+    plain = {"total": "2.50", "at": "2026-01-02"}
+    assert encoded(model) == plain
+    assert encoded({"m": [model]}) == {"m": [plain]}
+    assert encoded(Names(["a"])) == ["a"]
+
+
+def circle() -> dict[str, Any]:
+    payload: dict[str, Any] = {}
+    payload["a"] = [payload]
+    return payload
+
+
+def nested(levels: int) -> list[Any]:
+    payload: list[Any] = []
+    for _ in range(levels):
+        payload = [payload]
+    return payload
+
+
+@pytest.mark.parametrize(
+    ("payload", "where", "why"),
+    [
+        ("text", "payload", "neither a JSON object nor a list"),
+        (5, "payload", "a int is neither"),
+        (1.5, "payload", "a float is neither"),
+        (True, "payload", "a bool is neither"),
+        ((1, 2), "payload", "a tuple is neither"),
+        (Line, "payload", "a type is neither"),
+        ({"a": [1, {"b": math.nan}]}, "payload['a'][1]['b']", "is nan"),
+        ([math.inf, None], "payload[0]", "is inf"),
+        ({"a": (None, -math.inf)}, "payload['a'][1]", "is -inf"),
+        ({"a": Colour.NAN}, "payload['a']", "is nan"),
+        ({"a": Colour.NUL}, "payload['a']", "NUL"),
+        ({"a": Colour.ODD}, "payload['a']", "is a object"),
+        ([Line("x", Decimal(1)), Line("y", Decimal("NaN"))], "payload[1].price", "is NaN"),
+        ({"a": Decimal("-Infinity")}, "payload['a']", "is -Infinity"),
+        ([Measure(value=math.nan)], "payload[0]['value']", "is nan"),
+        (Measure(value=math.nan), "payload['value']", "is nan"),
+        (Measure(raw=b"\xff"), "payload", "the pydantic model Measure can't be written"),
+        ({"a": [Measure(raw=b"\xff")]}, "payload['a'][0]", "the pydantic model Measure can't be written"),
+        (Measure(inner=object()), "payload", "the pydantic model Measure can't be written"),
+        ({"a": "x\0y"}, "payload['a']", "NUL"),
+        ({"x\0y": 1}, "payload", r"the key 'x\\x00y' holds a NUL"),
+        (Line(article="\0", price=Decimal(1)), "payload.article", "NUL"),
+        (Basket([]), "payload", "the field total of Basket has no value"),
+        ({"a": 2**64}, "payload['a']", "more than 64 bits; give it as text"),
+        ([-(2**63) - 1], "payload[0]", "more than 64 bits; give it as text"),
+        ({"a": {1: 2}}, "payload['a']", "the key 1 is a int"),
+        ({"a": {Name.KEY: 2}}, "payload['a']", "is a Name; the keys of a JSON object are text"),
+        ({"a": [object()]}, "payload['a'][0]", "is a object"),
+        ({"a": [Point(1, 2)]}, "payload['a'][0]", "is a Point"),
+        ({"a": types.MappingProxyType({})}, "payload['a']", "is a mappingproxy"),
+        ({"a": b"x"}, "payload['a']", "is a bytes"),
+        ({"a": {1, 2}}, "payload['a']", "is a set"),
+        ({"a": "\ud800"}, "payload['a']", "lone surrogate"),
+        ({"a": {"\ud800": 1}}, "payload['a']", r"the key '\\ud800' holds a lone surrogate"),
+        (circle(), "payload['a'][0]", "holds itself"),
+        (nested(400), "payload", "nested too deeply"),
+    ],
+)
+def test_what_has_no_faithful_form_is_refused_with_its_place(payload, where, why):
+    with pytest.raises(PayloadError, match=why) as caught:
+        _payload.encode(Event("Order", "1", "T", payload))
+    assert caught.value.field == where
+
+
+def test_bytes_and_tombstones():
+    def of(payload: Any, content_type: str | None = None) -> tuple[Any, ...]:
+        return tuple(_payload.encode(Event("Order", "1", "T", payload, content_type=content_type)))
+
+    assert of(b"x") == (None, b"x", "application/octet-stream")
+    assert of(bytearray(b"x")) == (None, b"x", "application/octet-stream")
+    assert of(memoryview(b"abcd")[::2]) == (None, b"ac", "application/octet-stream")
+    assert of(b"x", "text/plain") == (None, b"x", "text/plain")
+    assert of(b"{}", "application/json") == (None, b"{}", "application/json")
+    assert of(None) == (None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("content_type", "stored"),
+    [
+        (None, None),
+        ("application/json", None),
+        ("application/json; charset=utf-8", "application/json; charset=utf-8"),
+        ("application/vnd.shop.order.v1+json", "application/vnd.shop.order.v1+json"),
+        ("model/gltf+json", "model/gltf+json"),
+    ],
+)
+def test_content_types_of_json(content_type, stored):
+    assert _payload.encode(Event("Order", "1", "T", {}, content_type=content_type)) == (b"{}", None, stored)
+
+
+@pytest.mark.parametrize("content_type", ["text/plain", "application/avro", "json", "application/jsonp", "a/b+jsonx"])
+def test_content_types_that_are_not_of_json(content_type):
+    with pytest.raises(PayloadError, match="as bytes") as caught:
+        _payload.encode(Event("Order", "1", "T", {}, content_type=content_type))
+    assert caught.value.field == "content_type"
+
+
+def test_a_lower_limit_counts_key_and_headers():
+    writer = Outbox(max_event_bytes=100)
+
+    def with_payload(size: int) -> Event:
+        return Event("Order", "k" * 10, "T", b"x" * size, headers={"a": "b"}, content_type="t")
+
+    # Stored as {"a": "b", "content-type": "t"}: 31 bytes.
+    row = writer._row(with_payload(100 - 10 - 31), {})
+    assert row["headers"] == '{"a":"b","content-type":"t"}'
+    with pytest.raises(EventTooLarge) as caught:
+        writer._row(with_payload(101 - 10 - 31), {})
+    assert (caught.value.size, caught.value.limit) == (101, 100)
+
+
+@given(st.binary(max_size=200))
+def test_any_bytes_pass_unchanged(data):
+    assert _payload.encode(Event("Order", "1", "T", data)).raw == data
