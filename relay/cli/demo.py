@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import secrets
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,7 +17,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Final
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -27,6 +26,9 @@ from outbox.urls import libpq_url, sqlalchemy_url
 from relay.cli.common import failing_clearly, print_json
 from relay.cli.demo_book import Book, Reconciliation, Sight
 from relay.cli.demo_panel import Panel, open_panel
+
+if TYPE_CHECKING:
+    from outbox.testing._process import Supervised
 
 PARTITIONS: Final = 4
 LEASE_SECONDS: Final = 3.0
@@ -41,13 +43,13 @@ class DemoFailed(OutboxError):
 
 @dataclass
 class Child:
-    """One process of the demo, with its output in a file."""
+    """One process of the demo, with its output in a file. It ends when the demo does, even by kill -9."""
 
     name: str
     command: list[str]
     env: Mapping[str, str]
     folder: Path
-    process: subprocess.Popen[bytes] | None = None
+    process: Supervised | None = None
     started: int = 0
     killed: bool = field(default=False)
 
@@ -58,41 +60,33 @@ class Child:
 
     def start(self) -> None:
         """Start it, or start it again."""
+        from outbox.testing._process import Supervised
+
         self.started += 1
         self.killed = False
-        with self.log.open("ab") as output:
-            self.process = subprocess.Popen(
-                self.command,
-                env={**os.environ, **self.env},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+        self.process = Supervised(self.command, log=self.log, env={**os.environ, **self.env})
 
     def kill(self) -> None:
         """End it with kill -9, as a crash would."""
         if self.process is not None:
-            self.process.kill()
-            self.process.wait()
+            self.process.signal(signal.SIGKILL)
+            self.process.wait(30)
             self.killed = True
 
     def finish(self, seconds: float) -> None:
         """Ask it to end; after ``seconds`` end it."""
-        if self.process is None or self.process.poll() is not None:
+        if self.process is None or not self.process.running:
             return
-        self.process.send_signal(signal.SIGTERM)
-        try:
-            self.process.wait(seconds)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            self.process.wait()
+        self.process.signal(signal.SIGTERM)
+        if not self.process.wait(seconds):
+            self.kill()
 
     def check(self) -> None:
         """Raise DemoFailed with the end of its log when it has ended with an error."""
-        if self.process is None or self.killed:
+        if self.process is None or self.killed or self.process.running:
             return
-        status = self.process.poll()
+        self.process.wait(5)
+        status = self.process.exit_code
         if status:
             raise DemoFailed(f"{self.name} ended with status {status}:\n{self.tail()}")
 
@@ -103,7 +97,7 @@ class Child:
     @property
     def running(self) -> bool:
         """Whether it runs now."""
-        return self.process is not None and self.process.poll() is None
+        return self.process is not None and self.process.running
 
 
 @failing_clearly
@@ -118,6 +112,8 @@ def demo(
 ) -> None:
     """Show the whole road on real services, with a crash of the relay and of the Spark job on the way."""
     started = time.monotonic()
+    # As for Ctrl-C: the stack below ends the processes and drops what was made.
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     live = sys.stdout.isatty() and not plain and not as_json
     with ExitStack() as stack:
         panel = stack.enter_context(open_panel(live=live))

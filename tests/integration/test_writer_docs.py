@@ -20,7 +20,7 @@ def test_the_examples_run(outbox_postgres, capsys):
     try:
         for line, language, code in blocks:
             if language == "python":
-                exec(compile("\n" * (line - 1) + code, PAGE, "exec"), namespace)
+                exec(compile("\n" * (line - 1) + code, PAGE, "exec", dont_inherit=True), namespace)
             else:
                 assert language == "sql"
                 with outbox_postgres.connect() as connection:

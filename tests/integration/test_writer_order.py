@@ -77,8 +77,8 @@ def test_other_keys_and_writers_without_the_lock_do_not_wait(outbox_postgres):
         outbox.add(second, event(4))
         second.commit()
         assert numbers(outbox_postgres) == [2, 3, 4]
+        second.execute("SET lock_timeout = '20ms'")
         with pytest.raises(psycopg.errors.LockNotAvailable):
-            second.execute("SET lock_timeout = '20ms'")
             outbox.add(second, event(5), lock_key=True)
 
 

@@ -11,7 +11,7 @@ import math
 import types
 import uuid
 from decimal import Decimal
-from typing import Any
+from typing import Any, NamedTuple
 
 import orjson
 import pydantic
@@ -71,7 +71,9 @@ class Names(pydantic.RootModel[list[str]]):
     pass
 
 
-Point = collections.namedtuple("Point", "x y")
+class Point(NamedTuple):
+    x: int
+    y: int
 
 
 def test_what_payloads_may_hold():
