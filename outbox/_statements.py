@@ -17,8 +17,6 @@ import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg  # brings no psycopg until it connects
 
-from outbox.tables import outbox_tables
-
 COLUMNS: Final = (
     "event_id",
     "aggregate_type",
@@ -39,7 +37,7 @@ LOCK_SEED: Final = 0x6F7574626F78
 @cache
 def insert_one(schema: str) -> sa.Insert:
     """Binds one value for each of COLUMNS: text, or bytes for payload_bytes."""
-    events = outbox_tables(sa.MetaData(), schema).events
+    events = _events(schema)
     # inline: no RETURNING, which would need the right to SELECT; a writer needs INSERT alone.
     return (
         sa.insert(events)
@@ -51,7 +49,7 @@ def insert_one(schema: str) -> sa.Insert:
 @cache
 def insert_many(schema: str, *, lock_key: bool) -> sa.Insert:
     """Binds one list for each of COLUMNS, all of the same length."""
-    events = outbox_tables(sa.MetaData(), schema).events
+    events = _events(schema)
     arrays = [sa.cast(sa.bindparam(name, type_=pg.ARRAY(_plain(name))), pg.ARRAY(_plain(name))) for name in COLUMNS]
     rows = sa.func.unnest(*arrays).table_valued(*COLUMNS, with_ordinality="n").render_derived(name="new")
     chosen = sa.select(*(_typed(name, rows.c[name]) for name in COLUMNS)).order_by(rows.c.n)
@@ -72,6 +70,11 @@ def psycopg_sql(schema: str, *, many: bool, lock_key: bool) -> str:
     """Give the same statement as psycopg takes it, with ``%(name)s`` for each of COLUMNS."""
     statement = insert_many(schema, lock_key=lock_key) if many else insert_one(schema)
     return str(statement.compile(dialect=_DIALECT))
+
+
+def _events(schema: str) -> sa.Table:
+    # Just the columns that are written, and not outbox_tables(): its options are not known to SQLAlchemy 2.0.
+    return sa.Table("events", sa.MetaData(), *map(sa.Column, COLUMNS), schema=schema)
 
 
 def _plain(name: str) -> sa.types.TypeEngine[Any]:

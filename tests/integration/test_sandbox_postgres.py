@@ -53,7 +53,7 @@ def test_it_is_the_postgres_that_the_outbox_needs(server: PostgresServer) -> Non
     assert value(server.url(), "SHOW listen_addresses") == "127.0.0.1"
     assert value(server.url(), "SHOW port") == str(server.port)
     assert value(server.url(), "SHOW server_encoding") == "UTF8"
-    assert value(server.url(), "SELECT session_user") == "outbox"
+    assert value(server.url(), "SELECT session_user") == "postgres"
     assert value(server.url(), "SHOW fsync") == "off"  # as the fixture above wants it
     assert "ready to accept connections" in server.log.read_text()
 

@@ -292,3 +292,14 @@ def test_the_schema_may_have_any_name(outbox_postgres, name):
     asyncio.run(scenario())
     with outbox_postgres.connect() as connection:
         assert connection.execute(f"SELECT count(*) FROM {renamed}.events".replace("%", "%%"), ()).fetchone()[0] == 4
+
+
+def test_an_engine_may_translate_the_schema(outbox_postgres):
+    with outbox_postgres.connect() as connection:
+        connection.execute("ALTER SCHEMA outbox RENAME TO tenant")
+    engine = outbox_postgres.engine(execution_options={"schema_translate_map": {None: "app", "outbox": "tenant"}})
+    with Session(engine) as session, session.begin():
+        Outbox().add(session, event(1))
+        Outbox().add_many(session, [event(2), event(3)], lock_key=True)
+    with outbox_postgres.connect() as connection:
+        assert connection.execute("SELECT count(*) FROM tenant.events").fetchone() == (3,)

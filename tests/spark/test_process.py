@@ -100,7 +100,7 @@ def test_broker_and_postgres_restart_during_a_run(spark, private_postgres, priva
     feed = Feed(bench)
     feed.start()
     feed.join()
-    process = consume(bench, tmp_path, "--continuous", "--max-records", "100")
+    process = consume(bench, tmp_path, "--continuous", "--max-records", "250")
     try:
         wait_until(lambda: applied(bench) > 300, 60, "progress before the crash of Postgres")
         server.kill()
@@ -109,7 +109,7 @@ def test_broker_and_postgres_restart_during_a_run(spark, private_postgres, priva
         wait_until(lambda: applied(bench) > at + 300, 60, "progress after the crash of Postgres")
         cluster.kill_broker(0)
         cluster.start_broker(0)
-        wait_until(lambda: applied(bench) == feed.orders * feed.seqs, 120, "everything to be applied")
+        wait_until(lambda: applied(bench) == feed.orders * feed.seqs, 200, "everything to be applied")
         assert process.poll() is None
         process.terminate()
         assert process.wait(60) == 0
