@@ -110,7 +110,6 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         schema=schema,
         comment="Events written in business transactions and not yet published. Insert only; the relay deletes.",
     )
-    # Every batch updates one row and every heartbeat a few: room on the page keeps those updates HOT.
     lanes_table = sa.Table(
         "lanes",
         metadata,
@@ -128,7 +127,6 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.CheckConstraint(f"lane BETWEEN 0 AND {MAX_LANES - 1}", name="lanes_lane_range"),
         sa.CheckConstraint("epoch >= 0 AND last_batch >= 0", name="lanes_counters"),
         schema=schema,
-        postgresql_with={"fillfactor": "50"},
         comment="Who publishes each lane. The epoch rises with every change of owner: the fencing token.",
     )
     relays = sa.Table(
@@ -142,7 +140,6 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.PrimaryKeyConstraint("instance", name="relays_pkey"),
         sa.CheckConstraint("char_length(instance) BETWEEN 1 AND 200", name="relays_instance_length"),
         schema=schema,
-        postgresql_with={"fillfactor": "50"},
         comment="Relays that are running or ran lately; lanes are shared out evenly among the living.",
     )
     return OutboxTables(events=events, lanes=lanes_table, relays=relays)

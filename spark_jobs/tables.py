@@ -67,7 +67,6 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.PrimaryKeyConstraint("grp", "topic", "part", name="offsets_pkey"),
         sa.CheckConstraint("next_offset >= 0 AND part >= 0", name="offsets_not_negative"),
         schema=schema,
-        postgresql_with={"fillfactor": "50"},
         comment="The next offset of each partition to apply. Moves in the transaction of the effect.",
     )
     processed = sa.Table(

@@ -35,7 +35,6 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("grp", "topic", "part", name="offsets_pkey"),
         sa.CheckConstraint("next_offset >= 0 AND part >= 0", name="offsets_not_negative"),
         schema=schema,
-        postgresql_with={"fillfactor": "50"},
         comment="The next offset of each partition to apply. Moves in the transaction of the effect.",
     )
     op.create_table(

@@ -79,7 +79,6 @@ def upgrade() -> None:
         sa.CheckConstraint("lane BETWEEN 0 AND 255", name="lanes_lane_range"),
         sa.CheckConstraint("epoch >= 0 AND last_batch >= 0", name="lanes_counters"),
         schema=schema,
-        postgresql_with={"fillfactor": "50"},
         comment="Who publishes each lane. The epoch rises with every change of owner: the fencing token.",
     )
     op.create_table(
@@ -92,7 +91,6 @@ def upgrade() -> None:
         sa.PrimaryKeyConstraint("instance", name="relays_pkey"),
         sa.CheckConstraint("char_length(instance) BETWEEN 1 AND 200", name="relays_instance_length"),
         schema=schema,
-        postgresql_with={"fillfactor": "50"},
         comment="Relays that are running or ran lately; lanes are shared out evenly among the living.",
     )
     op.bulk_insert(lanes, [{"lane": lane} for lane in range(lane_count)])

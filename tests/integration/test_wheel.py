@@ -74,3 +74,29 @@ def test_the_core_install_brings_neither_spark_nor_a_kafka_client(wheel, tmp_pat
     )
     assert command.returncode == 1
     assert "pip install 'outbox-kafka[relay]'" in command.stderr
+
+
+def test_the_oldest_sqlalchemy_and_psycopg_that_we_say_we_support(wheel, tmp_path, outbox_postgres):
+    """The lower bounds of pyproject.toml, in an environment of their own: tables, writer, and what was written."""
+    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
+    python = str(tmp_path / "venv" / "bin" / "python")
+    oldest = ["sqlalchemy==2.0.30", "psycopg[binary]==3.2.1", "orjson==3.10.0"]
+    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(wheel), *oldest]
+    subprocess.run(install, check=True, capture_output=True, text=True)
+    script = f"""
+import sqlalchemy as sa
+from outbox import Event, Outbox, outbox_tables
+engine = sa.create_engine({outbox_postgres.url.replace("postgresql://", "postgresql+psycopg://")!r})
+with engine.begin() as connection:
+    Outbox().add(connection, Event("Order", "1", "T", {{"a": 1}}), lock_key=True)
+    Outbox().add_many(connection, [Event("Order", "1", "T"), Event("Order", "2", "T", b"x")])
+metadata = sa.MetaData()
+tables = outbox_tables(metadata, "another")
+with engine.begin() as connection:
+    connection.execute(sa.schema.CreateSchema("another"))
+    metadata.create_all(connection)
+    print(connection.execute(sa.text("SELECT count(*) FROM outbox.events")).scalar_one())
+"""
+    done = subprocess.run([python, "-c", script], check=False, capture_output=True, text=True, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "3"
