@@ -13,7 +13,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,7 +41,7 @@ class DemoFailed(OutboxError):
     """A part of the demo ended by itself, or nothing moved any more."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Child:
     """One process of the demo, with its output in a file. It ends when the demo does, even by kill -9."""
 
@@ -193,27 +193,23 @@ class _Demo:
     def _drive(self, book: Book, shop: Child, relay: Child, spark: Child) -> Sight:
         """Watch until all is applied; kill each of the two once on the way."""
         moved_at, last = time.monotonic(), None
-        to_kill: list[tuple[Child, Callable[[Sight], bool]]] = []
-        if self._kill:
-            to_kill = [
-                (relay, lambda sight: sight.published >= KILL_RELAY_AT * self._events and sight.backlog > 0),
-                (spark, lambda sight: sight.applied >= KILL_SPARK_AT * self._events),
-            ]
+        to_kill = {relay: KILL_RELAY_AT, spark: KILL_SPARK_AT} if self._kill else {}
         while True:
             sight = book.look()
             self._panel.update(sight, self._states(shop, relay, spark))
             for child in (shop, relay, spark):
                 child.check()
-            for entry in list(to_kill):
-                child, due = entry
-                # The shop may close early (--seconds): then the kill comes while there is still something to do.
-                if due(sight) or (not shop.running and sight.published > 0 and child is relay):
-                    to_kill.remove(entry)
+            # The shop may close early (--seconds): then what it has committed is all there will be.
+            expected = self._events if shop.running else sight.committed
+            for child, share in list(to_kill.items()):
+                moved = sight.published if child is relay else sight.applied
+                if moved >= share * expected > 0:
+                    del to_kill[child]
                     child.kill()
                     self._panel.say(f"kill -9 {child.name}, on purpose; starting it again")
                     child.start()
             done = not shop.running and sight.backlog == 0 and sight.applied >= sight.committed
-            if done and not any(child is not spark for child, _ in to_kill):
+            if done and not to_kill:
                 return book.look()
             if sight != last:
                 moved_at, last = time.monotonic(), sight
