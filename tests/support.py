@@ -95,8 +95,9 @@ class Load:
                 try:
                     connection = connection or psycopg.connect(self._url)
                     self._transaction(connection, outbox, chance, keys)
-                except psycopg.OperationalError:
-                    # The server is away. Whether the last commit counted, the table knows.
+                except (psycopg.OperationalError, psycopg.Rollback):
+                    # The server is away (a Rollback comes out where the connection broke under it). Whether the last
+                    # commit counted, the table knows.
                     if connection is not None:
                         connection.close()
                     connection = None
