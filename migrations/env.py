@@ -14,7 +14,14 @@ connection = attributes.get("connection")
 options = {"version_table": "alembic_version", "version_table_schema": schema, "include_schemas": True}
 
 if connection is None:
-    context.configure(dialect_name="postgresql", literal_binds=True, output_buffer=attributes["output"], **options)
+    context.configure(
+        dialect_name="postgresql",
+        # The usual one doubles each %, for a driver that halves it again; nobody does in a script.
+        dialect_opts={"paramstyle": "named"},
+        literal_binds=True,
+        output_buffer=attributes["output"],
+        **options,
+    )
 else:
     context.configure(connection=connection, **options)
 

@@ -2,32 +2,55 @@
 
 Alembic does the work, with a version table of its own inside the schema, so a host application's own alembic history
 in the same database is not touched. Each change is one transaction under an advisory lock: pods that start at the
-same moment upgrade once.
+same moment upgrade once. What a change must not lose is looked at under the lock that the change needs, and not before
+it: whoever was still writing has committed by then.
 """
 
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+import psycopg
 import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
 from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from alembic.util import CommandError
+from psycopg import conninfo
+from psycopg import sql as quoting
 
 import outbox
 from outbox.errors import ConfigurationError, SchemaError
-from outbox.tables import DEFAULT_LANES, MAX_LANES, lane_expression
-from outbox.urls import display_url, sqlalchemy_url
+from outbox.tables import DEFAULT_LANES, lane_expression
+from outbox.urls import display_url, libpq_url
 
 _LOCK: Final = 0x6F7574626F780001
 """Advisory lock of everything that changes the schema."""
+
+_LOCK_TIMEOUT: Final = "5s"
+"""Of every other lock: who waits for a table holds up all that come after."""
+
+_MAX_NAME: Final = 63
+"""Bytes of an identifier; Postgres cuts off the rest, and two names could be one."""
+
+_ADVICE: Final = {
+    "25006": "this connection may only read: use the primary server and a role that may write",
+    "3F000": "make the tables with `outbox db upgrade`, or correct the schema's name",
+    "40P01": "other transactions use these tables; try again when they have ended",
+    "42501": "use the role that owns the database or these tables",
+    "42P01": "make the tables with `outbox db upgrade`, or correct the schema's name",
+    "42P07": "`outbox db upgrade` did not make this table; go on with the migrations that did",
+    "55P03": "long transactions use these tables; try again when they have ended",
+    "57014": "it was cancelled, by hand or by the role's statement_timeout; raise that, and try again",
+}
+"""What to do, by SQLSTATE."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,51 +59,75 @@ class History:
 
     folder: str
     schema: str
-    guarded: tuple[str, ...]
-    """Tables that must be empty before a downgrade may drop them."""
+    guarded: Mapping[str, str]
+    """Tables that must be empty before a downgrade may drop them, and the revision that made each."""
 
 
-OUTBOX: Final = History("versions", "outbox", ("events",))
-CONSUMER: Final = History("consumer", "consumer", ("offsets",))
+OUTBOX: Final = History("versions", "outbox", {"events": "outbox_0001", "dead_letters": "outbox_0002"})
+CONSUMER: Final = History("consumer", "consumer", {"offsets": "consumer_0001"})
 
 
 def upgrade(url: str, schema: str = "outbox", lanes: int | None = None) -> None:
     """Bring the outbox's tables to this version. Does nothing when they are.
 
     lanes counts at the first upgrade only (4 if not given). Raises ConfigurationError when it differs from what is
-    there, SchemaError when the database refuses.
+    there or an argument can't be right, SchemaError when the database refuses.
     """
-    if lanes is not None and not 1 <= lanes <= MAX_LANES:
-        raise ConfigurationError(f"lanes must be 1 to {MAX_LANES}, not {lanes}")
+    check_name(schema)
+    if lanes is not None:
+        lane_expression(lanes)
     with _transaction(url) as connection:
-        _run(OUTBOX, connection, schema, "upgrade", "head", lanes or DEFAULT_LANES)
+        _upgrade(OUTBOX, connection, schema, lanes or DEFAULT_LANES)
         there = connection.execute(sa.select(sa.func.count()).select_from(_lanes(schema))).scalar_one()
         if lanes is not None and there != lanes:
             raise ConfigurationError(f"this outbox has {there} lanes; `outbox db lanes {lanes}` changes that")
 
 
 def upgrade_consumer(url: str, schema: str = "consumer") -> None:
-    """Bring the consumers' tables to this version; they may live in another database than the outbox's."""
+    """Bring the consumers' tables to this version; they may live in another database than the outbox's.
+
+    Raises as ``upgrade`` does.
+    """
+    check_name(schema)
     with _transaction(url) as connection:
-        _run(CONSUMER, connection, schema, "upgrade", "head")
+        _upgrade(CONSUMER, connection, schema)
 
 
 def downgrade(
     url: str, schema: str | None = None, revision: str = "base", *, history: History = OUTBOX, drop_rows: bool = False
 ) -> None:
-    """Go back to a revision. Raises SchemaError when rows would be lost and ``drop_rows`` is not given."""
-    schema = schema or history.schema
+    """Go back to a revision.
+
+    Raises ConfigurationError for a revision that there is not. Raises SchemaError when rows would be lost and
+    ``drop_rows`` is not given, when the tables are in use, not there, or before that revision already.
+    """
+    schema = history.schema if schema is None else schema
+    check_name(schema)
+    known = ["base", *revisions(history)]
+    _check_revision(revision, known)
     with _transaction(url) as connection:
-        for name in history.guarded if not drop_rows else ():
-            table = sa.table(name, schema=schema)
-            if (
-                sa.inspect(connection).has_table(name, schema=schema)
-                and connection.execute(sa.select(sa.exists().select_from(table))).scalar_one()
-            ):
-                raise SchemaError(
-                    f"{schema}.{name} still has rows, which a downgrade would drop; let them drain, or say --drop-rows"
-                )
-        _run(history, connection, schema, "downgrade", revision)
+        there = current(connection, schema)
+        if there is None:
+            raise SchemaError(
+                f"there is no table {schema}.alembic_version, so `outbox db upgrade` made no tables there; "
+                "correct the schema's name, or go back with the migrations that made them"
+            )
+        _refuse_unknown(there, known, schema)
+        at = max((known.index(found) for found in there), default=0)
+        if at < known.index(revision):
+            raise SchemaError(f"schema {schema} is at {known[at]} already, which is before {revision}")
+        if not drop_rows:
+            undone = known[known.index(revision) + 1 :]
+            dropped = [name for name, made_in in history.guarded.items() if made_in in undone]
+            guarded = _existing(connection, schema, dropped)
+            _lock(connection, schema, guarded)
+            for name in guarded:
+                if _count(connection, schema, name):
+                    raise SchemaError(
+                        f"{schema}.{name} still has rows, which a downgrade would drop; "
+                        "let them drain, or say --drop-rows"
+                    )
+        _run(history, connection, schema, "downgrade", revision, create_schema=False)
 
 
 def sql(
@@ -91,12 +138,25 @@ def sql(
     *,
     history: History = OUTBOX,
 ) -> str:
-    """Give the SQL of an upgrade, for Flyway or psql: the same text for the same version and arguments."""
-    schema = schema or history.schema
+    """Give the SQL of an upgrade, for Flyway or psql: the same text for the same version and arguments.
+
+    start and end are revisions; without start it begins with nothing there. Raises ConfigurationError when one is not
+    known, when start comes after end, and for a schema or number of lanes that can't be.
+    """
+    schema = history.schema if schema is None else schema
+    check_name(schema)
+    lane_expression(lanes)
+    known = ["base", *revisions(history)]
+    first = "base" if start is None else start
+    last = known[-1] if end == "head" else end
+    _check_revision(first, known)
+    _check_revision(last, known[1:])
+    if known.index(first) > known.index(last):
+        raise ConfigurationError(f"the revision to start from, {first}, comes after {last}; exchange the two")
     output = io.StringIO()
-    config = _config(history, schema, lanes, create_schema=start is None)
+    config = _config(history, schema, lanes, create_schema=first == "base")
     config.attributes["output"] = output
-    command.upgrade(config, f"{start}:{end}" if start else end, sql=True)
+    command.upgrade(config, last if first == "base" else f"{first}:{last}", sql=True)
     return output.getvalue()
 
 
@@ -106,24 +166,36 @@ def revisions(history: History = OUTBOX) -> list[str]:
     return [revision.revision for revision in script.walk_revisions()][::-1]
 
 
+def current(connection: sa.Connection, schema: str) -> tuple[str, ...] | None:
+    """Give the revisions in the version table of that schema, none after a downgrade to base; None without a table."""
+    if not sa.inspect(connection).has_table("alembic_version", schema=schema):
+        return None
+    return MigrationContext.configure(connection, opts={"version_table_schema": schema}).get_current_heads()
+
+
 def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
     """Give the outbox another number of lanes. It must be drained, and no relay may hold a lane.
 
-    Raises SchemaError when it is not drained, when a lease is alive, or when writers keep the table locked.
+    Raises ConfigurationError for a number or schema that can't be. Raises SchemaError when events, failures or dead
+    letters are left, when a lease is alive, or when others keep the tables locked.
     """
+    check_name(schema)
     expression = lane_expression(lanes)
-    events = sa.table("events", schema=schema)
     table = _lanes(schema)
     with _transaction(url) as connection:
-        connection.execute(sa.text("SET LOCAL lock_timeout = '5s'"))
-        try:
-            name = connection.dialect.identifier_preparer.format_table(events)
-            connection.execute(_ddl("LOCK TABLE %(name)s IN ACCESS EXCLUSIVE MODE", name=name))
-        except sa.exc.OperationalError as error:
-            raise SchemaError("the events are in use by long transactions; try again when those have ended") from error
-        left = connection.execute(sa.select(sa.func.count()).select_from(events)).scalar_one()
+        sidecars = _existing(connection, schema, ("failures", "dead_letters"))
+        # Both the writers and the relays are kept out from here on: what is read below stays true until the end.
+        _lock(connection, schema, ["events", "lanes", *sidecars])
+        left = _count(connection, schema, "events")
         if left:
             raise SchemaError(f"{left} events are not published yet; stop the writers and let the outbox drain first")
+        for name in sidecars:
+            left = _count(connection, schema, name)
+            if left:
+                raise SchemaError(
+                    f"{schema}.{name} has {left} rows, and their keys may move to another lane; "
+                    "retry or discard those events first (`outbox failures`)"
+                )
         held = connection.execute(
             sa.select(sa.func.count()).select_from(table).where(table.c.lease_until >= sa.func.clock_timestamp())
         ).scalar_one()
@@ -131,17 +203,69 @@ def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
             raise SchemaError(f"relays hold {held} lanes; stop them first")
         # Dropping and adding works on every version of Postgres; the table is empty, so nothing is rewritten.
         change = Operations(MigrationContext.configure(connection))
-        change.drop_column("events", "lane", schema=schema)
+        name = _one_name(schema)
+        change.drop_column("events", "lane", schema=name)
         change.add_column(
             "events",
             sa.Column("lane", sa.SmallInteger, sa.Computed(expression, persisted=True), nullable=False),
-            schema=schema,
+            schema=name,
         )
-        change.create_primary_key("events_pkey", "events", ["lane", "id"], schema=schema)
+        change.create_primary_key("events_pkey", "events", ["lane", "id"], schema=name)
         # An epoch never goes down: a relay that sleeps through all this must not find its old one again.
         highest = connection.execute(sa.select(sa.func.coalesce(sa.func.max(table.c.epoch), 0))).scalar_one()
         connection.execute(sa.delete(table))
         connection.execute(sa.insert(table), [{"lane": lane, "epoch": highest + 1} for lane in range(lanes)])
+
+
+def check_name(schema: str) -> None:
+    """Raise ConfigurationError for a schema that Postgres would refuse, cut short, or keep for itself."""
+    try:
+        length = len(schema.encode())
+    except UnicodeEncodeError:
+        raise ConfigurationError(f"the schema's name {schema!r} is not valid UTF-8; choose another") from None
+    if not schema or "\0" in schema:
+        raise ConfigurationError(f"a schema can't be called {schema!r}; give a name of 1 to {_MAX_NAME} bytes")
+    if length > _MAX_NAME:
+        raise ConfigurationError(f"the schema's name {schema!r} has {length} bytes; Postgres takes {_MAX_NAME} at most")
+    if schema.startswith("pg_") or schema == "information_schema":
+        raise ConfigurationError(f"the schema's name {schema!r} is Postgres's own; choose one that is not")
+
+
+@contextmanager
+def connected(url: str) -> Iterator[sa.Connection]:
+    """Open a connection, READ COMMITTED whatever the server's default is.
+
+    Raises ConfigurationError when the URL can't be read, SchemaError in place of every error of the database.
+    """
+    address = libpq_url(url)
+    _check_address(address)
+    try:
+        shown = display_url(url)
+    except ValueError:  # several hosts
+        shown = "the database"
+
+    def connect() -> psycopg.Connection[Any]:
+        # By libpq, so that the URL means here what it means to the relay.
+        try:
+            return psycopg.connect(address)
+        except (psycopg.Error, UnicodeError) as error:
+            raise SchemaError(
+                f"{shown}: {' '.join(str(error).split())}; see that the server runs, and that OUTBOX_DATABASE_URL has "
+                "the right host, database and user"
+            ) from error
+
+    engine = sa.create_engine(
+        "postgresql+psycopg://", creator=connect, poolclass=sa.pool.NullPool, isolation_level="READ COMMITTED"
+    )
+    try:
+        with engine.connect() as connection:
+            yield connection
+    except sa.exc.DBAPIError as error:
+        first_line = str(error.orig).strip().partition("\n")[0]
+        advice = _ADVICE.get(getattr(error.orig, "sqlstate", None) or "")
+        raise SchemaError(f"{shown}: {first_line}" + (f"; {advice}" if advice else "")) from error
+    finally:
+        engine.dispose()
 
 
 def folder() -> Path:
@@ -153,6 +277,12 @@ def folder() -> Path:
     raise SchemaError(f"no migrations beside {package}: the installation is incomplete, install the package again")
 
 
+def _upgrade(history: History, connection: sa.Connection, schema: str, lanes: int = DEFAULT_LANES) -> None:
+    _refuse_unknown(current(connection, schema) or (), revisions(history), schema)
+    there = sa.inspect(connection).has_schema(schema)
+    _run(history, connection, schema, "upgrade", "head", lanes, create_schema=not there)
+
+
 def _run(
     history: History,
     connection: sa.Connection,
@@ -160,11 +290,15 @@ def _run(
     direction: str,
     revision: str,
     lanes: int = DEFAULT_LANES,
+    *,
+    create_schema: bool,
 ) -> None:
-    there = sa.inspect(connection).has_schema(schema)
-    config = _config(history, schema, lanes, create_schema=not there)
+    config = _config(history, schema, lanes, create_schema=create_schema)
     config.attributes["connection"] = connection
-    getattr(command, direction)(config, revision)
+    try:
+        getattr(command, direction)(config, revision)
+    except CommandError as error:
+        raise SchemaError(f"schema {schema}: {error}") from error
 
 
 def _config(history: History, schema: str, lanes: int, *, create_schema: bool) -> Config:
@@ -173,27 +307,69 @@ def _config(history: History, schema: str, lanes: int, *, create_schema: bool) -
     config.set_main_option("script_location", str(place).replace("%", "%%"))
     config.set_main_option("path_separator", "newline")
     config.set_main_option("version_locations", str(place / history.folder).replace("%", "%%"))
-    config.attributes.update(schema=schema, lanes=lanes, create_schema=create_schema)
+    config.attributes.update(schema=_one_name(schema), lanes=lanes, create_schema=create_schema)
     return config
+
+
+def _check_revision(revision: str, known: Sequence[str]) -> None:
+    if revision not in known:
+        raise ConfigurationError(f"there is no revision {revision!r} here; choose from {', '.join(known)}")
+
+
+def _refuse_unknown(there: Sequence[str], known: Sequence[str], schema: str) -> None:
+    unknown = sorted(set(there) - set(known))
+    if unknown:
+        raise SchemaError(
+            f"schema {schema} is at revision {unknown[0]!r}, which this version does not have; "
+            "use the version that made it, or a newer one"
+        )
+
+
+def _check_address(address: str) -> None:
+    """The message has nothing of the URL in it: a password may be in the part that can't be read."""
+    try:
+        ports = str(conninfo.conninfo_to_dict(address).get("port") or "").split(",")
+    except (psycopg.Error, UnicodeError):
+        raise ConfigurationError(
+            "the database URL can't be read; it must look like postgresql://user:password@host:port/database, "
+            "special characters in it written as %40 and so on"
+        ) from None
+    if not all(port == "" or (port.isdecimal() and 0 < int(port) < 65536) for port in ports):
+        raise ConfigurationError("the port in the database URL must be a number from 1 to 65535")
 
 
 @contextmanager
 def _transaction(url: str) -> Iterator[sa.Connection]:
-    engine = sa.create_engine(sqlalchemy_url(url), poolclass=sa.pool.NullPool)
-    try:
-        with engine.begin() as connection:
-            connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
-            yield connection
-    except sa.exc.DBAPIError as error:
-        first_line = str(error.orig).strip().partition("\n")[0]
-        raise SchemaError(f"{display_url(url)}: {first_line}") from error
-    finally:
-        engine.dispose()
+    """A transaction in which nobody else changes a schema, and which sees every row or fails."""
+    with connected(url) as connection, connection.begin():
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
+        connection.execute(sa.select(sa.func.set_config("lock_timeout", _LOCK_TIMEOUT, True)))
+        # A policy that hides rows from the owner would make a full table look empty.
+        connection.execute(sa.select(sa.func.set_config("row_security", "off", True)))
+        yield connection
 
 
-def _ddl(text: str, **names: str) -> sa.DDL:
-    """A statement with names put in; they must be quoted already."""
-    return sa.DDL(text, context=names)  # type: ignore[no-untyped-call]
+def _existing(connection: sa.Connection, schema: str, names: Sequence[str]) -> list[str]:
+    inspector = sa.inspect(connection)
+    return [name for name in names if inspector.has_table(name, schema=schema)]
+
+
+def _lock(connection: sa.Connection, schema: str, names: Sequence[str]) -> None:
+    """Keep everybody else out of these tables until the transaction ends."""
+    if names:
+        tables = ", ".join(quoting.Identifier(schema, name).as_string() for name in names)
+        lock = sa.DDL("LOCK TABLE %(tables)s IN ACCESS EXCLUSIVE MODE", context={"tables": tables})  # type: ignore[no-untyped-call]
+        connection.execute(lock)
+
+
+def _one_name(schema: str) -> str:
+    """Alembic takes a dot in a plain str for the one between a database and a schema."""
+    return sa.sql.quoted_name(schema, None)
+
+
+def _count(connection: sa.Connection, schema: str, name: str) -> int:
+    query = sa.select(sa.func.count()).select_from(sa.table(name, schema=schema))
+    return int(connection.execute(query).scalar_one())
 
 
 def _lanes(schema: str) -> Any:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from outbox.errors import ConfigurationError
-from outbox.tables import DEFAULT_LANES
+from outbox.tables import DEFAULT_LANES, MAX_LANES
 from relay.cli.common import failing_clearly, print_json
 from relay.config import load
 
@@ -15,6 +15,8 @@ app = typer.Typer(help="Create, change and check the tables.", no_args_is_help=T
 
 _Url = Annotated[str | None, typer.Option("--database-url", help="OUTBOX_DATABASE_URL")]
 _Schema = Annotated[str | None, typer.Option("--schema", help="OUTBOX_SCHEMA; with --consumer OUTBOX_CONSUMER_SCHEMA")]
+# Text, so that what is no number is refused in one line like any other number that can't be.
+_Lanes = Annotated[str | None, typer.Option("--lanes", metavar="NUMBER", help="Number of lanes, at the first upgrade.")]
 _Consumer = Annotated[bool, typer.Option("--consumer", help="The consumers' tables instead of the outbox's.")]
 
 
@@ -24,7 +26,7 @@ def upgrade(
     database_url: _Url = None,
     schema: _Schema = None,
     consumer: _Consumer = False,
-    lanes: Annotated[int | None, typer.Option(help="Number of lanes, at the first upgrade.")] = None,
+    lanes: _Lanes = None,
 ) -> None:
     """Bring the tables to this version. Safe to run from many pods at once, and again."""
     from relay import db
@@ -34,7 +36,7 @@ def upgrade(
         _refuse_lanes(lanes)
         db.upgrade_consumer(url, name)
     else:
-        db.upgrade(url, name, lanes)
+        db.upgrade(url, name, None if lanes is None else _number(lanes))
     typer.echo(f"schema {name} is up to date")
 
 
@@ -64,13 +66,15 @@ def check(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
 ) -> None:
     """Compare the tables with this version's, CHECKs and generated columns included. Exit status 1 if they differ."""
-    from relay import schema_check
+    from relay import db, schema_check
 
     url, name = _target(database_url, schema, consumer)
     if consumer:
         from spark_jobs.tables import consumer_tables
 
-        differences = schema_check.check_tables(url, name, lambda metadata, at: consumer_tables(metadata, at).all)
+        differences = schema_check.check_tables(
+            url, name, lambda metadata, at: consumer_tables(metadata, at).all, history=db.CONSUMER
+        )
     else:
         differences = schema_check.check(url, name)
     if as_json:
@@ -89,7 +93,7 @@ def check(
 def sql(
     schema: _Schema = None,
     consumer: _Consumer = False,
-    lanes: Annotated[int | None, typer.Option(help="Number of lanes.")] = None,
+    lanes: _Lanes = None,
     start: Annotated[str | None, typer.Option("--from", help="Only what comes after this revision.")] = None,
     end: Annotated[str, typer.Option("--to", help="Up to this revision.")] = "head",
 ) -> None:
@@ -99,15 +103,17 @@ def sql(
     settings = load()
     if consumer:
         _refuse_lanes(lanes)
-        typer.echo(db.sql(schema or settings.consumer_schema, start=start, end=end, history=db.CONSUMER))
+        name = settings.consumer_schema if schema is None else schema
+        typer.echo(db.sql(name, start=start, end=end, history=db.CONSUMER))
     else:
-        typer.echo(db.sql(schema or settings.db_schema, lanes or DEFAULT_LANES, start, end))
+        name = settings.db_schema if schema is None else schema
+        typer.echo(db.sql(name, DEFAULT_LANES if lanes is None else _number(lanes), start, end))
 
 
 @app.command()
 @failing_clearly
 def lanes(
-    number: Annotated[int, typer.Argument(min=1, max=256, help="How many lanes there shall be.")],
+    number: Annotated[str, typer.Argument(help="How many lanes there shall be: 1 to 256.")],
     database_url: _Url = None,
     schema: _Schema = None,
 ) -> None:
@@ -115,16 +121,24 @@ def lanes(
     from relay import db
 
     url, name = _target(database_url, schema, consumer=False)
-    db.change_lanes(url, number, name)
-    typer.echo(f"schema {name} has {number} lanes")
+    wanted = _number(number)
+    db.change_lanes(url, wanted, name)
+    typer.echo(f"schema {name} has {wanted} lanes")
 
 
 def _target(database_url: str | None, schema: str | None, consumer: bool) -> tuple[str, str]:
     settings = load(database_url=database_url)
     default = settings.consumer_schema if consumer else settings.db_schema
-    return settings.require_database(), schema or default
+    return settings.require_database(), default if schema is None else schema
 
 
-def _refuse_lanes(lanes: int | None) -> None:
+def _number(lanes: str) -> int:
+    try:
+        return int(lanes)
+    except ValueError:
+        raise ConfigurationError(f"lanes must be a number from 1 to {MAX_LANES}, not {lanes!r}") from None
+
+
+def _refuse_lanes(lanes: str | None) -> None:
     if lanes is not None:
         raise ConfigurationError("--lanes is for the outbox; the consumers' tables have none")

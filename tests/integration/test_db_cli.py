@@ -1,0 +1,193 @@
+"""``outbox db …`` with arguments and databases that can't be right: one line, an exit status, never a traceback."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+from psycopg import sql
+from typer.testing import CliRunner
+
+from outbox import ConfigurationError
+from relay import db, schema_check
+from relay.cli.app import app
+
+NOWHERE = "postgresql://127.0.0.1:1/x"
+LONG = "é" * 32  # 32 characters, 64 bytes
+WITH_DATABASE = (("upgrade",), ("downgrade", "base"), ("check",), ("lanes", "2"))
+
+
+@pytest.fixture
+def empty(outbox_postgres_server):
+    """The URL of a database with nothing in it."""
+    from outbox.testing.fixtures import token
+
+    name = f"empty_{token()}"
+    yield outbox_postgres_server.create_database(name)
+    outbox_postgres_server.drop_database(name)
+
+
+def refused(*arguments: str, url: str = NOWHERE, schema: str | None = None) -> tuple[int, str]:
+    """Run a command that must fail; give its exit status and its one line."""
+    environment = {"OUTBOX_DATABASE_URL": url} | ({} if schema is None else {"OUTBOX_SCHEMA": schema})
+    done = CliRunner().invoke(app, ["db", *arguments], env=environment)
+    assert isinstance(done.exception, SystemExit), (done.exception, done.output)
+    assert done.stdout == ""
+    assert done.stderr.startswith("outbox: ")
+    assert done.stderr.count("\n") == 1, done.stderr
+    return done.exit_code, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (("downgrade", "nope"), "no revision 'nope' here; choose from base, outbox_0001"),
+        (("downgrade", ""), "no revision ''"),
+        (("downgrade", "head"), "no revision 'head'"),
+        (("downgrade", "consumer_0001"), "no revision 'consumer_0001'"),
+        (("downgrade", "outbox_0001", "--consumer"), "no revision 'outbox_0001'"),
+        (("sql", "--from", "nope"), "no revision 'nope'"),
+        (("sql", "--from", ""), "no revision ''"),
+        (("sql", "--to", "nope"), "no revision 'nope'"),
+        (("sql", "--to", ""), "no revision ''"),
+        (("sql", "--to", "base"), "no revision 'base'"),
+        (("sql", "--to", "outbox_0001:head"), "no revision 'outbox_0001:head'"),
+        (("sql", "--consumer", "--to", "outbox_0001"), "no revision 'outbox_0001'"),
+        *(
+            ((*command, *option, number), "lanes must be")
+            for command, option in ((("upgrade",), ("--lanes",)), (("sql",), ("--lanes",)), (("lanes",), ("--",)))
+            for number in ("0", "-1", "257", "abc", "", "9" * 5000)
+        ),
+        (("upgrade", "--consumer", "--lanes", "2"), "--lanes is for the outbox"),
+        (("sql", "--consumer", "--lanes", "x"), "--lanes is for the outbox"),
+    ],
+)
+def test_arguments_that_cannot_be_are_refused_before_the_database_is_asked(arguments, shown):
+    status, line = refused(*arguments)
+    assert (status, shown in line) == (2, True), line
+
+
+def test_a_step_backwards_is_no_upgrade(monkeypatch):
+    monkeypatch.setattr(db, "revisions", lambda history=db.OUTBOX: ["outbox_0001", "outbox_0002"])
+    status, line = refused("sql", "--from", "outbox_0002", "--to", "outbox_0001")
+    assert (status, "outbox_0002, comes after outbox_0001" in line) == (2, True), line
+
+
+@pytest.mark.parametrize("command", [*WITH_DATABASE, ("sql",)])
+@pytest.mark.parametrize("schema", ["", LONG, "x" * 64, "pg_mine", "information_schema", "\udcff"])
+def test_schemas_that_cannot_be(command, schema):
+    status, line = refused(*command, "--schema", schema)
+    assert (status, "schema" in line) == (2, True), line
+    if command[0] != "lanes":
+        assert refused(*command, "--consumer", "--schema", schema)[0] == 2
+
+
+@pytest.mark.parametrize("schema", ["", LONG, "pg_mine"])
+def test_schemas_that_cannot_be_from_the_environment(schema):
+    assert refused("sql", schema=schema)[0] == 2
+    assert refused("upgrade", schema=schema)[0] == 2
+
+
+@pytest.mark.parametrize("call", [db.upgrade, db.upgrade_consumer, db.downgrade, schema_check.check])
+def test_no_command_line_can_hold_a_nul_but_a_file_can(call):
+    with pytest.raises(ConfigurationError, match="can't be called"):
+        call(NOWHERE, "a\0b")
+    with pytest.raises(ConfigurationError, match="can't be called"):
+        db.sql("a\0b")
+
+
+@pytest.mark.parametrize("command", WITH_DATABASE)
+@pytest.mark.parametrize(
+    "url",
+    [
+        "mysql://h/x",
+        "nope",
+        "",
+        "postgresql://h:abc/x",
+        "postgresql://h:99999/x",
+        "postgresql://h:0/x",
+        "postgresql://[::1/x",
+        "postgresql://user:secret@[::1]x/x",
+        "postgresql://h/%zz",
+        "postgresql:///x?foo=bar",
+        "postgresql://h/\udcff",
+    ],
+)
+def test_urls_that_cannot_be_read(command, url):
+    status, line = refused(*command, "--database-url", url)
+    assert (status, "URL" in line, "secret" in line) == (2, True, False), line
+
+
+@pytest.mark.parametrize("command", WITH_DATABASE)
+@pytest.mark.parametrize(
+    "url",
+    [
+        NOWHERE,
+        "postgresql://127.0.0.1:1,127.0.0.1:2/x",
+        "postgresql:///x?host=/nonexistent",
+        f"postgresql://{'a' * 70}.example/x",
+        "postgresql://127.0.0.1:1/x?service=none",
+    ],
+)
+def test_databases_out_of_reach(command, url):
+    status, line = refused(*command, "--database-url", url)
+    assert (status, "see that the server runs" in line) == (1, True), line
+
+
+@pytest.mark.parametrize("command", WITH_DATABASE)
+def test_a_database_or_role_that_is_not_there(command, empty):
+    status, line = refused(*command, url=f"{empty}_not")
+    assert (status, "does not exist" in line, "OUTBOX_DATABASE_URL" in line) == (1, True, True), line
+    status, line = refused(*command, url=empty.replace("postgres@", "nobody_here@"))
+    assert (status, "nobody_here" in line, "OUTBOX_DATABASE_URL" in line) == (1, True, True), line
+
+
+def test_a_schema_that_was_never_made(empty):
+    status, line = refused("downgrade", "base", "--schema", "typo", url=empty)
+    assert (status, "no table typo.alembic_version" in line) == (1, True), line
+    status, line = refused("lanes", "2", "--schema", "typo", url=empty)
+    assert (status, "outbox db upgrade" in line) == (1, True), line
+    with psycopg.connect(empty) as connection:
+        assert connection.execute("SELECT 1 FROM pg_namespace WHERE nspname = 'typo'").fetchall() == []
+
+
+def test_a_downgrade_goes_back_only(outbox_postgres, monkeypatch):
+    monkeypatch.setattr(db, "revisions", lambda history=db.OUTBOX: ["outbox_0001", "outbox_0002", "outbox_0003"])
+    with outbox_postgres.connect() as connection:
+        connection.execute("UPDATE outbox.alembic_version SET version_num = 'outbox_0001'")
+    status, line = refused("downgrade", "outbox_0003", url=outbox_postgres.url)
+    assert (status, "is at outbox_0001 already" in line) == (1, True), line
+
+
+@pytest.mark.parametrize("command", [("upgrade",), ("downgrade", "base")])
+def test_tables_of_a_later_version(outbox_postgres, command):
+    with outbox_postgres.connect() as connection:
+        connection.execute("UPDATE outbox.alembic_version SET version_num = 'outbox_9999'")
+    status, line = refused(*command, url=outbox_postgres.url)
+    assert (status, "'outbox_9999', which this version does not have" in line) == (1, True), line
+
+
+def test_tables_that_another_history_made(outbox_postgres):
+    with outbox_postgres.connect() as connection:
+        connection.execute("DROP TABLE outbox.alembic_version")
+    status, line = refused("upgrade", url=outbox_postgres.url)
+    assert (status, "go on with the migrations that did" in line) == (1, True), line
+
+
+def test_a_role_without_rights(outbox_postgres):
+    role = f"nothing_{outbox_postgres.name}"
+    url = outbox_postgres.url.replace("postgres@", f"{role}@")
+    with outbox_postgres.connect(autocommit=True) as admin:
+        admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)))
+        try:
+            for command in (*WITH_DATABASE, ("upgrade", "--schema", "other")):
+                status, line = refused(*command, url=url)
+                assert (status, "permission denied" in line, "use the role that owns" in line) == (1, True, True), line
+        finally:
+            admin.execute(sql.SQL("DROP ROLE {}").format(sql.Identifier(role)))
+
+
+def test_a_connection_that_may_only_read(outbox_postgres):
+    url = f"{outbox_postgres.url}?options=-cdefault_transaction_read_only%3Don"
+    for command in (("downgrade", "base"), ("check",), ("lanes", "2"), ("upgrade", "--schema", "other")):
+        status, line = refused(*command, url=url)
+        assert (status, "use the primary server" in line) == (1, True), line
