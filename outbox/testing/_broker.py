@@ -47,11 +47,12 @@ _JVM: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A node's number and its two ports on 127.0.0.1."""
+    """A node's number and its ports on 127.0.0.1. proxied_port: the listener behind a proxy, if there is one."""
 
     number: int
     port: int
     controller_port: int
+    proxied_port: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -376,9 +376,12 @@ class PrivateKafka:
     def __init__(self) -> None:
         self._opened = contextlib.ExitStack()
 
-    def __call__(self, brokers: int = 1, settings: Mapping[str, str] | None = None) -> KafkaCluster:
-        """Start a cluster of 1 or 3 brokers; settings as in server.properties."""
-        return self._opened.enter_context(KafkaCluster(brokers=brokers, settings=settings))
+    def __call__(
+        self, brokers: int = 1, settings: Mapping[str, str] | None = None, advertised_port: int | None = None
+    ) -> KafkaCluster:
+        """Start a cluster of 1 or 3 brokers; settings as in server.properties, advertised_port of a proxy before it."""
+        cluster = KafkaCluster(brokers=brokers, settings=settings, advertised_port=advertised_port)
+        return self._opened.enter_context(cluster)
 
     def topics(self, cluster: KafkaCluster) -> Topics:
         """Give helpers to create and read topics of such a cluster. Nothing is deleted: the cluster goes as a whole."""

@@ -44,6 +44,10 @@ class KafkaCluster:
     heap       of each broker, as -Xmx takes it.
     detached   the brokers outlive this process, and ``start`` finds those that already run on data_dir. Otherwise they
                end when this process does, even by kill -9.
+    advertised_port   of a proxy on 127.0.0.1 that tests put between clients and the broker. The broker gets one more
+               listener, ``proxied_port``, which tells its clients to come to advertised_port; the proxy forwards to
+               it. ``bootstrap_servers`` stays the way past the proxy, and the broker's own traffic goes that way too.
+               For one broker in a temporary directory.
     """
 
     def __init__(
@@ -54,9 +58,12 @@ class KafkaCluster:
         settings: Mapping[str, str] | None = None,
         heap: str = "512m",
         detached: bool = False,
+        advertised_port: int | None = None,
     ) -> None:
         if brokers not in {None, 1, 3}:
             raise ServiceError(f"a Kafka cluster here has 1 broker or 3, not {brokers}")
+        if advertised_port is not None and (brokers == 3 or data_dir is not None):
+            raise ServiceError("a Kafka behind a proxy has one broker, in a temporary directory: leave out the others")
         self._temporary = data_dir is None
         if data_dir is None:
             if detached:
@@ -70,6 +77,7 @@ class KafkaCluster:
         self._settings = dict(settings or {})
         self._heap = heap
         self._detached = detached
+        self._advertised_port = advertised_port
         self._brokers: list[Broker] = []
         self._cluster_id = ""
         self._found_runtime: Runtime | None = None
@@ -80,6 +88,14 @@ class KafkaCluster:
         if not self._brokers:
             raise ServiceError("this Kafka was never started, so it has no ports yet; call start()")
         return ",".join(f"{_HOST}:{broker.node.port}" for broker in self._brokers)
+
+    @property
+    def proxied_port(self) -> int:
+        """The port to which the proxy at advertised_port forwards. Raises ServiceError where there is none (yet)."""
+        port = self._brokers[0].node.proxied_port if self._brokers else None
+        if port is None:
+            raise ServiceError("this Kafka has no listener behind a proxy; give advertised_port, and start it")
+        return port
 
     @property
     def brokers(self) -> int:
@@ -235,8 +251,11 @@ class KafkaCluster:
     def _invent(self) -> None:
         """Make up a new cluster on free ports."""
         size = self._wanted_size or 1
-        ports = free_ports(2 * size)
-        nodes = [Node(index + 1, ports[2 * index], ports[2 * index + 1]) for index in range(size)]
+        if self._advertised_port is None:
+            ports = free_ports(2 * size)
+            nodes = [Node(index + 1, ports[2 * index], ports[2 * index + 1]) for index in range(size)]
+        else:
+            nodes = [Node(1, *free_ports(3))]
         cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
         if cluster_id.startswith("-"):  # the format tool would take it for an option
             cluster_id = "A" + cluster_id[1:]
@@ -269,15 +288,19 @@ class KafkaCluster:
         voters = ",".join(f"{b.node.number}@{_HOST}:{b.node.controller_port}" for b in self._brokers)
         replicas = str(len(self._brokers))
         in_sync = "1" if len(self._brokers) == 1 else "2"
+        listeners = advertised = f"PLAINTEXT://{_HOST}:{node.port}"
+        if node.proxied_port is not None:
+            listeners += f",PROXIED://{_HOST}:{node.proxied_port}"
+            advertised += f",PROXIED://{_HOST}:{self._advertised_port}"
         return {
             "process.roles": "broker,controller",
             "node.id": str(node.number),
             "controller.quorum.voters": voters,
             "controller.listener.names": "CONTROLLER",
-            "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,CONTROLLER:PLAINTEXT",
+            "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,PROXIED:PLAINTEXT,CONTROLLER:PLAINTEXT",
             "inter.broker.listener.name": "PLAINTEXT",
-            "listeners": f"PLAINTEXT://{_HOST}:{node.port},CONTROLLER://{_HOST}:{node.controller_port}",
-            "advertised.listeners": f"PLAINTEXT://{_HOST}:{node.port}",
+            "listeners": f"{listeners},CONTROLLER://{_HOST}:{node.controller_port}",
+            "advertised.listeners": advertised,
             "auto.create.topics.enable": "false",
             "num.partitions": "4",
             "default.replication.factor": replicas,
@@ -328,8 +351,8 @@ class KafkaCluster:
 
     def _check_ports(self, brokers: list[Broker]) -> None:
         for broker in brokers:
-            for port in (broker.node.port, broker.node.controller_port):
-                if listening(port):
+            for port in (broker.node.port, broker.node.controller_port, broker.node.proxied_port):
+                if port is not None and listening(port):
                     raise PortTaken(
                         f"another process listens on port {port}, which belongs to broker {broker.node.number} of the "
                         f"Kafka in {self.data_dir}; end that process, or remove the directory to start anew"

@@ -1,0 +1,415 @@
+"""The proxies: bytes both ways, and what a Kafka client makes of requests and answers that are lost or late."""
+
+from __future__ import annotations
+
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException, Message, Producer
+from proxy import (
+    ADD_PARTITIONS_TO_TXN,
+    END_TXN,
+    INIT_PRODUCER_ID,
+    PRODUCE,
+    Fired,
+    KafkaProxy,
+    TcpProxy,
+    delay_request,
+    delay_response,
+    drop_request,
+    drop_response,
+    duplicate_request,
+)
+
+from outbox.testing._ports import free_ports
+from outbox.testing.errors import ServiceError
+from outbox.testing.fixtures import Topics, token
+from outbox.testing.kafka import KafkaCluster
+
+# -- bytes
+
+
+@pytest.fixture
+def echo() -> Iterator[int]:
+    """The port of a server that sends back what it gets, in capitals."""
+
+    def serve(connection: socket.socket) -> None:
+        with connection:
+            while data := connection.recv(1000):
+                connection.sendall(data.upper())
+
+    def accept() -> None:
+        while True:
+            connection, _ = listener.accept()
+            if done.is_set():
+                connection.close()
+                return
+            threads.append(threading.Thread(target=serve, args=(connection,)))
+            threads[-1].start()
+
+    done = threading.Event()
+    threads: list[threading.Thread] = []
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        acceptor = threading.Thread(target=accept)
+        acceptor.start()
+        yield listener.getsockname()[1]
+        done.set()
+        socket.create_connection(listener.getsockname()).close()
+        for thread in (acceptor, *threads):
+            thread.join()
+
+
+def connect(proxy: TcpProxy) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", proxy.port), timeout=5)
+
+
+def ask(client: socket.socket, text: bytes) -> bytes:
+    client.sendall(text)
+    answer = b""
+    while len(answer) < len(text):
+        more = client.recv(1000)
+        if not more:
+            break
+        answer += more
+    return answer
+
+
+def is_closed(client: socket.socket) -> bool:
+    try:
+        return client.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_bytes_go_both_ways_and_the_ports_stay_over_stop_and_start(echo: int) -> None:
+    with TcpProxy("127.0.0.1", echo) as proxy:
+        with connect(proxy) as one, connect(proxy) as two:
+            assert ask(one, b"a" * 500) == b"A" * 500
+            assert ask(two, b"b") == b"B"
+            proxy.stop()
+            assert is_closed(one)
+            assert is_closed(two)
+        with pytest.raises(ConnectionRefusedError):
+            connect(proxy)
+        proxy.stop()
+        proxy.start()
+        with connect(proxy) as three, connect(proxy) as four:
+            assert ask(three, b"c") == b"C"
+            assert ask(four, b"d") == b"D"
+            proxy.cut()
+            assert proxy.connections == 0
+            assert is_closed(three)
+            assert is_closed(four)
+        with connect(proxy) as five:
+            assert ask(five, b"e") == b"E"
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("proxy-")]
+    with pytest.raises(ConnectionRefusedError):
+        connect(proxy)
+
+
+def test_a_target_that_is_away_closes_the_client() -> None:
+    with TcpProxy("127.0.0.1", free_ports(1)[0]) as proxy, connect(proxy) as client:
+        assert is_closed(client)
+
+
+def test_a_black_hole_swallows_and_closes_what_lost_something(echo: int) -> None:
+    with TcpProxy("127.0.0.1", echo) as proxy, connect(proxy) as busy, connect(proxy) as idle:
+        assert ask(busy, b"a") == b"A"
+        assert ask(idle, b"a") == b"A"
+        proxy.blackhole()
+        with connect(proxy) as new:
+            for client in (busy, new):
+                client.sendall(b"x")
+                client.settimeout(0.2)
+                with pytest.raises(TimeoutError):
+                    client.recv(1)
+                client.settimeout(5)
+            proxy.heal()
+            assert is_closed(busy)
+            assert is_closed(new)
+        assert ask(idle, b"b") == b"B"
+        with connect(proxy) as new:
+            assert ask(new, b"c") == b"C"
+
+
+# -- Kafka
+
+
+@dataclass(frozen=True)
+class Proxied:
+    kafka: KafkaCluster
+    proxy: KafkaProxy
+
+
+@pytest.fixture(scope="module")
+def proxied() -> Iterator[Proxied]:
+    """A broker whose clients come through a proxy."""
+    (port,) = free_ports(1)
+    with (
+        KafkaCluster(advertised_port=port) as kafka,
+        KafkaProxy("127.0.0.1", kafka.proxied_port, port) as proxy,
+    ):
+        yield Proxied(kafka, proxy)
+
+
+@pytest.fixture
+def topics(proxied: Proxied) -> Topics:
+    """Past the proxy."""
+    return Topics(proxied.kafka.bootstrap_servers)
+
+
+@pytest.fixture
+def proxy(proxied: Proxied) -> Iterator[KafkaProxy]:
+    yield proxied.proxy
+    proxied.proxy.clear()
+    # Connections that a test broke, and what it held, are not the next one's.
+    proxied.proxy.stop()
+    proxied.proxy.start()
+
+
+def transactional(proxy: KafkaProxy, transactional_id: str | None = None, **options: object) -> Producer:
+    producer = Producer(
+        {
+            "bootstrap.servers": proxy.address,
+            "transactional.id": transactional_id or f"t-{token()}",
+            "linger.ms": 0,
+            "log_level": 0,
+            **options,
+        }
+    )
+    producer.init_transactions(30)
+    return producer
+
+
+def send(producer: Producer, topic: str, *values: bytes, partition: int = 0) -> None:
+    """Send and wait for the broker's answers."""
+    for value in values:
+        producer.produce(topic, value, partition=partition)
+    assert producer.flush(30) == 0
+
+
+def values(messages: list[Message]) -> list[bytes | None]:
+    return [message.value() for message in messages]
+
+
+def end_txn_error(fired: Fired) -> int:
+    """The error code in the broker's answer to an EndTxn."""
+    assert fired.api_key == END_TXN
+    assert fired.response is not None
+    # Correlation id, from version 3 on an empty set of tagged fields, throttle time, error code.
+    (code,) = struct.unpack_from(">h", fired.response, 9 if fired.api_version >= 3 else 8)
+    return int(code)
+
+
+def late_commit(proxy: KafkaProxy, producer: Producer, topic: str) -> None:
+    """Commit a transaction of one message, where the first EndTxn is held on the way and the client's retry goes well.
+
+    It looks like any other commit to the caller: no error.
+    """
+    producer.begin_transaction()
+    send(producer, topic, b"one")
+    proxy.on(END_TXN, delay_request())
+    producer.commit_transaction(30)
+
+
+def test_an_advertised_port_is_for_one_temporary_broker(tmp_path) -> None:
+    for arguments in ({"brokers": 3}, {"data_dir": tmp_path}):
+        with pytest.raises(ServiceError, match="behind a proxy"):
+            KafkaCluster(advertised_port=1, **arguments)
+    with pytest.raises(ServiceError, match="give advertised_port"):
+        _ = KafkaCluster(advertised_port=1).proxied_port
+
+
+def test_clients_are_led_to_the_proxy_and_transactions_pass(proxy, proxied, topics) -> None:
+    topic = topics.create_topic(topics.name("plain"))
+    before = {key: proxy.seen(key) for key in (INIT_PRODUCER_ID, ADD_PARTITIONS_TO_TXN, PRODUCE, END_TXN)}
+    fired = len(proxy.fired)
+    producer = transactional(proxy)
+    assert [broker.port for broker in producer.list_topics(timeout=10).brokers.values()] == [proxy.port]
+    for value in (b"1", b"2", b"3"):
+        producer.begin_transaction()
+        send(producer, topic, value)
+        producer.commit_transaction(30)
+    producer.begin_transaction()
+    send(producer, topic, b"4")
+    producer.abort_transaction(30)
+    assert values(topics.consume(topic)) == [b"1", b"2", b"3"]
+    seen = {key: proxy.seen(key) - before[key] for key in before}
+    assert (seen[PRODUCE], seen[END_TXN]) == (4, 4)
+    # These are sent again while the coordinator loads, or still ends the transaction before.
+    assert seen[INIT_PRODUCER_ID] >= 1
+    assert seen[ADD_PARTITIONS_TO_TXN] >= 4
+    assert len(proxy.fired) == fired
+    assert not proxied.kafka.bootstrap_servers.endswith(str(proxy.port))
+
+
+@pytest.mark.parametrize("backoff", [100, 1000])
+@pytest.mark.parametrize("action", [drop_request, drop_response], ids=lambda action: action.name)
+def test_a_commit_outlives_the_loss_of_its_request_or_answer_and_takes_the_retrys_time(
+    proxy, topics, action, backoff
+) -> None:
+    """librdkafka sends EndTxn again, after retry.backoff.ms with 20 % of jitter either way: never before 80 % of it."""
+    topic = topics.create_topic(topics.name("lost"))
+    producer = transactional(proxy, **{"retry.backoff.ms": backoff})
+    producer.begin_transaction()
+    send(producer, topic, b"1")
+    seen = proxy.seen(END_TXN)
+    proxy.on(END_TXN, action)
+    start = time.monotonic()
+    producer.commit_transaction(30)
+    assert time.monotonic() - start >= 0.8 * backoff / 1000
+    proxy.wait_seen(END_TXN, seen + 2, timeout=0)
+    proxy.wait_done()
+    assert proxy.fired[-1].action == action
+    if action == drop_response:
+        assert end_txn_error(proxy.fired[-1]) == 0
+    else:
+        assert proxy.fired[-1].response is None
+    assert values(topics.consume(topic)) == [b"1"]
+
+
+def test_skip_lets_requests_pass_and_rules_follow_each_other(proxy, topics) -> None:
+    topic = topics.create_topic(topics.name("rules"))
+    producer = transactional(proxy)
+    proxy.on(END_TXN, drop_request, skip=1)
+    proxy.on(END_TXN, drop_response)
+    first, sent = len(proxy.fired), []
+    for value in (b"1", b"2", b"3"):
+        producer.begin_transaction()
+        send(producer, topic, value)
+        before = proxy.seen(END_TXN)
+        producer.commit_transaction(30)
+        sent.append(proxy.seen(END_TXN) - before)
+    assert sent == [1, 3, 1]
+    assert [fired.action for fired in proxy.fired[first:]] == [drop_request, drop_response]
+    with pytest.raises(AssertionError, match="requests of API key 26"):
+        proxy.wait_seen(END_TXN, proxy.seen(END_TXN) + 1, timeout=0.01)
+
+
+def test_a_late_commit_ends_the_next_transaction_of_a_producer_that_is_used_again(proxy, topics) -> None:
+    """The hazard. librdkafka keeps its producer epoch from one transaction to the next, so the broker takes the late
+    EndTxn for the end of the transaction that is open now: its first half is committed, its second half refused."""
+    topic = topics.create_topic(topics.name("hazard"))
+    producer = transactional(proxy)
+    late_commit(proxy, producer, topic)
+    producer.begin_transaction()
+    send(producer, topic, b"two-a")
+    (late,) = proxy.release()
+    assert end_txn_error(late) == 0
+    assert values(topics.consume(topic)) == [b"one", b"two-a"]
+    # The partition is not part of a transaction any more, and the client does not add it twice.
+    send(producer, topic, b"two-b")
+    with pytest.raises(KafkaException) as failure:
+        producer.commit_transaction(30)
+    assert failure.value.args[0].code() == KafkaError.INVALID_TXN_STATE
+    assert values(topics.consume(topic)) == [b"one", b"two-a"]
+
+
+def test_a_late_commit_can_tear_a_transaction_without_any_error(proxy, topics) -> None:
+    """The worse hazard: a partition that is new to the transaction after its early end begins another one. Here the
+    caller aborts, and is told that all went well; with a commit, too, half of it stood there early."""
+    topic = topics.create_topic(topics.name("silent"), partitions=2)
+    producer = transactional(proxy)
+    late_commit(proxy, producer, topic)
+    producer.begin_transaction()
+    send(producer, topic, b"two-a")
+    proxy.release()
+    send(producer, topic, b"two-b", partition=1)
+    producer.abort_transaction(30)
+    assert values(topics.consume(topic)) == [b"one", b"two-a"]
+
+
+def test_a_late_commit_does_nothing_to_a_new_producer_of_the_same_name(proxy, topics) -> None:
+    """init_transactions raises the epoch, and the broker refuses the late EndTxn, whose epoch is the old one."""
+    topic = topics.create_topic(topics.name("safe"))
+    name = f"t-{token()}"
+    late_commit(proxy, transactional(proxy, name), topic)
+    producer = transactional(proxy, name)
+    producer.begin_transaction()
+    send(producer, topic, b"two-a")
+    (late,) = proxy.release()
+    assert end_txn_error(late) == KafkaError.INVALID_PRODUCER_EPOCH
+    assert values(topics.consume(topic)) == [b"one"]
+    send(producer, topic, b"two-b")
+    producer.commit_transaction(30)
+    assert values(topics.consume(topic)) == [b"one", b"two-a", b"two-b"]
+
+
+def test_a_request_that_is_late_by_some_seconds_needs_no_release(proxy, topics) -> None:
+    topic = topics.create_topic(topics.name("timed"))
+    producer = transactional(proxy)
+    producer.begin_transaction()
+    send(producer, topic, b"1")
+    proxy.on(END_TXN, delay_request(0.5))
+    producer.commit_transaction(30)
+    proxy.wait_done()
+    assert proxy.release() == []
+    # The transaction was complete already: to say so again is no error.
+    assert end_txn_error(proxy.fired[-1]) == 0
+
+
+def test_an_answer_that_is_late_is_waited_for(proxy, topics) -> None:
+    topic = topics.create_topic(topics.name("patience"))
+    producer = transactional(proxy)
+    for action, seconds in ((delay_response(0.5), 0.5), (delay_response(), 0.3)):
+        producer.begin_transaction()
+        send(producer, topic, b"1")
+        seen = proxy.seen(END_TXN)
+        proxy.on(END_TXN, action)
+        timer = threading.Timer(0.3, proxy.release)
+        if action.seconds is None:
+            timer.start()
+        start = time.monotonic()
+        producer.commit_transaction(30)
+        assert time.monotonic() - start >= seconds
+        assert proxy.seen(END_TXN) == seen + 1
+        if action.seconds is None:
+            timer.join()
+
+
+def test_an_idempotent_producers_request_that_comes_twice_is_written_once(proxy, topics) -> None:
+    topic = topics.create_topic(topics.name("twice"))
+    producer = Producer(
+        {"bootstrap.servers": proxy.address, "enable.idempotence": True, "linger.ms": 0, "log_level": 0}
+    )
+    send(producer, topic, b"0")
+    proxy.on(PRODUCE, duplicate_request, times=3)
+    first = len(proxy.fired)
+    for number in range(1, 6):
+        send(producer, topic, str(number).encode())
+    proxy.wait_done()
+    fired = proxy.fired[first:]
+    assert [entry.action for entry in fired] == [duplicate_request] * 3
+    assert all(entry.response is not None for entry in fired)
+    assert values(topics.consume(topic)) == [str(number).encode() for number in range(6)]
+
+
+def test_messages_wait_while_nothing_comes_through_and_arrive_after(proxy, topics) -> None:
+    topic = topics.create_topic(topics.name("hole"))
+    producer = Producer({"bootstrap.servers": proxy.address, "acks": "all", "linger.ms": 0, "log_level": 0})
+    send(producer, topic, b"1")
+    proxy.blackhole()
+    try:
+        producer.produce(topic, b"2")
+        assert producer.flush(0.5) == 1
+    finally:
+        proxy.heal()
+    assert producer.flush(30) == 0
+    assert values(topics.consume(topic)) == [b"1", b"2"]
+
+
+def test_stopping_gives_up_what_is_held(proxy, topics) -> None:
+    topic = topics.create_topic(topics.name("held"))
+    late_commit(proxy, transactional(proxy), topic)
+    held = proxy.fired[-1]
+    proxy.cut()
+    assert not held.done
+    proxy.stop()
+    assert held.done
+    assert held.response is None
+    assert proxy.connections == 0
