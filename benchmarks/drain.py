@@ -26,9 +26,11 @@ from outbox.testing.kafka import KafkaCluster
 from outbox.testing.postgres import PostgresServer
 from relay.config import load, producer_options
 from relay.database import Connector
+from relay.failures import FailurePolicy, Failures
 from relay.lanes import Lease
 from relay.polling import PollingSource
-from relay.publisher import message_headers
+from relay.routing import Router
+from relay.sending import message_headers
 
 KEYS = 5_000
 INSERT = """
@@ -47,7 +49,8 @@ def bare(url: str, kafka: str, topic: str, rows: int) -> float:
     """Produce the backlog's messages from memory; give the seconds from the first to the last acknowledgement."""
     messages: list[tuple[str, bytes | None, Any]] = []
     for lane in range(4):
-        source = PollingSource(Connector(url, "bench"), "outbox", Lease(lane, 0, 60.0, 0.0))
+        failures = Failures("outbox", FailurePolicy(), Router())
+        source = PollingSource(Connector(url, "bench"), "outbox", Lease(lane, 0, 60.0, 0.0), failures)
         messages.extend((c.aggregate_id, c.value, message_headers(c, "/outbox")) for c in source.fetch(rows))
         source.close()
     assert len(messages) == rows

@@ -47,6 +47,15 @@ IDEMPOTENCY_KEY: Final = "idempotency-key"
 RESERVED_HEADERS: Final = frozenset({ID, EVENT_TYPE, AGGREGATE_TYPE, IDEMPOTENCY_KEY})
 """Names the relay sets on every message; so is every name that starts with ``ce_``. An event can't bring its own."""
 
+DEAD_LETTER: Final = "outbox-dead-letter"
+"""On a copy in a dead-letter topic: why the event could not be published."""
+ATTEMPTS: Final = "outbox-attempts"
+"""On a copy in a dead-letter topic: how often it was tried."""
+PAYLOAD_OMITTED: Final = "outbox-payload-omitted"
+"""On a copy in a dead-letter topic that would have been too large with its payload."""
+REPLAY: Final = "outbox-replay"
+"""On an event that `outbox replay` sends once more: when the replay was asked for."""
+
 _HEADER_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 

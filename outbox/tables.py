@@ -10,7 +10,7 @@ CHECK constraints repeat what the writer refuses, for the same reason.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy.dialects import postgresql as pg
@@ -50,11 +50,25 @@ class OutboxTables:
     events: sa.Table
     lanes: sa.Table
     relays: sa.Table
+    failures: sa.Table
+    dead_letters: sa.Table
+    published: sa.Table
+    published_default: sa.Table
+    audit: sa.Table
 
     @property
     def all(self) -> tuple[sa.Table, ...]:
         """Every table, in the order in which they can be created."""
-        return (self.events, self.lanes, self.relays)
+        return (
+            self.events,
+            self.lanes,
+            self.relays,
+            self.failures,
+            self.dead_letters,
+            self.published,
+            self.published_default,
+            self.audit,
+        )
 
 
 def lane_expression(lanes: int) -> str:
@@ -116,7 +130,8 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("lane", sa.SmallInteger, nullable=False, autoincrement=False),
         sa.Column("owner", sa.Text),
         sa.Column("epoch", sa.BigInteger, nullable=False, server_default=sa.text("0")),
-        sa.Column("last_batch", sa.BigInteger, nullable=False, server_default=sa.text("0")),
+        # The last batch that exactly-once delivery settled here; NULL before the first one.
+        sa.Column("last_batch", sa.BigInteger),
         sa.Column(
             "lease_until",
             sa.DateTime(timezone=True),
@@ -142,4 +157,118 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         schema=schema,
         comment="Relays that are running or ran lately; lanes are shared out evenly among the living.",
     )
-    return OutboxTables(events=events, lanes=lanes_table, relays=relays)
+    failures = sa.Table(
+        "failures",
+        metadata,
+        sa.Column("lane", sa.SmallInteger, nullable=False),
+        sa.Column("id", sa.BigInteger, nullable=False),
+        sa.Column("event_id", pg.UUID(as_uuid=True), nullable=False),
+        sa.Column("aggregate_type", sa.Text, nullable=False),
+        sa.Column("aggregate_id", sa.Text, nullable=False),
+        sa.Column("blocks", sa.Boolean, nullable=False),
+        sa.Column("attempts", sa.Integer, nullable=False),
+        sa.Column("last_error", sa.Text, nullable=False),
+        sa.Column("first_failed_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("last_failed_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("next_attempt_at", sa.DateTime(timezone=True), nullable=False),
+        sa.PrimaryKeyConstraint("lane", "id", name="failures_pkey"),
+        sa.CheckConstraint("attempts >= 0", name="failures_attempts"),
+        sa.Index("failures_key", "lane", "aggregate_type", "aggregate_id"),
+        schema=schema,
+        comment="Events that could not be published as they are, and whose key waits. infinity: waits for a person.",
+    )
+    dead_letters = sa.Table(
+        "dead_letters",
+        metadata,
+        *_event_columns(),
+        sa.Column("attempts", sa.Integer, nullable=False),
+        sa.Column("last_error", sa.Text, nullable=False),
+        sa.Column("first_failed_at", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("dead_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.PrimaryKeyConstraint("lane", "id", name="dead_letters_pkey"),
+        sa.Index("dead_letters_event_id", "event_id"),
+        schema=schema,
+        comment="Events that failed for good, whole. They wait for `outbox failures retry` or `discard`.",
+    )
+    published = sa.Table(
+        "published",
+        metadata,
+        *_archive_columns(),
+        sa.Index("published_event_id", "event_id"),
+        sa.Index("published_aggregate", "aggregate_type", "aggregate_id"),
+        schema=schema,
+        postgresql_partition_by="RANGE (published_at)",
+        comment="The archive: events that were published, by day. Kept for as long as relay.archive_days says.",
+    )
+    published_default = sa.Table(
+        "published_default",
+        metadata,
+        *_archive_columns(),
+        sa.Index("published_default_event_id", "event_id"),
+        sa.Index("published_default_aggregate", "aggregate_type", "aggregate_id"),
+        schema=schema,
+        comment="Published events of days that have no partition of their own.",
+    )
+    parent_name, default_name = (_quoted(schema, table.name) for table in (published, published_default))
+    sa.event.listen(
+        published_default,
+        "after_create",
+        sa.DDL(  # type: ignore[no-untyped-call]
+            "ALTER TABLE %(parent)s ATTACH PARTITION %(partition)s DEFAULT",
+            context={"parent": parent_name, "partition": default_name},
+        ),
+    )
+    audit = sa.Table(
+        "audit",
+        metadata,
+        sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
+        sa.Column("at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("who", sa.Text, nullable=False, server_default=sa.text("session_user")),
+        sa.Column("what", sa.Text, nullable=False),
+        sa.Column("why", sa.Text),
+        sa.Column("details", pg.JSONB(none_as_null=True), nullable=False),
+        sa.PrimaryKeyConstraint("id", name="audit_pkey"),
+        schema=schema,
+        comment="What people did to events by hand: retried, discarded, replayed, reconciled.",
+    )
+    return OutboxTables(
+        events=events,
+        lanes=lanes_table,
+        relays=relays,
+        failures=failures,
+        dead_letters=dead_letters,
+        published=published,
+        published_default=published_default,
+        audit=audit,
+    )
+
+
+def _event_columns() -> list[sa.Column[Any]]:
+    """The columns of an event that has left ``events``."""
+    return [
+        sa.Column("lane", sa.SmallInteger, nullable=False),
+        sa.Column("id", sa.BigInteger, nullable=False),
+        sa.Column("event_id", pg.UUID(as_uuid=True), nullable=False),
+        sa.Column("aggregate_type", sa.Text, nullable=False),
+        sa.Column("aggregate_id", sa.Text, nullable=False),
+        sa.Column("event_type", sa.Text, nullable=False),
+        sa.Column("payload", pg.JSONB(none_as_null=True)),
+        sa.Column("payload_bytes", pg.BYTEA),
+        sa.Column("headers", pg.JSONB(none_as_null=True)),
+        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False),
+    ]
+
+
+def _archive_columns() -> list[sa.Column[Any]]:
+    """An event and where it stands in Kafka; that is NULL for one settled from a marker after a crash."""
+    return [
+        *_event_columns(),
+        sa.Column("published_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("topic", sa.Text),
+        sa.Column("partition", sa.Integer),
+        sa.Column("offset", sa.BigInteger),
+    ]
+
+
+def _quoted(schema: str, name: str) -> str:
+    return ".".join('"' + part.replace('"', '""') + '"' for part in (schema, name))

@@ -8,6 +8,7 @@ the chosen delivery are refused. The file is ``outbox.toml`` in the working dire
 from __future__ import annotations
 
 import os
+from collections.abc import Set as AbstractSet
 from enum import StrEnum
 from pathlib import Path
 from typing import Any, Final, Self
@@ -22,7 +23,7 @@ from pydantic_settings import (
 
 from outbox.errors import ConfigurationError
 from outbox.urls import libpq_url
-from relay.routing import DEFAULT_TEMPLATE
+from relay.routing import DEFAULT_TEMPLATE, STATE_SUFFIX, OnFailure, topic_problem
 
 
 class Delivery(StrEnum):
@@ -56,6 +57,32 @@ class RelaySettings(BaseModel):
     """Longest wait between tries while Postgres or Kafka is away."""
     shutdown_seconds: float = Field(25.0, ge=0.1, le=3600)
     """After SIGTERM: how long the batches in flight may take."""
+    archive_days: int = Field(0, ge=0, le=3650)
+    """Keep published events in ``published`` for so many days; 0 deletes them at once."""
+
+
+class RouteSettings(BaseModel):
+    """One aggregate type: its topic, and what happens when an event fails for good."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    topic: str
+    on_failure: OnFailure | None = None
+    dead_letter_topic: str | None = None
+
+
+class FailureSettings(BaseModel):
+    """Events that can't be published as they are. Times are in seconds."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    on_failure: OnFailure = OnFailure.BLOCK
+    max_attempts: int = Field(10, ge=1, le=1000)
+    """The attempt that makes a dead letter of it."""
+    min_backoff_seconds: float = Field(1.0, ge=0.001, le=86_400)
+    max_backoff_seconds: float = Field(600.0, ge=0.001, le=86_400)
+    dead_letter_topic: str | None = None
+    """Where a copy of each dead letter goes, with the error in its headers."""
 
 
 class SparkSettings(BaseModel):
@@ -92,12 +119,17 @@ class Settings(BaseSettings):
     topic_partitions: int = Field(-1, ge=-1)
     topic_replication: int = Field(-1, ge=-1)
     topic_template: str = DEFAULT_TEMPLATE
-    routes: dict[str, str] | None = None
-    """Aggregate type to topic. When given, no other aggregate type is published."""
+    routes: dict[str, RouteSettings] | None = None
+    """Aggregate type to topic (or to a table with more). When given, no other aggregate type is published."""
+    name: str = Field("outbox", pattern=r"^[a-zA-Z0-9._-]{1,100}$")
+    """Exactly-once: unique among the outboxes of one Kafka. Begins the state topic's name and each transactional.id."""
+    state_replication: int = Field(-1, ge=-1)
+    """Replication factor of the state topic when the relay creates it; -1 leaves it to the broker."""
     ce_source: str = Field("/outbox", min_length=1)
     """CloudEvents ``source`` of every event: which system these events come from."""
     kafka: dict[str, str] = Field(default_factory=dict, repr=False)
     relay: RelaySettings = Field(default_factory=RelaySettings)
+    failures: FailureSettings = Field(default_factory=FailureSettings)
     spark: SparkSettings = Field(default_factory=SparkSettings)
     spark_packages: str | None = None
     """Maven coordinates for Spark, instead of the jars that are fetched and checked here."""
@@ -108,6 +140,13 @@ class Settings(BaseSettings):
     @classmethod
     def _dotted(cls, value: object) -> object:
         return dotted(value)
+
+    @field_validator("routes", mode="before")
+    @classmethod
+    def _topics(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        return {name: {"topic": route} if isinstance(route, str) else route for name, route in value.items()}
 
     @field_validator("database_url")
     @classmethod
@@ -122,6 +161,16 @@ class Settings(BaseSettings):
         for name in self.kafka:
             if name in _OURS:
                 raise ValueError(f"kafka option {name!r} is set by the relay itself; remove it")
+        problem = topic_problem(self.name)
+        if problem:
+            raise ValueError(f"name {self.name!r}: {problem}")
+        if self.delivery is Delivery.EXACTLY_ONCE and self.relay.batch_size > MAX_TRANSACTION:
+            raise ValueError(
+                f"relay.batch_size={self.relay.batch_size}: with exactly-once it is at most {MAX_TRANSACTION}, so that "
+                "the batch's marker stays below Kafka's message size"
+            )
+        if self.delivery is Delivery.AT_MOST_ONCE and self.relay.archive_days:
+            raise ValueError("relay.archive_days: at-most-once does not know what was published, so it has no archive")
         return self
 
     @classmethod
@@ -216,6 +265,9 @@ _OURS: Final = frozenset(
     }
 )
 
+MAX_TRANSACTION: Final = 20_000
+"""Events in one Kafka transaction: the marker names each."""
+
 _TIMEOUTS: Final = ("delivery.timeout.ms", "message.timeout.ms")
 
 # Options whose every other value would lose, double or reorder events, or send them to whoever answers.
@@ -232,12 +284,38 @@ _REQUIRED: Final = {
 }
 
 
+# What each delivery needs beyond the others' options. The user can't change these.
+_DELIVERY: Final[dict[Delivery, dict[str, str]]] = {
+    # No request is ever repeated; what a broker does not acknowledge is lost.
+    Delivery.AT_MOST_ONCE: {
+        "acks": "1",
+        "enable.idempotence": "false",
+        "enable.gapless.guarantee": "false",
+        "message.send.max.retries": "0",
+    },
+    # A message that failed must take the ones behind it down too: they may have the same key. librdkafka calls the
+    # option experimental; what it does is what the order needs, and a test keeps watch on it.
+    Delivery.AT_LEAST_ONCE: {"enable.gapless.guarantee": "true"},
+    # In a transaction one failed message aborts them all.
+    Delivery.EXACTLY_ONCE: {
+        # Long, because only a commit that is over before anything can have been repeated counts as clean.
+        "retry.backoff.ms": "1000",
+        "retry.backoff.max.ms": "1000",
+        "statistics.interval.ms": "1000",
+    },
+}
+
+
 def producer_options(settings: Settings) -> dict[str, str]:
-    """Give librdkafka's options for the at-least-once producer: the user's over ours.
+    """Give librdkafka's options for the chosen delivery: the user's over ours.
 
     Raises ConfigurationError for an option that would break the promise.
     """
     settings.require_kafka()
+    if settings.delivery is Delivery.AT_MOST_ONCE:
+        _refuse_given(settings, _DELIVERY[settings.delivery].keys() | {"request.required.acks", "retries"})
+    else:
+        _refuse_given(settings, _DELIVERY[settings.delivery].keys() - _REQUIRED.keys())
     for name, allowed in _REQUIRED.items():
         value = settings.kafka.get(name)
         if value is not None and value.lower() not in allowed:
@@ -249,9 +327,6 @@ def producer_options(settings: Settings) -> dict[str, str]:
         "client.id": "outbox-relay",
         "acks": "all",
         "enable.idempotence": "true",
-        # A message that failed must take the ones behind it down too: they may have the same key. librdkafka calls
-        # the option experimental; what it does is what RELAY order needs, and a test keeps watch on it.
-        "enable.gapless.guarantee": "true",
         # As the Java client places keys (murmur2), so that all producers of a topic agree.
         "partitioner": "murmur2_random",
         "compression.type": "lz4",
@@ -263,8 +338,21 @@ def producer_options(settings: Settings) -> dict[str, str]:
     if "request.required.acks" in settings.kafka:
         del ours["acks"]
     given = {name: value for name, value in settings.kafka.items() if name not in _TIMEOUTS}
-    # 0 is "never": the publisher keeps the time itself, see IdempotentPublisher.
-    return ours | given | {"delivery.timeout.ms": "0"}
+    if settings.delivery is Delivery.EXACTLY_ONCE:
+        # The coordinator may end a transaction by itself only when its relay can't be at it any more.
+        ours["transaction.timeout.ms"] = str(max(int(delivery_seconds(settings) * 3000), 60_000))
+    # 0 is "never": the publisher keeps the time itself, see Sender.drain.
+    return ours | given | _DELIVERY[settings.delivery] | {"delivery.timeout.ms": "0"}
+
+
+def _refuse_given(settings: Settings, names: AbstractSet[str]) -> None:
+    for name in sorted(names & settings.kafka.keys()):
+        raise ConfigurationError(f"kafka option {name!r} is set by the relay itself for {settings.delivery}; remove it")
+
+
+def state_topic_name(settings: Settings) -> str:
+    """Give the name of the topic that holds the markers of exactly-once."""
+    return settings.name + STATE_SUFFIX
 
 
 def delivery_seconds(settings: Settings) -> float:
@@ -298,11 +386,6 @@ def client_options(settings: Settings) -> dict[str, str]:
 
 
 def refuse_what_is_not_there(settings: Settings) -> None:
-    """Raise ConfigurationError for a delivery or source that this version does not have."""
-    if settings.delivery is not Delivery.AT_LEAST_ONCE:
-        raise ConfigurationError(
-            f"delivery={settings.delivery} is not in this version; use at-least-once "
-            "(consumers that dedup by event id, as the Spark jobs here do, apply each event once)"
-        )
+    """Raise ConfigurationError for a source that this version does not have."""
     if settings.source is not SourceKind.POLLING:
         raise ConfigurationError(f"source={settings.source} is not in this version; use polling")

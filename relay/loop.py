@@ -1,48 +1,57 @@
 """One lane's loop: fetch, publish, settle. Knows neither SQL nor Kafka.
 
-| what happens                                   | what follows                                                       |
-|------------------------------------------------|--------------------------------------------------------------------|
-| killed before publishing                       | nothing was sent; the next holder of the lane reads the same rows  |
-| killed while publishing                        | some may stand in Kafka; they are sent again (at most one batch)   |
-| killed after the acknowledgement, not settled  | the batch is sent again                                            |
-| killed after settling                          | nothing to repeat                                                  |
-| Kafka fails                                    | what was acknowledged is settled, the rest is read again later     |
-| Postgres fails while fetching                  | nothing was sent                                                   |
-| Postgres fails while settling                  | unknown whether the rows went: read again, sent again if they stand|
-| the lane is lost while publishing              | settling is refused; the new holder sends the batch again          |
-| an event is refused                            | those before it are settled; the lane waits with backoff, and says |
-|                                                | which event and why; other lanes go on                             |
+| what happens                            | at-least-once                          | exactly-once                      |
+|-----------------------------------------|----------------------------------------|-----------------------------------|
+| killed before publishing                | nothing was sent; the next holder of   | the same                          |
+|                                         | the lane reads the same rows           |                                   |
+| killed while publishing                 | some may stand in Kafka; they are sent | aborted: no reader saw them       |
+|                                         | again (at most one batch)              |                                   |
+| killed when acknowledged, not settled   | the batch is sent again                | its marker settles it             |
+| killed after settling                   | nothing to repeat                      | the same                          |
+| Kafka fails                             | what was acknowledged is settled, the  | all of the batch is read again,   |
+|                                         | rest is read again later               | unless the marker has it          |
+| Postgres fails while fetching           | nothing was sent                       | the same                          |
+| Postgres fails while settling           | unknown whether the rows went: read    | its marker settles it             |
+|                                         | again, sent again if they stand        |                                   |
+| the lane is lost while publishing       | settling is refused; the new holder    | fenced in Kafka: not committed,   |
+|                                         | sends the batch again                  | or the marker settles it          |
+| an event is refused                     | its key waits or it is skipped, as its route says; other keys go on      |
+| a batch is refused, and not why         | it is halved until one event is left: that one is refused                  |
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 from outbox.errors import SchemaError
-from relay.ports import Claim, LaneLost, Published, Publisher, Receipt, Refused, Source, Unavailable
+from relay.marker import StateLost
+from relay.ports import BatchRefused, Claim, LaneLost, Published, Publisher, Receipt, Refused, Source, Unavailable
+
+# Clean batches after which a batch size that the broker's refusal had halved is doubled again.
+_GROW_AFTER: Final = 8
 
 
 class Observer(Protocol):
     """Told what the loop does. Must not raise and must not wait."""
 
     def published(self, count: int) -> None:
-        """``count`` events were acknowledged and settled."""
+        """``count`` events were acknowledged."""
         ...
 
     def refused(self, claim: Claim, reason: str) -> None:
-        """The lane waits because of this event."""
+        """The event can't be published as it is."""
         ...
 
     def unavailable(self, error: Exception, wait_seconds: float) -> None:
-        """A server is away; the loop tries again after the wait."""
+        """A server is away, or a person is needed; the loop tries again after the wait."""
         ...
 
     def recovered(self) -> None:
-        """The first success after ``unavailable`` or ``refused``."""
+        """The first success after ``unavailable``."""
         ...
 
 
@@ -60,14 +69,16 @@ class Pace:
 class LaneLoop:
     """Publishes one lane until told to stop or until the lane is lost.
 
-    source and publisher are made afresh after every failure. ``secure`` says whether the lease still holds by this
-    process's own clock; while it does not, nothing is fetched. ``stop`` ends the loop after the batch in hand.
+    source and publisher are made afresh after every failure, the publisher after the source and before anything is
+    fetched: a transactional one fences its predecessor and lets the source settle what that one committed.
+    ``secure`` says whether the lease still holds by this process's own clock; while it does not, nothing is fetched.
+    ``stop`` ends the loop after the batch in hand.
     """
 
     def __init__(
         self,
         source: Callable[[], Source],
-        publisher: Callable[[], Publisher],
+        publisher: Callable[[Source], Publisher],
         *,
         stop: threading.Event,
         secure: Callable[[], bool],
@@ -83,6 +94,8 @@ class LaneLoop:
         self._source: Source | None = None
         self._publisher: Publisher | None = None
         self._failures = 0
+        self._limit = pace.batch_size
+        self._clean = 0
 
     def run(self) -> None:
         """Run until stopped. Raises LaneLost when another relay has the lane."""
@@ -93,7 +106,7 @@ class LaneLoop:
                     moved = self._turn()
                 except LaneLost:
                     raise
-                except (Unavailable, SchemaError) as error:
+                except (Unavailable, SchemaError, StateLost) as error:
                     self._back_off(error)
                     continue
                 if moved:
@@ -101,6 +114,7 @@ class LaneLoop:
                 else:
                     self._stop.wait(idle)
                     idle = min(idle * 2, self._pace.max_idle_seconds)
+            self._finish()
         finally:
             self._close()
 
@@ -110,32 +124,62 @@ class LaneLoop:
             self._source = self._new_source()
         if not self._secure():
             return False
-        claims = self._source.fetch(self._pace.batch_size)
+        if self._publisher is None:
+            self._publisher = self._new_publisher(self._source)
+        claims = self._source.fetch(self._limit)
         if not claims:
             self._succeeded()
             return False
-        if self._publisher is None:
-            self._publisher = self._new_publisher()
         receipt = self._publisher.publish(claims)
-        self._source.settle(receipt.results)
+        if isinstance(receipt.failure, BatchRefused):
+            receipt = self._narrow(claims[0], len(claims), receipt)
+        self._source.settle(receipt)
         self._report(receipt)
         return True
 
+    def _narrow(self, first: Claim, size: int, receipt: Receipt) -> Receipt:
+        """Try half of a refused batch next; a refused batch of one names its event."""
+        self._clean = 0
+        self._limit = max(size // 2, 1)
+        if size > 1:
+            return receipt
+        return Receipt([(first, Refused(str(receipt.failure)))], spent=True)
+
     def _report(self, receipt: Receipt) -> None:
-        published = sum(isinstance(outcome, Published) for _, outcome in receipt.results)
+        published = 0
+        for claim, outcome in receipt.results:
+            if isinstance(outcome, Published):
+                published += 1
+            else:
+                self._observer.refused(claim, outcome.reason)
         if published:
             self._observer.published(published)
-        refused = _refusal(receipt)
-        if refused is not None:
-            claim, reason = refused
-            self._observer.refused(claim, reason)
-            self._wait()
-            if receipt.failure is not None:
-                self._close()
+        if receipt.failure is not None or receipt.spent:
+            # What Kafka has acknowledged must not be sent again only because something else failed.
+            assert self._source is not None
+            self._source.flush()
+            self._close()
+        if isinstance(receipt.failure, BatchRefused):
             return
         if receipt.failure is not None:
             raise receipt.failure
+        self._widen()
         self._succeeded()
+
+    def _widen(self) -> None:
+        if self._limit < self._pace.batch_size:
+            self._clean += 1
+            if self._clean >= _GROW_AFTER:
+                self._clean = 0
+                self._limit = min(self._limit * 2, self._pace.batch_size)
+
+    def _finish(self) -> None:
+        """Settle the last batch before the lane is given up. If that fails, it is as after a kill."""
+        if self._source is not None:
+            try:
+                self._source.flush()
+            except (Unavailable, SchemaError) as error:
+                self._observer.unavailable(error, 0.0)
 
     def _succeeded(self) -> None:
         if self._failures:
@@ -144,11 +188,8 @@ class LaneLoop:
 
     def _back_off(self, error: Exception) -> None:
         self._close()
-        self._observer.unavailable(error, self._delay())
-        self._wait()
-
-    def _wait(self) -> None:
         delay = self._delay()
+        self._observer.unavailable(error, delay)
         self._failures += 1
         # Jitter: after an outage the lanes must not all come back in the same moment.
         self._stop.wait(delay * random.uniform(0.5, 1.0))  # noqa: S311
@@ -166,11 +207,3 @@ class LaneLoop:
         finally:
             if source is not None:
                 source.close()
-
-
-def _refusal(receipt: Receipt) -> tuple[Claim, str] | None:
-    results: Sequence[tuple[Claim, object]] = receipt.results
-    for claim, outcome in results:
-        if isinstance(outcome, Refused):
-            return claim, outcome.reason
-    return None

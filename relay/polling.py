@@ -3,6 +3,15 @@
 Every fetch starts from the lowest id that may still be unpublished, not from the last one seen: a transaction that
 drew a low id and committed late is found by the next fetch. A row leaves by DELETE, so there is no position to keep.
 
+Batch k is read, then batch k-1 is settled, then batch k is given out. The settling write checks the epoch and commits
+synchronously, and so is the flush barrier for what was read just before: rows of writers with
+``synchronous_commit = off`` are visible before they are durable; once it has come back, they can't be lost any more.
+
+Each of the two is one statement. A transaction of several would hold the lane's row locked between them, and a relay
+that sleeps just there (SIGSTOP, a paused virtual machine) would keep everybody from its lane for as long as it sleeps.
+Where several statements can't be avoided (a failure is recorded, a lane is taken over), Postgres ends the session
+after the length of a lease.
+
 The floor
     Deleted rows leave dead index entries at the low end. Postgres steps over them quickly unless some old snapshot
     (a forgotten session, a long dump) forbids it to forget them; then each fetch would visit them all. So fetches
@@ -15,12 +24,18 @@ The floor
     A snapshot held by a reader has no transaction id and does not hold the floor back; a forgotten writer does, as it
     must. (An INSERT that stands still for longer than the wait in 1, between drawing its id and writing, as in a BEFORE
     trigger that sleeps, is found by the full sweep every ``_SWEEP_SECONDS``.)
+
+Keys that wait
+    While the lane has rows in ``failures``, fetches leave out the events whose key waits (see failures.py), and the
+    floor stays where it is: what waits is not behind it. A lane without failures pays nothing for this but a look at
+    an empty table each second.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final, LiteralString, assert_never
 
 import orjson
@@ -28,117 +43,368 @@ import psycopg
 from psycopg import sql
 from psycopg.types.json import set_json_loads
 
+from outbox.event import DEAD_LETTER
 from relay.database import unavailable_on_error
+from relay.failpoints import failpoint
+from relay.failures import Failures
 from relay.lanes import Lease
-from relay.ports import Claim, LaneLost, Published, Refused, Result
+from relay.marker import Marker, resume
+from relay.ports import Claim, LaneLost, Published, Receipt, Refused
 
 _LOWEST: Final = -(2**63)
 _SETTLE_SECONDS: Final = 5.0
 _SWEEP_SECONDS: Final = 60.0
+_LOOK_SECONDS: Final = 1.0
 
-_FETCH: Final = """
+_COLUMNS: Final = """
 SELECT id, event_id::text, aggregate_type, aggregate_id, event_type,
        to_char(created_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
-       coalesce(payload_bytes, convert_to(payload::text, 'UTF8')), headers
-  FROM {events} WHERE lane = %s AND id > %s ORDER BY id LIMIT %s"""
+       coalesce(payload_bytes, convert_to(payload::text, 'UTF8')), headers"""
 
-# One statement, one round trip, one transaction: the lease is checked and prolonged, and only under it rows go.
+# The batch before, which is settled a moment later, is left out; rows behind its last one need no look at the list.
+_FETCH: Final = """
+{columns}
+  FROM {events}
+ WHERE lane = %(lane)s AND id > %(floor)s AND (id > %(after)s OR id <> ALL(%(pending)s::bigint[]))
+ ORDER BY id LIMIT %(limit)s"""
+
+# An event waits while it is not due itself, or while an earlier one of its key has failed. One that a person put back
+# may lie below the floor.
+_FETCH_AROUND: Final = """
+{columns}
+  FROM {events} AS e
+ WHERE lane = %(lane)s
+   AND id > least(%(floor)s, (SELECT min(f.id) - 1 FROM {failures} AS f
+                               WHERE f.lane = %(lane)s AND f.next_attempt_at <= clock_timestamp()))
+   AND (id > %(after)s OR id <> ALL(%(pending)s::bigint[]))
+   AND NOT EXISTS (SELECT FROM {failures} AS f
+                    WHERE f.lane = %(lane)s AND f.id = e.id AND f.next_attempt_at > clock_timestamp())
+   AND (NOT EXISTS (SELECT FROM {failures} AS f
+                     WHERE f.lane = %(lane)s AND f.aggregate_type = e.aggregate_type
+                       AND f.aggregate_id = e.aggregate_id AND f.id < e.id AND f.blocks)
+        OR e.headers ? %(copy)s)
+ ORDER BY id LIMIT %(limit)s"""
+
+_ANY_FAILURES: Final = "SELECT EXISTS (SELECT FROM {failures} WHERE lane = %(lane)s)"
+
+_LEASE: Final = """UPDATE {lanes} SET lease_until = clock_timestamp() + make_interval(secs => %(ttl)s),
+           last_batch = coalesce(%(batch)s, last_batch)
+     WHERE lane = %(lane)s AND epoch = %(epoch)s RETURNING lane"""
+
+# A role or a database may have synchronous_commit off. It counts at the commit, so the statement itself can set it.
+_SYNCHRONOUS: Final = """set_config('synchronous_commit',
+       CASE WHEN current_setting('synchronous_commit') IN ('off', 'local') THEN 'on'
+            ELSE current_setting('synchronous_commit') END, true)"""
+
+_KEEP: Final = "WITH lease AS ({lease}) SELECT lane, {synchronous} FROM lease"
+
+# One statement: the lease is checked and prolonged, and only under it rows go.
 _SETTLE: Final = """
-WITH lease AS (
-    UPDATE {lanes} SET lease_until = clock_timestamp() + make_interval(secs => %(ttl)s), last_batch = last_batch + 1
-     WHERE lane = %(lane)s AND epoch = %(epoch)s RETURNING lane),
+WITH lease AS ({lease}),
 gone AS (
     DELETE FROM {events} WHERE lane = (SELECT lane FROM lease) AND id = ANY(%(ids)s::bigint[]))
-SELECT lane FROM lease"""
+SELECT lane, {synchronous} FROM lease"""
+
+_ARCHIVED: Final = """
+INSERT INTO {published} (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers,
+                         created_at, published_at, topic, partition, "offset")
+SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at,
+       clock_timestamp(), topic, part, off FROM gone"""
+
+_SETTLE_INTO_ARCHIVE: Final = """
+WITH lease AS ({lease}),
+deleted AS (
+    DELETE FROM {events} WHERE lane = (SELECT lane FROM lease) AND id = ANY(%(ids)s::bigint[]) RETURNING *),
+gone AS (
+    SELECT deleted.*, p.topic, p.part, p.off
+      FROM deleted JOIN unnest(%(ids)s::bigint[], %(topics)s::text[], %(partitions)s::int[], %(offsets)s::bigint[])
+                        AS p(place_id, topic, part, off) ON p.place_id = deleted.id),
+kept AS ({archived})
+SELECT lane, {synchronous} FROM lease"""
+
+# By id and event id: after a restore an id may have been given to another event.
+_SETTLE_MARKER: Final = """
+WITH gone AS (
+    DELETE FROM {events} AS e USING unnest(%(ids)s::bigint[], %(event_ids)s::uuid[]) AS p(place_id, place_event_id)
+     WHERE e.lane = %(lane)s AND e.id = p.place_id AND e.event_id = p.place_event_id
+    RETURNING e.*, NULL::text AS topic, NULL::int AS part, NULL::bigint AS off)
+{archived}"""
+
+_HELD: Final = """
+SELECT last_batch, (SELECT system_identifier::text FROM pg_control_system()),
+       ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int
+  FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s FOR UPDATE"""
+
+_STILL_HELD: Final = "SELECT FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s"
+
+_LAST_BATCH: Final = "UPDATE {lanes} SET last_batch = %(batch)s WHERE lane = %(lane)s"
 
 # The index gives a lane in id order. Without fresh statistics the planner may sort the whole backlog for each batch
 # instead; a new outbox has none, and a relay has no right to ANALYZE.
 KEEP_TO_THE_INDEX: Final = (
     "SELECT set_config('enable_sort', 'off', true), set_config('enable_bitmapscan', 'off', true), "
-    "set_config('enable_seqscan', 'off', true)"
+    "set_config('enable_seqscan', 'off', true), set_config('enable_hashjoin', 'off', true), "
+    "set_config('enable_mergejoin', 'off', true)"
 )
+
+# For transactions of several statements, which hold the lane's row.
+_SEVERAL: Final = "SELECT {synchronous}, set_config('idle_in_transaction_session_timeout', %(ttl_ms)s, true)"
 
 _DRAW_XID: Final = "SELECT pg_current_xact_id()::text::bigint"
 _XMIN: Final = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
 
 
-def fetch_query(schema: str) -> sql.Composed:
-    """The hot query, for the source and for the test that guards its plan. Binds lane, floor, limit."""
-    return sql.SQL(_FETCH).format(events=sql.Identifier(schema, "events"))
+@dataclass(frozen=True, slots=True)
+class Identity:
+    """Which Postgres a batch was read from."""
+
+    system_identifier: str
+    timeline: int
 
 
-def settle_query(schema: str) -> sql.Composed:
-    """The settling write, for the source and for the test that guards its plan. Binds ttl, lane, epoch, ids."""
-    return sql.SQL(_SETTLE).format(events=sql.Identifier(schema, "events"), lanes=sql.Identifier(schema, "lanes"))
+class Queries:
+    """The statements of one outbox, with its names put in. For the source, and for the tests that guard their plans."""
+
+    def __init__(self, schema: str, *, archive: bool = False) -> None:
+        tables = ("events", "lanes", "failures", "published")
+        names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in tables}
+        names["columns"] = sql.SQL(_COLUMNS)
+        names["synchronous"] = sql.SQL(_SYNCHRONOUS)
+        names["lease"] = sql.SQL(_LEASE).format(**names)
+        names["archived"] = sql.SQL(_ARCHIVED).format(**names) if archive else sql.SQL("SELECT count(*) FROM gone")
+
+        def query(text: LiteralString) -> sql.Composed:
+            return sql.SQL(text).format(**names)
+
+        self.fetch = query(_FETCH)
+        self.fetch_around = query(_FETCH_AROUND)
+        self.any_failures = query(_ANY_FAILURES)
+        self.keep = query(_KEEP)
+        self.several = query(_SEVERAL)
+        self.settle = query(_SETTLE_INTO_ARCHIVE if archive else _SETTLE)
+        self.settle_marker = query(_SETTLE_MARKER)
+        self.held = query(_HELD)
+        self.still_held = query(_STILL_HELD)
+        self.last_batch = query(_LAST_BATCH)
 
 
 def _claim_row(_cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], Claim]:
     return Claim._make
 
 
+@dataclass(frozen=True, slots=True)
+class _Pending:
+    """Rows that are published and not yet settled, in id order, and the number of the Kafka transaction they are in."""
+
+    ids: Sequence[int] = ()
+    places: Sequence[Published] = ()
+    batch: int | None = None
+
+    @staticmethod
+    def of(receipt: Receipt) -> _Pending:
+        done = [(claim.position, outcome) for claim, outcome in receipt.results if isinstance(outcome, Published)]
+        return _Pending([position for position, _ in done], [place for _, place in done], receipt.batch)
+
+
 class PollingSource:
     """One lane of outbox.events. Holds one connection, in autocommit: no transaction is open between calls.
 
-    ``connect`` gives a fresh connection; ``lease`` is the lane's and carries the epoch that fences settling.
+    ``connect`` gives a fresh connection; ``lease`` is the lane's and carries the epoch that fences settling. With
+    ``archive`` published events are kept in ``published``.
     Works behind PgBouncer in transaction mode: no session state, no prepared statements.
     """
 
-    def __init__(self, connect: Callable[[], psycopg.Connection[Any]], schema: str, lease: Lease) -> None:
+    def __init__(
+        self,
+        connect: Callable[[], psycopg.Connection[Any]],
+        schema: str,
+        lease: Lease,
+        failures: Failures,
+        *,
+        archive: bool = False,
+        on_dead: Callable[[Claim], None] = lambda _claim: None,
+    ) -> None:
         self._lease = lease
-        self._fetch = fetch_query(schema)
-        self._settle = settle_query(schema)
+        self._failures = failures
+        self._archive = archive
+        self._on_dead = on_dead
+        self._queries = Queries(schema, archive=archive)
         self._connection = connect()
         set_json_loads(orjson.loads, self._connection)
         self._cursor = self._connection.cursor(binary=True, row_factory=_claim_row)
         self._floor = _Floor()
+        self._pending: _Pending | None = None
+        # Until a look has shown that there are none.
+        self._around = True
+        self._looked_at = -_LOOK_SECONDS
 
     def fetch(self, limit: int) -> Sequence[Claim]:
-        """Give up to ``limit`` unpublished events of the lane, lowest id first."""
-        with unavailable_on_error(f"reading lane {self._lease.lane}"):
+        """Settle what is pending and give up to ``limit`` unpublished events of the lane, lowest id first."""
+        lane = self._lease.lane
+        with unavailable_on_error(f"reading lane {lane}"):
             floor = self._floor.start(draw_xid=self._draw_xid, xmin=self._xmin)
-            # A pipeline: four messages, one round trip; SET LOCAL's reach ends with the transaction (PgBouncer).
+            pending = self._pending.ids if self._pending is not None else []
+            bound = {
+                "lane": lane,
+                "floor": floor,
+                "limit": limit,
+                "copy": DEAD_LETTER,
+                "pending": pending,
+                "after": pending[-1] if pending else floor,
+            }
+            around = self._around
+            look = around or time.monotonic() - self._looked_at >= _LOOK_SECONDS
+            # A pipeline: several messages, one round trip; SET LOCAL's reach ends with the transaction (PgBouncer).
             with self._connection.pipeline(), self._connection.transaction():
                 self._connection.execute(KEEP_TO_THE_INDEX)
-                self._cursor.execute(self._fetch, (self._lease.lane, floor, limit))
+                self._cursor.execute(self._queries.fetch_around if around else self._queries.fetch, bound)
+                looking = self._connection.execute(self._queries.any_failures, bound) if look else None
             rows = self._cursor.fetchall()
-        self._floor.seen(rows[0].position if rows else None)
+            if looking is not None:
+                self._looked_at = time.monotonic()
+                self._around = bool(looking.fetchall()[0][0])
+            if self._pending is not None:
+                failpoint("batch.settling")
+                self._settle_pending()
+            elif rows:
+                self._secure(rows)
+        if not around:
+            self._floor.seen(rows[0].position if rows else None)
+        if rows:
+            failpoint("batch.fetched")
         return rows
 
-    def settle(self, results: Sequence[Result]) -> None:
-        """Delete what was published, if the lease still holds. Raises LaneLost when it does not."""
-        done: list[int] = []
-        for claim, outcome in results:
+    def settle(self, receipt: Receipt) -> None:
+        """Take note of what was published: it goes with the next fetch. Refused events are recorded at once.
+
+        Raises LaneLost when the lease does not hold.
+        """
+        refused = []
+        for claim, outcome in receipt.results:
             match outcome:
                 case Published():
-                    done.append(claim.position)
-                case Refused():
                     pass
+                case Refused():
+                    refused.append((claim, outcome.reason))
                 case _:
                     assert_never(outcome)
-        if not done:
-            return
-        asked_at = time.monotonic()
-        with unavailable_on_error(f"settling lane {self._lease.lane}"), self._connection.cursor() as cursor:
-            held = cursor.execute(
-                self._settle,
-                {
-                    "ttl": self._lease.ttl_seconds,
-                    "lane": self._lease.lane,
-                    "epoch": self._lease.epoch,
-                    "ids": done,
-                },
+        if len(refused) < len(receipt.results) or receipt.batch is not None:
+            self._pending = _Pending.of(receipt)
+        if refused:
+            self._settle_with(refused)
+
+    def flush(self) -> None:
+        """Settle what is pending."""
+        if self._pending is not None:
+            with unavailable_on_error(f"settling lane {self._lease.lane}"):
+                self._settle_pending()
+
+    def check_epoch(self) -> None:
+        """Raise LaneLost when the lane has another owner already."""
+        with unavailable_on_error(f"looking at lane {self._lease.lane}"):
+            held = self._connection.execute(
+                self._queries.still_held, {"lane": self._lease.lane, "epoch": self._lease.epoch}
             ).fetchone()
         if held is None:
-            raise LaneLost(
-                f"lane {self._lease.lane}: epoch {self._lease.epoch} is over, another relay has taken the lane; "
-                f"the {len(done)} events just published will be published again by it"
-            )
-        self._lease.renewed(asked_at)
-        self._floor.settled(done[-1])
+            raise self._lost(0)
+
+    def adopt(self, marker: Marker | None) -> tuple[Marker | None, Identity]:
+        """Settle what the last marker says is on Kafka, if the epoch still holds. For exactly-once, before any fetch.
+
+        Gives the marker to go on from (None: there has never been one) and which database this is. Raises LaneLost,
+        or StateLost when marker and table contradict each other.
+        """
+        lane, epoch = self._lease.lane, self._lease.epoch
+        with unavailable_on_error(f"taking lane {lane} over"), self._connection.transaction():
+            self._connection.execute(self._queries.several, self._timeout())
+            held = self._connection.execute(self._queries.held, {"lane": lane, "epoch": epoch}).fetchone()
+            if held is None:
+                raise self._lost(0)
+            last_batch, system_identifier, timeline = held
+            adopted = resume(lane, last_batch, marker, system_identifier)
+            if adopted is not None and adopted.batch != last_batch:
+                ids = list(adopted.positions)
+                self._connection.execute(
+                    self._queries.settle_marker, {"lane": lane, "ids": ids, "event_ids": list(adopted.event_ids)}
+                )
+                self._failures.forget(self._connection, lane, ids)
+                self._connection.execute(self._queries.last_batch, {"lane": lane, "batch": adopted.batch})
+        self._pending = None
+        return adopted, Identity(system_identifier, timeline)
 
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
+
+    def _secure(self, _rows: Sequence[Claim]) -> None:
+        """Nothing was to be settled, so nothing was committed yet: rows just read may still be lost by a crash."""
+        asked_at = time.monotonic()
+        if self._connection.execute(self._queries.keep, self._lease_values(None)).fetchone() is None:
+            raise self._lost(0)
+        self._lease.renewed(asked_at)
+
+    def _settle_pending(self) -> None:
+        """Settle in one statement; events that had failed before take a second, in the same transaction."""
+        pending = self._pending
+        assert pending is not None
+        if self._around and pending.ids:
+            self._settle_with([])
+            return
+        asked_at = time.monotonic()
+        held = self._connection.execute(self._queries.settle, self._settling_values(pending)).fetchone()
+        self._settled(held is not None, asked_at)
+
+    def _settle_with(self, refused: list[tuple[Claim, str]]) -> None:
+        """Settle what is pending, and keep the books of failed events in the same transaction."""
+        lane = self._lease.lane
+        asked_at = time.monotonic()
+        dead: list[Claim] = []
+        pending = self._pending or _Pending()
+        with unavailable_on_error(f"settling lane {lane}"), self._connection.transaction():
+            self._connection.execute(self._queries.several, self._timeout())
+            held = self._connection.execute(self._queries.settle, self._settling_values(pending)).fetchone()
+            if held is not None:
+                self._failures.forget(self._connection, lane, pending.ids)
+                if refused:
+                    dead = self._failures.record(self._connection, lane, refused)
+                    self._around = True
+        self._settled(held is not None, asked_at)
+        for claim in dead:
+            self._on_dead(claim)
+
+    def _settling_values(self, pending: _Pending) -> dict[str, Any]:
+        values = self._lease_values(pending.batch)
+        values["ids"] = pending.ids
+        if self._archive:
+            values["topics"] = [place.topic for place in pending.places]
+            values["partitions"] = [place.partition for place in pending.places]
+            values["offsets"] = [place.offset for place in pending.places]
+        return values
+
+    def _settled(self, held: bool, asked_at: float) -> None:
+        pending, self._pending = self._pending, None
+        if not held:
+            raise self._lost(len(pending.ids) if pending is not None and pending.batch is None else 0)
+        self._lease.renewed(asked_at)
+        if pending is not None and pending.ids:
+            self._floor.settled(pending.ids[-1])
+
+    def _timeout(self) -> dict[str, Any]:
+        return {"ttl_ms": str(int(self._lease.ttl_seconds * 1000))}
+
+    def _lease_values(self, batch: int | None) -> dict[str, Any]:
+        return {
+            "ttl": self._lease.ttl_seconds,
+            "lane": self._lease.lane,
+            "epoch": self._lease.epoch,
+            "batch": batch,
+        }
+
+    def _lost(self, unsettled: int) -> LaneLost:
+        text = f"lane {self._lease.lane}: epoch {self._lease.epoch} is over, another relay has taken the lane"
+        if unsettled:
+            text += f"; the {unsettled} events just published will be published again by it"
+        return LaneLost(text)
 
     def _draw_xid(self) -> int:
         return self._number(_DRAW_XID)
@@ -150,6 +416,35 @@ class PollingSource:
         row = self._connection.execute(query).fetchone()
         assert row is not None
         return int(row[0])
+
+
+class DeletingSource(PollingSource):
+    """At-most-once: the rows are gone, durably, before they are sent. What is not acknowledged then may be lost.
+
+    ``on_lost`` is told of events that may not have reached Kafka. Refused ones become dead letters at once.
+    """
+
+    def __init__(self, *args: Any, on_lost: Callable[[int], None], **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._on_lost = on_lost
+        self._sent = 0
+
+    def settle(self, receipt: Receipt) -> None:
+        """The rows are gone already: keep what was refused, count what was lost."""
+        refused = [(claim, outcome.reason) for claim, outcome in receipt.results if isinstance(outcome, Refused)]
+        sent, self._sent = self._sent, 0
+        if refused:
+            with unavailable_on_error(f"keeping dead letters of lane {self._lease.lane}"):
+                self._failures.bury(self._connection, self._lease.lane, refused)
+            for claim, _ in refused:
+                self._on_dead(claim)
+        if sent > len(receipt.results):
+            self._on_lost(sent - len(receipt.results))
+
+    def _secure(self, rows: Sequence[Claim]) -> None:
+        self._pending = _Pending([claim.position for claim in rows])
+        self._settle_pending()
+        self._sent = len(rows)
 
 
 class _Floor:

@@ -30,14 +30,17 @@ class Claim(NamedTuple):
     headers: Mapping[str, str] | None
 
 
-@dataclass(frozen=True, slots=True)
-class Published:
-    """Kafka has acknowledged the event: it may leave the outbox."""
+class Published(NamedTuple):
+    """Kafka has acknowledged the event: it may leave the outbox. Where it stands is told when it is asked for."""
+
+    topic: str | None = None
+    partition: int | None = None
+    offset: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The event can't be published as it is; waiting for the broker would not help. It stays in the outbox."""
+    """The event can't be published as it is; waiting for the broker would not help. Its key waits, or it is skipped."""
 
     reason: str
 
@@ -54,6 +57,10 @@ class Unavailable(OutboxError):
     """A server is away, slow or has no leader. No event is at fault: wait, connect anew, read again."""
 
 
+class BatchRefused(Unavailable):
+    """The broker refuses something in the batch and does not say what. Smaller batches will show which event it is."""
+
+
 class LaneLost(OutboxError):
     """Another relay holds the lane now (its epoch has moved on). Publish and settle nothing more."""
 
@@ -62,17 +69,22 @@ class Source(Protocol):
     """Where a lane's events come from.
 
     Contract: ``fetch`` gives unsettled events in the order in which they are to be published, and gives the same
-    ones again until they are settled. ``settle`` takes results in fetch order; polling settles row by row, a source
-    over the WAL can only confirm a contiguous prefix. Both raise Unavailable or LaneLost, and after either the caller
-    closes the source.
+    ones again until they are settled; what it gives, Postgres can't lose any more. ``settle`` takes results in fetch
+    order; polling settles row by row, a source over the WAL can only confirm a contiguous prefix. What is settled is
+    durable after the next ``fetch`` or ``flush``. All raise Unavailable or LaneLost, and after either the caller closes
+    the source.
     """
 
     def fetch(self, limit: int) -> Sequence[Claim]:
-        """Give up to ``limit`` events; an empty sequence when there is nothing to publish now."""
+        """Settle what is pending, and give up to ``limit`` events; none when there is nothing to publish now."""
         ...
 
-    def settle(self, results: Sequence[Result]) -> None:
-        """Make it durable that the published ones are done with. The refused ones stay."""
+    def settle(self, receipt: Receipt) -> None:
+        """Take note of what became of a batch: the published ones are done with, of the refused ones a note is kept."""
+        ...
+
+    def flush(self) -> None:
+        """Make durable what was settled."""
         ...
 
     def close(self) -> None:
@@ -87,17 +99,21 @@ class Receipt:
     ``results`` names the events whose fate is known, in the order in which they were sent. An event that is missing
     may or may not have reached Kafka, and is to be read and sent again. With a ``failure`` the publisher is of no
     further use: settle the results, close it, make a new one, read again. Retrying one message would reorder.
+    ``batch`` is the number of the Kafka transaction that holds the published ones, if there was one; ``spent`` says
+    that nothing failed and still the publisher must not be used again.
     """
 
     results: Sequence[Result]
     failure: Unavailable | None = None
+    batch: int | None = None
+    spent: bool = False
 
 
 class Publisher(Protocol):
     """Where a lane's events go.
 
     Contract: ``publish`` sends the claims in order and waits until Kafka has acknowledged or failed each. If an event
-    is refused or fails, no later event of the same key is Published.
+    is refused or fails, no later event of the same key is Published; a refused one holds up no other key.
     """
 
     def publish(self, claims: Sequence[Claim]) -> Receipt:

@@ -1,15 +1,19 @@
-"""Which topic an aggregate type goes to."""
+"""Which topic an event goes to, and what becomes of its key when it can't be published."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
 from typing import Final
 
 from outbox.errors import ConfigurationError, OutboxError
+from outbox.event import DEAD_LETTER
+from relay.ports import Claim
 
 DEFAULT_TEMPLATE: Final = "{aggregate_type}-events"
-STATE_TOPIC: Final = "outbox.relay.state"
+STATE_SUFFIX: Final = ".relay.state"
 
 _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 
@@ -18,44 +22,74 @@ class NoRoute(OutboxError):
     """There is no topic for this aggregate type. The event stays in the outbox until there is one."""
 
 
+class OnFailure(StrEnum):
+    """What later events of a key do when one of theirs has become a dead letter. While it is tried again they wait."""
+
+    BLOCK = "block"
+    """They wait until a person retries or discards it: the order of the key is never broken."""
+    SKIP = "skip"
+    """They go on without it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Where the events of one aggregate type go. A dead-letter topic gets a copy of each event that failed for good."""
+
+    topic: str
+    on_failure: OnFailure = OnFailure.BLOCK
+    dead_letter_topic: str | None = None
+
+
 def topic_problem(topic: str) -> str | None:
     """Say why Kafka or the relay can't use this topic name, or None when it is fine."""
     if not _TOPIC.fullmatch(topic) or topic in {".", ".."}:
         return "a topic's name is 1 to 249 of a-z A-Z 0-9 . _ -, and not . or .."
     if topic.startswith("__"):
         return "names that start with __ are Kafka's own"
-    if topic == STATE_TOPIC:
-        return "this topic holds the relay's own state"
+    if topic.endswith(STATE_SUFFIX):
+        return "topics of that name hold the relay's own state"
     return None
 
 
 class Router:
-    """Maps aggregate types to topics.
+    """Maps events to topics.
 
     With ``routes`` (an allow-list) exactly those aggregate types are published and any other is refused; without,
-    every type goes to ``template``, whose ``{aggregate_type}`` is the type in lower case.
-    Raises ConfigurationError for a topic that can't exist.
+    every type goes to ``template``, whose ``{aggregate_type}`` is the type in lower case, and fails as ``on_failure``
+    and ``dead_letter_topic`` say. Raises ConfigurationError for a topic that can't exist.
     """
 
-    def __init__(self, routes: Mapping[str, str] | None = None, template: str = DEFAULT_TEMPLATE) -> None:
-        for aggregate_type, topic in (routes or {}).items():
-            problem = topic_problem(topic)
-            if problem:
-                raise ConfigurationError(f"routes: {aggregate_type!r} → {topic!r}: {problem}")
+    def __init__(
+        self,
+        routes: Mapping[str, Route] | None = None,
+        template: str = DEFAULT_TEMPLATE,
+        on_failure: OnFailure = OnFailure.BLOCK,
+        dead_letter_topic: str | None = None,
+    ) -> None:
+        for aggregate_type, route in (routes or {}).items():
+            for topic in (route.topic, route.dead_letter_topic):
+                problem = topic_problem(topic) if topic is not None else None
+                if problem:
+                    raise ConfigurationError(f"routes: {aggregate_type!r} → {topic!r}: {problem}")
         if "{aggregate_type}" not in template:
             raise ConfigurationError(f"topic_template must contain {{aggregate_type}}, it is {template!r}")
         problem = topic_problem(template.replace("{aggregate_type}", "x"))
         if problem:
             raise ConfigurationError(f"topic_template {template!r}: {problem}")
+        problem = topic_problem(dead_letter_topic) if dead_letter_topic is not None else None
+        if problem:
+            raise ConfigurationError(f"failures.dead_letter_topic {dead_letter_topic!r}: {problem}")
         self._listed = bool(routes)
-        self._topics: dict[str, str] = dict(routes or {})
+        self._routes: dict[str, Route] = dict(routes or {})
         self._template = template
+        self._on_failure = on_failure
+        self._dead_letter_topic = dead_letter_topic
 
-    def topic(self, aggregate_type: str) -> str:
-        """Give the topic. Raises NoRoute, naming what to change."""
-        topic = self._topics.get(aggregate_type)
-        if topic is not None:
-            return topic
+    def route(self, aggregate_type: str) -> Route:
+        """Give the route. Raises NoRoute, naming what to change."""
+        route = self._routes.get(aggregate_type)
+        if route is not None:
+            return route
         if self._listed:
             raise NoRoute(f"no route for aggregate type {aggregate_type!r}: add it to `routes`")
         topic = self._template.replace("{aggregate_type}", aggregate_type.lower())
@@ -64,5 +98,32 @@ class Router:
             raise NoRoute(
                 f"aggregate type {aggregate_type!r} would go to topic {topic!r}, but {problem}; give it a route"
             )
-        self._topics[aggregate_type] = topic
-        return topic
+        route = self._routes[aggregate_type] = Route(topic, self._on_failure, self._dead_letter_topic)
+        return route
+
+    def topic(self, claim: Claim) -> str:
+        """Give the topic of an event. Raises NoRoute."""
+        route = self.route(claim.aggregate_type)
+        if claim.headers is not None and DEAD_LETTER in claim.headers:
+            if route.dead_letter_topic is None:
+                raise NoRoute(f"aggregate type {claim.aggregate_type!r} has no dead-letter topic any more")
+            return route.dead_letter_topic
+        return route.topic
+
+    def on_failure(self, claim: Claim) -> OnFailure:
+        """Say what the key of a failed event does. Copies for a dead-letter topic never hold anything up."""
+        if claim.headers is not None and DEAD_LETTER in claim.headers:
+            return OnFailure.SKIP
+        try:
+            return self.route(claim.aggregate_type).on_failure
+        except NoRoute:
+            return self._on_failure
+
+    def dead_letter_topic(self, claim: Claim) -> str | None:
+        """Give the topic for a copy of this event when it has failed for good; None when there is to be none."""
+        if claim.headers is not None and DEAD_LETTER in claim.headers:
+            return None
+        try:
+            return self.route(claim.aggregate_type).dead_letter_topic
+        except NoRoute:
+            return None

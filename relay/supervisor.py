@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Final, Protocol
 
 import structlog
 
@@ -21,9 +22,12 @@ from outbox.errors import SchemaError
 from relay.database import Connector
 from relay.lanes import LaneTable, Lease, next_step
 from relay.loop import LaneLoop, Pace
+from relay.marker import StateLost
 from relay.ports import Claim, LaneLost, Publisher, Source, Unavailable
 
 log = structlog.get_logger("relay")
+
+_UPKEEP_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +41,39 @@ class Plan:
     shutdown_seconds: float
     pace: Pace
     connect: Connector
-    source: Callable[[Lease], Source]
-    publisher: Callable[[], Publisher]
+    source: Callable[[Lease, Events], Source]
+    publisher: Callable[[Lease, int, Source], Publisher]
+    """Given the lease, the number of lanes, and the lane's source."""
+    upkeep: Callable[[], None] | None = None
+    """Called about once a minute, from the control loop."""
+    figures: Callable[[], Mapping[str, float]] = dict
+    """For the last line of the log."""
+
+
+class Events(Protocol):
+    """What sources tell, besides what they give to the loop."""
+
+    def dead(self, claim: Claim) -> None:
+        """The event failed for good: it is in dead_letters."""
+        ...
+
+    def lost(self, count: int) -> None:
+        """At-most-once: so many events may not have reached Kafka, and will not be sent again."""
+        ...
 
 
 class _LaneThread(threading.Thread):
     """One lane's loop in a thread. ``error`` holds what ended it, if anything did."""
 
-    def __init__(self, lease: Lease, plan: Plan) -> None:
+    def __init__(self, lease: Lease, lanes: int, plan: Plan) -> None:
         super().__init__(name=f"lane-{lease.lane}", daemon=True)
         self.lease = lease
         self.stopping = threading.Event()
         self.error: BaseException | None = None
         self._log = log.bind(lane=lease.lane, epoch=lease.epoch)
-        self._refused_before: str | None = None
         self._loop = LaneLoop(
-            lambda: plan.source(lease),
-            plan.publisher,
+            lambda: plan.source(lease, self),
+            lambda source: plan.publisher(lease, lanes, source),
             stop=self.stopping,
             secure=lambda: lease.secure,
             observer=self,
@@ -71,23 +91,26 @@ class _LaneThread(threading.Thread):
         self.count += count
 
     def refused(self, claim: Claim, reason: str) -> None:
-        # Once per event: the same one comes back with every try.
-        if self._refused_before != claim.event_id:
-            self._refused_before = claim.event_id
-            self._log.error(
-                "lane blocked by an event",
-                event_id=claim.event_id,
-                aggregate_type=claim.aggregate_type,
-                event_type=claim.event_type,
-                reason=reason,
-            )
+        self._log.warning("event refused", **_shown(claim), reason=reason)
+
+    def dead(self, claim: Claim) -> None:
+        self._log.error("event is a dead letter now; see `outbox failures show`", **_shown(claim))
+
+    def lost(self, count: int) -> None:
+        self._log.error("events may be lost, as at-most-once allows", events=count)
 
     def unavailable(self, error: Exception, wait_seconds: float) -> None:
-        self._log.warning("waiting for a server", error=str(error), wait_seconds=round(wait_seconds, 2))
+        if isinstance(error, StateLost):
+            self._log.error("lane stopped", error=str(error))
+        else:
+            self._log.warning("waiting for a server", error=str(error), wait_seconds=round(wait_seconds, 2))
 
     def recovered(self) -> None:
-        self._refused_before = None
         self._log.info("publishing again")
+
+
+def _shown(claim: Claim) -> dict[str, str]:
+    return {"event_id": claim.event_id, "aggregate_type": claim.aggregate_type, "event_type": claim.event_type}
 
 
 class Supervisor:
@@ -98,8 +121,10 @@ class Supervisor:
         self._threads: dict[int, _LaneThread] = {}
         self._table: LaneTable | None = None
         self._failures = 0
+        self._published = 0
         # Renewed three times within a lease, and often enough to notice a newcomer soon.
         self._beat_seconds = min(plan.lease_seconds / 3, 1.0)
+        self._upkeep_at = time.monotonic()
 
     def run(self, stop: threading.Event, abandon: threading.Event) -> int:
         """Work until ``stop``; then finish what is in flight until done, the deadline, or ``abandon``.
@@ -122,6 +147,9 @@ class Supervisor:
                 self._table = self._connect()
             self._keep(self._table)
             self._balance(self._table)
+            if self._plan.upkeep is not None and time.monotonic() >= self._upkeep_at:
+                self._upkeep_at = time.monotonic() + _UPKEEP_SECONDS
+                self._plan.upkeep()
             if self._failures:
                 self._failures = 0
                 log.info("Postgres is back")
@@ -150,6 +178,7 @@ class Supervisor:
             if thread.is_alive():
                 continue
             del self._threads[lane]
+            self._published += thread.count
             if isinstance(thread.error, LaneLost):
                 log.warning("lane lost", lane=lane, epoch=thread.lease.epoch, error=str(thread.error))
                 continue
@@ -161,13 +190,14 @@ class Supervisor:
             log.info("lane released", lane=lane, epoch=thread.lease.epoch)
 
     def _balance(self, table: LaneTable) -> None:
-        step = next_step(table.census(), self._plan.instance)
+        census = table.census()
+        step = next_step(census, self._plan.instance)
         for _ in range(step.acquire):
             lease = table.acquire()
             if lease is None:
                 break
             log.info("lane acquired", lane=lease.lane, epoch=lease.epoch)
-            thread = _LaneThread(lease, self._plan)
+            thread = _LaneThread(lease, census.lanes, self._plan)
             self._threads[lease.lane] = thread
             thread.start()
         for thread in list(self._threads.values())[: step.release]:
@@ -194,7 +224,8 @@ class Supervisor:
                 lane=thread.lease.lane,
             )
         self._sign_off([thread for thread in self._threads.values() if not thread.is_alive()])
-        log.info("relay stopped", published=sum(thread.count for thread in self._threads.values()))
+        published = self._published + sum(thread.count for thread in self._threads.values())
+        log.info("relay stopped", published=published, **self._plan.figures())
         return len(left)
 
     def _tick_while_stopping(self) -> None:

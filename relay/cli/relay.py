@@ -40,10 +40,14 @@ def run(
 
     The first signal lets the batches in flight finish; a second one leaves them to the next relay.
     """
-    from relay import logs
+    import structlog
+
+    from relay import failpoints, logs
 
     settings = load(database_url=database_url, create_topics=create_topics, log_format=log_format)
     logs.configure(settings.log_level, settings.log_format)
+    if failpoints.arm_from_environment():
+        structlog.get_logger("relay").warning("failpoints are armed: this relay fails on purpose")
     # A lane's thread works through its batch in a few dozen milliseconds. Handing the interpreter to the next lane each
     # 5 ms, the default, costs about a third of the throughput of a busy relay and gains an idle one nothing.
     sys.setswitchinterval(0.05)
@@ -65,36 +69,69 @@ def run(
 def build(settings: Settings) -> Supervisor:
     """Put a relay together. Raises ConfigurationError before anything is connected."""
     from outbox import __version__
-    from relay.config import client_options, delivery_seconds, producer_options, refuse_what_is_not_there
+    from relay.cli.wiring import build_router, build_topics, failure_policy
+    from relay.config import (
+        Delivery,
+        client_options,
+        delivery_seconds,
+        producer_options,
+        refuse_what_is_not_there,
+        state_topic_name,
+    )
     from relay.database import Connector
+    from relay.failures import Failures
+    from relay.lanes import Lease
     from relay.loop import Pace
-    from relay.polling import PollingSource
-    from relay.publisher import IdempotentPublisher, Topics
-    from relay.routing import Router
-    from relay.supervisor import Plan, Supervisor
+    from relay.polling import DeletingSource, PollingSource
+    from relay.ports import Publisher, Source
+    from relay.publisher import IdempotentPublisher
+    from relay.retention import Retention
+    from relay.supervisor import Events, Plan, Supervisor
+    from relay.transactions import StateTopic, TransactionalPublisher, TransactionFigures
 
     refuse_what_is_not_there(settings)
     options, seconds = producer_options(settings), delivery_seconds(settings)
-    router = Router(settings.routes, settings.topic_template)
-    topics = Topics(
-        client_options(settings),
-        create=settings.create_topics,
-        partitions=settings.topic_partitions,
-        replication=settings.topic_replication,
-    )
-
-    def new_publisher() -> IdempotentPublisher:
-        return IdempotentPublisher(options, router, topics, settings.ce_source, seconds)
-
+    router, topics = build_router(settings), build_topics(settings)
+    archive = settings.relay.archive_days > 0
+    schema = settings.db_schema
+    failures = Failures(schema, failure_policy(settings), router)
+    figures = TransactionFigures()
+    state = StateTopic(client_options(settings), state_topic_name(settings), replication=settings.state_replication)
     # An option librdkafka does not know ends the command here, not a lane later.
-    new_publisher().close()
+    IdempotentPublisher(options, router, topics, settings.ce_source, seconds).close()
     instance = settings.relay.instance or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     connect = Connector(settings.require_database(), f"outbox relay {instance}"[:63])
+
+    def new_source(lease: Lease, events: Events) -> PollingSource:
+        if settings.delivery is Delivery.AT_MOST_ONCE:
+            return DeletingSource(connect, schema, lease, failures, on_dead=events.dead, on_lost=events.lost)
+        return PollingSource(connect, schema, lease, failures, archive=archive, on_dead=events.dead)
+
+    def new_publisher(lease: Lease, lanes: int, source: Source) -> Publisher:
+        if settings.delivery is not Delivery.EXACTLY_ONCE:
+            return IdempotentPublisher(options, router, topics, settings.ce_source, seconds, places=archive)
+        assert isinstance(source, PollingSource)
+        return TransactionalPublisher(
+            options,
+            router,
+            topics,
+            settings.ce_source,
+            seconds,
+            transactional_id=f"{settings.name}.relay.{lease.lane}",
+            lane=lease.lane,
+            epoch=lease.epoch,
+            lanes=lanes,
+            state=state,
+            ledger=source,
+            figures=figures,
+            places=archive,
+        )
+
     return Supervisor(
         Plan(
             instance=instance,
             version=__version__,
-            schema=settings.db_schema,
+            schema=schema,
             lease_seconds=settings.relay.lease_seconds,
             shutdown_seconds=settings.relay.shutdown_seconds,
             pace=Pace(
@@ -103,7 +140,9 @@ def build(settings: Settings) -> Supervisor:
                 max_backoff_seconds=settings.relay.max_backoff_seconds,
             ),
             connect=connect,
-            source=lambda lease: PollingSource(connect, settings.db_schema, lease),
+            source=new_source,
             publisher=new_publisher,
+            upkeep=Retention(connect, schema, settings.relay.archive_days).keep if archive else None,
+            figures=figures.summary if settings.delivery is Delivery.EXACTLY_ONCE else dict,
         )
     )

@@ -11,16 +11,29 @@ from support import Load, backlog, check, owners, wait_until
 LEASE = 2.0
 
 
+@pytest.fixture(params=["at-least-once", "exactly-once"])
+def delivery(request, outbox_kafka):
+    """Settings of a relay for this delivery, of an outbox that no other test has."""
+    return {"delivery": request.param, "name": outbox_kafka.name("outbox")}
+
+
+def check_delivery(delivery, url, messages) -> None:
+    """Nothing lost, order per key; and with exactly-once nothing twice."""
+    repeats = check(url, messages)
+    if delivery["delivery"] == "exactly-once":
+        assert repeats == 0
+
+
 def drained(load: Load, url: str, seconds: float = 60.0) -> None:
     load.stop()
     wait_until(lambda: backlog(url) == 0, seconds, "the outbox to drain")
 
 
-def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay):
+def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay, delivery):
     url, kind = outbox_postgres.url, outbox_kafka.name("Order")
     topic = f"{kind.lower()}-events"
     outbox_kafka.create_topic(topic, 3)
-    settings = {"relay__lease_seconds": LEASE}
+    settings = delivery | {"relay__lease_seconds": LEASE}
     with Load(url, kind) as load:
         first = outbox_relay(**settings)
         wait_until(lambda: list(owners(url).values()) == [4], what="one relay with all lanes")
@@ -37,16 +50,16 @@ def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay):
         wait_until(lambda: list(owners(url).values()) == [4], what="the last relay with all lanes")
         wait_until(lambda: load.committed() > before + 100, what="more load")
         drained(load, url)
-    check(url, outbox_kafka.consume(topic))
+    check_delivery(delivery, url, outbox_kafka.consume(topic))
 
 
 @pytest.mark.chaos
-def test_relays_killed_at_random(outbox_postgres, outbox_kafka, outbox_relay):
+def test_relays_killed_at_random(outbox_postgres, outbox_kafka, outbox_relay, delivery):
     url, kind = outbox_postgres.url, outbox_kafka.name("Order")
     topic = f"{kind.lower()}-events"
     outbox_kafka.create_topic(topic, 3)
     chance = random.Random(7)
-    settings = {"relay__lease_seconds": 1.0, "relay__batch_size": 20}
+    settings = delivery | {"relay__lease_seconds": 1.0, "relay__batch_size": 20}
     with Load(url, kind) as load:
         relays = [outbox_relay(**settings) for _ in range(2)]
         for _ in range(8):
@@ -57,36 +70,36 @@ def test_relays_killed_at_random(outbox_postgres, outbox_kafka, outbox_relay):
             relays[victim].kill()
             relays[victim] = outbox_relay(**settings)
         drained(load, url)
-    check(url, outbox_kafka.consume(topic))
+    check_delivery(delivery, url, outbox_kafka.consume(topic))
 
 
-def test_a_relay_that_slept_past_its_lease_settles_nothing(outbox_postgres, outbox_kafka, outbox_relay):
+def test_a_relay_that_slept_past_its_lease_settles_nothing(outbox_postgres, outbox_kafka, outbox_relay, delivery):
     """SIGSTOP, take-over, SIGCONT: the sleeper must find its epoch over, and nothing may be lost or out of order."""
     url, kind = outbox_postgres.url, outbox_kafka.name("Order")
     topic = f"{kind.lower()}-events"
     outbox_kafka.create_topic(topic, 3)
     with Load(url, kind) as load:
-        sleeper = outbox_relay(relay__lease_seconds=1.0)
+        sleeper = outbox_relay(relay__lease_seconds=1.0, **delivery)
         wait_until(lambda: list(owners(url).values()) == [4], what="one relay with all lanes")
         wait_until(lambda: load.committed() > 200, what="some load")
         sleeper.pause()
-        other = outbox_relay(relay__lease_seconds=1.0)
+        other = outbox_relay(relay__lease_seconds=1.0, **delivery)
         other.wait_for_log("lane acquired")
         wait_until(lambda: list(owners(url).values()) == [4], what="the other relay with all lanes")
         sleeper.resume()
         sleeper.wait_for_log("lane lost")
         wait_until(lambda: sorted(owners(url).values()) == [2, 2], what="both with two lanes")
         drained(load, url)
-    check(url, outbox_kafka.consume(topic))
+    check_delivery(delivery, url, outbox_kafka.consume(topic))
 
 
-def test_the_broker_restarts_under_load(outbox_postgres, private_kafka, outbox_relay):
+def test_the_broker_restarts_under_load(outbox_postgres, private_kafka, outbox_relay, delivery):
     url, kind = outbox_postgres.url, "Order"
     cluster = private_kafka()
     topics = private_kafka.topics(cluster)
     topics.create_topic("order-events", 3)
     with Load(url, kind) as load:
-        relay = outbox_relay(bootstrap_servers=cluster.bootstrap_servers, relay__lease_seconds=3)
+        relay = outbox_relay(bootstrap_servers=cluster.bootstrap_servers, relay__lease_seconds=3, **delivery)
         wait_until(lambda: load.committed() > 300, what="some load")
         cluster.kill_broker(0)
         relay.wait_for_log("waiting for a server")
@@ -97,17 +110,17 @@ def test_the_broker_restarts_under_load(outbox_postgres, private_kafka, outbox_r
         relay.wait_for_log("publishing again", 60)
         drained(load, url)
         assert relay.running
-    check(url, topics.consume("order-events"))
+    check_delivery(delivery, url, topics.consume("order-events"))
 
 
-def test_postgres_is_killed_under_load(private_postgres, outbox_kafka, outbox_relay):
+def test_postgres_is_killed_under_load(private_postgres, outbox_kafka, outbox_relay, delivery):
     server = private_postgres()
     database = private_postgres.database(server)
     kind = outbox_kafka.name("Order")
     topic = f"{kind.lower()}-events"
     outbox_kafka.create_topic(topic, 3)
     with Load(database.url, kind) as load:
-        relay = outbox_relay(database_url=database.url, relay__lease_seconds=3)
+        relay = outbox_relay(database_url=database.url, relay__lease_seconds=3, **delivery)
         wait_until(lambda: load.committed() > 300, what="some load")
         server.kill()
         relay.wait_for_log("waiting for Postgres")
@@ -119,7 +132,7 @@ def test_postgres_is_killed_under_load(private_postgres, outbox_kafka, outbox_re
         wait_until(lambda: load.committed() > goal + 300, what="load after the restart")
         drained(load, database.url)
         assert relay.running
-    check(database.url, outbox_kafka.consume(topic))
+    check_delivery(delivery, database.url, outbox_kafka.consume(topic))
 
 
 def test_a_missing_topic_is_an_error_that_says_so_and_nothing_is_lost(outbox_postgres, outbox_kafka, outbox_relay):
@@ -136,9 +149,11 @@ def test_a_missing_topic_is_an_error_that_says_so_and_nothing_is_lost(outbox_pos
     check(outbox_postgres.url, outbox_kafka.consume(topic))
 
 
-def test_a_relay_finishes_what_is_in_flight_and_frees_its_lanes_on_sigterm(outbox_postgres, outbox_kafka, outbox_relay):
+def test_a_relay_finishes_what_is_in_flight_and_frees_its_lanes_on_sigterm(
+    outbox_postgres, outbox_kafka, outbox_relay, delivery
+):
     url, kind = outbox_postgres.url, outbox_kafka.name("Order")
-    relay = outbox_relay()
+    relay = outbox_relay(**delivery)
     relay.wait_for_log("lane acquired")
     with Load(url, kind) as load:
         wait_until(lambda: load.committed() > 300, what="some load")
@@ -148,14 +163,15 @@ def test_a_relay_finishes_what_is_in_flight_and_frees_its_lanes_on_sigterm(outbo
         with psycopg.connect(url) as connection:
             assert connection.execute("SELECT count(*) FROM outbox.relays").fetchone() == (0,)
     # What was sent was also settled: after a clean stop another relay repeats nothing.
-    outbox_relay()
+    outbox_relay(**delivery)
     drained(load, url)
     assert check(url, outbox_kafka.consume(f"{kind.lower()}-events")) == 0
 
 
 def test_settings_that_can_not_work_end_the_command_with_one_line(outbox_relay, outbox_postgres, outbox_kafka):
     for settings, shown in (
-        ({"delivery": "exactly-once"}, "exactly-once is not in this version"),
+        ({"delivery": "exactly-once", "kafka__retry_backoff_ms": 1}, "retry.backoff.ms"),
+        ({"env": {"OUTBOX_FAILPOINTS": "no.such=kill"}}, "no.such=kill"),
         ({"kafka__acks": "1"}, "acks=1 would break at-least-once"),
         ({"kafka__no_such_option": "1"}, "no.such.option"),
         ({"topic_template": "events"}, "topic_template"),

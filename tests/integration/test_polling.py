@@ -7,12 +7,15 @@ from typing import Any
 
 import psycopg
 import pytest
+from support import backlog
 
 from outbox import Event, Outbox, SchemaError
 from relay.database import Connector
+from relay.failures import FailurePolicy, Failures
 from relay.lanes import LaneTable, Lease
-from relay.polling import _LOWEST, KEEP_TO_THE_INDEX, PollingSource, _Floor, fetch_query, settle_query
-from relay.ports import PUBLISHED, LaneLost, Refused, Unavailable
+from relay.polling import _LOWEST, KEEP_TO_THE_INDEX, PollingSource, Queries, _Floor
+from relay.ports import PUBLISHED, LaneLost, Receipt, Unavailable
+from relay.routing import Router
 
 
 @pytest.fixture
@@ -28,8 +31,9 @@ def table(database, me: str, ttl: float = 30.0) -> LaneTable:
     return LaneTable(database.connect(autocommit=True), "outbox", me, "0", ttl)
 
 
-def source(database, lease) -> PollingSource:
-    return PollingSource(Connector(database.url, "test"), "outbox", lease)
+def source(database, lease, schema: str = "outbox") -> PollingSource:
+    failures = Failures(schema, FailurePolicy(), Router())
+    return PollingSource(Connector(database.url, "test"), schema, lease, failures)
 
 
 def add(database, *names: str) -> None:
@@ -42,7 +46,7 @@ def fetched(claims: Any) -> list[str]:
 
 
 def settle(source: PollingSource, claims: Any) -> None:
-    source.settle([(claim, PUBLISHED) for claim in claims])
+    source.settle(Receipt([(claim, PUBLISHED) for claim in claims]))
 
 
 def test_fetch_gives_the_same_until_settled(outbox_postgres, lanes):
@@ -51,10 +55,37 @@ def test_fetch_gives_the_same_until_settled(outbox_postgres, lanes):
     assert fetched(source_.fetch(2)) == ["a", "b"]
     claims = source_.fetch(10)
     assert fetched(claims) == ["a", "b", "c"]
-    source_.settle([(claims[0], PUBLISHED), (claims[1], Refused("no"))])
+    settle(source_, claims[:1])
     assert fetched(source_.fetch(10)) == ["b", "c"]
     settle(source_, source_.fetch(10))
     assert source_.fetch(10) == []
+    source_.close()
+
+
+def test_what_was_settled_is_durable_after_a_flush(outbox_postgres, lanes):
+    source_ = source(outbox_postgres, lanes.acquire())
+    add(outbox_postgres, "a", "b")
+    settle(source_, source_.fetch(1))
+    source_.flush()
+    source_.close()
+    with outbox_postgres.connect() as connection:
+        assert connection.execute("SELECT aggregate_id FROM outbox.events").fetchall() == [("b",)]
+
+
+def test_nothing_is_given_that_postgres_could_still_lose(outbox_postgres, lanes):
+    """A writer without synchronous commit, a role without it too: the fetch flushes what it read."""
+    source_ = source(outbox_postgres, lanes.acquire())
+    source_._connection.execute("SET synchronous_commit = off")
+    with outbox_postgres.connect(autocommit=True) as writer:
+        writer.execute("SET synchronous_commit = off")
+        for name in ("first", "second", "third"):
+            with writer.transaction():
+                Outbox().add(writer, Event("Order", name, "T"))
+            written = writer.execute("SELECT pg_current_wal_insert_lsn()").fetchone()
+            claims = source_.fetch(10)
+            assert fetched(claims) == [name]
+            assert writer.execute("SELECT pg_current_wal_flush_lsn() >= %s::pg_lsn", written).fetchone() == (True,)
+            settle(source_, claims)
     source_.close()
 
 
@@ -78,10 +109,17 @@ def test_settling_under_an_old_epoch_deletes_nothing(outbox_postgres, lanes):
     claims = source_.fetch(10)
     lanes.release(lease)
     assert table(outbox_postgres, "other").acquire().epoch == lease.epoch + 1
+    settle(source_, claims)
     with pytest.raises(LaneLost, match="epoch"):
-        settle(source_, claims)
-    assert fetched(source_.fetch(10)) == ["a"]
+        source_.flush()
+    with pytest.raises(LaneLost, match="epoch"):
+        source_.fetch(10)
     source_.close()
+    assert backlog(outbox_postgres.url) == 1
+    newcomer = source(outbox_postgres, lease)
+    with pytest.raises(LaneLost, match="epoch"):
+        newcomer.fetch(10)
+    newcomer.close()
 
 
 def test_what_the_claim_holds(outbox_postgres, lanes):
@@ -103,6 +141,7 @@ def test_an_idle_source_leaves_no_transaction_open(outbox_postgres, lanes):
     source_ = source(outbox_postgres, lanes.acquire())
     add(outbox_postgres, "a")
     settle(source_, source_.fetch(10))
+    source_.flush()
     with psycopg.connect(outbox_postgres.url) as connection:
         states = connection.execute("SELECT state FROM pg_stat_activity WHERE application_name = 'test'").fetchall()
     assert states == [("idle",)]
@@ -116,7 +155,7 @@ def test_errors_of_the_server_are_told_apart_from_missing_tables(outbox_postgres
     with pytest.raises(Unavailable, match="reading lane 0"):
         source_.fetch(1)
     source_.close()
-    source_ = PollingSource(Connector(outbox_postgres.url, "test"), "nowhere", Lease(0, 1, 30.0, 0.0))
+    source_ = source(outbox_postgres, Lease(0, 1, 30.0, 0.0), "nowhere")
     with pytest.raises(SchemaError, match="outbox db"):
         source_.fetch(1)
     source_.close()
@@ -229,7 +268,12 @@ def test_fetching_reads_the_index_in_order_and_stops(crowded, analyzed):
     if analyzed:
         admin.execute("ANALYZE outbox.events")
     floor = admin.execute("SELECT min(id) - 1 FROM outbox.events").fetchone()[0]
-    plan = explain(admin, fetch_query("outbox"), (1, floor, 2000), KEEP_TO_THE_INDEX)
+    bound = {"lane": 1, "floor": floor, "limit": 2000, "copy": "c", "pending": [], "after": floor}
+    around = explain(admin, Queries("outbox").fetch_around, bound, KEEP_TO_THE_INDEX)
+    kinds = [node["Node Type"] for node in nodes(around)]
+    assert not {"Sort", "Seq Scan", "Hash Anti Join"} & set(kinds), kinds
+    assert around["Actual Rows"] == 2000
+    plan = explain(admin, Queries("outbox").fetch, bound, KEEP_TO_THE_INDEX)
     kinds = [node["Node Type"] for node in nodes(plan)]
     assert kinds == ["Limit", "Index Scan"], kinds
     assert plan["Actual Rows"] == 2000
@@ -237,18 +281,20 @@ def test_fetching_reads_the_index_in_order_and_stops(crowded, analyzed):
     assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 3000, plan
 
 
+@pytest.mark.parametrize("archive", [False, True])
 @pytest.mark.parametrize("count", [1, 2000])
-def test_settling_finds_its_rows_by_the_primary_key(crowded, count):
+def test_settling_finds_its_rows_by_the_primary_key(crowded, count, archive):
     database, admin = crowded
     lease = table(database, "planner").acquire()
     query = "SELECT id FROM outbox.events WHERE lane = %s ORDER BY id LIMIT %s"
     ids = [row[0] for row in admin.execute(query, (lease.lane, count))]
-    values = {"ttl": 30.0, "lane": lease.lane, "epoch": lease.epoch, "ids": ids}
-    plan = explain(admin, settle_query("outbox"), values)
+    values = {"ttl": 30.0, "lane": lease.lane, "epoch": lease.epoch, "ids": ids, "batch": None}
+    values |= {"topics": ["t"] * count, "partitions": [0] * count, "offsets": list(range(count))}
+    plan = explain(admin, Queries("outbox", archive=archive).settle, values)
     scans = [node for node in nodes(plan) if node["Node Type"].endswith("Scan") and "Actual Rows" in node]
     assert "Seq Scan" not in {scan["Node Type"] for scan in scans if scan.get("Relation Name") == "events"}, scans
     by_key = [scan for scan in scans if scan.get("Index Name") == "events_pkey"]
-    assert [scan["Actual Rows"] for scan in by_key] == [count], scans
+    assert [scan["Actual Rows"] * scan["Actual Loops"] for scan in by_key] == [count], scans
 
 
 # --- leases ----------------------------------------------------------------------------------------------------------

@@ -10,9 +10,10 @@ from cloudevents.core.bindings.kafka import KafkaMessage, from_binary_event
 
 from outbox.errors import ConfigurationError
 from relay.config import load, producer_options
-from relay.ports import PUBLISHED, Claim, Published, Refused, Unavailable
-from relay.publisher import IdempotentPublisher, Topics
+from relay.ports import PUBLISHED, BatchRefused, Claim, Published, Refused
+from relay.publisher import IdempotentPublisher
 from relay.routing import Router
+from relay.sending import Topics
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -83,13 +84,20 @@ def test_a_missing_topic_is_refused_or_created_as_asked(outbox_kafka):
     sender.close()
 
 
-def test_a_refused_event_stops_the_batch_after_what_came_before(outbox_kafka):
+def test_a_refused_event_holds_up_its_own_key_and_no_other(outbox_kafka):
     kind = outbox_kafka.name("Order")
     sender = publisher(outbox_kafka)
-    claims = [claim(1, kind), claim(2, "not a topic"), claim(3, kind)]
+    claims = [
+        claim(1, kind),
+        claim(2, "not a topic", "a"),
+        claim(3, "not a topic", "a"),
+        claim(4, kind, "a"),
+        claim(5, "not a topic", "b"),
+    ]
     receipt = sender.publish(claims)
     assert receipt.failure is None
-    assert [type(outcome) for _, outcome in receipt.results] == [Published, Refused]
+    outcomes = {item.position: type(outcome) for item, outcome in receipt.results}
+    assert outcomes == {1: Published, 2: Refused, 4: Published, 5: Refused}
     receipt = sender.publish([claim(4, kind, value=b"x" * 1_100_000)])
     assert isinstance(receipt.results[0][1], Refused)
     assert "size" in receipt.results[0][1].reason
@@ -112,9 +120,9 @@ def test_what_the_broker_refuses_takes_its_followers_down_but_not_other_topics(o
     ]
     receipt = sender.publish(claims)
     sender.close()
-    assert isinstance(receipt.failure, Unavailable)
+    assert isinstance(receipt.failure, BatchRefused)
     known = {item.position: type(outcome) for item, outcome in receipt.results}
-    assert Refused in known.values()
+    assert set(known.values()) == {Published}
     assert Published not in {known.get(4), known.get(5), known.get(6)}
     read = outbox_kafka.consume([f"{small.lower()}-events", f"{other.lower()}-events"])
     stored = {int(uuid.UUID(dict(message.headers())["id"].decode()).int & 0xFFFF) for message in read}

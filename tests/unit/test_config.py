@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from outbox.errors import ConfigurationError
+from relay.cli.wiring import build_router
 from relay.config import Delivery, delivery_seconds, load, producer_options, refuse_what_is_not_there
+from relay.routing import OnFailure, Route
 
 
 @pytest.fixture(autouse=True)
@@ -53,7 +55,7 @@ def test_file_below_environment_below_arguments(monkeypatch, tmp_path):
     assert settings.relay.batch_size == 6
     assert settings.relay.lease_seconds == 9
     assert settings.kafka == {"bootstrap.servers": "file:1", "linger.ms": "3"}
-    assert settings.routes == {"Order": "orders"}
+    assert build_router(settings).route("Order") == Route("orders")
 
 
 def test_a_file_named_but_missing(monkeypatch):
@@ -113,10 +115,53 @@ def test_the_deadline_of_a_batch_is_the_relays_own_and_shorter_than_the_lease():
 
 
 def test_what_is_not_there_yet_is_refused():
-    with pytest.raises(ConfigurationError, match="exactly-once"):
-        refuse_what_is_not_there(load(delivery="exactly-once"))
     with pytest.raises(ConfigurationError, match="wal"):
         refuse_what_is_not_there(load(source="wal"))
+
+
+@pytest.mark.parametrize(
+    ("delivery", "option"),
+    [
+        ("exactly-once", "retry.backoff.ms"),
+        ("exactly-once", "statistics.interval.ms"),
+        ("at-most-once", "acks"),
+        ("at-most-once", "enable.idempotence"),
+        ("at-most-once", "message.send.max.retries"),
+    ],
+)
+def test_options_that_a_delivery_rests_on_are_its_own(delivery, option):
+    settings = load(delivery=delivery, kafka={"bootstrap.servers": "h:1", option: "1"})
+    with pytest.raises(ConfigurationError, match=f"{option}.*{delivery}"):
+        producer_options(settings)
+
+
+@pytest.mark.parametrize(
+    ("given", "named"),
+    [
+        ({"delivery": "exactly-once", "relay": {"batch_size": 20_001}}, "batch_size"),
+        ({"delivery": "at-most-once", "relay": {"archive_days": 1}}, "archive_days"),
+        ({"name": "two words"}, "name"),
+        ({"routes": {"Order": {"topic": "o", "on_failure": "drop"}}}, "on_failure"),
+        ({"routes": {"Order": {"topc": "o"}}}, "topc"),
+        ({"failures": {"max_attempts": 0}}, "max_attempts"),
+    ],
+)
+def test_settings_that_contradict_are_refused(given, named):
+    with pytest.raises(ConfigurationError, match=named):
+        load(**given)
+
+
+def test_routes_take_what_failures_says_unless_they_say_it_themselves():
+    router = build_router(
+        load(
+            routes={"Order": "orders", "Stock": {"topic": "stock", "on_failure": "block", "dead_letter_topic": "sd"}},
+            failures={"on_failure": "skip", "dead_letter_topic": "dead"},
+        )
+    )
+    assert router.route("Order") == Route("orders", OnFailure.SKIP, "dead")
+    assert router.route("Stock") == Route("stock", OnFailure.BLOCK, "sd")
+    with pytest.raises(ConfigurationError, match="dead_letter_topic"):
+        build_router(load(failures={"dead_letter_topic": "no topic"}))
 
 
 def test_missing_addresses_say_which_variable():

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 
 import pytest
 
 from relay.loop import LaneLoop, Pace
-from relay.ports import PUBLISHED, Claim, LaneLost, Receipt, Refused, Unavailable
+from relay.marker import StateLost
+from relay.ports import PUBLISHED, BatchRefused, Claim, LaneLost, Receipt, Refused, Unavailable
 
 
 def claim(position: int) -> Claim:
@@ -21,6 +23,8 @@ class Table:
         self.rows = rows
         self.opened = 0
         self.closed = 0
+        self.flushed = 0
+        self.refused: list[int] = []
         self.fail_fetch: list[Exception] = []
         self.fail_settle: list[Exception] = []
 
@@ -33,12 +37,16 @@ class Table:
             raise self.fail_fetch.pop(0)
         return [claim(row) for row in sorted(self.rows)[:limit]]
 
-    def settle(self, results) -> None:
+    def settle(self, receipt) -> None:
         if self.fail_settle:
             raise self.fail_settle.pop(0)
-        for item, outcome in results:
-            if outcome is PUBLISHED:
-                self.rows.remove(item.position)
+        for item, outcome in receipt.results:
+            self.rows.remove(item.position)
+            if outcome is not PUBLISHED:
+                self.refused.append(item.position)
+
+    def flush(self) -> None:
+        self.flushed += 1
 
     def close(self) -> None:
         self.closed += 1
@@ -54,8 +62,10 @@ class Topic:
         self.closed = 0
         self.stop = stop
         self.table = table
+        self.sizes: list[int] = []
 
-    def __call__(self) -> Topic:
+    def __call__(self, source: Table) -> Topic:
+        assert source.opened > source.closed
         self.opened += 1
         return self
 
@@ -65,6 +75,7 @@ class Topic:
         self.log += [item.position for item in claims]
         if len(claims) == len(self.table.rows):
             self.stop.set()
+        self.sizes.append(len(claims))
         return Receipt([(item, PUBLISHED) for item in claims])
 
     def close(self) -> None:
@@ -91,13 +102,13 @@ class Watcher:
 PACE = Pace(batch_size=2, min_idle_seconds=0.001, max_idle_seconds=0.002, min_backoff_seconds=0.001)
 
 
-def run(rows, script=(), *, prepare=lambda table: None):
+def run(rows, script=(), *, prepare=lambda table: None, pace=PACE):
     stop = threading.Event()
     table = Table(rows)
     prepare(table)
     topic = Topic(stop, table, script)
     watcher = Watcher()
-    loop = LaneLoop(table, topic, stop=stop, secure=lambda: True, observer=watcher, pace=PACE)
+    loop = LaneLoop(table, topic, stop=stop, secure=lambda: True, observer=watcher, pace=pace)
     loop.run()
     return table, topic, watcher
 
@@ -108,6 +119,8 @@ def test_batches_in_order_until_stopped():
     assert table.rows == []
     assert watcher.seen == ["published 2", "published 2", "published 1"]
     assert (table.closed, topic.closed) == (1, 1)
+    # The last batch is settled before the lane is given up.
+    assert table.flushed == 1
 
 
 def failing(acknowledged: int):
@@ -140,16 +153,53 @@ def test_a_failure_while_fetching_sends_nothing():
     assert watcher.seen[0] == "unavailable database gone"
 
 
-def test_a_refused_event_blocks_the_lane_but_not_what_came_before():
+def test_a_refused_event_is_handed_to_the_source_and_the_lane_lives_on():
     def refuse(claims, log) -> Receipt:
         log.append(claims[0].position)
         return Receipt([(claims[0], PUBLISHED), (claims[1], Refused("too large"))])
 
     table, topic, watcher = run([1, 2, 3], [refuse])
+    assert topic.log == [1, 3]
+    assert watcher.seen == ["refused 2 too large", "published 1", "published 1"]
+    assert (table.rows, table.refused) == ([], [2])
+    assert (topic.opened, table.opened) == (1, 1)
+
+
+def test_a_refused_batch_is_halved_until_one_event_is_to_blame_and_grows_again():
+    poison = 3
+
+    def publish(claims, log) -> Receipt:
+        if any(item.position == poison for item in claims):
+            return Receipt([], BatchRefused("too large"))
+        log += [item.position for item in claims]
+        return Receipt([(item, PUBLISHED) for item in claims])
+
+    pace = replace(PACE, batch_size=8)
+    table, topic, watcher = run(list(range(1, 120)), [publish] * 7, pace=pace)
+    assert table.refused == [poison]
+    assert "refused 3 too large" in watcher.seen
+    assert not [line for line in watcher.seen if "unavailable" in line]
+    assert topic.log == [position for position in range(1, 120) if position != poison]
+    # Halved to one at worst, and back at eight in the end.
+    assert max(topic.sizes) == 8
+
+
+def test_a_spent_publisher_is_replaced_without_waiting():
+    def spent(claims, log) -> Receipt:
+        log += [item.position for item in claims]
+        return Receipt([(item, PUBLISHED) for item in claims], batch=7, spent=True)
+
+    table, topic, watcher = run([1, 2, 3], [spent])
     assert topic.log == [1, 2, 3]
-    assert watcher.seen[:2] == ["published 1", "refused 2 too large"]
-    assert "recovered" in watcher.seen
+    assert topic.opened == 2
+    assert watcher.seen == ["published 2", "published 1"]
     assert table.rows == []
+
+
+def test_a_lane_that_stopped_waits_for_a_person_and_goes_on_by_itself():
+    _, topic, watcher = run([1], prepare=lambda table: table.fail_fetch.append(StateLost("no marker")))
+    assert topic.log == [1]
+    assert watcher.seen[0] == "unavailable no marker"
 
 
 def test_a_lost_lane_ends_the_loop():

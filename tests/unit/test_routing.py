@@ -5,30 +5,30 @@ from __future__ import annotations
 import pytest
 
 from outbox.errors import ConfigurationError
-from relay.routing import NoRoute, Router
+from relay.routing import NoRoute, Route, Router
 
 
 def test_the_default_is_lower_case_and_events():
-    assert Router().topic("Order") == "order-events"
+    assert Router().route("Order").topic == "order-events"
 
 
 def test_a_list_admits_nothing_else():
-    router = Router({"Order": "shop.orders"})
-    assert router.topic("Order") == "shop.orders"
+    router = Router({"Order": Route("shop.orders")})
+    assert router.route("Order").topic == "shop.orders"
     with pytest.raises(NoRoute, match=r"'Payment'.*routes"):
-        router.topic("Payment")
+        router.route("Payment")
 
 
 @pytest.mark.parametrize("name", ["order item", "ordér", "x" * 250, "../x"])
 def test_a_type_that_makes_no_topic_is_refused_and_says_so(name):
     with pytest.raises(NoRoute, match="route"):
-        Router().topic(name)
+        Router().route(name)
 
 
 @pytest.mark.parametrize("topic", ["__consumer_offsets", "outbox.relay.state", "", ".", "a b", "x" * 250])
 def test_a_route_to_an_impossible_topic_is_refused(topic):
     with pytest.raises(ConfigurationError, match="routes"):
-        Router({"Order": topic})
+        Router({"Order": Route(topic)})
 
 
 @pytest.mark.parametrize("template", ["events", "__{aggregate_type}", "{aggregate_type} events"])

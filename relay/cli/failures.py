@@ -1,0 +1,198 @@
+"""``outbox failures …`` and ``outbox replay``: what a person does with events that failed, or that went wrong later."""
+
+from __future__ import annotations
+
+import datetime as dt
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+from uuid import UUID
+
+import typer
+
+from outbox.errors import ConfigurationError
+from relay.cli.common import failing_clearly, print_json
+from relay.config import load
+
+if TYPE_CHECKING:
+    import psycopg
+
+    from relay.dead_letters import DeadLetters, Selection
+
+app = typer.Typer(help="Events that could not be published: look, try again, give up.", no_args_is_help=True)
+
+_Url = Annotated[str | None, typer.Option("--database-url", help="OUTBOX_DATABASE_URL")]
+_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
+_Type = Annotated[str | None, typer.Option("--aggregate-type", help="Only of this aggregate type.")]
+_Ids = Annotated[list[UUID] | None, typer.Argument(help="Event ids.")]
+_All = Annotated[bool, typer.Option("--all", help="All of them (of --aggregate-type, if given).")]
+
+
+@app.command("list")
+@failing_clearly
+def list_failures(
+    database_url: _Url = None,
+    aggregate_type: _Type = None,
+    limit: Annotated[int, typer.Option(min=1, max=100_000)] = 100,
+    as_json: _Json = False,
+) -> None:
+    """List events that wait for another attempt, and dead letters; the oldest failure first."""
+    from relay.dead_letters import Selection
+
+    with _desk(database_url) as desk:
+        failures = desk.list(Selection(aggregate_type=aggregate_type), limit)
+    if as_json:
+        print_json({"failures": [_plain(failure) for failure in failures]})
+        return
+    for failure in failures:
+        typer.echo(
+            f"{failure['event_id']}  {failure['aggregate_type']}/{failure['aggregate_id']}  {failure['event_type']}  "
+            f"{failure['state']}, {failure['attempts']} attempts: {failure['last_error']}"
+        )
+    if not failures:
+        typer.echo("no failed events")
+
+
+@app.command()
+@failing_clearly
+def show(event_id: Annotated[UUID, typer.Argument(help="Event id.")], database_url: _Url = None) -> None:
+    """Show one failed event whole, payload included, as JSON."""
+    import orjson
+
+    with _desk(database_url) as desk:
+        failure = desk.show(str(event_id))
+    typer.echo(orjson.dumps(_plain(failure), option=orjson.OPT_INDENT_2).decode())
+
+
+@app.command()
+@failing_clearly
+def retry(
+    event_ids: _Ids = None,
+    database_url: _Url = None,
+    aggregate_type: _Type = None,
+    everything: _All = False,
+    as_json: _Json = False,
+) -> None:
+    """Have failed events tried again now. Dead letters return to the outbox, before the later events of their key."""
+    with _desk(database_url) as desk:
+        ids = desk.retry(_selection(event_ids, aggregate_type, everything))
+    if as_json:
+        print_json({"retried": list(ids)})
+    else:
+        typer.echo(f"{len(ids)} events will be tried again")
+    _all_found(event_ids, ids)
+
+
+@app.command()
+@failing_clearly
+def discard(
+    reason: Annotated[str, typer.Option("--reason", help="Why; it is kept in the audit.")],
+    event_ids: _Ids = None,
+    database_url: _Url = None,
+    aggregate_type: _Type = None,
+    everything: _All = False,
+    as_json: _Json = False,
+) -> None:
+    """Delete failed events for good. The later events of their keys go on."""
+    if not reason.strip():
+        raise ConfigurationError("--reason: say why the event may be lost")
+    with _desk(database_url) as desk:
+        gone = desk.discard(_selection(event_ids, aggregate_type, everything), reason)
+    ids = [event["event_id"] for event in gone]
+    if as_json:
+        print_json({"discarded": ids})
+    else:
+        typer.echo(f"{len(ids)} events were discarded")
+    _all_found(event_ids, ids)
+
+
+@failing_clearly
+def replay(
+    since: Annotated[dt.datetime | None, typer.Option(help="Published at or after; UTC unless it has a zone.")] = None,
+    until: Annotated[dt.datetime | None, typer.Option(help="Published before.")] = None,
+    aggregate: Annotated[str | None, typer.Option(help="TYPE or TYPE/ID.")] = None,
+    event_id: Annotated[list[UUID] | None, typer.Option(help="May be given several times.")] = None,
+    topic: Annotated[str | None, typer.Option(help="Published to this topic.")] = None,
+    everything: Annotated[bool, typer.Option("--all", help="The whole archive.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
+    reason: Annotated[str | None, typer.Option(help="Why; it is kept in the audit.")] = None,
+    database_url: _Url = None,
+    as_json: _Json = False,
+) -> None:
+    """Send archived events once more: same event ids, marked by the header outbox-replay. Counts first, and asks."""
+    from relay.replay import Range, Replay
+
+    kind, _, key = (aggregate or "").partition("/")
+    chosen = Range(
+        _utc(since), _utc(until), kind or None, key or None, [str(one) for one in event_id or ()] or None, topic
+    )
+    if chosen == Range() and not everything:
+        raise ConfigurationError(
+            "say what to replay: --since, --until, --aggregate, --event-id, --topic, or --all for the whole archive"
+        )
+    with _connection(database_url) as (connection, schema):
+        desk = Replay(connection, schema)
+        found = desk.count(chosen)
+        if not as_json:
+            typer.echo(
+                f"{found['events']} events of {found['keys']} keys, published {found['first']} to {found['last']}, "
+                f"to {', '.join(filter(None, found['topics'] or [])) or 'no known topic'}"
+            )
+            if found["too_large"]:
+                typer.echo(f"{found['too_large']} more are too large to be marked and will not be sent")
+        if dry_run or not found["events"]:
+            sent = 0
+        else:
+            if not yes and (not sys.stdin.isatty() or not typer.confirm("Send them once more?")):
+                raise ConfigurationError("nothing was sent: answer yes, or give --yes")
+            sent = desk.send(chosen, reason)
+    if as_json:
+        print_json(_plain(found) | {"dry_run": dry_run, "sent": sent})
+    elif sent:
+        typer.echo(f"{sent} events are in the outbox again")
+
+
+def _utc(time: dt.datetime | None) -> dt.datetime | None:
+    return time.replace(tzinfo=dt.UTC) if time is not None and time.tzinfo is None else time
+
+
+@contextmanager
+def _connection(database_url: str | None) -> Iterator[tuple[psycopg.Connection[Any], str]]:
+    from relay.database import Connector
+
+    settings = load(database_url=database_url)
+    with Connector(settings.require_database(), "outbox failures")() as connection:
+        yield connection, settings.db_schema
+
+
+@contextmanager
+def _desk(database_url: str | None) -> Iterator[DeadLetters]:
+    from relay.dead_letters import DeadLetters
+
+    with _connection(database_url) as (connection, schema):
+        yield DeadLetters(connection, schema)
+
+
+def _selection(event_ids: Sequence[UUID] | None, aggregate_type: str | None, everything: bool) -> Selection:
+    from relay.dead_letters import Selection
+
+    if bool(event_ids) == everything:
+        raise ConfigurationError("say which: event ids, or --all (with --aggregate-type for those of one type)")
+    return Selection([str(event_id) for event_id in event_ids] if event_ids else None, aggregate_type)
+
+
+def _all_found(asked: Sequence[UUID] | None, found: Sequence[str]) -> None:
+    missing = {str(event_id) for event_id in asked or ()} - set(found)
+    if missing:
+        from relay.dead_letters import NoSuchFailure
+
+        raise NoSuchFailure(f"not among the failed events, or due this moment: {', '.join(sorted(missing))}")
+
+
+def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Give values that JSON has: bytes as hexadecimal digits, infinity as text."""
+    return {
+        name: bytes(value).hex() if isinstance(value, bytes | memoryview) else value for name, value in values.items()
+    }

@@ -1,0 +1,114 @@
+"""Named places where tests make a relay fail: ``OUTBOX_FAILPOINTS="txn.committed=kill@3 batch.fetched=delay:1"``.
+
+Off unless the variable is set when the process starts; then each step of a batch costs one look at an empty dict.
+
+| action    | what happens there                                     |
+|-----------|--------------------------------------------------------|
+| kill      | SIGKILL to this process                                |
+| pause     | SIGSTOP to this process, until somebody sends SIGCONT  |
+| error     | Unavailable is raised, as if a server had gone away    |
+| delay:S   | S seconds pass                                         |
+
+``@n`` acts at the n-th time that the place is reached (the first, if not given), and ``@n+`` from then on.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Final
+
+from outbox.errors import ConfigurationError
+from relay.ports import Unavailable
+
+VARIABLE: Final = "OUTBOX_FAILPOINTS"
+
+NAMES: Final = frozenset(
+    {
+        # takeover of a lane, exactly-once
+        "takeover.fenced",
+        "takeover.marker_read",
+        "takeover.settled",
+        "takeover.first_marker",
+        # one batch, any delivery
+        "batch.settling",
+        "batch.fetched",
+        "batch.half_sent",
+        "batch.sent",
+        "batch.acknowledged",
+        # one batch, exactly-once
+        "txn.begun",
+        "txn.marker_sent",
+        "txn.committed",
+        # failures
+        "failure.recorded",
+    }
+)
+
+_FORM: Final = re.compile(
+    r"(?P<name>[a-z_.]+)=(?P<action>kill|pause|error|delay:(?P<seconds>[0-9.]+))(@(?P<nth>\d+)(?P<on>\+)?)?"
+)
+
+
+@dataclass(slots=True)
+class _Action:
+    action: str
+    seconds: float
+    nth: int
+    onwards: bool
+    reached: int = 0
+
+
+_armed: dict[str, _Action] = {}
+_lock = threading.Lock()
+
+
+def arm(text: str) -> None:
+    """Turn failpoints on. Raises ConfigurationError for a name or an action that does not exist."""
+    for part in text.split():
+        match = _FORM.fullmatch(part)
+        if match is None or match["name"] not in NAMES:
+            raise ConfigurationError(
+                f"{VARIABLE}: {part!r} is not NAME=kill|pause|error|delay:S[@n[+]] with a known name"
+            )
+        _armed[match["name"]] = _Action(
+            match["action"].partition(":")[0], float(match["seconds"] or 0), int(match["nth"] or 1), bool(match["on"])
+        )
+
+
+def arm_from_environment(environment: Mapping[str, str] = os.environ) -> bool:
+    """Turn on what the environment asks for; say whether it asked for anything."""
+    text = environment.get(VARIABLE, "")
+    arm(text)
+    return bool(text)
+
+
+def failpoint(name: str) -> None:
+    """Mark a place. Raises Unavailable when told to."""
+    if _armed:
+        _reach(name)
+
+
+def _reach(name: str) -> None:
+    action = _armed.get(name)
+    if action is None:
+        return
+    with _lock:
+        action.reached += 1
+        due = action.reached == action.nth or (action.onwards and action.reached > action.nth)
+    if not due:
+        return
+    match action.action:
+        case "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        case "pause":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        case "delay":
+            time.sleep(action.seconds)
+        case _:
+            raise Unavailable(f"failpoint {name}")

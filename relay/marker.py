@@ -1,0 +1,128 @@
+"""The marker: the last record of every exactly-once batch, and what its reader concludes from it. No I/O.
+
+A batch's events and its marker are one Kafka transaction, so the last committed marker of a lane says exactly which
+events are on Kafka, whatever Postgres came to know of it. Postgres keeps the number of the last batch that it settled
+(``lanes.last_batch``), written before the next batch is sent. So of one lane, ``last_batch`` is the marker's batch, or
+the one before it, and never anything else:
+
+| last_batch  | marker             | it means                                  | what follows                        |
+|-------------|--------------------|-------------------------------------------|-------------------------------------|
+| NULL        | none               | exactly-once has not begun on this lane   | write an empty marker, batch 1      |
+| NULL        | k                  | lanes were made anew                      | settle k's events, go on with k + 1 |
+| k           | k                  | batch k is settled                        | go on with k + 1                    |
+| k - 1       | k                  | killed after the commit, before settling  | settle k's events, go on with k + 1 |
+| k           | none, or below k   | the state topic lost data                 | stop: publishing could double       |
+| below k - 1 | k                  | Postgres lost commits that it had made    | stop: events would be sent again    |
+| any         | another database's | two outboxes share a name, or a restored  | stop                                |
+|             |                    | dump                                      |                                     |
+"""
+
+from __future__ import annotations
+
+import base64
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Final
+
+import orjson
+
+from outbox.errors import OutboxError
+
+_VERSION: Final = 1
+
+
+class StateLost(OutboxError):
+    """Marker and table contradict each other: the lane stops until a person has looked (``outbox relay reconcile``)."""
+
+
+@dataclass(frozen=True, slots=True)
+class Marker:
+    """One committed batch of one lane.
+
+    ``positions`` are the rows' ids and ``event_ids`` (as text, in the same order) guard against an id that was used
+    again. ``system_identifier`` and ``timeline`` say which Postgres they were read from.
+    """
+
+    batch: int
+    epoch: int
+    system_identifier: str
+    timeline: int
+    positions: Sequence[int] = ()
+    event_ids: Sequence[str] = ()
+
+    def encode(self) -> bytes:
+        """Give the record's value: JSON, positions as differences, event ids as base64 of 16 bytes each."""
+        steps = [b - a for a, b in zip((0, *self.positions), self.positions, strict=False)]
+        raw = bytes.fromhex("".join(self.event_ids).replace("-", ""))
+        return orjson.dumps(
+            {
+                "version": _VERSION,
+                "batch": self.batch,
+                "epoch": self.epoch,
+                "system_identifier": self.system_identifier,
+                "timeline": self.timeline,
+                "positions": steps,
+                "event_ids": base64.b64encode(raw).decode(),
+            }
+        )
+
+    @staticmethod
+    def decode(value: bytes | None) -> Marker:
+        """Read a record's value. Raises StateLost when it is no marker that this version can read."""
+        try:
+            fields: dict[str, Any] = orjson.loads(value or b"")
+            if fields["version"] != _VERSION:
+                raise StateLost(
+                    f"the lane's marker has version {fields['version']!r}, this relay reads {_VERSION}: run the "
+                    "version that wrote it, or a newer one"
+                )
+            raw = base64.b64decode(fields["event_ids"], validate=True)
+            marker = Marker(
+                batch=int(fields["batch"]),
+                epoch=int(fields["epoch"]),
+                system_identifier=str(fields["system_identifier"]),
+                timeline=int(fields["timeline"]),
+                positions=tuple(accumulate(map(int, fields["positions"]))),
+                event_ids=tuple(str(uuid.UUID(bytes=raw[at : at + 16])) for at in range(0, len(raw), 16)),
+            )
+        except (ValueError, KeyError, TypeError) as error:
+            raise StateLost(
+                f"the lane's last record in the state topic is no marker ({error!r}): something else wrote there; "
+                "see `outbox relay reconcile`"
+            ) from error
+        if len(marker.positions) != len(marker.event_ids):
+            raise StateLost(
+                f"the lane's marker names {len(marker.positions)} rows and {len(marker.event_ids)} event ids: it is "
+                "damaged; see `outbox relay reconcile`"
+            )
+        return marker
+
+
+def resume(lane: int, last_batch: int | None, marker: Marker | None, system_identifier: str) -> Marker | None:
+    """Say from which marker a lane goes on; None when there has never been one and an empty one is to be written.
+
+    Raises StateLost in every case in which publishing could double or lose: see the table above.
+    """
+    see = "Nothing was published. Run `outbox relay reconcile`"
+    if marker is not None and marker.system_identifier != system_identifier:
+        raise StateLost(
+            f"lane {lane}: the state topic's marker was written for the database {marker.system_identifier}, this is "
+            f"{system_identifier}. If two outboxes share this Kafka, give each its own OUTBOX_NAME; if this database "
+            f"was restored from a dump: {see}"
+        )
+    if last_batch is None:
+        return marker
+    if marker is None or marker.batch < last_batch:
+        found = "no marker" if marker is None else f"the marker of batch {marker.batch}"
+        raise StateLost(
+            f"lane {lane}: Postgres has settled batch {last_batch}, but the state topic holds {found}: it was deleted, "
+            f"truncated or restored. Publishing could double events. {see}"
+        )
+    if marker.batch > last_batch + 1:
+        raise StateLost(
+            f"lane {lane}: Kafka holds batch {marker.batch}, but Postgres remembers only {last_batch}: it has lost "
+            f"commits (a restore, or a failover to a standby that was behind). Events would be sent again. {see}"
+        )
+    return marker

@@ -1,0 +1,119 @@
+"""Sending archived events once more: a new delivery of the same event id, marked by the header ``outbox-replay``.
+
+Consumers that dedup by event id pass it by; those that were wrong and have forgotten their ids apply it again.
+The events go through the outbox like any other, under new row ids, in their old order.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, LiteralString
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import dict_row
+from psycopg.types.json import Jsonb
+
+from outbox.event import MAX_EVENT_BYTES, REPLAY
+from relay.database import unavailable_on_error
+
+_MARK_ROOM: Final = 200
+
+# An event that was replayed before is in the archive twice: it goes out once.
+_CHOSEN: Final = """
+chosen AS (
+    SELECT DISTINCT ON (event_id) *,
+           octet_length(aggregate_id) + coalesce(octet_length(payload::text), octet_length(payload_bytes), 0)
+           + coalesce(octet_length(headers::text), 0) <= %(limit)s AS fits
+      FROM {published}
+     WHERE (%(since)s::timestamptz IS NULL OR published_at >= %(since)s)
+       AND (%(until)s::timestamptz IS NULL OR published_at < %(until)s)
+       AND (%(type)s::text IS NULL OR aggregate_type = %(type)s)
+       AND (%(key)s::text IS NULL OR aggregate_id = %(key)s)
+       AND (%(ids)s::uuid[] IS NULL OR event_id = ANY(%(ids)s::uuid[]))
+       AND (%(topic)s::text IS NULL OR topic = %(topic)s)
+     ORDER BY event_id, id)"""
+
+_COUNT: Final = """
+WITH {chosen}
+SELECT count(*) FILTER (WHERE fits) AS events, count(*) FILTER (WHERE NOT fits) AS too_large,
+       count(DISTINCT (aggregate_type, aggregate_id)) AS keys, array_agg(DISTINCT topic) AS topics,
+       min(published_at) AS first, max(published_at) AS last
+  FROM chosen"""
+
+_REPLAY: Final = """
+WITH {chosen},
+sent AS (
+    INSERT INTO {events} (event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers,
+                          created_at)
+    SELECT event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes,
+           coalesce(headers, '{{}}') || jsonb_build_object(
+               %(mark)s::text, to_char(now() AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"')), created_at
+      FROM chosen WHERE fits ORDER BY id RETURNING 1)
+SELECT count(*) AS events FROM sent"""
+
+_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES ('replay', %s, %s)"
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """Which archived events: all conditions that are given must hold. ``until`` is exclusive; times have a zone."""
+
+    since: dt.datetime | None = None
+    until: dt.datetime | None = None
+    aggregate_type: str | None = None
+    aggregate_id: str | None = None
+    event_ids: Sequence[str] | None = None
+    topic: str | None = None
+
+
+class Replay:
+    """Replays from the archive of one outbox. ``connection`` is in autocommit.
+
+    Raises Unavailable when Postgres is away and SchemaError without the tables or the rights.
+    """
+
+    def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
+        self._connection = connection
+        self._names: dict[str, sql.Composable] = {
+            name: sql.Identifier(schema, name) for name in ("events", "published", "audit")
+        }
+        self._names["chosen"] = sql.SQL(_CHOSEN).format(**self._names)
+
+    def count(self, chosen: Range) -> dict[str, Any]:
+        """Say what a replay would send: events, keys, topics, first and last time; ``too_large`` are left out."""
+        with unavailable_on_error("counting archived events"):
+            return self._run(_COUNT, chosen)
+
+    def send(self, chosen: Range, reason: str | None) -> int:
+        """Put the events into the outbox once more; gives how many. What was asked for is kept in ``audit``."""
+        with unavailable_on_error("replaying"), self._connection.transaction():
+            events: int = self._run(_REPLAY, chosen)["events"]
+            details = {"events": events} | {
+                name: value.isoformat() if isinstance(value, dt.datetime) else value
+                for name, value in self._bound(chosen).items()
+                if value is not None and name not in {"limit", "mark"}
+            }
+            self._connection.execute(sql.SQL(_AUDIT).format(**self._names), (reason, Jsonb(details)))
+        return events
+
+    def _run(self, query: LiteralString, chosen: Range) -> dict[str, Any]:
+        with self._connection.cursor(row_factory=dict_row) as cursor:
+            row = cursor.execute(sql.SQL(query).format(**self._names), self._bound(chosen)).fetchone()
+        assert row is not None
+        return row
+
+    @staticmethod
+    def _bound(chosen: Range) -> dict[str, Any]:
+        return {
+            "since": chosen.since,
+            "until": chosen.until,
+            "type": chosen.aggregate_type,
+            "key": chosen.aggregate_id,
+            "ids": list(chosen.event_ids) if chosen.event_ids else None,
+            "topic": chosen.topic,
+            "limit": MAX_EVENT_BYTES - _MARK_ROOM,
+            "mark": REPLAY,
+        }

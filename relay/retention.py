@@ -1,0 +1,158 @@
+"""The archive: a partition of ``published`` for each day, made ahead, and dropped when it is old enough.
+
+Relays and `outbox db prune` do the same work under one advisory lock, so that it is done once. Rows of a day that has
+no partition go to the default one: publishing never waits for upkeep. Making and dropping partitions needs the rights
+of the tables' owner; a relay without them says so once a day, and `outbox db prune` can do it from cron instead.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psycopg
+import structlog
+from psycopg import errors, sql
+
+from relay.database import unavailable_on_error
+
+log = structlog.get_logger("relay")
+
+_LOCK: Final = 0x6F7574626F780002
+"""Advisory lock of the archive's upkeep. Transaction-level: PgBouncer leaks session locks."""
+_AHEAD: Final = 3
+
+_DAYS: Final = """
+SELECT c.relname, (regexp_match(pg_get_expr(c.relpartbound, c.oid), $r$FROM \\('(\\d{{4}}-\\d\\d-\\d\\d)$r$))[1]::date
+  FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
+ WHERE i.inhparent = {parent}::regclass AND pg_get_expr(c.relpartbound, c.oid) <> 'DEFAULT' ORDER BY 2"""
+
+_TODAY: Final = "SELECT (clock_timestamp() AT TIME ZONE 'UTC')::date"
+
+# Rows of that day may lie in the default partition already; nothing may be attached beside them.
+_CREATE: Final = (
+    "CREATE TABLE {partition} (LIKE {parent} INCLUDING ALL)",
+    """
+WITH moved AS (DELETE FROM {default} WHERE published_at >= {start} AND published_at < {end} RETURNING *)
+INSERT INTO {partition} SELECT * FROM moved""",
+    "ALTER TABLE {parent} ATTACH PARTITION {partition} FOR VALUES FROM ({start}) TO ({end})",
+)
+
+_STRAY: Final = "SELECT count(*) FROM {default} WHERE published_at < {before}"
+
+_DROP_STRAY: Final = "DELETE FROM {default} WHERE published_at < {before}"
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What is to be done: days to make a partition for, partitions to drop, and old rows outside of any.
+
+    ``oldest`` is the oldest day (UTC) that is kept.
+    """
+
+    oldest: dt.date
+    create: Sequence[dt.date]
+    drop: Sequence[str]
+    stray_rows: int
+
+    @property
+    def empty(self) -> bool:
+        """Whether there is nothing to do."""
+        return not self.create and not self.drop and not self.stray_rows
+
+
+class Retention:
+    """Upkeep of one outbox's archive. ``days`` is how many whole days are kept besides today."""
+
+    def __init__(self, connect: Callable[[], psycopg.Connection[Any]], schema: str, days: int) -> None:
+        self._connect = connect
+        self._schema = schema
+        self._days = days
+        self._parent = sql.Identifier(schema, "published")
+        self._default = sql.Identifier(schema, "published_default")
+        self._said_on: dt.date | None = None
+
+    def keep(self) -> None:
+        """Do what is due, once among all relays. Raises Unavailable when Postgres is away."""
+        with unavailable_on_error("keeping the archive"), self._connect() as connection, connection.transaction():
+            if not self._locked(connection):
+                return
+            try:
+                with connection.transaction():
+                    done = self._run(connection)
+            except (errors.InsufficientPrivilege, errors.LockNotAvailable, errors.CheckViolation) as error:
+                self._say_once(error)
+                return
+            if not done.empty:
+                log.info("archive kept", created=[str(day) for day in done.create], dropped=list(done.drop))
+
+    def prune(self, *, dry_run: bool) -> Plan:
+        """Do, or with ``dry_run`` only say, what is due. Raises SchemaError without the owner's rights."""
+        with unavailable_on_error("keeping the archive"), self._connect() as connection, connection.transaction():
+            if dry_run:
+                return self._plan(connection)
+            connection.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
+            return self._run(connection)
+
+    def _locked(self, connection: psycopg.Connection[Any]) -> bool:
+        row = connection.execute("SELECT pg_try_advisory_xact_lock(%s)", (_LOCK,)).fetchone()
+        return bool(row and row[0])
+
+    def _plan(self, connection: psycopg.Connection[Any]) -> Plan:
+        # Bounds are shown in the session's time zone.
+        connection.execute("SET LOCAL timezone = 'UTC'")
+        row = connection.execute(_TODAY).fetchone()
+        assert row is not None
+        today: dt.date = row[0]
+        parent = sql.Literal(self._parent.as_string(connection))
+        there = connection.execute(sql.SQL(_DAYS).format(parent=parent)).fetchall()
+        days = {day for _, day in there}
+        oldest = today - dt.timedelta(days=self._days)
+        wanted = [today + dt.timedelta(days=ahead) for ahead in range(_AHEAD + 1)]
+        stray = connection.execute(
+            sql.SQL(_STRAY).format(default=self._default, before=self._midnight(oldest))
+        ).fetchone()
+        assert stray is not None
+        return Plan(
+            oldest=oldest,
+            create=[day for day in wanted if day not in days],
+            drop=[name for name, day in there if day is not None and day < oldest],
+            stray_rows=stray[0],
+        )
+
+    def _run(self, connection: psycopg.Connection[Any]) -> Plan:
+        # Attaching and dropping want a lock on the parent that every archiving relay waits behind: not for long.
+        connection.execute("SET LOCAL lock_timeout = '2s'")
+        plan = self._plan(connection)
+        for day in plan.create:
+            names = {
+                "partition": sql.Identifier(self._schema, f"published_{day:%Y_%m_%d}"),
+                "parent": self._parent,
+                "default": self._default,
+                "start": self._midnight(day),
+                "end": self._midnight(day + dt.timedelta(days=1)),
+            }
+            for statement in _CREATE:
+                connection.execute(sql.SQL(statement).format(**names))
+        for name in plan.drop:
+            connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(self._schema, name)))
+        if plan.stray_rows:
+            before = self._midnight(plan.oldest)
+            connection.execute(sql.SQL(_DROP_STRAY).format(default=self._default, before=before))
+        return plan
+
+    @staticmethod
+    def _midnight(day: dt.date) -> sql.Literal:
+        return sql.Literal(dt.datetime(day.year, day.month, day.day, tzinfo=dt.UTC))
+
+    def _say_once(self, error: psycopg.Error) -> None:
+        today = dt.datetime.now(dt.UTC).date()
+        if self._said_on != today:
+            self._said_on = today
+            log.warning(
+                "the archive's partitions could not be kept; rows go to the default partition meanwhile. "
+                "Run `outbox db prune` as the tables' owner",
+                error=str(error).partition("\n")[0],
+            )
