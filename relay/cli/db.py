@@ -126,6 +126,46 @@ def lanes(
     typer.echo(f"schema {name} has {wanted} lanes")
 
 
+@app.command()
+@failing_clearly
+def prune(
+    database_url: _Url = None,
+    schema: _Schema = None,
+    days: Annotated[int | None, typer.Option(min=0, help="Days to keep; OUTBOX_RELAY__ARCHIVE_DAYS.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Drop the archive's partitions that are old enough, and make those of the coming days. Relays do the same."""
+    from relay.database import Connector
+    from relay.retention import Retention
+
+    url, name = _target(database_url, schema, consumer=False)
+    keep = load().relay.archive_days if days is None else days
+    if days is None and keep == 0:
+        raise ConfigurationError("how many days shall be kept? Set OUTBOX_RELAY__ARCHIVE_DAYS, or give --days")
+    plan = Retention(Connector(url, "outbox db prune"), name, keep).prune(dry_run=dry_run)
+    if as_json:
+        print_json(
+            {
+                "dry_run": dry_run,
+                "oldest_kept": plan.oldest,
+                "created": plan.create,
+                "dropped": plan.drop,
+                "stray_rows": plan.stray_rows,
+            }
+        )
+        return
+    would = "would be " if dry_run else ""
+    for day in plan.create:
+        typer.echo(f"partition for {day}: {would}made")
+    for partition in plan.drop:
+        typer.echo(f"partition {partition}: {would}dropped")
+    if plan.stray_rows:
+        typer.echo(f"{plan.stray_rows} rows of the default partition from before {plan.oldest}: {would}deleted")
+    if plan.empty:
+        typer.echo("nothing to do")
+
+
 def _target(database_url: str | None, schema: str | None, consumer: bool) -> tuple[str, str]:
     settings = load(database_url=database_url)
     default = settings.consumer_schema if consumer else settings.db_schema
