@@ -1,0 +1,152 @@
+"""The marker's record and the table of what follows from it."""
+
+from __future__ import annotations
+
+import uuid
+
+import orjson
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from relay.marker import Marker, StateLost, resume
+
+_SYSTEM = "7300000000000000001"
+_NUMBERS = st.integers(0, 2**63 - 1)
+# JSON as orjson can write it, with what is likely to hurt: huge and negative numbers, texts that are no numbers.
+_JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**63), 2**64 - 1) | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def _markers(draw: st.DrawFn) -> Marker:
+    positions = sorted(draw(st.sets(_NUMBERS, max_size=20)))
+    event_ids = draw(st.lists(st.uuids(), min_size=len(positions), max_size=len(positions)))
+    return Marker(
+        batch=draw(_NUMBERS),
+        epoch=draw(_NUMBERS),
+        system_identifier=draw(st.text(st.characters(codec="utf-8"), max_size=20)),
+        timeline=draw(st.integers(1, 2**31)),
+        positions=tuple(positions),
+        event_ids=tuple(map(str, event_ids)),
+    )
+
+
+def _marker(batch: int, system_identifier: str = _SYSTEM) -> Marker:
+    return Marker(batch, 3, system_identifier, 1, (7, 9), (str(uuid.UUID(int=7)), str(uuid.UUID(int=9))))
+
+
+def _reads_or_refuses(value: bytes) -> None:
+    try:
+        marker = Marker.decode(value)
+    except StateLost:
+        return
+    assert isinstance(marker, Marker)
+    assert len(marker.positions) == len(marker.event_ids)
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(marker=_markers())
+def test_what_was_encoded_is_decoded(marker: Marker) -> None:
+    assert Marker.decode(marker.encode()) == marker
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(value=st.binary(max_size=200))
+def test_any_bytes_are_read_or_refused(value: bytes) -> None:
+    _reads_or_refuses(value)
+
+
+@settings(deadline=None, derandomize=True, database=None, max_examples=300)
+@given(field=st.sampled_from(sorted(orjson.loads(_marker(1).encode()))), value=_JSON)
+def test_a_marker_with_any_field_replaced_is_read_or_refused(field: str, value: object) -> None:
+    _reads_or_refuses(orjson.dumps(orjson.loads(_marker(1).encode()) | {field: value}))
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(value=_JSON)
+def test_any_json_is_read_or_refused(value: object) -> None:
+    _reads_or_refuses(orjson.dumps(value))
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(marker=_markers(), data=st.data())
+def test_a_marker_cut_short_is_refused(marker: Marker, data: st.DataObject) -> None:
+    value = marker.encode()
+    with pytest.raises(StateLost):
+        Marker.decode(value[: data.draw(st.integers(0, len(value) - 1))])
+
+
+@pytest.mark.parametrize("value", [None, b"", b"null", b"[]", b"1", b'{"version":1}'])
+def test_what_is_no_marker_is_refused(value: bytes | None) -> None:
+    with pytest.raises(StateLost, match="is no marker"):
+        Marker.decode(value)
+
+
+def test_a_later_version_is_refused_with_its_number() -> None:
+    value = orjson.dumps(orjson.loads(_marker(1).encode()) | {"version": 2})
+    with pytest.raises(StateLost, match="version 2"):
+        Marker.decode(value)
+
+
+def test_a_marker_that_lacks_an_event_id_is_refused() -> None:
+    value = orjson.dumps(orjson.loads(_marker(1).encode()) | {"positions": [7]})
+    with pytest.raises(StateLost, match="1 rows and 2 event ids"):
+        Marker.decode(value)
+
+
+@pytest.mark.parametrize(
+    ("last_batch", "batch"),
+    [
+        pytest.param(None, 1, id="lanes made anew, first batch"),
+        pytest.param(None, 8, id="lanes made anew"),
+        pytest.param(8, 8, id="settled"),
+        pytest.param(7, 8, id="killed before settling"),
+        pytest.param(0, 1, id="killed before settling the first"),
+    ],
+)
+def test_a_lane_goes_on_from_its_marker(last_batch: int | None, batch: int) -> None:
+    assert resume(0, last_batch, _marker(batch), _SYSTEM) == _marker(batch)
+
+
+def test_a_lane_that_has_never_been_relayed_has_no_marker() -> None:
+    assert resume(0, None, None, _SYSTEM) is None
+
+
+@pytest.mark.parametrize(
+    ("last_batch", "batch", "reason"),
+    [
+        pytest.param(8, None, "holds no marker", id="state topic lost"),
+        pytest.param(1, None, "holds no marker", id="state topic lost after the first batch"),
+        pytest.param(8, 7, "holds the marker of batch 7", id="state topic went back by one"),
+        pytest.param(8, 1, "holds the marker of batch 1", id="state topic went back"),
+        pytest.param(6, 8, "Postgres remembers only 6", id="Postgres went back by one"),
+        pytest.param(1, 8, "Postgres remembers only 1", id="Postgres went back"),
+    ],
+)
+def test_a_lane_stops_when_one_side_went_back(last_batch: int, batch: int | None, reason: str) -> None:
+    with pytest.raises(StateLost, match=reason):
+        resume(5, last_batch, None if batch is None else _marker(batch), _SYSTEM)
+
+
+@pytest.mark.parametrize("last_batch", [None, 7, 8, 9])
+def test_a_lane_stops_at_the_marker_of_another_database(last_batch: int | None) -> None:
+    with pytest.raises(StateLost, match="was written for the database 42"):
+        resume(5, last_batch, _marker(8, "42"), _SYSTEM)
+
+
+@settings(deadline=None, derandomize=True, database=None)
+@given(last_batch=st.none() | st.integers(0, 20), batch=st.none() | st.integers(1, 20))
+def test_a_lane_goes_on_only_if_the_marker_is_the_settled_batch_or_the_next(
+    last_batch: int | None, batch: int | None
+) -> None:
+    marker = None if batch is None else _marker(batch)
+    goes_on = last_batch is None or (batch is not None and batch - last_batch in {0, 1})
+    try:
+        assert resume(0, last_batch, marker, _SYSTEM) == marker
+        assert goes_on
+    except StateLost:
+        assert not goes_on
