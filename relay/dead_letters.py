@@ -12,6 +12,7 @@ from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
 from outbox.errors import OutboxError
+from outbox.event import DEAD_LETTER
 from relay.database import unavailable_on_error
 
 _LIST: Final = """
@@ -29,7 +30,8 @@ SELECT * FROM (
  ORDER BY first_failed_at, id LIMIT %(limit)s"""
 
 _SHOW: Final = """
-SELECT lane, id, event_id::text, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at
+SELECT lane, id, event_id::text, aggregate_type, aggregate_id, event_type, payload::text, payload_bytes, headers,
+       created_at
   FROM {table} WHERE lane = %(lane)s AND id = %(id)s"""
 
 _BEHIND: Final = """
@@ -39,7 +41,8 @@ SELECT count(*) FROM {events}
 _CHOSEN: Final = """(%(ids)s::uuid[] IS NULL OR event_id = ANY(%(ids)s::uuid[]))
    AND (%(type)s::text IS NULL OR aggregate_type = %(type)s)"""
 
-# Under its old id, so that it comes before the later events of its key; and in failures, so that those wait for it.
+# Under its old id, so that it comes before the later events of its key; and in failures, so that those wait for it (a
+# copy for a dead-letter topic holds nobody up), and so that the relay looks for it below where it has got to.
 _PUT_BACK: Final = """
 WITH gone AS (
     DELETE FROM {dead_letters} WHERE {chosen} RETURNING *),
@@ -51,8 +54,8 @@ back AS (
 due AS (
     INSERT INTO {failures} (lane, id, event_id, aggregate_type, aggregate_id, blocks, attempts, last_error,
                             first_failed_at, last_failed_at, next_attempt_at)
-    SELECT lane, id, event_id, aggregate_type, aggregate_id, true, 0, last_error, first_failed_at, dead_at,
-           clock_timestamp() FROM gone
+    SELECT lane, id, event_id, aggregate_type, aggregate_id, NOT coalesce(headers ? %(copy)s, false), 0, last_error,
+           first_failed_at, dead_at, clock_timestamp() FROM gone
         ON CONFLICT (lane, id) DO UPDATE SET attempts = 0, next_attempt_at = excluded.next_attempt_at)
 SELECT event_id::text FROM gone"""
 
@@ -112,7 +115,7 @@ class DeadLetters:
             return self._run(_LIST, selection.bound() | {"limit": limit})
 
     def show(self, event_id: str) -> dict[str, Any]:
-        """Give everything about one failed event, payload included. Raises NoSuchFailure."""
+        """Give everything about one failed event; ``payload`` is JSON text, as it is sent. Raises NoSuchFailure."""
         with unavailable_on_error("reading a failure"):
             found = self._run(_LIST, Selection([event_id]).bound() | {"limit": 1})
             if not found:
@@ -128,7 +131,8 @@ class DeadLetters:
     def retry(self, selection: Selection) -> Sequence[str]:
         """Have events tried again now; dead ones return to the outbox, in their old place. Gives their event ids."""
         with unavailable_on_error("retrying failures"), self._connection.transaction():
-            rows = [*self._run(_PUT_BACK, selection.bound()), *self._run(_HURRY, selection.bound())]
+            back = self._run(_PUT_BACK, selection.bound() | {"copy": DEAD_LETTER})
+            rows = [*back, *self._run(_HURRY, selection.bound())]
             ids = list(dict.fromkeys(row["event_id"] for row in rows))
             if ids:
                 self._audit("retry", None, {"event_ids": ids})

@@ -49,17 +49,17 @@ ON CONFLICT (lane, id) DO UPDATE SET attempts = f.attempts + 1, last_error = exc
            secs => least(%(most)s::float8, %(least)s::float8 * power(2, least(f.attempts, 30))))
 RETURNING id, attempts"""
 
-# A copy's error header says why; the headers must leave the row within its limit, or the payload stays behind.
+# A copy's error header says why. What does not fit into a row beside it stays behind: the payload, then the headers.
 _COPY: Final = """
 INSERT INTO {events} (event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at)
 SELECT event_id, aggregate_type, aggregate_id, event_type, CASE WHEN fits THEN payload END,
        CASE WHEN fits THEN payload_bytes END,
-       coalesce(headers, '{{}}') || jsonb_build_object(%(error)s::text, left(last_error, %(room)s),
-                                                     %(attempts)s::text, attempts::text)
+       CASE WHEN bare <= %(limit)s THEN coalesce(headers, '{{}}') ELSE '{{}}' END
+       || jsonb_build_object(%(error)s::text, left(last_error, %(room)s), %(attempts)s::text, attempts::text)
        || CASE WHEN fits THEN '{{}}'::jsonb ELSE jsonb_build_object(%(omitted)s::text, 'true') END, created_at
-  FROM (SELECT *, octet_length(aggregate_id) + coalesce(octet_length(payload::text), octet_length(payload_bytes), 0)
-               + coalesce(octet_length(headers::text), 0) <= %(limit)s AS fits
-          FROM {dead_letters} WHERE lane = %(lane)s AND id = ANY(%(ids)s::bigint[])) AS dead
+  FROM (SELECT *, bare + coalesce(octet_length(payload::text), octet_length(payload_bytes), 0) <= %(limit)s AS fits
+          FROM (SELECT *, octet_length(aggregate_id) + coalesce(octet_length(headers::text), 0) AS bare
+                  FROM {dead_letters} WHERE lane = %(lane)s AND id = ANY(%(ids)s::bigint[])) AS dead) AS sized
  ORDER BY id"""
 
 _BURY: Final = """
@@ -130,12 +130,15 @@ class Failures:
         return dead
 
     def forget(self, connection: psycopg.Connection[Any], lane: int, ids: Sequence[int]) -> None:
-        """The events were published after all."""
+        """The events were published after all (polling's settling statements do this themselves)."""
         connection.execute(self._forget, {"lane": lane, "ids": list(ids)})
 
     def bury(self, connection: psycopg.Connection[Any], lane: int, refused: Sequence[tuple[Claim, str]]) -> None:
-        """Keep events as dead letters whose rows are gone already (at-most-once). Their payload is kept as bytes."""
-        with connection.cursor() as cursor:
+        """Keep events as dead letters whose rows are gone already (at-most-once). Their payload is kept as bytes.
+
+        In a transaction of its own, and not the lane's: whoever holds the lane now, these are no longer in it.
+        """
+        with connection.transaction(), connection.cursor() as cursor:
             cursor.executemany(
                 self._keep,
                 [
@@ -154,10 +157,17 @@ class Failures:
                     for claim, reason in refused
                 ],
             )
+            self._copy_all(connection, lane, [claim for claim, _ in refused])
 
     def _bury_all(self, connection: psycopg.Connection[Any], lane: int, dead: Sequence[Claim]) -> None:
         everyone = [claim.position for claim in dead]
         connection.execute(self._bury, {"lane": lane, "ids": everyone})
+        self._copy_all(connection, lane, dead)
+        held = {claim.position for claim in dead if self._router.on_failure(claim) is OnFailure.BLOCK}
+        connection.execute(self._hold, {"lane": lane, "ids": [id_ for id_ in everyone if id_ in held]})
+        connection.execute(self._forget, {"lane": lane, "ids": [id_ for id_ in everyone if id_ not in held]})
+
+    def _copy_all(self, connection: psycopg.Connection[Any], lane: int, dead: Sequence[Claim]) -> None:
         copied = [claim.position for claim in dead if self._router.dead_letter_topic(claim) is not None]
         if copied:
             connection.execute(
@@ -172,6 +182,3 @@ class Failures:
                     "limit": MAX_EVENT_BYTES - _HEADERS_ROOM,
                 },
             )
-        held = {claim.position for claim in dead if self._router.on_failure(claim) is OnFailure.BLOCK}
-        connection.execute(self._hold, {"lane": lane, "ids": [id_ for id_ in everyone if id_ in held]})
-        connection.execute(self._forget, {"lane": lane, "ids": [id_ for id_ in everyone if id_ not in held]})

@@ -98,9 +98,12 @@ _SYNCHRONOUS: Final = """set_config('synchronous_commit',
 
 _KEEP: Final = "WITH lease AS ({lease}) SELECT lane, {synchronous} FROM lease"
 
-# One statement: the lease is checked and prolonged, and only under it rows go.
+# One statement: the lease is checked and prolonged, and only under it rows go. An event that had failed leaves failures
+# too, always: one that a person has just put back may be published before this source knows of any failure.
 _SETTLE: Final = """
 WITH lease AS ({lease}),
+freed AS (
+    DELETE FROM {failures} WHERE lane = (SELECT lane FROM lease) AND id = ANY(%(ids)s::bigint[])),
 gone AS (
     DELETE FROM {events} WHERE lane = (SELECT lane FROM lease) AND id = ANY(%(ids)s::bigint[]))
 SELECT lane, {synchronous} FROM lease"""
@@ -113,6 +116,8 @@ SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, pa
 
 _SETTLE_INTO_ARCHIVE: Final = """
 WITH lease AS ({lease}),
+freed AS (
+    DELETE FROM {failures} WHERE lane = (SELECT lane FROM lease) AND id = ANY(%(ids)s::bigint[])),
 deleted AS (
     DELETE FROM {events} WHERE lane = (SELECT lane FROM lease) AND id = ANY(%(ids)s::bigint[]) RETURNING *),
 gone AS (
@@ -243,7 +248,7 @@ class PollingSource:
         lane = self._lease.lane
         with unavailable_on_error(f"reading lane {lane}"):
             floor = self._floor.start(draw_xid=self._draw_xid, xmin=self._xmin)
-            pending = self._pending.ids if self._pending is not None else []
+            pending = list(self._pending.ids) if self._pending is not None else []
             bound = {
                 "lane": lane,
                 "floor": floor,
@@ -344,18 +349,14 @@ class PollingSource:
         self._lease.renewed(asked_at)
 
     def _settle_pending(self) -> None:
-        """Settle in one statement; events that had failed before take a second, in the same transaction."""
         pending = self._pending
         assert pending is not None
-        if self._around and pending.ids:
-            self._settle_with([])
-            return
         asked_at = time.monotonic()
         held = self._connection.execute(self._queries.settle, self._settling_values(pending)).fetchone()
         self._settled(held is not None, asked_at)
 
     def _settle_with(self, refused: list[tuple[Claim, str]]) -> None:
-        """Settle what is pending, and keep the books of failed events in the same transaction."""
+        """Settle what is pending, and record what was refused in the same transaction."""
         lane = self._lease.lane
         asked_at = time.monotonic()
         dead: list[Claim] = []
@@ -364,17 +365,15 @@ class PollingSource:
             self._connection.execute(self._queries.several, self._timeout())
             held = self._connection.execute(self._queries.settle, self._settling_values(pending)).fetchone()
             if held is not None:
-                self._failures.forget(self._connection, lane, pending.ids)
-                if refused:
-                    dead = self._failures.record(self._connection, lane, refused)
-                    self._around = True
+                dead = self._failures.record(self._connection, lane, refused)
+                self._around = True
         self._settled(held is not None, asked_at)
         for claim in dead:
             self._on_dead(claim)
 
     def _settling_values(self, pending: _Pending) -> dict[str, Any]:
         values = self._lease_values(pending.batch)
-        values["ids"] = pending.ids
+        values["ids"] = list(pending.ids)
         if self._archive:
             values["topics"] = [place.topic for place in pending.places]
             values["partitions"] = [place.partition for place in pending.places]

@@ -21,13 +21,14 @@ from relay.database import unavailable_on_error
 
 _MARK_ROOM: Final = 200
 
-# An event that was replayed before is in the archive twice: it goes out once.
+# An event that was replayed before is in the archive twice: it goes out once, in the place that it had at first, also
+# where only its replay lies within the range.
 _CHOSEN: Final = """
 chosen AS (
-    SELECT DISTINCT ON (event_id) *,
+    SELECT DISTINCT ON (event_id) *, (SELECT min(p.id) FROM {published} AS p WHERE p.event_id = a.event_id) AS place,
            octet_length(aggregate_id) + coalesce(octet_length(payload::text), octet_length(payload_bytes), 0)
            + coalesce(octet_length(headers::text), 0) <= %(limit)s AS fits
-      FROM {published}
+      FROM {published} AS a
      WHERE (%(since)s::timestamptz IS NULL OR published_at >= %(since)s)
        AND (%(until)s::timestamptz IS NULL OR published_at < %(until)s)
        AND (%(type)s::text IS NULL OR aggregate_type = %(type)s)
@@ -51,7 +52,7 @@ sent AS (
     SELECT event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes,
            coalesce(headers, '{{}}') || jsonb_build_object(
                %(mark)s::text, to_char(now() AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"')), created_at
-      FROM chosen WHERE fits ORDER BY id RETURNING 1)
+      FROM chosen WHERE fits ORDER BY place RETURNING 1)
 SELECT count(*) AS events FROM sent"""
 
 _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES ('replay', %s, %s)"

@@ -56,13 +56,22 @@ def list_failures(
 
 @app.command()
 @failing_clearly
-def show(event_id: Annotated[UUID, typer.Argument(help="Event id.")], database_url: _Url = None) -> None:
-    """Show one failed event whole, payload included, as JSON."""
+def show(
+    event_id: Annotated[UUID, typer.Argument(help="Event id.")], database_url: _Url = None, as_json: _Json = False
+) -> None:
+    """Show one failed event whole, payload included: JSON on several lines, or on one with --json."""
     import orjson
 
     with _desk(database_url) as desk:
         failure = desk.show(str(event_id))
-    typer.echo(orjson.dumps(_plain(failure), option=orjson.OPT_INDENT_2).decode())
+    shown = _plain(failure)
+    if shown.get("payload") is not None:
+        # As it is: numbers that Python would round stay exact.
+        shown["payload"] = orjson.Fragment(shown["payload"])
+    if as_json:
+        print_json(shown)
+    else:
+        typer.echo(orjson.dumps(shown, option=orjson.OPT_INDENT_2).decode())
 
 
 @app.command()
@@ -135,7 +144,9 @@ def replay(
     with _connection(database_url) as (connection, schema):
         desk = Replay(connection, schema)
         found = desk.count(chosen)
-        if not as_json:
+        if not as_json and not (found["events"] or found["too_large"]):
+            typer.echo("no archived events match")
+        elif not as_json:
             typer.echo(
                 f"{found['events']} events of {found['keys']} keys, published {found['first']} to {found['last']}, "
                 f"to {', '.join(filter(None, found['topics'] or [])) or 'no known topic'}"
@@ -192,7 +203,7 @@ def _all_found(asked: Sequence[UUID] | None, found: Sequence[str]) -> None:
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Give values that JSON has: bytes as hexadecimal digits, infinity as text."""
+    """Give values that JSON has: bytes as hexadecimal digits."""
     return {
         name: bytes(value).hex() if isinstance(value, bytes | memoryview) else value for name, value in values.items()
     }

@@ -1,0 +1,720 @@
+"""Failed events on real Postgres: the source's books, what a person does with them, and replays. No Kafka here."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import psycopg
+import pytest
+from support import backlog
+from typer.testing import CliRunner
+
+from outbox import Event, Outbox
+from relay import db
+from relay.cli.app import app
+from relay.database import Connector
+from relay.dead_letters import DeadLetters, Selection
+from relay.failures import FailurePolicy, Failures
+from relay.lanes import LaneTable
+from relay.polling import DeletingSource, PollingSource
+from relay.ports import PUBLISHED, Claim, Published, Receipt, Refused
+from relay.routing import OnFailure, Route, Router
+
+BLOCK = Router({"Order": Route("orders")})
+SKIP = Router({"Order": Route("orders", OnFailure.SKIP)})
+COPIED = Router({"Order": Route("orders", OnFailure.BLOCK, "orders-dead")})
+NOBODY = "019f0000-0000-7000-8000-000000000000"
+
+
+class Lane:
+    """The only lane of an outbox, and a loop that a test turns by hand: names in ``bad`` are refused."""
+
+    def __init__(self, database: Any) -> None:
+        self.database = database
+        db.change_lanes(database.url, 1)
+        self.admin = database.connect(autocommit=True)
+        self.lease = LaneTable(database.connect(autocommit=True), "outbox", "me", "0", 60.0).acquire()
+        self.dead: list[str] = []
+        self.lost: list[int] = []
+        self._sources: list[PollingSource] = []
+
+    def source(self, router: Router = BLOCK, attempts: int = 1, *, archive: bool = False) -> PollingSource:
+        failures = Failures("outbox", FailurePolicy(attempts, 600.0, 600.0), router)
+        source = PollingSource(
+            Connector(self.database.url, "test"),
+            "outbox",
+            self.lease,
+            failures,
+            archive=archive,
+            on_dead=lambda claim: self.dead.append(name(claim)),
+        )
+        self._sources.append(source)
+        return source
+
+    def deleting_source(self, router: Router = BLOCK) -> DeletingSource:
+        source = DeletingSource(
+            Connector(self.database.url, "test"),
+            "outbox",
+            self.lease,
+            Failures("outbox", FailurePolicy(), router),
+            on_dead=lambda claim: self.dead.append(name(claim)),
+            on_lost=self.lost.append,
+        )
+        self._sources.append(source)
+        return source
+
+    def add(self, *names: str) -> list[str]:
+        """Write events called key-number, as in a1; gives their event ids."""
+        with self.database.connect() as connection:
+            events = [Event("Order", name[0], name, {"n": name}) for name in names]
+            return [str(event_id) for event_id in Outbox().add_many(connection, events)]
+
+    def desk(self) -> DeadLetters:
+        return DeadLetters(self.admin, "outbox")
+
+    def rows(self, query: str, *values: Any) -> list[Any]:
+        return self.admin.execute(query, values).fetchall()
+
+    def close(self) -> None:
+        for source in self._sources:
+            source.close()
+
+
+@pytest.fixture
+def lane(outbox_postgres):
+    lane = Lane(outbox_postgres)
+    yield lane
+    lane.close()
+
+
+def name(claim: Claim) -> str:
+    return claim.event_type
+
+
+def turn(source: PollingSource, *bad: str, limit: int = 100) -> list[str]:
+    """One turn of the loop, settled; gives what was published."""
+    claims = source.fetch(limit)
+    stopped: set[str] = set()
+    results: list[Any] = []
+    for claim in claims:
+        if claim.aggregate_id in stopped:
+            continue
+        if name(claim) in bad:
+            stopped.add(claim.aggregate_id)
+            results.append((claim, Refused(f"{name(claim)} is bad")))
+        else:
+            results.append((claim, PUBLISHED))
+    if claims:
+        source.settle(Receipt(results))
+    source.flush()
+    return [name(claim) for claim, outcome in results if outcome is PUBLISHED]
+
+
+def hurry(lane: Lane) -> None:
+    lane.admin.execute("UPDATE outbox.failures SET next_attempt_at = clock_timestamp() WHERE isfinite(next_attempt_at)")
+
+
+def outbox(lane: Lane, *arguments: str, status: int = 0, env: dict[str, str] | None = None) -> str:
+    """Run a command; gives its stdout, or its one line of stderr when it must fail."""
+    done = CliRunner().invoke(app, [*arguments], env={"OUTBOX_DATABASE_URL": lane.database.url} | (env or {}))
+    assert done.exit_code == status, (done.output, done.exception)
+    assert done.exception is None or isinstance(done.exception, SystemExit)
+    return done.stdout if status == 0 else done.stderr
+
+
+def retried(lane: Lane, *event_ids: str) -> Sequence[str]:
+    return lane.desk().retry(Selection(event_ids or None))
+
+
+# --- the source's books ----------------------------------------------------------------------------------------------
+
+
+def test_a_refused_event_makes_its_key_wait_and_no_other(lane):
+    source = lane.source(attempts=3)
+    lane.add("a1", "b1", "a2", "c1")
+    assert turn(source, "a1") == ["b1", "c1"]
+    lane.add("a3", "b2")
+    assert turn(source) == ["b2"]
+    assert turn(source) == []
+    hurry(lane)
+    assert turn(source) == ["a1"]
+    assert turn(source) == ["a2", "a3"]
+    assert backlog(lane.database.url) == 0
+    assert lane.rows("SELECT * FROM outbox.failures") == []
+
+
+def test_the_same_id_under_another_aggregate_type_is_another_key(lane):
+    source = lane.source(attempts=3)
+    with lane.database.connect() as connection:
+        Outbox().add_many(connection, [Event("Order", "x", "o1"), Event("Cart", "x", "c1"), Event("Order", "x", "o2")])
+    claims = source.fetch(10)
+    source.settle(Receipt([(claims[0], Refused("no"))]))
+    assert turn(source) == ["c1"]
+
+
+def test_attempts_back_off_twice_as_long_each_time_up_to_the_longest(lane):
+    failures = Failures("outbox", FailurePolicy(100, 2.0, 9.0), BLOCK)
+    source = PollingSource(Connector(lane.database.url, "test"), "outbox", lane.lease, failures)
+    lane.add("a1")
+    waits = []
+    for _ in range(5):
+        assert turn(source, "a1") == []
+        waits += lane.rows("SELECT extract(epoch FROM next_attempt_at - last_failed_at)::float8 FROM outbox.failures")
+        hurry(lane)
+    source.close()
+    assert [round(wait) for (wait,) in waits] == [2, 4, 8, 9, 9]
+    assert lane.rows("SELECT attempts, last_error FROM outbox.failures") == [(5, "a1 is bad")]
+
+
+def test_the_last_attempt_makes_a_dead_letter_and_with_block_its_key_waits(lane):
+    source = lane.source(attempts=2)
+    (first, *_) = lane.add("a1", "a2", "b1")
+    assert turn(source, "a1") == ["b1"]
+    hurry(lane)
+    assert turn(source, "a1") == []
+    assert lane.dead == ["a1"]
+    dead = lane.rows("SELECT event_id::text, event_type, payload, attempts, last_error FROM outbox.dead_letters")
+    assert dead == [(first, "a1", {"n": "a1"}, 2, "a1 is bad")]
+    hurry(lane)
+    assert turn(source) == []
+    lane.add("a3", "b2")
+    assert turn(source) == ["b2"]
+    # Also for the next relay.
+    assert turn(lane.source()) == []
+
+
+def test_with_skip_later_events_wait_while_it_is_tried_and_go_on_when_it_is_dead(lane):
+    source = lane.source(SKIP, attempts=2)
+    lane.add("a1", "a2")
+    assert turn(source, "a1") == []
+    assert turn(source) == []
+    hurry(lane)
+    turn(source, "a1")
+    assert turn(source) == ["a2"]
+    assert lane.rows("SELECT event_type FROM outbox.dead_letters") == [("a1",)]
+    assert lane.rows("SELECT * FROM outbox.failures") == []
+
+
+def test_published_events_of_the_batch_are_settled_with_the_refused_ones_in_one_transaction(lane, monkeypatch):
+    source = lane.source()
+    lane.add("a1", "b1")
+    claims = source.fetch(10)
+    source.settle(Receipt([(claims[1], PUBLISHED)]))
+    monkeypatch.setattr(source._failures, "record", lambda *_: (_ for _ in ()).throw(psycopg.OperationalError("gone")))
+    with pytest.raises(Exception, match="gone"):
+        source.settle(Receipt([(claims[0], Refused("no"))]))
+    assert backlog(lane.database.url) == 2
+    assert lane.rows("SELECT * FROM outbox.failures") == []
+
+
+def test_a_key_with_20000_blocked_events_holds_up_no_other(lane):
+    source = lane.source()
+    lane.add("a1")
+    turn(source, "a1")
+    lane.admin.execute(
+        "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload) "
+        "SELECT 'Order', 'a', 'a' || g, '{}' FROM generate_series(2, 20001) g"
+    )
+    lane.add("b1", "c1", "a20002", "b2")
+    assert turn(source, limit=2) == ["b1", "c1"]
+    assert turn(source, limit=2) == ["b2"]
+    assert turn(source) == []
+    assert backlog(lane.database.url) == 20001
+    retried(lane)
+    assert turn(source) == ["a1"]
+    assert turn(source, limit=3) == ["a2", "a3", "a4"]
+
+
+def test_two_failed_events_of_one_key_are_published_one_after_the_other(lane):
+    source = lane.source(attempts=5)
+    lane.add("a1", "a2", "a3")
+    turn(source, "a1")
+    hurry(lane)
+    assert turn(source) == ["a1"]
+    assert turn(source, "a2") == []
+    hurry(lane)
+    assert turn(source) == ["a2"]
+    assert turn(source) == ["a3"]
+
+
+# --- retry -----------------------------------------------------------------------------------------------------------
+
+
+def test_a_retried_dead_letter_goes_first_and_the_events_behind_it_follow(lane):
+    source = lane.source()
+    (first, *_) = lane.add("a1", "a2", "b1")
+    turn(source, "a1")
+    lane.add("a3")
+    assert retried(lane, first) == [first]
+    assert lane.rows("SELECT * FROM outbox.dead_letters") == []
+    assert turn(source) == ["a1"]
+    assert turn(source) == ["a2", "a3"]
+    assert lane.rows("SELECT * FROM outbox.failures") == []
+
+
+def test_a_retried_dead_letter_below_the_floor_goes_first(lane):
+    """A relay that has run for long starts its fetches above old ids; only due failures may lie below."""
+    source = lane.source()
+    lane.add("a1", "b1", "a2")
+    turn(source, "a1")
+    source._floor._floor = max(row[0] for row in lane.rows("SELECT id FROM outbox.events")) - 1
+    lane.add("c1")
+    assert turn(source) == ["c1"]
+    retried(lane)
+    assert turn(source) == ["a1"]
+    assert turn(source) == ["a2"]
+
+
+def test_a_skipped_dead_letter_that_is_retried_goes_out_late_and_frees_its_key(lane):
+    """The source has no failures when it comes back, and may have looked a moment ago."""
+    source = lane.source(SKIP)
+    lane.add("a1", "a2")
+    turn(source, "a1")
+    assert turn(source) == ["a2"]
+    source._looked_at -= 10
+    turn(source)
+    assert not source._around
+    retried(lane)
+    assert turn(source) == ["a1"]
+    assert lane.rows("SELECT * FROM outbox.failures") == []
+    lane.add("a3")
+    source._looked_at -= 10
+    assert turn(source) + turn(source) == ["a3"]
+
+
+def test_a_skipped_dead_letter_below_the_floor_is_found_when_it_is_retried(lane):
+    source = lane.source(SKIP)
+    lane.add("a1", "a2")
+    turn(source, "a1")
+    turn(source)
+    source._looked_at -= 10
+    turn(source)
+    source._floor._floor = 10**9
+    retried(lane)
+    source._looked_at -= 10
+    assert turn(source) + turn(source) == ["a1"]
+
+
+def test_a_retry_begins_to_count_anew_and_may_fail_again(lane):
+    source = lane.source(attempts=2)
+    lane.add("a1", "a2")
+    turn(source, "a1")
+    hurry(lane)
+    turn(source, "a1")
+    retried(lane)
+    assert turn(source, "a1") == []
+    assert lane.rows("SELECT attempts FROM outbox.failures") == [(1,)]
+    hurry(lane)
+    assert turn(source, "a1") == []
+    assert lane.dead == ["a1", "a1"]
+    assert turn(source) == []
+
+
+def test_a_waiting_event_that_is_retried_is_due_at_once_and_keeps_its_count(lane):
+    source = lane.source(attempts=3)
+    (first, *_) = lane.add("a1", "a2")
+    turn(source, "a1")
+    assert turn(source) == []
+    assert retried(lane, first) == [first]
+    assert turn(source, "a1") == []
+    assert lane.rows("SELECT attempts FROM outbox.failures") == [(2,)]
+
+
+def test_a_relay_that_was_killed_before_it_settled_a_retried_event_leaves_it_to_the_next(lane):
+    source = lane.source()
+    lane.add("a1", "a2")
+    turn(source, "a1")
+    retried(lane)
+    assert [name(claim) for claim in source.fetch(10)] == ["a1"]
+    source.close()
+    after = lane.source()
+    assert turn(after) == ["a1"]
+    assert turn(after) == ["a2"]
+
+
+# --- discard ---------------------------------------------------------------------------------------------------------
+
+
+def test_discarding_a_dead_letter_frees_its_key_and_the_audit_says_who_and_why(lane):
+    source = lane.source()
+    (first, *_) = lane.add("a1", "a2")
+    turn(source, "a1")
+    assert turn(source) == []
+    gone = lane.desk().discard(Selection([first]), "wrong customer")
+    assert [event["event_id"] for event in gone] == [first]
+    assert turn(source) == ["a2"]
+    ((who, what, why, details),) = lane.rows("SELECT who, what, why, details FROM outbox.audit")
+    ((me,),) = lane.rows("SELECT session_user::text")
+    assert (who, what, why) == (me, "discard", "wrong customer")
+    assert details["event_id"] == first
+    assert details["last_error"] == "a1 is bad"
+    assert "payload" not in details
+
+
+def test_discarding_an_event_that_waits_frees_its_key_and_one_that_is_due_is_left_alone(lane):
+    source = lane.source(attempts=9)
+    lane.add("a1", "a2", "b1")
+    turn(source, "a1", "b1")
+    lane.admin.execute("UPDATE outbox.failures SET next_attempt_at = clock_timestamp() WHERE aggregate_id = 'b'")
+    gone = lane.desk().discard(Selection(), "all of them")
+    assert [event["event_type"] for event in gone] == ["a1"]
+    assert turn(source) == ["a2", "b1"]
+    assert lane.rows("SELECT * FROM outbox.failures") == []
+
+
+# --- copies ----------------------------------------------------------------------------------------------------------
+
+
+def copies(lane: Lane) -> list[Any]:
+    return lane.rows("SELECT payload, payload_bytes, headers FROM outbox.events WHERE headers ? 'outbox-dead-letter'")
+
+
+def test_a_copy_for_the_dead_letter_topic_has_all_of_the_event_and_says_why(lane):
+    source = lane.source(COPIED)
+    with lane.database.connect() as connection:
+        Outbox().add(connection, Event("Order", "a", "a1", {"n": 1}, headers={"tenant": "acme"}))
+    turn(source, "a1")
+    (copy,) = source.fetch(10)
+    assert (copy.aggregate_id, copy.event_type, json.loads(copy.value)) == ("a", "a1", {"n": 1})
+    assert copy.headers == {"tenant": "acme", "outbox-dead-letter": "a1 is bad", "outbox-attempts": "1"}
+    assert COPIED.topic(copy) == "orders-dead"
+
+
+def test_a_copy_waits_for_nobody_and_blocks_nobody(lane):
+    source = lane.source(COPIED, attempts=1)
+    lane.add("a1", "a2", "b1")
+    turn(source, "a1")
+    (copy,) = source.fetch(10)
+    source.settle(Receipt([(copy, Refused("no such topic"))]))
+    assert turn(source) == []
+    # The copy is a dead letter without a copy of its own, and holds nothing up.
+    assert lane.rows("SELECT count(*) FROM outbox.dead_letters") == [(2,)]
+    assert copies(lane) == []
+    lane.desk().discard(Selection(), "both")
+    assert turn(source) == ["a2"]
+
+
+def test_a_copy_that_is_tried_again_does_not_hold_its_key_up(lane):
+    source = lane.source(Router({"Order": Route("orders", OnFailure.SKIP, "orders-dead")}), attempts=2)
+    lane.add("a1")
+    turn(source, "a1")
+    hurry(lane)
+    turn(source, "a1")
+    (copy,) = source.fetch(10)
+    source.settle(Receipt([(copy, Refused("not now"))]))
+    lane.add("a2")
+    assert turn(source) == ["a2"]
+
+
+def test_a_copy_that_died_and_is_retried_does_not_hold_its_key_up(lane):
+    source = lane.source(Router({"Order": Route("orders", OnFailure.SKIP, "orders-dead")}), attempts=1)
+    lane.add("a1")
+    turn(source, "a1")
+    (copy,) = source.fetch(10)
+    source.settle(Receipt([(copy, Refused("not now"))]))
+    lane.rows("DELETE FROM outbox.dead_letters WHERE NOT coalesce(headers ? 'outbox-dead-letter', false) RETURNING 1")
+    retried(lane)
+    lane.admin.execute("UPDATE outbox.failures SET next_attempt_at = clock_timestamp() + interval '1 hour'")
+    lane.add("a2")
+    assert turn(source) == ["a2"]
+
+
+@pytest.mark.parametrize("payload", [{"text": "x" * 997_000}, b"x" * 999_000], ids=["json", "bytes"])
+def test_a_copy_that_would_be_too_large_leaves_the_payload_behind_and_says_so(lane, payload):
+    source = lane.source(COPIED)
+    with lane.database.connect() as connection:
+        Outbox().add(connection, Event("Order", "a", "a1", payload, headers={"tenant": "acme"}))
+    claims = source.fetch(10)
+    source.settle(Receipt([(claims[0], Refused('ü"\\' * 1000))]))
+    ((json_, bytes_, headers),) = copies(lane)
+    assert (json_, bytes_) == (None, None)
+    assert headers["outbox-payload-omitted"] == "true"
+    assert headers["tenant"] == "acme"
+    ((whole,),) = lane.rows(
+        "SELECT coalesce(octet_length(payload::text), octet_length(payload_bytes)) FROM outbox.dead_letters"
+    )
+    assert whole > 997_000
+
+
+def test_a_copy_whose_headers_are_too_large_too_leaves_them_behind_as_well(lane):
+    source = lane.source(COPIED)
+    with lane.database.connect() as connection:
+        Outbox().add(connection, Event("Order", "a", "a1", {}, headers={"big": "x" * 999_900}))
+    claims = source.fetch(10)
+    source.settle(Receipt([(claims[0], Refused('ü"\\' * 1000))]))
+    ((_, _, headers),) = copies(lane)
+    assert "big" not in headers
+    assert headers["outbox-payload-omitted"] == "true"
+    assert headers["outbox-attempts"] == "1"
+    assert lane.rows("SELECT length(headers->>'big') FROM outbox.dead_letters") == [(999_900,)]
+
+
+# --- at-most-once ----------------------------------------------------------------------------------------------------
+
+
+def test_at_most_once_the_rows_are_gone_before_they_are_given_out(lane):
+    source = lane.deleting_source()
+    lane.add("a1", "b1")
+    claims = source.fetch(10)
+    assert [name(claim) for claim in claims] == ["a1", "b1"]
+    assert backlog(lane.database.url) == 0
+    source.settle(Receipt([(claims[0], PUBLISHED)]))
+    assert lane.lost == [1]
+    assert source.fetch(10) == []
+
+
+def test_at_most_once_a_refused_event_is_a_dead_letter_at_once_and_can_be_retried(lane):
+    source = lane.deleting_source()
+    with lane.database.connect() as connection:
+        Outbox().add(connection, Event("Order", "a", "a1", {"n": 1}, headers={"tenant": "acme"}))
+    (event_id, *_) = lane.add("a2")
+    claims = source.fetch(10)
+    source.settle(Receipt([(claims[0], Refused("a1 is bad")), (claims[1], PUBLISHED)]))
+    assert (lane.dead, lane.lost) == (["a1"], [])
+    assert [failure["event_type"] for failure in lane.desk().list(Selection())] == ["a1"]
+    lane.add("a3")
+    assert [name(claim) for claim in source.fetch(10)] == ["a3"]
+    source.settle(Receipt([]))
+    retried(lane)
+    (again,) = source.fetch(10)
+    assert (again.event_id, json.loads(again.value), again.headers) == (
+        claims[0].event_id,
+        {"n": 1},
+        {"tenant": "acme"},
+    )
+    source.settle(Receipt([(again, PUBLISHED)]))
+    assert lane.rows("SELECT * FROM outbox.failures") == []
+    lane.add("a4")
+    source._looked_at -= 10
+    assert [name(claim) for _ in range(2) for claim in source.fetch(10)] == ["a4"]
+    assert event_id != again.event_id
+
+
+def test_at_most_once_a_refused_event_has_its_copy_for_the_dead_letter_topic_too(lane):
+    source = lane.deleting_source(COPIED)
+    lane.add("a1", "a2")
+    claims = source.fetch(10)
+    source.settle(Receipt([(claims[0], Refused("a1 is bad")), (claims[1], PUBLISHED)]))
+    (copy,) = source.fetch(10)
+    assert json.loads(copy.value) == {"n": "a1"}
+    assert copy.headers["outbox-dead-letter"] == "a1 is bad"
+    source.settle(Receipt([(copy, Refused("no such topic"))]))
+    assert source.fetch(10) == []
+
+
+# --- the commands ----------------------------------------------------------------------------------------------------
+
+
+def test_the_list_shows_what_waits_and_what_is_dead_the_oldest_failure_first(lane):
+    assert "no failed events" in outbox(lane, "failures", "list")
+    assert json.loads(outbox(lane, "failures", "list", "--json")) == {"failures": []}
+    source = lane.source(attempts=2)
+    ids = lane.add("a1", "b1", "c1")
+    turn(source, "a1", "b1", "c1")
+    lane.admin.execute("UPDATE outbox.failures SET next_attempt_at = now() - interval '1 s' WHERE aggregate_id = 'a'")
+    turn(source, "a1")
+    lines = outbox(lane, "failures", "list").splitlines()
+    shown = {line.split()[0]: line for line in lines}
+    assert "Order/a" in shown[ids[0]]
+    assert "waiting, 1 attempts: b1 is bad" in shown[ids[1]]
+    assert "dead, its key waits, 2 attempts: a1 is bad" in shown[ids[0]]
+    listed = json.loads(outbox(lane, "failures", "list", "--json"))["failures"]
+    assert [failure["event_id"] for failure in listed] == ids
+    assert json.loads(outbox(lane, "failures", "list", "--json", "--aggregate-type", "Cart")) == {"failures": []}
+    assert len(json.loads(outbox(lane, "failures", "list", "--json", "--limit", "1"))["failures"]) == 1
+
+
+def test_show_gives_the_payload_as_it_is_and_how_much_waits_behind(lane):
+    source = lane.source()
+    payload = '{"big": 123456789012345678901234567890, "exact": 0.10000000000000000000001, "ü": "ä"}'
+    ((event_id,),) = lane.rows(
+        "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload, headers) "
+        "VALUES ('Order', 'a', 'a1', %s, '{\"tenant\": \"acme\"}') RETURNING event_id::text",
+        payload,
+    )
+    lane.add("a2", "a3", "b1")
+    turn(source, "a1")
+    for arguments in ((), ("--json",)):
+        text = outbox(lane, "failures", "show", event_id, *arguments)
+        assert "123456789012345678901234567890" in text
+        assert "0.10000000000000000000001" in text
+        shown = json.loads(text)
+        assert shown["headers"] == {"tenant": "acme"}
+        assert (shown["state"], shown["events_behind_it"]) == ("dead, its key waits", 2)
+    assert outbox(lane, "failures", "show", event_id, "--json").count("\n") == 1
+
+
+def test_show_gives_bytes_as_hexadecimal_digits_also_of_an_event_that_waits(lane):
+    source = lane.source(attempts=2)
+    with lane.database.connect() as connection:
+        event_id = str(Outbox().add(connection, Event("Order", "a", "a1", b"\x00\xff")))
+    turn(source, "a1")
+    shown = json.loads(outbox(lane, "failures", "show", event_id))
+    assert (shown["state"], shown["payload_bytes"], shown["payload"]) == ("waiting", "00ff", None)
+
+
+def test_retry_and_discard_want_to_be_told_which(lane):
+    for arguments in (("retry",), ("discard", "--reason", "x"), ("retry", "--aggregate-type", "Order")):
+        assert "say which: event ids, or --all" in outbox(lane, "failures", *arguments, status=2)
+    assert "say which" in outbox(lane, "failures", "retry", NOBODY, "--all", status=2)
+    assert "--reason" in outbox(lane, "failures", "discard", "--all", "--reason", " ", status=2)
+    done = CliRunner().invoke(app, ["failures", "discard", "--all"])
+    assert (done.exit_code, "--reason" in done.stderr) == (2, True)
+
+
+def test_ids_that_are_not_among_the_failed_ones_are_named(lane):
+    assert f"no failed event has the id {NOBODY}" in outbox(lane, "failures", "show", NOBODY, status=1)
+    for arguments in (("retry", NOBODY), ("discard", "--reason", "x", NOBODY)):
+        line = outbox(lane, "failures", *arguments, status=1)
+        assert "not among the failed events" in line
+        assert NOBODY in line
+    done = CliRunner().invoke(app, ["failures", "retry", "no-uuid"])
+    assert done.exit_code == 2
+    assert lane.rows("SELECT * FROM outbox.audit") == []
+    (healthy,) = lane.add("a1")
+    outbox(lane, "failures", "discard", "--reason", "x", healthy, status=1)
+    assert backlog(lane.database.url) == 1
+
+
+def test_all_and_nothing_failed_is_no_error(lane):
+    assert "0 events will be tried again" in outbox(lane, "failures", "retry", "--all")
+    assert json.loads(outbox(lane, "failures", "discard", "--all", "--reason", "x", "--json")) == {"discarded": []}
+    assert lane.rows("SELECT * FROM outbox.audit") == []
+
+
+def test_retry_and_discard_by_id_and_by_type(lane):
+    source = lane.source(Router())
+    ids = lane.add("a1", "b1")
+    with lane.database.connect() as connection:
+        ids.append(str(Outbox().add(connection, Event("Cart", "c", "c1"))))
+    turn(source, "a1", "b1", "c1")
+    assert json.loads(outbox(lane, "failures", "retry", ids[0], "--json")) == {"retried": [ids[0]]}
+    discarded = outbox(lane, "failures", "discard", "--all", "--aggregate-type", "Cart", "--reason", "old", "--json")
+    assert json.loads(discarded) == {"discarded": [ids[2]]}
+    assert "1 events were discarded" in outbox(lane, "failures", "discard", ids[1], "--reason", "old")
+    assert [row[0] for row in lane.rows("SELECT what FROM outbox.audit ORDER BY id")] == ["retry", "discard", "discard"]
+    assert turn(source) == ["a1"]
+
+
+# --- replay ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def archive(lane):
+    """a1 b1 a2 c1 in the archive; c1's place was not known. Gives their ids."""
+    source = lane.source(BLOCK, archive=True)
+    ids = dict(zip(("a1", "b1", "a2", "c1"), lane.add("a1", "b1", "a2", "c1"), strict=True))
+    claims = source.fetch(10)
+    source.settle(
+        Receipt(
+            [
+                (claim, Published() if name(claim) == "c1" else Published("orders", 0, number))
+                for number, claim in enumerate(claims)
+            ]
+        )
+    )
+    source.flush()
+    return ids
+
+
+def replayed(lane: Lane) -> list[Any]:
+    return lane.rows("SELECT event_id::text, headers->>'outbox-replay' FROM outbox.events ORDER BY id")
+
+
+def test_a_dry_run_counts_and_changes_nothing(lane, archive):
+    shown = json.loads(outbox(lane, "replay", "--all", "--dry-run", "--json"))
+    assert (shown["events"], shown["keys"], shown["too_large"], shown["sent"]) == (4, 3, 0, 0)
+    assert shown["dry_run"] is True
+    assert "4 events of 3 keys" in outbox(lane, "replay", "--all", "--dry-run")
+    assert replayed(lane) == []
+    assert lane.rows("SELECT * FROM outbox.audit") == []
+
+
+def test_a_replay_sends_the_same_event_ids_in_their_old_order_and_marks_them(lane, archive):
+    assert "4 events are in the outbox again" in outbox(lane, "replay", "--all", "--yes", "--reason", "a bug")
+    rows = replayed(lane)
+    assert [event_id for event_id, _ in rows] == list(archive.values())
+    assert all(dt.datetime.fromisoformat(mark).tzinfo is not None for _, mark in rows)
+    ((what, why, details),) = lane.rows("SELECT what, why, details FROM outbox.audit")
+    assert (what, why, details) == ("replay", "a bug", {"events": 4})
+    source = lane.source(BLOCK, archive=True)
+    assert turn(source) == ["a1", "b1", "a2", "c1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "names"),
+    [
+        (("--aggregate", "Order"), ["a1", "b1", "a2", "c1"]),
+        (("--aggregate", "Order/a"), ["a1", "a2"]),
+        (("--aggregate", "Cart"), []),
+        (("--topic", "orders"), ["a1", "b1", "a2"]),
+        (("--since", "2001-01-01", "--until", "2002-01-01T00:00:00"), []),
+        (("--since", "2001-01-01", "--aggregate", "Order/b"), ["b1"]),
+        (("--since", "2001-01-01T00:00:00+02:00", "--topic", "orders"), ["a1", "b1", "a2"]),
+        (("--until", "2001-01-01T00:00:00.123456Z"), []),
+        (("--since", "2999-01-01"), []),
+    ],
+)
+def test_a_replay_by_what_was_asked_for(lane, archive, arguments, names):
+    shown = json.loads(outbox(lane, "replay", *arguments, "--yes", "--json"))
+    assert (shown["events"], shown["sent"]) == (len(names), len(names))
+    assert [event_id for event_id, _ in replayed(lane)] == [archive[name] for name in names]
+
+
+def test_a_replay_by_event_id(lane, archive):
+    chosen = ("--event-id", archive["a2"], "--event-id", archive["a1"])
+    assert json.loads(outbox(lane, "replay", *chosen, "--yes", "--json"))["sent"] == 2
+    assert [event_id for event_id, _ in replayed(lane)] == [archive["a1"], archive["a2"]]
+    assert lane.rows("SELECT details->'ids' FROM outbox.audit") == [([archive["a2"], archive["a1"]],)]
+
+
+def test_a_replay_wants_to_be_told_what_and_a_yes(lane, archive):
+    assert "say what to replay" in outbox(lane, "replay", "--yes", status=2)
+    assert "answer yes, or give --yes" in outbox(lane, "replay", "--all", status=2)
+    assert "--since" in outbox(lane, "replay", "--since", "yesterday", status=2)
+    assert replayed(lane) == []
+
+
+def test_an_event_that_was_replayed_is_replayed_once(lane, archive):
+    source = lane.source(BLOCK, archive=True)
+    outbox(lane, "replay", "--aggregate", "Order/a", "--yes")
+    first = replayed(lane)
+    assert turn(source) == ["a1", "a2"]
+    assert lane.rows("SELECT count(*) FROM outbox.published") == [(6,)]
+    assert json.loads(outbox(lane, "replay", "--all", "--yes", "--json"))["sent"] == 4
+    assert [event_id for event_id, _ in replayed(lane)] == list(archive.values())
+    assert turn(source) == ["a1", "b1", "a2", "c1"]
+    # Also one of which only the replay is within the range, with a mark of its own.
+    since = lane.rows("SELECT max(published_at) FROM outbox.published WHERE event_type = 'a1'")[0][0].isoformat()
+    outbox(lane, "replay", "--since", since, "--aggregate", "Order/a", "--yes")
+    assert [event_id for event_id, _ in replayed(lane)] == [archive["a1"], archive["a2"]]
+    assert first[0][0] == archive["a1"]
+
+
+def test_a_range_that_begins_between_two_events_of_a_key_keeps_their_order(lane, archive):
+    """a1 only as it was replayed, a2 as it was first: still a1 before a2."""
+    source = lane.source(BLOCK, archive=True)
+    outbox(lane, "replay", "--event-id", archive["a1"], "--yes")
+    assert turn(source) == ["a1"]
+    lane.admin.execute(
+        "UPDATE outbox.published SET published_at = published_at - interval '1 hour' "
+        "WHERE event_type = 'a1' AND headers IS NULL"
+    )
+    outbox(lane, "replay", "--aggregate", "Order/a", "--since", "2001-01-01", "--yes")
+    lane.admin.execute("DELETE FROM outbox.events")
+    since = lane.rows("SELECT min(published_at) FROM outbox.published WHERE event_type = 'a2'")[0][0].isoformat()
+    outbox(lane, "replay", "--aggregate", "Order/a", "--since", since, "--yes")
+    assert [event_id for event_id, _ in replayed(lane)] == [archive["a1"], archive["a2"]]
+
+
+def test_an_archived_event_too_large_to_be_marked_is_counted_and_left_out(lane):
+    source = lane.source(BLOCK, archive=True)
+    with lane.database.connect() as connection:
+        Outbox().add(connection, Event("Order", "a", "a1", b"x" * 999_900))
+    turn(source)
+    shown = json.loads(outbox(lane, "replay", "--all", "--yes", "--json"))
+    assert (shown["events"], shown["too_large"], shown["sent"]) == (0, 1, 0)
+    assert replayed(lane) == []
