@@ -1,8 +1,10 @@
 """The archive: a partition of ``published`` for each day, made ahead, and dropped when it is old enough.
 
 Relays and `outbox db prune` do the same work under one advisory lock, so that it is done once. Rows of a day that has
-no partition go to the default one: publishing never waits for upkeep. Making and dropping partitions needs the rights
-of the tables' owner; a relay without them says so once a day, and `outbox db prune` can do it from cron instead.
+no partition go to the default one: publishing does not depend on upkeep. Making and dropping partitions needs the
+rights of the tables' owner; a relay without them says so once a day when something is due, and `outbox db prune` can do
+it from cron instead. Partitions that a person made (of a month, say) stay for as long as any of their days is kept, and
+no other is made for their days.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, LiteralString
 
 import psycopg
 import structlog
@@ -24,21 +26,29 @@ _LOCK: Final = 0x6F7574626F780002
 """Advisory lock of the archive's upkeep. Transaction-level: PgBouncer leaks session locks."""
 _AHEAD: Final = 3
 
-_DAYS: Final = """
-SELECT c.relname, (regexp_match(pg_get_expr(c.relpartbound, c.oid), $r$FROM \\('(\\d{{4}}-\\d\\d-\\d\\d)$r$))[1]::date
-  FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
- WHERE i.inhparent = {parent}::regclass AND pg_get_expr(c.relpartbound, c.oid) <> 'DEFAULT' ORDER BY 2"""
+# What each partition covers, from and to; NULL for MINVALUE, MAXVALUE and infinity.
+_RANGES: Final = """
+SELECT relname, (regexp_match(bounds, $r$FROM \\('(\\d[^']*)'\\)$r$))[1]::timestamptz,
+       (regexp_match(bounds, $r$TO \\('(\\d[^']*)'\\)$r$))[1]::timestamptz
+  FROM (SELECT c.relname, pg_get_expr(c.relpartbound, c.oid) AS bounds
+          FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid
+         WHERE i.inhparent = {parent}::regclass) AS parts
+ WHERE bounds <> 'DEFAULT' ORDER BY 2, 1"""
 
 _TODAY: Final = "SELECT (clock_timestamp() AT TIME ZONE 'UTC')::date"
 
-# Rows of that day may lie in the default partition already; nothing may be attached beside them.
+# Rows of that day may lie in the default partition already, and relays may be adding more: nothing may be attached
+# beside them, so those wait until the rows are moved. (Attaching would take the same lock, too late.)
 _CREATE: Final = (
+    "LOCK TABLE {default} IN ACCESS EXCLUSIVE MODE",
     "CREATE TABLE {partition} (LIKE {parent} INCLUDING ALL)",
     """
 WITH moved AS (DELETE FROM {default} WHERE published_at >= {start} AND published_at < {end} RETURNING *)
 INSERT INTO {partition} SELECT * FROM moved""",
     "ALTER TABLE {parent} ATTACH PARTITION {partition} FOR VALUES FROM ({start}) TO ({end})",
 )
+
+_READABLE: Final = "SELECT has_table_privilege({default}, 'SELECT')"
 
 _STRAY: Final = "SELECT count(*) FROM {default} WHERE published_at < {before}"
 
@@ -82,7 +92,8 @@ class Retention:
             try:
                 with connection.transaction():
                     done = self._run(connection)
-            except (errors.InsufficientPrivilege, errors.LockNotAvailable, errors.CheckViolation) as error:
+            except (psycopg.ProgrammingError, psycopg.IntegrityError, errors.LockNotAvailable) as error:
+                # No rights, a table of that name, a lock that others keep: whatever it is, publishing goes on.
                 self._say_once(error)
                 return
             if not done.empty:
@@ -101,51 +112,59 @@ class Retention:
         return bool(row and row[0])
 
     def _plan(self, connection: psycopg.Connection[Any]) -> Plan:
-        # Bounds are shown in the session's time zone.
-        connection.execute("SET LOCAL timezone = 'UTC'")
-        row = connection.execute(_TODAY).fetchone()
-        assert row is not None
-        today: dt.date = row[0]
-        parent = sql.Literal(self._parent.as_string(connection))
-        there = connection.execute(sql.SQL(_DAYS).format(parent=parent)).fetchall()
-        days = {day for _, day in there}
+        today: dt.date = self._value(connection, _TODAY)
         oldest = today - dt.timedelta(days=self._days)
-        wanted = [today + dt.timedelta(days=ahead) for ahead in range(_AHEAD + 1)]
-        stray = connection.execute(
-            sql.SQL(_STRAY).format(default=self._default, before=self._midnight(oldest))
-        ).fetchone()
-        assert stray is not None
+        names = {
+            "parent": sql.Literal(self._parent.as_string(connection)),
+            "default": sql.Literal(self._default.as_string(connection)),
+        }
+        ranges = connection.execute(sql.SQL(_RANGES).format(**names)).fetchall()
+
+        def covered(day: dt.date) -> bool:
+            start, end = _midnight(day), _midnight(day + dt.timedelta(days=1))
+            return any((low is None or low < end) and (high is None or high > start) for _, low, high in ranges)
+
+        stray = 0
+        # Without the right to see them there is none to delete them either.
+        if self._value(connection, _READABLE, **names):
+            before = sql.Literal(_midnight(oldest))
+            stray = self._value(connection, _STRAY, default=self._default, before=before)
         return Plan(
             oldest=oldest,
-            create=[day for day in wanted if day not in days],
-            drop=[name for name, day in there if day is not None and day < oldest],
-            stray_rows=stray[0],
+            create=[
+                day for day in (today + dt.timedelta(days=ahead) for ahead in range(_AHEAD + 1)) if not covered(day)
+            ],
+            drop=[name for name, _, high in ranges if high is not None and high <= _midnight(oldest)],
+            stray_rows=stray,
         )
 
+    @staticmethod
+    def _value(connection: psycopg.Connection[Any], query: LiteralString, **names: sql.Composable) -> Any:
+        row = connection.execute(sql.SQL(query).format(**names)).fetchone()
+        assert row is not None
+        return row[0]
+
     def _run(self, connection: psycopg.Connection[Any]) -> Plan:
-        # Attaching and dropping want a lock on the parent that every archiving relay waits behind: not for long.
+        # Dropping wants a lock on the parent, making one on the default partition, that every archiving relay waits
+        # behind: not for long. Dropping comes first: a relay that adds a row locks the parent before the partition.
         connection.execute("SET LOCAL lock_timeout = '2s'")
         plan = self._plan(connection)
+        for name in plan.drop:
+            connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(self._schema, name)))
+        if plan.stray_rows:
+            before = sql.Literal(_midnight(plan.oldest))
+            connection.execute(sql.SQL(_DROP_STRAY).format(default=self._default, before=before))
         for day in plan.create:
             names = {
                 "partition": sql.Identifier(self._schema, f"published_{day:%Y_%m_%d}"),
                 "parent": self._parent,
                 "default": self._default,
-                "start": self._midnight(day),
-                "end": self._midnight(day + dt.timedelta(days=1)),
+                "start": sql.Literal(_midnight(day)),
+                "end": sql.Literal(_midnight(day + dt.timedelta(days=1))),
             }
             for statement in _CREATE:
                 connection.execute(sql.SQL(statement).format(**names))
-        for name in plan.drop:
-            connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(self._schema, name)))
-        if plan.stray_rows:
-            before = self._midnight(plan.oldest)
-            connection.execute(sql.SQL(_DROP_STRAY).format(default=self._default, before=before))
         return plan
-
-    @staticmethod
-    def _midnight(day: dt.date) -> sql.Literal:
-        return sql.Literal(dt.datetime(day.year, day.month, day.day, tzinfo=dt.UTC))
 
     def _say_once(self, error: psycopg.Error) -> None:
         today = dt.datetime.now(dt.UTC).date()
@@ -156,3 +175,7 @@ class Retention:
                 "Run `outbox db prune` as the tables' owner",
                 error=str(error).partition("\n")[0],
             )
+
+
+def _midnight(day: dt.date) -> dt.datetime:
+    return dt.datetime(day.year, day.month, day.day, tzinfo=dt.UTC)

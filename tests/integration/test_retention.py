@@ -1,0 +1,271 @@
+"""The archive's upkeep on real Postgres: partitions made ahead and dropped, once among all, and never in the way."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import threading
+from typing import Any
+from urllib.parse import quote, urlencode
+
+import psycopg
+import pytest
+from psycopg import sql
+from structlog.testing import capture_logs
+from typer.testing import CliRunner
+
+from relay import schema_check
+from relay.cli.app import app
+from relay.database import Connector
+from relay.retention import Retention
+
+EVENT = (
+    "INSERT INTO outbox.published (lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, "
+    "published_at) SELECT 0, g, gen_random_uuid(), 'Order', 'a', 'T', now(), %s FROM generate_series(1, %s) g"
+)
+
+
+class Archive:
+    """The archive of one database, seen by its owner."""
+
+    def __init__(self, database: Any) -> None:
+        self.url = database.url
+        self.admin = database.connect(autocommit=True)
+        ((self.today,),) = self.rows("SELECT (clock_timestamp() AT TIME ZONE 'UTC')::date")
+
+    def rows(self, query: str, *values: Any) -> list[Any]:
+        return self.admin.execute(query, values).fetchall()
+
+    def day(self, days: int) -> dt.date:
+        return self.today + dt.timedelta(days=days)
+
+    def fill(self, days: int, count: int = 1) -> None:
+        """Publish events ``days`` from today, at the day's first moment."""
+        self.admin.execute(EVENT, (midnight(self.day(days)), count))
+
+    def partition(self, start: dt.date, end: dt.date) -> str:
+        name = f"published_{start:%Y_%m_%d}"
+        self.admin.execute(
+            sql.SQL("CREATE TABLE {} PARTITION OF outbox.published FOR VALUES FROM ({}) TO ({})").format(
+                sql.Identifier("outbox", name), sql.Literal(midnight(start)), sql.Literal(midnight(end))
+            )
+        )
+        return name
+
+    def partitions(self) -> dict[str, int]:
+        """Rows of each partition."""
+        return dict(
+            self.rows(
+                "SELECT c.relname, (SELECT count(*) FROM outbox.published p WHERE p.tableoid = c.oid) "
+                "FROM pg_inherits i JOIN pg_class c ON c.oid = i.inhrelid "
+                "WHERE i.inhparent = 'outbox.published'::regclass ORDER BY 1"
+            )
+        )
+
+    def retention(self, days: int = 7, **options: str) -> Retention:
+        url = f"{self.url}?{urlencode(options, quote_via=quote)}"
+        return Retention(Connector(url, "test"), "outbox", days)
+
+
+@pytest.fixture
+def archive(outbox_postgres):
+    return Archive(outbox_postgres)
+
+
+def midnight(day: dt.date) -> dt.datetime:
+    return dt.datetime(day.year, day.month, day.day, tzinfo=dt.UTC)
+
+
+def named(day: dt.date) -> str:
+    return f"published_{day:%Y_%m_%d}"
+
+
+def prune(archive: Archive, *arguments: str, status: int = 0, **environment: str) -> str:
+    environment = {"OUTBOX_DATABASE_URL": archive.url} | environment
+    done = CliRunner().invoke(app, ["db", "prune", *arguments], env=environment)
+    assert done.exit_code == status, (done.output, done.exception)
+    return done.stdout if status == 0 else done.stderr
+
+
+def test_the_coming_days_have_partitions_and_rows_that_came_too_early_are_moved_into_them(archive):
+    archive.fill(0, 3)
+    archive.fill(1, 2)
+    archive.fill(-1)
+    archive.retention().keep()
+    expected = {named(archive.day(days)): 0 for days in range(4)}
+    assert archive.partitions() == expected | {
+        named(archive.day(0)): 3,
+        named(archive.day(1)): 2,
+        "published_default": 1,
+    }
+    archive.fill(2)
+    assert archive.partitions()[named(archive.day(2))] == 1
+    assert schema_check.check(archive.url) == []
+    with capture_logs() as logs:
+        archive.retention().keep()
+    assert logs == []
+
+
+@pytest.mark.parametrize("zone", ["UTC", "Pacific/Kiritimati", "America/Los_Angeles"])
+def test_old_partitions_and_old_rows_outside_of_any_are_dropped_whatever_the_sessions_time_zone(archive, zone):
+    for days in (-9, -8, -7, -1):
+        archive.partition(archive.day(days), archive.day(days + 1))
+        archive.fill(days)
+    archive.fill(-20, 2)
+    archive.fill(-5)
+    archive.retention(options=f"-c timezone={zone}").keep()
+    kept = {named(archive.day(days)): 1 for days in (-7, -1)} | {named(archive.day(days)): 0 for days in range(4)}
+    assert archive.partitions() == kept | {"published_default": 1}
+
+
+def test_a_partition_that_a_person_made_stays_while_any_of_its_days_is_kept(archive):
+    """A month's partition, as pg_partman would make it: none is made for its days, and it goes as a whole."""
+    past = archive.partition(archive.day(-40), archive.day(-10))
+    month = archive.partition(archive.day(-10), archive.day(2))
+    archive.admin.execute("CREATE TABLE outbox.mine (LIKE outbox.published)")
+    archive.admin.execute(
+        sql.SQL("ALTER TABLE outbox.published ATTACH PARTITION outbox.mine FOR VALUES FROM (MINVALUE) TO ({})").format(
+            sql.Literal(midnight(archive.day(-50)))
+        )
+    )
+    archive.fill(-9)
+    plan = archive.retention().prune(dry_run=False)
+    assert sorted(plan.drop) == sorted(["mine", past])
+    assert plan.create == [archive.day(2), archive.day(3)]
+    assert archive.partitions()[month] == 1
+
+
+def test_a_dry_run_says_what_would_be_done_and_changes_nothing(archive):
+    old = archive.partition(archive.day(-9), archive.day(-8))
+    archive.fill(-20, 2)
+    archive.fill(0)
+    before = archive.partitions()
+    plan = json.loads(prune(archive, "--dry-run", "--days", "7", "--json"))
+    assert plan == {
+        "dry_run": True,
+        "oldest_kept": str(archive.day(-7)),
+        "created": [str(archive.day(days)) for days in range(4)],
+        "dropped": [old],
+        "stray_rows": 2,
+    }
+    text = prune(archive, "--dry-run", "--days", "7")
+    assert f"partition {old}: would be dropped" in text
+    assert f"partition for {archive.today}: would be made" in text
+    assert archive.partitions() == before
+    done = json.loads(prune(archive, "--json", OUTBOX_RELAY__ARCHIVE_DAYS="7"))
+    assert done == plan | {"dry_run": False}
+    assert "nothing to do" in prune(archive, "--days", "7")
+
+
+def test_prune_wants_to_know_how_many_days_and_zero_keeps_today(archive):
+    assert "how many days shall be kept" in prune(archive, status=2)
+    archive.fill(0)
+    archive.fill(-1)
+    prune(archive, "--days", "0")
+    assert sum(archive.partitions().values()) == 1
+
+
+def test_many_relays_keep_the_archive_once(archive):
+    archive.fill(0, 100)
+    archive.fill(-20, 100)
+    barrier = threading.Barrier(6)
+    errors: list[BaseException] = []
+
+    def keep() -> None:
+        retention = archive.retention()
+        barrier.wait()
+        try:
+            retention.keep()
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+
+    with capture_logs() as logs:
+        threads = [threading.Thread(target=keep) for _ in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(60)
+    assert errors == []
+    assert [line["event"] for line in logs] == ["archive kept"]
+    assert archive.partitions()[named(archive.today)] == 100
+    assert sum(archive.partitions().values()) == 100
+
+
+def test_the_first_partition_is_made_while_relays_publish(archive):
+    """Rows for today come in all the time: they may be moved late, never lost, and nobody fails."""
+    stop = threading.Event()
+    errors: list[BaseException] = []
+    written: list[int] = []
+
+    def publish() -> None:
+        count = 0
+        try:
+            with psycopg.connect(archive.url, autocommit=True) as connection:
+                while not stop.is_set():
+                    connection.execute(EVENT, (dt.datetime.now(dt.UTC), 5))
+                    count += 5
+        except BaseException as error:  # noqa: BLE001
+            errors.append(error)
+        written.append(count)
+
+    archive.partition(archive.day(-9), archive.day(-8))
+    threads = [threading.Thread(target=publish) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        with capture_logs() as logs:
+            archive.retention().keep()
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(60)
+    assert errors == []
+    assert [line["event"] for line in logs] == ["archive kept"]
+    assert "published_default" in archive.partitions()
+    assert archive.partitions()["published_default"] == 0
+    assert archive.partitions()[named(archive.today)] == sum(written)
+
+
+def test_upkeep_that_can_not_be_done_is_said_once_a_day_and_is_no_error(archive):
+    archive.admin.execute(sql.SQL("CREATE TABLE {} ()").format(sql.Identifier("outbox", named(archive.today))))
+    archive.fill(0)
+    retention = archive.retention()
+    with capture_logs() as logs:
+        retention.keep()
+        retention.keep()
+    assert [line["log_level"] for line in logs] == ["warning"]
+    assert "already exists" in logs[0]["error"]
+    assert archive.partitions() == {"published_default": 1}
+
+
+def test_upkeep_does_not_wait_long_for_somebody_who_reads_the_archive(archive):
+    archive.partition(archive.day(-9), archive.day(-8))
+    with psycopg.connect(archive.url) as reader, capture_logs() as logs:
+        reader.execute("SELECT count(*) FROM outbox.published")
+        archive.retention().keep()
+    assert "lock timeout" in logs[0]["error"]
+    with capture_logs() as logs:
+        archive.retention().keep()
+    assert [line["event"] for line in logs] == ["archive kept"]
+
+
+def test_without_the_owners_rights_it_says_so_only_when_something_is_due(archive):
+    role = f"keeper_{archive.admin.info.dbname}"
+    archive.admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)))
+    archive.admin.execute(sql.SQL("GRANT USAGE ON SCHEMA outbox TO {}").format(sql.Identifier(role)))
+    archive.admin.execute(sql.SQL("GRANT INSERT ON outbox.published TO {}").format(sql.Identifier(role)))
+    try:
+        with capture_logs() as logs:
+            archive.retention(user=role).keep()
+        assert "permission denied" in logs[0]["error"]
+        assert "outbox db prune" in logs[0]["event"]
+        prune(archive, "--days", "7")
+        with capture_logs() as logs:
+            archive.retention(user=role).keep()
+        assert logs == []
+        archive.partition(archive.day(-9), archive.day(-8))
+        refused = prune(archive, "--days", "7", "--database-url", f"{archive.url}?user={role}", status=1)
+        assert refused.startswith("outbox: Postgres, keeping the archive: must be owner of table")
+        assert refused.count("\n") == 1
+    finally:
+        archive.admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
