@@ -21,6 +21,7 @@ _PASSING: Final = (
     errors.QueryCanceled,
     errors.LockNotAvailable,
     errors.ObjectInUse,
+    errors.IdleInTransactionSessionTimeout,
 )
 # Changes of the schema under way, or rights not granted yet: also worth waiting for, but they need a person.
 _SCHEMA: Final = (

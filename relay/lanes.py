@@ -28,12 +28,13 @@ from psycopg import sql
 from outbox.errors import SchemaError
 from relay.database import unavailable_on_error
 
+# Synchronous, whatever the role's setting: a crash that took an epoch back would give it to another relay once more.
 _ACQUIRE: Final = """
 UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1,
        lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
  WHERE lane = (SELECT lane FROM {lanes} WHERE lease_until < clock_timestamp()
                 ORDER BY lease_until, lane FOR UPDATE SKIP LOCKED LIMIT 1)
-RETURNING lane, epoch"""
+RETURNING lane, epoch, set_config('synchronous_commit', 'on', true)"""
 
 _RENEW: Final = """
 UPDATE {lanes} AS l SET lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
@@ -197,7 +198,7 @@ class LaneTable:
         rows = self._run(_ACQUIRE, {"me": self._me, "ttl": self._ttl}, "taking a lane")
         if not rows:
             return None
-        lane, epoch = rows[0]
+        lane, epoch, _ = rows[0]
         return Lease(lane, epoch, self._ttl, asked_at)
 
     def release(self, lease: Lease) -> None:

@@ -3,14 +3,16 @@
 Every fetch starts from the lowest id that may still be unpublished, not from the last one seen: a transaction that
 drew a low id and committed late is found by the next fetch. A row leaves by DELETE, so there is no position to keep.
 
-Batch k is read, then batch k-1 is settled, then batch k is given out. The settling write checks the epoch and commits
-synchronously, and so is the flush barrier for what was read just before: rows of writers with
+One transaction reads batch k, then settles batch k-1, and only then batch k is given out. The settling write checks the
+epoch and commits synchronously, and so is the flush barrier for what was read: rows of writers with
 ``synchronous_commit = off`` are visible before they are durable; once it has come back, they can't be lost any more.
+When there is nothing to settle, a write of its own does that, and finds the rows still there: behind a pooler, Postgres
+may have crashed between two transactions without the relay's connection having noticed.
 
-Each of the two is one statement. A transaction of several would hold the lane's row locked between them, and a relay
-that sleeps just there (SIGSTOP, a paused virtual machine) would keep everybody from its lane for as long as it sleeps.
-Where several statements can't be avoided (a failure is recorded, a lane is taken over), Postgres ends the session
-after the length of a lease.
+The order matters, and that all of it is sent at once. A relay that sleeps (SIGSTOP, a paused virtual machine) between
+a write to the lane's row and its commit would keep everybody from the lane for as long as it sleeps. Where several
+round trips can't be avoided (a failure is recorded, a lane is taken over), Postgres ends the session after the length
+of a lease.
 
 The floor
     Deleted rows leave dead index entries at the low end. Postgres steps over them quickly unless some old snapshot
@@ -48,8 +50,8 @@ from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.failures import Failures
 from relay.lanes import Lease
-from relay.marker import Marker, resume
-from relay.ports import Claim, LaneLost, Published, Receipt, Refused
+from relay.marker import Marker, StateLost, resume
+from relay.ports import Claim, LaneLost, Published, Receipt, Refused, Unavailable
 
 _LOWEST: Final = -(2**63)
 _SETTLE_SECONDS: Final = 5.0
@@ -96,7 +98,13 @@ _SYNCHRONOUS: Final = """set_config('synchronous_commit',
        CASE WHEN current_setting('synchronous_commit') IN ('off', 'local') THEN 'on'
             ELSE current_setting('synchronous_commit') END, true)"""
 
-_KEEP: Final = "WITH lease AS ({lease}) SELECT lane, {synchronous} FROM lease"
+_SECURE: Final = """
+WITH lease AS ({lease})
+SELECT (SELECT count(*) FROM {events} AS e
+          JOIN unnest(%(ids)s::bigint[], %(event_ids)s::uuid[]) AS p(place_id, place_event_id)
+            ON e.id = p.place_id AND e.event_id = p.place_event_id
+         WHERE e.lane = %(lane)s AND e.id = ANY(%(ids)s::bigint[])), {synchronous}
+  FROM lease"""
 
 # One statement: the lease is checked and prolonged, and only under it rows go. An event that had failed leaves failures
 # too, always: one that a person has just put back may be published before this source knows of any failure.
@@ -132,8 +140,9 @@ _SETTLE_MARKER: Final = """
 WITH gone AS (
     DELETE FROM {events} AS e USING unnest(%(ids)s::bigint[], %(event_ids)s::uuid[]) AS p(place_id, place_event_id)
      WHERE e.lane = %(lane)s AND e.id = p.place_id AND e.event_id = p.place_event_id
-    RETURNING e.*, NULL::text AS topic, NULL::int AS part, NULL::bigint AS off)
-{archived}"""
+    RETURNING e.*, NULL::text AS topic, NULL::int AS part, NULL::bigint AS off),
+kept AS ({archived})
+SELECT count(*) FROM gone"""
 
 _HELD: Final = """
 SELECT last_batch, (SELECT system_identifier::text FROM pg_control_system()),
@@ -176,7 +185,7 @@ class Queries:
         names["columns"] = sql.SQL(_COLUMNS)
         names["synchronous"] = sql.SQL(_SYNCHRONOUS)
         names["lease"] = sql.SQL(_LEASE).format(**names)
-        names["archived"] = sql.SQL(_ARCHIVED).format(**names) if archive else sql.SQL("SELECT count(*) FROM gone")
+        names["archived"] = sql.SQL(_ARCHIVED if archive else "SELECT 1 FROM gone").format(**names)
 
         def query(text: LiteralString) -> sql.Composed:
             return sql.SQL(text).format(**names)
@@ -184,7 +193,7 @@ class Queries:
         self.fetch = query(_FETCH)
         self.fetch_around = query(_FETCH_AROUND)
         self.any_failures = query(_ANY_FAILURES)
-        self.keep = query(_KEEP)
+        self.secure = query(_SECURE)
         self.several = query(_SEVERAL)
         self.settle = query(_SETTLE_INTO_ARCHIVE if archive else _SETTLE)
         self.settle_marker = query(_SETTLE_MARKER)
@@ -249,6 +258,8 @@ class PollingSource:
         with unavailable_on_error(f"reading lane {lane}"):
             floor = self._floor.start(draw_xid=self._draw_xid, xmin=self._xmin)
             pending = list(self._pending.ids) if self._pending is not None else []
+            looking = settling = None
+            asked_at = time.monotonic()
             bound = {
                 "lane": lane,
                 "floor": floor,
@@ -263,14 +274,18 @@ class PollingSource:
             with self._connection.pipeline(), self._connection.transaction():
                 self._connection.execute(KEEP_TO_THE_INDEX)
                 self._cursor.execute(self._queries.fetch_around if around else self._queries.fetch, bound)
-                looking = self._connection.execute(self._queries.any_failures, bound) if look else None
+                if look:
+                    looking = self._connection.execute(self._queries.any_failures, bound)
+                if self._pending is not None:
+                    failpoint("batch.settling")
+                    values = self._settling_values(self._pending)
+                    settling = self._connection.execute(self._queries.settle, values)
             rows = self._cursor.fetchall()
             if looking is not None:
                 self._looked_at = time.monotonic()
                 self._around = bool(looking.fetchall()[0][0])
-            if self._pending is not None:
-                failpoint("batch.settling")
-                self._settle_pending()
+            if settling is not None:
+                self._settled(settling.fetchone() is not None, asked_at)
             elif rows:
                 self._secure(rows)
         if not around:
@@ -329,9 +344,16 @@ class PollingSource:
             adopted = resume(lane, last_batch, marker, system_identifier)
             if adopted is not None and adopted.batch != last_batch:
                 ids = list(adopted.positions)
-                self._connection.execute(
+                gone = self._connection.execute(
                     self._queries.settle_marker, {"lane": lane, "ids": ids, "event_ids": list(adopted.event_ids)}
-                )
+                ).fetchone()
+                if last_batch is not None and gone is not None and gone[0] != len(ids):
+                    # They were durable before they were published, and nobody else settles them.
+                    raise StateLost(
+                        f"lane {lane}: Kafka holds batch {adopted.batch} with {len(ids)} events, of which Postgres has "
+                        f"only {gone[0]}: it has lost commits (a restore, or a failover to a standby that was behind), "
+                        "or somebody deleted events. See `outbox relay reconcile`"
+                    )
                 self._failures.forget(self._connection, lane, ids)
                 self._connection.execute(self._queries.last_batch, {"lane": lane, "batch": adopted.batch})
         self._pending = None
@@ -341,11 +363,20 @@ class PollingSource:
         """Close the connection."""
         self._connection.close()
 
-    def _secure(self, _rows: Sequence[Claim]) -> None:
-        """Nothing was to be settled, so nothing was committed yet: rows just read may still be lost by a crash."""
+    def _secure(self, rows: Sequence[Claim]) -> None:
+        """The rows were read in a transaction that wrote nothing: make sure that they are there, and can't be lost."""
         asked_at = time.monotonic()
-        if self._connection.execute(self._queries.keep, self._lease_values(None)).fetchone() is None:
+        values = self._lease_values(None)
+        values["ids"] = [claim.position for claim in rows]
+        values["event_ids"] = [claim.event_id for claim in rows]
+        found = self._connection.execute(self._queries.secure, values).fetchone()
+        if found is None:
             raise self._lost(0)
+        if found[0] != len(rows):
+            raise Unavailable(
+                f"Postgres, reading lane {self._lease.lane}: {len(rows) - found[0]} of {len(rows)} events that were "
+                "there a moment ago are gone: it has crashed, or somebody deletes events"
+            )
         self._lease.renewed(asked_at)
 
     def _settle_pending(self) -> None:
@@ -441,6 +472,7 @@ class DeletingSource(PollingSource):
             self._on_lost(sent - len(receipt.results))
 
     def _secure(self, rows: Sequence[Claim]) -> None:
+        super()._secure(rows)
         self._pending = _Pending([claim.position for claim in rows])
         self._settle_pending()
         self._sent = len(rows)

@@ -178,6 +178,7 @@ class StateTopic:
             except KafkaException as error:
                 if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                     raise
+            self._await_leaders(admin, lanes)
         resource = ConfigResource(ConfigResource.Type.TOPIC, self.name)
         config = admin.describe_configs([resource], request_timeout=_READ_SECONDS)[resource].result()
         for name, wanted in _STATE_CONFIG.items():
@@ -189,6 +190,19 @@ class StateTopic:
                 )
         if found is not None and len(found.partitions) < lanes:
             admin.create_partitions([NewPartitions(self.name, lanes)])[self.name].result()
+            self._await_leaders(admin, lanes)
+
+    def _await_leaders(self, admin: AdminClient, lanes: int) -> None:
+        """Brokers learn of a new topic one after the other, and each partition of its leader."""
+        deadline = time.monotonic() + _READ_SECONDS
+        while True:
+            found = admin.list_topics(timeout=_READ_SECONDS).topics.get(self.name)
+            ready = [p for p in found.partitions.values() if p.leader >= 0] if found is not None else []
+            if len(ready) >= lanes:
+                return
+            if time.monotonic() > deadline:
+                raise Unavailable(f"Kafka: the new partitions of {self.name!r} have no leaders yet")
+            time.sleep(0.02)
 
     def _explained(self, error: KafkaException) -> Exception:
         code = error.args[0].code()

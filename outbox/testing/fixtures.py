@@ -309,12 +309,14 @@ class RelayFactory:
         database_url: str | None = None,
         bootstrap_servers: str | None = None,
         env: Mapping[str, str] | None = None,
+        program: Sequence[str] = ("-m", "relay.cli"),
         **settings: object,
     ) -> RelayProcess:
         """Start ``outbox relay run`` with these arguments; it is not waited for.
 
         database_url, bootstrap_servers   of other servers than the test's usual ones.
         env                               more environment variables.
+        program                           what Python runs; the command's arguments follow it.
         settings                          by their names: ``relay__lease_seconds=2`` is OUTBOX_RELAY__LEASE_SECONDS.
 
         It creates missing topics unless ``create_topics=False`` is among the settings.
@@ -329,7 +331,7 @@ class RelayFactory:
         }
         environment |= {f"OUTBOX_{name.upper()}": _text(value) for name, value in settings.items()}
         environment |= env or {}
-        command = [sys.executable, "-m", "relay.cli", "relay", "run", *arguments]
+        command = [sys.executable, *program, "relay", "run", *arguments]
         log = self._directory / f"relay-{len(self._started) + 1}.log"
         process = RelayProcess(command, environment, log)
         self._started.append(process)

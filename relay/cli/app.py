@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from outbox import __version__
-from relay.cli import consume, db, demo, failures, relay, sandbox
+from relay.cli import consume, db, demo, doctor, failures, relay, sandbox
 
 app = typer.Typer(
     name="outbox",
@@ -20,6 +20,7 @@ app.add_typer(relay.app, name="relay")
 app.add_typer(db.app, name="db")
 app.add_typer(sandbox.app, name="sandbox")
 app.add_typer(failures.app, name="failures")
+app.command("doctor")(doctor.doctor)
 app.command("replay")(failures.replay)
 app.command("consume")(consume.consume)
 app.command("demo")(demo.demo)

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from relay.cli.common import failing_clearly
+from outbox.errors import ConfigurationError
+from relay.cli.common import failing_clearly, print_json
 from relay.config import Settings, load
 
 if TYPE_CHECKING:
@@ -64,6 +65,63 @@ def run(
     if abandoned:
         # The lanes' threads still wait for Kafka; nothing they learn now can be settled any more.
         os._exit(1)
+
+
+@app.command()
+@failing_clearly
+def reconcile(
+    apply: Annotated[bool, typer.Option("--apply", help="Repair the lanes that have a problem.")] = False,
+    reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
+    database_url: Annotated[str | None, typer.Option(help="OUTBOX_DATABASE_URL")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Compare table, marker and topics of every lane (exactly-once), and say or do what repairs a lane that stopped.
+
+    Needs no stopped relays: a lane is fenced before it is repaired. Exit status 1 while a problem is left.
+    """
+    from relay.cli.wiring import build_router
+    from relay.config import Delivery, client_options, producer_options, state_topic_name
+    from relay.database import Connector
+    from relay.reconcile import Reconciler
+    from relay.transactions import StateTopic
+
+    if apply and not (reason or "").strip():
+        raise ConfigurationError("--reason: say what happened; it is kept in the audit")
+    settings = load(database_url=database_url, delivery=Delivery.EXACTLY_ONCE)
+    reconciler = Reconciler(
+        Connector(settings.require_database(), "outbox relay reconcile"),
+        settings.db_schema,
+        settings.name,
+        build_router(settings),
+        StateTopic(client_options(settings), state_topic_name(settings), replication=settings.state_replication),
+        client_options(settings),
+        producer_options(settings),
+    )
+    try:
+        states = reconciler.look()
+        repaired = [reconciler.repair(state, reason or "") for state in states if apply and state.problem is not None]
+    finally:
+        reconciler.close()
+    problems = [state for state in states if state.problem is not None]
+    if as_json:
+        print_json({"lanes": states, "repaired": repaired})
+    else:
+        for state in states:
+            typer.echo(
+                f"lane {state.lane}: last_batch {state.last_batch}, marker {state.marker_batch}, {state.rows} events "
+                f"in the outbox: {state.problem or 'as it should be'}"
+            )
+            if state.problem is not None:
+                typer.echo(
+                    f"  {len(state.found)} of them stand on Kafka already: settle these, write a fresh marker, and go "
+                    f"on with batch {state.next_batch + 1}"
+                )
+        for state in repaired:
+            typer.echo(f"lane {state.lane}: repaired, {len(state.found)} events settled, {state.rows} to be published")
+        if problems and not apply:
+            typer.echo("Nothing was changed. To do it: outbox relay reconcile --apply --reason '…'")
+    if problems and not apply:
+        raise typer.Exit(1)
 
 
 def build(settings: Settings) -> Supervisor:

@@ -1,0 +1,38 @@
+"""``outbox doctor``: is this set up to keep what it promises?"""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from relay.cli.common import failing_clearly, print_json
+from relay.config import load
+
+
+@failing_clearly
+def doctor(
+    delivery: Annotated[str | None, typer.Option(help="at-most-once, at-least-once or exactly-once")] = None,
+    database_url: Annotated[str | None, typer.Option(help="OUTBOX_DATABASE_URL")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+) -> None:
+    """Explain the chosen delivery, and look at Postgres and Kafka with it in mind. Exit status 1 for a failure."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from relay.doctor import Level, examine
+
+    settings = load(database_url=database_url, delivery=delivery)
+    settings.require_database()
+    settings.require_kafka()
+    findings = list(examine(settings))
+    if as_json:
+        print_json({"delivery": settings.delivery, "findings": findings})
+    else:
+        table = Table("", "about", "found", "what to do", show_lines=True)
+        colours = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
+        for finding in findings:
+            table.add_row(f"[{colours[finding.level]}]{finding.level}[/]", finding.about, finding.found, finding.do)
+        Console().print(table)
+    if any(finding.level is Level.FAILURE for finding in findings):
+        raise typer.Exit(1)

@@ -1,0 +1,234 @@
+"""``outbox doctor``: what was chosen, what it means, and whether Postgres and Kafka are set up to keep it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+import psycopg
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import AdminClient, ConfigResource  # type: ignore[attr-defined]
+from psycopg import sql
+
+from outbox.errors import OutboxError
+from relay.config import Delivery, Settings, client_options, delivery_seconds, producer_options, state_topic_name
+from relay.database import Connector, unavailable_on_error
+from relay.sending import silent, text_of
+
+_SECONDS: Final = 10.0
+
+_Config = Callable[[str], str]
+
+EXPLAINED: Final[Mapping[Delivery, str]] = {
+    Delivery.AT_MOST_ONCE: "A row is deleted before it is sent, and nothing is sent again: no event stands on Kafka "
+    "twice, some may be lost (what was in flight when a relay, broker or connection failed). Lowest latency. For "
+    "events that are worth nothing when late.",
+    Delivery.AT_LEAST_ONCE: "A row is deleted after Kafka acknowledged it: no event is lost; after a crash at most one "
+    "batch of each lane stands on Kafka twice, under the same event id. In order per key once repeats are dropped. For "
+    "consumers that dedup by event id, as the Spark jobs here do.",
+    Delivery.EXACTLY_ONCE: "A batch and the note of what is in it are one Kafka transaction: for a reader with "
+    "read_committed no event is lost and none stands there twice, in order per key, whatever is killed. Costs a few "
+    "milliseconds per batch. For consumers that can't dedup.",
+}
+
+
+class Level(StrEnum):
+    """How bad it is."""
+
+    OK = "ok"
+    WARNING = "warning"
+    FAILURE = "failure"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that was looked at: ``about`` what, what was ``found``, and what to ``do`` about it, if anything."""
+
+    level: Level
+    about: str
+    found: str
+    do: str = ""
+
+
+def examine(settings: Settings) -> Iterator[Finding]:
+    """Look at everything; a server that is away is a finding too. Raises ConfigurationError for impossible settings."""
+    yield Finding(Level.OK, f"delivery {settings.delivery}", EXPLAINED[settings.delivery])
+    options = producer_options(settings)
+    lease = settings.relay.lease_seconds
+    yield Finding(
+        Level.OK,
+        "times",
+        f"a killed relay's lanes are taken over after {lease:g} s; a batch that Kafka does not acknowledge within "
+        f"{delivery_seconds(settings):g} s is dropped and read again",
+    )
+    lanes = 0
+    try:
+        with Connector(settings.require_database(), "outbox doctor")() as connection:
+            yield from _postgres(connection, settings)
+            lanes = _count(connection, settings, "lanes")
+    except OutboxError as error:
+        yield Finding(Level.FAILURE, "Postgres", str(error))
+    try:
+        yield from _kafka(settings, options, lanes)
+    except (OutboxError, KafkaException) as error:
+        text = text_of(error) if isinstance(error, KafkaException) else str(error)
+        yield Finding(Level.FAILURE, "Kafka", text, "check OUTBOX_KAFKA__BOOTSTRAP_SERVERS and the credentials")
+
+
+def _postgres(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
+    from relay.schema_check import check
+
+    with unavailable_on_error("asking for its settings"):
+        query = (
+            "SELECT current_setting('server_version'), current_setting('fsync'), current_setting('synchronous_commit')"
+        )
+        row = connection.execute(query).fetchone()
+    assert row is not None
+    version, fsync, synchronous = row
+    yield Finding(Level.OK, "Postgres", f"version {version}")
+    if fsync != "on":
+        yield Finding(
+            Level.FAILURE,
+            "Postgres fsync",
+            "fsync is off: a crash of the machine can lose or damage anything",
+            "turn fsync on",
+        )
+    if synchronous == "off":
+        yield Finding(
+            Level.WARNING,
+            "Postgres synchronous_commit",
+            "off: a crash loses the last transactions although they were reported as committed. The relay publishes "
+            "nothing before it is durable, so Kafka never holds an event whose transaction was lost",
+        )
+    differences = check(settings.require_database(), settings.db_schema)
+    for line in differences:
+        yield Finding(
+            Level.FAILURE, "tables", line, "see `outbox db check`; `outbox db upgrade` brings them up to date"
+        )
+    if differences:
+        return
+    yield Finding(Level.OK, "tables", f"schema {settings.db_schema} is as this version expects")
+    waiting, dead = (_count(connection, settings, name) for name in ("failures", "dead_letters"))
+    if waiting or dead:
+        yield Finding(
+            Level.WARNING, "failures", f"{waiting} keys wait, {dead} dead letters", "see `outbox failures list`"
+        )
+    with unavailable_on_error("looking at the backlog"):
+        oldest = connection.execute(
+            sql.SQL("SELECT extract(epoch FROM clock_timestamp() - min(created_at))::float8 FROM {}").format(
+                sql.Identifier(settings.db_schema, "events")
+            )
+        ).fetchone()
+    if oldest is not None and oldest[0] is not None and oldest[0] > 60:
+        yield Finding(Level.WARNING, "backlog", f"the oldest event is {oldest[0]:.0f} s old", "is a relay running?")
+
+
+def _count(connection: psycopg.Connection[Any], settings: Settings, table: str) -> int:
+    with unavailable_on_error(f"counting {table}"):
+        row = connection.execute(
+            sql.SQL("SELECT count(*) FROM {}").format(sql.Identifier(settings.db_schema, table))
+        ).fetchone()
+    assert row is not None
+    return int(row[0])
+
+
+def _kafka(settings: Settings, options: Mapping[str, str], lanes: int) -> Iterator[Finding]:
+    admin = AdminClient(dict(client_options(settings)), logger=silent())
+    metadata = admin.list_topics(timeout=_SECONDS)
+    brokers = len(metadata.brokers)
+    yield Finding(Level.OK, "Kafka", f"{brokers} broker{'s' if brokers != 1 else ''} at {settings.require_kafka()}")
+    if brokers < 3:
+        yield Finding(
+            Level.WARNING,
+            "Kafka brokers",
+            f"with {brokers} there are fewer than 3 copies of an event: losing a disk loses what was acknowledged",
+            "run three brokers or more, with min.insync.replicas=2",
+        )
+
+    def config(kind: Any, name: str) -> _Config:
+        resource = ConfigResource(kind, name)
+        entries = admin.describe_configs([resource], request_timeout=_SECONDS)[resource].result()
+        return lambda entry: str(entries[entry].value)
+
+    for aggregate_type, route in sorted((settings.routes or {}).items()):
+        topic = metadata.topics.get(route.topic)
+        if topic is None:
+            level = Level.OK if settings.create_topics else Level.FAILURE
+            do = "" if settings.create_topics else "create it, or set OUTBOX_CREATE_TOPICS=true"
+            yield Finding(level, f"topic {route.topic}", f"does not exist yet ({aggregate_type})", do)
+            continue
+        yield from _topic(route.topic, topic, config(ConfigResource.Type.TOPIC, route.topic))
+    if settings.delivery is Delivery.EXACTLY_ONCE:
+        yield from _transactions(settings, options, lanes, metadata, config)
+
+
+def _transactions(
+    settings: Settings, options: Mapping[str, str], lanes: int, metadata: Any, config: Callable[[Any, str], _Config]
+) -> Iterator[Finding]:
+    broker = str(next(iter(metadata.brokers)))
+    limit = int(config(ConfigResource.Type.BROKER, broker)("transaction.max.timeout.ms"))
+    asked = int(options["transaction.timeout.ms"])
+    if asked > limit:
+        yield Finding(
+            Level.FAILURE,
+            "transaction.timeout.ms",
+            f"{asked} is above the broker's transaction.max.timeout.ms of {limit}",
+            "lower kafka.transaction.timeout.ms, or raise the broker's limit",
+        )
+    state = state_topic_name(settings)
+    found = metadata.topics.get(state)
+    if found is None:
+        yield Finding(Level.OK, f"state topic {state}", "does not exist yet; the relay creates it, compacted")
+        return
+    yield from _topic(state, found, config(ConfigResource.Type.TOPIC, state))
+    if len(found.partitions) < lanes:
+        yield Finding(
+            Level.OK,
+            f"state topic {state}",
+            f"{len(found.partitions)} partitions, {lanes} lanes: the relay adds some",
+        )
+    for name, wanted in (("cleanup.policy", "compact"), ("unclean.leader.election.enable", "false")):
+        value = config(ConfigResource.Type.TOPIC, state)(name)
+        if value != wanted:
+            yield Finding(
+                Level.FAILURE, f"state topic {state}", f"{name}={value} could lose markers", f"set {name}={wanted}"
+            )
+
+
+def _topic(name: str, topic: Any, config: _Config) -> Iterator[Finding]:
+    copies = min(len(partition.replicas) for partition in topic.partitions.values())
+    required = int(config("min.insync.replicas"))
+    said = f"{len(topic.partitions)} partitions, {copies} replicas, min.insync.replicas={required}"
+    if copies == 1 or required == 1:
+        yield Finding(
+            Level.WARNING,
+            f"topic {name}",
+            f"{said}: an acknowledged event stands on one disk",
+            "replication factor 3 and min.insync.replicas=2",
+        )
+    elif required >= copies:
+        yield Finding(
+            Level.WARNING,
+            f"topic {name}",
+            f"{said}: one broker that is away stops publishing",
+            "min.insync.replicas one below the replication factor",
+        )
+    else:
+        yield Finding(Level.OK, f"topic {name}", said)
+    if config("unclean.leader.election.enable") == "true":
+        yield Finding(
+            Level.FAILURE,
+            f"topic {name}",
+            "unclean.leader.election.enable=true: acknowledged events can be lost",
+            "set it to false",
+        )
+    policy = config("cleanup.policy")
+    if "compact" in policy and not name.endswith(".relay.state"):
+        yield Finding(
+            Level.WARNING,
+            f"topic {name}",
+            f"cleanup.policy={policy}: of the events of a key only the last is kept",
+            "fine for snapshots of state, not for events",
+        )

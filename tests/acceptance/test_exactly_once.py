@@ -1,0 +1,354 @@
+"""Exactly-once on Kafka, by a read_committed reader and the business rows, whatever is killed or stopped and where."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+from typing import Any
+
+import psutil
+import psycopg
+import pytest
+from confluent_kafka import TopicPartition
+from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
+from support import Load, backlog, check, owners, wait_until
+
+from relay.failpoints import VARIABLE
+
+AT_LEAST_ONCE = ["batch.fetched", "batch.half_sent", "batch.sent", "batch.acknowledged", "batch.settling"]
+EXACTLY_ONCE = [
+    "takeover.first_marker",
+    "takeover.fenced",
+    "takeover.marker_read",
+    "takeover.settled",
+    "batch.fetched",
+    "txn.begun",
+    "batch.half_sent",
+    "batch.sent",
+    "txn.marker_sent",
+    "batch.acknowledged",
+    "txn.committed",
+    "batch.settling",
+]
+
+
+@pytest.fixture
+def exactly_once(outbox_kafka):
+    """Settings of a relay of an outbox that no other test has."""
+    return {
+        "delivery": "exactly-once",
+        "name": outbox_kafka.name("outbox"),
+        "relay__lease_seconds": 1.0,
+        "relay__batch_size": 50,
+    }
+
+
+@pytest.fixture
+def order(outbox_kafka):
+    """An aggregate type, and its topic of three partitions."""
+    kind = outbox_kafka.name("Order")
+    return kind, outbox_kafka.create_topic(f"{kind.lower()}-events", 3)
+
+
+def drained(load: Load, url: str, seconds: float = 60.0) -> None:
+    load.stop()
+    wait_until(lambda: backlog(url) == 0, seconds, "the outbox to drain")
+
+
+def failing(points: str) -> dict[str, str]:
+    return {VARIABLE: points}
+
+
+def stopped(relay) -> bool:
+    return psutil.Process(relay.pid).status() == psutil.STATUS_STOPPED
+
+
+@pytest.mark.parametrize(
+    ("delivery", "points"), [("at-least-once", AT_LEAST_ONCE), ("exactly-once", EXACTLY_ONCE)], ids=str
+)
+def test_killed_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, exactly_once, order, delivery, points):
+    """Each relay takes over from one that was killed, and is killed at the next step itself."""
+    url, (kind, topic) = outbox_postgres.url, order
+    settings = exactly_once | {"delivery": delivery}
+    with Load(url, kind) as load:
+        for point in points:
+            nth = 1 if point.startswith("takeover") else 5
+            relay = outbox_relay(env=failing(f"{point}=kill@{nth}"), **settings)
+            assert relay.wait(40) == -signal.SIGKILL, point
+        outbox_relay(**settings)
+        drained(load, url)
+    repeats = check(url, outbox_kafka.consume(topic))
+    if delivery == "exactly-once":
+        assert repeats == 0
+    else:
+        # At most one batch of each lane for each kill.
+        assert repeats <= len(points) * 4 * 50
+
+
+def test_stopped_at_every_step_and_woken_after_the_take_over(
+    outbox_postgres, outbox_kafka, outbox_relay, exactly_once, order
+):
+    """SIGSTOP midway, past the lease; another relay takes the lanes; SIGCONT. The sleeper must change nothing."""
+    url, (kind, topic) = outbox_postgres.url, order
+    points = [
+        "takeover.marker_read",
+        "batch.fetched",
+        "txn.begun",
+        "txn.marker_sent",
+        "txn.committed",
+        "batch.settling",
+    ]
+    with Load(url, kind) as load:
+        for point in points:
+            sleeper = outbox_relay(env=failing(f"{point}=pause@2"), **exactly_once)
+            wait_until(lambda sleeper=sleeper: stopped(sleeper), 30, f"the relay to stop at {point}")
+            other = outbox_relay(relay__instance=f"after {point}", **exactly_once)
+            wait_until(lambda point=point: owners(url) == {f"after {point}": 4}, 30, f"the take-over after {point}")
+            goal = load.committed() + 100
+            wait_until(lambda goal=goal: load.committed() > goal, what="load after the take-over")
+            sleeper.resume()
+            sleeper.wait_for_log("lane lost")
+            sleeper.kill()
+            other.kill()
+        outbox_relay(**exactly_once)
+        drained(load, url)
+    assert check(url, outbox_kafka.consume(topic)) == 0
+
+
+def test_errors_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, exactly_once, order):
+    """A server that goes away at this very step: a new producer, the marker, and on."""
+    url, (kind, topic) = outbox_postgres.url, order
+    points = " ".join(f"{point}=error@{3 + n}" for n, point in enumerate(EXACTLY_ONCE[1:]))
+    with Load(url, kind) as load:
+        relay = outbox_relay(env=failing(points), **exactly_once)
+        for point in EXACTLY_ONCE[1:]:
+            relay.wait_for_log(f"failpoint {point}", 60)
+        drained(load, url)
+        assert relay.running
+    assert check(url, outbox_kafka.consume(topic)) == 0
+
+
+def test_a_storm_of_take_overs(outbox_postgres, outbox_kafka, outbox_relay, exactly_once, order):
+    """Three relays; killed, stopped and woken, ended and started, in any order."""
+    url, (kind, topic) = outbox_postgres.url, order
+    chance = random.Random(3)
+    with Load(url, kind) as load:
+        relays = [outbox_relay(**exactly_once) for _ in range(3)]
+        asleep: set[int] = set()
+        for _ in range(14):
+            goal = load.committed() + chance.randint(30, 300)
+            wait_until(lambda goal=goal: load.committed() >= goal, what="some load")
+            victim = chance.randrange(3)
+            if victim in asleep:
+                asleep.discard(victim)
+                relays[victim].resume()
+            elif chance.random() < 0.5:
+                relays[victim].pause()
+                asleep.add(victim)
+            else:
+                relays[victim].kill()
+                relays[victim] = outbox_relay(**exactly_once)
+        for sleeper in asleep:
+            relays[sleeper].resume()
+        drained(load, url)
+    assert check(url, outbox_kafka.consume(topic)) == 0
+
+
+def test_the_broker_is_killed_in_the_middle_of_commits(outbox_postgres, private_kafka, outbox_relay, exactly_once):
+    url = outbox_postgres.url
+    cluster = private_kafka()
+    topics = private_kafka.topics(cluster)
+    topics.create_topic("order-events", 3)
+    with Load(url, "Order") as load:
+        relay = outbox_relay(bootstrap_servers=cluster.bootstrap_servers, **exactly_once)
+        for _ in range(3):
+            goal = load.committed() + 200
+            wait_until(lambda goal=goal: load.committed() > goal, what="some load")
+            cluster.kill_broker(0)
+            cluster.start_broker(0)
+        drained(load, url, 90)
+        assert relay.running
+    assert check(url, topics.consume("order-events")) == 0
+
+
+def test_three_brokers_one_after_the_other_and_all_at_once(outbox_postgres, private_kafka, outbox_relay, exactly_once):
+    url = outbox_postgres.url
+    cluster = private_kafka(brokers=3)
+    topics = private_kafka.topics(cluster)
+    topics.create_topic("order-events", 3)
+    settings = exactly_once | {"relay__lease_seconds": 6}
+    with Load(url, "Order") as load:
+        relays = [outbox_relay(bootstrap_servers=cluster.bootstrap_servers, **settings) for _ in range(2)]
+        relays[0].wait_for_log("lane acquired")
+        for broker in range(3):
+            goal = load.committed() + 150
+            wait_until(lambda goal=goal: load.committed() > goal, what="some load")
+            cluster.kill_broker(broker)
+            wait_until(lambda goal=goal: load.committed() > goal + 150, what="load with two brokers")
+            cluster.start_broker(broker)
+        cluster.kill()
+        cluster.start()
+        drained(load, url, 120)
+        assert [relay.running for relay in relays] == [True, True]
+    assert check(url, topics.consume("order-events", timeout=60)) == 0
+    state = AdminClient({"bootstrap.servers": cluster.bootstrap_servers}).list_topics(timeout=10)
+    partitions = state.topics[f"{exactly_once['name']}.relay.state"].partitions
+    assert [len(partition.replicas) for partition in partitions.values()] == [3] * 4
+
+
+def test_postgres_loses_commits_that_it_never_flushed(
+    private_postgres, outbox_kafka, outbox_relay, exactly_once, order
+):
+    """Writers with synchronous_commit=off; Postgres is killed. What it has lost, Kafka must not have."""
+    kind, topic = order
+    # What is not flushed stays unflushed for long: a relay without the barrier would be caught.
+    server = private_postgres({"wal_writer_delay": "10s", "synchronous_commit": "off"})
+    database = private_postgres.database(server)
+    with Load(database.url, kind) as load:
+        relay = outbox_relay(database_url=database.url, **exactly_once)
+        relay.wait_for_log("lane acquired")
+        for _ in range(3):
+            before = load.committed()
+            wait_until(
+                lambda before=before: load.committed() > before + 150 and backlog(database.url) < 50,
+                60,
+                "some load, and the relay to keep up",
+            )
+            server.kill()
+            server.start()
+        drained(load, database.url)
+    assert check(database.url, outbox_kafka.consume(topic)) == 0
+
+
+def test_a_transaction_that_times_out_is_done_again(outbox_postgres, private_kafka, outbox_relay, exactly_once):
+    url = outbox_postgres.url
+    cluster = private_kafka(settings={"transaction.abort.timed.out.transaction.cleanup.interval.ms": "200"})
+    topics = private_kafka.topics(cluster)
+    topics.create_topic("order-events", 3)
+    settings = exactly_once | {"relay__lease_seconds": 15, "kafka__transaction_timeout_ms": 1000}
+    with Load(url, "Order") as load:
+        relay = outbox_relay(
+            bootstrap_servers=cluster.bootstrap_servers, env=failing("txn.marker_sent=delay:3@6"), **settings
+        )
+        relay.wait_for_log("waiting for a server", 60)
+        drained(load, url)
+    assert check(url, topics.consume("order-events")) == 0
+
+
+@pytest.mark.parametrize("how", ["deleted", "truncated"])
+def test_a_state_topic_that_lost_its_markers_stops_the_lanes(
+    outbox_postgres, outbox_kafka, outbox_relay, exactly_once, order, how
+):
+    url, (kind, topic) = outbox_postgres.url, order
+    state = f"{exactly_once['name']}.relay.state"
+    with Load(url, kind) as load:
+        relay = outbox_relay(**exactly_once)
+        wait_until(lambda: all_lanes_have_settled(url), what="a batch of every lane")
+        relay.kill()
+        # One batch is left committed and not settled.
+        relay = outbox_relay(env=failing("batch.settling=kill@10"), **exactly_once)
+        assert relay.wait(40) == -signal.SIGKILL
+        goal = load.committed() + 100
+        wait_until(lambda: load.committed() > goal, what="load while no relay runs")
+    admin = AdminClient({"bootstrap.servers": outbox_kafka.bootstrap_servers})
+    if how == "deleted":
+        admin.delete_topics([state])[state].result()
+    else:
+        # Kafka deletes no records of a compacted topic, unless somebody has changed its policy for a while.
+        for policy in ("delete", "compact"):
+            change = ConfigEntry("cleanup.policy", policy, incremental_operation=AlterConfigOpType.SET)
+            resource = ConfigResource(ConfigResource.Type.TOPIC, state, incremental_configs=[change])
+            admin.incremental_alter_configs([resource])[resource].result()
+            if policy == "delete":
+                for future in admin.delete_records([TopicPartition(state, lane, -1) for lane in range(4)]).values():
+                    future.result()
+    before = len(outbox_kafka.consume(topic))
+    left = backlog(url)
+    relay = outbox_relay(**exactly_once)
+    relay.wait_for_log("lane stopped")
+    relay.wait_for_log("outbox relay reconcile")
+    wait_until(lambda: relay.log().count('"lane stopped"') >= 8, what="every lane to have tried twice")
+    assert backlog(url) == left
+    assert len(outbox_kafka.consume(topic)) == before
+    # A person looks, then repairs; the relay is running all the while.
+    status, states = reconcile(url, outbox_kafka, exactly_once)
+    assert status == 1
+    assert backlog(url) == left
+    assert sum(len(state["found"]) for state in states["lanes"]) > 0
+    status, repaired = reconcile(url, outbox_kafka, exactly_once, "--apply", "--reason", "a test took the topic")
+    assert status == 0
+    assert {state["lane"] for state in repaired["repaired"]} == {0, 1, 2, 3}
+    drained(load, url)
+    assert check(url, outbox_kafka.consume(topic)) == 0
+    assert reconcile(url, outbox_kafka, exactly_once)[0] == 0
+    with psycopg.connect(url) as connection:
+        audit = connection.execute("SELECT why FROM outbox.audit WHERE what = 'reconcile'").fetchall()
+    assert audit == [("a test took the topic",)] * 4
+
+
+def reconcile(url: str, kafka, settings, *arguments: str) -> tuple[int, dict[str, Any]]:
+    """Run `outbox relay reconcile`; give its exit status and what it said."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("OUTBOX_")} | {
+        "OUTBOX_DATABASE_URL": url,
+        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
+        "OUTBOX_NAME": settings["name"],
+    }
+    command = [sys.executable, "-m", "relay.cli", "relay", "reconcile", "--json", *arguments]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.stdout, done.stderr
+    return done.returncode, json.loads(done.stdout)
+
+
+def all_lanes_have_settled(url: str) -> bool:
+    with psycopg.connect(url, autocommit=True) as connection:
+        return connection.execute("SELECT bool_and(coalesce(last_batch, 0) > 2) FROM outbox.lanes").fetchone()[0]
+
+
+@pytest.mark.parametrize(
+    ("config", "shown"),
+    [({"cleanup.policy": "delete"}, "cleanup.policy=delete"), ({"cleanup.policy": "compact,delete"}, "cleanup.policy")],
+)
+def test_a_state_topic_with_the_wrong_settings_is_refused(
+    outbox_postgres, outbox_kafka, outbox_relay, exactly_once, config, shown
+):
+    outbox_kafka.create_topic(f"{exactly_once['name']}.relay.state", 4, config)
+    relay = outbox_relay(**exactly_once)
+    assert relay.wait() == 2
+    assert shown in relay.log()
+    assert "Traceback" not in relay.log()
+
+
+def test_two_outboxes_that_share_a_name_are_kept_apart(
+    outbox_postgres, private_postgres, outbox_kafka, outbox_relay, exactly_once, order
+):
+    url, (kind, _) = outbox_postgres.url, order
+    with Load(url, kind) as load:
+        first = outbox_relay(**exactly_once)
+        wait_until(lambda: all_lanes_have_settled(url), what="a batch of every lane")
+        other = private_postgres.database(private_postgres())
+        second = outbox_relay(database_url=other.url, **exactly_once)
+        second.wait_for_log("OUTBOX_NAME")
+        second.kill()
+        drained(load, url)
+        assert first.running
+
+
+def test_deliveries_can_be_changed_between_clean_stops(
+    outbox_postgres, outbox_kafka, outbox_relay, exactly_once, order
+):
+    url, (kind, topic) = outbox_postgres.url, order
+    with Load(url, kind) as load:
+        for delivery in ("at-least-once", "exactly-once", "at-least-once", "exactly-once"):
+            relay = outbox_relay(**exactly_once | {"delivery": delivery})
+            relay.wait_for_log("lane acquired")
+            goal = load.committed() + 200
+            wait_until(lambda goal=goal: load.committed() > goal, what="some load")
+            relay.terminate()
+            assert relay.wait() == 0, relay.log()
+        outbox_relay(**exactly_once)
+        drained(load, url)
+    assert check(url, outbox_kafka.consume(topic)) == 0

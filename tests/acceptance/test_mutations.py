@@ -1,0 +1,109 @@
+"""The four guards of the exactly-once protocol, each taken out once: the checker must see it, on real services.
+
+For every mutation the same scenario is first run with the relay as it is, and passes: it is the guard that makes the
+difference.
+"""
+
+from __future__ import annotations
+
+import signal
+from pathlib import Path
+
+import psutil
+import psycopg
+import pytest
+from support import Load, backlog, check, owners, wait_until
+
+from relay.failpoints import VARIABLE
+
+MUTANT = str(Path(__file__).parents[1] / "mutant.py")
+
+
+@pytest.fixture
+def scenario(outbox_kafka):
+    """A topic, and the settings of relays of an outbox that no other test has."""
+    kind = outbox_kafka.name("Order")
+    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 2)
+    settings = {
+        "delivery": "exactly-once",
+        "name": outbox_kafka.name("outbox"),
+        "relay__lease_seconds": 1.0,
+        "relay__batch_size": 50,
+    }
+    return kind, topic, settings
+
+
+def verdict(url: str, messages) -> str:
+    """Say sound, twice (all there and in order, some repeated), or unsound (lost, invented or out of order)."""
+    try:
+        repeats = check(url, messages)
+    except AssertionError:
+        return "unsound"
+    return "twice" if repeats else "sound"
+
+
+def drain(load: Load, url: str) -> None:
+    load.stop()
+    wait_until(lambda: backlog(url) == 0, 60, "the outbox to drain")
+
+
+@pytest.mark.parametrize(
+    ("mutation", "point", "expected"),
+    [
+        ("none", "batch.sent=kill@5", "sound"),
+        ("settle_before_ack", "batch.sent=kill@5", "unsound"),
+        ("none", "txn.begun=kill@5", "sound"),
+        ("marker_first", "txn.begun=kill@5", "unsound"),
+    ],
+)
+def test_a_kill_between_the_steps(outbox_postgres, outbox_kafka, outbox_relay, scenario, mutation, point, expected):
+    url, (kind, topic, settings) = outbox_postgres.url, scenario
+    with Load(url, kind) as load:
+        victim = outbox_relay(env={VARIABLE: point}, program=(MUTANT, mutation), **settings)
+        assert victim.wait(40) == -signal.SIGKILL
+        outbox_relay(**settings)
+        drain(load, url)
+    assert verdict(url, outbox_kafka.consume(topic)) == expected
+
+
+@pytest.mark.parametrize(("mutation", "expected"), [("none", "sound"), ("no_epoch_recheck", "twice")])
+def test_a_sleeper_that_wakes_with_a_batch_in_hand(
+    outbox_postgres, outbox_kafka, outbox_relay, scenario, mutation, expected
+):
+    url, (kind, topic, settings) = outbox_postgres.url, scenario
+    with Load(url, kind) as load:
+        sleeper = outbox_relay(env={VARIABLE: "batch.fetched=pause@8"}, program=(MUTANT, mutation), **settings)
+        wait_until(lambda: psutil.Process(sleeper.pid).status() == psutil.STATUS_STOPPED, what="the relay to stop")
+        other = outbox_relay(relay__instance="other", **settings)
+        wait_until(lambda: owners(url) == {"other": 4}, what="the other relay with all lanes")
+        goal = load.committed() + 200
+        wait_until(lambda: load.committed() > goal, what="load after the take-over")
+        sleeper.resume()
+        # What it has in hand it may finish.
+        sleeper.terminate()
+        sleeper.wait()
+        drain(load, url)
+        assert other.running
+    assert verdict(url, outbox_kafka.consume(topic)) == expected
+
+
+@pytest.mark.parametrize(("mutation", "expected"), [("none", "sound"), ("no_flush_barrier", "unsound")])
+def test_a_database_that_loses_commits(private_postgres, outbox_kafka, outbox_relay, scenario, mutation, expected):
+    kind, topic, settings = scenario
+    server = private_postgres({"wal_writer_delay": "10s", "synchronous_commit": "off"})
+    database = private_postgres.database(server)
+    with Load(database.url, kind) as load:
+        relay = outbox_relay(database_url=database.url, program=(MUTANT, mutation), **settings)
+        relay.wait_for_log("lane acquired")
+        before = load.committed()
+        wait_until(lambda: load.committed() > before + 200 and backlog(database.url) < 50, 60, "the relay to keep up")
+        server.kill()
+        relay.kill()
+        server.start()
+        load.stop()
+        with psycopg.connect(database.url, autocommit=True) as connection:
+            # A lane that stopped because Postgres went back must not hide what was published before.
+            connection.execute("UPDATE outbox.lanes SET last_batch = NULL")
+        outbox_relay(database_url=database.url, **settings)
+        wait_until(lambda: backlog(database.url) == 0, 60, "the outbox to drain")
+    assert verdict(database.url, outbox_kafka.consume(topic)) == expected
