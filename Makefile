@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 UV := $(VENV)-lock/bin/uv
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test bench lint lock clean
+.PHONY: help install demo test chaos bench lint lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -29,8 +29,12 @@ demo: $(VENV)/.installed  ## orders → Postgres → Kafka → Spark, with a kil
 test: $(VENV)/.installed  ## the whole test suite on real services
 	$(BIN)/python -m pytest $(ARGS)
 
-bench: $(VENV)/.installed  ## one relay beside a bare produce() loop
+chaos: $(VENV)/.installed  ## everything killed and stopped at random, four runs of CHAOS_SECONDS (180) each
+	$(BIN)/python -m pytest tests/chaos -s $(ARGS)
+
+bench: $(VENV)/.installed  ## one relay draining a backlog beside a bare produce() loop, and its latency at 600/s
 	$(BIN)/python benchmarks/drain.py $(ARGS)
+	$(BIN)/python benchmarks/latency.py
 
 lint: $(VENV)/.installed  ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .

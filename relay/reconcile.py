@@ -139,22 +139,35 @@ class Reconciler:
         epoch: int = row[0]
         system, timeline = next((entry[4], entry[5]) for entry in identity if entry[0] == state.lane)
         self._state.require(len(identity))
-        producer = Producer({**self._producer, "transactional.id": f"{self._name}.relay.{state.lane}"}, logger=silent())
-        try:
-            producer.init_transactions(_KAFKA_SECONDS)
-            # Again, now that nobody else can publish: what was under way has been committed or aborted.
-            found = self._found(state.lane)
-            fresh = Marker(state.next_batch, epoch, system, timeline)
-            self._settle(state.lane, epoch, found)
-            producer.begin_transaction()
-            producer.produce(self._state.name, fresh.encode(), b"marker", partition=state.lane)
-            producer.commit_transaction(_KAFKA_SECONDS)
-        except KafkaException as error:
-            raise Unavailable(f"Kafka, reconciling lane {state.lane}: {text_of(error)}") from error
-        finally:
-            producer.purge()
+        fresh = Marker(state.next_batch, epoch, system, timeline)
+        found = self._begin_anew(state.lane, fresh)
         self._finish(state, epoch, found, reason)
         return LaneState(state.lane, fresh.batch, fresh.batch, None, state.rows - len(found), found)
+
+    def _begin_anew(self, lane: int, fresh: Marker) -> list[tuple[int, str]]:
+        """Settle what stands on Kafka and write the marker; give what was settled.
+
+        A relay that was just taking the lane over may fence us once: it finds its epoch over, and does not come again.
+        """
+        settled: list[tuple[int, str]] = []
+        for last in (False, False, True):
+            producer = Producer({**self._producer, "transactional.id": f"{self._name}.relay.{lane}"}, logger=silent())
+            try:
+                producer.init_transactions(_KAFKA_SECONDS)
+                # Again, now that nobody else can publish: what was under way has been committed or aborted.
+                found = self._found(lane)
+                self._settle(lane, fresh.epoch, found)
+                settled += found
+                producer.begin_transaction()
+                producer.produce(self._state.name, fresh.encode(), b"marker", partition=lane)
+                producer.commit_transaction(_KAFKA_SECONDS)
+                break
+            except KafkaException as error:
+                if last:
+                    raise Unavailable(f"Kafka, reconciling lane {lane}: {text_of(error)}") from error
+            finally:
+                producer.purge()
+        return settled
 
     def close(self) -> None:
         """Close the connection."""

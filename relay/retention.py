@@ -37,10 +37,12 @@ SELECT relname, (regexp_match(bounds, $r$FROM \\('(\\d[^']*)'\\)$r$))[1]::timest
 
 _TODAY: Final = "SELECT (clock_timestamp() AT TIME ZONE 'UTC')::date"
 
-# Rows of that day may lie in the default partition already, and relays may be adding more: nothing may be attached
-# beside them, so those wait until the rows are moved. (Attaching would take the same lock, too late.)
+# A relay that has chosen the default partition for its row, and then waits for the partition being attached, is refused.
+# So relays wait at the parent instead, before they choose.
+_HOLD_BACK: Final = "LOCK TABLE ONLY {parent} IN SHARE ROW EXCLUSIVE MODE"
+
+# Rows of that day may lie in the default partition already; nothing may be attached beside them.
 _CREATE: Final = (
-    "LOCK TABLE {default} IN ACCESS EXCLUSIVE MODE",
     "CREATE TABLE {partition} (LIKE {parent} INCLUDING ALL)",
     """
 WITH moved AS (DELETE FROM {default} WHERE published_at >= {start} AND published_at < {end} RETURNING *)
@@ -145,8 +147,7 @@ class Retention:
         return row[0]
 
     def _run(self, connection: psycopg.Connection[Any]) -> Plan:
-        # Dropping wants a lock on the parent, making one on the default partition, that every archiving relay waits
-        # behind: not for long. Dropping comes first: a relay that adds a row locks the parent before the partition.
+        # Dropping and making want locks that every archiving relay waits behind: not for long.
         connection.execute("SET LOCAL lock_timeout = '2s'")
         plan = self._plan(connection)
         for name in plan.drop:
@@ -154,6 +155,8 @@ class Retention:
         if plan.stray_rows:
             before = sql.Literal(_midnight(plan.oldest))
             connection.execute(sql.SQL(_DROP_STRAY).format(default=self._default, before=before))
+        if plan.create:
+            connection.execute(sql.SQL(_HOLD_BACK).format(parent=self._parent))
         for day in plan.create:
             names = {
                 "partition": sql.Identifier(self._schema, f"published_{day:%Y_%m_%d}"),

@@ -174,6 +174,7 @@ class Sender:
         self._router = router
         self._topics = topics
         self._ce_source = ce_source
+        self._transactional = "transactional.id" in options
         self._places: dict[int, Published] | None = {} if places else None
         self._failed: dict[int, tuple[Claim, KafkaError]] = {}
         self._fatal: KafkaError | None = None
@@ -230,7 +231,10 @@ class Sender:
                     raise Unavailable("Kafka: the queue of messages stays full") from None
 
     def drain(self, deadline: float) -> None:
-        """Wait for the acknowledgements; past the deadline, or when the producer is dead, drop the rest at once.
+        """Wait for the acknowledgements; past the deadline, or when nothing more can come, drop the rest at once.
+
+        When the producer is dead, what is in flight is still answered, and need not be sent again if it has arrived.
+        In a transaction one failed message ends them all: librdkafka holds the others back until it is aborted.
 
         The deadline is ours and not librdkafka's: that one lets go of messages one by one, so a later message of the
         same key could still be delivered after an earlier one was given up, and would stand before it for good.
@@ -239,8 +243,10 @@ class Sender:
         while len(self.producer):
             if time.monotonic() >= deadline:
                 self._late = True
-            if self._late or self._fatal is not None:
+            if self._late or (self._transactional and self.failed):
                 self.producer.purge()
+            elif self._fatal is not None:
+                self.producer.purge(in_flight=False)
             self._poll()
 
     def acknowledged(self) -> list[Result]:
@@ -255,16 +261,15 @@ class Sender:
     def failure(self, seconds: float) -> Unavailable:
         """Say what failed: BatchRefused when the broker refuses something that is in the batch."""
         self._topics.forget()
+        # The cause comes first; the messages behind it fail because it did.
+        causes = [(claim, error) for claim, error in self._failed.values() if error.code() not in _CONSEQUENCES]
+        for claim, error in causes:
+            if error.code() in REFUSALS:
+                return BatchRefused(f"topic {self._topic(claim)!r}: {REFUSALS[error.code()]} ({error.str()})")
         if self._late:
             return Unavailable(f"Kafka: no acknowledgement within {seconds:g} s ({self._lost()})")
-        # The cause comes first; the messages behind it fail because it did.
-        for claim, error in self._failed.values():
-            if error.code() in _CONSEQUENCES:
-                continue
-            topic = self._topic(claim)
-            if error.code() in REFUSALS:
-                return BatchRefused(f"topic {topic!r}: {REFUSALS[error.code()]} ({error.str()})")
-            return Unavailable(f"Kafka, sending to {topic!r}: {error.str()} ({self._lost()})")
+        for claim, error in causes:
+            return Unavailable(f"Kafka, sending to {self._topic(claim)!r}: {error.str()} ({self._lost()})")
         text = self._fatal.str() if self._fatal is not None else "the batch was dropped"
         return Unavailable(f"Kafka: {text} ({self._lost()})")
 

@@ -172,8 +172,10 @@ class Supervisor:
         """Say that we are alive, prolong the leases, and see to threads that have ended."""
         table.beat()
         for lease in table.renew([thread.lease for thread in self._threads.values()]):
-            log.warning("lane lost", lane=lease.lane, epoch=lease.epoch)
-            self._threads[lease.lane].stopping.set()
+            thread = self._threads[lease.lane]
+            if not thread.stopping.is_set():
+                log.warning("lane lost", lane=lease.lane, epoch=lease.epoch)
+            thread.stopping.set()
         for lane, thread in list(self._threads.items()):
             if thread.is_alive():
                 continue

@@ -13,7 +13,7 @@ LEASE = 2.0
 
 @pytest.fixture(params=["at-least-once", "exactly-once"])
 def delivery(request, outbox_kafka):
-    """Settings of a relay for this delivery, of an outbox that no other test has."""
+    """Settings of a relay for this delivery, of an outbox that no other test has. More in test_exactly_once.py."""
     return {"delivery": request.param, "name": outbox_kafka.name("outbox")}
 
 
@@ -73,33 +73,33 @@ def test_relays_killed_at_random(outbox_postgres, outbox_kafka, outbox_relay, de
     check_delivery(delivery, url, outbox_kafka.consume(topic))
 
 
-def test_a_relay_that_slept_past_its_lease_settles_nothing(outbox_postgres, outbox_kafka, outbox_relay, delivery):
+def test_a_relay_that_slept_past_its_lease_settles_nothing(outbox_postgres, outbox_kafka, outbox_relay):
     """SIGSTOP, take-over, SIGCONT: the sleeper must find its epoch over, and nothing may be lost or out of order."""
     url, kind = outbox_postgres.url, outbox_kafka.name("Order")
     topic = f"{kind.lower()}-events"
     outbox_kafka.create_topic(topic, 3)
     with Load(url, kind) as load:
-        sleeper = outbox_relay(relay__lease_seconds=1.0, **delivery)
+        sleeper = outbox_relay(relay__lease_seconds=1.0)
         wait_until(lambda: list(owners(url).values()) == [4], what="one relay with all lanes")
         wait_until(lambda: load.committed() > 200, what="some load")
         sleeper.pause()
-        other = outbox_relay(relay__lease_seconds=1.0, **delivery)
+        other = outbox_relay(relay__lease_seconds=1.0)
         other.wait_for_log("lane acquired")
         wait_until(lambda: list(owners(url).values()) == [4], what="the other relay with all lanes")
         sleeper.resume()
         sleeper.wait_for_log("lane lost")
         wait_until(lambda: sorted(owners(url).values()) == [2, 2], what="both with two lanes")
         drained(load, url)
-    check_delivery(delivery, url, outbox_kafka.consume(topic))
+    check(url, outbox_kafka.consume(topic))
 
 
-def test_the_broker_restarts_under_load(outbox_postgres, private_kafka, outbox_relay, delivery):
+def test_the_broker_restarts_under_load(outbox_postgres, private_kafka, outbox_relay):
     url, kind = outbox_postgres.url, "Order"
     cluster = private_kafka()
     topics = private_kafka.topics(cluster)
     topics.create_topic("order-events", 3)
     with Load(url, kind) as load:
-        relay = outbox_relay(bootstrap_servers=cluster.bootstrap_servers, relay__lease_seconds=3, **delivery)
+        relay = outbox_relay(bootstrap_servers=cluster.bootstrap_servers, relay__lease_seconds=3)
         wait_until(lambda: load.committed() > 300, what="some load")
         cluster.kill_broker(0)
         relay.wait_for_log("waiting for a server")
@@ -110,17 +110,17 @@ def test_the_broker_restarts_under_load(outbox_postgres, private_kafka, outbox_r
         relay.wait_for_log("publishing again", 60)
         drained(load, url)
         assert relay.running
-    check_delivery(delivery, url, topics.consume("order-events"))
+    check(url, topics.consume("order-events"))
 
 
-def test_postgres_is_killed_under_load(private_postgres, outbox_kafka, outbox_relay, delivery):
+def test_postgres_is_killed_under_load(private_postgres, outbox_kafka, outbox_relay):
     server = private_postgres()
     database = private_postgres.database(server)
     kind = outbox_kafka.name("Order")
     topic = f"{kind.lower()}-events"
     outbox_kafka.create_topic(topic, 3)
     with Load(database.url, kind) as load:
-        relay = outbox_relay(database_url=database.url, relay__lease_seconds=3, **delivery)
+        relay = outbox_relay(database_url=database.url, relay__lease_seconds=3)
         wait_until(lambda: load.committed() > 300, what="some load")
         server.kill()
         relay.wait_for_log("waiting for Postgres")
@@ -132,7 +132,7 @@ def test_postgres_is_killed_under_load(private_postgres, outbox_kafka, outbox_re
         wait_until(lambda: load.committed() > goal + 300, what="load after the restart")
         drained(load, database.url)
         assert relay.running
-    check_delivery(delivery, database.url, outbox_kafka.consume(topic))
+    check(database.url, outbox_kafka.consume(topic))
 
 
 def test_a_missing_topic_is_an_error_that_says_so_and_nothing_is_lost(outbox_postgres, outbox_kafka, outbox_relay):
