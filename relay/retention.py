@@ -37,7 +37,7 @@ SELECT relname, (regexp_match(bounds, $r$FROM \\('(\\d[^']*)'\\)$r$))[1]::timest
 
 _TODAY: Final = "SELECT (clock_timestamp() AT TIME ZONE 'UTC')::date"
 
-# A relay that has chosen the default partition for its row, and then waits for the partition being attached, is refused.
+# A relay that has chosen the default partition for its row and then waits for the one being attached is refused.
 # So relays wait at the parent instead, before they choose.
 _HOLD_BACK: Final = "LOCK TABLE ONLY {parent} IN SHARE ROW EXCLUSIVE MODE"
 

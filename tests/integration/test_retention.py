@@ -12,6 +12,7 @@ import psycopg
 import pytest
 from psycopg import sql
 from structlog.testing import capture_logs
+from support import wait_until
 from typer.testing import CliRunner
 
 from relay import schema_check
@@ -213,6 +214,7 @@ def test_the_first_partition_is_made_while_relays_publish(archive):
     for thread in threads:
         thread.start()
     try:
+        wait_until(lambda: sum(archive.partitions().values()) > 100, what="some rows")
         with capture_logs() as logs:
             archive.retention().keep()
     finally:
@@ -269,3 +271,25 @@ def test_without_the_owners_rights_it_says_so_only_when_something_is_due(archive
         assert refused.count("\n") == 1
     finally:
         archive.admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
+
+
+def test_a_relay_that_waits_for_the_upkeep_finds_the_new_partition(archive):
+    """Postgres refuses a row for the default partition if the right one was attached while it waited."""
+    failures: list[BaseException] = []
+
+    def publish() -> None:
+        try:
+            with psycopg.connect(archive.url, autocommit=True, application_name="late") as connection:
+                connection.execute(EVENT, (dt.datetime.now(dt.UTC), 1))
+        except BaseException as error:  # noqa: BLE001
+            failures.append(error)
+
+    late = threading.Thread(target=publish)
+    with psycopg.connect(archive.url) as upkeep:
+        archive.retention()._run(upkeep)
+        late.start()
+        waiting = "SELECT 1 FROM pg_stat_activity WHERE application_name = 'late' AND wait_event_type = 'Lock'"
+        wait_until(lambda: archive.rows(waiting), what="the relay waits")
+    late.join(30)
+    assert failures == []
+    assert archive.partitions()[named(archive.today)] == 1
