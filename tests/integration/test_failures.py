@@ -5,10 +5,12 @@ from __future__ import annotations
 import datetime as dt
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+from psycopg import sql
 from support import backlog
 from typer.testing import CliRunner
 
@@ -718,3 +720,45 @@ def test_an_archived_event_too_large_to_be_marked_is_counted_and_left_out(lane):
     shown = json.loads(outbox(lane, "replay", "--all", "--yes", "--json"))
     assert (shown["events"], shown["too_large"], shown["sent"]) == (0, 1, 0)
     assert replayed(lane) == []
+
+
+# --- rights ----------------------------------------------------------------------------------------------------------
+
+
+def test_an_operator_needs_no_more_than_the_docs_grant(lane):
+    """docs/migrations.md lists the grants; these are read from there."""
+    text = (Path(__file__).parents[2] / "docs" / "migrations.md").read_text()
+    grants = text.split("```sql\n-- grants of the operator\n")[1].split("```")[0]
+    role = f"operator_{lane.database.name}"
+    lane.admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)))
+    try:
+        lane.admin.execute(grants.replace("outbox_operator", role))
+        source = lane.source(archive=True)
+        ids = lane.add("a1", "b1", "c1", "a2")
+        assert turn(source, "a1", "b1") == ["c1"]
+        as_operator = {"OUTBOX_DATABASE_URL": f"{lane.database.url}?user={role}"}
+        assert len(json.loads(outbox(lane, "failures", "list", "--json", env=as_operator))["failures"]) == 2
+        assert json.loads(outbox(lane, "failures", "show", ids[0], env=as_operator))["payload"] == {"n": "a1"}
+        outbox(lane, "failures", "retry", ids[0], env=as_operator)
+        outbox(lane, "failures", "discard", ids[1], "--reason", "old", env=as_operator)
+        outbox(lane, "replay", "--all", "--yes", env=as_operator)
+        assert turn(source) == ["a1", "c1"]
+        assert turn(source) == ["a2"]
+        assert lane.rows("SELECT what, who FROM outbox.audit ORDER BY id") == [
+            (what, role) for what in ("retry", "discard", "replay")
+        ]
+        with psycopg.connect(as_operator["OUTBOX_DATABASE_URL"], autocommit=True) as operator:
+            for refused in (
+                "UPDATE outbox.events SET payload = NULL",
+                "UPDATE outbox.dead_letters SET payload = NULL",
+                "DELETE FROM outbox.audit",
+                "UPDATE outbox.audit SET why = NULL",
+                "DELETE FROM outbox.published",
+                "SELECT * FROM outbox.lanes",
+            ):
+                with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                    operator.execute(refused)
+        lane.admin.execute(sql.SQL("REVOKE SELECT ON outbox.dead_letters FROM {}").format(sql.Identifier(role)))
+        assert "permission denied" in outbox(lane, "failures", "list", env=as_operator, status=1)
+    finally:
+        lane.admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
