@@ -27,10 +27,8 @@ from outbox.testing.kafka import KafkaCluster
 from outbox.testing.postgres import PostgresServer
 from relay.config import load, producer_options
 from relay.database import Connector
-from relay.failures import FailurePolicy, Failures
-from relay.lanes import Lease
-from relay.polling import PollingSource
-from relay.routing import Router
+from relay.polling import Queries
+from relay.ports import Claim
 from relay.sending import message_headers
 
 KEYS = 5_000
@@ -49,11 +47,11 @@ def fill(url: str, kind: str, rows: int) -> None:
 def bare(url: str, kafka: str, topic: str, rows: int) -> float:
     """Produce the backlog's messages from memory; give the seconds from the first to the last acknowledgement."""
     messages: list[tuple[str, bytes | None, Any]] = []
-    for lane in range(4):
-        failures = Failures("outbox", FailurePolicy(), Router())
-        source = PollingSource(Connector(url, "bench"), "outbox", Lease(lane, 0, 60.0, 0.0), failures)
-        messages.extend((c.aggregate_id, c.value, message_headers(c, "/outbox")) for c in source.fetch(rows))
-        source.close()
+    with Connector(url, "bench")() as connection:
+        for lane in range(4):
+            bound = {"lane": lane, "floor": 0, "after": 0, "pending": [], "limit": rows}
+            claims = map(Claim._make, connection.execute(Queries("outbox").fetch, bound))
+            messages.extend((c.aggregate_id, c.value, message_headers(c, "/outbox")) for c in claims)
     assert len(messages) == rows
     options = producer_options(load(kafka={"bootstrap.servers": kafka}))
     producer = Producer(options)

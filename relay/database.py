@@ -22,6 +22,8 @@ _PASSING: Final = (
     errors.LockNotAvailable,
     errors.ObjectInUse,
     errors.IdleInTransactionSessionTimeout,
+    # A partition of the archive was attached between choosing it for a row and writing the row.
+    errors.CheckViolation,
 )
 # Changes of the schema under way, or rights not granted yet: also worth waiting for, but they need a person.
 _SCHEMA: Final = (

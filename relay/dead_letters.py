@@ -63,20 +63,24 @@ _HURRY: Final = """
 UPDATE {failures} SET next_attempt_at = clock_timestamp()
  WHERE next_attempt_at < 'infinity' AND {chosen} RETURNING event_id::text"""
 
-# Only one that is not due: a relay may be sending one that is.
+# Only one that will not be due before this is over (see _TIMEOUT): a relay may be sending one that is.
 _DISCARD: Final = """
 WITH dead AS (
     DELETE FROM {dead_letters} WHERE {chosen} RETURNING lane, id, event_id, aggregate_type, aggregate_id, event_type,
                                                         attempts, last_error),
 waiting AS (
     DELETE FROM {events} AS e USING {failures} AS f
-     WHERE f.lane = e.lane AND f.id = e.id AND f.next_attempt_at > clock_timestamp()
+     WHERE f.lane = e.lane AND f.id = e.id AND f.next_attempt_at > clock_timestamp() + interval '5 seconds'
        AND (%(ids)s::uuid[] IS NULL OR f.event_id = ANY(%(ids)s::uuid[]))
        AND (%(type)s::text IS NULL OR f.aggregate_type = %(type)s)
     RETURNING e.lane, e.id, e.event_id, e.aggregate_type, e.aggregate_id, e.event_type, f.attempts, f.last_error),
 gone AS (SELECT * FROM dead UNION ALL SELECT * FROM waiting),
 free AS (DELETE FROM {failures} AS f USING gone WHERE f.lane = gone.lane AND f.id = gone.id)
 SELECT event_id::text, aggregate_type, aggregate_id, event_type, attempts, last_error FROM gone"""
+
+_TIMEOUT: Final = (
+    "SELECT set_config('statement_timeout', '2s', true), set_config('idle_in_transaction_session_timeout', '2s', true)"
+)
 
 _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%s, %s, %s)"
 
@@ -141,9 +145,10 @@ class DeadLetters:
     def discard(self, selection: Selection, reason: str) -> Sequence[dict[str, Any]]:
         """Delete failed events for good; who and why is kept in ``audit``. Gives what was deleted.
 
-        An event that is due this moment is left alone: a relay may be sending it.
+        An event that is due within five seconds is left alone: a relay may be sending it.
         """
         with unavailable_on_error("discarding failures"), self._connection.transaction():
+            self._connection.execute(_TIMEOUT)
             gone = self._run(_DISCARD, selection.bound())
             for event in gone:
                 self._audit("discard", reason, event)

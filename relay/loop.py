@@ -139,9 +139,9 @@ class LaneLoop:
 
     def _narrow(self, first: Claim, size: int, receipt: Receipt) -> Receipt:
         """Try half of a refused batch next; a refused batch of one names its event."""
-        self._clean = 0
-        self._limit = max(size // 2, 1)
         if size > 1:
+            self._clean = 0
+            self._limit = size // 2
             return receipt
         return Receipt([(first, Refused(str(receipt.failure)))], spent=True)
 

@@ -29,7 +29,8 @@ The floor
 
 Keys that wait
     While the lane has rows in ``failures``, fetches leave out the events whose key waits (see failures.py), and the
-    floor stays where it is: what waits is not behind it. A lane without failures pays nothing for this but a look at
+    floor stays where it is: what waits is not behind it. Events that are due again come one at a time, in turns with
+    batches of the others. A lane without failures pays nothing for this but a look at
     an empty table each second.
 """
 
@@ -45,6 +46,7 @@ import psycopg
 from psycopg import sql
 from psycopg.types.json import set_json_loads
 
+from outbox.errors import SchemaError
 from outbox.event import DEAD_LETTER
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
@@ -70,22 +72,30 @@ _FETCH: Final = """
  WHERE lane = %(lane)s AND id > %(floor)s AND (id > %(after)s OR id <> ALL(%(pending)s::bigint[]))
  ORDER BY id LIMIT %(limit)s"""
 
-# An event waits while it is not due itself, or while an earlier one of its key has failed. One that a person put back
-# may lie below the floor.
+# Without the events that have failed, and without those of a key of which an earlier one has failed.
 _FETCH_AROUND: Final = """
 {columns}
   FROM {events} AS e
- WHERE lane = %(lane)s
-   AND id > least(%(floor)s, (SELECT min(f.id) - 1 FROM {failures} AS f
-                               WHERE f.lane = %(lane)s AND f.next_attempt_at <= clock_timestamp()))
-   AND (id > %(after)s OR id <> ALL(%(pending)s::bigint[]))
-   AND NOT EXISTS (SELECT FROM {failures} AS f
-                    WHERE f.lane = %(lane)s AND f.id = e.id AND f.next_attempt_at > clock_timestamp())
+ WHERE lane = %(lane)s AND id > %(floor)s AND (id > %(after)s OR id <> ALL(%(pending)s::bigint[]))
+   AND NOT EXISTS (SELECT FROM {failures} AS f WHERE f.lane = %(lane)s AND f.id = e.id)
    AND (NOT EXISTS (SELECT FROM {failures} AS f
                      WHERE f.lane = %(lane)s AND f.aggregate_type = e.aggregate_type
                        AND f.aggregate_id = e.aggregate_id AND f.id < e.id AND f.blocks)
         OR e.headers ? %(copy)s)
  ORDER BY id LIMIT %(limit)s"""
+
+# One that has failed and is due, by itself: if it is refused again, no other event has to be sent again because of it.
+# It may lie below the floor, if a person has put it back.
+_FETCH_DUE: Final = """
+{columns}
+  FROM {events} AS e
+ WHERE lane = %(lane)s AND id <> ALL(%(pending)s::bigint[])
+   AND id = (SELECT f.id FROM {failures} AS f
+              WHERE f.lane = %(lane)s AND f.next_attempt_at <= clock_timestamp() AND f.id <> ALL(%(pending)s::bigint[])
+                AND (NOT f.blocks OR NOT EXISTS (SELECT FROM {failures} AS g
+                                      WHERE g.lane = f.lane AND g.aggregate_type = f.aggregate_type
+                                        AND g.aggregate_id = f.aggregate_id AND g.id < f.id AND g.blocks))
+              ORDER BY f.next_attempt_at, f.id LIMIT 1)"""
 
 _ANY_FAILURES: Final = "SELECT EXISTS (SELECT FROM {failures} WHERE lane = %(lane)s)"
 
@@ -192,6 +202,7 @@ class Queries:
 
         self.fetch = query(_FETCH)
         self.fetch_around = query(_FETCH_AROUND)
+        self.fetch_due = query(_FETCH_DUE)
         self.any_failures = query(_ANY_FAILURES)
         self.secure = query(_SECURE)
         self.several = query(_SEVERAL)
@@ -250,6 +261,7 @@ class PollingSource:
         self._pending: _Pending | None = None
         # Until a look has shown that there are none.
         self._around = True
+        self._due_next = True
         self._looked_at = -_LOOK_SECONDS
 
     def fetch(self, limit: int) -> Sequence[Claim]:
@@ -269,11 +281,16 @@ class PollingSource:
                 "after": pending[-1] if pending else floor,
             }
             around = self._around
+            due = around and self._due_next
+            self._due_next = not due
+            query = self._queries.fetch
+            if around:
+                query = self._queries.fetch_due if due else self._queries.fetch_around
             look = around or time.monotonic() - self._looked_at >= _LOOK_SECONDS
             # A pipeline: several messages, one round trip; SET LOCAL's reach ends with the transaction (PgBouncer).
             with self._connection.pipeline(), self._connection.transaction():
                 self._connection.execute(KEEP_TO_THE_INDEX)
-                self._cursor.execute(self._queries.fetch_around if around else self._queries.fetch, bound)
+                self._cursor.execute(query, bound)
                 if look:
                     looking = self._connection.execute(self._queries.any_failures, bound)
                 if self._pending is not None:
@@ -288,6 +305,8 @@ class PollingSource:
                 self._settled(settling.fetchone() is not None, asked_at)
             elif rows:
                 self._secure(rows)
+        if due and not rows:
+            return self.fetch(limit)
         if not around:
             self._floor.seen(rows[0].position if rows else None)
         if rows:
@@ -464,8 +483,13 @@ class DeletingSource(PollingSource):
         refused = [(claim, outcome.reason) for claim, outcome in receipt.results if isinstance(outcome, Refused)]
         sent, self._sent = self._sent, 0
         if refused:
-            with unavailable_on_error(f"keeping dead letters of lane {self._lease.lane}"):
-                self._failures.bury(self._connection, self._lease.lane, refused)
+            try:
+                with unavailable_on_error(f"keeping dead letters of lane {self._lease.lane}"):
+                    self._failures.bury(self._connection, self._lease.lane, refused)
+            except (Unavailable, SchemaError):
+                # Their rows are gone, and nobody else has them.
+                self._on_lost(sent - len(receipt.results) + len(refused))
+                raise
             for claim, _ in refused:
                 self._on_dead(claim)
         if sent > len(receipt.results):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from relay.failpoints import failpoint
-from relay.ports import Claim, Receipt, Unavailable
+from relay.ports import BatchRefused, Claim, Receipt, Unavailable
 from relay.routing import Router
 from relay.sending import Sender, Topics
 
@@ -23,7 +23,8 @@ class IdempotentPublisher:
 
     options are librdkafka's, from config.producer_options; delivery_seconds is how long a batch may take; with
     ``places`` the results say where each event stands. Raises ConfigurationError when librdkafka refuses the options.
-    (At-most-once uses it too, with options that never repeat a request.)
+    For at-most-once, with options that never repeat a request, ``once`` says that what the broker refuses is not to be
+    looked for in smaller batches: all that it refused is Refused.
     """
 
     def __init__(
@@ -35,8 +36,10 @@ class IdempotentPublisher:
         delivery_seconds: float,
         *,
         places: bool = False,
+        once: bool = False,
     ) -> None:
         self._delivery_seconds = delivery_seconds
+        self._once = once
         self._sender: Sender | None = Sender(options, router, topics, ce_source, places=places)
 
     def publish(self, claims: Sequence[Claim]) -> Receipt:
@@ -54,7 +57,10 @@ class IdempotentPublisher:
         failpoint("batch.acknowledged")
         if sender.failed:
             failure = sender.failure(self._delivery_seconds)
-        return Receipt(sender.acknowledged() + sender.refused, failure)
+        refused = sender.refused + (sender.refused_by_broker() if self._once else [])
+        if self._once and isinstance(failure, BatchRefused):
+            failure = Unavailable(str(failure))
+        return Receipt(sender.acknowledged() + refused, failure)
 
     def close(self) -> None:
         """Forget what is queued and in flight; the lane will be read again."""

@@ -258,6 +258,14 @@ class Sender:
             return [(claim, PUBLISHED) for claim in self.sent]
         return [(claim, PUBLISHED) for claim in self.sent if claim.position not in failed]
 
+    def refused_by_broker(self) -> list[Result]:
+        """Give the events whose own report is a refusal; others of the same request may have it too."""
+        return [
+            (claim, Refused(f"topic {self._topic(claim)!r}: {REFUSALS[error.code()]} ({error.str()})"))
+            for claim, error in self._failed.values()
+            if error.code() in REFUSALS
+        ]
+
     def failure(self, seconds: float) -> Unavailable:
         """Say what failed: BatchRefused when the broker refuses something that is in the batch."""
         self._topics.forget()

@@ -199,7 +199,7 @@ def _all_found(asked: Sequence[UUID] | None, found: Sequence[str]) -> None:
     if missing:
         from relay.dead_letters import NoSuchFailure
 
-        raise NoSuchFailure(f"not among the failed events, or due this moment: {', '.join(sorted(missing))}")
+        raise NoSuchFailure(f"not among the failed events, or due within seconds: {', '.join(sorted(missing))}")
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:

@@ -167,7 +167,8 @@ def build(settings: Settings) -> Supervisor:
 
     def new_publisher(lease: Lease, lanes: int, source: Source) -> Publisher:
         if settings.delivery is not Delivery.EXACTLY_ONCE:
-            return IdempotentPublisher(options, router, topics, settings.ce_source, seconds, places=archive)
+            once = settings.delivery is Delivery.AT_MOST_ONCE
+            return IdempotentPublisher(options, router, topics, settings.ce_source, seconds, places=archive, once=once)
         assert isinstance(source, PollingSource)
         return TransactionalPublisher(
             options,

@@ -221,6 +221,11 @@ REFUSED = {
     "empty name": (lambda: Event("", "1", "T"), EventError, "aggregate_type"),
     "long key": (lambda: Event("Order", "x" * 1001, "T"), EventError, "aggregate_id"),
     "NUL in a name": (lambda: Event("Order", "1", "T\0"), EventError, "event_type"),
+    "own mark": (
+        lambda: Event("Order", "1", "T", headers={"outbox-replay": "1"}),
+        EventError,
+        "headers['outbox-replay']",
+    ),
     "own ce_id": (lambda: Event("Order", "1", "T", headers={"ce_id": "1"}), EventError, "headers['ce_id']"),
     "number in a header": (lambda: Event("Order", "1", "T", headers={"a": 1}), EventError, "headers['a']"),
     "text": (lambda: Event("Order", "1", "T", "text"), PayloadError, "payload"),
