@@ -45,7 +45,7 @@ AGGREGATE_TYPE: Final = "aggregate-type"
 IDEMPOTENCY_KEY: Final = "idempotency-key"
 
 RESERVED_HEADERS: Final = frozenset({ID, EVENT_TYPE, AGGREGATE_TYPE, IDEMPOTENCY_KEY})
-"""Names the relay sets itself; so is every name that starts with ``ce_`` or ``outbox-``. An event can't bring its own."""
+"""Names the relay sets itself, as is every name that begins with ``ce_`` or ``outbox-``. An event can't bring them."""
 
 DEAD_LETTER: Final = "outbox-dead-letter"
 """On a copy in a dead-letter topic: why the event could not be published."""
