@@ -32,6 +32,6 @@ def sqlalchemy_url(url: str, driver: str = "psycopg") -> str:
 def display_url(url: str) -> str:
     """Give the address without user, password and options, for logs and screens."""
     parts = urlsplit(libpq_url(url))
-    host = parts.hostname or "local"
-    port = f":{parts.port}" if parts.port else ""
-    return f"postgresql://{host}{port}{parts.path}"
+    # Not parts.port: libpq takes several hosts with a port each.
+    hosts = parts.netloc.rpartition("@")[2] or "local"
+    return f"postgresql://{hosts}{parts.path}"

@@ -22,6 +22,9 @@ _PASSING: Final = (
     errors.LockNotAvailable,
     errors.ObjectInUse,
     errors.IdleInTransactionSessionTimeout,
+    errors.TransactionTimeout,
+    # A failover under way, or a provider that saves a full disk.
+    errors.ReadOnlySqlTransaction,
     # A partition of the archive was attached between choosing it for a row and writing the row.
     errors.CheckViolation,
 )

@@ -135,6 +135,7 @@ class DeadLetters:
     def retry(self, selection: Selection) -> Sequence[str]:
         """Have events tried again now; dead ones return to the outbox, in their old place. Gives their event ids."""
         with unavailable_on_error("retrying failures"), self._connection.transaction():
+            self._connection.execute(_TIMEOUT)
             back = self._run(_PUT_BACK, selection.bound() | {"copy": DEAD_LETTER})
             rows = [*back, *self._run(_HURRY, selection.bound())]
             ids = list(dict.fromkeys(row["event_id"] for row in rows))

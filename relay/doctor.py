@@ -113,7 +113,7 @@ def _postgres(connection: psycopg.Connection[Any], settings: Settings) -> Iterat
     waiting, dead = (_count(connection, settings, name) for name in ("failures", "dead_letters"))
     if waiting or dead:
         yield Finding(
-            Level.WARNING, "failures", f"{waiting} keys wait, {dead} dead letters", "see `outbox failures list`"
+            Level.WARNING, "failures", f"{waiting} events wait, {dead} dead letters", "see `outbox failures list`"
         )
     with unavailable_on_error("looking at the backlog"):
         oldest = connection.execute(

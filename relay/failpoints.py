@@ -37,6 +37,7 @@ NAMES: Final = frozenset(
         "takeover.first_marker",
         # one batch, any delivery
         "batch.settling",
+        "batch.settled",
         "batch.fetched",
         "batch.half_sent",
         "batch.sent",

@@ -3,16 +3,15 @@
 Every fetch starts from the lowest id that may still be unpublished, not from the last one seen: a transaction that
 drew a low id and committed late is found by the next fetch. A row leaves by DELETE, so there is no position to keep.
 
-One transaction reads batch k, then settles batch k-1, and only then batch k is given out. The settling write checks the
-epoch and commits synchronously, and so is the flush barrier for what was read: rows of writers with
-``synchronous_commit = off`` are visible before they are durable; once it has come back, they can't be lost any more.
-When there is nothing to settle, a write of its own does that, and finds the rows still there: behind a pooler, Postgres
-may have crashed between two transactions without the relay's connection having noticed.
+Batch k is read; then one statement settles batch k-1, sees that batch k is still there, and commits synchronously; only
+then batch k is given out. That commit is the flush barrier: rows of writers with ``synchronous_commit = off`` are
+visible before they are durable; once it has come back, what it saw can't be lost any more. That it looks again matters
+behind a pooler: Postgres may crash between two transactions without the relay's connection noticing.
 
-The order matters, and that all of it is sent at once. A relay that sleeps (SIGSTOP, a paused virtual machine) between
-a write to the lane's row and its commit would keep everybody from the lane for as long as it sleeps. Where several
-round trips can't be avoided (a failure is recorded, a lane is taken over), Postgres ends the session after the length
-of a lease.
+It is one statement, because a relay that sleeps (SIGSTOP, a paused virtual machine, a lost host) between a write to the
+lane's row and the commit would keep everybody from the lane for as long as it sleeps; Postgres' limits on silent
+sessions do not hold within a pipeline. Where a transaction of several statements can't be avoided (a failure is
+recorded, a lane is taken over), its session ends when it says nothing for the length of a lease.
 
 The floor
     Deleted rows leave dead index entries at the low end. Postgres steps over them quickly unless some old snapshot
@@ -90,7 +89,7 @@ _FETCH_DUE: Final = """
 {columns}
   FROM {events} AS e
  WHERE lane = %(lane)s AND id <> ALL(%(pending)s::bigint[])
-   AND id = (SELECT f.id FROM {failures} AS f
+   AND id = (SELECT f.id FROM {failures} AS f JOIN {events} AS due ON due.lane = f.lane AND due.id = f.id
               WHERE f.lane = %(lane)s AND f.next_attempt_at <= clock_timestamp() AND f.id <> ALL(%(pending)s::bigint[])
                 AND (NOT f.blocks OR NOT EXISTS (SELECT FROM {failures} AS g
                                       WHERE g.lane = f.lane AND g.aggregate_type = f.aggregate_type
@@ -108,23 +107,21 @@ _SYNCHRONOUS: Final = """set_config('synchronous_commit',
        CASE WHEN current_setting('synchronous_commit') IN ('off', 'local') THEN 'on'
             ELSE current_setting('synchronous_commit') END, true)"""
 
-_SECURE: Final = """
-WITH lease AS ({lease})
-SELECT (SELECT count(*) FROM {events} AS e
-          JOIN unnest(%(ids)s::bigint[], %(event_ids)s::uuid[]) AS p(place_id, place_event_id)
-            ON e.id = p.place_id AND e.event_id = p.place_event_id
-         WHERE e.lane = %(lane)s AND e.id = ANY(%(ids)s::bigint[])), {synchronous}
-  FROM lease"""
+# How many of the events that were just read are there.
+_THERE: Final = """(SELECT count(*) FROM {events}
+         WHERE lane = %(lane)s AND id = ANY(%(next_ids)s::bigint[]) AND event_id = ANY(%(next_event_ids)s::uuid[]))"""
 
-# One statement: the lease is checked and prolonged, and only under it rows go. An event that had failed leaves failures
+# One statement: the lease is checked and prolonged, and only under it rows go; by id and event id, because behind a
+# pooler the server may be another one by now, which gave the id to another event. One that had failed leaves failures
 # too, always: one that a person has just put back may be published before this source knows of any failure.
 _SETTLE: Final = """
 WITH lease AS ({lease}),
 freed AS (
     DELETE FROM {failures} WHERE lane = (SELECT lane FROM lease) AND id = ANY(%(ids)s::bigint[])),
 gone AS (
-    DELETE FROM {events} WHERE lane = (SELECT lane FROM lease) AND id = ANY(%(ids)s::bigint[]))
-SELECT lane, {synchronous} FROM lease"""
+    DELETE FROM {events} WHERE lane = (SELECT lane FROM lease) AND id = ANY(%(ids)s::bigint[])
+                           AND event_id = ANY(%(event_ids)s::uuid[]))
+SELECT {there}, {synchronous} FROM lease"""
 
 _ARCHIVED: Final = """
 INSERT INTO {published} (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers,
@@ -137,13 +134,14 @@ WITH lease AS ({lease}),
 freed AS (
     DELETE FROM {failures} WHERE lane = (SELECT lane FROM lease) AND id = ANY(%(ids)s::bigint[])),
 deleted AS (
-    DELETE FROM {events} WHERE lane = (SELECT lane FROM lease) AND id = ANY(%(ids)s::bigint[]) RETURNING *),
+    DELETE FROM {events} WHERE lane = (SELECT lane FROM lease) AND id = ANY(%(ids)s::bigint[])
+                           AND event_id = ANY(%(event_ids)s::uuid[]) RETURNING *),
 gone AS (
     SELECT deleted.*, p.topic, p.part, p.off
       FROM deleted JOIN unnest(%(ids)s::bigint[], %(topics)s::text[], %(partitions)s::int[], %(offsets)s::bigint[])
                         AS p(place_id, topic, part, off) ON p.place_id = deleted.id),
 kept AS ({archived})
-SELECT lane, {synchronous} FROM lease"""
+SELECT {there}, {synchronous} FROM lease"""
 
 # By id and event id: after a restore an id may have been given to another event.
 _SETTLE_MARKER: Final = """
@@ -159,7 +157,9 @@ SELECT last_batch, (SELECT system_identifier::text FROM pg_control_system()),
        ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int
   FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s FOR UPDATE"""
 
-_STILL_HELD: Final = "SELECT FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s"
+_STILL_HELD: Final = """
+SELECT (SELECT system_identifier::text FROM pg_control_system()) FROM {lanes}
+ WHERE lane = %(lane)s AND epoch = %(epoch)s"""
 
 _LAST_BATCH: Final = "UPDATE {lanes} SET last_batch = %(batch)s WHERE lane = %(lane)s"
 
@@ -194,6 +194,7 @@ class Queries:
         names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in tables}
         names["columns"] = sql.SQL(_COLUMNS)
         names["synchronous"] = sql.SQL(_SYNCHRONOUS)
+        names["there"] = sql.SQL(_THERE).format(**names)
         names["lease"] = sql.SQL(_LEASE).format(**names)
         names["archived"] = sql.SQL(_ARCHIVED if archive else "SELECT 1 FROM gone").format(**names)
 
@@ -204,7 +205,6 @@ class Queries:
         self.fetch_around = query(_FETCH_AROUND)
         self.fetch_due = query(_FETCH_DUE)
         self.any_failures = query(_ANY_FAILURES)
-        self.secure = query(_SECURE)
         self.several = query(_SEVERAL)
         self.settle = query(_SETTLE_INTO_ARCHIVE if archive else _SETTLE)
         self.settle_marker = query(_SETTLE_MARKER)
@@ -222,13 +222,19 @@ class _Pending:
     """Rows that are published and not yet settled, in id order, and the number of the Kafka transaction they are in."""
 
     ids: Sequence[int] = ()
+    event_ids: Sequence[str] = ()
     places: Sequence[Published] = ()
     batch: int | None = None
 
     @staticmethod
     def of(receipt: Receipt) -> _Pending:
-        done = [(claim.position, outcome) for claim, outcome in receipt.results if isinstance(outcome, Published)]
-        return _Pending([position for position, _ in done], [place for _, place in done], receipt.batch)
+        done = [(claim, outcome) for claim, outcome in receipt.results if isinstance(outcome, Published)]
+        return _Pending(
+            [claim.position for claim, _ in done],
+            [claim.event_id for claim, _ in done],
+            [place for _, place in done],
+            receipt.batch,
+        )
 
 
 class PollingSource:
@@ -270,8 +276,7 @@ class PollingSource:
         with unavailable_on_error(f"reading lane {lane}"):
             floor = self._floor.start(draw_xid=self._draw_xid, xmin=self._xmin)
             pending = list(self._pending.ids) if self._pending is not None else []
-            looking = settling = None
-            asked_at = time.monotonic()
+            looking = None
             bound = {
                 "lane": lane,
                 "floor": floor,
@@ -287,24 +292,20 @@ class PollingSource:
             if around:
                 query = self._queries.fetch_due if due else self._queries.fetch_around
             look = around or time.monotonic() - self._looked_at >= _LOOK_SECONDS
-            # A pipeline: several messages, one round trip; SET LOCAL's reach ends with the transaction (PgBouncer).
+            # A pipeline: few round trips; SET LOCAL's reach ends with the transaction (PgBouncer).
             with self._connection.pipeline(), self._connection.transaction():
                 self._connection.execute(KEEP_TO_THE_INDEX)
                 self._cursor.execute(query, bound)
                 if look:
                     looking = self._connection.execute(self._queries.any_failures, bound)
-                if self._pending is not None:
-                    failpoint("batch.settling")
-                    values = self._settling_values(self._pending)
-                    settling = self._connection.execute(self._queries.settle, values)
             rows = self._cursor.fetchall()
             if looking is not None:
                 self._looked_at = time.monotonic()
                 self._around = bool(looking.fetchall()[0][0])
-            if settling is not None:
-                self._settled(settling.fetchone() is not None, asked_at)
-            elif rows:
-                self._secure(rows)
+            if self._pending is not None:
+                failpoint("batch.settling")
+            if rows or self._pending is not None:
+                self._settle(rows)
         if due and not rows:
             return self.fetch(limit)
         if not around:
@@ -336,16 +337,17 @@ class PollingSource:
         """Settle what is pending."""
         if self._pending is not None:
             with unavailable_on_error(f"settling lane {self._lease.lane}"):
-                self._settle_pending()
+                self._settle()
 
-    def check_epoch(self) -> None:
-        """Raise LaneLost when the lane has another owner already."""
+    def check_epoch(self) -> str:
+        """Give the database's system identifier. Raises LaneLost when the lane has another owner already."""
         with unavailable_on_error(f"looking at lane {self._lease.lane}"):
             held = self._connection.execute(
                 self._queries.still_held, {"lane": self._lease.lane, "epoch": self._lease.epoch}
             ).fetchone()
         if held is None:
             raise self._lost(0)
+        return str(held[0])
 
     def adopt(self, marker: Marker | None) -> tuple[Marker | None, Identity]:
         """Settle what the last marker says is on Kafka, if the epoch still holds. For exactly-once, before any fetch.
@@ -382,28 +384,18 @@ class PollingSource:
         """Close the connection."""
         self._connection.close()
 
-    def _secure(self, rows: Sequence[Claim]) -> None:
-        """The rows were read in a transaction that wrote nothing: make sure that they are there, and can't be lost."""
+    def _settle(self, rows: Sequence[Claim] = ()) -> None:
+        """Settle what is pending, and make sure that the rows just read are there and can't be lost."""
         asked_at = time.monotonic()
-        values = self._lease_values(None)
-        values["ids"] = [claim.position for claim in rows]
-        values["event_ids"] = [claim.event_id for claim in rows]
-        found = self._connection.execute(self._queries.secure, values).fetchone()
-        if found is None:
-            raise self._lost(0)
-        if found[0] != len(rows):
+        values = self._settling_values(self._pending or _Pending(), rows)
+        found = self._connection.execute(self._queries.settle, values).fetchone()
+        self._settled(found is not None, asked_at)
+        failpoint("batch.settled")
+        if found is not None and found[0] != len(rows):
             raise Unavailable(
                 f"Postgres, reading lane {self._lease.lane}: {len(rows) - found[0]} of {len(rows)} events that were "
                 "there a moment ago are gone: it has crashed, or somebody deletes events"
             )
-        self._lease.renewed(asked_at)
-
-    def _settle_pending(self) -> None:
-        pending = self._pending
-        assert pending is not None
-        asked_at = time.monotonic()
-        held = self._connection.execute(self._queries.settle, self._settling_values(pending)).fetchone()
-        self._settled(held is not None, asked_at)
 
     def _settle_with(self, refused: list[tuple[Claim, str]]) -> None:
         """Settle what is pending, and record what was refused in the same transaction."""
@@ -421,9 +413,12 @@ class PollingSource:
         for claim in dead:
             self._on_dead(claim)
 
-    def _settling_values(self, pending: _Pending) -> dict[str, Any]:
+    def _settling_values(self, pending: _Pending, rows: Sequence[Claim] = ()) -> dict[str, Any]:
         values = self._lease_values(pending.batch)
         values["ids"] = list(pending.ids)
+        values["event_ids"] = list(pending.event_ids)
+        values["next_ids"] = [claim.position for claim in rows]
+        values["next_event_ids"] = [claim.event_id for claim in rows]
         if self._archive:
             values["topics"] = [place.topic for place in pending.places]
             values["partitions"] = [place.partition for place in pending.places]
@@ -495,11 +490,12 @@ class DeletingSource(PollingSource):
         if sent > len(receipt.results):
             self._on_lost(sent - len(receipt.results))
 
-    def _secure(self, rows: Sequence[Claim]) -> None:
-        super()._secure(rows)
-        self._pending = _Pending([claim.position for claim in rows])
-        self._settle_pending()
-        self._sent = len(rows)
+    def _settle(self, rows: Sequence[Claim] = ()) -> None:
+        super()._settle(rows)
+        if rows:
+            self._pending = _Pending([claim.position for claim in rows], [claim.event_id for claim in rows])
+            super()._settle()
+            self._sent = len(rows)
 
 
 class _Floor:

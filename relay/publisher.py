@@ -57,7 +57,7 @@ class IdempotentPublisher:
         failpoint("batch.acknowledged")
         if sender.failed:
             failure = sender.failure(self._delivery_seconds)
-        refused = sender.refused + (sender.refused_by_broker() if self._once else [])
+        refused = sender.refused_first() + (sender.refused_by_broker() if self._once else [])
         if self._once and isinstance(failure, BatchRefused):
             failure = Unavailable(str(failure))
         return Receipt(sender.acknowledged() + refused, failure)

@@ -58,8 +58,10 @@ UPDATE {lanes} SET owner = 'reconcile', epoch = epoch + 1, lease_until = clock_t
 
 _SETTLE: Final = """
 DELETE FROM {events} AS e USING unnest(%s::bigint[], %s::uuid[]) AS p(id, event_id)
- WHERE e.lane = %s AND e.id = p.id AND e.event_id = p.event_id
-   AND EXISTS (SELECT FROM {lanes} WHERE lane = %s AND epoch = %s)"""
+ WHERE e.lane = %s AND e.id = p.id AND e.event_id = p.event_id"""
+
+_KEEP: Final = """
+UPDATE {lanes} SET lease_until = clock_timestamp() + %s::interval WHERE lane = %s AND epoch = %s RETURNING 1"""
 
 _FORGET: Final = "DELETE FROM {failures} WHERE lane = %s AND id = ANY(%s::bigint[])"
 
@@ -123,71 +125,99 @@ class Reconciler:
 
     def look(self) -> list[LaneState]:
         """Compare every lane. Raises Unavailable when Postgres or Kafka is away."""
-        with unavailable_on_error("reading lanes"):
-            lanes = self._connection.execute(sql.SQL(_LANES).format(**self._names)).fetchall()
-        return [self._look(lane, last_batch, system) for lane, _, last_batch, _, system, _ in lanes]
+        return [self._look(lane) for lane in self._lanes()]
 
-    def repair(self, state: LaneState, reason: str) -> LaneState:
-        """Fence the lane, settle what stands on Kafka, write a fresh marker. Gives the lane as it was under the fence.
+    def repair(self, states: Sequence[LaneState], reason: str) -> list[LaneState]:
+        """Fence the lanes that have a problem, settle what stands on Kafka, write fresh markers.
 
-        Raises LaneBusy when somebody took the lane meanwhile; running it again is safe.
+        Gives these lanes as they are now. Raises LaneBusy when somebody took one meanwhile, and SchemaError without the
+        rights of the tables' owner; running it again is safe.
         """
-        with unavailable_on_error(f"taking lane {state.lane}"):
-            row = self._connection.execute(sql.SQL(_TAKE).format(**self._names), (_LEASE, state.lane)).fetchone()
-            identity = self._connection.execute(sql.SQL(_LANES).format(**self._names)).fetchall()
-        assert row is not None
-        epoch: int = row[0]
-        system, timeline = next((entry[4], entry[5]) for entry in identity if entry[0] == state.lane)
-        self._state.require(len(identity))
-        fresh = Marker(state.next_batch, epoch, system, timeline)
-        found = self._begin_anew(state.lane, fresh)
-        self._finish(state, epoch, found, reason)
-        return LaneState(state.lane, fresh.batch, fresh.batch, None, state.rows - len(found), found)
-
-    def _begin_anew(self, lane: int, fresh: Marker) -> list[tuple[int, str]]:
-        """Settle what stands on Kafka and write the marker; give what was settled.
-
-        A relay that was just taking the lane over may fence us once: it finds its epoch over, and does not come again.
-        """
-        settled: list[tuple[int, str]] = []
-        for last in (False, False, True):
-            producer = Producer({**self._producer, "transactional.id": f"{self._name}.relay.{lane}"}, logger=silent())
-            try:
-                producer.init_transactions(_KAFKA_SECONDS)
-                # Again, now that nobody else can publish: what was under way has been committed or aborted.
-                found = self._found(lane)
-                self._settle(lane, fresh.epoch, found)
-                settled += found
-                producer.begin_transaction()
-                producer.produce(self._state.name, fresh.encode(), b"marker", partition=lane)
-                producer.commit_transaction(_KAFKA_SECONDS)
-                break
-            except KafkaException as error:
-                if last:
-                    raise Unavailable(f"Kafka, reconciling lane {lane}: {text_of(error)}") from error
-            finally:
-                producer.purge()
-        return settled
+        broken = [state for state in states if state.problem is not None]
+        # The line in the audit first: whoever may not write it shall not begin.
+        self._audit(broken, reason)
+        self._state.require(len(self._lanes()))
+        # All before the first look: an open transaction of one lane hides what another has committed behind it.
+        fenced = [(state, self._take(state.lane), self._fence(state.lane)) for state in broken]
+        return [self._repair(state, epoch, producer) for state, epoch, producer in fenced]
 
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
 
-    def _look(self, lane: int, last_batch: int | None, system: str) -> LaneState:
+    def _lanes(self) -> dict[int, tuple[int, int | None, str, int]]:
+        """Lane to epoch, last batch, system identifier and timeline."""
+        with unavailable_on_error("reading lanes"):
+            rows = self._connection.execute(sql.SQL(_LANES).format(**self._names)).fetchall()
+        return {lane: (epoch, last_batch, system, timeline) for lane, epoch, last_batch, _, system, timeline in rows}
+
+    def _look(self, lane: int) -> LaneState:
+        while True:
+            _, last_batch, system, _ = self._lanes()[lane]
+            marker, problem = self._compare(lane, last_batch, system)
+            # A relay at work moves both; only what stands still can contradict.
+            if problem is None or self._lanes()[lane][1] == last_batch:
+                break
+        rows = len(self._rows(lane))
+        found = self._found(lane) if problem is not None else []
+        return LaneState(lane, last_batch, marker.batch if marker is not None else None, problem, rows, found)
+
+    def _compare(self, lane: int, last_batch: int | None, system: str) -> tuple[Marker | None, str | None]:
+        """Give the marker, and why a relay would stop on the lane."""
         marker: Marker | None = None
-        problem: str | None = None
         try:
             marker = self._state.last_marker(lane)
             resume(lane, last_batch, marker, system)
         except StateLost as error:
-            problem = str(error)
-        with unavailable_on_error("counting events"):
-            rows = len(self._rows(lane))
-        found = self._found(lane) if problem is not None else []
-        return LaneState(lane, last_batch, marker.batch if marker is not None else None, problem, rows, found)
+            return marker, str(error)
+        if marker is not None and last_batch is not None and marker.batch != last_batch:
+            there = {(claim.position, claim.event_id) for claim, _ in self._rows(lane)}
+            gone = len(set(zip(marker.positions, marker.event_ids, strict=True)) - there)
+            if gone:
+                return marker, f"lane {lane}: Kafka holds {gone} events of batch {marker.batch} that Postgres has lost"
+        return marker, None
+
+    def _take(self, lane: int) -> int:
+        with unavailable_on_error(f"taking lane {lane}"):
+            row = self._connection.execute(sql.SQL(_TAKE).format(**self._names), (_LEASE, lane)).fetchone()
+        assert row is not None
+        epoch: int = row[0]
+        return epoch
+
+    def _fence(self, lane: int) -> Producer:
+        try:
+            producer = Producer({**self._producer, "transactional.id": f"{self._name}.relay.{lane}"}, logger=silent())
+            producer.init_transactions(_KAFKA_SECONDS)
+        except KafkaException as error:
+            raise Unavailable(f"Kafka, fencing lane {lane}: {text_of(error)}") from error
+        return producer
+
+    def _repair(self, state: LaneState, epoch: int, producer: Producer) -> LaneState:
+        _, _, system, timeline = self._lanes()[state.lane]
+        fresh = Marker(state.next_batch, epoch, system, timeline)
+        settled: list[tuple[int, str]] = []
+        # A relay that was just taking the lane over may fence us once; it finds its epoch over, and stays away.
+        for last in (False, False, True):
+            try:
+                # Again, now that nobody else can publish: what was under way has been committed or aborted.
+                found = self._found(state.lane)
+                self._settle(state.lane, epoch, found)
+                settled += found
+                producer.begin_transaction()
+                producer.produce(self._state.name, fresh.encode(), b"marker", partition=state.lane)
+                producer.commit_transaction(_KAFKA_SECONDS)
+                break
+            except KafkaException as error:
+                if last:
+                    raise Unavailable(f"Kafka, reconciling lane {state.lane}: {text_of(error)}") from error
+                producer.purge()
+                producer = self._fence(state.lane)
+        self._release(state.lane, fresh.batch, epoch)
+        return LaneState(state.lane, fresh.batch, fresh.batch, None, state.rows - len(settled), settled)
 
     def _rows(self, lane: int) -> list[tuple[Claim, dt.datetime]]:
-        rows = self._connection.execute(sql.SQL(_ROWS).format(**self._names), (lane,)).fetchall()
+        with unavailable_on_error("reading events"):
+            rows = self._connection.execute(sql.SQL(_ROWS).format(**self._names), (lane,)).fetchall()
         return [(Claim(*row[:8]), row[8]) for row in rows]
 
     def _found(self, lane: int) -> list[tuple[int, str]]:
@@ -195,8 +225,7 @@ class Reconciler:
 
         A replay, or a copy for a dead-letter topic, has its event's id too, and is told from it by its header.
         """
-        with unavailable_on_error("reading events"):
-            rows = self._rows(lane)
+        rows = self._rows(lane)
         wanted: dict[str, dict[Key, int]] = {}
         oldest: dict[str, dt.datetime] = {}
         for claim, created_at in rows:
@@ -232,25 +261,32 @@ class Reconciler:
             consumer.close()
 
     def _scan(self, consumer: Consumer, topic: str, since: dt.datetime, wanted: AbstractSet[Key]) -> set[Key]:
-        found: set[Key] = set()
         there = consumer.list_topics(timeout=_KAFKA_SECONDS).topics.get(topic)
         if there is None:
-            return found
+            return set()
         from_time = int((since - _MARGIN).timestamp() * 1000)
         starts = consumer.offsets_for_times(
             [TopicPartition(topic, partition, from_time) for partition in there.partitions], timeout=_KAFKA_SECONDS
         )
-        ends = {start.partition: consumer.get_watermark_offsets(start, timeout=_KAFKA_SECONDS)[1] for start in starts}
+        ends = self._ends(starts)
         # A negative offset says that nothing is as young as that.
         starts = [start for start in starts if start.offset >= 0 and start.offset < ends[start.partition]]
         consumer.assign(starts)
-        unread = {start.partition for start in starts}
+        return self._until(consumer, topic, {start.partition for start in starts}, ends, wanted)
+
+    def _until(
+        self, consumer: Consumer, topic: str, unread: set[int], ends: Mapping[int, int], wanted: AbstractSet[Key]
+    ) -> set[Key]:
+        """Read the partitions to their ends; give what is wanted and found."""
+        found: set[Key] = set()
         heard = time.monotonic()
         while unread:
             message = consumer.poll(1.0)
             if message is None:
                 if time.monotonic() - heard > _KAFKA_SECONDS:
-                    raise Unavailable(f"Kafka: {topic!r} could not be read to its end")
+                    raise Unavailable(
+                        f"Kafka: {topic!r} could not be read to its end; is a transaction of another producer open?"
+                    )
                 continue
             heard = time.monotonic()
             error = message.error()
@@ -265,26 +301,49 @@ class Reconciler:
                 unread.discard(message.partition() or 0)
         return found
 
+    def _ends(self, partitions: Sequence[TopicPartition]) -> dict[int, int]:
+        """Where each partition ends, open transactions included: a committed event may stand behind one."""
+        for partition in partitions:
+            if partition.error is not None:
+                raise KafkaException(partition.error)
+        consumer = Consumer(
+            {**self._client, "group.id": "outbox-reconcile", "isolation.level": "read_uncommitted"}, logger=silent()
+        )
+        try:
+            return {
+                partition.partition: consumer.get_watermark_offsets(partition, timeout=_KAFKA_SECONDS)[1]
+                for partition in partitions
+            }
+        finally:
+            consumer.close()
+
     def _settle(self, lane: int, epoch: int, found: Sequence[tuple[int, str]]) -> None:
+        """Under the lane's row, and only while the lane is still ours: a marker that came after would be a lie."""
         ids, event_ids = [id_ for id_, _ in found], [event_id for _, event_id in found]
         with unavailable_on_error(f"settling lane {lane}"), self._connection.transaction():
-            self._connection.execute(sql.SQL(_SETTLE).format(**self._names), (ids, event_ids, lane, lane, epoch))
+            self._connection.execute("SET LOCAL idle_in_transaction_session_timeout = '10s'")
+            held = self._connection.execute(sql.SQL(_KEEP).format(**self._names), (_LEASE, lane, epoch)).fetchone()
+            if held is None:
+                raise LaneBusy(f"lane {lane} was taken by somebody else meanwhile; run this again")
+            self._connection.execute(sql.SQL(_SETTLE).format(**self._names), (ids, event_ids, lane))
             self._connection.execute(sql.SQL(_FORGET).format(**self._names), (lane, ids))
 
-    def _finish(self, state: LaneState, epoch: int, found: Sequence[tuple[int, str]], reason: str) -> None:
-        details = {
-            "lane": state.lane,
-            "problem": state.problem,
-            "batch": state.next_batch,
-            "settled_event_ids": [event_id for _, event_id in found],
-        }
-        with unavailable_on_error(f"releasing lane {state.lane}"), self._connection.transaction():
-            done = self._connection.execute(
-                sql.SQL(_DONE).format(**self._names), (state.next_batch, state.lane, epoch)
-            ).fetchone()
-            if done is None:
-                raise LaneBusy(f"lane {state.lane} was taken by somebody else meanwhile; run this again")
-            self._connection.execute(sql.SQL(_AUDIT).format(**self._names), (reason, Jsonb(details)))
+    def _release(self, lane: int, batch: int, epoch: int) -> None:
+        with unavailable_on_error(f"releasing lane {lane}"):
+            done = self._connection.execute(sql.SQL(_DONE).format(**self._names), (batch, lane, epoch)).fetchone()
+        if done is None:
+            raise LaneBusy(f"lane {lane} was taken by somebody else meanwhile; run this again")
+
+    def _audit(self, states: Sequence[LaneState], reason: str) -> None:
+        with unavailable_on_error("writing the audit"), self._connection.transaction():
+            for state in states:
+                details = {
+                    "lane": state.lane,
+                    "problem": state.problem,
+                    "batch": state.next_batch,
+                    "event_ids_on_kafka": [event_id for _, event_id in state.found],
+                }
+                self._connection.execute(sql.SQL(_AUDIT).format(**self._names), (reason, Jsonb(details)))
 
 
 def _mark(claim: Claim) -> str:

@@ -149,6 +149,7 @@ class Retention:
     def _run(self, connection: psycopg.Connection[Any]) -> Plan:
         # Dropping and making want locks that every archiving relay waits behind: not for long.
         connection.execute("SET LOCAL lock_timeout = '2s'")
+        connection.execute("SET LOCAL idle_in_transaction_session_timeout = '5s'")
         plan = self._plan(connection)
         for name in plan.drop:
             connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(self._schema, name)))

@@ -9,7 +9,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
-from collections.abc import Mapping, Sequence
+import weakref
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, Final
 
@@ -79,7 +80,10 @@ class Topics:
     def __init__(
         self, options: Mapping[str, str], *, create: bool, partitions: int = -1, replication: int = -1
     ) -> None:
-        self._admin = AdminClient(dict(options), logger=silent())
+        try:
+            self._admin = AdminClient(dict(options), logger=silent())
+        except KafkaException as error:
+            raise ConfigurationError(f"Kafka options: {text_of(error)}") from error
         self._create = create
         self._partitions = partitions
         self._replication = replication
@@ -122,6 +126,8 @@ class Topics:
                 raise TopicMissing(
                     f"topic {topic!r} does not exist and the relay may not create it; create it, or grant CREATE"
                 ) from error
+            if code in {KafkaError.POLICY_VIOLATION, KafkaError.TOPIC_EXCEPTION, KafkaError.INVALID_CONFIG}:
+                raise TopicMissing(f"topic {topic!r} can't be created: {text_of(error)}; create it by hand") from error
             raise Unavailable(f"Kafka, creating topic {topic!r}: {text_of(error)}") from error
 
 
@@ -184,7 +190,8 @@ class Sender:
         try:
             # Python is called for failures only: a call per message would cost a good part of sending it.
             self.producer = Producer(
-                {**options, "delivery.report.only.error": not places, "error_cb": self._on_error}, logger=silent()
+                {**options, "delivery.report.only.error": not places, "error_cb": weakly(self._on_error)},
+                logger=silent(),
             )
         except KafkaException as error:
             raise ConfigurationError(f"Kafka options: {text_of(error)}") from error
@@ -265,6 +272,15 @@ class Sender:
             for claim, error in self._failed.values()
             if error.code() in REFUSALS
         ]
+
+    def refused_first(self, *, aborted: bool = False) -> list[Result]:
+        """Give the refused, without those that have a failed event of their key before them: that one comes first.
+
+        In a transaction that was ``aborted`` all that was sent has failed.
+        """
+        claims = self.sent if aborted else [claim for claim, _ in self._failed.values()]
+        failed = {(claim.aggregate_type, claim.aggregate_id) for claim in claims}
+        return [r for r in self.refused if (r[0].aggregate_type, r[0].aggregate_id) not in failed]
 
     def failure(self, seconds: float) -> Unavailable:
         """Say what failed: BatchRefused when the broker refuses something that is in the batch."""
@@ -360,9 +376,17 @@ def silent() -> Any:
     return logger
 
 
-def wait_for_broker(options: Mapping[str, str], seconds: float) -> None:
-    """Return when a broker answers. Raises Unavailable after ``seconds``."""
-    try:
-        AdminClient(dict(options), logger=silent()).list_topics(timeout=seconds)
-    except KafkaException as error:
-        raise Unavailable(f"Kafka at {options['bootstrap.servers']}: {text_of(error)}") from error
+def weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Give a callback for librdkafka that does not keep its object alive.
+
+    The producer holds its callbacks and the object holds the producer: such a ring would go only when Python looks for
+    rings, and with it librdkafka's threads and connections.
+    """
+    reference = weakref.WeakMethod(method)
+
+    def call(value: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(value)
+
+    return call

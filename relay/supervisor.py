@@ -109,6 +109,13 @@ class _LaneThread(threading.Thread):
         self._log.info("publishing again")
 
 
+def _keep(upkeep: Callable[[], None]) -> None:
+    try:
+        upkeep()
+    except (Unavailable, SchemaError) as error:
+        log.warning("upkeep has to wait", error=str(error))
+
+
 def _shown(claim: Claim) -> dict[str, str]:
     return {"event_id": claim.event_id, "aggregate_type": claim.aggregate_type, "event_type": claim.event_type}
 
@@ -125,6 +132,7 @@ class Supervisor:
         # Renewed three times within a lease, and often enough to notice a newcomer soon.
         self._beat_seconds = min(plan.lease_seconds / 3, 1.0)
         self._upkeep_at = time.monotonic()
+        self._upkeep: threading.Thread | None = None
 
     def run(self, stop: threading.Event, abandon: threading.Event) -> int:
         """Work until ``stop``; then finish what is in flight until done, the deadline, or ``abandon``.
@@ -149,7 +157,10 @@ class Supervisor:
             self._balance(self._table)
             if self._plan.upkeep is not None and time.monotonic() >= self._upkeep_at:
                 self._upkeep_at = time.monotonic() + _UPKEEP_SECONDS
-                self._plan.upkeep()
+                # In a thread of its own: it may wait for locks, and the leases must be renewed meanwhile.
+                if self._upkeep is None or not self._upkeep.is_alive():
+                    self._upkeep = threading.Thread(target=_keep, args=(self._plan.upkeep,), daemon=True)
+                    self._upkeep.start()
             if self._failures:
                 self._failures = 0
                 log.info("Postgres is back")

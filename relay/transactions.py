@@ -43,11 +43,11 @@ from confluent_kafka.cimpl import NewTopic
 
 from outbox.errors import ConfigurationError
 from relay.failpoints import failpoint
-from relay.marker import Marker
+from relay.marker import Marker, resume
 from relay.polling import Identity
 from relay.ports import BatchRefused, Claim, Receipt, Unavailable
 from relay.routing import Router
-from relay.sending import REFUSALS, Sender, Topics, silent, text_of
+from relay.sending import REFUSALS, Sender, Topics, silent, text_of, weakly
 
 # librdkafka's jitter is 20 %; the rest is for the clock's and the caller's own delays.
 _CLEAN_PART: Final = 0.8 * 0.9
@@ -64,8 +64,8 @@ _STATE_TUNING: Final = {"segment.bytes": str(16 << 20), "min.cleanable.dirty.rat
 class Ledger(Protocol):
     """What the publisher asks of the source: Postgres' side of a take-over. See polling.PollingSource."""
 
-    def check_epoch(self) -> None:
-        """Raise LaneLost when the lane has another owner."""
+    def check_epoch(self) -> str:
+        """Give the database's system identifier. Raises LaneLost when the lane has another owner."""
         ...
 
     def adopt(self, marker: Marker | None) -> tuple[Marker | None, Identity]:
@@ -125,11 +125,6 @@ class StateTopic:
             raise Unavailable(f"Kafka, reading {self.name!r} partition {lane}: {text_of(error)}") from error
         finally:
             consumer.close()
-
-    def forget(self) -> None:
-        """Check again before the next use."""
-        with self._lock:
-            self._checked = 0
 
     def _read(self, consumer: Consumer, lane: int, deadline: float) -> Marker | None:
         low, high = consumer.get_watermark_offsets(TopicPartition(self.name, lane), timeout=_READ_SECONDS)
@@ -240,7 +235,7 @@ class TransactionFigures:
 class TransactionalPublisher:
     """One lane's transactional producer, already taken over. See ports.Publisher for the contract.
 
-    options are librdkafka's, from config.transactional_options; ``transactional_id`` is the lane's. ``lanes`` is how
+    options are librdkafka's, from config.producer_options; ``transactional_id`` is the lane's. ``lanes`` is how
     many partitions the state topic needs. Raises Unavailable, LaneLost, StateLost or ConfigurationError.
     """
 
@@ -273,10 +268,13 @@ class TransactionalPublisher:
         self._suspicious = False
         self._add_partitions = 0
         self._closed = False
-        # Not needed for safety: it spares the rightful owner a fenced producer when this relay is the zombie.
-        ledger.check_epoch()
+        # Not needed for safety: a zombie, or an outbox that took this name, need not fence the rightful relay.
+        system_identifier = ledger.check_epoch()
+        marker = state.last_marker(lane)
+        if marker is not None and marker.system_identifier != system_identifier:
+            resume(lane, None, marker, system_identifier)
         self._sender = Sender(
-            {**options, "transactional.id": transactional_id, "stats_cb": self._on_statistics},
+            {**options, "transactional.id": transactional_id, "stats_cb": weakly(self._on_statistics)},
             router,
             topics,
             ce_source,
@@ -315,10 +313,10 @@ class TransactionalPublisher:
                 deadline,
             )
         except KafkaException as error:
-            return Receipt(sender.refused, self._given_up(error))
+            return Receipt(sender.refused_first(aborted=True), self._given_up(error))
         except Unavailable as error:
             self._abort()
-            return Receipt(sender.refused, error)
+            return Receipt(sender.refused_first(aborted=True), error)
         self._batch = batch
         failpoint("txn.committed")
         if self._suspicious:
@@ -347,6 +345,8 @@ class TransactionalPublisher:
             failpoint("takeover.first_marker")
             adopted, _ = ledger.adopt(adopted)
             assert adopted is not None
+            if self._suspicious:
+                raise Unavailable("Kafka: the lane's first marker took long to commit; once more, with a new producer")
         self._batch = adopted.batch
 
     def _first_marker(self) -> Marker:

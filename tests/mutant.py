@@ -77,7 +77,6 @@ def no_epoch_recheck() -> None:
 
 def no_flush_barrier() -> None:
     """What was read is published without waiting until Postgres can't lose it; settling commits asynchronously."""
-    PollingSource._secure = lambda self, rows: None  # type: ignore[method-assign]
     real = PollingSource.__init__
 
     def init(self: Any, *args: Any, **options: Any) -> None:
@@ -87,7 +86,8 @@ def no_flush_barrier() -> None:
         plain = sql.SQL(
             "WITH lease AS (UPDATE {lanes} SET last_batch = coalesce(%(batch)s, last_batch) "
             "WHERE lane = %(lane)s AND epoch = %(epoch)s RETURNING lane), gone AS (DELETE FROM {events} "
-            "WHERE lane = (SELECT lane FROM lease) AND id = ANY(%(ids)s::bigint[])) SELECT lane FROM lease"
+            "WHERE lane = (SELECT lane FROM lease) AND id = ANY(%(ids)s::bigint[])) "
+            "SELECT cardinality(%(next_ids)s::bigint[]) FROM lease"
         )
         self._queries.settle = plain.format(
             lanes=sql.Identifier("outbox", "lanes"), events=sql.Identifier("outbox", "events")

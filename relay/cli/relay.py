@@ -1,4 +1,4 @@
-"""``outbox relay run``: one relay process."""
+"""``outbox relay run``: one relay process. ``outbox relay reconcile``: what to do about a lane that stopped."""
 
 from __future__ import annotations
 
@@ -54,9 +54,19 @@ def run(
     sys.setswitchinterval(0.05)
     stop, abandon = threading.Event(), threading.Event()
 
+    def end_in(seconds: float) -> None:
+        # Also when the main thread hangs in a statement that no server answers: what is in flight is then as after a
+        # kill, which loses nothing.
+        timer = threading.Timer(seconds, os._exit, (1,))
+        timer.daemon = True
+        timer.start()
+
     def on_signal(_number: int, _frame: FrameType | None) -> None:
         if stop.is_set():
             abandon.set()
+            end_in(5.0)
+        else:
+            end_in(settings.relay.shutdown_seconds + 10.0)
         stop.set()
 
     signal.signal(signal.SIGTERM, on_signal)
@@ -99,7 +109,7 @@ def reconcile(
     )
     try:
         states = reconciler.look()
-        repaired = [reconciler.repair(state, reason or "") for state in states if apply and state.problem is not None]
+        repaired = reconciler.repair(states, reason or "") if apply else []
     finally:
         reconciler.close()
     problems = [state for state in states if state.problem is not None]

@@ -90,7 +90,7 @@ def dead(url: str) -> list[str]:
 
 
 def wait_for_dead(url: str, *names: str) -> None:
-    wait_until(lambda: dead(url) == list(names), what=f"dead letters {names}")
+    wait_until(lambda: dead(url) == list(names), 60, what=f"dead letters {names}")
 
 
 def drained(url: str) -> None:

@@ -73,6 +73,8 @@ def test_a_sleeper_that_wakes_with_a_batch_in_hand(
     outbox_postgres, outbox_kafka, outbox_relay, scenario, mutation, expected
 ):
     url, (kind, topic, settings) = outbox_postgres.url, scenario
+    # Time enough for what the sleeper sends when it wakes.
+    settings = settings | {"relay__lease_seconds": 4.0}
     with Load(url, kind) as load:
         sleeper = outbox_relay(env={VARIABLE: "batch.fetched=pause@8"}, program=(MUTANT, mutation), **settings)
         wait_until(lambda: psutil.Process(sleeper.pid).status() == psutil.STATUS_STOPPED, what="the relay to stop")

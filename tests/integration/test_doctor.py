@@ -65,7 +65,7 @@ def test_the_tables_and_what_waits_in_them(outbox_postgres, outbox_kafka):
         )
         findings = found(settings(outbox_postgres, outbox_kafka))
         assert findings["backlog"][0] is Level.WARNING
-        assert findings["failures"] == (Level.WARNING, "1 keys wait, 0 dead letters")
+        assert findings["failures"] == (Level.WARNING, "1 events wait, 0 dead letters")
         connection.execute("ALTER TABLE outbox.lanes DROP CONSTRAINT lanes_counters")
     findings = found(settings(outbox_postgres, outbox_kafka))
     assert findings["tables"][0] is Level.FAILURE

@@ -286,15 +286,16 @@ def test_fetching_reads_the_index_in_order_and_stops(crowded, analyzed):
 def test_settling_finds_its_rows_by_the_primary_key(crowded, count, archive):
     database, admin = crowded
     lease = table(database, "planner").acquire()
-    query = "SELECT id FROM outbox.events WHERE lane = %s ORDER BY id LIMIT %s"
-    ids = [row[0] for row in admin.execute(query, (lease.lane, count))]
-    values = {"ttl": 30.0, "lane": lease.lane, "epoch": lease.epoch, "ids": ids, "batch": None}
+    query = "SELECT id, event_id FROM outbox.events WHERE lane = %s ORDER BY id LIMIT %s"
+    ids, event_ids = (list(column) for column in zip(*admin.execute(query, (lease.lane, count)), strict=True))
+    values = {"ttl": 30.0, "lane": lease.lane, "epoch": lease.epoch, "ids": ids, "event_ids": event_ids, "batch": None}
+    values |= {"next_ids": ids, "next_event_ids": event_ids}
     values |= {"topics": ["t"] * count, "partitions": [0] * count, "offsets": list(range(count))}
     plan = explain(admin, Queries("outbox", archive=archive).settle, values)
     scans = [node for node in nodes(plan) if node["Node Type"].endswith("Scan") and "Actual Rows" in node]
     assert "Seq Scan" not in {scan["Node Type"] for scan in scans if scan.get("Relation Name") == "events"}, scans
     by_key = [scan for scan in scans if scan.get("Index Name") == "events_pkey"]
-    assert [scan["Actual Rows"] * scan["Actual Loops"] for scan in by_key] == [count], scans
+    assert [scan["Actual Rows"] * scan["Actual Loops"] for scan in by_key] == [count, count], scans
 
 
 # --- leases ----------------------------------------------------------------------------------------------------------

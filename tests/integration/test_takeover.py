@@ -150,14 +150,21 @@ def test_rows_that_vanish_between_reading_and_the_barrier_are_not_published(lane
     """Behind a pooler Postgres may crash in between, and the connection live on."""
     source = lane.take()
     lane.add("a", "b")
-    real = PollingSource._secure
+    real = PollingSource._settle
 
-    def crash(self, rows):
+    def crash(self, rows=()):
         lane.run("DELETE FROM outbox.events WHERE aggregate_id = 'b'")
         real(self, rows)
 
-    monkeypatch.setattr(PollingSource, "_secure", crash)
+    monkeypatch.setattr(PollingSource, "_settle", crash)
     with pytest.raises(Unavailable, match="1 of 2 events"):
+        source.fetch(10)
+    monkeypatch.undo()
+    # The same with a batch to settle before.
+    source.settle(Receipt([(claim, PUBLISHED) for claim in source.fetch(10)]))
+    lane.add("b")
+    monkeypatch.setattr(PollingSource, "_settle", crash)
+    with pytest.raises(Unavailable, match="1 of 1 events"):
         source.fetch(10)
 
 
