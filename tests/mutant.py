@@ -52,23 +52,26 @@ def no_epoch_recheck() -> None:
 
     def publish(self: Any, claims: Any) -> Receipt:
         receipt = real(self, claims)
-        if receipt.failure is None or receipt.results:
-            return receipt
+        # The rightful owner may fence it once more; such an implementation would insist.
+        for _ in range(5):
+            if receipt.failure is None or receipt.results:
+                break
+            receipt = insist(self, claims)
+        return receipt
+
+    def insist(self: Any, claims: Any) -> Receipt:
         again = TransactionalPublisher.__new__(TransactionalPublisher)
         again.__dict__.update(self.__dict__)
         again._closed = False
         sender = self._sender
-        options = {**mutant_options, "transactional.id": mutant_options["transactional.id"]}
-        again._sender = type(sender)(options, sender._router, sender._topics, sender._ce_source)
+        again._sender = type(sender)(self._mutant_options, sender._router, sender._topics, sender._ce_source)
         again._sender.producer.init_transactions(10)
         return real(again, claims)
 
-    mutant_options: dict[str, Any] = {}
     real_init = TransactionalPublisher.__init__
 
     def init(self: Any, options: Any, *args: Any, transactional_id: str, **more: Any) -> None:
-        mutant_options.update(options)
-        mutant_options["transactional.id"] = transactional_id
+        self._mutant_options = {**options, "transactional.id": transactional_id}
         real_init(self, options, *args, transactional_id=transactional_id, **more)
 
     TransactionalPublisher.__init__ = init  # type: ignore[method-assign]
