@@ -217,6 +217,11 @@ def _claim_row(_cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], Claim]
     return Claim._make
 
 
+def _array(values: Sequence[int | str]) -> str:
+    """Give numbers or UUIDs as Postgres reads an array; the driver's own way costs a microsecond for each."""
+    return "{" + ",".join(map(str, values)) + "}"
+
+
 @dataclass(frozen=True, slots=True)
 class _Pending:
     """Rows that are published and not yet settled, in id order, and the number of the Kafka transaction they are in."""
@@ -275,14 +280,14 @@ class PollingSource:
         lane = self._lease.lane
         with unavailable_on_error(f"reading lane {lane}"):
             floor = self._floor.start(draw_xid=self._draw_xid, xmin=self._xmin)
-            pending = list(self._pending.ids) if self._pending is not None else []
+            pending = self._pending.ids if self._pending is not None else ()
             looking = None
             bound = {
                 "lane": lane,
                 "floor": floor,
                 "limit": limit,
                 "copy": DEAD_LETTER,
-                "pending": pending,
+                "pending": _array(pending),
                 "after": pending[-1] if pending else floor,
             }
             around = self._around
@@ -415,10 +420,10 @@ class PollingSource:
 
     def _settling_values(self, pending: _Pending, rows: Sequence[Claim] = ()) -> dict[str, Any]:
         values = self._lease_values(pending.batch)
-        values["ids"] = list(pending.ids)
-        values["event_ids"] = list(pending.event_ids)
-        values["next_ids"] = [claim.position for claim in rows]
-        values["next_event_ids"] = [claim.event_id for claim in rows]
+        values["ids"] = _array(pending.ids)
+        values["event_ids"] = _array(pending.event_ids)
+        values["next_ids"] = _array([claim.position for claim in rows])
+        values["next_event_ids"] = _array([claim.event_id for claim in rows])
         if self._archive:
             values["topics"] = [place.topic for place in pending.places]
             values["partitions"] = [place.partition for place in pending.places]
