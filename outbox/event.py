@@ -20,7 +20,8 @@ from outbox.errors import EventError
 MAX_AGGREGATE_TYPE: Final = 200
 MAX_AGGREGATE_ID: Final = 1000
 MAX_EVENT_TYPE: Final = 200
-"""Lengths in characters. The table's CHECK constraints hold the same numbers."""
+MAX_CONTENT_TYPE: Final = 200
+"""Lengths in characters. The table's CHECK constraints hold the same numbers, but for the content type's."""
 
 MAX_EVENT_BYTES: Final = 1_000_000
 """Payload, key and headers together. Below the broker's default ``message.max.bytes`` of 1,048,588."""
@@ -91,7 +92,7 @@ class Event:
         if not isinstance(self.event_id, UUID):
             raise EventError("event_id", f"must be a uuid.UUID, not {type(self.event_id).__name__}")
         if self.content_type is not None:
-            check_text("content_type", self.content_type, 200)
+            check_text("content_type", self.content_type, MAX_CONTENT_TYPE)
         if not isinstance(self.headers, Mapping):
             raise EventError("headers", f"must be a mapping of text to text, not {type(self.headers).__name__}")
         # A copy: what is checked here is what will be written, whatever becomes of the caller's dict.

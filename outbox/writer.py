@@ -22,7 +22,7 @@ import sqlalchemy as sa
 from sqlalchemy.orm import Session, scoped_session
 
 from outbox import _payload, _statements, _trace
-from outbox.errors import ConfigurationError, EventError, EventTooLarge, TargetError
+from outbox.errors import ConfigurationError, EventError, TargetError
 from outbox.event import CONTENT_TYPE, MAX_EVENT_BYTES, Event
 from outbox.tables import DEFAULT_SCHEMA
 
@@ -84,7 +84,7 @@ class _Writer:
             headers[CONTENT_TYPE] = payload.content_type
         # The option admits names that are members of a StrEnum.
         stored = orjson.dumps(headers, option=orjson.OPT_NON_STR_KEYS) if headers else None
-        self._check_size(event, payload, stored)
+        _payload.check_size(event.aggregate_id, payload, stored, self._limit)
         return {
             "event_id": str(event.event_id),
             "aggregate_type": event.aggregate_type,
@@ -94,16 +94,6 @@ class _Writer:
             "payload_bytes": payload.raw,
             "headers": None if stored is None else stored.decode(),
         }
-
-    def _check_size(self, event: Event, payload: _payload.Encoded, headers: bytes | None) -> None:
-        """Count as the table's CHECK does, so that nobody meets that one; exactly only where it matters."""
-        fixed = len(event.aggregate_id.encode()) + len(payload.raw or b"")
-        printed = [text for text in (payload.json, headers) if text is not None]
-        if fixed + sum(map(_payload.largest_size, printed)) <= self._limit:
-            return
-        size = fixed + sum(map(_payload.exact_size, printed))
-        if size > self._limit:
-            raise EventTooLarge(size, self._limit)
 
     def _to_session(self, session: Session, batch: _Batch) -> None:
         # Rows added before the event reach the server before it: triggers and foreign keys see what the code did.
