@@ -12,7 +12,7 @@ import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.resources import files
@@ -26,7 +26,10 @@ from outbox.testing.errors import ChecksumMismatch, MissingDependency, ServiceEr
 KAFKA: Final = "kafka"
 SPARK_KAFKA: Final = "spark-kafka"
 
-ROOTS: Final[dict[str, tuple[bool, tuple[str, ...]]]] = {
+Roots = Mapping[str, tuple[bool, tuple[str, ...]]]
+"""Per set: whether what the artifacts depend on belongs to it, and the artifacts."""
+
+ROOTS: Final[Roots] = {
     # kafka-clients is named, because a platform of log4j's would pull in an older one.
     KAFKA: (
         True,
@@ -50,7 +53,6 @@ ROOTS: Final[dict[str, tuple[bool, tuple[str, ...]]]] = {
         ),
     ),
 }
-"""Per set: whether what the artifacts depend on belongs to it, and the artifacts."""
 
 _WORKERS: Final = 4
 
@@ -82,11 +84,14 @@ class Jar:
         return f"{self.group}:{self.artifact}:{self.version}"
 
 
-def locked(set_name: str) -> list[Jar]:
-    """Give the jars of a set, as the lock file has them. Raises ServiceError when there is no such set."""
+def locked(set_name: str, lock: Path | None = None) -> list[Jar]:
+    """Give the jars of a set, as the lock file has them. Raises ServiceError when there is no such set.
+
+    lock   another lock file than our own, for jars that only some tests need.
+    """
     jars: dict[str, list[Jar]] = {}
     current: list[Jar] | None = None
-    for number, line in enumerate(_lock_text().splitlines(), 1):
+    for number, line in enumerate((_lock_text() if lock is None else lock.read_text()).splitlines(), 1):
         text = line.partition("#")[0].strip()
         if not text:
             continue
@@ -107,16 +112,17 @@ def locked(set_name: str) -> list[Jar]:
         raise ServiceError(f"jars.lock has no set {set_name!r}, only {', '.join(sorted(jars))}") from None
 
 
-def fetch(set_name: str, progress: Progress | None = None) -> list[Path]:
+def fetch(set_name: str, progress: Progress | None = None, *, lock: Path | None = None) -> list[Path]:
     """Give the jars of a set (``"kafka"``, ``"spark-kafka"``) as files in the cache, downloading what is missing.
 
     progress   told how far each file is. None: a progress bar on standard error when that is a terminal, one line at
                the start and one at the end when not, nothing at all when all is cached.
+    lock       as for ``locked``.
 
     A file that was cut short goes on where it stopped. Two processes at a time don't disturb each other. Raises
     DownloadFailed when the repository can't be reached for long, ChecksumMismatch when it serves other bytes.
     """
-    jars = locked(set_name)
+    jars = locked(set_name, lock)
     directory = cache_dir() / "jars"
     paths = [directory / f"{jar.sha256[:16]}-{jar.name}" for jar in jars]
     missing = [(jar, path) for jar, path in zip(jars, paths, strict=True) if not _cached(path, jar)]
@@ -244,16 +250,13 @@ def _lock_text() -> str:
 # -- writing the lock
 
 
-def resolve() -> str:
-    """Resolve ROOTS through jgo, download everything and give the text of the lock file."""
+def resolve(roots: Roots, heading: Iterable[str]) -> str:
+    """Resolve these roots through jgo, download everything and give the text of a lock file."""
     from jgo.maven import MavenContext
 
-    lines = [
-        "# What Kafka and Spark's connector are run from: Maven coordinates, SHA-256, size in bytes.",
-        "# Written by: python -m outbox.testing.jars lock",
-    ]
+    lines = [f"# {line}" for line in heading]
     context = MavenContext(remote_repos={"repository": repository()})
-    for set_name, (transitive, coordinates) in ROOTS.items():
+    for set_name, (transitive, coordinates) in roots.items():
         wanted = [context.create_dependency(coordinate) for coordinate in coordinates]
         resolved = context.resolver.resolve(wanted, transitive=transitive)
         lines += ["", f"[{set_name}]"]
@@ -274,7 +277,11 @@ def main(arguments: list[str]) -> int:
     match arguments:
         case ["lock"]:
             target = Path(__file__).with_name("jars.lock")
-            target.write_text(resolve())
+            heading = (
+                "What Kafka and Spark's connector are run from: Maven coordinates, SHA-256, size in bytes.",
+                "Written by: python -m outbox.testing.jars lock",
+            )
+            target.write_text(resolve(ROOTS, heading))
             print(target)
         case ["fetch", *names] if names:
             for name in names:
