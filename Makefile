@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 UV := $(VENV)-lock/bin/uv
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test chaos bench lint lock clean
+.PHONY: help install demo test chaos peers bench lint lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -31,6 +31,9 @@ test: $(VENV)/.installed  ## the whole test suite on real services
 
 chaos: $(VENV)/.installed  ## everything killed and stopped at random, four runs of CHAOS_SECONDS (180) each
 	$(BIN)/python -m pytest tests/chaos -s $(ARGS)
+
+peers: $(VENV)/.installed  ## a real Debezium beside our relay and in its place; fetches 20 MB of jars at first
+	$(BIN)/python -m pytest tests/peers $(ARGS)
 
 bench: $(VENV)/.installed  ## one relay draining a backlog beside a bare produce() loop, and its latency at 600/s
 	$(BIN)/python benchmarks/drain.py $(ARGS)
