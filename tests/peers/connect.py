@@ -105,8 +105,13 @@ class Worker:
         self.log = directory / "connect.log"
         self._process: Supervised | None = None
 
+    @property
+    def running(self) -> bool:
+        """Whether its process is there."""
+        return self._process is not None and self._process.running
+
     def start(self) -> Self:
-        """Start it and wait until it answers. Offsets of an earlier start are found again."""
+        """Start it and wait until it answers."""
         plugin = self._directory / "plugins" / "debezium"
         plugin.mkdir(parents=True, exist_ok=True)
         for jar in jars.fetch(DEBEZIUM, lock=LOCK):
@@ -119,8 +124,8 @@ class Worker:
             "plugin.path": str(plugin.parent),
             "plugin.discovery": "service_load",
             "offset.storage.file.filename": str(self._directory / "offsets"),
-            # A minute by default. The slot follows the offsets, and the tests wait for it.
-            "offset.flush.interval.ms": "200",
+            # A minute by default: how long the slot stays behind what is acknowledged.
+            "offset.flush.interval.ms": "1000",
             "key.converter": "org.apache.kafka.connect.json.JsonConverter",
             "value.converter": "org.apache.kafka.connect.json.JsonConverter",
         }
@@ -141,8 +146,8 @@ class Worker:
             cwd=self._directory,
             orphan_signal=signal.SIGKILL,
         )
-        ready = wait_for(lambda: not self._process.running or self._answers(), _START_TIMEOUT, every=0.1)
-        if not ready or not self._process.running:
+        ready = wait_for(lambda: not self.running or self._answers(), _START_TIMEOUT, every=0.1)
+        if not ready or not self.running:
             self.kill()
             raise StartFailed(f"Kafka Connect was not ready within {_START_TIMEOUT:g} s\n{tail(self.log)}")
         return self
