@@ -15,6 +15,7 @@ from outbox.errors import (
     OutboxError,
     PayloadError,
     SchemaError,
+    SlotMissing,
     TargetError,
 )
 from outbox.event import Event
@@ -36,6 +37,7 @@ __all__ = [
     "OutboxTables",
     "PayloadError",
     "SchemaError",
+    "SlotMissing",
     "TargetError",
     "outbox_tables",
 ]

@@ -32,6 +32,9 @@ from outbox.event import (
 
 VERSION: Final = 1
 
+DEFAULT_SLOT: Final = "outbox_relay"
+"""The replication slot that the relay reads from, unless it is told another."""
+
 _NEEDED: Final = ("version", "event_id", "aggregate_type", "aggregate_id", "event_type", "payload")
 _FIELDS: Final = frozenset({*_NEEDED, "headers"})
 _UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")

@@ -1,11 +1,12 @@
-"""The writer's two statements, in SQLAlchemy Core; for psycopg they are compiled to its own SQL once.
+"""The writer's statements, in SQLAlchemy Core; for psycopg they are compiled to its own SQL once.
 
 One event takes ``INSERT … VALUES``. Many, or any under ``lock_key``, take one ``INSERT … SELECT`` over arrays: its text
-is the same for any number of events, and rows get their ids in the list's order.
+is the same for any number of events, and rows get their ids in the list's order. Messages instead of rows are emitted
+by one ``SELECT`` over an array, for one as for many.
 
-The locks are taken in the same statement and before it draws any id: the count over the locking CTE is a subquery
-that does not depend on a row, so the server evaluates it before the first. Keys are locked in one order everywhere, so
-two transactions that add many events at once can't wait for each other in a circle.
+The locks are taken in the same statement and before it draws any id or emits anything: the count over the locking CTE
+is a subquery that does not depend on a row, so the server evaluates it before the first. Keys are locked in one order
+everywhere, so two transactions that add many events at once can't wait for each other in a circle.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ COLUMNS: Final = (
     "payload_bytes",
     "headers",
 )
+KEY: Final = ("aggregate_type", "aggregate_id")
 _TYPES: Final[dict[str, Any]] = {"event_id": pg.UUID(), "payload": pg.JSONB(), "headers": pg.JSONB()}
 
 _DIALECT: Final[sa.Dialect] = PGDialect_psycopg()  # type: ignore[no-untyped-call]
@@ -49,27 +51,64 @@ def insert_one(schema: str) -> sa.Insert:
 @cache
 def insert_many(schema: str, *, lock_key: bool) -> sa.Insert:
     """Binds one list for each of COLUMNS, all of the same length."""
-    events = _events(schema)
-    arrays = [sa.cast(sa.bindparam(name, type_=pg.ARRAY(_plain(name))), pg.ARRAY(_plain(name))) for name in COLUMNS]
-    rows = sa.func.unnest(*arrays).table_valued(*COLUMNS, with_ordinality="n").render_derived(name="new")
+    rows = _rows(*COLUMNS)
     chosen = sa.select(*(_typed(name, rows.c[name]) for name in COLUMNS)).order_by(rows.c.n)
     if lock_key:
-        # hashtextextended as in events.lane, over another seed.
-        key = sa.func.hashtextextended(
-            rows.c.aggregate_id, sa.func.hashtextextended(rows.c.aggregate_type, sa.literal_column(str(LOCK_SEED)))
-        )
-        keys = sa.select(key.label("key")).distinct().order_by(sa.literal_column("1")).subquery("keys")
-        locks = sa.select(sa.func.pg_advisory_xact_lock(keys.c.key).label("held")).cte("locks")
-        locks = locks.prefix_with("MATERIALIZED", dialect="postgresql")
-        chosen = chosen.where(sa.select(sa.func.count()).select_from(locks).scalar_subquery() > sa.literal_column("0"))
-    return sa.insert(events).inline().from_select(list(COLUMNS), chosen)
+        chosen = chosen.where(_locked(rows))
+    return sa.insert(_events(schema)).inline().from_select(list(COLUMNS), chosen)
 
 
 @cache
-def psycopg_sql(schema: str, *, many: bool, lock_key: bool) -> str:
-    """Give the same statement as psycopg takes it, with ``%(name)s`` for each of COLUMNS."""
-    statement = insert_many(schema, lock_key=lock_key) if many else insert_one(schema)
+def emit_many(*, lock_key: bool) -> sa.Select[tuple[int]]:
+    """Binds ``prefix`` and ``slot``, a list of ``content``, and under lock_key one for each of KEY, as long.
+
+    Gives how many messages were emitted: all, or none where no such slot is there to deliver them. That is asked in the
+    same statement, and answered without an error, which would end the caller's transaction.
+    """
+    rows = _rows("content", *(KEY if lock_key else ()))
+    slots = sa.table(
+        "pg_replication_slots",
+        *map(sa.column, ("slot_name", "database", "wal_status")),
+        schema="pg_catalog",
+    )
+    # wal_status is 'lost' for an invalidated slot too, whatever the reason.
+    slot: sa.Select[tuple[Any]] = sa.select(sa.literal_column("1")).where(
+        slots.c.slot_name == sa.cast(sa.bindparam("slot", type_=sa.Text()), sa.Text()),
+        slots.c.database == sa.func.current_database(),
+        slots.c.wal_status.is_distinct_from(sa.literal_column("'lost'")),
+    )
+    chosen = sa.select(rows.c.content).where(slot.exists()).order_by(rows.c.n)
+    if lock_key:
+        chosen = chosen.where(_locked(rows))
+    # The OFFSET keeps the subquery as it is: sorted first, and then emitted.
+    ordered = chosen.offset(sa.literal_column("0")).subquery("ordered")
+    prefix = sa.cast(sa.bindparam("prefix", type_=sa.Text()), sa.Text())
+    emitted = sa.func.pg_logical_emit_message(sa.literal_column("true"), prefix, ordered.c.content)
+    return sa.select(sa.func.count(emitted))
+
+
+@cache
+def psycopg_sql(statement: sa.ClauseElement) -> str:
+    """Give one of these statements as psycopg takes it, with ``%(name)s`` for what it binds."""
     return str(statement.compile(dialect=_DIALECT))
+
+
+def _rows(*names: str) -> sa.TableValuedAlias:
+    """Arrays as rows, with their number ``n``."""
+    arrays = [sa.cast(sa.bindparam(name, type_=pg.ARRAY(_plain(name))), pg.ARRAY(_plain(name))) for name in names]
+    return sa.func.unnest(*arrays).table_valued(*names, with_ordinality="n").render_derived(name="new")
+
+
+def _locked(rows: sa.TableValuedAlias) -> sa.ColumnElement[bool]:
+    """Take the lock of every key; then true."""
+    # hashtextextended as in events.lane, over another seed.
+    key = sa.func.hashtextextended(
+        rows.c.aggregate_id, sa.func.hashtextextended(rows.c.aggregate_type, sa.literal_column(str(LOCK_SEED)))
+    )
+    keys = sa.select(key.label("key")).distinct().order_by(sa.literal_column("1")).subquery("keys")
+    locks = sa.select(sa.func.pg_advisory_xact_lock(keys.c.key).label("held")).cte("locks")
+    locks = locks.prefix_with("MATERIALIZED", dialect="postgresql")
+    return sa.select(sa.func.count()).select_from(locks).scalar_subquery() > sa.literal_column("0")
 
 
 def _events(schema: str) -> sa.Table:
@@ -78,7 +117,7 @@ def _events(schema: str) -> sa.Table:
 
 
 def _plain(name: str) -> sa.types.TypeEngine[Any]:
-    return pg.BYTEA() if name == "payload_bytes" else sa.Text()
+    return pg.BYTEA() if name in {"payload_bytes", "content"} else sa.Text()
 
 
 def _typed(name: str, value: sa.ColumnElement[Any]) -> sa.ColumnElement[Any]:

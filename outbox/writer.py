@@ -5,24 +5,26 @@
         session.add(order)
         outbox.add(session, Event("Order", order.id, "OrderPlaced", {"total": order.total}))
 
+An event is a row of the outbox's table, or with ``transport="message"`` a logical decoding message in the WAL alone.
 Nothing here commits, rolls back or opens a transaction of its own: events live and die with the business rows. What
 can be wrong with an event is found before anything is sent, so a refused one leaves the transaction usable.
 """
 
 from __future__ import annotations
 
+import re
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 from uuid import UUID
 
 import orjson
 import sqlalchemy as sa
 from sqlalchemy.orm import Session, scoped_session
 
-from outbox import _payload, _statements, _trace
-from outbox.errors import ConfigurationError, EventError, TargetError
+from outbox import _message, _payload, _statements, _trace
+from outbox.errors import ConfigurationError, EventError, SlotMissing, TargetError
 from outbox.event import CONTENT_TYPE, MAX_EVENT_BYTES, Event
 from outbox.tables import DEFAULT_SCHEMA
 
@@ -41,50 +43,70 @@ if TYPE_CHECKING:
         | psycopg.AsyncCursor[Any]
     )
 
+Transport = Literal["table", "message"]
+
+_SLOT_NAME: Final = re.compile("[a-z0-9_]{1,63}")
 _SYNC = "a SQLAlchemy Session or Connection, or a psycopg Connection or Cursor"
 _ASYNC = "a SQLAlchemy AsyncSession or AsyncConnection, or a psycopg AsyncConnection or AsyncCursor"
 
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Events ready to be sent: the statement's parameters, and which statement."""
+    """Events ready to be sent: the statement and its parameters."""
 
     ids: list[UUID]
+    statement: sa.Insert | sa.Select[tuple[int]]
     values: dict[str, Any]
-    many: bool
-    lock_key: bool
 
 
 class _Writer:
     """What both outboxes share: everything but the waiting."""
 
-    def __init__(self, *, schema: str = DEFAULT_SCHEMA, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
-        """Take the schema of the outbox's tables, and a limit for payload, key and headers together, in bytes.
+    def __init__(
+        self,
+        *,
+        schema: str = DEFAULT_SCHEMA,
+        max_event_bytes: int = MAX_EVENT_BYTES,
+        transport: Transport = "table",
+        slot: str = _message.DEFAULT_SLOT,
+    ) -> None:
+        """Take what ``Outbox`` describes.
 
-        Raises ConfigurationError for a limit above 1,000,000: the table's CHECK holds that one.
+        Raises ConfigurationError for a limit above 1,000,000 (the table's CHECK holds that one), another transport, or
+        what can't be a slot's name.
         """
         if not 1 <= max_event_bytes <= MAX_EVENT_BYTES:
             raise ConfigurationError(f"max_event_bytes must be 1 to {MAX_EVENT_BYTES:,}, not {max_event_bytes:,}")
+        if transport not in get_args(Transport):
+            raise ConfigurationError(f"transport must be 'table' or 'message', not {transport!r}")
+        if not _SLOT_NAME.fullmatch(slot):
+            raise ConfigurationError(f"slot: {slot!r} is no name of a replication slot: 1 to 63 of a-z 0-9 _")
         self._schema = schema
         self._limit = max_event_bytes
+        self._emits = transport == "message"
+        self._slot = slot
 
     def _prepare(self, events: Sequence[Event], *, lock_key: bool) -> _Batch:
         trace = _trace.current()
+        if self._emits:
+            values: dict[str, Any] = {
+                "prefix": _message.message_prefix(self._schema),
+                "slot": self._slot,
+                "content": [self._content(event, trace) for event in events],
+            }
+            if lock_key:
+                values |= {name: [getattr(event, name) for event in events] for name in _statements.KEY}
+            return _Batch([event.event_id for event in events], _statements.emit_many(lock_key=lock_key), values)
         rows = [self._row(event, trace) for event in events]
         many = lock_key or len(rows) > 1
         values = {name: [row[name] for row in rows] for name in _statements.COLUMNS} if many else rows[0]
-        return _Batch([event.event_id for event in events], values, many, lock_key)
+        statement = (
+            _statements.insert_many(self._schema, lock_key=lock_key) if many else _statements.insert_one(self._schema)
+        )
+        return _Batch([event.event_id for event in events], statement, values)
 
     def _row(self, event: Event, trace: Mapping[str, str]) -> dict[str, Any]:
-        if not isinstance(event, Event):
-            raise EventError("event", f"must be an outbox.Event, not {type(event).__name__}")
-        payload = _payload.encode(event)
-        headers = _trace.merged(trace, event.headers)
-        if payload.content_type is not None:
-            headers[CONTENT_TYPE] = payload.content_type
-        # The option admits names that are members of a StrEnum.
-        stored = orjson.dumps(headers, option=orjson.OPT_NON_STR_KEYS) if headers else None
-        _payload.check_size(event.aggregate_id, payload, stored, self._limit)
+        payload, _, stored = self._checked(event, trace)
         return {
             "event_id": str(event.event_id),
             "aggregate_type": event.aggregate_type,
@@ -94,6 +116,33 @@ class _Writer:
             "payload_bytes": payload.raw,
             "headers": None if stored is None else stored.decode(),
         }
+
+    def _content(self, event: Event, trace: Mapping[str, str]) -> bytes:
+        payload, headers, _ = self._checked(event, trace)
+        return _message.encode(
+            _message.EventMessage(
+                str(event.event_id),
+                event.aggregate_type,
+                event.aggregate_id,
+                event.event_type,
+                headers or None,
+                payload.raw if payload.json is None else payload.json,
+                json=payload.json is not None,
+            )
+        )
+
+    def _checked(self, event: Event, trace: Mapping[str, str]) -> tuple[_payload.Encoded, dict[str, str], bytes | None]:
+        """Give payload and headers as they will be written; the headers also as JSON, if there are any."""
+        if not isinstance(event, Event):
+            raise EventError("event", f"must be an outbox.Event, not {type(event).__name__}")
+        payload = _payload.encode(event)
+        headers = _trace.merged(trace, event.headers)
+        if payload.content_type is not None:
+            headers[CONTENT_TYPE] = payload.content_type
+        # The option admits names that are members of a StrEnum.
+        stored = orjson.dumps(headers, option=orjson.OPT_NON_STR_KEYS) if headers else None
+        _payload.check_size(event.aggregate_id, payload, stored, self._limit)
+        return payload, headers, stored
 
     def _to_session(self, session: Session, batch: _Batch) -> None:
         # Rows added before the event reach the server before it: triggers and foreign keys see what the code did.
@@ -111,15 +160,20 @@ class _Writer:
             raise TargetError(f"the outbox lives in Postgres, this connection goes to {connection.dialect.name}")
         if getattr(connection.connection.dbapi_connection, "autocommit", False):
             raise TargetError(_no_transaction("the connection's isolation level is AUTOCOMMIT; use another"))
-        statement = (
-            _statements.insert_many(self._schema, lock_key=batch.lock_key)
-            if batch.many
-            else _statements.insert_one(self._schema)
-        )
-        connection.execute(statement, batch.values)
+        if not self._emits:
+            connection.execute(batch.statement, batch.values)
+            return
+        # Where SQLAlchemy would have put the rows into another schema, that one's relay is the one that reads them.
+        translated = connection.get_execution_options().get("schema_translate_map") or {}
+        schema = translated.get(self._schema, self._schema)
+        if schema is None:
+            raise TargetError(f"schema_translate_map maps {self._schema} to no name, which a message has to bear")
+        values = {**batch.values, "prefix": _message.message_prefix(schema)}
+        self._check_emitted(connection.execute(batch.statement, values).scalar_one())
 
-    def _psycopg_sql(self, batch: _Batch) -> Any:
-        return _statements.psycopg_sql(self._schema, many=batch.many, lock_key=batch.lock_key)
+    def _check_emitted(self, count: int | None) -> None:
+        if not count:
+            raise SlotMissing(self._slot)
 
 
 class Outbox(_Writer):
@@ -127,6 +181,9 @@ class Outbox(_Writer):
 
     schema           of the outbox's tables.
     max_event_bytes  for payload, key and headers together; may only be lower than the table's 1,000,000.
+    transport        "table": an event is a row. "message": it is a message in the WAL and no row, which only a relay
+                     that reads the WAL will find; see docs/writing-events.md.
+    slot             the replication slot of that relay, which "message" looks for before it writes.
     """
 
     def add(self, target: SyncTarget, event: Event, *, lock_key: bool = False) -> UUID:
@@ -137,7 +194,8 @@ class Outbox(_Writer):
         lock or update the aggregate's row anyway.
 
         Raises EventError and its children for an event that can't be written, TargetError for a target without a
-        transaction. Errors of the database pass through as the driver raises them.
+        transaction, SlotMissing for a message that nobody would read. The transaction stays usable then. Errors of the
+        database pass through as the driver raises them.
         """
         return self.add_many(target, (event,), lock_key=lock_key)[0]
 
@@ -170,13 +228,17 @@ class Outbox(_Writer):
 
     def _to_psycopg(self, connection: psycopg.Connection[Any], batch: _Batch) -> None:
         from psycopg import Cursor
+        from psycopg.rows import scalar_row
 
         if _state_unknown(connection):
             with connection.pipeline():
                 pass
         _require_transaction(connection)
         # Not connection.execute(): the caller's cursor factory may take another kind of placeholder.
-        Cursor(connection).execute(self._psycopg_sql(batch), batch.values)
+        cursor = Cursor(connection, row_factory=scalar_row)
+        cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
+        if self._emits:
+            self._check_emitted(cursor.fetchone())
 
 
 class AsyncOutbox(_Writer):
@@ -217,12 +279,16 @@ class AsyncOutbox(_Writer):
 
     async def _to_psycopg(self, connection: psycopg.AsyncConnection[Any], batch: _Batch) -> None:
         from psycopg import AsyncCursor
+        from psycopg.rows import scalar_row
 
         if _state_unknown(connection):
             async with connection.pipeline():
                 pass
         _require_transaction(connection)
-        await AsyncCursor(connection).execute(self._psycopg_sql(batch), batch.values)
+        cursor = AsyncCursor(connection, row_factory=scalar_row)
+        await cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
+        if self._emits:
+            self._check_emitted(await cursor.fetchone())
 
 
 def _is_sync(target: object) -> bool:

@@ -5,18 +5,30 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+from slots import Slot, opened_slot
 from writer_targets import stored
+
+from outbox._message import decode, message_prefix
+from relay import pgoutput
 
 PAGE = Path(__file__).parents[2] / "docs" / "writing-events.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def test_the_examples_run(outbox_postgres, capsys):
+    with opened_slot(outbox_postgres) as slot:
+        run(outbox_postgres, slot)
+    printed = capsys.readouterr().out
+    assert "autocommit" in printed
+    assert "no replication slot 'nobodys'" in printed
+
+
+def run(outbox_postgres, slot: Slot) -> None:
     text = PAGE.read_text()
     blocks = [(text[: found.start()].count("\n") + 2, *found.groups()) for found in BLOCK.finditer(text)]
-    assert [language for _, language, _ in blocks].count("python") == 8
+    assert [language for _, language, _ in blocks].count("python") == 9
     # Dataclasses and mapped classes look their module up.
-    namespace = {"url": outbox_postgres.url, "__name__": __name__}
+    namespace = {"url": outbox_postgres.url, "slot": slot.name, "__name__": __name__}
     try:
         for line, language, code in blocks:
             if language == "python":
@@ -40,4 +52,10 @@ def test_the_examples_run(outbox_postgres, capsys):
         ("Order", "4711", "OrderSent"),
         ("Stock", "tea", "Counted"),
     ]
-    assert "autocommit" in capsys.readouterr().out
+    messages = [message for each in slot.raw() for message in each if isinstance(message, pgoutput.Message)]
+    assert {message.prefix for message in messages} == {message_prefix("outbox")}
+    events = [decode(message.content) for message in messages]
+    assert [(event.aggregate_id, event.payload) for event in events] == [
+        ("4714", b'{"total":"9.00"}'),
+        ("4715", b'{"total": "8.00"}'),
+    ]

@@ -11,7 +11,7 @@ from support import wait_until
 from writer_targets import event, numbers, stored
 
 from outbox import Event, Outbox
-from outbox._statements import LOCK_SEED, psycopg_sql
+from outbox._statements import LOCK_SEED, insert_many, psycopg_sql
 
 outbox = Outbox()
 
@@ -136,7 +136,7 @@ def test_the_locks_are_sorted_and_taken_before_any_id_is_drawn(outbox_postgres):
         "payload_bytes": [b"x", None, None],
         "headers": [None] * 3,
     }
-    statement = psycopg_sql("outbox", many=True, lock_key=True)
+    statement = psycopg_sql(insert_many("outbox", lock_key=True))
     with outbox_postgres.connect() as connection:
         plan = connection.execute(f"EXPLAIN (FORMAT JSON, VERBOSE) {statement}", values).fetchone()[0][0]["Plan"]
 
