@@ -55,6 +55,7 @@ class OutboxTables:
     published: sa.Table
     published_default: sa.Table
     audit: sa.Table
+    streams: sa.Table
 
     @property
     def all(self) -> tuple[sa.Table, ...]:
@@ -68,6 +69,7 @@ class OutboxTables:
             self.published,
             self.published_default,
             self.audit,
+            self.streams,
         )
 
 
@@ -138,9 +140,18 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
             nullable=False,
             server_default=sa.text("'-infinity'::timestamptz"),
         ),
+        sa.Column("source", sa.Text, nullable=False, server_default=sa.text("'polling'")),
+        # Source wal: the lane takes its events from the stream, and not from the table.
+        sa.Column("streaming", sa.Boolean, nullable=False, server_default=sa.text("false")),
+        # Source wal: the last event settled, by its transaction's commit record (a byte position in the WAL) and its
+        # number in that transaction.
+        sa.Column("commit_lsn", sa.BigInteger),
+        sa.Column("commit_number", sa.BigInteger),
         sa.PrimaryKeyConstraint("lane", name="lanes_pkey"),
         sa.CheckConstraint(f"lane BETWEEN 0 AND {MAX_LANES - 1}", name="lanes_lane_range"),
         sa.CheckConstraint("epoch >= 0 AND last_batch >= 0", name="lanes_counters"),
+        sa.CheckConstraint("source IN ('polling', 'wal')", name="lanes_source"),
+        sa.CheckConstraint("(commit_lsn IS NULL) = (commit_number IS NULL)", name="lanes_position"),
         schema=schema,
         comment="Who publishes each lane. The epoch rises with every change of owner: the fencing token.",
     )
@@ -152,6 +163,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("started_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         sa.Column("heartbeat_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         sa.Column("alive_until", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("source", sa.Text, nullable=False, server_default=sa.text("'polling'")),
         sa.PrimaryKeyConstraint("instance", name="relays_pkey"),
         sa.CheckConstraint("char_length(instance) BETWEEN 1 AND 200", name="relays_instance_length"),
         schema=schema,
@@ -231,6 +243,25 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         schema=schema,
         comment="What people did to events by hand: retried, discarded, replayed, reconciled.",
     )
+    streams = sa.Table(
+        "streams",
+        metadata,
+        sa.Column("slot", sa.Text, nullable=False),
+        sa.Column("publication", sa.Text, nullable=False),
+        # Changes whenever the publication does: a server forgets without a word what was not published for a moment.
+        sa.Column("publication_version", sa.Text, nullable=False),
+        sa.Column("system_identifier", sa.Text, nullable=False),
+        sa.Column("timeline", sa.Integer, nullable=False),
+        # Written before the server is told: the slot's own position is never above it, unless somebody else moved it.
+        sa.Column("flushed_lsn", sa.BigInteger, nullable=False),
+        sa.Column("flushed_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        # When an event without a row was last seen.
+        sa.Column("message_at", sa.DateTime(timezone=True)),
+        sa.Column("created_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.PrimaryKeyConstraint("slot", name="streams_pkey"),
+        schema=schema,
+        comment="The replication slot that the outbox is read through, and how far it has been told to forget the WAL.",
+    )
     return OutboxTables(
         events=events,
         lanes=lanes_table,
@@ -240,6 +271,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         published=published,
         published_default=published_default,
         audit=audit,
+        streams=streams,
     )
 
 

@@ -61,6 +61,20 @@ class RelaySettings(BaseModel):
     """Keep published events in ``published`` for so many days; 0 deletes them at once."""
 
 
+class WalSettings(BaseModel):
+    """The WAL as the source."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    slot: str = Field("outbox_relay", pattern=r"^[a-z0-9_]{1,63}$")
+    """Unique on the server, over all its databases."""
+    publication: str = Field("outbox_relay", min_length=1, max_length=63)
+    heartbeat_seconds: float = Field(10.0, ge=0.1, le=3600)
+    """At rest: how often the slot is moved on behind what others write."""
+    retained_limit_bytes: int = Field(1 << 30, ge=1 << 20)
+    """More WAL than this kept for the slot is an alert."""
+
+
 class RouteSettings(BaseModel):
     """One aggregate type: its topic, and what happens when an event fails for good."""
 
@@ -130,6 +144,7 @@ class Settings(BaseSettings):
     kafka: dict[str, str] = Field(default_factory=dict, repr=False)
     relay: RelaySettings = Field(default_factory=RelaySettings)
     failures: FailureSettings = Field(default_factory=FailureSettings)
+    wal: WalSettings = Field(default_factory=WalSettings)
     spark: SparkSettings = Field(default_factory=SparkSettings)
     spark_packages: str | None = None
     """Maven coordinates for Spark, instead of the jars that are fetched and checked here."""
@@ -171,6 +186,8 @@ class Settings(BaseSettings):
             )
         if self.delivery is Delivery.AT_MOST_ONCE and self.relay.archive_days:
             raise ValueError("relay.archive_days: at-most-once does not know what was published, so it has no archive")
+        if self.delivery is Delivery.AT_MOST_ONCE and self.source is SourceKind.WAL:
+            raise ValueError("source=wal goes with at-least-once and exactly-once; for at-most-once use polling")
         return self
 
     @classmethod
@@ -383,9 +400,3 @@ def client_options(settings: Settings) -> dict[str, str]:
         for name, value in settings.kafka.items()
         if name == "bootstrap.servers" or name.startswith(("security.", "ssl.", "sasl.", "client.", "socket."))
     }
-
-
-def refuse_what_is_not_there(settings: Settings) -> None:
-    """Raise ConfigurationError for a source that this version does not have."""
-    if settings.source is not SourceKind.POLLING:
-        raise ConfigurationError(f"source={settings.source} is not in this version; use polling")

@@ -196,6 +196,13 @@ def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
                     f"{schema}.{name} has {left} rows, and their keys may move to another lane; "
                     "retry or discard those events first (`outbox failures`)"
                 )
+        streamed = connection.execute(
+            sa.select(sa.func.count()).select_from(table).where(table.c.source == "wal")
+        ).scalar_one()
+        if streamed:
+            raise SchemaError(
+                "the lanes are read from the WAL; run `outbox relay switch polling` first, and back afterwards"
+            )
         held = connection.execute(
             sa.select(sa.func.count()).select_from(table).where(table.c.lease_until >= sa.func.clock_timestamp())
         ).scalar_one()
@@ -373,4 +380,5 @@ def _count(connection: sa.Connection, schema: str, name: str) -> int:
 
 
 def _lanes(schema: str) -> Any:
-    return sa.table("lanes", sa.column("lane"), sa.column("epoch"), sa.column("lease_until"), schema=schema)
+    names = ("lane", "epoch", "lease_until", "source")
+    return sa.table("lanes", *map(sa.column, names), schema=schema)

@@ -46,6 +46,14 @@ NAMES: Final = frozenset(
         "txn.begun",
         "txn.marker_sent",
         "txn.committed",
+        # the WAL as the source
+        "stream.taking_over",
+        "stream.started",
+        "stream.noted",
+        "stream.told",
+        "stream.entered",
+        "stream.left",
+        "stream.spilled",
         # failures
         "failure.recorded",
     }

@@ -32,24 +32,32 @@ from relay.database import unavailable_on_error
 _ACQUIRE: Final = """
 UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1,
        lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
- WHERE lane = (SELECT lane FROM {lanes} WHERE lease_until < clock_timestamp()
+ WHERE lane = (SELECT lane FROM {lanes} WHERE lease_until < clock_timestamp() AND source = %(source)s
                 ORDER BY lease_until, lane FOR UPDATE SKIP LOCKED LIMIT 1)
+RETURNING lane, epoch, set_config('synchronous_commit', 'on', true)"""
+
+# All or none: the WAL is one stream. A lane that is locked is being taken by another, or settled by its owner.
+_ACQUIRE_ALL: Final = """
+UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1,
+       lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
+ WHERE (SELECT count(*) FROM (SELECT FROM {lanes} WHERE lease_until < clock_timestamp() AND source = %(source)s
+                               FOR UPDATE SKIP LOCKED) AS free) = (SELECT count(*) FROM {lanes})
 RETURNING lane, epoch, set_config('synchronous_commit', 'on', true)"""
 
 _RENEW: Final = """
 UPDATE {lanes} AS l SET lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
   FROM unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS mine(lane, epoch)
  WHERE l.lane = mine.lane AND l.epoch = mine.epoch
-RETURNING l.lane"""
+RETURNING l.lane, l.source"""
 
 _RELEASE: Final = """
 UPDATE {lanes} SET owner = NULL, lease_until = '-infinity' WHERE lane = %(lane)s AND epoch = %(epoch)s"""
 
 _BEAT: Final = """
-INSERT INTO {relays} (instance, version, alive_until)
-VALUES (%(me)s, %(version)s, clock_timestamp() + make_interval(secs => %(ttl)s))
-ON CONFLICT (instance) DO UPDATE SET version = excluded.version, heartbeat_at = clock_timestamp(),
-       alive_until = excluded.alive_until"""
+INSERT INTO {relays} (instance, version, source, alive_until)
+VALUES (%(me)s, %(version)s, %(source)s, clock_timestamp() + make_interval(secs => %(ttl)s))
+ON CONFLICT (instance) DO UPDATE SET version = excluded.version, source = excluded.source,
+       heartbeat_at = clock_timestamp(), alive_until = excluded.alive_until"""
 
 _LEAVE: Final = "DELETE FROM {relays} WHERE instance = %(me)s"
 
@@ -58,9 +66,11 @@ _FORGET: Final = "DELETE FROM {relays} WHERE alive_until < clock_timestamp() - i
 
 _CENSUS: Final = """
 SELECT r.instance, count(l.lane), (SELECT count(*) FROM {lanes}),
-       (SELECT count(*) FROM {lanes} WHERE lease_until < clock_timestamp())
-  FROM {relays} AS r LEFT JOIN {lanes} AS l ON l.owner = r.instance AND l.lease_until >= clock_timestamp()
- WHERE r.alive_until >= clock_timestamp() OR r.instance = %(me)s
+       (SELECT count(*) FROM {lanes} WHERE source = %(source)s),
+       (SELECT count(*) FROM {lanes} WHERE lease_until < clock_timestamp() AND source = %(source)s)
+  FROM {relays} AS r LEFT JOIN {lanes} AS l
+       ON l.owner = r.instance AND l.lease_until >= clock_timestamp() AND l.source = %(source)s
+ WHERE (r.alive_until >= clock_timestamp() AND r.source = %(source)s) OR r.instance = %(me)s
  GROUP BY r.instance"""
 
 
@@ -95,11 +105,23 @@ class Lease:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """Living relays with the number of lanes each holds, all lanes, and how many of them are free."""
+    """Living relays of one source with the number of lanes each holds, the lanes of that source, how many are free.
+
+    ``total`` counts the lanes of all sources.
+    """
 
     held: Mapping[str, int]
     lanes: int
     free: int
+    total: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Renewal:
+    """Leases that could not be prolonged, and those whose lanes are to go over to the other source."""
+
+    lost: Sequence[Lease] = ()
+    switched: Sequence[Lease] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,26 +169,29 @@ class LaneTable:
         instance: str,
         version: str,
         ttl_seconds: float,
+        source: str = "polling",
     ) -> None:
         self._connection = connection
         self._names = {"lanes": sql.Identifier(schema, "lanes"), "relays": sql.Identifier(schema, "relays")}
         self._me = instance
         self._version = version
         self._ttl = ttl_seconds
+        self._source = source
 
     def beat(self) -> None:
         """Say that this relay is alive, and forget those long dead."""
-        self._run(_BEAT, {"me": self._me, "version": self._version, "ttl": self._ttl}, "saying it is alive")
+        values = {"me": self._me, "version": self._version, "ttl": self._ttl, "source": self._source}
+        self._run(_BEAT, values, "saying it is alive")
         self._run(_FORGET, {}, "forgetting dead relays")
 
     def leave(self) -> None:
         """Say that this relay is gone."""
         self._run(_LEAVE, {"me": self._me}, "signing off")
 
-    def renew(self, leases: Collection[Lease]) -> list[Lease]:
-        """Prolong these leases; give those that are lost."""
+    def renew(self, leases: Collection[Lease]) -> Renewal:
+        """Prolong these leases; give those that are lost, and those that are prolonged to be given up in order."""
         if not leases:
-            return []
+            return Renewal()
         asked_at = time.monotonic()
         rows = self._run(
             _RENEW,
@@ -177,29 +202,40 @@ class LaneTable:
             },
             "renewing leases",
         )
-        kept = {row[0] for row in rows}
+        kept = dict(rows)
         for lease in leases:
             if lease.lane in kept:
                 lease.renewed(asked_at)
-        return [lease for lease in leases if lease.lane not in kept]
+        return Renewal(
+            [lease for lease in leases if lease.lane not in kept],
+            [lease for lease in leases if kept.get(lease.lane, self._source) != self._source],
+        )
 
     def census(self) -> Census:
         """Count living relays and lanes. Raises SchemaError when there are no lanes at all."""
-        rows = self._run(_CENSUS, {"me": self._me}, "counting lanes")
+        rows = self._run(_CENSUS, {"me": self._me, "source": self._source}, "counting lanes")
         if not rows:
             return Census(held={}, lanes=0, free=0)
         if rows[0][2] == 0:
             raise SchemaError("the outbox has no lanes: run `outbox db upgrade`")
-        return Census(held={row[0]: row[1] for row in rows}, lanes=rows[0][2], free=rows[0][3])
+        _, _, total, lanes, free = rows[0]
+        return Census(held={row[0]: row[1] for row in rows}, lanes=lanes, free=free, total=total)
 
     def acquire(self) -> Lease | None:
         """Take the lane that has been free for longest, or None when none is free."""
         asked_at = time.monotonic()
-        rows = self._run(_ACQUIRE, {"me": self._me, "ttl": self._ttl}, "taking a lane")
+        rows = self._run(_ACQUIRE, {"me": self._me, "ttl": self._ttl, "source": self._source}, "taking a lane")
         if not rows:
             return None
         lane, epoch, _ = rows[0]
         return Lease(lane, epoch, self._ttl, asked_at)
+
+    def acquire_all(self) -> list[Lease]:
+        """Take all lanes of the outbox, or none: when one is held, or belongs to another source."""
+        asked_at = time.monotonic()
+        values = {"me": self._me, "ttl": self._ttl, "source": self._source}
+        rows = self._run(_ACQUIRE_ALL, values, "taking the lanes")
+        return sorted((Lease(lane, epoch, self._ttl, asked_at) for lane, epoch, _ in rows), key=lambda held: held.lane)
 
     def release(self, lease: Lease) -> None:
         """Make the lane free at once. Does nothing when it is already somebody else's."""

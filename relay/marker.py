@@ -29,6 +29,7 @@ from typing import Any, Final
 import orjson
 
 from outbox.errors import OutboxError
+from relay.ports import At
 
 _VERSION: Final = 1
 
@@ -42,7 +43,9 @@ class Marker:
     """One committed batch of one lane.
 
     ``positions`` are the rows' ids and ``event_ids`` (as text, in the same order) guard against an id that was used
-    again. ``system_identifier`` and ``timeline`` say which Postgres they were read from.
+    again. ``system_identifier`` and ``timeline`` say which Postgres they were read from. Of events that came from the
+    WAL, ``stream`` is where the last one stands of which all before it are done with; a negative position is an event
+    without a row.
     """
 
     batch: int
@@ -51,6 +54,7 @@ class Marker:
     timeline: int
     positions: Sequence[int] = ()
     event_ids: Sequence[str] = ()
+    stream: At | None = None
 
     def encode(self) -> bytes:
         """Give the record's value: JSON, positions as differences, event ids as base64 of 16 bytes each."""
@@ -65,6 +69,7 @@ class Marker:
                 "timeline": self.timeline,
                 "positions": steps,
                 "event_ids": base64.b64encode(raw).decode(),
+                "stream": None if self.stream is None else list(self.stream),
             }
         )
 
@@ -79,6 +84,7 @@ class Marker:
                     "version that wrote it, or a newer one"
                 )
             raw = base64.b64decode(fields["event_ids"], validate=True)
+            stream = fields.get("stream")
             marker = Marker(
                 batch=int(fields["batch"]),
                 epoch=int(fields["epoch"]),
@@ -86,6 +92,7 @@ class Marker:
                 timeline=int(fields["timeline"]),
                 positions=tuple(accumulate(map(int, fields["positions"]))),
                 event_ids=tuple(str(uuid.UUID(bytes=raw[at : at + 16])) for at in range(0, len(raw), 16)),
+                stream=None if stream is None else At(*map(int, stream)),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise StateLost(

@@ -52,7 +52,7 @@ from relay.failpoints import failpoint
 from relay.failures import Failures
 from relay.lanes import Lease
 from relay.marker import Marker, StateLost, resume
-from relay.ports import Claim, LaneLost, Published, Receipt, Refused, Unavailable
+from relay.ports import At, Claim, LaneLost, Published, Receipt, Refused, Unavailable
 
 _LOWEST: Final = -(2**63)
 _SETTLE_SECONDS: Final = 5.0
@@ -62,7 +62,7 @@ _LOOK_SECONDS: Final = 1.0
 _COLUMNS: Final = """
 SELECT id, event_id::text, aggregate_type, aggregate_id, event_type,
        to_char(created_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
-       coalesce(payload_bytes, convert_to(payload::text, 'UTF8')), headers"""
+       coalesce(payload_bytes, convert_to(payload::text, 'UTF8')), headers, NULL"""
 
 # The batch before, which is settled a moment later, is left out; rows behind its last one need no look at the list.
 _FETCH: Final = """
@@ -99,7 +99,8 @@ _FETCH_DUE: Final = """
 _ANY_FAILURES: Final = "SELECT EXISTS (SELECT FROM {failures} WHERE lane = %(lane)s)"
 
 _LEASE: Final = """UPDATE {lanes} SET lease_until = clock_timestamp() + make_interval(secs => %(ttl)s),
-           last_batch = coalesce(%(batch)s, last_batch)
+           last_batch = coalesce(%(batch)s, last_batch), commit_lsn = coalesce(%(commit_lsn)s, commit_lsn),
+           commit_number = coalesce(%(commit_number)s, commit_number)
      WHERE lane = %(lane)s AND epoch = %(epoch)s RETURNING lane"""
 
 # A role or a database may have synchronous_commit off. It counts at the commit, so the statement itself can set it.
@@ -154,14 +155,17 @@ SELECT count(*) FROM gone"""
 
 _HELD: Final = """
 SELECT last_batch, (SELECT system_identifier::text FROM pg_control_system()),
-       ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int
+       ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int,
+       (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint
   FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s FOR UPDATE"""
 
 _STILL_HELD: Final = """
 SELECT (SELECT system_identifier::text FROM pg_control_system()) FROM {lanes}
  WHERE lane = %(lane)s AND epoch = %(epoch)s"""
 
-_LAST_BATCH: Final = "UPDATE {lanes} SET last_batch = %(batch)s WHERE lane = %(lane)s"
+_LAST_BATCH: Final = """
+UPDATE {lanes} SET last_batch = %(batch)s, commit_lsn = coalesce(%(commit_lsn)s, commit_lsn),
+       commit_number = coalesce(%(commit_number)s, commit_number) WHERE lane = %(lane)s"""
 
 # The index gives a lane in id order. Without fresh statistics the planner may sort the whole backlog for each batch
 # instead; a new outbox has none, and a relay has no right to ANALYZE.
@@ -217,28 +221,40 @@ def _claim_row(_cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], Claim]
     return Claim._make
 
 
-def _array(values: Sequence[int | str]) -> str:
+def _position(at: At | None) -> dict[str, int | None]:
+    return {"commit_lsn": None if at is None else at.commit_lsn, "commit_number": None if at is None else at.number}
+
+
+def array(values: Sequence[int | str]) -> str:
     """Give numbers or UUIDs as Postgres reads an array; the driver's own way costs a microsecond for each."""
     return "{" + ",".join(map(str, values)) + "}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Pending:
-    """Rows that are published and not yet settled, in id order, and the number of the Kafka transaction they are in."""
+class Pending:
+    """What is published and not yet settled: the rows, in order, and the number of the Kafka transaction they are in.
+
+    ``claims`` are all of them, with those that have no row; ``at`` is up to where the lane is done with the stream.
+    """
 
     ids: Sequence[int] = ()
     event_ids: Sequence[str] = ()
     places: Sequence[Published] = ()
     batch: int | None = None
+    claims: Sequence[Claim] = ()
+    at: At | None = None
 
     @staticmethod
-    def of(receipt: Receipt) -> _Pending:
+    def of(receipt: Receipt, at: At | None = None) -> Pending:
         done = [(claim, outcome) for claim, outcome in receipt.results if isinstance(outcome, Published)]
-        return _Pending(
-            [claim.position for claim, _ in done],
-            [claim.event_id for claim, _ in done],
-            [place for _, place in done],
+        rows = [(claim, place) for claim, place in done if claim.position > 0]
+        return Pending(
+            [claim.position for claim, _ in rows],
+            [claim.event_id for claim, _ in rows],
+            [place for _, place in rows],
             receipt.batch,
+            [claim for claim, _ in done],
+            at,
         )
 
 
@@ -269,7 +285,7 @@ class PollingSource:
         set_json_loads(orjson.loads, self._connection)
         self._cursor = self._connection.cursor(binary=True, row_factory=_claim_row)
         self._floor = _Floor()
-        self._pending: _Pending | None = None
+        self._pending: Pending | None = None
         # Until a look has shown that there are none.
         self._around = True
         self._due_next = True
@@ -287,7 +303,7 @@ class PollingSource:
                 "floor": floor,
                 "limit": limit,
                 "copy": DEAD_LETTER,
-                "pending": _array(pending),
+                "pending": array(pending),
                 "after": pending[-1] if pending else floor,
             }
             around = self._around
@@ -309,10 +325,13 @@ class PollingSource:
                 self._around = bool(looking.fetchall()[0][0])
             if self._pending is not None:
                 failpoint("batch.settling")
-            if rows or self._pending is not None:
-                self._settle(rows)
+            if (rows or self._pending is not None) and (gone := len(rows) - self._settle(rows)):
+                raise Unavailable(
+                    f"Postgres, reading lane {lane}: {gone} of {len(rows)} events that were there a moment ago are "
+                    "gone: it has crashed, or somebody deletes events"
+                )
         if due and not rows:
-            return self.fetch(limit)
+            return PollingSource.fetch(self, limit)
         if not around:
             self._floor.seen(rows[0].position if rows else None)
         if rows:
@@ -334,7 +353,7 @@ class PollingSource:
                 case _:
                     assert_never(outcome)
         if len(refused) < len(receipt.results) or receipt.batch is not None:
-            self._pending = _Pending.of(receipt)
+            self._pending = Pending.of(receipt)
         if refused:
             self._settle_with(refused)
 
@@ -366,12 +385,18 @@ class PollingSource:
             held = self._connection.execute(self._queries.held, {"lane": lane, "epoch": epoch}).fetchone()
             if held is None:
                 raise self._lost(0)
-            last_batch, system_identifier, timeline = held
+            last_batch, system_identifier, timeline, insert_lsn = held
             adopted = resume(lane, last_batch, marker, system_identifier)
+            if adopted is not None and adopted.stream is not None and adopted.stream.commit_lsn > insert_lsn:
+                raise StateLost(
+                    f"lane {lane}: Kafka holds events from farther on in the WAL than this server has written: it has "
+                    "lost commits (a restore, or a failover to a standby that was behind). See `outbox relay reconcile`"
+                )
             if adopted is not None and adopted.batch != last_batch:
-                ids = list(adopted.positions)
+                rows = [(n, text) for n, text in zip(adopted.positions, adopted.event_ids, strict=True) if n > 0]
+                ids = [n for n, _ in rows]
                 gone = self._connection.execute(
-                    self._queries.settle_marker, {"lane": lane, "ids": ids, "event_ids": list(adopted.event_ids)}
+                    self._queries.settle_marker, {"lane": lane, "ids": ids, "event_ids": [text for _, text in rows]}
                 ).fetchone()
                 if last_batch is not None and gone is not None and gone[0] != len(ids):
                     # They were durable before they were published, and nobody else settles them.
@@ -381,7 +406,9 @@ class PollingSource:
                         "or somebody deleted events. See `outbox relay reconcile`"
                     )
                 self._failures.forget(self._connection, lane, ids)
-                self._connection.execute(self._queries.last_batch, {"lane": lane, "batch": adopted.batch})
+                self._connection.execute(
+                    self._queries.last_batch, {"lane": lane, "batch": adopted.batch, **_position(adopted.stream)}
+                )
         self._pending = None
         return adopted, Identity(system_identifier, timeline)
 
@@ -389,25 +416,21 @@ class PollingSource:
         """Close the connection."""
         self._connection.close()
 
-    def _settle(self, rows: Sequence[Claim] = ()) -> None:
-        """Settle what is pending, and make sure that the rows just read are there and can't be lost."""
+    def _settle(self, rows: Sequence[Claim] = ()) -> int:
+        """Settle what is pending; say how many of the rows just read are there, and can't be lost."""
         asked_at = time.monotonic()
-        values = self._settling_values(self._pending or _Pending(), rows)
+        values = self._settling_values(self._pending or Pending(), rows)
         found = self._connection.execute(self._queries.settle, values).fetchone()
         self._settled(found is not None, asked_at)
         failpoint("batch.settled")
-        if found is not None and found[0] != len(rows):
-            raise Unavailable(
-                f"Postgres, reading lane {self._lease.lane}: {len(rows) - found[0]} of {len(rows)} events that were "
-                "there a moment ago are gone: it has crashed, or somebody deletes events"
-            )
+        return int(found[0]) if found is not None else 0
 
     def _settle_with(self, refused: list[tuple[Claim, str]]) -> None:
         """Settle what is pending, and record what was refused in the same transaction."""
         lane = self._lease.lane
         asked_at = time.monotonic()
         dead: list[Claim] = []
-        pending = self._pending or _Pending()
+        pending = self._pending or Pending()
         with unavailable_on_error(f"settling lane {lane}"), self._connection.transaction():
             self._connection.execute(self._queries.several, self._timeout())
             held = self._connection.execute(self._queries.settle, self._settling_values(pending)).fetchone()
@@ -418,12 +441,12 @@ class PollingSource:
         for claim in dead:
             self._on_dead(claim)
 
-    def _settling_values(self, pending: _Pending, rows: Sequence[Claim] = ()) -> dict[str, Any]:
-        values = self._lease_values(pending.batch)
-        values["ids"] = _array(pending.ids)
-        values["event_ids"] = _array(pending.event_ids)
-        values["next_ids"] = _array([claim.position for claim in rows])
-        values["next_event_ids"] = _array([claim.event_id for claim in rows])
+    def _settling_values(self, pending: Pending, rows: Sequence[Claim] = ()) -> dict[str, Any]:
+        values = self._lease_values(pending)
+        values["ids"] = array(pending.ids)
+        values["event_ids"] = array(pending.event_ids)
+        values["next_ids"] = array([claim.position for claim in rows])
+        values["next_event_ids"] = array([claim.event_id for claim in rows])
         if self._archive:
             values["topics"] = [place.topic for place in pending.places]
             values["partitions"] = [place.partition for place in pending.places]
@@ -441,12 +464,13 @@ class PollingSource:
     def _timeout(self) -> dict[str, Any]:
         return {"ttl_ms": str(int(self._lease.ttl_seconds * 1000))}
 
-    def _lease_values(self, batch: int | None) -> dict[str, Any]:
+    def _lease_values(self, pending: Pending) -> dict[str, Any]:
         return {
             "ttl": self._lease.ttl_seconds,
             "lane": self._lease.lane,
             "epoch": self._lease.epoch,
-            "batch": batch,
+            "batch": pending.batch,
+            **_position(pending.at),
         }
 
     def _lost(self, unsettled: int) -> LaneLost:
@@ -495,12 +519,13 @@ class DeletingSource(PollingSource):
         if sent > len(receipt.results):
             self._on_lost(sent - len(receipt.results))
 
-    def _settle(self, rows: Sequence[Claim] = ()) -> None:
-        super()._settle(rows)
-        if rows:
-            self._pending = _Pending([claim.position for claim in rows], [claim.event_id for claim in rows])
+    def _settle(self, rows: Sequence[Claim] = ()) -> int:
+        found = super()._settle(rows)
+        if rows and found == len(rows):
+            self._pending = Pending([claim.position for claim in rows], [claim.event_id for claim in rows])
             super()._settle()
             self._sent = len(rows)
+        return found
 
 
 class _Floor:

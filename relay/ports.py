@@ -12,11 +12,24 @@ from typing import Final, NamedTuple, Protocol
 from outbox.errors import OutboxError
 
 
+class At(NamedTuple):
+    """Where an event stands in the WAL, in the order in which transactions were committed.
+
+    ``commit_lsn`` is the byte position of its transaction's commit record, ``number`` its place among the events of
+    that transaction, from 1; ``xid`` is the transaction's id, without the epoch.
+    """
+
+    commit_lsn: int
+    number: int
+    xid: int
+
+
 class Claim(NamedTuple):
     """One event taken from a source, and where it stood there.
 
     A tuple and not a dataclass: a relay makes tens of thousands of these a second.
-    ``position`` is the source's own (a row id, or an LSN); nobody else looks inside.
+    ``position`` is the row's id; an event without a row has a negative number of its own.
+    ``at`` is where it stands in the stream, if it came from there.
     ``value`` is the payload's bytes, None for a tombstone. ``time`` is RFC 3339 in UTC. ``headers`` are the row's.
     """
 
@@ -28,6 +41,7 @@ class Claim(NamedTuple):
     time: str
     value: bytes | None
     headers: Mapping[str, str] | None
+    at: At | None = None
 
 
 class Published(NamedTuple):

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Protocol
 
@@ -24,6 +24,7 @@ from relay.lanes import LaneTable, Lease, next_step
 from relay.loop import LaneLoop, Pace
 from relay.marker import StateLost
 from relay.ports import Claim, LaneLost, Publisher, Source, Unavailable
+from relay.stream import Stream
 
 log = structlog.get_logger("relay")
 
@@ -41,9 +42,12 @@ class Plan:
     shutdown_seconds: float
     pace: Pace
     connect: Connector
-    source: Callable[[Lease, Events], Source]
+    source: Callable[[Lease, Events, Stream | None], Source]
+    """Given the lease, whom to tell, and the stream if there is one."""
     publisher: Callable[[Lease, int, Source], Publisher]
     """Given the lease, the number of lanes, and the lane's source."""
+    stream: Callable[[Sequence[Lease]], Stream] | None = None
+    """Source wal: given the leases of all lanes. A relay without it polls."""
     upkeep: Callable[[], None] | None = None
     """Called about once a minute, from the control loop."""
     figures: Callable[[], Mapping[str, float]] = dict
@@ -65,14 +69,14 @@ class Events(Protocol):
 class _LaneThread(threading.Thread):
     """One lane's loop in a thread. ``error`` holds what ended it, if anything did."""
 
-    def __init__(self, lease: Lease, lanes: int, plan: Plan) -> None:
+    def __init__(self, lease: Lease, lanes: int, plan: Plan, stream: Stream | None) -> None:
         super().__init__(name=f"lane-{lease.lane}", daemon=True)
         self.lease = lease
         self.stopping = threading.Event()
         self.error: BaseException | None = None
         self._log = log.bind(lane=lease.lane, epoch=lease.epoch)
         self._loop = LaneLoop(
-            lambda: plan.source(lease, self),
+            lambda: plan.source(lease, self, stream),
             lambda source: plan.publisher(lease, lanes, source),
             stop=self.stopping,
             secure=lambda: lease.secure,
@@ -126,6 +130,8 @@ class Supervisor:
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
         self._threads: dict[int, _LaneThread] = {}
+        self._stream: Stream | None = None
+        self._waits = False
         self._table: LaneTable | None = None
         self._failures = 0
         self._published = 0
@@ -172,7 +178,8 @@ class Supervisor:
 
     def _connect(self) -> LaneTable:
         plan = self._plan
-        return LaneTable(plan.connect(), plan.schema, plan.instance, plan.version, plan.lease_seconds)
+        source = "polling" if plan.stream is None else "wal"
+        return LaneTable(plan.connect(), plan.schema, plan.instance, plan.version, plan.lease_seconds, source)
 
     def _disconnect(self) -> None:
         table, self._table = self._table, None
@@ -182,14 +189,21 @@ class Supervisor:
     def _keep(self, table: LaneTable) -> None:
         """Say that we are alive, prolong the leases, and see to threads that have ended."""
         table.beat()
-        for lease in table.renew([thread.lease for thread in self._threads.values()]):
+        renewal = table.renew([thread.lease for thread in self._threads.values()])
+        for lease in renewal.lost:
             thread = self._threads[lease.lane]
             if not thread.stopping.is_set():
                 log.warning("lane lost", lane=lease.lane, epoch=lease.epoch)
             thread.stopping.set()
-        for lane, thread in list(self._threads.items()):
-            if thread.is_alive():
-                continue
+        for lease in renewal.switched:
+            if not self._threads[lease.lane].stopping.is_set():
+                log.info("lane goes over to the other source", lane=lease.lane)
+            self._threads[lease.lane].stopping.set()
+        ended = [lane for lane, thread in self._threads.items() if not thread.is_alive()]
+        if self._stream is not None:
+            ended = self._end_together(ended)
+        for lane in ended:
+            thread = self._threads[lane]
             del self._threads[lane]
             self._published += thread.count
             if isinstance(thread.error, LaneLost):
@@ -202,19 +216,55 @@ class Supervisor:
                 raise thread.error
             log.info("lane released", lane=lane, epoch=thread.lease.epoch)
 
+    def _end_together(self, ended: list[int]) -> list[int]:
+        """The stream is read for all lanes or for none: if one ends, all do."""
+        if not ended and not any(thread.stopping.is_set() for thread in self._threads.values()):
+            return []
+        for thread in self._threads.values():
+            thread.stopping.set()
+        if len(ended) < len(self._threads):
+            return []
+        self._close_stream()
+        return ended
+
+    def _close_stream(self) -> None:
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
     def _balance(self, table: LaneTable) -> None:
         census = table.census()
+        if (waits := census.lanes == 0) != self._waits:
+            self._waits = waits
+            if waits:
+                log.warning("this outbox is read from another source; this relay waits. See `outbox relay switch`")
+        if self._plan.stream is not None:
+            self._take_all(table, self._plan.stream)
+            return
         step = next_step(census, self._plan.instance)
         for _ in range(step.acquire):
             lease = table.acquire()
             if lease is None:
                 break
             log.info("lane acquired", lane=lease.lane, epoch=lease.epoch)
-            thread = _LaneThread(lease, census.lanes, self._plan)
-            self._threads[lease.lane] = thread
-            thread.start()
+            self._begin(lease, census.total)
         for thread in list(self._threads.values())[: step.release]:
             thread.stopping.set()
+
+    def _take_all(self, table: LaneTable, stream: Callable[[Sequence[Lease]], Stream]) -> None:
+        if self._threads:
+            return
+        leases = table.acquire_all()
+        if leases:
+            log.info("lanes acquired", lanes=len(leases), epochs=[lease.epoch for lease in leases])
+            self._stream = stream(leases)
+            for lease in leases:
+                self._begin(lease, len(leases))
+
+    def _begin(self, lease: Lease, lanes: int) -> None:
+        thread = _LaneThread(lease, lanes, self._plan, self._stream)
+        self._threads[lease.lane] = thread
+        thread.start()
 
     def _shut_down(self, abandon: threading.Event) -> int:
         log.info("relay stopping", lanes=len(self._threads))
@@ -231,6 +281,8 @@ class Supervisor:
                 next_beat = time.monotonic() + self._beat_seconds
             abandon.wait(0.01)
         left = [thread for thread in self._threads.values() if thread.is_alive()]
+        if not left:
+            self._close_stream()
         for thread in left:
             log.error(
                 "a batch in flight was abandoned; it stays in the outbox and will be sent again",

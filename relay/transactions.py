@@ -45,7 +45,7 @@ from outbox.errors import ConfigurationError
 from relay.failpoints import failpoint
 from relay.marker import Marker, resume
 from relay.polling import Identity
-from relay.ports import BatchRefused, Claim, Receipt, Unavailable
+from relay.ports import At, BatchRefused, Claim, Receipt, Unavailable
 from relay.routing import Router
 from relay.sending import REFUSALS, Sender, Topics, silent, text_of, weakly
 
@@ -309,6 +309,7 @@ class TransactionalPublisher:
                     self._identity.timeline,
                     tuple(claim.position for claim in sender.sent),
                     tuple(claim.event_id for claim in sender.sent),
+                    _reached(claims, sender.sent),
                 ),
                 deadline,
             )
@@ -412,3 +413,15 @@ class TransactionalPublisher:
         added = sum(request.get("AddPartitionsToTxn", 0) for request in requests)
         self._figures.add_partitions += added - self._add_partitions
         self._add_partitions = added
+
+
+def _reached(claims: Sequence[Claim], sent: Sequence[Claim]) -> At | None:
+    """Give where the last event stands before the first that was not sent."""
+    if len(sent) == len(claims):
+        return claims[-1].at
+    reached = None
+    for claim, other in zip(claims, sent, strict=False):
+        if claim is not other:
+            break
+        reached = claim.at
+    return reached

@@ -357,7 +357,12 @@ def create_database(server_url: str, name: str, template: str | None = None) -> 
 
 
 def drop_database(server_url: str, name: str) -> None:
-    """Drop a database of the server of ``server_url`` if it exists, ending its connections."""
+    """Drop a database of the server of ``server_url`` if it exists, ending its connections and its slots."""
     statement = sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name))
     with psycopg.connect(server_url, autocommit=True) as connection:
+        # A slot keeps its database, whoever forces.
+        connection.execute(
+            "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = %s AND NOT active",
+            (name,),
+        )
         connection.execute(statement)

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from outbox import __version__
-from relay.cli import consume, db, demo, doctor, failures, relay, sandbox
+from relay.cli import cdc, consume, db, demo, doctor, failures, relay, sandbox
 
 app = typer.Typer(
     name="outbox",
@@ -18,6 +18,7 @@ app = typer.Typer(
 )
 app.add_typer(relay.app, name="relay")
 app.add_typer(db.app, name="db")
+app.add_typer(cdc.app, name="cdc")
 app.add_typer(sandbox.app, name="sandbox")
 app.add_typer(failures.app, name="failures")
 app.command("doctor")(doctor.doctor)

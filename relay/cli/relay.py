@@ -8,17 +8,20 @@ import signal
 import socket
 import sys
 import threading
+from collections.abc import Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
 from outbox.errors import ConfigurationError
 from relay.cli.common import failing_clearly, print_json
-from relay.config import Settings, load
+from relay.config import Settings, SourceKind, load
 
 if TYPE_CHECKING:
     from relay.supervisor import Supervisor
+
+_IDLE_SECONDS: Final = 0.002
 
 app = typer.Typer(help="Publish events from the outbox to Kafka.", no_args_is_help=True)
 
@@ -134,16 +137,45 @@ def reconcile(
         raise typer.Exit(1)
 
 
+@app.command()
+@failing_clearly
+def switch(
+    to: Annotated[SourceKind, typer.Argument(help="Where events are read from now on.")],
+    reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
+    wait_seconds: Annotated[
+        float, typer.Option(min=0, help="To polling: how long the stream may take to give what has no row.")
+    ] = 60.0,
+    database_url: Annotated[str | None, typer.Option(help="OUTBOX_DATABASE_URL")] = None,
+) -> None:
+    """Have the outbox read by polling, or from the WAL, from now on. Needs no stopped relays and no stopped writers.
+
+    Relays of the one source finish what is under way and let go of their lanes; those of the other take them up. Run
+    both kinds beside each other for as long as it takes.
+    """
+    from relay.cdc import Cdc
+    from relay.cli.wiring import slot_names
+    from relay.database import Connector
+
+    settings = load(database_url=database_url)
+    connection = Connector(settings.require_database(), "outbox relay switch")()
+    try:
+        switched = Cdc(connection, slot_names(settings)).switch(to, wait_seconds=wait_seconds, reason=reason)
+    finally:
+        connection.close()
+    typer.echo(f"Every lane is read from {to} now." if switched else f"Every lane was read from {to} already.")
+    if switched:
+        typer.echo(f"Relays with OUTBOX_SOURCE={to} take the lanes up as soon as the others have let go of them.")
+
+
 def build(settings: Settings) -> Supervisor:
     """Put a relay together. Raises ConfigurationError before anything is connected."""
     from outbox import __version__
-    from relay.cli.wiring import build_router, build_topics, failure_policy
+    from relay.cli.wiring import build_router, build_topics, failure_policy, slot_names
     from relay.config import (
         Delivery,
         client_options,
         delivery_seconds,
         producer_options,
-        refuse_what_is_not_there,
         state_topic_name,
     )
     from relay.database import Connector
@@ -154,13 +186,16 @@ def build(settings: Settings) -> Supervisor:
     from relay.ports import Publisher, Source
     from relay.publisher import IdempotentPublisher
     from relay.retention import Retention
+    from relay.stream import Stream, StreamLimits
+    from relay.stream_source import StreamSource
     from relay.supervisor import Events, Plan, Supervisor
     from relay.transactions import StateTopic, TransactionalPublisher, TransactionFigures
+    from relay.wal import Replication
 
-    refuse_what_is_not_there(settings)
     options, seconds = producer_options(settings), delivery_seconds(settings)
     router, topics = build_router(settings), build_topics(settings)
     archive = settings.relay.archive_days > 0
+    wal = settings.source is SourceKind.WAL
     schema = settings.db_schema
     failures = Failures(schema, failure_policy(settings), router)
     figures = TransactionFigures()
@@ -170,7 +205,32 @@ def build(settings: Settings) -> Supervisor:
     instance = settings.relay.instance or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     connect = Connector(settings.require_database(), f"outbox relay {instance}"[:63])
 
-    def new_source(lease: Lease, events: Events) -> PollingSource:
+    def new_stream(leases: Sequence[Lease]) -> Stream:
+        name = f"outbox relay {instance}"[:63]
+        return Stream(
+            slot_names(settings),
+            lambda: Replication(settings.require_database(), name),
+            connect,
+            leases,
+            StreamLimits(
+                max_events=4 * settings.relay.batch_size * len(leases),
+                heartbeat_seconds=settings.wal.heartbeat_seconds,
+            ),
+        )
+
+    def new_source(lease: Lease, events: Events, stream: Stream | None) -> PollingSource:
+        if stream is not None:
+            wait_seconds = settings.relay.max_idle_seconds
+            return StreamSource(
+                connect,
+                schema,
+                lease,
+                failures,
+                archive=archive,
+                on_dead=events.dead,
+                stream=stream,
+                wait_seconds=wait_seconds,
+            )
         if settings.delivery is Delivery.AT_MOST_ONCE:
             return DeletingSource(connect, schema, lease, failures, on_dead=events.dead, on_lost=events.lost)
         return PollingSource(connect, schema, lease, failures, archive=archive, on_dead=events.dead)
@@ -205,10 +265,13 @@ def build(settings: Settings) -> Supervisor:
             shutdown_seconds=settings.relay.shutdown_seconds,
             pace=Pace(
                 batch_size=settings.relay.batch_size,
-                max_idle_seconds=settings.relay.max_idle_seconds,
+                min_idle_seconds=min(_IDLE_SECONDS, settings.relay.max_idle_seconds),
+                # The stream wakes its lanes by itself.
+                max_idle_seconds=_IDLE_SECONDS if wal else settings.relay.max_idle_seconds,
                 max_backoff_seconds=settings.relay.max_backoff_seconds,
             ),
             connect=connect,
+            stream=new_stream if wal else None,
             source=new_source,
             publisher=new_publisher,
             upkeep=Retention(connect, schema, settings.relay.archive_days).keep if archive else None,

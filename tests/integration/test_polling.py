@@ -289,6 +289,7 @@ def test_settling_finds_its_rows_by_the_primary_key(crowded, count, archive):
     query = "SELECT id, event_id FROM outbox.events WHERE lane = %s ORDER BY id LIMIT %s"
     ids, event_ids = (list(column) for column in zip(*admin.execute(query, (lease.lane, count)), strict=True))
     values = {"ttl": 30.0, "lane": lease.lane, "epoch": lease.epoch, "ids": ids, "event_ids": event_ids, "batch": None}
+    values |= {"commit_lsn": None, "commit_number": None}
     values |= {"next_ids": ids, "next_event_ids": event_ids}
     values |= {"topics": ["t"] * count, "partitions": [0] * count, "offsets": list(range(count))}
     plan = explain(admin, Queries("outbox", archive=archive).settle, values)
@@ -331,15 +332,15 @@ def test_a_lease_runs_out_by_the_databases_clock_and_its_epoch_ends(outbox_postg
     mine, other = table(outbox_postgres, "me", ttl=30.0), table(outbox_postgres, "other")
     lease = mine.acquire()
     assert lease.secure
-    assert mine.renew([lease]) == []
+    assert mine.renew([lease]).lost == []
     with outbox_postgres.connect(autocommit=True) as admin:
         admin.execute("UPDATE outbox.lanes SET lease_until = clock_timestamp() WHERE lane = %s", (lease.lane,))
         # Nobody took it: the epoch still stands, and so does the owner.
-        assert mine.renew([lease]) == []
+        assert mine.renew([lease]).lost == []
         admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity'")
     epochs = {taken.lane: taken.epoch for taken in iter(other.acquire, None)}
     assert epochs[lease.lane] == lease.epoch + 1
-    assert mine.renew([lease]) == [lease]
+    assert mine.renew([lease]).lost == [lease]
     mine.release(lease)
     with outbox_postgres.connect() as admin:
         query = "SELECT owner FROM outbox.lanes WHERE lane = %s"

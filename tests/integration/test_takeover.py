@@ -154,7 +154,7 @@ def test_rows_that_vanish_between_reading_and_the_barrier_are_not_published(lane
 
     def crash(self, rows=()):
         lane.run("DELETE FROM outbox.events WHERE aggregate_id = 'b'")
-        real(self, rows)
+        return real(self, rows)
 
     monkeypatch.setattr(PollingSource, "_settle", crash)
     with pytest.raises(Unavailable, match="1 of 2 events"):

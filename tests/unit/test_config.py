@@ -6,7 +6,7 @@ import pytest
 
 from outbox.errors import ConfigurationError
 from relay.cli.wiring import build_router
-from relay.config import Delivery, delivery_seconds, load, producer_options, refuse_what_is_not_there
+from relay.config import Delivery, delivery_seconds, load, producer_options
 from relay.routing import OnFailure, Route
 
 
@@ -114,9 +114,10 @@ def test_the_deadline_of_a_batch_is_the_relays_own_and_shorter_than_the_lease():
     assert producer_options(settings)["delivery.timeout.ms"] == "0"
 
 
-def test_what_is_not_there_yet_is_refused():
-    with pytest.raises(ConfigurationError, match="wal"):
-        refuse_what_is_not_there(load(source="wal"))
+def test_at_most_once_can_not_read_the_wal():
+    assert load(source="wal", delivery="exactly-once").wal.slot == "outbox_relay"
+    with pytest.raises(ConfigurationError, match="at-most-once use polling"):
+        load(source="wal", delivery="at-most-once")
 
 
 @pytest.mark.parametrize(

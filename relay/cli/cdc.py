@@ -1,0 +1,161 @@
+"""``outbox cdc``: the replication slot that relays with ``source=wal`` read."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from outbox.errors import ConfigurationError
+from relay.cli.common import failing_clearly, print_json
+from relay.config import load
+
+if TYPE_CHECKING:
+    from relay.cdc import Cdc, Status
+    from relay.config import Settings
+
+app = typer.Typer(help="Set the WAL up as the source of the outbox.", no_args_is_help=True)
+
+_Url = Annotated[str | None, typer.Option(help="OUTBOX_DATABASE_URL")]
+
+
+@app.command()
+@failing_clearly
+def setup(
+    repair: Annotated[bool, typer.Option("--repair", help="Make the slot anew after it lost events.")] = False,
+    reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
+    database_url: _Url = None,
+) -> None:
+    """Make the publication and the slot. Then: `outbox relay switch wal`, with relays of OUTBOX_SOURCE=wal running.
+
+    Needs the rights of the tables' owner, CREATE on the database, and REPLICATION.
+    """
+    if repair and not (reason or "").strip():
+        raise ConfigurationError("--reason: say what happened; it is kept in the audit")
+    with _cdc(database_url) as (cdc, settings):
+        if repair:
+            cdc.repair(reason or "")
+            typer.echo(f"Slot {settings.wal.slot!r} is new. Each lane reads the table once before it streams again.")
+        elif cdc.setup():
+            typer.echo(f"Slot {settings.wal.slot!r} and publication {settings.wal.publication!r} are there.")
+            typer.echo("The slot keeps WAL from now on: go on with `outbox relay switch wal`, or `outbox cdc drop`.")
+        else:
+            typer.echo(f"Slot {settings.wal.slot!r} was set up already.")
+
+
+@app.command()
+@failing_clearly
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    database_url: _Url = None,
+) -> None:
+    """Show where the stream stands. Exit status 1 when it is not whole, or keeps more WAL than the limit."""
+    with _cdc(database_url) as (cdc, settings):
+        found = cdc.status()
+    limit = settings.wal.retained_limit_bytes
+    over = found.slot.retained_bytes > limit
+    if as_json:
+        print_json(_summary(found, settings) | {"over_limit": over})
+    else:
+        _show(found, settings)
+        if over:
+            typer.echo(f"ALERT: more than wal.retained_limit_bytes ({_bytes(limit)}) are kept: is a relay running?")
+    if found.problem is not None or over:
+        raise typer.Exit(1)
+
+
+@app.command()
+@failing_clearly
+def drop(
+    slot: Annotated[str, typer.Option("--slot", prompt="Type the slot's name to drop it", help="Its name, typed.")],
+    database_url: _Url = None,
+) -> None:
+    """Drop slot and publication. Events without a row that were not read yet are lost with them."""
+    with _cdc(database_url) as (cdc, settings):
+        if slot != settings.wal.slot:
+            raise ConfigurationError(f"the slot is {settings.wal.slot!r}, not {slot!r}: nothing was dropped")
+        cdc.drop()
+    typer.echo(f"Slot {slot!r} is gone.")
+
+
+@contextmanager
+def _cdc(database_url: str | None) -> Iterator[tuple[Cdc, Settings]]:
+    from relay.cdc import Cdc
+    from relay.cli.wiring import slot_names
+    from relay.database import Connector
+
+    settings = load(database_url=database_url)
+    connection = Connector(settings.require_database(), "outbox cdc")()
+    try:
+        yield Cdc(connection, slot_names(settings)), settings
+    finally:
+        connection.close()
+
+
+def _summary(found: Status, settings: Settings) -> dict[str, Any]:
+    from relay.wal import lsn_text
+
+    slot = found.slot
+
+    def lsn(value: int | None) -> str | None:
+        return None if value is None else lsn_text(value)
+
+    return {
+        "slot": settings.wal.slot,
+        "publication": settings.wal.publication,
+        "problem": found.problem,
+        "wal_status": slot.wal_status,
+        "read_by_pid": slot.active_pid,
+        "current_lsn": lsn(slot.current_lsn),
+        "confirmed_lsn": lsn(slot.confirmed_lsn),
+        "flushed_lsn": lsn(slot.flushed_lsn),
+        "settled_lsn": lsn(slot.settled_lsn),
+        "retained_bytes": slot.retained_bytes,
+        "lag_bytes": slot.lag_bytes,
+        "lag_seconds": round(slot.lag_seconds, 3),
+        "timeline": slot.timeline,
+        "messages_seen_at": None if slot.message_at is None else slot.message_at.isoformat(),
+        "lanes": [
+            {
+                "lane": lane.lane,
+                "source": lane.source,
+                "streaming": lane.streaming,
+                "owner": lane.owner,
+                "settled_lsn": lsn(lane.commit_lsn),
+            }
+            for lane in found.lanes
+        ],
+    }
+
+
+def _show(found: Status, settings: Settings) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    values = _summary(found, settings)
+    console = Console(soft_wrap=True)
+    facts = Table(show_header=False, box=None)
+    facts.add_row("slot", f"{values['slot']} ({values['wal_status'] or 'not there'})")
+    facts.add_row("read by", "nobody" if values["read_by_pid"] is None else f"server process {values['read_by_pid']}")
+    facts.add_row("kept for it", _bytes(values["retained_bytes"]))
+    facts.add_row("lag", f"{_bytes(values['lag_bytes'])}, {values['lag_seconds']:g} s")
+    for name in ("current_lsn", "confirmed_lsn", "flushed_lsn", "settled_lsn"):
+        facts.add_row(name.replace("_lsn", " LSN"), values[name] or "-")
+    console.print(facts)
+    lanes = Table("lane", "source", "reads", "owner", "settled LSN")
+    for lane in values["lanes"]:
+        reads = "the table" if lane["source"] == "polling" or not lane["streaming"] else "the stream"
+        lanes.add_row(str(lane["lane"]), lane["source"], reads, lane["owner"] or "-", lane["settled_lsn"] or "-")
+    console.print(lanes)
+    console.print(f"PROBLEM: {found.problem}" if found.problem else "The stream is whole.", markup=False)
+
+
+def _bytes(count: int) -> str:
+    size = float(count)
+    for unit in ("bytes", "KiB", "MiB", "GiB"):
+        if size < 1024 or unit == "GiB":
+            return f"{size:.0f} {unit}" if unit == "bytes" else f"{size:.1f} {unit}"
+        size /= 1024
+    raise AssertionError

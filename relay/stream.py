@@ -1,0 +1,523 @@
+"""The stream of events out of the WAL: one slot, read by one thread, shared out to the lanes in commit order.
+
+A relay that reads the WAL holds all lanes or none. Each lane has a Channel, which holds what was read for it until it
+is settled; the server is told to forget the WAL only up to where every lane has settled everything.
+What is held is bounded: when the lanes are behind, reading stops, and feedback goes on.
+
+| what happens                             | what follows                                                            |
+|------------------------------------------|-------------------------------------------------------------------------|
+| killed before feedback                   | the slot gives the same again; each lane passes by what is up to its    |
+|                                          | own position (its marker's, or the one in ``lanes``), and what has no   |
+|                                          | row any more                                                            |
+| killed between book and feedback         | the same: the book (``streams.flushed_lsn``) is only ever ahead         |
+| the connection breaks, or Postgres dies  | the session ends, and with it what is held; lanes settle, and join anew |
+| Kafka is away                            | channels fill up, reading stops, feedback goes on, the WAL is kept      |
+| an old relay still reads the slot        | its lanes are lost to it, with exactly-once it is fenced in Kafka; then |
+|                                          | that one walsender is ended                                             |
+| the slot is above the book               | stop: somebody moved it, or made it anew; events could be missed        |
+| the slot is gone, or lost its WAL        | stop; `outbox cdc setup --repair` makes a new one, lanes read the table |
+| the publication was changed              | stop, the same: what was not published meanwhile is missing             |
+| another timeline that left ours before   | stop: this server does not have what was published                      |
+| where we were                            |                                                                         |
+
+The feedback never goes by the positions of keepalives. An outbox without events would hold the WAL of all others so:
+when nothing is under way, a heartbeat is written (``pg_logical_emit_message``), and its arrival moves the position.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+import psycopg
+from uuid_utils.compat import uuid7
+
+from outbox import _message
+from outbox.errors import MessageError, SchemaError
+from relay.failpoints import failpoint
+from relay.lane_hash import lane_of
+from relay.lanes import Lease
+from relay.pgoutput import Begin, Commit, Insert, Message, Relation, Value, decode
+from relay.ports import At, Claim, Unavailable
+from relay.slot import Slot, SlotNames, heartbeat_prefix
+from relay.wal import Replication, SlotInUse, lsn_text
+
+UNREADABLE: Final = "unreadable-message"
+"""The aggregate type of what some other program wrote under our prefix. It becomes a dead letter."""
+
+_READ: Final = 1000
+_STATUS_SECONDS: Final = 1.0
+_WAIT_SECONDS: Final = 0.2
+_TAKE_OVER_SECONDS: Final = 10.0
+_CLOSE_SECONDS: Final = 10.0
+_OVERHEAD_BYTES: Final = 500
+
+Connect = Callable[[], psycopg.Connection[Any]]
+Position = tuple[int, int]
+
+
+@dataclass(frozen=True, slots=True)
+class StreamLimits:
+    """How much is held at most, and after how many seconds of rest a heartbeat is written."""
+
+    max_events: int = 30_000
+    max_bytes: int = 64 * 1024 * 1024
+    heartbeat_seconds: float = 10.0
+
+
+class Channel:
+    """One lane's part of a session: what was read for it and is not settled yet, in commit order.
+
+    ``resume`` is the last position (commit_lsn, number) that is done with already, and ``repeated`` are the ids of
+    events behind it that are. The session's thread puts, the lane's thread does the rest.
+    """
+
+    def __init__(self, session: _Session, resume: Position, repeated: Collection[str]) -> None:
+        self._session = session
+        self._arrived = threading.Condition()
+        self._waiting: deque[Claim] = deque()
+        self._taken: deque[Claim] = deque()
+        self._settled: set[At | None] = set()
+        self._resume = resume
+        self._repeated = frozenset(repeated)
+        self.put_count = 0
+        self.done_count = 0
+
+    @property
+    def running(self) -> bool:
+        """Whether the stream is being read: who read it before does so no more."""
+        return self._session.running.is_set()
+
+    def wants(self, claim: Claim) -> bool:
+        """Whether the event is new to this lane."""
+        assert claim.at is not None
+        return claim.at[:2] > self._resume and claim.event_id not in self._repeated
+
+    def put(self, claims: Sequence[Claim]) -> None:
+        """Add events, in order."""
+        with self._arrived:
+            self._waiting.extend(claims)
+            self.put_count += len(claims)
+            self._arrived.notify_all()
+
+    def take(self, limit: int, wait_seconds: float = 0.0) -> list[Claim]:
+        """Give the next events in order, up to ``limit``; wait for the first. Raises what ended the session."""
+        with self._arrived:
+            if not self._waiting and wait_seconds > 0 and self._session.error is None:
+                self._arrived.wait(wait_seconds)
+            if self._session.error is not None:
+                raise self._session.error
+            claims = [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
+            self._taken.extend(claims)
+            if self._settled:
+                claims = [claim for claim in claims if claim.at not in self._settled]
+                popped = self._pop_settled()
+            else:
+                popped = []
+        self._session.freed(popped)
+        return claims
+
+    def wait(self, seconds: float) -> None:
+        """Wait until there is something to take, or the session has ended."""
+        with self._arrived:
+            if not self._waiting and self._session.error is None:
+                self._arrived.wait(seconds)
+
+    def put_back(self, claims: Sequence[Claim]) -> None:
+        """Give back the last events that were taken: they come again."""
+        with self._arrived:
+            while claims:
+                claim = self._taken.pop()
+                self._waiting.appendleft(claim)
+                if claim is claims[0]:
+                    return
+
+    def rewind(self, resume: Position, repeated: Collection[str]) -> None:
+        """Begin again with the first event that is not done with."""
+        with self._arrived:
+            self._resume = max(self._resume, resume)
+            self._repeated |= frozenset(repeated)
+            self._taken.extend(self._waiting)
+            self._settled.update(claim.at for claim in self._taken if not self.wants(claim))
+            popped = self._pop_settled()
+            self._waiting, self._taken = self._taken, deque()
+        self._session.freed(popped)
+
+    def done(self, claims: Sequence[Claim]) -> None:
+        """Take note that these are settled, durably."""
+        if not claims:
+            return
+        with self._arrived:
+            taken, count = self._taken, len(claims)
+            if not self._settled and len(taken) >= count and taken[0] is claims[0] and taken[count - 1] is claims[-1]:
+                popped = [taken.popleft() for _ in range(count)]
+                self.done_count += count
+            else:
+                self._settled.update(claim.at for claim in claims)
+                popped = self._pop_settled()
+        self._session.freed(popped)
+
+    def wake(self) -> None:
+        """Let a waiting ``take`` see that the session has ended."""
+        with self._arrived:
+            self._arrived.notify_all()
+
+    def _pop_settled(self) -> list[Claim]:
+        taken, settled = self._taken, self._settled
+        popped = []
+        while taken and taken[0].at in settled:
+            claim = taken.popleft()
+            settled.discard(claim.at)
+            popped.append(claim)
+        self.done_count += len(popped)
+        return popped
+
+
+class Stream:
+    """What a relay that reads the WAL shares among its lanes. Safe to use from their threads.
+
+    ``leases`` are all lanes of the outbox. ``replicate`` makes a replication connection, ``connect`` a plain one.
+    A session begins when every lane has joined: by then each has fenced its predecessor.
+    """
+
+    def __init__(
+        self,
+        names: SlotNames,
+        replicate: Callable[[], Replication],
+        connect: Connect,
+        leases: Sequence[Lease],
+        limits: StreamLimits,
+    ) -> None:
+        self._names = names
+        self._replicate = replicate
+        self._connect = connect
+        self._leases = leases
+        self._limits = limits
+        self._lock = threading.Lock()
+        self._session: _Session | None = None
+        self._closed = False
+
+    def join(self, lane: int, resume: Position, repeated: Collection[str]) -> Channel:
+        """Give the lane's channel, from behind ``resume`` on. Raises Unavailable when the stream is closed."""
+        with self._lock:
+            if self._closed:
+                raise Unavailable("the stream is closed")
+            if self._session is None or self._session.error is not None:
+                self._session = _Session(self._names, self._replicate, self._connect, self._leases, self._limits)
+            return self._session.join(lane, resume, repeated)
+
+    def close(self) -> None:
+        """Tell the server what is done with, and let go of the slot. Safe to call twice."""
+        with self._lock:
+            self._closed = True
+            session = self._session
+        if session is not None:
+            session.stop()
+
+
+class _Session:
+    """One replication connection's life, in a thread. ``error`` is what ended it."""
+
+    def __init__(
+        self,
+        names: SlotNames,
+        replicate: Callable[[], Replication],
+        connect: Connect,
+        leases: Sequence[Lease],
+        limits: StreamLimits,
+    ) -> None:
+        self._names = names
+        self._replicate = replicate
+        self._connect = connect
+        self._leases = leases
+        self._limits = limits
+        self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
+        self._channels: dict[int, Channel] = {}
+        self._resume_lsn = 0
+        self._stopping = threading.Event()
+        self._room = threading.Condition()
+        self._held_events = 0
+        self._held_bytes = 0
+        self.running = threading.Event()
+        self.error: Exception | None = None
+
+        self._prefix = _message.message_prefix(names.schema)
+        self._heartbeat_prefix = heartbeat_prefix(names.schema)
+        # The transaction that is being read, and how many of its events have been.
+        self._transaction: Begin | None = None
+        self._number = 0
+        self._columns: _Columns | None = None
+        self._events_oid: int | None = None
+        self._message_count = 0
+        self._messages_seen = False
+        self._read_for: dict[int, list[Claim]] = {}
+        # Ends of transactions, each with how many events every channel had been given by then.
+        self._end: tuple[int, dt.datetime | None] | None = None
+        self._ends: deque[tuple[int, dt.datetime | None, tuple[int, ...]]] = deque()
+        self._told = 0
+        self._moved_at = time.monotonic()
+
+    def join(self, lane: int, resume: Position, repeated: Collection[str]) -> Channel:
+        channel = self._channels.get(lane)
+        if channel is not None:
+            channel.rewind(resume, repeated)
+            return channel
+        channel = self._channels[lane] = Channel(self, resume, repeated)
+        self._resume_lsn = max(self._resume_lsn, resume[0])
+        if len(self._channels) == len(self._leases):
+            self._thread.start()
+        return channel
+
+    def freed(self, claims: Sequence[Claim]) -> None:
+        """Take note that these are held no more."""
+        if claims:
+            with self._room:
+                self._held_bytes -= sum(map(_size, claims))
+                self._held_events -= len(claims)
+                self._room.notify_all()
+
+    def stop(self) -> None:
+        """End, after a last feedback."""
+        self._stopping.set()
+        if self._thread.is_alive():
+            self._thread.join(_CLOSE_SECONDS)
+
+    def _run(self) -> None:
+        replication: Replication | None = None
+        connection: psycopg.Connection[Any] | None = None
+        try:
+            connection = self._connect()
+            slot = Slot(connection, self._names, self._leases)
+            replication = self._replicate()
+            self._start(slot, replication)
+            self.running.set()
+            self._stream(slot, replication)
+            self.error = Unavailable("the stream is closed")
+        except Exception as error:  # noqa: BLE001  the lanes raise it, each in its own thread
+            self.error = error
+        finally:
+            self.running.clear()
+            if replication is not None:
+                replication.close()
+            if connection is not None:
+                connection.close()
+            for channel in list(self._channels.values()):
+                channel.wake()
+
+    def _start(self, slot: Slot, replication: Replication) -> None:
+        """See that the stream is whole, and begin; end whoever reads the slot still. Our lanes were its lanes."""
+        slot.check_hash()
+        deadline = time.monotonic() + _TAKE_OVER_SECONDS
+        while True:
+            state = slot.look()
+            slot.check(state)
+            slot.check_timeline(state, replication, self._resume_lsn)
+            if state.lanes != len(self._leases):
+                raise Unavailable(f"the outbox has {state.lanes} lanes now, and not {len(self._leases)}")
+            self._told = state.flushed_lsn or 0
+            if state.active_pid is None:
+                try:
+                    replication.start(self._names.slot, self._names.publication)
+                except SlotInUse:
+                    if time.monotonic() > deadline or self._stopping.is_set():
+                        raise
+                else:
+                    break
+            elif time.monotonic() > deadline or self._stopping.is_set():
+                raise SlotInUse(f"slot {self._names.slot!r} is read by process {state.active_pid} of the server")
+            failpoint("stream.taking_over")
+            slot.terminate_reader()
+            self._stopping.wait(0.02)
+        failpoint("stream.started")
+
+    def _stream(self, slot: Slot, replication: Replication) -> None:
+        replication.feedback(self._told)
+        due = time.monotonic() + _STATUS_SECONDS
+        while not self._stopping.is_set():
+            now = time.monotonic()
+            if now >= due or replication.reply_wanted:
+                due = now + _STATUS_SECONDS
+                self._report(slot, replication)
+                self._beat(slot, now)
+            if self._has_room() and not self._read(replication):
+                replication.wait(min(max(due - time.monotonic(), 0.0), _WAIT_SECONDS))
+        self._report(slot, replication)
+
+    def _has_room(self) -> bool:
+        with self._room:
+            if self._held_events < self._limits.max_events and self._held_bytes < self._limits.max_bytes:
+                return True
+            self._room.wait(_WAIT_SECONDS)
+            return False
+
+    # Reading
+
+    def _read(self, replication: Replication) -> bool:
+        """Read what has arrived and hand it on; say whether there was anything."""
+        count = 0
+        for data in replication.read(_READ):
+            count += 1
+            self._take(data)
+        self._hand_on()
+        return count > 0
+
+    def _take(self, data: bytes) -> None:
+        match decode(data):
+            case Insert(relation, new):
+                self._insert(relation, new)
+            case Begin() as begin:
+                self._transaction, self._number = begin, 0
+            case Commit(end_lsn=end, committed_at=at):
+                self._transaction, self._end = None, (end, at)
+            case Message() as message:
+                self._message(message)
+            case Relation() as relation_:
+                self._relation(relation_)
+            case _:
+                # Types and origins say nothing about events, and the publication has inserts only.
+                pass
+
+    def _relation(self, relation: Relation) -> None:
+        if (relation.schema, relation.name) != (self._names.schema, "events"):
+            raise SchemaError(
+                f"the table of slot {self._names.slot!r} is {relation.schema}.{relation.name} in the stream, and not "
+                f"{self._names.schema}.events: it was renamed; `outbox db check` says how it should be"
+            )
+        self._events_oid, self._columns = relation.oid, _Columns(relation)
+
+    def _insert(self, relation: int, new: Sequence[Value]) -> None:
+        if relation != self._events_oid or self._columns is None:
+            raise SchemaError("the stream has a row of a table that it did not describe")
+        self._add(self._columns.claim(new, self._next()))
+
+    def _message(self, message: Message) -> None:
+        if not message.transactional:
+            if message.prefix == self._heartbeat_prefix:
+                self._end = message.lsn, None
+            return
+        if message.prefix != self._prefix:
+            return
+        at = self._next()
+        assert self._transaction is not None
+        committed = self._transaction.committed_at.isoformat(timespec="microseconds").replace("+00:00", "Z")
+        self._message_count += 1
+        self._messages_seen = True
+        number = -self._message_count
+        try:
+            event = _message.decode(message.content)
+        except MessageError as error:
+            place = f"{lsn_text(at.commit_lsn)}/{at.number}"
+            self._add(
+                Claim(number, str(uuid7()), UNREADABLE, place, str(error)[:200], committed, message.content, None, at)
+            )
+            return
+        self._add(Claim(number, *event[:4], committed, event.payload, event.headers, at))
+
+    def _next(self) -> At:
+        if self._transaction is None:
+            raise SchemaError("the stream has an event outside of any transaction")
+        self._number += 1
+        return At(self._transaction.final_lsn, self._number, self._transaction.xid)
+
+    def _add(self, claim: Claim) -> None:
+        lane = lane_of(claim.aggregate_type, claim.aggregate_id, len(self._leases))
+        if self._channels[lane].wants(claim):
+            self._read_for.setdefault(lane, []).append(claim)
+
+    def _hand_on(self) -> None:
+        for lane, claims in self._read_for.items():
+            with self._room:
+                self._held_events += len(claims)
+                self._held_bytes += sum(map(_size, claims))
+            self._channels[lane].put(claims)
+        self._read_for = {}
+        if self._end is not None:
+            # The last of the ends that were read at once will do. Events of the transaction behind it are counted
+            # with it, so it may be told a little later than it could.
+            counts = tuple(channel.put_count for channel in self._channels.values())
+            self._ends.append((*self._end, counts))
+            self._end = None
+
+    # Feedback
+
+    def _report(self, slot: Slot, replication: Replication) -> None:
+        """Tell how far every lane has settled everything; first the book, then the server."""
+        flushed, at = self._told, None
+        done = tuple(channel.done_count for channel in self._channels.values())
+        while self._ends and all(map(int.__ge__, done, self._ends[0][2])):
+            flushed, at, _ = self._ends.popleft()
+        if flushed > self._told:
+            slot.note(flushed, at, messages=self._messages_seen)
+            failpoint("stream.noted")
+            self._messages_seen = False
+            self._told = flushed
+            self._moved_at = time.monotonic()
+        replication.feedback(self._told)
+        failpoint("stream.told")
+
+    def _beat(self, slot: Slot, now: float) -> None:
+        if not self._held_events and now - self._moved_at >= self._limits.heartbeat_seconds:
+            self._moved_at = now
+            slot.heartbeat(self._told)
+
+
+class _Columns:
+    """Where the columns of ``events`` are in a row of the stream. Raises SchemaError when one is not."""
+
+    NAMES: Final = (
+        "id",
+        "event_id",
+        "aggregate_type",
+        "aggregate_id",
+        "event_type",
+        "created_at",
+        "payload",
+        "payload_bytes",
+        "headers",
+    )
+
+    def __init__(self, relation: Relation) -> None:
+        places = {column.name: number for number, column in enumerate(relation.columns)}
+        missing = [name for name in self.NAMES if name not in places]
+        if missing:
+            raise SchemaError(
+                f"{relation.schema}.{relation.name} has no column {missing[0]!r} in the stream: the table was altered; "
+                "see `outbox db check`"
+            )
+        self._places = tuple(places[name] for name in self.NAMES)
+
+    def claim(self, row: Sequence[Value], at: At) -> Claim:
+        """Give the row as polling would."""
+        a, b, c, d, e, f, g, h, i = self._places
+        values: Sequence[Any] = row
+        raw, headers = values[h], values[i]
+        return Claim(
+            int(values[a]),
+            values[b].decode(),
+            values[c].decode(),
+            values[d].decode(),
+            values[e].decode(),
+            rfc3339(values[f].decode()),
+            values[g] if raw is None else bytes.fromhex(raw[2:].decode()),
+            None if headers is None else orjson.loads(headers),
+            at,
+        )
+
+
+def rfc3339(text: str) -> str:
+    """Give Postgres' ISO form in UTC (``2026-11-21 10:00:00.5+00``) as polling's: ``2026-11-21T10:00:00.500000Z``."""
+    if not text.endswith("+00"):
+        # Before Christ, or infinity: nobody's time of creation, and no reason to stop either.
+        return text
+    date, _, clock = text[:-3].partition(" ")
+    return f"{date}T{clock}.000000Z" if len(clock) == 8 else f"{date}T{clock.ljust(15, '0')}Z"
+
+
+def _size(claim: Claim) -> int:
+    return _OVERHEAD_BYTES + len(claim.value or b"")

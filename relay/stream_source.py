@@ -1,0 +1,370 @@
+"""Source over the WAL: one lane, from the stream; from the table where the stream can't serve it.
+
+An event that the stream gives is published only when Postgres shows it: its row is there (or, without a row, its
+transaction is visible). A commit stands in the WAL before it is visible, and with synchronous replication for as long
+as no standby has it: until then a failover could undo it. A row that is not there although its transaction is visible
+has been published, or taken away. So what the stream repeats, and what was published from the table, goes out once.
+
+| state     | events come from                       | events of the stream are                                       |
+|-----------|----------------------------------------|----------------------------------------------------------------|
+| streaming | the stream, in commit order            | published, settled by row and position                         |
+| table     | the table, as polling reads it         | dropped when visible: their rows are in the table. Those       |
+|           |                                        | without a row are written to the table                         |
+| catching  | the table, up to the highest id that   | kept; the first of them follows when the table has nothing up  |
+| up        | was visible when dropping stopped      | to that id                                                     |
+
+A lane is in ``table`` after a switch from polling, after the slot was made anew, and while it has failures: events of
+a key that waits stay in the table, and go out from there, with the attempts, the backoff and the dead letters of
+polling. ``lanes.streaming`` says which it is and is written, durably, before the first event is dropped and after the
+last was caught up with; so whoever takes the lane over goes on in the same state.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Final, assert_never
+
+import orjson
+from psycopg import sql
+
+from relay.database import unavailable_on_error
+from relay.failpoints import failpoint
+from relay.marker import Marker
+from relay.polling import Identity, Pending, PollingSource, array
+from relay.ports import Claim, Published, Receipt, Refused
+from relay.slot import current_snapshot, snapshot_sees
+from relay.stream import UNREADABLE, Channel, Stream
+
+_LOOK_SECONDS: Final = 1.0
+_DROP: Final = 5000
+_NOT_VISIBLE_SECONDS: Final = 0.005
+
+_STATE: Final = """
+SELECT streaming, commit_lsn, commit_number, EXISTS (SELECT FROM {failures} WHERE lane = %(lane)s)
+  FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s"""
+
+_SET_STREAMING: Final = """
+UPDATE {lanes} SET streaming = %(streaming)s WHERE lane = %(lane)s AND epoch = %(epoch)s
+RETURNING lane, set_config('synchronous_commit', 'on', true)"""
+
+_HORIZON: Final = "SELECT coalesce(max(id), 0) FROM {events} WHERE lane = %(lane)s"
+
+# Reads only: what comes from the WAL is durable, and the lease is prolonged elsewhere.
+_THERE: Final = """
+SELECT (SELECT count(*) FROM {events}
+         WHERE lane = %(lane)s AND id = ANY(%(ids)s::bigint[]) AND event_id = ANY(%(event_ids)s::uuid[]))
+  FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s"""
+
+_WHICH: Final = """
+SELECT ARRAY(SELECT id FROM {events}
+              WHERE lane = %(lane)s AND id = ANY(%(ids)s::bigint[]) AND event_id = ANY(%(event_ids)s::uuid[])),
+       pg_current_snapshot()::text
+  FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s"""
+
+# As bytes, whatever it was: the value of the message, to the byte. Its content type is JSON where none is given.
+_SPILL: Final = """
+INSERT INTO {events} (event_id, aggregate_type, aggregate_id, event_type, payload_bytes, headers, created_at)
+SELECT e.event_id, e.kind, e.key, e.type, e.payload, e.headers, e.created_at
+  FROM unnest(%(event_ids)s::uuid[], %(kinds)s::text[], %(keys)s::text[], %(types)s::text[], %(payloads)s::bytea[],
+              %(headers)s::jsonb[], %(times)s::timestamptz[]) WITH ORDINALITY
+       AS e(event_id, kind, key, type, payload, headers, created_at, n)
+ ORDER BY e.n
+RETURNING id"""
+
+
+class StreamSource(PollingSource):
+    """One lane of a relay that reads the WAL. ``wait_seconds`` is how long ``fetch`` waits for the first event."""
+
+    def __init__(self, connect: Any, schema: str, *args: Any, stream: Stream, wait_seconds: float, **options: Any):
+        super().__init__(connect, schema, *args, **options)
+        self._stream = stream
+        self._wait_seconds = wait_seconds
+        self._marker: Marker | None = None
+        self._channel: Channel | None = None
+        self._streaming = False
+        self._horizon: int | None = None
+        self._batch: Sequence[Claim] = ()
+        self._failures_at = 0.0
+        names = {name: sql.Identifier(schema, name) for name in ("events", "lanes", "failures")}
+        self._state, self._set_streaming, self._horizon_of, self._there, self._which, self._spill = (
+            sql.SQL(text).format(**names) for text in (_STATE, _SET_STREAMING, _HORIZON, _THERE, _WHICH, _SPILL)
+        )
+
+    def adopt(self, marker: Marker | None) -> tuple[Marker | None, Identity]:
+        """Settle what the marker names, and go on in the stream behind it."""
+        adopted, identity = super().adopt(marker)
+        self._marker = adopted
+        return adopted, identity
+
+    def fetch(self, limit: int) -> Sequence[Claim]:
+        """Settle what is pending and give the next events; wait a little for the first."""
+        channel = self._channel or self._join()
+        try:
+            if self._streaming and self._failures_came_up():
+                self._leave_stream(channel)
+            return self._from_stream(channel, limit) if self._streaming else self._from_table(channel, limit)
+        except Exception:
+            # The stream may have ended while Postgres and Kafka are well: what is published must not be sent again.
+            self.flush()
+            raise
+
+    def settle(self, receipt: Receipt) -> None:
+        """Take note of what was published. Refused events, and with them the lane, go over to the table."""
+        batch, self._batch = self._batch, ()
+        if not batch:
+            return super().settle(receipt)
+        refused: list[tuple[Claim, str]] = []
+        published = set()
+        for claim, outcome in receipt.results:
+            match outcome:
+                case Published():
+                    published.add(claim.position)
+                case Refused():
+                    refused.append((claim, outcome.reason))
+                case _:
+                    assert_never(outcome)
+        if refused:
+            return self._resolve(batch, receipt, published, refused)
+        if receipt.results or receipt.batch is not None:
+            reached = None
+            for claim in batch:
+                if claim.position not in published:
+                    break
+                reached = claim.at
+            self._pending = Pending.of(receipt, reached)
+        return None
+
+    # From the stream
+
+    def _from_stream(self, channel: Channel, limit: int) -> Sequence[Claim]:
+        claims: Sequence[Claim] = channel.take(limit)
+        if not claims:
+            self.flush()
+            claims = channel.take(limit, self._wait_seconds)
+            if not claims:
+                return ()
+        with unavailable_on_error(f"reading lane {self._lease.lane}"):
+            if self._pending is not None:
+                failpoint("batch.settling")
+                found = self._settle(claims)
+            else:
+                found = self._look(self._there, claims)[0]
+            if found != len(claims):
+                claims = self._examined(channel, claims)
+        if claims:
+            self._batch = claims
+            failpoint("batch.fetched")
+        return claims
+
+    def _examined(self, channel: Channel, claims: Sequence[Claim]) -> Sequence[Claim]:
+        """Give those that are there, up to the first that is not visible yet. Those that are gone are done with."""
+        found, snapshot = self._look(self._which, claims)
+        there = set(found)
+        kept: list[Claim] = []
+        gone: list[Claim] = []
+        for number, claim in enumerate(claims):
+            if claim.position in there:
+                kept.append(claim)
+                continue
+            assert claim.at is not None
+            if not snapshot_sees(snapshot, claim.at.xid):
+                channel.put_back(claims[number:])
+                if not kept:
+                    time.sleep(_NOT_VISIBLE_SECONDS)
+                break
+            if claim.position > 0:
+                gone.append(claim)
+            elif claim.aggregate_type != UNREADABLE:
+                kept.append(claim)
+            elif kept:
+                channel.put_back(claims[number:])
+                break
+            else:
+                self._bury(channel, claim)
+        channel.done(gone)
+        return kept
+
+    def _failures_came_up(self) -> bool:
+        """Whether the lane has failures. Looked at now and then: a person may put a dead letter back."""
+        now = time.monotonic()
+        if now - self._failures_at < _LOOK_SECONDS:
+            return False
+        self._failures_at = now
+        with unavailable_on_error(f"looking for failures of lane {self._lease.lane}"):
+            row = self._connection.execute(self._queries.any_failures, {"lane": self._lease.lane}).fetchone()
+        return row is not None and bool(row[0])
+
+    # Between stream and table
+
+    def _join(self) -> Channel:
+        with unavailable_on_error(f"looking at lane {self._lease.lane}"):
+            row = self._connection.execute(self._state, self._mine()).fetchone()
+        if row is None:
+            raise self._lost(0)
+        self._streaming, commit_lsn, commit_number, failures = row
+        resume = (-1, -1) if commit_lsn is None else (commit_lsn, commit_number)
+        repeated: list[str] = []
+        if self._marker is not None:
+            # Of what stands behind the marker's own position, the rows are settled; the others have only their ids.
+            pairs = zip(self._marker.positions, self._marker.event_ids, strict=True)
+            repeated = [event_id for position, event_id in pairs if position < 0]
+        channel = self._channel = self._stream.join(self._lease.lane, resume, repeated)
+        if self._streaming and failures:
+            self._leave_stream(channel)
+        return channel
+
+    def _leave_stream(self, channel: Channel) -> None:
+        self.flush()
+        self._write_streaming(False)
+        channel.rewind((-1, -1), ())
+        self._around = True
+
+    def _enter_stream(self) -> None:
+        self._write_streaming(True)
+        self._horizon = None
+        self._failures_at = time.monotonic()
+
+    def _write_streaming(self, streaming: bool) -> None:
+        with unavailable_on_error(f"noting the state of lane {self._lease.lane}"):
+            row = self._connection.execute(self._set_streaming, {"streaming": streaming, **self._mine()}).fetchone()
+        if row is None:
+            raise self._lost(0)
+        self._streaming = streaming
+        failpoint("stream.entered" if streaming else "stream.left")
+
+    # From the table
+
+    def _from_table(self, channel: Channel, limit: int) -> Sequence[Claim]:
+        if self._horizon is None:
+            self._drop(channel)
+        rows = super().fetch(limit)
+        if self._around:
+            self._horizon = None
+        elif self._horizon is None:
+            # Not before the stream is ours: whoever read it before may have dropped what nobody has published.
+            if channel.running:
+                self._horizon = self._highest()
+        elif not rows or rows[0].position > self._horizon:
+            # What was read just now comes again, from the stream.
+            self._enter_stream()
+            return ()
+        if not rows and not self._streaming and self._horizon is None:
+            channel.wait(self._wait_seconds)
+        return rows
+
+    def _drop(self, channel: Channel) -> None:
+        """Let go of events whose rows are in the table for all to see; write those that have no row there."""
+        claims = channel.take(_DROP)
+        if not claims:
+            return
+        snapshot = current_snapshot(self._connection)
+        visible = len(claims)
+        for number, claim in enumerate(claims):
+            assert claim.at is not None
+            if not snapshot_sees(snapshot, claim.at.xid):
+                visible = number
+                channel.put_back(claims[number:])
+                break
+        dropped = claims[:visible]
+        if any(claim.position < 0 for claim in dropped):
+            self.flush()
+            self._write_to_table(dropped)
+        channel.done(dropped)
+
+    def _highest(self) -> int:
+        with unavailable_on_error(f"looking at lane {self._lease.lane}"):
+            row = self._connection.execute(self._horizon_of, self._mine()).fetchone()
+        assert row is not None
+        return int(row[0])
+
+    # To the table
+
+    def _resolve(
+        self, batch: Sequence[Claim], receipt: Receipt, published: set[int], refused: list[tuple[Claim, str]]
+    ) -> None:
+        """Settle what is published, record what is refused, and leave the rest of the batch to the table."""
+        lane = self._lease.lane
+        asked_at = time.monotonic()
+        pending = self._pending = replace(Pending.of(receipt, batch[-1].at), claims=())
+        left = [claim for claim in batch if claim.position < 0 and claim.position not in published]
+        dead: list[Claim] = []
+        with unavailable_on_error(f"settling lane {lane}"), self._connection.transaction():
+            self._connection.execute(self._queries.several, self._timeout())
+            held = self._connection.execute(self._queries.settle, self._settling_values(pending)).fetchone()
+            if held is not None:
+                rows = {claim.position: row for claim, row in zip(left, self._spilled(left), strict=True)}
+                moved = [(rows.get(claim.position, claim), reason) for claim, reason in refused]
+                dead = self._failures.record(self._connection, lane, moved)
+                self._connection.execute(self._set_streaming, {"streaming": False, **self._mine()})
+        self._settled(held is not None, asked_at)
+        self._streaming, self._around = False, True
+        assert self._channel is not None
+        self._channel.done(batch)
+        for claim in dead:
+            self._on_dead(claim)
+
+    def _bury(self, channel: Channel, claim: Claim) -> None:
+        """Keep what can't be read as a dead letter."""
+        row = self._write_to_table([claim])[0]
+        channel.done([claim])
+        self._on_dead(row)
+
+    def _write_to_table(self, claims: Sequence[Claim]) -> list[Claim]:
+        """Give events without a row one, and note that the stream is used up to the last of the claims."""
+        lane, at = self._lease.lane, claims[-1].at
+        with unavailable_on_error(f"writing events of lane {lane}"), self._connection.transaction():
+            self._connection.execute(self._queries.several, self._timeout())
+            values = self._settling_values(Pending(at=at))
+            held = self._connection.execute(self._queries.settle, values).fetchone()
+            if held is None:
+                raise self._lost(0)
+            rows = self._spilled([claim for claim in claims if claim.position < 0])
+            unreadable = [row for row in rows if row.aggregate_type == UNREADABLE]
+            if unreadable:
+                self._failures.bury_at_once(self._connection, lane, unreadable)
+        failpoint("stream.spilled")
+        return rows
+
+    def _spilled(self, claims: Sequence[Claim]) -> list[Claim]:
+        if not claims:
+            return []
+        cursor = self._connection.execute(
+            self._spill,
+            {
+                "event_ids": [claim.event_id for claim in claims],
+                "kinds": [claim.aggregate_type for claim in claims],
+                "keys": [claim.aggregate_id for claim in claims],
+                "types": [claim.event_type for claim in claims],
+                "payloads": [claim.value for claim in claims],
+                "headers": [
+                    None if claim.headers is None else orjson.dumps(claim.headers).decode() for claim in claims
+                ],
+                "times": [claim.time for claim in claims],
+            },
+        )
+        return [claim._replace(position=row[0], at=None) for claim, row in zip(claims, cursor.fetchall(), strict=True)]
+
+    def _settled(self, held: bool, asked_at: float) -> None:
+        pending = self._pending
+        super()._settled(held, asked_at)
+        if pending is not None and self._channel is not None:
+            self._channel.done([claim for claim in pending.claims if claim.at is not None])
+
+    def _look(self, query: sql.Composed, claims: Sequence[Claim]) -> Any:
+        rows = [claim for claim in claims if claim.position > 0]
+        row = self._connection.execute(
+            query,
+            {
+                "ids": array([claim.position for claim in rows]),
+                "event_ids": array([claim.event_id for claim in rows]),
+                **self._mine(),
+            },
+        ).fetchone()
+        if row is None:
+            raise self._lost(0)
+        return row
+
+    def _mine(self) -> dict[str, int]:
+        return {"lane": self._lease.lane, "epoch": self._lease.epoch}

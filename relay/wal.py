@@ -1,0 +1,200 @@
+"""Transport of logical replication over psycopg's public API: one slot, read as ``pgoutput``, told how far it was used.
+
+The connection is in COPY BOTH mode once it has started, which psycopg leaves to its low-level functions
+(``pgconn.get_copy_data``, ``put_copy_data``). Protocol:
+https://www.postgresql.org/docs/current/protocol-replication.html. Everything here is used from one thread.
+"""
+
+from __future__ import annotations
+
+import re
+import select
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from struct import Struct
+from typing import Any, Final
+
+import psycopg
+from psycopg import errors, sql
+from psycopg.pq import ExecStatus
+
+from outbox.errors import SchemaError
+from outbox.urls import display_url, libpq_url
+from relay.ports import Unavailable
+
+_KEEPALIVE: Final = Struct(">cQqB")
+_FEEDBACK: Final = Struct(">cQQQqB")
+_DATA_HEADER: Final = 25
+_POSTGRES_EPOCH: Final = 946_684_800
+
+# What the text of a value looks like is the session's business.
+_SETTINGS: Final = (
+    "SET datestyle = 'ISO'; SET timezone = 'UTC'; SET bytea_output = 'hex'; SET client_encoding = 'UTF8'; "
+    "SET statement_timeout = 0"
+)
+
+_NEEDS: Final = {
+    "wal_level": "set wal_level = logical and restart the server, or use source=polling",
+    "permission": (
+        "the relay's role needs REPLICATION: ALTER ROLE … REPLICATION (or, as some hosts have it, a role to grant); "
+        "source=polling needs no such right"
+    ),
+}
+
+
+class SlotInUse(Unavailable):
+    """Another connection reads the slot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Switch:
+    """Where a timeline ended, because a standby was promoted there."""
+
+    timeline: int
+    lsn: int
+
+
+def lsn_text(lsn: int) -> str:
+    """Give a position in the WAL as Postgres writes it: ``16/B374D848``."""
+    return f"{lsn >> 32:X}/{lsn & 0xFFFFFFFF:X}"
+
+
+def parse_lsn(text: str) -> int:
+    """Read what ``lsn_text`` writes. Raises ValueError."""
+    high, _, low = text.partition("/")
+    return int(high, 16) << 32 | int(low, 16)
+
+
+class Replication:
+    """One replication connection to a database.
+
+    Raises Unavailable when the server can't be reached or ends the stream, SchemaError when it refuses.
+    """
+
+    def __init__(self, url: str, application_name: str) -> None:
+        self._url = libpq_url(url)
+        with self._explained():
+            self._connection: psycopg.Connection[Any] = psycopg.connect(
+                self._url,
+                autocommit=True,
+                replication="database",
+                application_name=application_name,
+                connect_timeout=10,
+                keepalives_idle=10,
+                keepalives_interval=5,
+                keepalives_count=3,
+                tcp_user_timeout=20_000,
+            )
+        self._pgconn = self._connection.pgconn
+        self._socket = self._connection.fileno()
+        try:
+            self._command(_SETTINGS)
+        except BaseException:
+            self.close()
+            raise
+
+    def identify(self) -> tuple[str, int]:
+        """Give the system identifier and the timeline."""
+        row = self._command("IDENTIFY_SYSTEM")
+        return row[0], int(row[1])
+
+    def switches(self, timeline: int) -> list[Switch]:
+        """Give where each timeline before this one ended, oldest first. Timeline 1 has none before it."""
+        if timeline == 1:
+            return []
+        content = self._command(f"TIMELINE_HISTORY {int(timeline)}")[1]
+        lines = (re.match(r"\s*(\d+)\s+([0-9A-Fa-f]+/[0-9A-Fa-f]+)", line) for line in content.splitlines())
+        return [Switch(int(line[1]), parse_lsn(line[2])) for line in lines if line is not None]
+
+    def start(self, slot: str, publication: str) -> None:
+        """Begin to stream from the slot's confirmed position. Raises SlotInUse while another connection does."""
+        options = sql.SQL("proto_version '1', publication_names {}, messages 'true'").format(
+            sql.Literal(sql.Identifier(publication).as_string(self._connection))
+        )
+        command = sql.SQL("START_REPLICATION SLOT {} LOGICAL 0/0 ({})").format(sql.Identifier(slot), options)
+        self._command(command.as_string(self._connection), ExecStatus.COPY_BOTH)
+
+    def read(self, limit: int) -> Iterator[bytes]:
+        """Give up to ``limit`` of the messages that have arrived, in pgoutput's form; does not wait."""
+        pgconn = self._pgconn
+        with self._explained():
+            # What was read before may be there still, whole; the socket then says nothing.
+            pgconn.consume_input()
+            for _ in range(limit):
+                size, data = pgconn.get_copy_data(1)
+                if size == 0:
+                    return
+                if size < 0:
+                    self._end()
+                frame = bytes(data)
+                if frame[:1] == b"w":
+                    yield frame[_DATA_HEADER:]
+                elif frame[:1] == b"k":
+                    self.reply_wanted = self.reply_wanted or bool(_KEEPALIVE.unpack(frame)[3])
+
+    reply_wanted = False
+    """Whether the server has asked for feedback at once."""
+
+    def wait(self, seconds: float) -> bool:
+        """Wait until something has arrived; say whether it has."""
+        readable, _, _ = select.select([self._socket], [], [], seconds)
+        return bool(readable)
+
+    def feedback(self, flushed: int) -> None:
+        """Tell the server that the WAL up to ``flushed`` is not needed again, and that we are alive."""
+        now = int((time.time() - _POSTGRES_EPOCH) * 1_000_000)
+        with self._explained():
+            self._pgconn.put_copy_data(_FEEDBACK.pack(b"r", flushed, flushed, flushed, now, 0))
+            while self._pgconn.flush():
+                # The server is not reading, because it is writing: what it writes has to go somewhere.
+                self._pgconn.consume_input()
+                select.select([self._socket], [self._socket], [], 1.0)
+        self.reply_wanted = False
+
+    def close(self) -> None:
+        """Close the connection. Safe to call twice."""
+        self._connection.close()
+
+    def _command(self, command: str, wanted: ExecStatus = ExecStatus.TUPLES_OK) -> list[str]:
+        with self._explained():
+            result = self._pgconn.exec_(command.encode())
+            if result.status == ExecStatus.FATAL_ERROR:
+                raise psycopg.errors.error_from_result(result)
+        if result.status == ExecStatus.COMMAND_OK and wanted == ExecStatus.TUPLES_OK:
+            return []
+        if result.status != wanted:
+            raise Unavailable(f"Postgres answered {command.split(maxsplit=1)[0]} with {result.status!r}")
+        if wanted != ExecStatus.TUPLES_OK or result.ntuples == 0:
+            return []
+        return [(result.get_value(0, column) or b"").decode() for column in range(result.nfields)]
+
+    def _end(self) -> None:
+        result = self._pgconn.get_result()
+        if result is not None and result.status == ExecStatus.FATAL_ERROR:
+            raise psycopg.errors.error_from_result(result)
+        raise Unavailable("Postgres has ended the stream: it is shutting down, or was told to end it")
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        try:
+            yield
+        except errors.ObjectInUse as error:
+            raise SlotInUse(f"Postgres, replication: {_line(error)}") from error
+        except errors.InsufficientPrivilege as error:
+            raise SchemaError(f"Postgres, replication: {_line(error)}: {_NEEDS['permission']}") from error
+        except psycopg.OperationalError as error:
+            text = _line(error)
+            # Before the connection stands there is no SQLSTATE to go by.
+            if "replication" in text and ("permission" in text or "superuser" in text):
+                raise SchemaError(f"Postgres, replication: {text}: {_NEEDS['permission']}") from error
+            raise Unavailable(f"Postgres at {display_url(self._url)}, replication: {text}") from error
+        except psycopg.Error as error:
+            text = _line(error)
+            need = _NEEDS["wal_level"] if "wal_level" in text else "see `outbox cdc status`"
+            raise SchemaError(f"Postgres, replication: {text}: {need}") from error
+
+
+def _line(error: BaseException) -> str:
+    return str(error).strip().replace("\n", " ") or type(error).__name__

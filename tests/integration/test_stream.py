@@ -1,0 +1,78 @@
+"""The stream's parts against a real server: the lane's hash, visibility, the row as the stream gives it."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from relay.lane_hash import SAMPLES, lane_of
+from relay.slot import snapshot_sees
+
+# Postgres can't hold a NUL, and a lone surrogate has no UTF-8.
+TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=60)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=50)
+@given(keys=st.lists(st.tuples(TEXT, TEXT), min_size=1, max_size=200), lanes=st.integers(1, 256))
+def test_lanes_are_the_servers(hashing, keys, lanes):
+    assert [lane_of(kind, key, lanes) for kind, key in keys] == hashing([*keys], lanes)
+
+
+def test_the_samples_that_a_relay_compares(hashing):
+    assert [lane_of(kind, key, 1 << 30) for kind, key in SAMPLES] == hashing(list(SAMPLES), 1 << 30)
+
+
+@pytest.fixture
+def hashing(outbox_postgres):
+    """Lanes of keys as the server computes them, by the expression of the table."""
+    with outbox_postgres.connect(autocommit=True) as connection:
+
+        def lanes_of(keys: list[tuple[str, str]], lanes: int) -> list[int]:
+            kinds, ids = zip(*keys, strict=True)
+            return [
+                row[0]
+                for row in connection.execute(
+                    "SELECT abs(mod(hashtextextended(aggregate_id, hashtextextended(aggregate_type, 0)), %s::bigint)) "
+                    "FROM unnest(%s::text[], %s::text[]) WITH ORDINALITY AS k(aggregate_type, aggregate_id, n) "
+                    "ORDER BY n",
+                    (lanes, list(kinds), list(ids)),
+                ).fetchall()
+            ]
+
+        yield lanes_of
+
+
+def test_a_transaction_is_seen_when_the_snapshot_says_so(outbox_postgres):
+    """By the 32-bit id that the stream gives, as Postgres itself judges the full one."""
+    with outbox_postgres.connect(autocommit=True) as look, psycopg.connect(outbox_postgres.url) as open_one:
+        ended = look.execute("SELECT pg_current_xact_id()::text::bigint").fetchone()[0]
+        running = open_one.execute("SELECT pg_current_xact_id()::text::bigint").fetchone()[0]
+        later = look.execute("SELECT pg_current_xact_id()::text::bigint").fetchone()[0]
+        snapshot = look.execute("SELECT pg_current_snapshot()::text").fetchone()[0]
+        assert [snapshot_sees(snapshot, xid) for xid in (ended, running, later, later + 5)] == [
+            True,
+            False,
+            True,
+            False,
+        ]
+
+
+@pytest.mark.parametrize(
+    ("snapshot", "xid", "seen"),
+    [
+        ("100:100:", 99, True),
+        ("100:105:103", 103, False),
+        ("100:105:103", 104, True),
+        ("100:105:103", 105, False),
+        # The epoch has changed: 4294967290 of the epoch before is far below.
+        ("4294967300:4294967300:", 4294967290, True),
+        ("4294967290:4294967300:4294967295", 4294967295, False),
+        ("4294967290:4294967300:4294967295", 3, True),
+        ("4294967290:4294967300:4294967297", 1, False),
+        ("4294967290:4294967300:4294967295", 4, False),
+    ],
+)
+def test_32_bits_are_enough(snapshot, xid, seen):
+    assert snapshot_sees(snapshot, xid) is seen
