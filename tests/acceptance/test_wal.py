@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import signal
-import subprocess
-import sys
-from collections.abc import Callable, Mapping
-from typing import Any
 
-import psycopg
 import pytest
-from support import Load, backlog, check, owners, wait_until
+from support import Load, check, owners, wait_until
+from wal_support import done, drained, order, streaming, to_wal, wal
 
 from relay.failpoints import VARIABLE
+
+__all__ = ["order", "wal"]
 
 WAL_STEPS = [
     "stream.started",
@@ -38,62 +35,6 @@ WAL_EXACTLY_ONCE_STEPS = [
     "stream.noted",
     "stream.told",
 ]
-
-Outbox = Callable[..., subprocess.CompletedProcess[str]]
-
-
-@pytest.fixture
-def wal(outbox_kafka) -> dict[str, Any]:
-    """Settings of a relay that reads the WAL, of an outbox that no other test has."""
-    name = outbox_kafka.name("outbox")
-    return {
-        "source": "wal",
-        "name": name,
-        "wal__slot": name.lower().replace("-", "_").replace(".", "_"),
-        "relay__lease_seconds": 1.0,
-        "relay__batch_size": 50,
-    }
-
-
-@pytest.fixture
-def order(outbox_kafka):
-    """An aggregate type, and its topic of three partitions."""
-    kind = outbox_kafka.name("Order")
-    return kind, outbox_kafka.create_topic(f"{kind.lower()}-events", 3)
-
-
-def run_outbox(url: str, settings: Mapping[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run a command of the CLI with a relay's settings."""
-    environment = os.environ | {f"OUTBOX_{name.upper()}": str(value) for name, value in settings.items()}
-    return subprocess.run(
-        [sys.executable, "-m", "relay.cli", *arguments],
-        env=environment | {"OUTBOX_DATABASE_URL": url},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-
-
-def done(url: str, settings: Mapping[str, Any], *arguments: str) -> str:
-    result = run_outbox(url, settings, *arguments)
-    assert result.returncode == 0, result.stdout + result.stderr
-    return result.stdout
-
-
-def to_wal(url: str, settings: Mapping[str, Any]) -> None:
-    done(url, settings, "cdc", "setup")
-    done(url, settings, "relay", "switch", "wal")
-
-
-def streaming(url: str) -> bool:
-    with psycopg.connect(url, autocommit=True) as connection:
-        return connection.execute("SELECT bool_and(streaming) FROM outbox.lanes").fetchone()[0]
-
-
-def drained(load: Load, url: str, seconds: float = 60.0) -> None:
-    load.stop()
-    wait_until(lambda: backlog(url) == 0, seconds, "the outbox to drain")
 
 
 @pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])

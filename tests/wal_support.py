@@ -1,0 +1,92 @@
+"""What the tests of the WAL as a source share: fixtures to import, and the commands as a user runs them."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+import psycopg
+import pytest
+from support import Load, backlog, wait_until
+
+
+@pytest.fixture
+def wal(outbox_kafka) -> dict[str, Any]:
+    """Settings of a relay that reads the WAL, of an outbox that no other test has."""
+    name = outbox_kafka.name("outbox")
+    return {
+        "source": "wal",
+        "name": name,
+        "wal__slot": name.lower().replace("-", "_").replace(".", "_"),
+        "relay__lease_seconds": 1.0,
+        "relay__batch_size": 50,
+    }
+
+
+@pytest.fixture
+def order(outbox_kafka):
+    """An aggregate type, and its topic of three partitions."""
+    kind = outbox_kafka.name("Order")
+    return kind, outbox_kafka.create_topic(f"{kind.lower()}-events", 3)
+
+
+def run_outbox(url: str, settings: Mapping[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run a command of the CLI with a relay's settings."""
+    environment = os.environ | {f"OUTBOX_{name.upper()}": str(value) for name, value in settings.items()}
+    return subprocess.run(
+        [sys.executable, "-m", "relay.cli", *arguments],
+        env=environment | {"OUTBOX_DATABASE_URL": url},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+def done(url: str, settings: Mapping[str, Any], *arguments: str) -> str:
+    result = run_outbox(url, settings, *arguments)
+    assert result.returncode == 0, result.stdout + result.stderr
+    return result.stdout
+
+
+def to_wal(url: str, settings: Mapping[str, Any]) -> None:
+    done(url, settings, "cdc", "setup")
+    done(url, settings, "relay", "switch", "wal")
+
+
+def streaming(url: str) -> bool:
+    with psycopg.connect(url, autocommit=True) as connection:
+        return connection.execute("SELECT bool_and(streaming) FROM outbox.lanes").fetchone()[0]
+
+
+def drained(load: Load, url: str, seconds: float = 60.0) -> None:
+    load.stop()
+    wait_until(lambda: backlog(url) == 0, seconds, "the outbox to drain")
+
+
+def sources(url: str) -> set[tuple[str, str | None]]:
+    """Source and living owner of every lane."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        return set(
+            connection.execute(
+                "SELECT source, CASE WHEN lease_until > clock_timestamp() THEN owner END FROM outbox.lanes"
+            ).fetchall()
+        )
+
+
+def held_by(url: str, source: str, instance: str) -> bool:
+    return sources(url) == {(source, instance)}
+
+
+def more(load: Load, count: int) -> None:
+    goal = load.committed() + count
+    wait_until(lambda: load.committed() >= goal, what="more load")
+
+
+def status(url: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What `outbox cdc status --json` says, whatever its exit status."""
+    return json.loads(run_outbox(url, settings, "cdc", "status", "--json").stdout)
