@@ -1,0 +1,210 @@
+"""Several relays and the WAL: standbys, switches between the sources under load, servers that are killed, large and
+long transactions, an outbox at rest. Judged by a read_committed reader and the business rows.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+
+import psutil
+import psycopg
+import pytest
+from support import Load, backlog, check, owners, wait_until
+from wal_support import done, drained, held_by, more, order, status, streaming, to_wal, wal
+
+from relay.failpoints import VARIABLE
+
+__all__ = ["order", "wal"]
+
+
+def test_switching_under_load_repeats_nothing(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
+    """At-least-once, both relays run beside each other, nobody is killed: no event may stand there twice."""
+    url, (kind, topic) = outbox_postgres.url, order
+    settings = wal | {"relay__lease_seconds": 20}
+    with Load(url, kind) as load:
+        polling = outbox_relay(**settings | {"source": "polling", "relay__instance": "polls"})
+        reading = outbox_relay(**settings | {"relay__instance": "reads"})
+        reading.wait_for_log("this relay waits")
+        more(load, 50)
+        done(url, settings, "cdc", "setup")
+        for _ in range(2):
+            done(url, settings, "relay", "switch", "wal")
+            wait_until(lambda: held_by(url, "wal", "reads") and streaming(url), 30, "the lanes to stream")
+            more(load, 100)
+            done(url, settings, "relay", "switch", "polling")
+            wait_until(lambda: held_by(url, "polling", "polls"), 30, "the lanes to be polled")
+            more(load, 100)
+        drained(load, url)
+        for relay in (polling, reading):
+            relay.terminate()
+            assert relay.wait() == 0
+    assert check(url, outbox_kafka.consume(topic)) == 0
+
+
+def test_switching_while_relays_are_killed(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
+    """Exactly-once, kill -9 in the middle of every hand-over, in both directions."""
+    url, (kind, topic) = outbox_postgres.url, order
+    settings = wal | {"delivery": "exactly-once"}
+    done(url, settings, "cdc", "setup")
+    points = ["batch.settling", "txn.committed", "stream.entered", "batch.fetched"]
+    with Load(url, kind) as load:
+        for point in points:
+            for source, other in (("wal", "polling"), ("polling", "wal")):
+                done(url, settings, "relay", "switch", source)
+                if point.startswith("stream") and source == "polling":
+                    point = "takeover.settled"
+                victim = outbox_relay(env={VARIABLE: f"{point}=kill"}, **settings | {"source": source})
+                assert victim.wait(40) == -signal.SIGKILL, (point, source)
+                heir = outbox_relay(**settings | {"source": source})
+                more(load, 60)
+                wait_until(lambda heir=heir: "acquired" in heir.log(), 20, "the heir to take over")
+                # Switched away while it works; killed before it has let go, or just after.
+                done(url, settings, "relay", "switch", other)
+                heir.kill()
+        done(url, settings, "relay", "switch", "polling")
+        outbox_relay(**settings | {"source": "polling"})
+        drained(load, url)
+    assert check(url, outbox_kafka.consume(topic)) == 0
+
+
+def test_standbys_wait_and_take_over(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
+    """One reads; it is killed; the next is stopped past its lease: its walsender is ended, it changes nothing."""
+    url, (kind, topic) = outbox_postgres.url, order
+    settings = wal | {"delivery": "exactly-once"}
+    to_wal(url, settings)
+    with Load(url, kind) as load:
+        first = outbox_relay(**settings | {"relay__instance": "first"})
+        wait_until(lambda: held_by(url, "wal", "first"), 30, "the first relay to read")
+        others = [outbox_relay(**settings | {"relay__instance": name}) for name in ("second", "third")]
+        more(load, 100)
+        assert owners(url) == {"first": 4}
+        first.kill()
+        wait_until(lambda: set(owners(url)) - {"first"}, 30, "a standby to take over")
+        (holder,) = owners(url)
+        sleeper = others[("second", "third").index(holder)]
+        wait_until(lambda: streaming(url) and backlog(url) < 200, 30, "the standby to stream")
+        sleeper.pause()
+        wait_until(lambda: owners(url) and holder not in owners(url), 30, "the other standby to take over")
+        more(load, 100)
+        wait_until(lambda: backlog(url) < 200, 30, "it to read although the slot was in use")
+        sleeper.resume()
+        sleeper.wait_for_log("lane lost")
+        drained(load, url)
+        assert psutil.pid_exists(sleeper.pid)
+    assert check(url, outbox_kafka.consume(topic)) == 0
+
+
+@pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
+def test_servers_are_killed(private_postgres, private_kafka, outbox_relay, wal, delivery):
+    """Postgres with asynchronous writers, the broker, and the walsender alone."""
+    server = private_postgres({"synchronous_commit": "off", "wal_writer_delay": "2s"})
+    url = private_postgres.database(server).url
+    cluster = private_kafka()
+    topics = private_kafka.topics(cluster)
+    topics.create_topic("order-events", 3)
+    settings = wal | {"delivery": delivery, "relay__lease_seconds": 3}
+    to_wal(url, settings)
+    with Load(url, "Order") as load:
+        relay = outbox_relay(database_url=url, bootstrap_servers=cluster.bootstrap_servers, **settings)
+        wait_until(lambda: streaming(url), 30, "the lanes to stream")
+        for strike in ("walsender", "broker", "postgres", "walsender", "postgres"):
+            more(load, 80)
+            if strike == "walsender":
+                with psycopg.connect(url, autocommit=True) as connection:
+                    connection.execute(
+                        "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE active_pid IS NOT NULL"
+                    )
+            elif strike == "broker":
+                cluster.kill()
+                cluster.start()
+            else:
+                server.kill()
+                server.start()
+        more(load, 80)
+        drained(load, url, 90)
+        assert relay.running
+    repeats = check(url, topics.consume("order-events", timeout=60))
+    if delivery == "exactly-once":
+        assert repeats == 0
+
+
+def test_a_huge_transaction_is_not_held_whole(outbox_postgres, outbox_kafka, outbox_relay, wal):
+    """Many events in one commit, far more than the relay may hold; killed midway, it goes on behind its marker."""
+    url = outbox_postgres.url
+    kind = outbox_kafka.name("Bulk")
+    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 2)
+    settings = wal | {"delivery": "exactly-once", "relay__batch_size": 500, "relay__lease_seconds": 5}
+    count = 60_000
+    to_wal(url, settings)
+    relay = outbox_relay(**settings)
+    wait_until(lambda: streaming(url), 30, "the lanes to stream")
+    before = psutil.Process(relay.pid).memory_info().rss
+    with psycopg.connect(url) as connection:
+        connection.execute(
+            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload) "
+            "SELECT %s, 'k' || n %% 500, 'Counted', jsonb_build_object('n', n, 'pad', repeat('x', 1000)) "
+            "FROM generate_series(1, %s::int) AS n",
+            (kind, count),
+        )
+    highest = before
+
+    def half() -> bool:
+        nonlocal highest
+        highest = max(highest, psutil.Process(relay.pid).memory_info().rss)
+        return 0 < backlog(url) < count // 2
+
+    wait_until(half, 60, "half of it to be published")
+    relay.kill()
+    outbox_relay(**settings)
+    wait_until(lambda: backlog(url) == 0, 60, "the outbox to drain")
+    seen: dict[bytes, list[int]] = {}
+    for message in outbox_kafka.consume(topic, timeout=60):
+        seen.setdefault(message.key(), []).append(json.loads(message.value())["n"])
+    assert sum(map(len, seen.values())) == count
+    assert all(numbers == sorted(set(numbers)) for numbers in seen.values())
+    # As Python objects the whole would be well above 100 MB; what may be held is 8,000 events.
+    assert highest - before < 80 * 1024 * 1024
+
+
+def test_commit_order_is_kept_across_a_restart(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
+    """Writers of one key that do not exclude each other: a low id that commits last comes last."""
+    url, (kind, topic) = outbox_postgres.url, order
+    to_wal(url, wal)
+    relay = outbox_relay(**wal)
+    wait_until(lambda: streaming(url), 30, "the lanes to stream")
+    relay.kill()
+    insert = (
+        "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload) VALUES (%s, 'key', 'Said', %s)"
+    )
+    with psycopg.connect(url) as early, psycopg.connect(url) as late:
+        early.execute(insert, (kind, '{"n": 3}'))
+        late.execute(insert, (kind, '{"n": 1}'))
+        late.commit()
+        late.execute(insert, (kind, '{"n": 2}'))
+        late.commit()
+        early.commit()
+    outbox_relay(**wal)
+    wait_until(lambda: backlog(url) == 0, 30, "the outbox to drain")
+    assert [json.loads(message.value())["n"] for message in outbox_kafka.consume(topic)] == [1, 2, 3]
+
+
+def test_an_outbox_at_rest_holds_no_wal(outbox_postgres, outbox_relay, outbox_kafka, wal):
+    """Other tables write; no event does. The slot follows, by heartbeats alone."""
+    url = outbox_postgres.url
+    settings = wal | {"wal__heartbeat_seconds": 0.5}
+    to_wal(url, settings)
+    outbox_relay(**settings)
+    wait_until(lambda: streaming(url), 30, "the lanes to stream")
+    start = status(url, settings)
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute("CREATE TABLE other (n int, pad text)")
+        for _ in range(8):
+            connection.execute("INSERT INTO other SELECT n, repeat('x', 500) FROM generate_series(1, 10000) AS n")
+            written = connection.execute("SELECT pg_current_wal_lsn() - %s::pg_lsn", (start["current_lsn"],)).fetchone()
+            # The slot's restart position moves when the server logs running transactions, which it does by itself.
+            connection.execute("CHECKPOINT")
+        assert written[0] > 40_000_000
+    wait_until(lambda: status(url, settings)["lag_bytes"] < 1_000_000, 30, "the slot to follow")
+    assert status(url, settings)["lag_seconds"] < 30
+    wait_until(lambda: status(url, settings)["retained_bytes"] < 20_000_000, 60, "the WAL to be let go")
