@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import psycopg
 import pytest
 from support import Load, backlog, wait_until
+
+from relay.cdc import Cdc, Status
+from relay.config import SourceKind
+from relay.slot import SlotNames
 
 
 @pytest.fixture
@@ -53,9 +57,26 @@ def done(url: str, settings: Mapping[str, Any], *arguments: str) -> str:
     return result.stdout
 
 
+@contextmanager
+def cdc(url: str, settings: Mapping[str, Any]) -> Iterator[Cdc]:
+    """What the commands call, without a process for each."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        yield Cdc(connection, SlotNames("outbox", settings["wal__slot"], "outbox_relay"))
+
+
+def set_up(url: str, settings: Mapping[str, Any]) -> None:
+    with cdc(url, settings) as commands:
+        commands.setup()
+
+
+def switch(url: str, settings: Mapping[str, Any], source: str) -> None:
+    with cdc(url, settings) as commands:
+        commands.switch(SourceKind(source))
+
+
 def to_wal(url: str, settings: Mapping[str, Any]) -> None:
-    done(url, settings, "cdc", "setup")
-    done(url, settings, "relay", "switch", "wal")
+    set_up(url, settings)
+    switch(url, settings, "wal")
 
 
 def streaming(url: str) -> bool:
@@ -87,6 +108,6 @@ def more(load: Load, count: int) -> None:
     wait_until(lambda: load.committed() >= goal, what="more load")
 
 
-def status(url: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What `outbox cdc status --json` says, whatever its exit status."""
-    return json.loads(run_outbox(url, settings, "cdc", "status", "--json").stdout)
+def status(url: str, settings: Mapping[str, Any]) -> Status:
+    with cdc(url, settings) as commands:
+        return commands.status()
