@@ -154,6 +154,7 @@ class Cdc:
         if any(lane.source == "wal" for lane in lanes):
             raise CdcRefused("the lanes are read from the WAL: run `outbox relay switch polling` first")
         state = self._slot.look()
+        self._require_primary(state)
         if state.there and (state.plugin != "pgoutput" or not state.here):
             raise CdcRefused(f"the slot {self._names.slot!r} is not this outbox's")
         if state.there:
@@ -170,6 +171,7 @@ class Cdc:
         when the stream is not whole (to wal), or does not get there within ``wait_seconds`` (to polling).
         """
         state = self._slot.look()
+        self._require_primary(state)
         if to is SourceKind.WAL:
             self._slot.check(state)
         elif state.message_at is not None:
@@ -196,7 +198,14 @@ class Cdc:
             time.sleep(0.2)
             state = self._slot.look()
 
+    @staticmethod
+    def _require_primary(state: SlotState) -> None:
+        # From Postgres 16 on a standby would make a slot, which nobody reads there and which keeps WAL for ever.
+        if state.recovering:
+            raise CdcRefused("this server is a standby: run this on the primary, or promote this one first")
+
     def _require_server(self, state: SlotState) -> None:
+        self._require_primary(state)
         problem = not_set_up(state._replace(known=True), self._names.slot)
         if problem is not None:
             raise CdcRefused(problem)

@@ -23,8 +23,6 @@ _PASSING: Final = (
     errors.ObjectInUse,
     errors.IdleInTransactionSessionTimeout,
     errors.TransactionTimeout,
-    # A failover under way, or a provider that saves a full disk.
-    errors.ReadOnlySqlTransaction,
     # A partition of the archive was attached between choosing it for a row and writing the row.
     errors.CheckViolation,
 )
@@ -45,6 +43,12 @@ def unavailable_on_error(doing: str) -> Iterator[None]:
     except _SCHEMA as error:
         raise SchemaError(
             f"Postgres, {doing}: {_first_line(error)}; see `outbox db check`, then run `outbox db upgrade` or grant it"
+        ) from error
+    except errors.ReadOnlySqlTransaction as error:
+        # A failover under way, or a provider that saves a full disk.
+        raise Unavailable(
+            f"Postgres, {doing}: {_first_line(error)}: this server is a standby that is not promoted, or is set to "
+            "read only; with several hosts in the URL, add target_session_attrs=read-write"
         ) from error
     except _PASSING as error:
         raise Unavailable(f"Postgres, {doing}: {_first_line(error)}") from error

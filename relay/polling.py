@@ -393,6 +393,8 @@ class PollingSource:
                     "lost commits (a restore, or a failover to a standby that was behind). See `outbox relay reconcile`"
                 )
             if adopted is not None and adopted.batch != last_batch:
+                # On another timeline the same place can be another event's. The marker's own are known by their ids.
+                stream = adopted.stream if adopted.timeline == timeline else None
                 rows = [(n, text) for n, text in zip(adopted.positions, adopted.event_ids, strict=True) if n > 0]
                 ids = [n for n, _ in rows]
                 gone = self._connection.execute(
@@ -407,7 +409,7 @@ class PollingSource:
                     )
                 self._failures.forget(self._connection, lane, ids)
                 self._connection.execute(
-                    self._queries.last_batch, {"lane": lane, "batch": adopted.batch, **_position(adopted.stream)}
+                    self._queries.last_batch, {"lane": lane, "batch": adopted.batch, **_position(stream)}
                 )
         self._pending = None
         return adopted, Identity(system_identifier, timeline)

@@ -6,6 +6,11 @@ before the oldest of them was written); those found are settled, and a fresh mar
 and Postgres has lost are beyond this: they were published, and their business rows are gone. So are events whose
 messages the topic's retention has deleted: they would be published again.
 
+Of events from the WAL the marker says how far they are published; that is carried over, as far as this server's history
+goes with the marker's. An event without a row that both have is so known to be published, or comes from the stream. A
+repaired lane reads the table once before it streams again. Where no marker is left, events without a row that the last
+batch had may be published again.
+
 Applying it fences the lane first, in Postgres (epoch) and in Kafka (transactional.id): it may run beside relays.
 
 | killed                                    | what follows                                                   |
@@ -17,26 +22,28 @@ Applying it fences the lane first, in Postgres (epoch) and in Kafka (transaction
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import time
 from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import psycopg
 from confluent_kafka import Consumer, KafkaError, KafkaException, Producer, TopicPartition
-from psycopg import sql
+from psycopg import errors, sql
 from psycopg.types.json import Jsonb
 
-from outbox.errors import OutboxError
+from outbox.errors import OutboxError, SchemaError
 from outbox.event import CE_ID, DEAD_LETTER, REPLAY
 from relay.database import unavailable_on_error
 from relay.marker import Marker, StateLost, resume
-from relay.ports import Claim, Unavailable
+from relay.ports import At, Claim, Unavailable
 from relay.routing import NoRoute, Router
 from relay.sending import silent, text_of
 from relay.transactions import StateTopic
+from relay.wal import Replication, lsn_text
 
 _LEASE: Final = "10 minutes"
 _MARGIN: Final = dt.timedelta(hours=1)
@@ -44,8 +51,9 @@ _MARGIN: Final = dt.timedelta(hours=1)
 _KAFKA_SECONDS: Final = 30.0
 
 _LANES: Final = """
-SELECT lane, epoch, last_batch, owner, (SELECT system_identifier::text FROM pg_control_system()),
-       ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int
+SELECT lane, last_batch, (SELECT system_identifier::text FROM pg_control_system()),
+       ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int,
+       (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint
   FROM {lanes} ORDER BY lane"""
 
 _ROWS: Final = """
@@ -66,10 +74,24 @@ UPDATE {lanes} SET lease_until = clock_timestamp() + %s::interval WHERE lane = %
 _FORGET: Final = "DELETE FROM {failures} WHERE lane = %s AND id = ANY(%s::bigint[])"
 
 _DONE: Final = """
-UPDATE {lanes} SET last_batch = %s, owner = NULL, lease_until = '-infinity'
- WHERE lane = %s AND epoch = %s RETURNING 1"""
+UPDATE {lanes} SET last_batch = %(batch)s, owner = NULL, lease_until = '-infinity', streaming = false,
+       commit_lsn = greatest(commit_lsn, %(lsn)s),
+       commit_number = CASE WHEN %(lsn)s > coalesce(commit_lsn, -1) THEN %(number)s
+                            WHEN %(lsn)s = commit_lsn THEN greatest(commit_number, %(number)s) ELSE commit_number END
+ WHERE lane = %(lane)s AND epoch = %(epoch)s RETURNING 1"""
 
 _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES ('reconcile', %s, %s)"
+
+
+# Behind every event of a transaction: what ``lanes.commit_number`` can hold.
+_LAST_NUMBER: Final = 2**31 - 1
+
+
+class _Lane(NamedTuple):
+    last_batch: int | None
+    system: str
+    timeline: int
+    insert_lsn: int
 
 
 Key = tuple[str, str]
@@ -102,7 +124,10 @@ class LaneState:
 
 
 class Reconciler:
-    """Compares and, if told to, repairs. ``client_options`` are for reading, ``producer_options`` the relay's own."""
+    """Compares and, if told to, repairs. ``client_options`` are for reading, ``producer_options`` the relay's own.
+
+    ``replicate`` is asked only after a failover, and only when events came from the WAL: where did the timelines part?
+    """
 
     def __init__(
         self,
@@ -113,6 +138,7 @@ class Reconciler:
         state: StateTopic,
         client_options: Mapping[str, str],
         producer_options: Mapping[str, Any],
+        replicate: Callable[[], Replication],
     ) -> None:
         self._connection = connect()
         self._name = name
@@ -120,11 +146,13 @@ class Reconciler:
         self._state = state
         self._client = dict(client_options)
         self._producer = dict(producer_options)
+        self._replicate = replicate
+        self._ended: dict[int, int] | None = None
         tables = ("events", "lanes", "failures", "audit")
         self._names = {table: sql.Identifier(schema, table) for table in tables}
 
     def look(self) -> list[LaneState]:
-        """Compare every lane. Raises Unavailable when Postgres or Kafka is away."""
+        """Compare every lane. Raises Unavailable when Postgres or Kafka is away, SchemaError on a standby."""
         return [self._look(lane) for lane in self._lanes()]
 
     def repair(self, states: Sequence[LaneState], reason: str) -> list[LaneState]:
@@ -145,37 +173,75 @@ class Reconciler:
         """Close the connection."""
         self._connection.close()
 
-    def _lanes(self) -> dict[int, tuple[int, int | None, str, int]]:
-        """Lane to epoch, last batch, system identifier and timeline."""
+    def _lanes(self) -> dict[int, _Lane]:
         with unavailable_on_error("reading lanes"):
-            rows = self._connection.execute(sql.SQL(_LANES).format(**self._names)).fetchall()
-        return {lane: (epoch, last_batch, system, timeline) for lane, epoch, last_batch, _, system, timeline in rows}
+            try:
+                rows = self._connection.execute(sql.SQL(_LANES).format(**self._names)).fetchall()
+            except errors.ObjectNotInPrerequisiteState as error:
+                raise SchemaError(
+                    "this server is a standby: run this on the primary, or promote this one first"
+                ) from error
+        return {lane: _Lane(*values) for lane, *values in rows}
 
     def _look(self, lane: int) -> LaneState:
         while True:
-            _, last_batch, system, _ = self._lanes()[lane]
-            marker, problem = self._compare(lane, last_batch, system)
+            seen = self._lanes()[lane]
+            marker, problem = self._compare(lane, seen)
             # A relay at work moves both; only what stands still can contradict.
-            if problem is None or self._lanes()[lane][1] == last_batch:
+            if problem is None or self._lanes()[lane].last_batch == seen.last_batch:
                 break
         rows = len(self._rows(lane))
         found = self._found(lane) if problem is not None else []
-        return LaneState(lane, last_batch, marker.batch if marker is not None else None, problem, rows, found)
+        return LaneState(lane, seen.last_batch, marker.batch if marker is not None else None, problem, rows, found)
 
-    def _compare(self, lane: int, last_batch: int | None, system: str) -> tuple[Marker | None, str | None]:
+    def _compare(self, lane: int, seen: _Lane) -> tuple[Marker | None, str | None]:
         """Give the marker, and why a relay would stop on the lane."""
         marker: Marker | None = None
         try:
             marker = self._state.last_marker(lane)
-            resume(lane, last_batch, marker, system)
+            resume(lane, seen.last_batch, marker, seen.system)
         except StateLost as error:
             return marker, str(error)
-        if marker is not None and last_batch is not None and marker.batch != last_batch:
+        if marker is None:
+            return marker, None
+        if seen.last_batch is not None and marker.batch != seen.last_batch:
             there = {(claim.position, claim.event_id) for claim, _ in self._rows(lane)}
-            gone = len(set(zip(marker.positions, marker.event_ids, strict=True)) - there)
+            # A negative position is an event without a row.
+            named = {pair for pair in zip(marker.positions, marker.event_ids, strict=True) if pair[0] > 0}
+            gone = len(named - there)
             if gone:
                 return marker, f"lane {lane}: Kafka holds {gone} events of batch {marker.batch} that Postgres has lost"
+        if marker.stream is not None:
+            end = self._end_of(marker.timeline, seen)
+            if marker.stream.commit_lsn >= (seen.insert_lsn if end is None else end):
+                return marker, (
+                    f"lane {lane}: Kafka holds events up to {lsn_text(marker.stream.commit_lsn)} of timeline "
+                    f"{marker.timeline}, of which this server, on timeline {seen.timeline}, has the WAL up to "
+                    f"{lsn_text(seen.insert_lsn if end is None else end)} only: it has lost commits"
+                )
         return marker, None
+
+    def _end_of(self, timeline: int, seen: _Lane) -> int | None:
+        """Where a timeline ended in this server's history; None when it is its own, or none of its history."""
+        if timeline == seen.timeline:
+            return None
+        if self._ended is None:
+            replication = self._replicate()
+            try:
+                self._ended = {switch.timeline: switch.lsn for switch in replication.switches(seen.timeline)}
+            finally:
+                replication.close()
+        return self._ended.get(timeline)
+
+    def _published(self, marker: Marker | None, seen: _Lane) -> At | None:
+        """Up to where this server's stream is on Kafka, if the marker says more than ``lanes`` can know."""
+        if marker is None or marker.stream is None or marker.system_identifier != seen.system:
+            return None
+        # On the same timeline, this server may be an older copy of itself: its WAL then says other things there now.
+        end = self._end_of(marker.timeline, seen)
+        if end is None:
+            return None
+        return marker.stream if marker.stream.commit_lsn < end else At(end - 1, _LAST_NUMBER, 0)
 
     def _take(self, lane: int) -> int:
         with unavailable_on_error(f"taking lane {lane}"):
@@ -193,8 +259,8 @@ class Reconciler:
         return producer
 
     def _repair(self, state: LaneState, epoch: int, producer: Producer) -> LaneState:
-        _, _, system, timeline = self._lanes()[state.lane]
-        fresh = Marker(state.next_batch, epoch, system, timeline)
+        # The others are fenced: the marker that is there now is the last that one of them has written.
+        fresh = self._fresh(state, epoch)
         settled: list[tuple[int, str]] = []
         # A relay that was just taking the lane over may fence us once; it finds its epoch over, and stays away.
         for last in (False, False, True):
@@ -212,8 +278,28 @@ class Reconciler:
                     raise Unavailable(f"Kafka, reconciling lane {state.lane}: {text_of(error)}") from error
                 producer.purge()
                 producer = self._fence(state.lane)
-        self._release(state.lane, fresh.batch, epoch)
+        self._release(state.lane, epoch, fresh)
         return LaneState(state.lane, fresh.batch, fresh.batch, None, state.rows - len(settled), settled)
+
+    def _fresh(self, state: LaneState, epoch: int) -> Marker:
+        """Give the marker to begin anew from. Of what has no row, the last one's events stay known by their ids."""
+        seen = self._lanes()[state.lane]
+        last: Marker | None = None
+        with contextlib.suppress(StateLost):
+            last = self._state.last_marker(state.lane)
+        names: list[tuple[int, str]] = []
+        if last is not None and last.system_identifier == seen.system:
+            pairs = zip(last.positions, last.event_ids, strict=True)
+            names = [(position, event_id) for position, event_id in pairs if position < 0]
+        return Marker(
+            max(state.next_batch, 0 if last is None else last.batch + 1),
+            epoch,
+            seen.system,
+            seen.timeline,
+            tuple(position for position, _ in names),
+            tuple(event_id for _, event_id in names),
+            self._published(last, seen),
+        )
 
     def _rows(self, lane: int) -> list[tuple[Claim, dt.datetime]]:
         with unavailable_on_error("reading events"):
@@ -328,9 +414,16 @@ class Reconciler:
             self._connection.execute(sql.SQL(_SETTLE).format(**self._names), (ids, event_ids, lane))
             self._connection.execute(sql.SQL(_FORGET).format(**self._names), (lane, ids))
 
-    def _release(self, lane: int, batch: int, epoch: int) -> None:
+    def _release(self, lane: int, epoch: int, fresh: Marker) -> None:
+        values = {
+            "lane": lane,
+            "epoch": epoch,
+            "batch": fresh.batch,
+            "lsn": None if fresh.stream is None else fresh.stream.commit_lsn,
+            "number": None if fresh.stream is None else fresh.stream.number,
+        }
         with unavailable_on_error(f"releasing lane {lane}"):
-            done = self._connection.execute(sql.SQL(_DONE).format(**self._names), (batch, lane, epoch)).fetchone()
+            done = self._connection.execute(sql.SQL(_DONE).format(**self._names), values).fetchone()
         if done is None:
             raise LaneBusy(f"lane {lane} was taken by somebody else meanwhile; run this again")
 

@@ -25,6 +25,7 @@ from relay.marker import StateLost
 from relay.ports import Unavailable
 from relay.wal import Replication, lsn_text
 
+RECONCILE: Final = "run `outbox relay reconcile --apply --reason '…'`"
 REPAIR: Final = "run `outbox cdc setup --repair --reason '…'`: a new slot, and the table is read once before it"
 
 # An outbox at rest writes no heartbeat for less WAL than this: each would be more WAL, to be archived for ever.
@@ -51,7 +52,8 @@ SELECT current_setting('wal_level') AS wal_level, current_setting('server_encodi
        (CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_lsn() END
            - '0/0'::pg_lsn)::bigint AS current_lsn,
        (SELECT max(commit_lsn) FROM {lanes}) AS settled_lsn, (SELECT count(*) FROM {lanes}) AS lanes,
-       extract(epoch FROM clock_timestamp() - b.flushed_at)::float8 AS flushed_seconds_ago
+       extract(epoch FROM clock_timestamp() - b.flushed_at)::float8 AS flushed_seconds_ago,
+       pg_is_in_recovery() AS recovering
   FROM (SELECT 1) AS one
   LEFT JOIN {streams} AS b ON b.slot = %(slot)s::text
   LEFT JOIN pg_replication_slots AS s ON s.slot_name = %(slot)s::text"""
@@ -115,6 +117,7 @@ class SlotState(NamedTuple):
     settled_lsn: int | None
     lanes: int
     flushed_seconds_ago: float | None
+    recovering: bool
 
     @property
     def retained_bytes(self) -> int:
@@ -178,7 +181,7 @@ class Slot:
     def check_timeline(self, state: SlotState, replication: Replication, resume_lsn: int) -> None:
         """Raise StreamLost when this server is another one, or left our history before what is published.
 
-        ``resume_lsn`` is the furthest position of any marker. Notes a new timeline that did not.
+        ``resume_lsn`` is the furthest position that any lane or marker has. Notes a new timeline that did not.
         """
         identity, now = replication.identify()
         if identity != state.system_identifier:
@@ -188,14 +191,16 @@ class Slot:
             )
         if now == state.timeline:
             return
-        furthest = max(state.flushed_lsn or 0, state.settled_lsn or 0, resume_lsn)
+        # Two of them are where a commit's record begins. One that begins where we parted is not in this history.
+        furthest = max(state.flushed_lsn or 0, (state.settled_lsn or 0) + 1, resume_lsn + 1)
         left = [switch.lsn for switch in replication.switches(now) if switch.timeline == state.timeline]
         if not left or left[0] < furthest:
             where = lsn_text(left[0]) if left else "an unknown place"
             raise StreamLost(
                 f"this server is on timeline {now}, which left timeline {state.timeline} at {where}; events up to "
-                f"{lsn_text(furthest)} of that one are published, and this server does not have them. Look for the "
-                f"server that has; to go on without: {REPAIR}"
+                f"{lsn_text(furthest)} of that one are published, and this server does not have them (a failover to a "
+                "standby that was behind, or a restore). Look for the server that has; to go on without: "
+                + (RECONCILE if left else REPAIR)
             )
         with unavailable_on_error("noting the timeline"):
             self._connection.execute(self._timeline, {"timeline": now, **self._bound})
@@ -248,7 +253,10 @@ def find_problem(state: SlotState, names: SlotNames) -> Exception | None:
         return SchemaError(setting_up)
     lost = None
     if not state.there:
-        lost = f"slot {slot!r} is gone: somebody dropped it, or a failover left it behind"
+        lost = (
+            f"slot {slot!r} is gone: somebody dropped it, or a failover left it behind (sync_replication_slots on the "
+            "standby keeps it, from Postgres 17 on)"
+        )
     elif state.plugin != "pgoutput" or not state.here:
         lost = f"slot {slot!r} is another one now (plugin {state.plugin!r}, or another database's)"
     elif state.wal_status == "lost":
@@ -260,7 +268,8 @@ def find_problem(state: SlotState, names: SlotNames) -> Exception | None:
     elif (state.confirmed_lsn or 0) > (state.flushed_lsn or 0):
         lost = (
             f"slot {slot!r} stands at {lsn_text(state.confirmed_lsn or 0)}, and this outbox has used the stream up to "
-            f"{lsn_text(state.flushed_lsn or 0)}: somebody advanced it or made it anew, and events were passed by"
+            f"{lsn_text(state.flushed_lsn or 0)}: somebody advanced it or made it anew, or a failover took commits "
+            "back; events may be passed by"
         )
     return None if lost is None else StreamLost(f"{lost}; {REPAIR}")
 

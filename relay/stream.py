@@ -203,14 +203,17 @@ class Stream:
         self._session: _Session | None = None
         self._closed = False
 
-    def join(self, lane: int, resume: Position, repeated: Collection[str]) -> Channel:
-        """Give the lane's channel, from behind ``resume`` on. Raises Unavailable when the stream is closed."""
+    def join(self, lane: int, resume: Position, repeated: Collection[str], published_lsn: int = 0) -> Channel:
+        """Give the lane's channel, from behind ``resume`` on. Raises Unavailable when the stream is closed.
+
+        ``published_lsn`` is what the lane's marker has: a server without it is not the one that was read.
+        """
         with self._lock:
             if self._closed:
                 raise Unavailable("the stream is closed")
             if self._session is None or self._session.error is not None:
                 self._session = _Session(self._names, self._replicate, self._connect, self._leases, self._limits)
-            return self._session.join(lane, resume, repeated)
+            return self._session.join(lane, resume, repeated, published_lsn)
 
     def close(self) -> None:
         """Tell the server what is done with, and let go of the slot. Safe to call twice."""
@@ -263,13 +266,13 @@ class _Session:
         self._told = 0
         self._moved_at = time.monotonic()
 
-    def join(self, lane: int, resume: Position, repeated: Collection[str]) -> Channel:
+    def join(self, lane: int, resume: Position, repeated: Collection[str], published_lsn: int) -> Channel:
         channel = self._channels.get(lane)
         if channel is not None:
             channel.rewind(resume, repeated)
             return channel
         channel = self._channels[lane] = Channel(self, resume, repeated)
-        self._resume_lsn = max(self._resume_lsn, resume[0])
+        self._resume_lsn = max(self._resume_lsn, resume[0], published_lsn)
         if len(self._channels) == len(self._leases):
             self._thread.start()
         return channel

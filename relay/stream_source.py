@@ -210,7 +210,10 @@ class StreamSource(PollingSource):
             # Of what stands behind the marker's own position, the rows are settled; the others have only their ids.
             pairs = zip(self._marker.positions, self._marker.event_ids, strict=True)
             repeated = [event_id for position, event_id in pairs if position < 0]
-        channel = self._channel = self._stream.join(self._lease.lane, resume, repeated)
+        published = None if self._marker is None else self._marker.stream
+        channel = self._channel = self._stream.join(
+            self._lease.lane, resume, repeated, 0 if published is None else published.commit_lsn
+        )
         if self._streaming and failures:
             self._leave_stream(channel)
         return channel

@@ -97,6 +97,7 @@ def reconcile(
     from relay.database import Connector
     from relay.reconcile import Reconciler
     from relay.transactions import StateTopic
+    from relay.wal import Replication
 
     if apply and not (reason or "").strip():
         raise ConfigurationError("--reason: say what happened; it is kept in the audit")
@@ -109,6 +110,7 @@ def reconcile(
         StateTopic(client_options(settings), state_topic_name(settings), replication=settings.state_replication),
         client_options(settings),
         producer_options(settings),
+        lambda: Replication(settings.require_database(), "outbox relay reconcile"),
     )
     try:
         states = reconciler.look()
