@@ -57,6 +57,8 @@ class RelaySettings(BaseModel):
     """Longest wait between tries while Postgres or Kafka is away."""
     shutdown_seconds: float = Field(25.0, ge=0.1, le=3600)
     """After SIGTERM: how long the batches in flight may take."""
+    metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$")
+    """Answer Prometheus there: ``host:port``. Not at all, if not given."""
     archive_days: int = Field(0, ge=0, le=3650)
     """Keep published events in ``published`` for so many days; 0 deletes them at once."""
 

@@ -26,6 +26,9 @@ _PASSING: Final = (
     # A partition of the archive was attached between choosing it for a row and writing the row.
     errors.CheckViolation,
 )
+# Somebody else's publication stands in the way of a DELETE: it publishes deletes, and the table's key, of which the
+# lane is a generated column, is not in it. (Postgres 18; see the doctor.)
+_PUBLISHED: Final = (errors.InvalidColumnReference, errors.ObjectNotInPrerequisiteState)
 # Changes of the schema under way, or rights not granted yet: also worth waiting for, but they need a person.
 _SCHEMA: Final = (
     errors.UndefinedTable,
@@ -49,6 +52,11 @@ def unavailable_on_error(doing: str) -> Iterator[None]:
         raise Unavailable(
             f"Postgres, {doing}: {_first_line(error)}: this server is a standby that is not promoted, or is set to "
             "read only; with several hosts in the URL, add target_session_attrs=read-write"
+        ) from error
+    except _PUBLISHED as error:
+        raise SchemaError(
+            f"Postgres, {doing}: {_first_line(error)}: a publication of deletes has the outbox's table; see "
+            "`outbox doctor`"
         ) from error
     except _PASSING as error:
         raise Unavailable(f"Postgres, {doing}: {_first_line(error)}") from error

@@ -13,11 +13,28 @@ from confluent_kafka.admin import AdminClient, ConfigResource  # type: ignore[at
 from psycopg import sql
 
 from outbox.errors import OutboxError
-from relay.config import Delivery, Settings, client_options, delivery_seconds, producer_options, state_topic_name
+from relay.cdc import Cdc
+from relay.config import (
+    Delivery,
+    Settings,
+    SourceKind,
+    client_options,
+    delivery_seconds,
+    producer_options,
+    state_topic_name,
+)
 from relay.database import Connector, unavailable_on_error
 from relay.sending import silent, text_of
+from relay.slot import SlotNames
 
 _SECONDS: Final = 10.0
+_PUBLISHES_GENERATED: Final = 180000
+
+_STANDING_IN_THE_WAY: Final = """
+SELECT p.pubname FROM pg_publication AS p JOIN pg_publication_tables AS t ON t.pubname = p.pubname
+ WHERE t.schemaname = %(schema)s AND t.tablename = 'events' AND (p.pubdelete OR p.pubupdate)
+   AND NOT 'lane' = ANY(t.attnames)
+ ORDER BY p.pubname"""
 
 _Config = Callable[[str], str]
 
@@ -110,6 +127,8 @@ def _postgres(connection: psycopg.Connection[Any], settings: Settings) -> Iterat
     if differences:
         return
     yield Finding(Level.OK, "tables", f"schema {settings.db_schema} is as this version expects")
+    yield from _publications(connection, settings)
+    yield from _sources(connection, settings)
     waiting, dead = (_count(connection, settings, name) for name in ("failures", "dead_letters"))
     if waiting or dead:
         yield Finding(
@@ -123,6 +142,61 @@ def _postgres(connection: psycopg.Connection[Any], settings: Settings) -> Iterat
         ).fetchone()
     if oldest is not None and oldest[0] is not None and oldest[0] > 60:
         yield Finding(Level.WARNING, "backlog", f"the oldest event is {oldest[0]:.0f} s old", "is a relay running?")
+
+
+def _publications(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
+    """From Postgres 18 on, a DELETE fails where a publication of deletes leaves out a generated column of the key."""
+    with unavailable_on_error("looking at publications"):
+        if connection.info.server_version < _PUBLISHES_GENERATED:
+            return
+        rows = connection.execute(_STANDING_IN_THE_WAY, {"schema": settings.db_schema}).fetchall()
+    for (name,) in rows:
+        yield Finding(
+            Level.FAILURE,
+            f"publication {name}",
+            f"publishes deletes of {settings.db_schema}.events without the generated column lane of its key: Postgres "
+            "refuses every DELETE, so the relay can settle nothing",
+            f"ALTER PUBLICATION {sql.Identifier(name).as_string(connection)} SET (publish_generated_columns = stored), "
+            "or leave the table out of it",
+        )
+
+
+def _sources(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
+    """Which source the lanes are read from, and whether the slot is in order."""
+    names = SlotNames(settings.db_schema, settings.wal.slot, settings.wal.publication)
+    status = Cdc(connection, names).status()
+    sources = sorted({lane.source for lane in status.lanes})
+    if sources and sources != [settings.source]:
+        yield Finding(
+            Level.WARNING,
+            "source",
+            f"the lanes are read from {' and '.join(sources)}, these settings say {settings.source}: a relay with them "
+            "waits",
+            "set OUTBOX_SOURCE, or `outbox relay switch`",
+        )
+    about = f"slot {names.slot}"
+    if "wal" in sources or (settings.source is SourceKind.WAL and status.slot.known):
+        if status.problem is not None:
+            yield Finding(Level.FAILURE, about, status.problem)
+        else:
+            yield Finding(Level.OK, about, f"whole; {status.slot.retained_bytes >> 20} MiB of WAL are kept for it")
+    elif settings.source is SourceKind.WAL:
+        yield Finding(Level.FAILURE, about, status.problem or "is not set up", "run `outbox cdc setup`")
+    elif status.slot.there and status.slot.known:
+        yield Finding(
+            Level.WARNING,
+            about,
+            f"keeps {status.slot.retained_bytes >> 20} MiB of WAL, and nobody reads it",
+            "`outbox relay switch wal`, or `outbox cdc drop`",
+        )
+    if status.slot.retained_bytes > settings.wal.retained_limit_bytes:
+        yield Finding(
+            Level.FAILURE,
+            f"{about}, WAL",
+            f"{status.slot.retained_bytes >> 20} MiB are kept for it, the limit is "
+            f"{settings.wal.retained_limit_bytes >> 20}: the server's disk fills up",
+            "is a relay with source=wal running?",
+        )
 
 
 def _count(connection: psycopg.Connection[Any], settings: Settings, table: str) -> int:

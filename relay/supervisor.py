@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Protocol
+from typing import Protocol
 
 import structlog
 
@@ -27,8 +27,6 @@ from relay.ports import Claim, LaneLost, Publisher, Source, Unavailable
 from relay.stream import Stream
 
 log = structlog.get_logger("relay")
-
-_UPKEEP_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,8 +46,9 @@ class Plan:
     """Given the lease, the number of lanes, and the lane's source."""
     stream: Callable[[Sequence[Lease]], Stream] | None = None
     """Source wal: given the leases of all lanes. A relay without it polls."""
-    upkeep: Callable[[], None] | None = None
-    """Called about once a minute, from the control loop."""
+    upkeep: Sequence[Callable[[], None]] = ()
+    """Called each ``upkeep_seconds``, in a thread of its own."""
+    upkeep_seconds: float = 60.0
     figures: Callable[[], Mapping[str, float]] = dict
     """For the last line of the log."""
 
@@ -113,11 +112,12 @@ class _LaneThread(threading.Thread):
         self._log.info("publishing again")
 
 
-def _keep(upkeep: Callable[[], None]) -> None:
-    try:
-        upkeep()
-    except (Unavailable, SchemaError) as error:
-        log.warning("upkeep has to wait", error=str(error))
+def _keep(upkeep: Sequence[Callable[[], None]]) -> None:
+    for task in upkeep:
+        try:
+            task()
+        except (Unavailable, SchemaError) as error:
+            log.warning("upkeep has to wait", error=str(error))
 
 
 def _shown(claim: Claim) -> dict[str, str]:
@@ -161,8 +161,8 @@ class Supervisor:
                 self._table = self._connect()
             self._keep(self._table)
             self._balance(self._table)
-            if self._plan.upkeep is not None and time.monotonic() >= self._upkeep_at:
-                self._upkeep_at = time.monotonic() + _UPKEEP_SECONDS
+            if self._plan.upkeep and time.monotonic() >= self._upkeep_at:
+                self._upkeep_at = time.monotonic() + self._plan.upkeep_seconds
                 # In a thread of its own: it may wait for locks, and the leases must be renewed meanwhile.
                 if self._upkeep is None or not self._upkeep.is_alive():
                     self._upkeep = threading.Thread(target=_keep, args=(self._plan.upkeep,), daemon=True)

@@ -8,7 +8,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -19,9 +19,11 @@ from relay.cli.common import failing_clearly, print_json
 from relay.config import Settings, SourceKind, load
 
 if TYPE_CHECKING:
+    from relay.database import Connector
     from relay.supervisor import Supervisor
 
 _IDLE_SECONDS: Final = 0.002
+_WATCH_SECONDS: Final = 10.0
 
 app = typer.Typer(help="Publish events from the outbox to Kafka.", no_args_is_help=True)
 
@@ -187,7 +189,6 @@ def build(settings: Settings) -> Supervisor:
     from relay.polling import DeletingSource, PollingSource
     from relay.ports import Publisher, Source
     from relay.publisher import IdempotentPublisher
-    from relay.retention import Retention
     from relay.stream import Stream, StreamLimits
     from relay.stream_source import StreamSource
     from relay.supervisor import Events, Plan, Supervisor
@@ -276,7 +277,27 @@ def build(settings: Settings) -> Supervisor:
             stream=new_stream if wal else None,
             source=new_source,
             publisher=new_publisher,
-            upkeep=Retention(connect, schema, settings.relay.archive_days).keep if archive else None,
+            upkeep=_upkeep(settings, connect),
+            upkeep_seconds=_WATCH_SECONDS if wal else 60.0,
             figures=figures.summary if settings.delivery is Delivery.EXACTLY_ONCE else dict,
         )
     )
+
+
+def _upkeep(settings: Settings, connect: Connector) -> list[Callable[[], None]]:
+    """Give what a relay does beside publishing, and open its metrics. Raises ConfigurationError for an address."""
+    from prometheus_client import CollectorRegistry
+
+    from relay.cli.wiring import slot_names
+    from relay.metrics import SlotWatch, serve
+    from relay.retention import Retention
+
+    tasks: list[Callable[[], None]] = []
+    registry = CollectorRegistry()
+    if settings.source is SourceKind.WAL:
+        tasks.append(SlotWatch(connect, slot_names(settings), settings.wal.retained_limit_bytes, registry).look)
+    if settings.relay.archive_days > 0:
+        tasks.append(Retention(connect, settings.db_schema, settings.relay.archive_days).keep)
+    if settings.relay.metrics_address is not None:
+        serve(settings.relay.metrics_address, registry)
+    return tasks

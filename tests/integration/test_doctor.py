@@ -7,9 +7,17 @@ import psycopg
 import pytest
 from typer.testing import CliRunner
 
+from outbox.errors import SchemaError
+from relay.cdc import Cdc
 from relay.cli.app import app
-from relay.config import Delivery, load
+from relay.config import Delivery, SourceKind, load
+from relay.database import Connector
 from relay.doctor import EXPLAINED, Level, examine
+from relay.failures import Failures
+from relay.lanes import Lease
+from relay.polling import PollingSource
+from relay.ports import PUBLISHED, Receipt
+from relay.slot import SlotNames
 
 
 def settings(database, kafka, **more):
@@ -94,3 +102,51 @@ def test_the_command(outbox_postgres, outbox_kafka):
     assert "at-least-once" in runner.invoke(app, ["doctor"], env=environment).stdout
     assert runner.invoke(app, ["doctor", "--delivery", "twice"], env=environment).exit_code == 2
     assert runner.invoke(app, ["doctor"], env={}).exit_code == 2
+
+
+def test_a_publication_that_keeps_every_event_in_the_table(outbox_postgres, outbox_kafka):
+    """Postgres 18: it refuses DELETEs when their publication leaves out a generated column of the key."""
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        if connection.info.server_version < 180000:
+            pytest.skip("Postgres 18 and later refuse such deletes")
+        connection.execute(
+            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('A', '1', 'T')"
+        )
+        connection.execute('CREATE PUBLICATION "Others" FOR ALL TABLES')
+        lane = connection.execute("SELECT lane FROM outbox.events").fetchone()[0]
+        source = PollingSource(
+            Connector(outbox_postgres.url, "test"), "outbox", Lease(lane, 0, 30.0, 0.0), Failures("outbox", None, None)
+        )
+        # Before anything is published that could not be settled.
+        with pytest.raises(SchemaError, match="a publication of deletes has the outbox's table; see `outbox doctor`"):
+            source.fetch(10)
+        (finding,) = [f for f in examine(settings(outbox_postgres, outbox_kafka)) if f.about == "publication Others"]
+        assert finding.level is Level.FAILURE
+        # What it advises is the way out.
+        connection.execute(finding.do.partition(", or")[0])
+        assert "publication Others" not in found(settings(outbox_postgres, outbox_kafka))
+        source.settle(Receipt([(claim, PUBLISHED) for claim in source.fetch(10)]))
+        source.flush()
+        source.close()
+        assert connection.execute("SELECT count(*) FROM outbox.events").fetchone() == (0,)
+
+
+def test_the_source_and_its_slot(outbox_postgres, outbox_kafka):
+    slot = outbox_kafka.name("slot").lower().replace("-", "_")
+    polling = settings(outbox_postgres, outbox_kafka, wal={"slot": slot})
+    wal = settings(outbox_postgres, outbox_kafka, source="wal", wal={"slot": slot})
+    about = f"slot {slot}"
+    assert about not in found(polling)
+    assert found(wal)["source"][0] is Level.WARNING
+    assert found(wal)[about][0] is Level.FAILURE
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        cdc = Cdc(connection, SlotNames("outbox", slot, "outbox_relay"))
+        cdc.setup()
+        assert found(polling)[about] == (Level.WARNING, "keeps 0 MiB of WAL, and nobody reads it")
+        cdc.switch(SourceKind.WAL)
+        assert found(wal)[about] == (Level.OK, "whole; 0 MiB of WAL are kept for it")
+        assert found(polling)["source"][0] is Level.WARNING
+        connection.execute("SELECT pg_replication_slot_advance(%s, pg_current_wal_lsn())", (slot,))
+        level, text = found(wal)[about]
+        assert level is Level.FAILURE
+        assert "somebody advanced it" in text
