@@ -57,6 +57,8 @@ _WAIT_SECONDS: Final = 0.2
 _TAKE_OVER_SECONDS: Final = 10.0
 _CLOSE_SECONDS: Final = 10.0
 _OVERHEAD_BYTES: Final = 500
+# What a dead letter keeps of something unreadable, which may be of any size: a row takes a million bytes.
+_UNREADABLE_BYTES: Final = 990_000
 
 Connect = Callable[[], psycopg.Connection[Any]]
 Position = tuple[int, int]
@@ -75,7 +77,7 @@ class Channel:
     """One lane's part of a session: what was read for it and is not settled yet, in commit order.
 
     ``resume`` is the last position (commit_lsn, number) that is done with already, and ``repeated`` are the ids of
-    events behind it that are. The session's thread puts, the lane's thread does the rest.
+    events without a row behind it that are. The session's thread puts, the lane's thread does the rest.
     """
 
     def __init__(self, session: _Session, resume: Position, repeated: Collection[str]) -> None:
@@ -94,10 +96,16 @@ class Channel:
         """Whether the stream is being read: who read it before does so no more."""
         return self._session.running.is_set()
 
+    def check(self) -> None:
+        """Raise what ended the session, if it has ended."""
+        if self._session.error is not None:
+            raise self._session.error
+
     def wants(self, claim: Claim) -> bool:
         """Whether the event is new to this lane."""
         assert claim.at is not None
-        return claim.at[:2] > self._resume and claim.event_id not in self._repeated
+        # A row may bear the id of an event that was published before: a replay does.
+        return claim.at[:2] > self._resume and (claim.position > 0 or claim.event_id not in self._repeated)
 
     def put(self, claims: Sequence[Claim]) -> None:
         """Add events, in order."""
@@ -111,8 +119,7 @@ class Channel:
         with self._arrived:
             if not self._waiting and wait_seconds > 0 and self._session.error is None:
                 self._arrived.wait(wait_seconds)
-            if self._session.error is not None:
-                raise self._session.error
+            self.check()
             claims = [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
             self._taken.extend(claims)
             if self._settled:
@@ -415,10 +422,8 @@ class _Session:
         try:
             event = _message.decode(message.content)
         except MessageError as error:
-            place = f"{lsn_text(at.commit_lsn)}/{at.number}"
-            self._add(
-                Claim(number, str(uuid7()), UNREADABLE, place, str(error)[:200], committed, message.content, None, at)
-            )
+            place, kept = f"{lsn_text(at.commit_lsn)}/{at.number}", message.content[:_UNREADABLE_BYTES]
+            self._add(Claim(number, str(uuid7()), UNREADABLE, place, str(error)[:200], committed, kept, None, at))
             return
         self._add(Claim(number, *event[:4], committed, event.payload, event.headers, at))
 

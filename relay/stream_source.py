@@ -111,7 +111,10 @@ class StreamSource(PollingSource):
             raise
 
     def settle(self, receipt: Receipt) -> None:
-        """Take note of what was published. Refused events, and with them the lane, go over to the table."""
+        """Take note of what was published. Refused events, and with them the lane, go over to the table.
+
+        So does a batch of which the publisher has published nothing because it can't be published as it is.
+        """
         batch, self._batch = self._batch, ()
         if not batch:
             return super().settle(receipt)
@@ -125,7 +128,7 @@ class StreamSource(PollingSource):
                     refused.append((claim, outcome.reason))
                 case _:
                     assert_never(outcome)
-        if refused:
+        if refused or (receipt.spent and not receipt.results):
             return self._resolve(batch, receipt, published, refused)
         if receipt.results or receipt.batch is not None:
             reached = None
@@ -242,12 +245,16 @@ class StreamSource(PollingSource):
     def _from_table(self, channel: Channel, limit: int) -> Sequence[Claim]:
         if self._horizon is None:
             self._drop(channel)
+        else:
+            # The next session begins when all lanes have joined it: the others must not wait for our table.
+            channel.check()
         rows = super().fetch(limit)
         if self._around:
             self._horizon = None
         elif self._horizon is None:
-            # Not before the stream is ours: whoever read it before may have dropped what nobody has published.
-            if channel.running:
+            # Not before the stream is ours: whoever read it before may have dropped what nobody has published. And not
+            # before the table is nearly empty: what is kept meanwhile takes room in the stream from the other lanes.
+            if channel.running and len(rows) < limit:
                 self._horizon = self._highest()
         elif not rows or rows[0].position > self._horizon:
             # What was read just now comes again, from the stream.
@@ -299,7 +306,7 @@ class StreamSource(PollingSource):
             if held is not None:
                 rows = {claim.position: row for claim, row in zip(left, self._spilled(left), strict=True)}
                 moved = [(rows.get(claim.position, claim), reason) for claim, reason in refused]
-                dead = self._failures.record(self._connection, lane, moved)
+                dead = self._failures.record(self._connection, lane, moved) if moved else []
                 self._connection.execute(self._set_streaming, {"streaming": False, **self._mine()})
         self._settled(held is not None, asked_at)
         self._streaming, self._around = False, True
@@ -310,11 +317,10 @@ class StreamSource(PollingSource):
 
     def _bury(self, channel: Channel, claim: Claim) -> None:
         """Keep what can't be read as a dead letter."""
-        row = self._write_to_table([claim])[0]
+        self._write_to_table([claim])
         channel.done([claim])
-        self._on_dead(row)
 
-    def _write_to_table(self, claims: Sequence[Claim]) -> list[Claim]:
+    def _write_to_table(self, claims: Sequence[Claim]) -> None:
         """Give events without a row one, and note that the stream is used up to the last of the claims."""
         lane, at = self._lease.lane, claims[-1].at
         with unavailable_on_error(f"writing events of lane {lane}"), self._connection.transaction():
@@ -328,7 +334,8 @@ class StreamSource(PollingSource):
             if unreadable:
                 self._failures.bury_at_once(self._connection, lane, unreadable)
         failpoint("stream.spilled")
-        return rows
+        for row in unreadable:
+            self._on_dead(row)
 
     def _spilled(self, claims: Sequence[Claim]) -> list[Claim]:
         if not claims:

@@ -300,6 +300,11 @@ class TransactionalPublisher:
                 # Nothing has left this process: there is nothing to end on the broker either.
                 sender.producer.abort_transaction()
                 return Receipt(sender.refused)
+            if sender.refused and any(claim.position < 0 for claim in claims):
+                # A marker vouches for events without a row only up to its position, and a refused event is a gap in
+                # that. So nothing of the batch is published: the source gives all of it rows, and it comes again.
+                self._abort()
+                return Receipt((), spent=True)
             batch = self._batch + 1
             self._commit(
                 Marker(

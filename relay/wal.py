@@ -184,16 +184,15 @@ class Replication:
             raise SlotInUse(f"Postgres, replication: {_line(error)}") from error
         except errors.InsufficientPrivilege as error:
             raise SchemaError(f"Postgres, replication: {_line(error)}: {_NEEDS['permission']}") from error
-        except psycopg.OperationalError as error:
+        except psycopg.Error as error:
             text = _line(error)
+            if error.sqlstate is not None and not isinstance(error, psycopg.OperationalError):
+                need = _NEEDS["wal_level"] if "wal_level" in text else "see `outbox cdc status`"
+                raise SchemaError(f"Postgres, replication: {text}: {need}") from error
             # Before the connection stands there is no SQLSTATE to go by.
             if "replication" in text and ("permission" in text or "superuser" in text):
                 raise SchemaError(f"Postgres, replication: {text}: {_NEEDS['permission']}") from error
             raise Unavailable(f"Postgres at {display_url(self._url)}, replication: {text}") from error
-        except psycopg.Error as error:
-            text = _line(error)
-            need = _NEEDS["wal_level"] if "wal_level" in text else "see `outbox cdc status`"
-            raise SchemaError(f"Postgres, replication: {text}: {need}") from error
 
 
 def _line(error: BaseException) -> str:

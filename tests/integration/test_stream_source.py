@@ -1,0 +1,781 @@
+"""A lane that streams, loop and all, on real Postgres; Kafka is a list in memory that knows transactions.
+
+Real brokers and real relays are in acceptance/test_wal_failures.py.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import psycopg
+import pytest
+from support import backlog, wait_until
+
+from outbox import Event, Outbox
+from outbox._message import message_prefix
+from outbox.errors import SchemaError
+from relay import db
+from relay.cdc import Cdc
+from relay.config import SourceKind
+from relay.database import Connector
+from relay.dead_letters import DeadLetters, Selection
+from relay.failures import FailurePolicy, Failures
+from relay.lane_hash import lane_of
+from relay.lanes import LaneTable, Lease
+from relay.loop import LaneLoop, Pace
+from relay.marker import Marker
+from relay.ports import PUBLISHED, At, BatchRefused, Claim, Receipt, Refused, Result, Unavailable
+from relay.routing import OnFailure, Route, Router
+from relay.slot import SlotNames
+from relay.stream import Stream, StreamLimits
+from relay.stream_source import StreamSource
+from relay.transactions import _reached
+from relay.wal import Replication
+
+BLOCK = Router({"Order": Route("orders")})
+SKIP = Router({"Order": Route("orders", OnFailure.SKIP)})
+MANY = 1000
+
+
+class Killed(BaseException):
+    """The relay is gone in this moment."""
+
+
+class Kafka:
+    """What is committed, and the last marker of every lane. Names and keys in ``bad`` are refused."""
+
+    def __init__(self) -> None:
+        self.published: list[Claim] = []
+        self.markers: dict[int, Marker] = {}
+        self.bad: set[str] = set()
+        self.away = False
+        self.kill: Callable[[str], bool] = lambda _point: False
+        """Asked at "before" and "after" a batch is committed."""
+
+    def names(self, key: str | None = None) -> list[str]:
+        return [claim.event_type for claim in self.published if key in {None, claim.aggregate_id}]
+
+
+class Producer:
+    """A lane's publisher, with markers (exactly-once) or without. Follows TransactionalPublisher and Sender."""
+
+    def __init__(self, kafka: Kafka, lease: Lease, source: StreamSource, *, once: bool) -> None:
+        self._kafka = kafka
+        self._lease = lease
+        self._once = once
+        if once:
+            adopted, self._identity = source.adopt(kafka.markers.get(lease.lane))
+            if adopted is None:
+                kafka.markers[lease.lane] = self._marker(1, ())
+                source.adopt(kafka.markers[lease.lane])
+
+    def _marker(self, batch: int, sent: Sequence[Claim], reached: At | None = None) -> Marker:
+        return Marker(
+            batch,
+            self._lease.epoch,
+            self._identity.system_identifier,
+            self._identity.timeline,
+            tuple(claim.position for claim in sent),
+            tuple(claim.event_id for claim in sent),
+            reached,
+        )
+
+    def publish(self, claims: Sequence[Claim]) -> Receipt:
+        kafka = self._kafka
+        if kafka.away:
+            return Receipt((), Unavailable("away"))
+        if kafka.kill("before"):
+            raise Killed
+        if any("whole" in claim.event_type for claim in claims):
+            return Receipt((), BatchRefused("something in it"))
+        sent, refused = self._divided(claims)
+        if not sent:
+            return Receipt(refused)
+        batch = None
+        if self._once:
+            if refused and any(claim.position < 0 for claim in claims):
+                return Receipt((), spent=True)
+            batch = kafka.markers[self._lease.lane].batch + 1
+            kafka.markers[self._lease.lane] = self._marker(batch, sent, _reached(claims, sent))
+        kafka.published += sent
+        if kafka.kill("after"):
+            raise Killed
+        return Receipt([(claim, PUBLISHED) for claim in sent] + refused, batch=batch)
+
+    def _divided(self, claims: Sequence[Claim]) -> tuple[list[Claim], list[Result]]:
+        sent: list[Claim] = []
+        refused: list[Result] = []
+        waiting: set[str] = set()
+        for claim in claims:
+            if claim.aggregate_id in waiting:
+                continue
+            if self._kafka.bad & {claim.event_type, claim.aggregate_id}:
+                waiting.add(claim.aggregate_id)
+                refused.append((claim, Refused("bad")))
+            else:
+                sent.append(claim)
+        return sent, refused
+
+    def close(self) -> None:
+        pass
+
+
+class Silent:
+    def published(self, count: int) -> None: ...
+    def refused(self, claim: Claim, reason: str) -> None: ...
+    def unavailable(self, error: Exception, wait_seconds: float) -> None: ...
+    def recovered(self) -> None: ...
+
+
+class Outboxed:
+    """An outbox read from the WAL, one relay of it at a time, and the loops of its lanes, turned by hand."""
+
+    def __init__(self, url: str, name: str, lanes: int = 1) -> None:
+        self.url = url
+        self.names = SlotNames("outbox", name, "outbox_relay")
+        self.lanes = lanes
+        self.kafka = Kafka()
+        self.dead: list[str] = []
+        self.admin = psycopg.connect(url, autocommit=True)
+        self.written: dict[str, list[str]] = defaultdict(list)
+        self.loops: list[LaneLoop] = []
+        self.stream: Stream | None = None
+        self.sources: list[StreamSource] = []
+        if lanes != 4:
+            db.change_lanes(url, lanes)
+        self.cdc = Cdc(self.admin, self.names)
+        self.cdc.setup()
+        self.cdc.switch(SourceKind.WAL)
+
+    def relay(
+        self,
+        router: Router = BLOCK,
+        attempts: int = MANY,
+        *,
+        once: bool = False,
+        limits: StreamLimits | None = None,
+        batch: int = 100,
+        backoff: float = 600.0,
+        archive: bool = False,
+    ) -> None:
+        """A relay takes all lanes. The one before is gone."""
+        self.kill()
+        self.admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity'")
+        connect = Connector(self.url, "relay")
+        table = LaneTable(self.admin, "outbox", "me", "0", 600.0, "wal")
+        leases = table.acquire_all()
+        assert len(leases) == self.lanes
+        self.stream = stream = Stream(
+            self.names, lambda: Replication(self.url, "relay"), connect, leases, limits or StreamLimits()
+        )
+        failures = Failures("outbox", FailurePolicy(attempts, backoff, backoff), router)
+
+        def source(lease: Lease) -> StreamSource:
+            made = StreamSource(
+                connect,
+                "outbox",
+                lease,
+                failures,
+                archive=archive,
+                on_dead=lambda claim: self.dead.append(claim.event_type),
+                stream=stream,
+                wait_seconds=0.001,
+            )
+            self.sources.append(made)
+            return made
+
+        def loop(lease: Lease) -> LaneLoop:
+            return LaneLoop(
+                lambda: source(lease),
+                lambda made: Producer(self.kafka, lease, made, once=once),
+                stop=threading.Event(),
+                secure=lambda: True,
+                observer=Silent(),
+                pace=Pace(batch_size=batch, min_backoff_seconds=0.001, max_backoff_seconds=0.001),
+            )
+
+        self.loops = [loop(lease) for lease in leases]
+
+    def turn(self, lane: int = 0) -> bool:
+        """One turn; what a relay waits for and tries again, it tries again. Says whether anything moved."""
+        loop = self.loops[lane]
+        try:
+            return loop._turn()
+        except (Unavailable, SchemaError) as error:
+            loop._back_off(error)
+            return True
+
+    def turns(self, count: int = 1) -> None:
+        for _ in range(count):
+            for lane in range(self.lanes):
+                self.turn(lane)
+
+    def until(self, condition: Callable[[], Any], what: str) -> None:
+        """Turn all lanes until it holds."""
+
+        def turned() -> Any:
+            self.turns()
+            return condition()
+
+        wait_until(turned, 20, what)
+
+    def published(self, *names: str) -> None:
+        """Turn until these are published, in this order, and then nothing else comes for a few turns."""
+        self.until(lambda: len(self.kafka.names()) >= len(names), f"{names} after {self.kafka.names()}")
+        self.turns(5)
+        assert self.kafka.names() == list(names)
+
+    def streams(self) -> None:
+        """Turn until all lanes stream."""
+        self.until(self.streaming, "the lanes to stream")
+
+    def streaming(self) -> bool:
+        return self.rows("SELECT bool_and(streaming) FROM outbox.lanes") == [(True,)]
+
+    def kill(self) -> None:
+        """As by SIGKILL: no settling, no last feedback."""
+        self.admin.execute(
+            "SELECT pg_terminate_backend(pid, 10000) FROM pg_stat_activity "
+            "WHERE application_name = 'relay' AND datname = current_database()"
+        )
+        for source in self.sources:
+            source.close()
+        self.sources, self.loops = [], []
+        if self.stream is not None:
+            self.stream.close()
+            self.stream = None
+
+    def add(self, *names: str, message: bool = False, commit: bool = True) -> None:
+        """Write events called key-number, as in a1, in one transaction."""
+        with psycopg.connect(self.url) as connection:
+            Outbox(**self.transport(message=message)).add_many(
+                connection, [Event("Order", name[0], name, {"n": name}) for name in names]
+            )
+            if not commit:
+                connection.rollback()
+        for name in names if commit else ():
+            self.written[name[0]].append(name)
+
+    def transport(self, *, message: bool) -> dict[str, Any]:
+        return {"transport": "message", "slot": self.names.slot} if message else {}
+
+    def rows(self, query: str, *values: Any) -> list[Any]:
+        return self.admin.execute(query, values).fetchall()
+
+    def failed(self) -> list[str]:
+        return [key for (key,) in self.rows("SELECT aggregate_id FROM outbox.failures ORDER BY id")]
+
+    def hurry(self) -> None:
+        self.admin.execute("UPDATE outbox.failures SET next_attempt_at = now() WHERE isfinite(next_attempt_at)")
+
+    def session(self) -> Any:
+        assert self.stream is not None
+        return self.stream._session
+
+    def held(self) -> tuple[int, int]:
+        return self.session()._held_events, self.session()._held_bytes
+
+    def read(self, count: int) -> None:
+        """Wait until the stream has given so many events."""
+        wait_until(lambda: sum(channel.put_count for channel in self.session()._channels.values()) >= count)
+
+    def close(self) -> None:
+        self.kill()
+        self.admin.close()
+
+
+@pytest.fixture
+def outboxed(outbox_postgres) -> Iterator[Callable[..., Outboxed]]:
+    made: list[Outboxed] = []
+
+    def make(lanes: int = 1) -> Outboxed:
+        made.append(Outboxed(outbox_postgres.url, outbox_postgres.name, lanes))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.close()
+
+
+both = pytest.mark.parametrize("once", [False, True], ids=["at-least-once", "exactly-once"])
+of_either_kind = pytest.mark.parametrize("message", [False, True], ids=["rows", "messages"])
+
+
+# --- refused events --------------------------------------------------------------------------------------------------
+
+
+@both
+@of_either_kind
+def test_a_refused_events_key_waits_in_the_table_and_the_others_go_on(outboxed, once, message):
+    box = outboxed()
+    box.relay(once=once)
+    box.streams()
+    box.kafka.bad = {"a"}
+    box.add("a1", "b1", "a2", "c1", message=message)
+    box.published("b1", "c1")
+    assert not box.streaming()
+    assert box.failed() == ["a"]
+    box.add("a3", "b2", message=message)
+    box.published("b1", "c1", "b2")
+    assert backlog(box.url) == 3
+    box.kafka.bad = set()
+    box.turns(5)
+    assert backlog(box.url) == 3
+    box.hurry()
+    box.published("b1", "c1", "b2", "a1", "a2", "a3")
+    box.streams()
+    assert (backlog(box.url), box.failed()) == (0, [])
+    box.add("a4", message=message)
+    box.published("b1", "c1", "b2", "a1", "a2", "a3", "a4")
+    assert (box.held(), box.streaming()) == ((0, 0), True)
+
+
+def test_what_was_refused_in_one_state_goes_out_before_what_came_in_the_other(outboxed):
+    """A message of a key whose earlier one has become a row, and a key that changes from rows to messages."""
+    box = outboxed()
+    box.relay()
+    box.streams()
+    box.kafka.bad = {"a"}
+    box.add("a1", "b1")
+    box.add("a2", "b2", message=True)
+    box.published("b1", "b2")
+    box.kafka.bad = set()
+    box.hurry()
+    box.add("a3")
+    box.published("b1", "b2", "a1", "a2", "a3")
+
+
+def test_a_relay_that_takes_over_in_the_table_state_goes_on_there(outboxed):
+    box = outboxed()
+    box.relay(once=True)
+    box.streams()
+    box.kafka.bad = {"a"}
+    box.add("a1", "b1", message=True)
+    box.published("b1")
+    box.relay(once=True)
+    box.add("a2", "b2", message=True)
+    box.published("b1", "b2")
+    assert box.failed() == ["a"]
+    box.kafka.bad = set()
+    box.hurry()
+    box.published("b1", "b2", "a1", "a2")
+    box.streams()
+
+
+@both
+def test_with_skip_the_key_goes_on_and_a_dead_letter_can_be_put_back(outboxed, once):
+    box = outboxed()
+    box.relay(SKIP, attempts=1, once=once)
+    box.streams()
+    box.kafka.bad = {"a1", "b1"}
+    box.add("a1", "b1", "a2", message=True)
+    box.published("a2")
+    assert sorted(box.dead) == ["a1", "b1"]
+    box.streams()
+    desk = DeadLetters(box.admin, "outbox")
+    ids = [row["event_id"] for row in desk.list(Selection())]
+    assert desk.discard(Selection(ids[1:]), "no")[0]["event_type"] == "b1"
+    box.kafka.bad = set()
+    # The lane may learn of it as of a failure, or from the stream.
+    assert desk.retry(Selection()) == ids[:1]
+    box.published("a2", "a1")
+    assert (backlog(box.url), box.failed()) == (0, [])
+    box.streams()
+
+
+def test_a_retried_dead_letter_goes_before_the_later_events_of_its_key(outboxed):
+    box = outboxed()
+    box.relay(attempts=1)
+    box.streams()
+    box.kafka.bad = {"a1"}
+    box.add("a1", "a2", message=True)
+    box.until(lambda: box.dead == ["a1"], "the dead letter")
+    box.add("a3", "b1")
+    box.published("b1")
+    box.kafka.bad = set()
+    DeadLetters(box.admin, "outbox").retry(Selection())
+    box.published("b1", "a1", "a2", "a3")
+    box.streams()
+
+
+@of_either_kind
+def test_a_batch_that_is_refused_as_a_whole_is_halved_until_the_event_is_found(outboxed, message):
+    box = outboxed()
+    box.relay(batch=8)
+    box.streams()
+    box.add("a1", "b1", "c1", "d whole", "d2", "e1", "f1", "g1", message=message)
+    box.published("a1", "b1", "c1", "e1", "f1", "g1")
+    assert box.failed() == ["d"]
+    assert backlog(box.url) == 2
+
+
+@both
+def test_while_kafka_is_away_nothing_is_lost_and_nothing_counted(outboxed, once):
+    box = outboxed()
+    box.relay(once=once, limits=StreamLimits(max_events=10), batch=4)
+    box.streams()
+    box.kafka.away = True
+    sent = [f"a{number:02}" for number in range(60)]
+    for name in sent:
+        box.add(name, message=name > "a30")
+    box.read(10)
+    box.turns(5)
+    held = box.held()[0]
+    assert 10 <= held < 60
+    assert (box.failed(), box.kafka.names()) == ([], [])
+    box.kafka.away = False
+    box.published(*sent)
+    assert box.held() == (0, 0)
+
+
+# --- what is no event ------------------------------------------------------------------------------------------------
+
+
+def foreign(box: Outboxed, content: bytes) -> None:
+    prefix = message_prefix("outbox")
+    box.admin.execute("SELECT pg_logical_emit_message(true, %s, %s::bytea)", (prefix, content))
+
+
+@pytest.mark.parametrize("failing", [False, True], ids=["streaming", "table"])
+def test_a_message_that_is_no_event_becomes_a_dead_letter_and_stops_nothing(outboxed, failing):
+    box = outboxed()
+    box.relay()
+    box.streams()
+    if failing:
+        box.kafka.bad = {"z"}
+        box.add("z1")
+        box.until(lambda: box.failed() == ["z"], "a failure")
+    box.add("a1", message=True)
+    foreign(box, b"\x00\xff no event")
+    foreign(box, b"{}\n")
+    # More than a row can hold.
+    foreign(box, b"x" * 3_000_000)
+    box.add("a2", message=True)
+    box.published("a1", "a2")
+    dead = box.rows("SELECT aggregate_type, event_type, length(payload_bytes) FROM outbox.dead_letters ORDER BY id")
+    assert [kind for kind, _, _ in dead] == ["unreadable-message"] * 3
+    assert [size for _, _, size in dead] == [11, 3, 990_000]
+    assert "3,000,000 bytes" in dead[2][1]
+    assert box.dead == [reason for _, reason, _ in dead]
+    assert len(DeadLetters(box.admin, "outbox").list(Selection())) == 3 + failing
+    assert box.streaming() is not failing
+    assert box.failed() == ["z"] * failing
+
+
+def test_whatever_a_foreign_program_writes_stops_nothing(outboxed):
+    """Heads that are nearly right, with every odd character in every field."""
+    box = outboxed()
+    box.relay()
+    box.streams()
+    good = '"version":1,"event_id":"0198a7c4-5d3e-7b21-9c55-2f6d8e1a4b70","payload":"none"'
+    odd = ["\\u0000", "\\ud800", "é" * 300, "\\u007f\\u0001", "", "'\\\"", "\U0001f600"]
+    fields = ("aggregate_type", "aggregate_id", "event_type", "more\\u0000", "headers")
+    count = 0
+    for text in odd:
+        for field in fields:
+            values = {"aggregate_type": "Order", "aggregate_id": "o", "event_type": "o"} | {field: text}
+            line = ",".join(f'"{name}":"{value}"' for name, value in values.items() if name != "headers")
+            if field == "headers":
+                line += f',"headers":{{"x{text}":"{text}"}}'
+            foreign(box, ("{" + good + "," + line + "}\n").encode())
+            count += 1
+    box.add("a1", message=True)
+    box.until(lambda: "a1" in box.kafka.names(), "the event behind them")
+    (unreadable,) = box.rows("SELECT count(*) FROM outbox.dead_letters")[0]
+    assert unreadable + len(box.kafka.published) == count + 1
+    assert unreadable > count // 2
+
+
+def test_messages_of_others_and_of_none_are_passed_by(outboxed):
+    box = outboxed()
+    box.relay()
+    box.streams()
+    box.add("a1", message=True, commit=False)
+    box.admin.execute("SELECT pg_logical_emit_message(true, 'outbox.other', 'x')")
+    box.admin.execute("SELECT pg_logical_emit_message(false, %s, 'x')", (message_prefix("outbox"),))
+    with psycopg.connect(box.url) as connection:
+        outbox = Outbox(**box.transport(message=True))
+        outbox.add(connection, Event("Order", "b", "b1"))
+        with connection.transaction(force_rollback=True):
+            outbox.add(connection, Event("Order", "b", "b2"))
+        with connection.transaction():
+            outbox.add(connection, Event("Order", "b", "b3"))
+    box.published("b1", "b3")
+    assert box.rows("SELECT count(*) FROM outbox.dead_letters") == [(0,)]
+
+
+# --- the table, and back ---------------------------------------------------------------------------------------------
+
+
+@of_either_kind
+def test_what_is_committed_at_each_step_of_catching_up_comes_once_and_in_order(outboxed, message):
+    """The lane begins with a backlog; between all of its turns another event is committed, old ids late."""
+    box = outboxed()
+    sent = [f"a{number:03}" for number in range(200)]
+    box.add(*sent[:100])
+    late = psycopg.connect(box.url)
+    Outbox().add(late, Event("Order", "z", "z1"))
+    box.relay(batch=30)
+    for number, name in enumerate(sent[100:]):
+        box.add(name, message=message)
+        box.turns()
+        if number == 5:
+            late.commit()
+    late.close()
+    box.until(lambda: len(box.kafka.published) == 201, "all events")
+    box.turns(5)
+    assert box.kafka.names("a") == sent
+    assert box.kafka.names("z") == ["z1"]
+    assert box.streaming()
+    assert box.held() == (0, 0)
+
+
+def test_an_event_that_was_open_while_the_lane_went_to_the_table_and_back(outboxed):
+    box = outboxed()
+    box.relay()
+    box.streams()
+    with psycopg.connect(box.url) as late:
+        Outbox().add(late, Event("Order", "z", "z1"))
+        box.kafka.bad = {"a1"}
+        box.add("a1", "b1")
+        box.published("b1")
+        box.kafka.bad = set()
+        box.hurry()
+        box.published("b1", "a1")
+        box.streams()
+    box.published("b1", "a1", "z1")
+
+
+def test_a_lane_with_a_backlog_does_not_hold_up_the_others(outboxed):
+    """What the stream gives for it is in its table: nothing is kept for it until it has nearly caught up."""
+    box = outboxed(2)
+    slow, quick = keys_of_lanes()
+    box.add(*(f"{slow}{number:04}" for number in range(400)))
+    box.relay(limits=StreamLimits(max_events=20), batch=10)
+    box.until(lambda: box.rows("SELECT streaming FROM outbox.lanes WHERE lane = 1") == [(True,)], "a lane to stream")
+    more = [f"{slow}{number:04}" for number in range(400, 460)]
+    for number in range(30):
+        box.add(*more[2 * number : 2 * number + 2], f"{quick}{number:02}")
+    box.until(lambda: len(box.kafka.names(quick)) == 30, "the other lane's events")
+    # Its table is not nearly read.
+    assert len(box.kafka.names(slow)) < 430
+    box.until(lambda: len(box.kafka.published) == 490, "all")
+    box.streams()
+    assert box.kafka.names(slow) == sorted(box.kafka.names(slow))
+
+
+def test_a_session_that_ends_while_a_lane_catches_up_begins_anew_at_once(outboxed):
+    box = outboxed(2)
+    slow, quick = keys_of_lanes()
+    box.add(*(f"{slow}{number}" for number in range(10, 14)))
+    box.relay(batch=10)
+    box.streams()
+    source = box.loops[0]._source
+    # As if the table were long.
+    source._write_streaming(False)
+    box.add(*(f"{slow}{number}" for number in range(20, 60)))
+    box.loops[0]._limit = 3
+    source._horizon = source._highest()
+    box.turn(0)
+    assert source._horizon is not None
+    box.admin.execute(
+        "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name = %s", (box.names.slot,)
+    )
+    wait_until(lambda: box.session().error is not None, what="the session's end")
+    box.add(f"{quick}1")
+    before = len(box.kafka.names(slow))
+    for _ in range(4):
+        box.turns()
+    box.read(1)
+    wait_until(lambda: box.turn(1) and box.kafka.names(quick), what="the other lane's event")
+    assert len(box.kafka.names(slow)) - before < 30
+    box.until(lambda: len(box.kafka.published) == 45, "all")
+
+
+def keys_of_lanes() -> tuple[str, str]:
+    """Keys of lane 0 and of lane 1, of two."""
+    keys = [next(key for key in "abcdefgh" if lane_of("Order", key, 2) == lane) for lane in (0, 1)]
+    return keys[0], keys[1]
+
+
+def test_events_are_archived_with_their_place_and_those_without_a_row_are_not(outboxed):
+    box = outboxed()
+    box.relay(archive=True)
+    box.streams()
+    box.add("a1")
+    box.add("b1", message=True)
+    box.published("a1", "b1")
+    box.kafka.bad = {"b2"}
+    box.add("b2", message=True)
+    box.until(lambda: box.failed() == ["b"], "a failure")
+    box.kafka.bad = set()
+    box.hurry()
+    box.published("a1", "b1", "b2")
+    assert box.rows("SELECT event_type FROM outbox.published ORDER BY id") == [("a1",), ("b2",)]
+
+
+# --- what is committed and not visible -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def hanging_server() -> Iterator[Any]:
+    from outbox.testing.fixtures import PrivatePostgres
+
+    with PrivatePostgres() as factory:
+        yield factory, factory()
+
+
+def set_standbys(server: Any, value: str) -> None:
+    """Every commit waits for a standby of this name, or for none."""
+    with psycopg.connect(server.url(), autocommit=True) as admin:
+        admin.execute(psycopg.sql.SQL("ALTER SYSTEM SET synchronous_standby_names = {}").format(value))
+        admin.execute("SELECT pg_reload_conf()")
+
+    def reloaded() -> bool:
+        with psycopg.connect(server.url(), autocommit=True) as look:
+            return look.execute("SHOW synchronous_standby_names").fetchone() == (value,)
+
+    wait_until(reloaded, what="the setting")
+
+
+@of_either_kind
+@pytest.mark.parametrize("table", [False, True], ids=["streaming", "table"])
+def test_nothing_is_published_that_no_standby_has(hanging_server, message, table):
+    """The commit stands in the WAL, and the stream gives it; until it is visible a failover could undo it."""
+    factory, server = hanging_server
+    name = f"hanging_{message}_{table}".lower()
+    database = factory.database(server, name)
+    box = Outboxed(database.url, name)
+    try:
+        box.relay(once=True)
+        box.streams()
+        if table:
+            box.kafka.bad = {"z"}
+            box.add("z1")
+            box.until(lambda: box.failed() == ["z"], "a failure")
+        before = sum(channel.put_count for channel in box.session()._channels.values())
+        set_standbys(server, "nobody")
+        writer = threading.Thread(target=box.add, args=("a1", "b1"), kwargs={"message": message})
+        writer.start()
+        try:
+            box.read(before + 2)
+            waits = (
+                "SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'SyncRep' AND datname = current_database()"
+            )
+            wait_until(lambda: box.rows(waits)[0][0] > 0, what="the commit to hang")
+            box.turns(50)
+            assert writer.is_alive()
+            assert box.kafka.names() == []
+            assert box.held()[0] == 2
+        finally:
+            set_standbys(server, "")
+            writer.join(20)
+        box.published("a1", "b1")
+        if not table:
+            box.add("a2", message=message)
+            box.published("a1", "b1", "a2")
+            assert box.streaming()
+    finally:
+        box.close()
+        database.close()
+
+
+# --- everything at once ----------------------------------------------------------------------------------------------
+
+
+class Chance:
+    """A random history of one outbox: writers, refusals, dead servers and dead relays, switched on and off."""
+
+    KEYS = "abcdefgh"
+
+    def __init__(self, box: Outboxed, seed: int, *, once: bool) -> None:
+        self.box = box
+        self.once = once
+        self.random = random.Random(seed)
+        self.count = 0
+        box.kafka.kill = lambda point: self.random.random() < 0.04
+
+    def start(self) -> None:
+        self.box.relay(
+            once=self.once,
+            limits=StreamLimits(max_events=self.random.choice([5, 50, 5000])),
+            batch=self.random.choice([1, 3, 20]),
+            backoff=0.001,
+        )
+
+    def write(self) -> None:
+        """A transaction of several keys: those of the second half as messages. Some of it is rolled back."""
+        box, chance = self.box, self.random
+        committed = []
+        with psycopg.connect(box.url) as connection, connection.transaction() as whole:
+            for key in chance.choices(self.KEYS, k=chance.randint(1, 5)):
+                self.count += 1
+                name = f"{key}{self.count:05}"
+                outbox = Outbox(**box.transport(message=key > "d"))
+                with connection.transaction(force_rollback=chance.random() < 0.2) as savepoint:
+                    outbox.add(connection, Event("Order", key, name))
+                if not savepoint.force_rollback:
+                    committed.append((key, name))
+            if chance.random() < 0.1:
+                committed = []
+                raise psycopg.Rollback(whole)
+        for key, name in committed:
+            box.written[key].append(name)
+
+    def step(self) -> None:
+        box, chance = self.box, self.random
+        try:
+            match chance.randint(0, 11):
+                case 0 | 1 | 2:
+                    self.write()
+                case 3:
+                    box.kafka.bad = set(chance.choices(self.KEYS, k=chance.randint(0, 2)))
+                case 4:
+                    box.kafka.bad = set()
+                case 5 if chance.random() < 0.3:
+                    box.kafka.away = not box.kafka.away
+                case 6 if chance.random() < 0.2:
+                    box.admin.execute(
+                        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'relay' "
+                        "AND datname = current_database() AND random() < 0.5"
+                    )
+                case 7 if chance.random() < 0.2:
+                    self.start()
+                case _:
+                    for _ in range(chance.randint(1, 10)):
+                        box.turn(chance.randrange(box.lanes))
+        except Killed:
+            self.start()
+
+    def end(self) -> None:
+        box = self.box
+        box.kafka.bad, box.kafka.away, box.kafka.kill = set(), False, lambda _point: False
+        wanted = sum(map(len, box.written.values()))
+        done = {name for names in box.written.values() for name in names}
+        box.until(lambda: done <= set(box.kafka.names()), f"{wanted} events")
+        box.streams()
+        box.turns(5)
+        assert backlog(box.url) == 0
+        for key in self.KEYS:
+            names = box.kafka.names(key)
+            first = list(dict.fromkeys(names))
+            assert first == box.written[key]
+            if self.once:
+                assert names == first
+        assert box.held() == (0, 0)
+        assert all(not channel._settled for channel in box.session()._channels.values())
+
+
+@both
+@pytest.mark.parametrize("seed", range(4))
+def test_a_random_history(outboxed, seed, once):
+    box = outboxed(seed % 2 + 1)
+    chance = Chance(box, seed, once=once)
+    chance.start()
+    for _ in range(150):
+        chance.step()
+    chance.end()

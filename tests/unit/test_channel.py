@@ -1,0 +1,177 @@
+"""A lane's channel against a model: what is put comes once, in order, until it is done with; nothing stays."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from relay.ports import At, Claim, Unavailable
+from relay.stream import Channel
+
+
+class Session:
+    """What a channel sees of its session."""
+
+    def __init__(self) -> None:
+        self.error: Exception | None = None
+        self.running = threading.Event()
+        self.held = 0
+
+    def freed(self, claims: list[Claim]) -> None:
+        self.held -= len(claims)
+
+
+def claim(commit: int, number: int, *, row: bool = True) -> Claim:
+    at = At(commit, number, 1)
+    return Claim((1 if row else -1) * (commit * 10 + number), f"id-{commit}-{number}", "T", "k", "e", "", b"", None, at)
+
+
+class ChannelMachine(RuleBasedStateMachine):
+    """One lane as StreamSource uses a channel: takes, gives back, settles in any order, rewinds, joins anew."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.session = Session()
+        self.channel = Channel(self.session, (0, 0), ())  # type: ignore[arg-type]
+        self.commit = 0
+        self.put: list[Claim] = []
+        # The model: those not done with, in order; so many of the first of them are taken.
+        self.open: list[Claim] = []
+        self.taken: list[Claim] = []
+
+    @rule(sizes=st.lists(st.integers(1, 3), min_size=1, max_size=4))
+    def transactions_arrive(self, sizes: list[int]) -> None:
+        claims = []
+        for size in sizes:
+            self.commit += 1
+            claims += [claim(self.commit, number + 1, row=bool(number % 2)) for number in range(size)]
+        assert all(self.channel.wants(each) for each in claims)
+        self.session.held += len(claims)
+        self.channel.put(claims)
+        self.put += claims
+        self.open += claims
+
+    def waiting(self) -> list[Claim]:
+        taken = {each.at for each in self.taken}
+        return [each for each in self.open if each.at not in taken]
+
+    @rule(limit=st.integers(1, 8))
+    def take(self, limit: int) -> None:
+        waiting = self.waiting()
+        claims = self.channel.take(limit)
+        assert len(claims) <= limit
+        # Never past one that waits. Those settled out of order count within the limit, and are not given.
+        assert claims == waiting[: len(claims)]
+        self.taken += claims
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def put_back(self, data: Any) -> None:
+        first = data.draw(st.integers(0, len(self.taken) - 1))
+        self.channel.put_back(self.taken[first:])
+        del self.taken[first:]
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def the_first_are_done(self, data: Any) -> None:
+        count = data.draw(st.integers(1, len(self.taken)))
+        self._done(self.taken[:count])
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def some_are_done(self, data: Any) -> None:
+        self._done([each for each in self.taken if data.draw(st.booleans())])
+
+    def _done(self, claims: list[Claim]) -> None:
+        self.channel.done(claims)
+        gone = {each.at for each in claims}
+        self.taken = [each for each in self.taken if each.at not in gone]
+        self.open = [each for each in self.open if each.at not in gone]
+
+    @rule()
+    def rewind(self) -> None:
+        self.channel.rewind((-1, -1), ())
+        self.taken = []
+
+    @rule(data=st.data())
+    def join_anew(self, data: Any) -> None:
+        """Behind something that was taken; a marker may also name events without a row beyond that."""
+        taken = list(self.taken)
+        resume = data.draw(st.sampled_from([(-1, -1), *(each.at[:2] for each in taken if each.at)]))
+        repeated = [each for each in taken if each.position < 0 and data.draw(st.booleans())]
+        self.channel.rewind(resume, [each.event_id for each in repeated])
+        gone = {each.at for each in repeated}
+        self.open = [each for each in self.open if each.at not in gone and each.at is not None and each.at[:2] > resume]
+        self.taken = []
+
+    @invariant()
+    def what_is_not_done_is_held(self) -> None:
+        done = self.channel.done_count
+        assert self.channel.put_count == len(self.put)
+        # Up to the first that is not done; feedback must not go by more than that.
+        first = self.put.index(self.open[0]) if self.open else len(self.put)
+        assert done <= first
+        assert self.session.held == len(self.put) - done
+        assert len(self.channel._settled) <= self.session.held
+
+    def teardown(self) -> None:
+        self.rewind()
+        seen = []
+        while self.open:
+            claims = self.channel.take(5)
+            self.taken += claims
+            seen += claims
+            self._done(claims)
+        # What was settled out of order before, and is last, goes with the next look.
+        assert self.channel.take(len(self.put) + 1) == []
+        assert seen == sorted(seen, key=lambda each: each.at or (0, 0, 0))
+        assert (self.session.held, self.channel._settled) == (0, set())
+        assert self.channel.done_count == self.channel.put_count == len(self.put)
+        assert not self.channel._taken
+        assert not self.channel._waiting
+
+
+TestChannel = ChannelMachine.TestCase
+TestChannel.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)
+
+
+def test_only_what_is_behind_the_position_is_wanted_and_rows_by_their_position_alone():
+    channel = Channel(Session(), (5, 2), ["id-6-1"])  # type: ignore[arg-type]
+    wanted = [
+        (commit, number, row)
+        for commit, number in [(4, 9), (5, 1), (5, 2), (5, 3), (6, 1), (6, 2)]
+        for row in (True, False)
+        if channel.wants(claim(commit, number, row=row))
+    ]
+    assert wanted == [(5, 3, True), (5, 3, False), (6, 1, True), (6, 2, True), (6, 2, False)]
+
+
+def test_what_ended_the_session_comes_before_what_waits():
+    session = Session()
+    channel = Channel(session, (0, 0), ())  # type: ignore[arg-type]
+    channel.put([claim(1, 1)])
+    channel.check()
+    session.error = Unavailable("gone")
+    for call in (channel.check, lambda: channel.take(1), lambda: channel.take(1, 10)):
+        with pytest.raises(Unavailable, match="gone"):
+            call()
+
+
+def test_a_take_that_waits_is_woken_by_what_comes_and_by_the_end():
+    session = Session()
+    channel = Channel(session, (0, 0), ())  # type: ignore[arg-type]
+    threading.Timer(0.05, channel.put, [[claim(1, 1)]]).start()
+    assert channel.take(5, 60) == [claim(1, 1)]
+
+    def end() -> None:
+        session.error = Unavailable("gone")
+        channel.wake()
+
+    threading.Timer(0.05, end).start()
+    with pytest.raises(Unavailable, match="gone"):
+        channel.take(5, 60)
