@@ -13,7 +13,7 @@ import datetime as dt
 import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final, Literal
+from typing import Final, Literal, NamedTuple
 
 from outbox.errors import OutboxError
 
@@ -98,9 +98,11 @@ class Type:
     name: str
 
 
-@dataclass(frozen=True, slots=True)
-class Insert:
-    """A row was inserted: one value for each column of the relation."""
+class Insert(NamedTuple):
+    """A row was inserted: one value for each column of the relation.
+
+    A tuple and not a dataclass: nearly all messages of a stream are this.
+    """
 
     relation: int
     new: Sequence[Value]
@@ -154,6 +156,10 @@ def decode(data: bytes) -> Decoded:
     if not data:
         raise PgOutputError("pgoutput: an empty message")
     kind = data[:1]
+    if kind == b"I":
+        insert = _whole_insert(data)
+        if insert is not None:
+            return insert
     read = _KINDS.get(kind)
     if read is None:
         raise PgOutputError(f"pgoutput: a message of unknown kind {kind!r}; protocol version 1 has none such")
@@ -214,31 +220,52 @@ class _Reader:
         return value
 
     def row(self) -> tuple[Value, ...]:
-        # In one loop and without calls: nearly all of a stream's work is here.
-        data, size, unpack = self.data, len(self.data), _INT32.unpack_from
-        values: list[Value] = []
-        count = self.count(_INT16)
-        at = self.at
+        return tuple(self._value() for _ in range(self.count(_INT16)))
+
+    def _value(self) -> Value:
+        match self.bytes(1):
+            case b"n":
+                return None
+            case b"u":
+                return UNCHANGED
+            case b"t" | b"b":
+                return self.bytes(self.number(_INT32))
+            case other:
+                raise ValueError(f"a value of unknown kind {other!r}")
+
+
+_INSERT_HEAD: Final = struct.Struct(">xIch")
+
+
+def _whole_insert(data: bytes) -> Insert | None:
+    """Read an Insert in one loop, without calls; None when there is more to it: the reader knows it all."""
+    size, unpack = len(data), _INT32.unpack_from
+    if size < _INSERT_HEAD.size:
+        return None
+    relation, mark, count = _INSERT_HEAD.unpack_from(data)
+    if mark != b"N":
+        return None
+    text, null = b"tn"
+    values: list[Value] = []
+    at = _INSERT_HEAD.size
+    try:
         for _ in range(count):
-            self.at = at
-            kind = data[at : at + 1]
-            if kind in (b"t", b"b"):
+            kind = data[at]
+            if kind == text:
                 (length,) = unpack(data, at + 1)
-                at += 5
-                if length < 0 or at + length > size:
-                    raise ValueError(f"{length} bytes are announced, {size - at} are there")
-                values.append(data[at : at + length])
-                at += length
-            elif kind == b"n":
+                start = at + 5
+                at = start + length
+                if length < 0 or at > size:
+                    return None
+                values.append(data[start:at])
+            elif kind == null:
                 values.append(None)
                 at += 1
-            elif kind == b"u":
-                values.append(UNCHANGED)
-                at += 1
             else:
-                raise ValueError(f"a value of unknown kind {kind!r}")
-        self.at = at
-        return tuple(values)
+                return None
+    except (struct.error, IndexError):
+        return None
+    return Insert(relation, tuple(values)) if at == size and count >= 0 else None
 
 
 def _time(microseconds: int) -> dt.datetime:
