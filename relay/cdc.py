@@ -56,6 +56,27 @@ SELECT lane, source, streaming, owner, epoch, commit_lsn FROM {lanes} ORDER BY l
 
 _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%s, %s, %s)"
 
+_OUTBOXES: Final = """
+SELECT n.nspname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+ WHERE c.relname = 'streams' AND c.relkind = 'r' AND n.nspname <> %(schema)s::text
+   AND has_table_privilege(c.oid, 'SELECT')
+   AND EXISTS (SELECT FROM pg_attribute AS a WHERE a.attrelid = c.oid AND a.attname = 'publication_version')"""
+
+# A publication of that name that no book knows, and that is not one of our table alone.
+_FOREIGN: Final = """
+SELECT 1 FROM pg_publication AS p
+ WHERE p.pubname = %(publication)s::text
+   AND NOT EXISTS (SELECT FROM {streams} AS b WHERE b.slot = %(slot)s::text AND b.publication = p.pubname)
+   AND (p.puballtables OR NOT EXISTS (SELECT FROM pg_publication_tables AS t
+                                       WHERE t.pubname = p.pubname AND t.schemaname = %(schema)s::text
+                                         AND t.tablename = 'events')
+        OR EXISTS (SELECT FROM pg_publication_tables AS t
+                    WHERE t.pubname = p.pubname AND (t.schemaname, t.tablename) <> (%(schema)s::text, 'events')))"""
+
+_NEEDS_REPLICATION: Final = (
+    "making or dropping a slot needs the REPLICATION right: ALTER ROLE … REPLICATION, or run this as a role that has it"
+)
+
 _LOCK: Final = "SELECT pg_advisory_xact_lock(hashtextextended('outbox cdc ' || %(slot)s::text, 0))"
 
 
@@ -117,13 +138,14 @@ class Cdc:
             if problem is not None:
                 raise CdcRefused(str(problem))
             return False
+        self._require_own(state)
         if state.there:
             raise CdcRefused(
                 f"there is a slot {self._names.slot!r} already, and it is not this outbox's. If a setup that was "
-                "interrupted left it behind, use --repair; if it is another program's, or another database's outbox "
-                "uses it, choose another name (OUTBOX_WAL__SLOT)"
+                "interrupted left it behind, use --repair; if another program or another outbox uses it, choose "
+                "another name (OUTBOX_WAL__SLOT)"
             )
-        self._make(state)
+        self._make()
         return True
 
     def repair(self, reason: str) -> None:
@@ -133,11 +155,7 @@ class Cdc:
         """
         state = self._slot.look()
         self._require_server(state)
-        if state.there and (state.plugin != "pgoutput" or not state.here):
-            raise CdcRefused(
-                f"the slot {self._names.slot!r} is not this outbox's (plugin {state.plugin!r}, or another database's): "
-                "choose another name (OUTBOX_WAL__SLOT)"
-            )
+        self._require_own(state)
         if state.active_pid is not None:
             raise CdcRefused(
                 f"the slot {self._names.slot!r} is being read, by process {state.active_pid} of the server: nothing to "
@@ -145,18 +163,17 @@ class Cdc:
             )
         if state.there:
             self._drop_slot()
-        self._make(state, reason)
+        self._make(reason)
 
     def drop(self) -> None:
         """Drop slot, publication and book. Raises CdcRefused while lanes are read from the WAL."""
+        state = self._slot.look()
+        self._require_primary(state)
         with unavailable_on_error("looking at the lanes"):
             lanes = [LaneState(*row) for row in self._connection.execute(self._query(_LANES)).fetchall()]
         if any(lane.source == "wal" for lane in lanes):
             raise CdcRefused("the lanes are read from the WAL: run `outbox relay switch polling` first")
-        state = self._slot.look()
-        self._require_primary(state)
-        if state.there and (state.plugin != "pgoutput" or not state.here):
-            raise CdcRefused(f"the slot {self._names.slot!r} is not this outbox's")
+        self._require_own(state)
         if state.there:
             self._drop_slot()
         with unavailable_on_error("dropping the publication"), self._connection.transaction():
@@ -174,7 +191,8 @@ class Cdc:
         self._require_primary(state)
         if to is SourceKind.WAL:
             self._slot.check(state)
-        elif state.message_at is not None:
+        elif state.message_at is not None or (state.active_pid is not None and state.known and state.here):
+            # The first of them may be under way.
             self._await_messages(state, wait_seconds)
         with unavailable_on_error("switching the lanes"), self._connection.transaction():
             self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
@@ -191,8 +209,8 @@ class Cdc:
             self._slot.heartbeat(0)
             if time.monotonic() > deadline:
                 raise CdcRefused(
-                    'this outbox has had events without a row (transport="message"), which polling can\'t see. The '
-                    f"slot stands at {lsn_text(state.confirmed_lsn or 0)} and not yet at {lsn_text(target)}: let a "
+                    'polling can\'t see events without a row (transport="message"), and some may not be published yet: '
+                    f"the slot stands at {lsn_text(state.confirmed_lsn or 0)}, and not at {lsn_text(target)}. Let a "
                     'relay with source=wal get there first, and have writers use transport="table"'
                 )
             time.sleep(0.2)
@@ -210,19 +228,65 @@ class Cdc:
         if problem is not None:
             raise CdcRefused(problem)
 
-    def _make(self, state: SlotState, reason: str | None = None) -> None:
-        bound = self._bound()
-        with unavailable_on_error("making the publication"), self._connection.transaction():
-            self._connection.execute(_LOCK, bound)
-            if state.publication_version_now is None or not state.publishes:
-                self._connection.execute(self._query("DROP PUBLICATION IF EXISTS {publication}"))
-                self._connection.execute(
-                    self._query("CREATE PUBLICATION {publication} FOR TABLE {events} WITH (publish = 'insert')")
+    def _require_own(self, state: SlotState) -> None:
+        self._require_only_slot(state)
+        self._require_own_slot(state)
+        with unavailable_on_error("looking at the publication"):
+            foreign = self._connection.execute(self._query(_FOREIGN), self._bound()).fetchone()
+        if foreign is not None:
+            raise CdcRefused(
+                f"the publication {self._names.publication!r} is not this outbox's: choose another name "
+                "(OUTBOX_WAL__PUBLICATION), or drop it if nobody uses it"
+            )
+
+    def _require_only_slot(self, state: SlotState) -> None:
+        # A second one would leave the first to keep WAL for ever.
+        if not state.known:
+            with unavailable_on_error("looking at the book"):
+                query = self._query("SELECT slot FROM {streams} WHERE slot <> %(slot)s::text")
+                row = self._connection.execute(query, self._bound()).fetchone()
+            if row is not None:
+                raise CdcRefused(
+                    f"this outbox has the slot {row[0]!r}: set OUTBOX_WAL__SLOT to it; for another name drop it first"
                 )
+
+    def _require_own_slot(self, state: SlotState) -> None:
+        if not state.there:
+            return
+        whose = None
+        if state.plugin != "pgoutput" or not state.here:
+            whose = f"plugin {state.plugin!r}, or another database's"
+        elif not state.known:
+            with unavailable_on_error("looking for the slot's owner"):
+                for (schema,) in self._connection.execute(_OUTBOXES, {"schema": self._names.schema}).fetchall():
+                    book = sql.SQL("SELECT FROM {} WHERE slot = %(slot)s::text").format(
+                        sql.Identifier(schema, "streams")
+                    )
+                    if self._connection.execute(book, self._bound()).rowcount:
+                        whose = f"it is that of the outbox in schema {schema!r}"
+        if whose is not None:
+            raise CdcRefused(
+                f"the slot {self._names.slot!r} is not this outbox's ({whose}): choose another name (OUTBOX_WAL__SLOT)"
+            )
+
+    def _make(self, reason: str | None = None) -> None:
+        bound = self._bound()
+        try:
+            with unavailable_on_error("making the publication"), self._connection.transaction():
+                self._connection.execute(_LOCK, bound)
+                if not self._slot.look().publishes:
+                    self._connection.execute(self._query("DROP PUBLICATION IF EXISTS {publication}"))
+                    self._connection.execute(
+                        self._query("CREATE PUBLICATION {publication} FOR TABLE {events} WITH (publish = 'insert')")
+                    )
+        except SchemaError as error:
+            raise SchemaError(
+                f"{_reason(error)}: making the publication needs the rights of the tables' owner, and CREATE on the "
+                "database"
+            ) from error
         with unavailable_on_error("making the slot"):
             self._make_slot()
-        state = self._slot.look()
-        bound["version"] = state.publication_version_now
+        bound["version"] = self._slot.look().publication_version_now
         with unavailable_on_error("writing the book"), self._connection.transaction():
             self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
             self._connection.execute(self._query(_BOOK), bound)
@@ -238,22 +302,32 @@ class Cdc:
         try:
             self._connection.execute(query, self._bound())
         except errors.InsufficientPrivilege as error:
-            raise SchemaError(
-                "making a slot needs the REPLICATION right: ALTER ROLE … REPLICATION, or run this as a role that has it"
-            ) from error
+            raise SchemaError(_NEEDS_REPLICATION) from error
+        except errors.DuplicateObject as error:
+            raise CdcRefused("somebody else has just made the slot: see `outbox cdc status`") from error
         except errors.ConfigurationLimitExceeded as error:
             raise CdcRefused("all replication slots are in use: raise max_replication_slots and restart") from error
 
     def _drop_slot(self) -> None:
-        with unavailable_on_error("dropping the slot"):
-            self._connection.execute("SELECT pg_drop_replication_slot(%(slot)s::text)", self._bound())
+        try:
+            with unavailable_on_error("dropping the slot"):
+                self._connection.execute("SELECT pg_drop_replication_slot(%(slot)s::text)", self._bound())
+        except errors.UndefinedObject:
+            pass  # gone by now
+        except SchemaError as error:
+            raise SchemaError(f"{_reason(error)}: {_NEEDS_REPLICATION}") from error
 
     def _note(self, what: str, why: str | None) -> None:
         details = {"slot": self._names.slot, "publication": self._names.publication}
         self._connection.execute(self._query(_AUDIT), (what, why, Jsonb(details)))
 
     def _bound(self) -> dict[str, Any]:
-        return {"slot": self._names.slot, "publication": self._names.publication}
+        return {"slot": self._names.slot, "publication": self._names.publication, "schema": self._names.schema}
 
     def _query(self, text: LiteralString) -> sql.Composed:
         return sql.SQL(text).format(**self._tables)
+
+
+def _reason(error: SchemaError) -> str:
+    cause = error.__cause__ or error
+    return f"Postgres: {str(cause).strip().splitlines()[0]}"

