@@ -41,9 +41,12 @@ _LOOK: Final = """
 SELECT current_setting('wal_level') AS wal_level, current_setting('server_encoding') AS encoding,
        b.slot IS NOT NULL AS known, b.system_identifier, b.timeline, b.flushed_lsn, b.flushed_at, b.message_at,
        b.publication_version, {version} AS publication_version_now,
-       (SELECT p.pubinsert AND NOT (p.pubupdate OR p.pubdelete OR p.pubtruncate)
-               AND r.prqual IS NULL AND r.prattrs IS NULL
+       (SELECT p.pubinsert AND NOT (p.pubupdate OR p.pubdelete OR p.pubtruncate) AND r.prqual IS NULL
+               AND (SELECT array_agg(a.attname::text ORDER BY a.attname) FROM pg_attribute AS a
+                     WHERE a.attrelid = r.prrelid AND a.attnum = ANY(r.prattrs))
+                   IN (ARRAY['id', 'lane'], ARRAY['aggregate_id', 'aggregate_type', 'id'])
                AND NOT EXISTS (SELECT FROM pg_publication_rel AS o WHERE o.prpubid = p.oid AND o.oid <> r.oid)
+               AND NOT EXISTS (SELECT FROM pg_publication_namespace AS o WHERE o.pnpubid = p.oid)
           FROM pg_publication AS p JOIN pg_publication_rel AS r ON r.prpubid = p.oid
          WHERE p.pubname = %(publication)s::text AND r.prrelid = to_regclass(%(events)s)) AS publishes,
        s.slot_name IS NOT NULL AS there, s.plugin, s.database = current_database() AS here, s.wal_status,
@@ -53,7 +56,9 @@ SELECT current_setting('wal_level') AS wal_level, current_setting('server_encodi
            - '0/0'::pg_lsn)::bigint AS current_lsn,
        (SELECT max(commit_lsn) FROM {lanes}) AS settled_lsn, (SELECT count(*) FROM {lanes}) AS lanes,
        extract(epoch FROM clock_timestamp() - b.flushed_at)::float8 AS flushed_seconds_ago,
-       pg_is_in_recovery() AS recovering
+       pg_is_in_recovery() AS recovering,
+       CASE WHEN NOT pg_is_in_recovery()
+            THEN ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int END AS timeline_now
   FROM (SELECT 1) AS one
   LEFT JOIN {streams} AS b ON b.slot = %(slot)s::text
   LEFT JOIN pg_replication_slots AS s ON s.slot_name = %(slot)s::text"""
@@ -77,6 +82,8 @@ UPDATE {streams} SET flushed_lsn = %(lsn)s, flushed_at = coalesce(%(at)s, clock_
        message_at = CASE WHEN %(messages)s THEN clock_timestamp() ELSE message_at END
  WHERE slot = %(slot)s::text AND publication_version = {version} AND {holds}
 RETURNING slot, set_config('synchronous_commit', 'on', true)"""
+
+_HELD: Final = "SELECT {holds}"
 
 _TIMELINE: Final = "UPDATE {streams} SET timeline = %(timeline)s WHERE slot = %(slot)s::text"
 
@@ -118,6 +125,7 @@ class SlotState(NamedTuple):
     lanes: int
     flushed_seconds_ago: float | None
     recovering: bool
+    timeline_now: int | None
 
     @property
     def retained_bytes(self) -> int:
@@ -153,8 +161,8 @@ class Slot:
         tables: dict[str, sql.Composable] = {name: sql.Identifier(names.schema, name) for name in ("lanes", "streams")}
         tables["version"] = sql.SQL(_VERSION)
         tables["holds"] = sql.SQL(_HOLDS).format(**tables)
-        self._look, self._terminate, self._note, self._timeline = (
-            sql.SQL(text).format(**tables) for text in (_LOOK, _TERMINATE, _NOTE, _TIMELINE)
+        self._look, self._terminate, self._note, self._held, self._timeline = (
+            sql.SQL(text).format(**tables) for text in (_LOOK, _TERMINATE, _NOTE, _HELD, _TIMELINE)
         )
         self._bound = {
             "slot": names.slot,
@@ -167,6 +175,17 @@ class Slot:
 
     def look(self) -> SlotState:
         """Give what server and book say."""
+        state = self._look_once()
+        if (state.confirmed_lsn or 0) <= (state.flushed_lsn or 0):
+            return state
+        # The book is read in a snapshot, the slot as it is now: a relay may have written and told in between. Then the
+        # book of a second look has reached the slot of the first.
+        again = self._look_once()
+        if (again.flushed_lsn or 0) < (state.confirmed_lsn or 0):
+            return state
+        return again._replace(confirmed_lsn=min(again.confirmed_lsn or 0, again.flushed_lsn or 0))
+
+    def _look_once(self) -> SlotState:
         with unavailable_on_error(f"looking at slot {self._names.slot!r}"):
             row = self._connection.execute(self._look, self._bound).fetchone()
         assert row is not None
@@ -181,6 +200,8 @@ class Slot:
     def check_timeline(self, state: SlotState, replication: Replication, resume_lsn: int) -> None:
         """Raise StreamLost when this server is another one, or left our history before what is published.
 
+        Raises Unavailable when the two connections lead to different servers.
+
         ``resume_lsn`` is the furthest position that any lane or marker has. Notes a new timeline that did not.
         """
         identity, now = replication.identify()
@@ -189,6 +210,8 @@ class Slot:
                 f"slot {self._names.slot!r} was made on the database {state.system_identifier}, this is {identity}; "
                 f"{REPAIR}"
             )
+        if now != state.timeline_now:
+            raise Unavailable(f"two servers take writes, or a failover goes on: timelines {now}, {state.timeline_now}")
         if now == state.timeline:
             return
         # Two of them are where a commit's record begins. One that begins where we parted is not in this history.
@@ -231,6 +254,16 @@ class Slot:
             noted = self._connection.execute(self._note, values).fetchone()
         if noted is None:
             self.check(self.look())
+            raise Unavailable("the stream's lanes are another relay's now")
+
+    def hold(self) -> None:
+        """Raise Unavailable when the lanes are not ours any more, or the server shuts down.
+
+        A server that does waits for its walsenders, and they wait for feedback that may never come.
+        """
+        with unavailable_on_error("looking at the lanes"):
+            row = self._connection.execute(self._held, self._bound).fetchone()
+        if row is None or not row[0]:
             raise Unavailable("the stream's lanes are another relay's now")
 
     def heartbeat(self, told_lsn: int) -> None:

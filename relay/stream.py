@@ -34,7 +34,6 @@ from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-import orjson
 import psycopg
 from uuid_utils.compat import uuid7
 
@@ -57,6 +56,7 @@ _WAIT_SECONDS: Final = 0.2
 _TAKE_OVER_SECONDS: Final = 10.0
 _CLOSE_SECONDS: Final = 10.0
 _OVERHEAD_BYTES: Final = 500
+_ENDS: Final = 1000
 # What a dead letter keeps of something unreadable, which may be of any size: a row takes a million bytes.
 _UNREADABLE_BYTES: Final = 990_000
 
@@ -95,6 +95,15 @@ class Channel:
     def running(self) -> bool:
         """Whether the stream is being read: who read it before does so no more."""
         return self._session.running.is_set()
+
+    @property
+    def read_lsn(self) -> int:
+        """Up to where the stream was read and shared out."""
+        return self._session.read_lsn
+
+    def settled_up_to(self, lsn: int) -> bool:
+        """Whether all lanes have settled all that stands before ``lsn``. Sees to it that it comes to be known."""
+        return self._session.told_up_to(lsn)
 
     def check(self) -> None:
         """Raise what ended the session, if it has ended."""
@@ -142,7 +151,7 @@ class Channel:
             while claims:
                 claim = self._taken.pop()
                 self._waiting.appendleft(claim)
-                if claim is claims[0]:
+                if claim.at == claims[0].at:
                     return
 
     def rewind(self, resume: Position, repeated: Collection[str]) -> None:
@@ -161,8 +170,8 @@ class Channel:
         if not claims:
             return
         with self._arrived:
-            taken, count = self._taken, len(claims)
-            if not self._settled and len(taken) >= count and taken[0] is claims[0] and taken[count - 1] is claims[-1]:
+            taken, count, first, last = self._taken, len(claims), claims[0], claims[-1]
+            if not self._settled and len(taken) >= count and (taken[0].at, taken[count - 1].at) == (first.at, last.at):
                 popped = [taken.popleft() for _ in range(count)]
                 self.done_count += count
             else:
@@ -210,17 +219,20 @@ class Stream:
         self._session: _Session | None = None
         self._closed = False
 
-    def join(self, lane: int, resume: Position, repeated: Collection[str], published_lsn: int = 0) -> Channel:
+    def join(
+        self, lane: int, resume: Position, repeated: Collection[str], timeline: int, published_lsn: int = 0
+    ) -> Channel:
         """Give the lane's channel, from behind ``resume`` on. Raises Unavailable when the stream is closed.
 
-        ``published_lsn`` is what the lane's marker has: a server without it is not the one that was read.
+        ``timeline`` is that of the server which the lane asks: it must be the one that is read. ``published_lsn`` is
+        what the lane's marker has: a server without it is not the one that was read.
         """
         with self._lock:
             if self._closed:
                 raise Unavailable("the stream is closed")
             if self._session is None or self._session.error is not None:
                 self._session = _Session(self._names, self._replicate, self._connect, self._leases, self._limits)
-            return self._session.join(lane, resume, repeated, published_lsn)
+            return self._session.join(lane, resume, repeated, timeline, published_lsn)
 
     def close(self) -> None:
         """Tell the server what is done with, and let go of the slot. Safe to call twice."""
@@ -250,6 +262,7 @@ class _Session:
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
         self._channels: dict[int, Channel] = {}
         self._resume_lsn = 0
+        self._timeline: int | None = None
         self._stopping = threading.Event()
         self._room = threading.Condition()
         self._held_events = 0
@@ -271,9 +284,19 @@ class _Session:
         self._end: tuple[int, dt.datetime | None] | None = None
         self._ends: deque[tuple[int, dt.datetime | None, tuple[int, ...]]] = deque()
         self._told = 0
+        self._asked = 0
+        self.read_lsn = 0
         self._moved_at = time.monotonic()
 
-    def join(self, lane: int, resume: Position, repeated: Collection[str], published_lsn: int) -> Channel:
+    def join(
+        self, lane: int, resume: Position, repeated: Collection[str], timeline: int, published_lsn: int
+    ) -> Channel:
+        if timeline != (self._timeline or timeline):
+            # After a failover a connection can still hang on the old server. What it has read may be lost.
+            self.error = Unavailable(f"the stream is one of timeline {self._timeline}, Postgres is on {timeline} now")
+            self._stopping.set()
+            raise self.error
+        self._timeline = timeline
         channel = self._channels.get(lane)
         if channel is not None:
             channel.rewind(resume, repeated)
@@ -291,6 +314,10 @@ class _Session:
                 self._held_bytes -= sum(map(_size, claims))
                 self._held_events -= len(claims)
                 self._room.notify_all()
+
+    def told_up_to(self, lsn: int) -> bool:
+        self._asked = max(self._asked, lsn)
+        return self._told >= lsn
 
     def stop(self) -> None:
         """End, after a last feedback."""
@@ -328,6 +355,8 @@ class _Session:
             state = slot.look()
             slot.check(state)
             slot.check_timeline(state, replication, self._resume_lsn)
+            if state.timeline_now != self._timeline:
+                raise Unavailable("the lanes and the stream are connected to different servers: a failover goes on")
             if state.lanes != len(self._leases):
                 raise Unavailable(f"the outbox has {state.lanes} lanes now, and not {len(self._leases)}")
             self._told = state.flushed_lsn or 0
@@ -370,12 +399,12 @@ class _Session:
 
     def _read(self, replication: Replication) -> bool:
         """Read what has arrived and hand it on; say whether there was anything."""
-        count = 0
-        for data in replication.read(_READ):
-            count += 1
+        messages = replication.read(_READ)
+        for data in messages:
             self._take(data)
         self._hand_on()
-        return count > 0
+        self.read_lsn = replication.position
+        return bool(messages)
 
     def _take(self, data: bytes) -> None:
         match decode(data):
@@ -404,7 +433,8 @@ class _Session:
     def _insert(self, relation: int, new: Sequence[Value]) -> None:
         if relation != self._events_oid or self._columns is None:
             raise SchemaError("the stream has a row of a table that it did not describe")
-        self._add(self._columns.claim(new, self._next()))
+        claim, lane = self._columns.claim(new, self._next(), len(self._leases))
+        self._add(claim, lane)
 
     def _message(self, message: Message) -> None:
         if not message.transactional:
@@ -423,9 +453,10 @@ class _Session:
             event = _message.decode(message.content)
         except MessageError as error:
             place, kept = f"{lsn_text(at.commit_lsn)}/{at.number}", message.content[:_UNREADABLE_BYTES]
-            self._add(Claim(number, str(uuid7()), UNREADABLE, place, str(error)[:200], committed, kept, None, at))
-            return
-        self._add(Claim(number, *event[:4], committed, event.payload, event.headers, at))
+            claim = Claim(number, str(uuid7()), UNREADABLE, place, str(error)[:200], committed, kept, None, at)
+        else:
+            claim = Claim(number, *event[:4], committed, event.payload, event.headers, at)
+        self._add(claim, lane_of(claim.aggregate_type, claim.aggregate_id, len(self._leases)))
 
     def _next(self) -> At:
         if self._transaction is None:
@@ -433,8 +464,7 @@ class _Session:
         self._number += 1
         return At(self._transaction.final_lsn, self._number, self._transaction.xid)
 
-    def _add(self, claim: Claim) -> None:
-        lane = lane_of(claim.aggregate_type, claim.aggregate_id, len(self._leases))
+    def _add(self, claim: Claim, lane: int) -> None:
         if self._channels[lane].wants(claim):
             self._read_for.setdefault(lane, []).append(claim)
 
@@ -449,6 +479,9 @@ class _Session:
             # The last of the ends that were read at once will do. Events of the transaction behind it are counted
             # with it, so it may be told a little later than it could.
             counts = tuple(channel.put_count for channel in self._channels.values())
+            if len(self._ends) >= _ENDS:
+                # One lane is behind and the others are not. To tell later ends alone loses nothing.
+                self._ends.pop()
             self._ends.append((*self._end, counts))
             self._end = None
 
@@ -466,6 +499,8 @@ class _Session:
             self._messages_seen = False
             self._told = flushed
             self._moved_at = time.monotonic()
+        else:
+            slot.hold()
         replication.feedback(self._told)
         failpoint("stream.told")
 
@@ -473,58 +508,35 @@ class _Session:
         if not self._held_events and now - self._moved_at >= self._limits.heartbeat_seconds:
             self._moved_at = now
             slot.heartbeat(self._told)
+        elif self._told < self._asked <= self.read_lsn and not self._ends:
+            # A lane waits to know, and nothing else would move the position.
+            slot.heartbeat(0)
 
 
 class _Columns:
     """Where the columns of ``events`` are in a row of the stream. Raises SchemaError when one is not."""
 
-    NAMES: Final = (
-        "id",
-        "event_id",
-        "aggregate_type",
-        "aggregate_id",
-        "event_type",
-        "created_at",
-        "payload",
-        "payload_bytes",
-        "headers",
-    )
-
     def __init__(self, relation: Relation) -> None:
         places = {column.name: number for number, column in enumerate(relation.columns)}
-        missing = [name for name in self.NAMES if name not in places]
-        if missing:
-            raise SchemaError(
-                f"{relation.schema}.{relation.name} has no column {missing[0]!r} in the stream: the table was altered; "
-                "see `outbox db check`"
-            )
-        self._places = tuple(places[name] for name in self.NAMES)
+        # Generated columns are sent from Postgres 18 on.
+        needed = ("id", "lane") if "lane" in places else ("id", "aggregate_type", "aggregate_id")
+        for name in needed:
+            if name not in places:
+                raise SchemaError(
+                    f"{relation.schema}.{relation.name} has no column {name!r} in the stream: the table was altered; "
+                    "see `outbox db check`"
+                )
+        self._id, *self._key = (places[name] for name in needed)
 
-    def claim(self, row: Sequence[Value], at: At) -> Claim:
-        """Give the row as polling would."""
-        a, b, c, d, e, f, g, h, i = self._places
+    def claim(self, row: Sequence[Value], at: At, lanes: int) -> tuple[Claim, int]:
+        """Give an event that has its row's id and its place alone, and its lane: the row has the rest."""
         values: Sequence[Any] = row
-        raw, headers = values[h], values[i]
-        return Claim(
-            int(values[a]),
-            values[b].decode(),
-            values[c].decode(),
-            values[d].decode(),
-            values[e].decode(),
-            rfc3339(values[f].decode()),
-            values[g] if raw is None else bytes.fromhex(raw[2:].decode()),
-            None if headers is None else orjson.loads(headers),
-            at,
-        )
-
-
-def rfc3339(text: str) -> str:
-    """Give Postgres' ISO form in UTC (``2026-11-21 10:00:00.5+00``) as polling's: ``2026-11-21T10:00:00.500000Z``."""
-    if not text.endswith("+00"):
-        # Before Christ, or infinity: nobody's time of creation, and no reason to stop either.
-        return text
-    date, _, clock = text[:-3].partition(" ")
-    return f"{date}T{clock}.000000Z" if len(clock) == 8 else f"{date}T{clock.ljust(15, '0')}Z"
+        if len(self._key) == 1:
+            lane = int(values[self._key[0]])
+        else:
+            kind, key = self._key
+            lane = lane_of(values[kind].decode(), values[key].decode(), lanes)
+        return Claim(int(values[self._id]), "", "", "", "", "", None, None, at), lane
 
 
 def _size(claim: Claim) -> int:

@@ -42,7 +42,8 @@ _DROP: Final = 5000
 _NOT_VISIBLE_SECONDS: Final = 0.005
 
 _STATE: Final = """
-SELECT streaming, commit_lsn, commit_number, EXISTS (SELECT FROM {failures} WHERE lane = %(lane)s)
+SELECT streaming, commit_lsn, commit_number, EXISTS (SELECT FROM {failures} WHERE lane = %(lane)s),
+       ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int
   FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s"""
 
 _SET_STREAMING: Final = """
@@ -206,7 +207,7 @@ class StreamSource(PollingSource):
             row = self._connection.execute(self._state, self._mine()).fetchone()
         if row is None:
             raise self._lost(0)
-        self._streaming, commit_lsn, commit_number, failures = row
+        self._streaming, commit_lsn, commit_number, failures, timeline = row
         resume = (-1, -1) if commit_lsn is None else (commit_lsn, commit_number)
         repeated: list[str] = []
         if self._marker is not None:
@@ -215,7 +216,7 @@ class StreamSource(PollingSource):
             repeated = [event_id for position, event_id in pairs if position < 0]
         published = None if self._marker is None else self._marker.stream
         channel = self._channel = self._stream.join(
-            self._lease.lane, resume, repeated, 0 if published is None else published.commit_lsn
+            self._lease.lane, resume, repeated, timeline, 0 if published is None else published.commit_lsn
         )
         if self._streaming and failures:
             self._leave_stream(channel)

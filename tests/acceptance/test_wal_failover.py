@@ -6,6 +6,7 @@ import contextlib
 import importlib.util
 import json
 import signal
+import time
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,14 +25,17 @@ from relay.cdc import CdcRefused
 from relay.config import SourceKind
 from relay.failpoints import VARIABLE
 from relay.lane_hash import lane_of
+from relay.lanes import Lease
+from relay.ports import Unavailable
 from relay.slot import Slot, SlotNames, StreamLost
+from relay.stream import Stream, StreamLimits
 from relay.wal import Switch
 
 __all__ = ["order", "wal"]
 
 FAST = {"fsync": "off", "autovacuum": "off"}
 # They wait for a person, or for a promotion: not for long.
-IMPATIENT = {"delivery": "exactly-once", "relay__max_backoff_seconds": 0.5}
+IMPATIENT = {"delivery": "exactly-once", "relay__max_backoff_seconds": 0.5, "relay__lease_seconds": 3}
 
 
 @pytest.fixture
@@ -121,7 +125,7 @@ def test_a_synchronous_standby_that_has_the_slot_goes_on(
     with Standby(primary, synced_slots=True) as standby:
         require_standby(primary)
         both = either(primary, standby, "outbox")
-        with Load(both, kind) as load:
+        with Load(both, kind, threads=2) as load:
             relay = outbox_relay(database_url=both, **settings)
             wait_until(lambda: streaming(both), what="the lanes to stream")
             wait_until(lambda: standby.has_slot(wal["wal__slot"]), 40, "the slot to be on the standby")
@@ -262,7 +266,7 @@ def test_a_slot_that_the_failover_left_behind(
     with Standby(primary) as standby:
         require_standby(primary)
         both, aside = either(primary, standby, "outbox"), standby.url("outbox")
-        with Load(both, kind) as load:
+        with Load(both, kind, threads=2) as load:
             first = outbox_relay(database_url=url, **settings)
             wait_until(lambda: read_by_relay(url), what="the lanes to stream")
             more(load, 100)
@@ -302,7 +306,7 @@ def test_a_slot_that_has_lost_its_wal(private_postgres, outbox_kafka, outbox_rel
     url = private_postgres.database(primary).url
     settings = wal | IMPATIENT
     to_wal(url, settings)
-    with Load(url, kind) as load:
+    with Load(url, kind, threads=2) as load:
         relay = outbox_relay(database_url=url, **settings)
         wait_until(lambda: read_by_relay(url), what="the lanes to stream")
         more(load, 100)
@@ -411,9 +415,28 @@ def test_where_timelines_part(outbox_postgres, place, lost):
     connection = outbox_postgres.connect(autocommit=True)
     slot = Slot(connection, SlotNames("outbox", "a", "b"))
     resume_lsn = place.pop("resume_lsn", -1)
-    state = slot.look()._replace(timeline=1, system_identifier="4711", **place)
+    state = slot.look()._replace(timeline=1, timeline_now=2, system_identifier="4711", **place)
     if lost:
         with pytest.raises(StreamLost, match=r"left timeline 1 at 0/3E8; .*outbox relay reconcile --apply"):
             slot.check_timeline(state, Parted(), resume_lsn)
     else:
         slot.check_timeline(state, Parted(), resume_lsn)
+
+
+def test_a_lane_that_asks_another_server_ends_the_session():
+    """The stream's connection hangs on a server that is gone, while a lane has found the new one."""
+
+    def unreachable():
+        raise AssertionError("not all lanes have joined")
+
+    leases = [Lease(lane, 1, 10.0, time.monotonic()) for lane in range(3)]
+    stream = Stream(SlotNames("outbox", "a", "b"), unreachable, unreachable, leases, StreamLimits())
+    old = stream.join(0, (-1, -1), (), 1)
+    with pytest.raises(Unavailable, match="timeline 1, Postgres is on 2 now"):
+        stream.join(1, (-1, -1), (), 2)
+    with pytest.raises(Unavailable):
+        old.take(1)
+    new = stream.join(1, (-1, -1), (), 2)
+    assert new.take(1) == []
+    assert stream.join(0, (-1, -1), (), 2) is not old
+    stream.close()
