@@ -191,8 +191,10 @@ class Cdc:
         self._require_primary(state)
         if to is SourceKind.WAL:
             self._slot.check(state)
-        elif state.message_at is not None or (state.active_pid is not None and state.known and state.here):
+        elif state.message_at is not None or (
             # The first of them may be under way.
+            state.active_pid is not None and find_problem(state, self._names) is None
+        ):
             self._await_messages(state, wait_seconds)
         with unavailable_on_error("switching the lanes"), self._connection.transaction():
             self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
@@ -206,6 +208,7 @@ class Cdc:
         target, deadline = state.current_lsn, time.monotonic() + seconds
         # Nothing else might move the slot past the target for as long as the heartbeats pause.
         while (state.confirmed_lsn or 0) < target:
+            self._slot.check(state)
             self._slot.heartbeat(0)
             if time.monotonic() > deadline:
                 raise CdcRefused(

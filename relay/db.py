@@ -63,7 +63,9 @@ class History:
     """Tables that must be empty before a downgrade may drop them, and the revision that made each."""
 
 
-OUTBOX: Final = History("versions", "outbox", {"events": "outbox_0001", "dead_letters": "outbox_0002"})
+OUTBOX: Final = History(
+    "versions", "outbox", {"events": "outbox_0001", "dead_letters": "outbox_0002", "streams": "outbox_0003"}
+)
 CONSUMER: Final = History("consumer", "consumer", {"offsets": "consumer_0001"})
 
 
@@ -125,7 +127,8 @@ def downgrade(
                 if _count(connection, schema, name):
                     raise SchemaError(
                         f"{schema}.{name} still has rows, which a downgrade would drop; "
-                        "let them drain, or say --drop-rows"
+                        + ("drop the slot (`outbox cdc drop`)" if name == "streams" else "let them drain")
+                        + ", or say --drop-rows"
                     )
         _run(history, connection, schema, "downgrade", revision, create_schema=False)
 

@@ -163,12 +163,18 @@ def switch(
     settings = load(database_url=database_url)
     connection = Connector(settings.require_database(), "outbox relay switch")()
     try:
-        switched = Cdc(connection, slot_names(settings)).switch(to, wait_seconds=wait_seconds, reason=reason)
+        cdc = Cdc(connection, slot_names(settings))
+        switched = cdc.switch(to, wait_seconds=wait_seconds, reason=reason)
+        slot_there = cdc.status().slot.there
     finally:
         connection.close()
     typer.echo(f"Every lane is read from {to} now." if switched else f"Every lane was read from {to} already.")
     if switched:
         typer.echo(f"Relays with OUTBOX_SOURCE={to} take the lanes up as soon as the others have let go of them.")
+    if to is SourceKind.POLLING and slot_there:
+        typer.echo(
+            f"The slot {settings.wal.slot!r} keeps WAL all the same: `outbox cdc drop`, unless you go back soon."
+        )
 
 
 def build(settings: Settings) -> Supervisor:
