@@ -349,6 +349,8 @@ class _Session:
 
     def _start(self, slot: Slot, replication: Replication) -> None:
         """See that the stream is whole, and begin; end whoever reads the slot still. Our lanes were its lanes."""
+        slot.check(slot.look())
+        # Its samples are not text in every encoding; by now it is UTF8.
         slot.check_hash()
         deadline = time.monotonic() + _TAKE_OVER_SECONDS
         while True:
