@@ -252,6 +252,8 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("publication_version", sa.Text, nullable=False),
         sa.Column("system_identifier", sa.Text, nullable=False),
         sa.Column("timeline", sa.Integer, nullable=False),
+        # Transactions older than this one may have ended before the slot begins; no lane streams while one is open.
+        sa.Column("opened_xid", sa.BigInteger, nullable=False),
         # Written before the server is told: the slot's own position is never above it, unless somebody else moved it.
         sa.Column("flushed_lsn", sa.BigInteger, nullable=False),
         sa.Column("flushed_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),

@@ -28,17 +28,21 @@ from relay.slot import Slot, SlotNames, SlotState, find_problem, not_set_up
 from relay.wal import lsn_text
 
 _FAILOVER_FROM: Final = 170000
+_GENERATED_FROM: Final = 180000
 
 _BOOK: Final = """
-INSERT INTO {streams} AS b (slot, publication, publication_version, system_identifier, timeline, flushed_lsn)
+INSERT INTO {streams} AS b (slot, publication, publication_version, system_identifier, timeline, opened_xid,
+                            flushed_lsn)
 SELECT %(slot)s::text, %(publication)s::text, %(version)s, c.system_identifier::text,
        ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int,
+       pg_current_xact_id()::text::bigint,
        (s.confirmed_flush_lsn - '0/0'::pg_lsn)::bigint
   FROM pg_replication_slots AS s, pg_control_system() AS c
  WHERE s.slot_name = %(slot)s::text
     ON CONFLICT (slot) DO UPDATE SET publication = excluded.publication,
        publication_version = excluded.publication_version, system_identifier = excluded.system_identifier,
-       timeline = excluded.timeline, flushed_lsn = excluded.flushed_lsn, flushed_at = clock_timestamp()"""
+       timeline = excluded.timeline, opened_xid = excluded.opened_xid,
+       flushed_lsn = excluded.flushed_lsn, flushed_at = clock_timestamp()"""
 
 # A relay that had looked at its lanes before must look again: the epoch is over.
 _READ_THE_TABLE: Final = """
@@ -46,9 +50,10 @@ UPDATE {lanes} SET streaming = false, commit_lsn = NULL, commit_number = NULL, e
        lease_until = '-infinity'
  WHERE source = 'wal'"""
 
+# What is known of the lane's place in the stream stays true, and what has no row must not be published again.
 # Owners see it when they renew: they settle what is under way and let go. Nobody's epoch ends, so nothing is repeated.
 _TO_WAL: Final = """
-UPDATE {lanes} SET source = 'wal', streaming = false, commit_lsn = NULL, commit_number = NULL WHERE source <> 'wal'"""
+UPDATE {lanes} SET source = 'wal', streaming = false WHERE source <> 'wal'"""
 _TO_POLLING: Final = "UPDATE {lanes} SET source = 'polling' WHERE source <> 'polling'"
 
 _LANES: Final = """
@@ -169,9 +174,7 @@ class Cdc:
         """Drop slot, publication and book. Raises CdcRefused while lanes are read from the WAL."""
         state = self._slot.look()
         self._require_primary(state)
-        with unavailable_on_error("looking at the lanes"):
-            lanes = [LaneState(*row) for row in self._connection.execute(self._query(_LANES)).fetchall()]
-        if any(lane.source == "wal" for lane in lanes):
+        if any(lane.source == "wal" for lane in self._lanes()):
             raise CdcRefused("the lanes are read from the WAL: run `outbox relay switch polling` first")
         self._require_own(state)
         if state.there:
@@ -181,20 +184,20 @@ class Cdc:
             self._connection.execute(self._query("DELETE FROM {streams} WHERE slot = %(slot)s::text"), self._bound())
             self._note("cdc drop", None)
 
-    def switch(self, to: SourceKind, *, wait_seconds: float = 60.0, reason: str | None = None) -> bool:
+    def switch(
+        self, to: SourceKind, *, wait_seconds: float = 60.0, leave_messages: bool = False, reason: str | None = None
+    ) -> bool:
         """Move every lane to a source; say whether any was at another. Relays follow within seconds.
 
-        To polling, once the stream has given every event without a row that was written before. Raises CdcRefused
-        when the stream is not whole (to wal), or does not get there within ``wait_seconds`` (to polling).
+        To polling, once the stream has given every event without a row that was written before, or at once with
+        ``leave_messages``: they wait in the slot then, and are lost if it is. Raises CdcRefused when the stream is not
+        whole (to wal), or does not get there within ``wait_seconds`` (to polling).
         """
         state = self._slot.look()
         self._require_primary(state)
         if to is SourceKind.WAL:
             self._slot.check(state)
-        elif state.message_at is not None or (
-            # The first of them may be under way.
-            state.active_pid is not None and find_problem(state, self._names) is None
-        ):
+        elif not leave_messages and any(lane.source == "wal" for lane in self._lanes()):
             self._await_messages(state, wait_seconds)
         with unavailable_on_error("switching the lanes"), self._connection.transaction():
             self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
@@ -204,18 +207,25 @@ class Cdc:
                 self._note(f"switch to {to}", reason)
         return switched > 0
 
+    def _lanes(self) -> list[LaneState]:
+        with unavailable_on_error("looking at the lanes"):
+            return [LaneState(*row) for row in self._connection.execute(self._query(_LANES)).fetchall()]
+
     def _await_messages(self, state: SlotState, seconds: float) -> None:
         target, deadline = state.current_lsn, time.monotonic() + seconds
         # Nothing else might move the slot past the target for as long as the heartbeats pause.
         while (state.confirmed_lsn or 0) < target:
-            self._slot.check(state)
-            self._slot.heartbeat(0)
-            if time.monotonic() > deadline:
+            problem = find_problem(state, self._names)
+            if problem is not None and state.message_at is None:
+                return
+            if problem is not None or time.monotonic() > deadline:
+                why = f"the slot stands at {lsn_text(state.confirmed_lsn or 0)}, and not at {lsn_text(target)}"
                 raise CdcRefused(
                     'polling can\'t see events without a row (transport="message"), and some may not be published yet: '
-                    f"the slot stands at {lsn_text(state.confirmed_lsn or 0)}, and not at {lsn_text(target)}. Let a "
-                    'relay with source=wal get there first, and have writers use transport="table"'
+                    f"{problem or why}. Let a relay with source=wal get there first, and have writers use "
+                    'transport="table"; or use --leave-messages, if there are none or they may stay where they are'
                 )
+            self._slot.heartbeat(0)
             time.sleep(0.2)
             state = self._slot.look()
 
@@ -279,8 +289,14 @@ class Cdc:
                 self._connection.execute(_LOCK, bound)
                 if not self._slot.look().publishes:
                     self._connection.execute(self._query("DROP PUBLICATION IF EXISTS {publication}"))
+                    # No more than says which row it is: the rest is read from there. A generated column like the lane
+                    # can be published from Postgres 18 on; before, the relay computes it from the key.
+                    generated = self._connection.info.server_version >= _GENERATED_FROM
+                    columns = "(id, lane)" if generated else "(id, aggregate_type, aggregate_id)"
                     self._connection.execute(
-                        self._query("CREATE PUBLICATION {publication} FOR TABLE {events} WITH (publish = 'insert')")
+                        self._query("CREATE PUBLICATION {publication} FOR TABLE {events} ")
+                        + sql.SQL(columns)
+                        + sql.SQL(" WITH (publish = 'insert')")
                     )
         except SchemaError as error:
             raise SchemaError(

@@ -161,7 +161,9 @@ class Failures:
 
     def bury_at_once(self, connection: psycopg.Connection[Any], lane: int, rows: Sequence[Claim]) -> None:
         """Make dead letters of rows that nobody can publish; ``event_type`` says why. Their keys do not wait."""
-        self.record(connection, lane, [(row, row.event_type) for row in rows])
+        dead = {row.position for row in self.record(connection, lane, [(row, row.event_type) for row in rows])}
+        # With one attempt allowed they are dead letters already, and wait for a person as their route has it.
+        rows = [row for row in rows if row.position not in dead]
         ids = [row.position for row in rows]
         connection.execute(self._bury, {"lane": lane, "ids": ids})
         self._copy_all(connection, lane, rows)

@@ -99,6 +99,12 @@ class Lease:
         with self._lock:
             return time.monotonic() < self._until
 
+    @property
+    def remaining_seconds(self) -> float:
+        """For how long the lease holds at least."""
+        with self._lock:
+            return self._until - time.monotonic()
+
     def __repr__(self) -> str:
         return f"Lease(lane={self.lane}, epoch={self.epoch})"
 

@@ -127,6 +127,8 @@ class LaneLoop:
         if self._publisher is None:
             self._publisher = self._new_publisher(self._source)
         claims = self._source.fetch(self._limit)
+        if claims is None:
+            return False
         if not claims:
             self._succeeded()
             return False

@@ -62,18 +62,18 @@ _LOOK_SECONDS: Final = 1.0
 _COLUMNS: Final = """
 SELECT id, event_id::text, aggregate_type, aggregate_id, event_type,
        to_char(created_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
-       coalesce(payload_bytes, convert_to(payload::text, 'UTF8')), headers, NULL"""
+       coalesce(payload_bytes, convert_to(payload::text, 'UTF8')), headers"""
 
 # The batch before, which is settled a moment later, is left out; rows behind its last one need no look at the list.
 _FETCH: Final = """
-{columns}
+{columns}, NULL
   FROM {events}
  WHERE lane = %(lane)s AND id > %(floor)s AND (id > %(after)s OR id <> ALL(%(pending)s::bigint[]))
  ORDER BY id LIMIT %(limit)s"""
 
 # Without the events that have failed, and without those of a key of which an earlier one has failed.
 _FETCH_AROUND: Final = """
-{columns}
+{columns}, NULL
   FROM {events} AS e
  WHERE lane = %(lane)s AND id > %(floor)s AND (id > %(after)s OR id <> ALL(%(pending)s::bigint[]))
    AND NOT EXISTS (SELECT FROM {failures} AS f WHERE f.lane = %(lane)s AND f.id = e.id)
@@ -86,7 +86,7 @@ _FETCH_AROUND: Final = """
 # One that has failed and is due, by itself: if it is refused again, no other event has to be sent again because of it.
 # It may lie below the floor, if a person has put it back.
 _FETCH_DUE: Final = """
-{columns}
+{columns}, NULL
   FROM {events} AS e
  WHERE lane = %(lane)s AND id <> ALL(%(pending)s::bigint[])
    AND id = (SELECT f.id FROM {failures} AS f JOIN {events} AS due ON due.lane = f.lane AND due.id = f.id
@@ -101,7 +101,7 @@ _ANY_FAILURES: Final = "SELECT EXISTS (SELECT FROM {failures} WHERE lane = %(lan
 _LEASE: Final = """UPDATE {lanes} SET lease_until = clock_timestamp() + make_interval(secs => %(ttl)s),
            last_batch = coalesce(%(batch)s, last_batch), commit_lsn = coalesce(%(commit_lsn)s, commit_lsn),
            commit_number = coalesce(%(commit_number)s, commit_number)
-     WHERE lane = %(lane)s AND epoch = %(epoch)s RETURNING lane"""
+     WHERE lane = %(lane)s AND epoch = %(epoch)s RETURNING lane, {synchronous} AS synchronous"""
 
 # A role or a database may have synchronous_commit off. It counts at the commit, so the statement itself can set it.
 _SYNCHRONOUS: Final = """set_config('synchronous_commit',
@@ -115,14 +115,13 @@ _THERE: Final = """(SELECT count(*) FROM {events}
 # One statement: the lease is checked and prolonged, and only under it rows go; by id and event id, because behind a
 # pooler the server may be another one by now, which gave the id to another event. One that had failed leaves failures
 # too, always: one that a person has just put back may be published before this source knows of any failure.
-_SETTLE: Final = """
+_SETTLING: Final = """
 WITH lease AS ({lease}),
 freed AS (
     DELETE FROM {failures} WHERE lane = (SELECT lane FROM lease) AND id = ANY(%(ids)s::bigint[])),
 gone AS (
     DELETE FROM {events} WHERE lane = (SELECT lane FROM lease) AND id = ANY(%(ids)s::bigint[])
-                           AND event_id = ANY(%(event_ids)s::uuid[]))
-SELECT {there}, {synchronous} FROM lease"""
+                           AND event_id = ANY(%(event_ids)s::uuid[]))"""
 
 _ARCHIVED: Final = """
 INSERT INTO {published} (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers,
@@ -130,7 +129,7 @@ INSERT INTO {published} (lane, id, event_id, aggregate_type, aggregate_id, event
 SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at,
        clock_timestamp(), topic, part, off FROM gone"""
 
-_SETTLE_INTO_ARCHIVE: Final = """
+_SETTLING_INTO_ARCHIVE: Final = """
 WITH lease AS ({lease}),
 freed AS (
     DELETE FROM {failures} WHERE lane = (SELECT lane FROM lease) AND id = ANY(%(ids)s::bigint[])),
@@ -141,8 +140,19 @@ gone AS (
     SELECT deleted.*, p.topic, p.part, p.off
       FROM deleted JOIN unnest(%(ids)s::bigint[], %(topics)s::text[], %(partitions)s::int[], %(offsets)s::bigint[])
                         AS p(place_id, topic, part, off) ON p.place_id = deleted.id),
-kept AS ({archived})
-SELECT {there}, {synchronous} FROM lease"""
+kept AS ({archived})"""
+
+_SETTLE: Final = "{settling} SELECT {there}, synchronous FROM lease"
+
+# Rows by their ids: a row of NULLs at least, while the lease holds.
+_SETTLE_AND_READ: Final = """{settling}
+{columns}
+  FROM lease LEFT JOIN {events} AS e ON e.lane = %(lane)s AND e.id = ANY(%(next_ids)s::bigint[])"""
+
+_READ: Final = """
+{columns}
+  FROM {lanes} AS l LEFT JOIN {events} AS e ON e.lane = %(lane)s AND e.id = ANY(%(next_ids)s::bigint[])
+ WHERE l.lane = %(lane)s AND l.epoch = %(epoch)s"""
 
 # By id and event id: after a restore an id may have been given to another event.
 _SETTLE_MARKER: Final = """
@@ -201,6 +211,7 @@ class Queries:
         names["there"] = sql.SQL(_THERE).format(**names)
         names["lease"] = sql.SQL(_LEASE).format(**names)
         names["archived"] = sql.SQL(_ARCHIVED if archive else "SELECT 1 FROM gone").format(**names)
+        names["settling"] = sql.SQL(_SETTLING_INTO_ARCHIVE if archive else _SETTLING).format(**names)
 
         def query(text: LiteralString) -> sql.Composed:
             return sql.SQL(text).format(**names)
@@ -210,7 +221,9 @@ class Queries:
         self.fetch_due = query(_FETCH_DUE)
         self.any_failures = query(_ANY_FAILURES)
         self.several = query(_SEVERAL)
-        self.settle = query(_SETTLE_INTO_ARCHIVE if archive else _SETTLE)
+        self.settle = query(_SETTLE)
+        self.settle_and_read = query(_SETTLE_AND_READ)
+        self.read = query(_READ)
         self.settle_marker = query(_SETTLE_MARKER)
         self.held = query(_HELD)
         self.still_held = query(_STILL_HELD)
@@ -284,15 +297,18 @@ class PollingSource:
         self._connection = connect()
         set_json_loads(orjson.loads, self._connection)
         self._cursor = self._connection.cursor(binary=True, row_factory=_claim_row)
-        self._floor = _Floor()
+        self._floor = Floor()
         self._pending: Pending | None = None
         # Until a look has shown that there are none.
         self._around = True
         self._due_next = True
         self._looked_at = -_LOOK_SECONDS
 
-    def fetch(self, limit: int) -> Sequence[Claim]:
+    def fetch(self, limit: int) -> Sequence[Claim] | None:
         """Settle what is pending and give up to ``limit`` unpublished events of the lane, lowest id first."""
+        return self._poll(limit)
+
+    def _poll(self, limit: int) -> Sequence[Claim]:
         lane = self._lease.lane
         with unavailable_on_error(f"reading lane {lane}"):
             floor = self._floor.start(draw_xid=self._draw_xid, xmin=self._xmin)
@@ -331,7 +347,7 @@ class PollingSource:
                     "gone: it has crashed, or somebody deletes events"
                 )
         if due and not rows:
-            return PollingSource.fetch(self, limit)
+            return self._poll(limit)
         if not around:
             self._floor.seen(rows[0].position if rows else None)
         if rows:
@@ -530,7 +546,7 @@ class DeletingSource(PollingSource):
         return found
 
 
-class _Floor:
+class Floor:
     """Where a fetch may start. See the module's docstring for why each step is needed."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:

@@ -89,8 +89,11 @@ class Source(Protocol):
     the source.
     """
 
-    def fetch(self, limit: int) -> Sequence[Claim]:
-        """Settle what is pending, and give up to ``limit`` events; none when there is nothing to publish now."""
+    def fetch(self, limit: int) -> Sequence[Claim] | None:
+        """Settle what is pending, and give up to ``limit`` events; none when there is nothing to publish now.
+
+        None, and no empty sequence, when the source can't tell yet: it is not a success.
+        """
         ...
 
     def settle(self, receipt: Receipt) -> None:

@@ -62,7 +62,8 @@ _CONSEQUENCES: Final = {
 _POLL_SECONDS: Final = 0.1
 _METADATA_SECONDS: Final = 10.0
 
-_MARKER: Final = Claim(-1, "", "the marker", "", "", "", None, None)
+# No event has this position: rows count from 1, events without a row are negative.
+_MARKER: Final = Claim(0, "", "the marker", "", "", "", None, None)
 
 Headers = list[tuple[str, str | bytes | None]]
 

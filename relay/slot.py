@@ -52,7 +52,7 @@ SELECT current_setting('wal_level') AS wal_level, current_setting('server_encodi
        s.slot_name IS NOT NULL AS there, s.plugin, s.database = current_database() AS here, s.wal_status,
        s.active_pid, (s.confirmed_flush_lsn - '0/0'::pg_lsn)::bigint AS confirmed_lsn,
        (s.restart_lsn - '0/0'::pg_lsn)::bigint AS restart_lsn, s.safe_wal_size,
-       (CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_lsn() END
+       (CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_insert_lsn() END
            - '0/0'::pg_lsn)::bigint AS current_lsn,
        (SELECT max(commit_lsn) FROM {lanes}) AS settled_lsn, (SELECT count(*) FROM {lanes}) AS lanes,
        extract(epoch FROM clock_timestamp() - b.flushed_at)::float8 AS flushed_seconds_ago,
@@ -318,18 +318,24 @@ def not_set_up(state: SlotState, slot: str) -> str | None:
     return None
 
 
-def current_snapshot(connection: psycopg.Connection[Any]) -> str:
-    """Give pg_current_snapshot's text."""
+def current_snapshot(connection: psycopg.Connection[Any]) -> Snapshot:
+    """Take a snapshot."""
     with unavailable_on_error("taking a snapshot"):
         row = connection.execute(_SNAPSHOT).fetchone()
     assert row is not None
-    return str(row[0])
+    return Snapshot(row[0])
 
 
-def snapshot_sees(snapshot: str, xid: int) -> bool:
-    """Whether a transaction (its 32-bit id) is visible in a snapshot, given as pg_current_snapshot's text."""
-    xmin_text, xmax_text, running = snapshot.split(":")
-    xmin, xmax = int(xmin_text), int(xmax_text)
-    # The epoch that brings it nearest: a transaction that is decoded now is less than 2^31 others old.
-    full = xmax + ((xid - xmax + (1 << 31)) % (1 << 32)) - (1 << 31)
-    return full < xmin or (full < xmax and str(full) not in running.split(","))
+class Snapshot:
+    """Which transactions are visible, from pg_current_snapshot's text."""
+
+    def __init__(self, text: str) -> None:
+        xmin, xmax, running = text.split(":")
+        self._xmin, self._xmax = int(xmin), int(xmax)
+        self._running = frozenset(map(int, running.split(","))) if running else frozenset()
+
+    def sees(self, xid: int) -> bool:
+        """Whether the transaction with this 32-bit id is visible."""
+        # The epoch that brings it nearest: a transaction that is decoded now is less than 2^31 others old.
+        full = self._xmax + ((xid - self._xmax + (1 << 31)) % (1 << 32)) - (1 << 31)
+        return full < self._xmin or (full < self._xmax and full not in self._running)

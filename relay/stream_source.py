@@ -1,9 +1,10 @@
 """Source over the WAL: one lane, from the stream; from the table where the stream can't serve it.
 
-An event that the stream gives is published only when Postgres shows it: its row is there (or, without a row, its
-transaction is visible). A commit stands in the WAL before it is visible, and with synchronous replication for as long
-as no standby has it: until then a failover could undo it. A row that is not there although its transaction is visible
-has been published, or taken away. So what the stream repeats, and what was published from the table, goes out once.
+The stream says which events there are, and in which order; what is in them is read from their rows. So an event of the
+stream is published only when Postgres shows it: its row is there (or, without a row, its transaction is visible). A
+commit stands in the WAL before it is visible, and with synchronous replication for as long as no standby has it: until
+then a failover could undo it. A row that is not there although its transaction is visible has been published, or taken
+away. So what the stream repeats, and what was published from the table, goes out once.
 
 | state     | events come from                       | events of the stream are                                       |
 |-----------|----------------------------------------|----------------------------------------------------------------|
@@ -23,23 +24,32 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from typing import Any, Final, assert_never
 
 import orjson
+import structlog
 from psycopg import sql
+from psycopg.rows import tuple_row
 
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.marker import Marker
-from relay.polling import Identity, Pending, PollingSource, array
+from relay.polling import Floor, Identity, Pending, PollingSource, array
 from relay.ports import Claim, Published, Receipt, Refused
-from relay.slot import current_snapshot, snapshot_sees
+from relay.slot import Snapshot, current_snapshot
 from relay.stream import UNREADABLE, Channel, Stream
+
+log = structlog.get_logger("relay")
 
 _LOOK_SECONDS: Final = 1.0
 _DROP: Final = 5000
-_NOT_VISIBLE_SECONDS: Final = 0.005
+_SWEEP_SECONDS: Final = 60.0
+_FIRST_PAUSE_SECONDS: Final = 0.005
+_LAST_PAUSE_SECONDS: Final = 0.1
+# A lease with less left than this part of it is prolonged with the next batch.
+_RENEW_PART: Final = 0.7
 
 _STATE: Final = """
 SELECT streaming, commit_lsn, commit_number, EXISTS (SELECT FROM {failures} WHERE lane = %(lane)s),
@@ -50,17 +60,18 @@ _SET_STREAMING: Final = """
 UPDATE {lanes} SET streaming = %(streaming)s WHERE lane = %(lane)s AND epoch = %(epoch)s
 RETURNING lane, set_config('synchronous_commit', 'on', true)"""
 
-_HORIZON: Final = "SELECT coalesce(max(id), 0) FROM {events} WHERE lane = %(lane)s"
+_HIGHEST: Final = "SELECT coalesce(max(id), 0) FROM {events} WHERE lane = %(lane)s"
 
-# Reads only: what comes from the WAL is durable, and the lease is prolonged elsewhere.
-_THERE: Final = """
-SELECT (SELECT count(*) FROM {events}
-         WHERE lane = %(lane)s AND id = ANY(%(ids)s::bigint[]) AND event_id = ANY(%(event_ids)s::uuid[]))
-  FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s"""
+_ANY_UP_TO: Final = "SELECT EXISTS (SELECT FROM {events} WHERE lane = %(lane)s AND id <= %(id)s)"
+
+_OLD_ENDED: Final = """
+SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint >= coalesce(max(opened_xid), 0) FROM {streams}"""
+
+_LOWEST: Final = """
+SELECT min(id), (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint FROM {events} WHERE lane = %(lane)s"""
 
 _WHICH: Final = """
-SELECT ARRAY(SELECT id FROM {events}
-              WHERE lane = %(lane)s AND id = ANY(%(ids)s::bigint[]) AND event_id = ANY(%(event_ids)s::uuid[])),
+SELECT ARRAY(SELECT id FROM {events} WHERE lane = %(lane)s AND id = ANY(%(next_ids)s::bigint[])),
        pg_current_snapshot()::text
   FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s"""
 
@@ -85,12 +96,21 @@ class StreamSource(PollingSource):
         self._marker: Marker | None = None
         self._channel: Channel | None = None
         self._streaming = False
+        # Cursors give rows and no claims here: the place in the stream is still to be added.
+        self._rows = self._connection.cursor(binary=True, row_factory=tuple_row)
+        self._target_lsn: int | None = None
         self._horizon: int | None = None
+        self._pause = _FIRST_PAUSE_SECONDS
+        self._swept_at = time.monotonic()
+        self._orphan: tuple[int, int] | None = None
         self._batch: Sequence[Claim] = ()
         self._failures_at = 0.0
-        names = {name: sql.Identifier(schema, name) for name in ("events", "lanes", "failures")}
-        self._state, self._set_streaming, self._horizon_of, self._there, self._which, self._spill = (
-            sql.SQL(text).format(**names) for text in (_STATE, _SET_STREAMING, _HORIZON, _THERE, _WHICH, _SPILL)
+        names = {name: sql.Identifier(schema, name) for name in ("events", "lanes", "failures", "streams")}
+        self._state, self._set_streaming, self._lowest, self._which, self._spill = (
+            sql.SQL(text).format(**names) for text in (_STATE, _SET_STREAMING, _LOWEST, _WHICH, _SPILL)
+        )
+        self._highest_id, self._up_to, self._old_ended = (
+            sql.SQL(text).format(**names) for text in (_HIGHEST, _ANY_UP_TO, _OLD_ENDED)
         )
 
     def adopt(self, marker: Marker | None) -> tuple[Marker | None, Identity]:
@@ -99,11 +119,14 @@ class StreamSource(PollingSource):
         self._marker = adopted
         return adopted, identity
 
-    def fetch(self, limit: int) -> Sequence[Claim]:
-        """Settle what is pending and give the next events; wait a little for the first."""
+    def fetch(self, limit: int) -> Sequence[Claim] | None:
+        """Settle what is pending and give the next events; wait a little for the first.
+
+        None while the stream is not read yet: other lanes have not joined it.
+        """
         channel = self._channel or self._join()
         try:
-            if self._streaming and self._failures_came_up():
+            if self._streaming and (self._failures_came_up() or self._passed_by(channel)):
                 self._leave_stream(channel)
             return self._from_stream(channel, limit) if self._streaming else self._from_table(channel, limit)
         except Exception:
@@ -142,53 +165,88 @@ class StreamSource(PollingSource):
 
     # From the stream
 
-    def _from_stream(self, channel: Channel, limit: int) -> Sequence[Claim]:
-        claims: Sequence[Claim] = channel.take(limit)
-        if not claims:
+    def _from_stream(self, channel: Channel, limit: int) -> Sequence[Claim] | None:
+        announced: Sequence[Claim] = channel.take(limit)
+        if not announced:
             self.flush()
-            claims = channel.take(limit, self._wait_seconds)
-            if not claims:
-                return ()
+            announced = channel.take(limit, self._wait_seconds)
+            if not announced:
+                return () if channel.running else None
         with unavailable_on_error(f"reading lane {self._lease.lane}"):
-            if self._pending is not None:
-                failpoint("batch.settling")
-                found = self._settle(claims)
-            else:
-                found = self._look(self._there, claims)[0]
-            if found != len(claims):
-                claims = self._examined(channel, claims)
+            rows = self._read([claim.position for claim in announced if claim.position > 0])
+            claims = self._filled(channel, announced, rows)
         if claims:
             self._batch = claims
+            self._pause = _FIRST_PAUSE_SECONDS
             failpoint("batch.fetched")
         return claims
 
-    def _examined(self, channel: Channel, claims: Sequence[Claim]) -> Sequence[Claim]:
-        """Give those that are there, up to the first that is not visible yet. Those that are gone are done with."""
-        found, snapshot = self._look(self._which, claims)
-        there = set(found)
+    def _read(self, ids: Sequence[int]) -> dict[int, Sequence[Any]]:
+        """Settle what is pending and give those of the rows that are there, by id."""
+        asked_at = time.monotonic()
+        pending = self._pending
+        settles = pending is not None or self._lease.remaining_seconds < self._lease.ttl_seconds * _RENEW_PART
+        if settles:
+            failpoint("batch.settling")
+            values = self._settling_values(pending or Pending()) | {"next_ids": array(ids)}
+            rows = self._rows.execute(self._queries.settle_and_read, values).fetchall()
+            self._settled(bool(rows), asked_at)
+            failpoint("batch.settled")
+        else:
+            # Reads only: what comes from the WAL is durable, and the lease is prolonged elsewhere.
+            rows = self._rows.execute(self._queries.read, {"next_ids": array(ids), **self._mine()}).fetchall()
+            if not rows:
+                raise self._lost(0)
+        there: dict[int, Sequence[Any]] = {row[0]: row for row in rows}
+        there.pop(None, None)  # type: ignore[call-overload]
+        if pending is not None:
+            # The statement that deletes them still sees them.
+            for id_ in there.keys() & set(pending.ids):
+                del there[id_]
+        return there
+
+    def _filled(self, channel: Channel, announced: Sequence[Claim], rows: dict[int, Sequence[Any]]) -> Sequence[Claim]:
+        """Give what can be published, up to the first that is not visible yet. Those that are gone are done with."""
         kept: list[Claim] = []
         gone: list[Claim] = []
-        for number, claim in enumerate(claims):
-            if claim.position in there:
-                kept.append(claim)
+        again: tuple[AbstractSet[int], Snapshot] | None = None
+        for number, claim in enumerate(announced):
+            row = rows.pop(claim.position, None)
+            if row is not None:
+                kept.append(Claim._make((*row, claim.at)))
                 continue
+            if again is None:
+                again = self._look_again(announced[number:])
             assert claim.at is not None
-            if not snapshot_sees(snapshot, claim.at.xid):
-                channel.put_back(claims[number:])
+            if claim.position in again[0] or not again[1].sees(claim.at.xid):
+                channel.put_back(announced[number:])
                 if not kept:
-                    time.sleep(_NOT_VISIBLE_SECONDS)
+                    self._wait_for_visibility()
                 break
             if claim.position > 0:
                 gone.append(claim)
             elif claim.aggregate_type != UNREADABLE:
                 kept.append(claim)
             elif kept:
-                channel.put_back(claims[number:])
+                channel.put_back(announced[number:])
                 break
             else:
                 self._bury(channel, claim)
         channel.done(gone)
         return kept
+
+    def _look_again(self, claims: Sequence[Claim]) -> tuple[AbstractSet[int], Snapshot]:
+        """Give those whose rows are there now, and a snapshot that is as old."""
+        ids = array([claim.position for claim in claims if claim.position > 0])
+        row = self._connection.execute(self._which, {"next_ids": ids, **self._mine()}).fetchone()
+        if row is None:
+            raise self._lost(0)
+        return set(row[0]), Snapshot(row[1])
+
+    def _wait_for_visibility(self) -> None:
+        # With synchronous replication it may take as long as a standby is away.
+        time.sleep(self._pause)
+        self._pause = min(self._pause * 2, _LAST_PAUSE_SECONDS)
 
     def _failures_came_up(self) -> bool:
         """Whether the lane has failures. Looked at now and then: a person may put a dead letter back."""
@@ -199,6 +257,31 @@ class StreamSource(PollingSource):
         with unavailable_on_error(f"looking for failures of lane {self._lease.lane}"):
             row = self._connection.execute(self._queries.any_failures, {"lane": self._lease.lane}).fetchone()
         return row is not None and bool(row[0])
+
+    def _passed_by(self, channel: Channel) -> bool:
+        """Whether the table has an event that the stream has not given. It should never; if so, the table is read.
+
+        Such an event would wait for ever, and nobody would know.
+        """
+        now = time.monotonic()
+        if now - self._swept_at < _SWEEP_SECONDS:
+            return False
+        self._swept_at = now
+        settled = self._orphan is not None and channel.settled_up_to(self._orphan[1])
+        with unavailable_on_error(f"sweeping lane {self._lease.lane}"):
+            row = self._connection.execute(self._lowest, self._mine()).fetchone()
+        assert row is not None
+        lowest, lsn = row
+        if lowest is None:
+            self._orphan = None
+        elif self._orphan is None or self._orphan[0] != lowest:
+            self._orphan = lowest, lsn
+            channel.settled_up_to(lsn)
+        elif settled:
+            log.error("the stream has passed an event by; the table is read", lane=self._lease.lane, id=lowest)
+            self._orphan = None
+            return True
+        return False
 
     # Between stream and table
 
@@ -230,7 +313,7 @@ class StreamSource(PollingSource):
 
     def _enter_stream(self) -> None:
         self._write_streaming(True)
-        self._horizon = None
+        self._horizon, self._target_lsn = None, None
         self._failures_at = time.monotonic()
 
     def _write_streaming(self, streaming: bool) -> None:
@@ -249,21 +332,39 @@ class StreamSource(PollingSource):
         else:
             # The next session begins when all lanes have joined it: the others must not wait for our table.
             channel.check()
-        rows = super().fetch(limit)
+        rows = self._poll(limit)
         if self._around:
-            self._horizon = None
+            self._horizon = self._target_lsn = None
         elif self._horizon is None:
-            # Not before the stream is ours: whoever read it before may have dropped what nobody has published. And not
-            # before the table is nearly empty: what is kept meanwhile takes room in the stream from the other lanes.
-            if channel.running and len(rows) < limit:
-                self._horizon = self._highest()
+            # Not before the table is nearly empty: what is kept meanwhile takes room in the stream from other lanes.
+            if len(rows) < limit:
+                self._catch_up(channel)
         elif not rows or rows[0].position > self._horizon:
-            # What was read just now comes again, from the stream.
-            self._enter_stream()
+            # What was read just now comes again, from the stream; or after what hides below the floor.
+            if self._any_up_to(self._horizon):
+                self._floor = Floor()
+            else:
+                self._enter_stream()
             return ()
-        if not rows and not self._streaming and self._horizon is None:
+        if not rows and self._horizon is None:
             channel.wait(self._wait_seconds)
         return rows
+
+    def _catch_up(self, channel: Channel) -> None:
+        """Stop dropping, if the stream is ours and has been read nearly to its end.
+
+        Ours: whoever read it before may have dropped what nobody has published. To its end: until a slot that was not
+        read for long has given all that, events go out of the table at once.
+        """
+        if not channel.running:
+            return
+        if self._target_lsn is None:
+            with unavailable_on_error(f"looking at lane {self._lease.lane}"):
+                row = self._connection.execute(self._lowest, self._mine()).fetchone()
+            assert row is not None
+            self._target_lsn = row[1]
+        if channel.read_lsn >= self._target_lsn and self._old_ones_have_ended():
+            self._horizon = self._highest()
 
     def _drop(self, channel: Channel) -> None:
         """Let go of events whose rows are in the table for all to see; write those that have no row there."""
@@ -274,21 +375,36 @@ class StreamSource(PollingSource):
         visible = len(claims)
         for number, claim in enumerate(claims):
             assert claim.at is not None
-            if not snapshot_sees(snapshot, claim.at.xid):
+            if not snapshot.sees(claim.at.xid):
                 visible = number
                 channel.put_back(claims[number:])
                 break
         dropped = claims[:visible]
+        if not dropped:
+            self._wait_for_visibility()
+            return
+        self._pause = _FIRST_PAUSE_SECONDS
         if any(claim.position < 0 for claim in dropped):
             self.flush()
             self._write_to_table(dropped)
         channel.done(dropped)
 
     def _highest(self) -> int:
+        return int(self._ask(self._highest_id))
+
+    def _any_up_to(self, id_: int) -> bool:
+        """Whether the table has an event up to an id, be it below the floor."""
+        return bool(self._ask(self._up_to, id=id_))
+
+    def _old_ones_have_ended(self) -> bool:
+        """Whether no transaction is open that could have committed before the slot begins, and is not visible yet."""
+        return bool(self._ask(self._old_ended))
+
+    def _ask(self, query: sql.Composed, **more: int) -> Any:
         with unavailable_on_error(f"looking at lane {self._lease.lane}"):
-            row = self._connection.execute(self._horizon_of, self._mine()).fetchone()
+            row = self._connection.execute(query, self._mine() | more).fetchone()
         assert row is not None
-        return int(row[0])
+        return row[0]
 
     # To the table
 
@@ -362,20 +478,6 @@ class StreamSource(PollingSource):
         super()._settled(held, asked_at)
         if pending is not None and self._channel is not None:
             self._channel.done([claim for claim in pending.claims if claim.at is not None])
-
-    def _look(self, query: sql.Composed, claims: Sequence[Claim]) -> Any:
-        rows = [claim for claim in claims if claim.position > 0]
-        row = self._connection.execute(
-            query,
-            {
-                "ids": array([claim.position for claim in rows]),
-                "event_ids": array([claim.event_id for claim in rows]),
-                **self._mine(),
-            },
-        ).fetchone()
-        if row is None:
-            raise self._lost(0)
-        return row
 
     def _mine(self) -> dict[str, int]:
         return {"lane": self._lease.lane, "epoch": self._lease.epoch}

@@ -26,13 +26,16 @@ from relay.ports import Unavailable
 
 _KEEPALIVE: Final = Struct(">cQqB")
 _FEEDBACK: Final = Struct(">cQQQqB")
+_STARTS_AT: Final = Struct(">Q")
 _DATA_HEADER: Final = 25
+_DATA, _ALIVE = b"wk"
 _POSTGRES_EPOCH: Final = 946_684_800
 
-# What the text of a value looks like is the session's business.
+# What the text of a value looks like is the session's business. Feedback goes out each second: a server with a shorter
+# time-out than that would end the stream each time.
 _SETTINGS: Final = (
     "SET datestyle = 'ISO'; SET timezone = 'UTC'; SET bytea_output = 'hex'; SET client_encoding = 'UTF8'; "
-    "SET statement_timeout = 0"
+    "SET statement_timeout = 0; SET wal_sender_timeout = '60s'"
 )
 
 _NEEDS: Final = {
@@ -88,7 +91,14 @@ class Replication:
                 tcp_user_timeout=20_000,
             )
         self._pgconn = self._connection.pgconn
-        self._socket = self._connection.fileno()
+        # Not select(), which takes no descriptor above 1023; a relay with many lanes has more.
+        self._arrived, self._ready = select.poll(), select.poll()
+        self._arrived.register(self._connection.fileno(), select.POLLIN)
+        self._ready.register(self._connection.fileno(), select.POLLIN | select.POLLOUT)
+        self.position = 0
+        """How far the server has read its WAL for us, and sent what was in it."""
+        self.reply_wanted = False
+        """Whether the server has asked for feedback at once."""
         try:
             self._command(_SETTINGS)
         except BaseException:
@@ -116,31 +126,35 @@ class Replication:
         command = sql.SQL("START_REPLICATION SLOT {} LOGICAL 0/0 ({})").format(sql.Identifier(slot), options)
         self._command(command.as_string(self._connection), ExecStatus.COPY_BOTH)
 
-    def read(self, limit: int) -> Iterator[bytes]:
+    def read(self, limit: int) -> list[bytes]:
         """Give up to ``limit`` of the messages that have arrived, in pgoutput's form; does not wait."""
-        pgconn = self._pgconn
+        take = self._pgconn.get_copy_data
+        messages: list[bytes] = []
+        last = b""
         with self._explained():
             # What was read before may be there still, whole; the socket then says nothing.
-            pgconn.consume_input()
-            for _ in range(limit):
-                size, data = pgconn.get_copy_data(1)
-                if size == 0:
-                    return
-                if size < 0:
-                    self._end()
+            self._pgconn.consume_input()
+            while len(messages) < limit:
+                size, data = take(1)
+                if size <= 0:
+                    if size < 0 and not messages:
+                        self._end()
+                    break
                 frame = bytes(data)
-                if frame[:1] == b"w":
-                    yield frame[_DATA_HEADER:]
-                elif frame[:1] == b"k":
-                    self.reply_wanted = self.reply_wanted or bool(_KEEPALIVE.unpack(frame)[3])
-
-    reply_wanted = False
-    """Whether the server has asked for feedback at once."""
+                if frame[0] == _DATA:
+                    messages.append(frame[_DATA_HEADER:])
+                    last = frame
+                elif frame[0] == _ALIVE:
+                    _, position, _, wanted = _KEEPALIVE.unpack(frame)
+                    self.position = max(self.position, position)
+                    self.reply_wanted = self.reply_wanted or bool(wanted)
+        if last:
+            self.position = max(self.position, _STARTS_AT.unpack_from(last, 1)[0])
+        return messages
 
     def wait(self, seconds: float) -> bool:
         """Wait until something has arrived; say whether it has."""
-        readable, _, _ = select.select([self._socket], [], [], seconds)
-        return bool(readable)
+        return bool(self._arrived.poll(seconds * 1000))
 
     def feedback(self, flushed: int) -> None:
         """Tell the server that the WAL up to ``flushed`` is not needed again, and that we are alive."""
@@ -150,7 +164,7 @@ class Replication:
             while self._pgconn.flush():
                 # The server is not reading, because it is writing: what it writes has to go somewhere.
                 self._pgconn.consume_input()
-                select.select([self._socket], [self._socket], [], 1.0)
+                self._ready.poll(1000)
         self.reply_wanted = False
 
     def close(self) -> None:
@@ -190,7 +204,7 @@ class Replication:
                 need = _NEEDS["wal_level"] if "wal_level" in text else "see `outbox cdc status`"
                 raise SchemaError(f"Postgres, replication: {text}: {need}") from error
             # Before the connection stands there is no SQLSTATE to go by.
-            if "replication" in text and ("permission" in text or "superuser" in text):
+            if "replication" in text.lower() and ("permission" in text or "superuser" in text):
                 raise SchemaError(f"Postgres, replication: {text}: {_NEEDS['permission']}") from error
             raise Unavailable(f"Postgres at {display_url(self._url)}, replication: {text}") from error
 

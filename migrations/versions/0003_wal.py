@@ -42,6 +42,7 @@ def upgrade() -> None:
         sa.Column("publication_version", sa.Text(), nullable=False),
         sa.Column("system_identifier", sa.Text(), nullable=False),
         sa.Column("timeline", sa.Integer(), nullable=False),
+        sa.Column("opened_xid", sa.BigInteger(), nullable=False),
         sa.Column("flushed_lsn", sa.BigInteger(), nullable=False),
         sa.Column("flushed_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         sa.Column("message_at", sa.DateTime(timezone=True)),

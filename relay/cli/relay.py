@@ -149,6 +149,9 @@ def switch(
     wait_seconds: Annotated[
         float, typer.Option(min=0, help="To polling: how long the stream may take to give what has no row.")
     ] = 60.0,
+    leave_messages: Annotated[
+        bool, typer.Option("--leave-messages", help="To polling: do not wait; what has no row stays in the slot.")
+    ] = False,
     database_url: Annotated[str | None, typer.Option(help="OUTBOX_DATABASE_URL")] = None,
 ) -> None:
     """Have the outbox read by polling, or from the WAL, from now on. Needs no stopped relays and no stopped writers.
@@ -164,7 +167,7 @@ def switch(
     connection = Connector(settings.require_database(), "outbox relay switch")()
     try:
         cdc = Cdc(connection, slot_names(settings))
-        switched = cdc.switch(to, wait_seconds=wait_seconds, reason=reason)
+        switched = cdc.switch(to, wait_seconds=wait_seconds, leave_messages=leave_messages, reason=reason)
         slot_there = cdc.status().slot.there
     finally:
         connection.close()

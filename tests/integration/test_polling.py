@@ -13,7 +13,7 @@ from outbox import Event, Outbox, SchemaError
 from relay.database import Connector
 from relay.failures import FailurePolicy, Failures
 from relay.lanes import LaneTable, Lease
-from relay.polling import _LOWEST, KEEP_TO_THE_INDEX, PollingSource, Queries, _Floor
+from relay.polling import _LOWEST, KEEP_TO_THE_INDEX, Floor, PollingSource, Queries
 from relay.ports import PUBLISHED, LaneLost, Receipt, Unavailable
 from relay.routing import Router
 
@@ -176,7 +176,7 @@ class Clock:
 
 def test_the_floor_waits_for_every_transaction_that_could_commit_below_it():
     clock = Clock()
-    floor = _Floor(clock)
+    floor = Floor(clock)
     horizon = {"xmin": 10, "xid": 20}
 
     def start(after: float = 1.5) -> int:

@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from relay.lane_hash import SAMPLES, lane_of
-from relay.slot import snapshot_sees
+from relay.slot import Snapshot
 
 # Postgres can't hold a NUL, and a lone surrogate has no UTF-8.
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=60)
@@ -51,7 +51,7 @@ def test_a_transaction_is_seen_when_the_snapshot_says_so(outbox_postgres):
         running = open_one.execute("SELECT pg_current_xact_id()::text::bigint").fetchone()[0]
         later = look.execute("SELECT pg_current_xact_id()::text::bigint").fetchone()[0]
         snapshot = look.execute("SELECT pg_current_snapshot()::text").fetchone()[0]
-        assert [snapshot_sees(snapshot, xid) for xid in (ended, running, later, later + 5)] == [
+        assert [Snapshot(snapshot).sees(xid) for xid in (ended, running, later, later + 5)] == [
             True,
             False,
             True,
@@ -75,4 +75,4 @@ def test_a_transaction_is_seen_when_the_snapshot_says_so(outbox_postgres):
     ],
 )
 def test_32_bits_are_enough(snapshot, xid, seen):
-    assert snapshot_sees(snapshot, xid) is seen
+    assert Snapshot(snapshot).sees(xid) is seen
