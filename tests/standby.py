@@ -84,15 +84,22 @@ class Standby(PostgresServer):
         end = ask(self.primary.url(), "SELECT pg_current_wal_lsn()::text")
         return ask(self.url(), "SELECT pg_last_wal_replay_lsn() >= %s::pg_lsn", end)
 
-    def has_slot(self, name: str) -> bool:
-        """Whether the slot would be here after a promotion: synced, and not only for the time being."""
-        return bool(
-            ask(
+    def await_slot(self, name: str) -> None:
+        """Wait until the slot would be here after a promotion: synced, and not only for the time being.
+
+        It is kept from where the primary's slot has got to a snapshot of the running transactions that was written
+        after this server began with it. Such a one is written every 15 seconds, or when it is asked for.
+        """
+
+        def there() -> bool:
+            ask(self.primary.url(), "SELECT pg_log_standby_snapshot()")
+            return ask(
                 self.url(),
-                "SELECT count(*) FROM pg_replication_slots WHERE slot_name = %s AND synced AND NOT temporary",
+                "SELECT count(*) > 0 FROM pg_replication_slots WHERE slot_name = %s AND synced AND NOT temporary",
                 name,
             )
-        )
+
+        wait_until(there, 60, "the slot to be on the standby")
 
 
 def ask(url: str, query: str, *values: Any) -> Any:
