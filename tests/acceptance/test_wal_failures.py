@@ -1,0 +1,295 @@
+"""Failures, events without rows, and outages with the WAL as the source: real relays, Postgres, Kafka."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import psycopg
+import pytest
+from acceptance.test_failures import (
+    QUICK,
+    add,
+    dead,
+    event,
+    headers,
+    names,
+    outbox,
+    routes,
+    rows,
+    test_a_batch_too_large_for_its_topic_is_made_smaller_and_no_event_fails,
+    test_a_refused_copy_ends_as_a_dead_letter_and_makes_no_other,
+    test_a_relay_killed_while_it_records_a_dead_letter_leaves_nothing_half_done,
+    test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on,
+)
+from support import Load, backlog, check, wait_until
+from wal_support import done, drained, more, order, streaming, to_wal, wal
+
+from outbox import Event, Outbox
+from outbox._message import message_prefix
+from relay import db
+from relay.dead_letters import DeadLetters, Selection
+from relay.failpoints import VARIABLE
+
+# The tests of failures.py's policies, with relays that read the WAL.
+__all__ = [
+    "order",
+    "test_a_batch_too_large_for_its_topic_is_made_smaller_and_no_event_fails",
+    "test_a_refused_copy_ends_as_a_dead_letter_and_makes_no_other",
+    "test_a_relay_killed_while_it_records_a_dead_letter_leaves_nothing_half_done",
+    "test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on",
+    "wal",
+]
+
+DELIVERIES = ["at-least-once", "exactly-once"]
+KEEPS_TRYING = {
+    "failures__max_attempts": 1000,
+    "failures__min_backoff_seconds": 0.05,
+    "failures__max_backoff_seconds": 0.1,
+}
+
+
+@pytest.fixture(params=DELIVERIES)
+def delivery(request, wal):
+    # A long lease: at-least-once repeats nothing as long as nothing is late.
+    return QUICK | wal | {"delivery": request.param, "relay__lease_seconds": 20}
+
+
+@pytest.fixture
+def url(outbox_postgres, wal):
+    """An outbox with one lane that is read from the WAL."""
+    db.change_lanes(outbox_postgres.url, 1)
+    to_wal(outbox_postgres.url, wal)
+    rows(outbox_postgres.url, "DELETE FROM outbox.audit RETURNING 1")
+    return outbox_postgres.url
+
+
+class MixedLoad(Load):
+    """A load of which two keys in three are written as messages, and parts are rolled back to savepoints."""
+
+    def __init__(self, url: str, aggregate_type: str, slot: str, **options: Any) -> None:
+        super().__init__(url, aggregate_type, **options)
+        self._messages = Outbox(transport="message", slot=slot)
+
+    def _transaction(
+        self, connection: psycopg.Connection[Any], outbox: Outbox, chance: random.Random, keys: list[str]
+    ) -> None:
+        with connection.transaction():
+            for key in chance.sample(keys, chance.randint(1, 4)):
+                writer = outbox if int(key.rpartition("-")[2]) % 3 == 0 else self._messages
+                for rolled_back in (chance.random() < 0.1, False):
+                    with connection.transaction(force_rollback=rolled_back):
+                        row = connection.execute(
+                            "INSERT INTO business VALUES (%s, 1) "
+                            "ON CONFLICT (key) DO UPDATE SET seq = business.seq + 1 RETURNING seq",
+                            (key,),
+                        ).fetchone()
+                        writer.add(connection, Event(self._type, key, "Counted", {"seq": row[0]}))
+            if chance.random() < 0.1:
+                self._stop.wait(0.03)
+            if chance.random() < 0.1:
+                raise psycopg.Rollback
+
+
+def used_up(load: Load, url: str, settings: dict[str, Any]) -> None:
+    """End the load, and wait until the stream is used up to here and nothing is left in the table."""
+    load.stop()
+    (target,) = rows(url, "SELECT pg_current_wal_lsn()")[0]
+    # A heartbeat moves the slot on, but only for some WAL.
+    rows(url, "SELECT pg_logical_emit_message(false, 'filler', repeat('x', 20000))")
+    there = "SELECT confirmed_flush_lsn >= %s::pg_lsn FROM pg_replication_slots WHERE slot_name = %s"
+    wait_until(lambda: rows(url, there, target, settings["wal__slot"]) == [(True,)], 60, "the stream to be used up")
+    wait_until(lambda: backlog(url) == 0, 60, "the outbox to drain")
+
+
+# --- refused events --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("delivery", DELIVERIES, indirect=True)
+def test_a_missing_topic_holds_up_its_keys_and_then_the_lanes_stream_again(
+    outbox_postgres, outbox_kafka, outbox_relay, delivery, order
+):
+    url, (kind, topic) = outbox_postgres.url, order
+    settings = delivery | KEEPS_TRYING | {"create_topics": False}
+    late = outbox_kafka.name("Late")
+    to_wal(url, settings)
+    relay = outbox_relay(**settings)
+    with Load(url, kind) as load:
+        wait_until(lambda: streaming(url), 30, "the lanes to stream")
+        add(url, event(late, "a1"), event(late, "b1"), event(late, "a2"))
+        failed = "SELECT aggregate_id FROM outbox.failures ORDER BY aggregate_id"
+        wait_until(lambda: rows(url, failed) == [("a",), ("b",)], what="two failures")
+        assert not streaming(url)
+        add(url, event(late, "a3"))
+        more(load, 100)
+        assert len(outbox_kafka.consume(topic, load.committed())) > 100
+        assert rows(url, failed) == [("a",), ("b",)]
+        (show,) = [each for each in outbox(url, "failures", "list")["failures"] if each["event_type"] == "a1"]
+        assert (show["state"], "does not exist" in show["last_error"]) == ("waiting", True)
+        outbox_kafka.create_topic(f"{late.lower()}-events", 1)
+        outbox_kafka.consume(f"{late.lower()}-events", 4)
+        wait_until(lambda: streaming(url), 30, "the lanes to stream again")
+        add(url, event(late, "a4"))
+        more(load, 50)
+        drained(load, url)
+    assert check(url, outbox_kafka.consume(topic)) == 0
+    arrived = names(outbox_kafka.consume(f"{late.lower()}-events"))
+    assert [name for name in arrived if name[0] == "a"] == ["a1", "a2", "a3", "a4"]
+    assert sorted(arrived) == ["a1", "a2", "a3", "a4", "b1"]
+    assert streaming(url)
+    assert relay.running
+
+
+def test_what_is_no_event_and_a_replay_from_the_archive(url, outbox_kafka, outbox_relay, wal):
+    topic = outbox_kafka.create_topic(outbox_kafka.name("orders"))
+    relay = outbox_relay(env=routes(Order=topic), relay__archive_days=7, **wal)
+    wait_until(lambda: streaming(url), 30, "the lane to stream")
+    add(url, event("Order", "a1"), event("Order", "b1"), event("Order", "a2"))
+    sent = outbox_kafka.consume(topic, 3)
+    rows(url, "SELECT pg_logical_emit_message(true, %s, 'no event')", message_prefix("outbox"))
+    archived = 'SELECT event_type, topic, partition, "offset" FROM outbox.published ORDER BY id'
+    wait_until(lambda: len(rows(url, archived)) == 3, what="the archive")
+    assert rows(url, archived) == [(name, topic, 0, number) for number, name in enumerate(["a1", "b1", "a2"])]
+    relay.wait_for_log("event is a dead letter now")
+    (failure,) = outbox(url, "failures", "list")["failures"]
+    assert (failure["aggregate_type"], failure["state"]) == ("unreadable-message", "dead")
+    done(url, wal, "replay", "--aggregate", "Order/a", "--yes", "--reason", "test")
+    again = outbox_kafka.consume(topic, 5)[3:]
+    assert names(again) == ["a1", "a2"]
+    assert [headers(each)["ce_id"] for each in again] == [headers(sent[0])["ce_id"], headers(sent[2])["ce_id"]]
+    assert all("outbox-replay" in headers(each) for each in again)
+    outbox(url, "failures", "discard", failure["event_id"], "--reason", "test")
+    assert streaming(url)
+    assert relay.running
+
+
+# --- events without rows ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("delivery", "points"),
+    [
+        ("at-least-once", ["batch.fetched", "batch.half_sent", "batch.acknowledged", "batch.settling", "stream.told"]),
+        (
+            "exactly-once",
+            ["takeover.settled", "txn.marker_sent", "txn.committed", "batch.settling", "batch.settled", "stream.noted"],
+        ),
+    ],
+    ids=DELIVERIES,
+)
+def test_messages_and_rows_when_relays_are_killed(
+    outbox_postgres, outbox_kafka, outbox_relay, wal, order, delivery, points
+):
+    """Each relay takes over from one that was killed, and is killed at the next step itself."""
+    url, (kind, topic) = outbox_postgres.url, order
+    settings = wal | {"delivery": delivery, "wal__heartbeat_seconds": 0.2}
+    to_wal(url, settings)
+    with MixedLoad(url, kind, settings["wal__slot"]) as load:
+        for point in points:
+            nth = 1 if point.startswith(("takeover", "stream")) else 5
+            relay = outbox_relay(env={VARIABLE: f"{point}=kill@{nth}"}, **settings)
+            assert relay.wait(40) == -signal.SIGKILL, point
+        outbox_relay(**settings)
+        used_up(load, url, settings)
+    repeats = check(url, outbox_kafka.consume(topic))
+    # A message is forgotten by the slot alone, which hears of it within a second; its position is settled with the
+    # batch. So it is repeated as a row is: at most a batch of each lane.
+    assert repeats <= (0 if delivery == "exactly-once" else len(points) * 4 * 50)
+
+
+def test_relays_killed_between_stream_and_table(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
+    """Dead letters that are put back send their lanes to the table, where messages become rows; and so each time."""
+    url, (kind, topic) = outbox_postgres.url, order
+    settings = QUICK | wal | {"delivery": "exactly-once", "failures__max_attempts": 1, "wal__heartbeat_seconds": 0.2}
+    environment = routes(**{kind: topic}) | {"OUTBOX_FAILURES__ON_FAILURE": "skip"}
+    to_wal(url, settings)
+    with MixedLoad(url, kind, settings["wal__slot"]) as load, psycopg.connect(url, autocommit=True) as connection:
+        desk = DeadLetters(connection, "outbox")
+        relay = outbox_relay(env=environment, **settings)
+        wait_until(lambda: streaming(url), 30, "the lanes to stream")
+        add(url, *(event("Nowhere", f"{key}1") for key in "abcdefgh"))
+        wait_until(lambda: len(dead(url)) == 8 and streaming(url), 30, "dead letters")
+        relay.kill()
+        for point in ("stream.left", "stream.spilled", "failure.recorded", "stream.entered"):
+            desk.retry(Selection())
+            relay = outbox_relay(env=environment | {VARIABLE: f"{point}=kill@2"}, **settings)
+            assert relay.wait(40) == -signal.SIGKILL, point
+        outbox_relay(env=environment, **settings)
+        wait_until(lambda: streaming(url), 30, "the lanes to stream")
+        used_up(load, url, settings)
+    assert check(url, outbox_kafka.consume(topic)) == 0
+
+
+def test_an_event_without_a_row_behind_a_refused_one_is_published_once(url, outbox_kafka, outbox_relay, wal):
+    """What a marker says of events without rows is a position, with no gaps: the next marker would forget them."""
+    late, good = outbox_kafka.name("late"), outbox_kafka.create_topic(outbox_kafka.name("good"))
+    settings = KEEPS_TRYING | wal | {"delivery": "exactly-once", "create_topics": False}
+    environment = routes(Late=late, Good=good)
+
+    def killed(point: str) -> None:
+        relay = outbox_relay(env=environment | {VARIABLE: f"{point}=kill"}, **settings)
+        assert relay.wait(40) == -signal.SIGKILL
+
+    with psycopg.connect(url) as connection:
+        messages = Outbox(transport="message", slot=settings["wal__slot"])
+        messages.add_many(connection, [event("Late", "a1"), event("Good", "b1")])
+    killed("txn.committed")
+    outbox_kafka.create_topic(late)
+    killed("stream.noted")
+    outbox_relay(env=environment, **settings)
+    add(url, event("Good", "b2"))
+    assert names(outbox_kafka.consume(good, 2)) == ["b1", "b2"]
+    assert names(outbox_kafka.consume(late, 1)) == ["a1"]
+    wait_until(lambda: backlog(url) == 0, what="the outbox to drain")
+    assert names(outbox_kafka.consume(good)) == ["b1", "b2"]
+
+
+# --- Kafka is away ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def away(private_postgres, private_kafka) -> Iterator[Any]:
+    """Servers of our own: a broker to be stopped, and a Postgres that ends a silent stream after two seconds."""
+    server = private_postgres({"wal_sender_timeout": "2s", "fsync": "off"})
+    cluster = private_kafka()
+    return private_postgres.database(server), cluster, private_kafka.topics(cluster)
+
+
+def test_while_kafka_is_away_the_stream_waits_and_stays_alive(away, outbox_relay):
+    database, cluster, topics = away
+    url = database.url
+    topic = topics.create_topic("order-events", 3)
+    settings = {
+        "source": "wal",
+        "name": "away",
+        "wal__slot": "away",
+        "delivery": "exactly-once",
+        "relay__lease_seconds": 3,
+        "relay__batch_size": 5,
+        "relay__max_backoff_seconds": 0.2,
+        "wal__heartbeat_seconds": 0.2,
+    }
+    to_wal(url, settings)
+    relay = outbox_relay(database_url=url, bootstrap_servers=cluster.bootstrap_servers, **settings)
+    wait_until(lambda: streaming(url), 30, "the lanes to stream")
+    heard = (
+        "SELECT active_pid, extract(epoch FROM reply_time)::float8 "
+        "FROM pg_replication_slots JOIN pg_stat_replication ON pid = active_pid"
+    )
+    with MixedLoad(url, "Order", "away") as load:
+        more(load, 50)
+        cluster.stop_broker(0)
+        # Four batches of each lane are held.
+        more(load, 200)
+        relay.wait_for_log("waiting for a server")
+        ((reader, since),) = rows(url, heard)
+        wait_until(lambda: rows(url, heard)[0][1] > since + 3, what="feedback for longer than the server's patience")
+        assert rows(url, heard)[0][0] == reader
+        assert rows(url, "SELECT count(*) FROM outbox.failures") == [(0,)]
+        cluster.start_broker(0)
+        relay.wait_for_log("publishing again", 60)
+        used_up(load, url, settings)
+    assert check(url, topics.consume(topic)) == 0
+    assert relay.running
