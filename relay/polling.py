@@ -259,8 +259,9 @@ class Pending:
 
     @staticmethod
     def of(receipt: Receipt, at: At | None = None) -> Pending:
-        done = [(claim, outcome) for claim, outcome in receipt.results if isinstance(outcome, Published)]
-        rows = [(claim, place) for claim, place in done if claim.position > 0]
+        results: Sequence[tuple[Claim, Any]] = receipt.results
+        done = [result for result in results if isinstance(result[1], Published)]
+        rows = [result for result in done if result[0].position > 0]
         return Pending(
             [claim.position for claim, _ in rows],
             [claim.event_id for claim, _ in rows],
