@@ -232,6 +232,10 @@ def test_an_event_without_a_row_behind_a_refused_one_is_published_once(url, outb
         relay = outbox_relay(env=environment | {VARIABLE: f"{point}=kill"}, **settings)
         assert relay.wait(40) == -signal.SIGKILL
 
+    relay = outbox_relay(env=environment, **settings)
+    wait_until(lambda: streaming(url), 30, "the lane to stream")
+    relay.terminate()
+    assert relay.wait() == 0
     with psycopg.connect(url) as connection:
         messages = Outbox(transport="message", slot=settings["wal__slot"])
         messages.add_many(connection, [event("Late", "a1"), event("Good", "b1")])

@@ -554,16 +554,16 @@ def test_a_lane_with_a_backlog_does_not_hold_up_the_others(outboxed):
     """What the stream gives for it is in its table: nothing is kept for it until it has nearly caught up."""
     box = outboxed(2)
     slow, quick = keys_of_lanes()
-    box.add(*(f"{slow}{number:04}" for number in range(400)))
+    box.add(*(f"{slow}{number:04}" for number in range(1500)))
     box.relay(limits=StreamLimits(max_events=20), batch=10)
     box.until(lambda: box.rows("SELECT streaming FROM outbox.lanes WHERE lane = 1") == [(True,)], "a lane to stream")
-    more = [f"{slow}{number:04}" for number in range(400, 460)]
+    more = [f"{slow}{number:04}" for number in range(1500, 1560)]
     for number in range(30):
         box.add(*more[2 * number : 2 * number + 2], f"{quick}{number:02}")
     box.until(lambda: len(box.kafka.names(quick)) == 30, "the other lane's events")
     # Its table is not nearly read.
-    assert len(box.kafka.names(slow)) < 430
-    box.until(lambda: len(box.kafka.published) == 490, "all")
+    assert len(box.kafka.names(slow)) < 1400
+    box.until(lambda: len(box.kafka.published) == 1590, "all")
     box.streams()
     assert box.kafka.names(slow) == sorted(box.kafka.names(slow))
 
