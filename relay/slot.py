@@ -58,7 +58,8 @@ SELECT current_setting('wal_level') AS wal_level, current_setting('server_encodi
        extract(epoch FROM clock_timestamp() - b.flushed_at)::float8 AS flushed_seconds_ago,
        pg_is_in_recovery() AS recovering,
        CASE WHEN NOT pg_is_in_recovery()
-            THEN ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int END AS timeline_now
+            THEN ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int END AS timeline_now,
+       to_regclass(%(events)s)::oid::bigint AS events_oid
   FROM (SELECT 1) AS one
   LEFT JOIN {streams} AS b ON b.slot = %(slot)s::text
   LEFT JOIN pg_replication_slots AS s ON s.slot_name = %(slot)s::text"""
@@ -126,6 +127,7 @@ class SlotState(NamedTuple):
     flushed_seconds_ago: float | None
     recovering: bool
     timeline_now: int | None
+    events_oid: int | None
 
     @property
     def retained_bytes(self) -> int:
@@ -284,6 +286,8 @@ def find_problem(state: SlotState, names: SlotNames) -> Exception | None:
     setting_up = not_set_up(state, slot)
     if setting_up is not None:
         return SchemaError(setting_up)
+    if state.events_oid is None:
+        return SchemaError(f"there is no table {names.schema}.events: was it renamed? See `outbox db check`")
     lost = None
     if not state.there:
         lost = (

@@ -44,7 +44,7 @@ from relay.lane_hash import lane_of
 from relay.lanes import Lease
 from relay.pgoutput import Begin, Commit, Insert, Message, Relation, Value, decode
 from relay.ports import At, Claim, Unavailable
-from relay.slot import Slot, SlotNames, heartbeat_prefix
+from relay.slot import REPAIR, Slot, SlotNames, heartbeat_prefix
 from relay.wal import Replication, SlotInUse, lsn_text
 
 UNREADABLE: Final = "unreadable-message"
@@ -277,6 +277,8 @@ class _Session:
         self._number = 0
         self._columns: _Columns | None = None
         self._events_oid: int | None = None
+        self._other_oids: set[int] = set()
+        self._check: Callable[[], None] = lambda: None
         self._message_count = 0
         self._messages_seen = False
         self._read_for: dict[int, list[Claim]] = {}
@@ -349,7 +351,8 @@ class _Session:
 
     def _start(self, slot: Slot, replication: Replication) -> None:
         """See that the stream is whole, and begin; end whoever reads the slot still. Our lanes were its lanes."""
-        slot.check(slot.look())
+        self._check = lambda: slot.check(slot.look())
+        self._check()
         # Its samples are not text in every encoding; by now it is UTF8.
         slot.check_hash()
         deadline = time.monotonic() + _TAKE_OVER_SECONDS
@@ -362,6 +365,7 @@ class _Session:
             if state.lanes != len(self._leases):
                 raise Unavailable(f"the outbox has {state.lanes} lanes now, and not {len(self._leases)}")
             self._told = state.flushed_lsn or 0
+            self._events_oid = state.events_oid
             if state.active_pid is None:
                 try:
                     replication.start(self._names.slot, self._names.publication)
@@ -425,14 +429,18 @@ class _Session:
                 pass
 
     def _relation(self, relation: Relation) -> None:
-        if (relation.schema, relation.name) != (self._names.schema, "events"):
-            raise SchemaError(
-                f"the table of slot {self._names.slot!r} is {relation.schema}.{relation.name} in the stream, and not "
-                f"{self._names.schema}.events: it was renamed; `outbox db check` says how it should be"
-            )
-        self._events_oid, self._columns = relation.oid, _Columns(relation)
+        if relation.oid != self._events_oid:
+            # Somebody has added a table to the publication. Names say nothing: these are of the time of writing.
+            self._other_oids.add(relation.oid)
+            return
+        # The server describes the table again when the publication was changed: what was written meanwhile may be
+        # missing, and what comes now must not pass it by.
+        self._check()
+        self._columns = _Columns(relation)
 
     def _insert(self, relation: int, new: Sequence[Value]) -> None:
+        if relation in self._other_oids:
+            return
         if relation != self._events_oid or self._columns is None:
             raise SchemaError("the stream has a row of a table that it did not describe")
         claim, lane = self._columns.claim(new, self._next(), len(self._leases))
@@ -526,7 +534,7 @@ class _Columns:
             if name not in places:
                 raise SchemaError(
                     f"{relation.schema}.{relation.name} has no column {name!r} in the stream: the table was altered; "
-                    "see `outbox db check`"
+                    f"see `outbox db check`; when it is as it was, {REPAIR}"
                 )
         self._id, *self._key = (places[name] for name in needed)
 
