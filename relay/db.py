@@ -42,6 +42,7 @@ _MAX_NAME: Final = 63
 
 _ADVICE: Final = {
     "25006": "this connection may only read: use the primary server and a role that may write",
+    "2BP01": "if it is `outbox cdc setup`'s publication: `outbox cdc drop` first, and set it up again afterwards",
     "3F000": "make the tables with `outbox db upgrade`, or correct the schema's name",
     "40P01": "other transactions use these tables; try again when they have ended",
     "42501": "use the role that owns the database or these tables",
