@@ -27,9 +27,9 @@ demo: $(VENV)/.installed  ## orders → Postgres → Kafka → Spark, with a kil
 	@$(BIN)/outbox demo $(ARGS)
 
 test: $(VENV)/.installed  ## the whole test suite on real services
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
-chaos: $(VENV)/.installed  ## everything killed and stopped at random, four runs of CHAOS_SECONDS (180) each
+chaos: $(VENV)/.installed  ## everything killed and stopped at random, eight runs of CHAOS_SECONDS (180) each
 	$(BIN)/python -m pytest tests/chaos -s $(ARGS)
 
 peers: $(VENV)/.installed  ## a real Debezium beside our relay and in its place; fetches 20 MB of jars at first

@@ -85,7 +85,7 @@ def prepare(url: str, relays: RelayFactory, way: Way) -> None:
         cdc = Cdc(connection, SlotNames("outbox", wal.slot, wal.publication))
         if source is SourceKind.WAL:
             cdc.setup()
-        cdc.switch(source)
+        cdc.switch(source, leave_messages=True)
         if source is SourceKind.WAL:
             relay = relays(create_topics=False, delivery=delivery, source=source)
             relay.wait_for_log("acquired")

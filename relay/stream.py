@@ -313,7 +313,7 @@ class _Session:
         """Take note that these are held no more."""
         if claims:
             with self._room:
-                self._held_bytes -= sum(map(_size, claims))
+                self._held_bytes -= self._size(claims)
                 self._held_events -= len(claims)
                 self._room.notify_all()
 
@@ -482,7 +482,7 @@ class _Session:
         for lane, claims in self._read_for.items():
             with self._room:
                 self._held_events += len(claims)
-                self._held_bytes += sum(map(_size, claims))
+                self._held_bytes += self._size(claims)
             self._channels[lane].put(claims)
         self._read_for = {}
         if self._end is not None:
@@ -494,6 +494,13 @@ class _Session:
                 self._ends.pop()
             self._ends.append((*self._end, counts))
             self._end = None
+
+    def _size(self, claims: Sequence[Claim]) -> int:
+        # A row's content is not here; what has no row is whole.
+        size = len(claims) * _OVERHEAD_BYTES
+        if self._message_count:
+            size += sum(len(claim.value) for claim in claims if claim.value is not None)
+        return size
 
     # Feedback
 
@@ -547,7 +554,3 @@ class _Columns:
             kind, key = self._key
             lane = lane_of(values[kind].decode(), values[key].decode(), lanes)
         return Claim(int(values[self._id]), "", "", "", "", "", None, None, at), lane
-
-
-def _size(claim: Claim) -> int:
-    return _OVERHEAD_BYTES + len(claim.value or b"")

@@ -142,6 +142,9 @@ class StreamSource(PollingSource):
         batch, self._batch = self._batch, ()
         if not batch:
             return super().settle(receipt)
+        if len(receipt.results) == len(batch) and all(isinstance(outcome, Published) for _, outcome in receipt.results):
+            self._pending = Pending.of(receipt, batch[-1].at)
+            return None
         refused: list[tuple[Claim, str]] = []
         published = set()
         for claim, outcome in receipt.results:

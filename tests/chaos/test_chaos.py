@@ -13,6 +13,7 @@ from collections import Counter
 
 import pytest
 from support import Load, backlog, check, wait_until
+from wal_support import to_wal
 
 from relay.failpoints import NAMES, VARIABLE
 
@@ -83,14 +84,17 @@ class Chaos:
 @pytest.mark.timeout(SECONDS * 2 + 600)
 @pytest.mark.parametrize("brokers", [1, 3])
 @pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
-def test_chaos(private_postgres, private_kafka, outbox_relay, delivery, brokers):
+@pytest.mark.parametrize("source", ["polling", "wal"])
+def test_chaos(private_postgres, private_kafka, outbox_relay, source, delivery, brokers):
     server = private_postgres({"synchronous_commit": "off", "wal_writer_delay": "2s"})
     database = private_postgres.database(server)
     cluster = private_kafka(brokers=brokers)
     topics = private_kafka.topics(cluster)
     topics.create_topic("order-events", 3)
     settings = {"delivery": delivery, "relay__lease_seconds": 3, "relay__batch_size": 200}
-    settings |= {"kafka__reconnect_backoff_max_ms": 500}
+    settings |= {"kafka__reconnect_backoff_max_ms": 500, "source": source, "wal__slot": "outbox_relay"}
+    if source == "wal":
+        to_wal(database.url, settings)
     with Load(database.url, "Order", threads=2, keys=200) as load:
         chaos = Chaos(server, database, cluster, outbox_relay, settings)
         deadline = time.monotonic() + SECONDS
@@ -103,6 +107,6 @@ def test_chaos(private_postgres, private_kafka, outbox_relay, delivery, brokers)
         wait_until(lambda: backlog(database.url) == 0, 180, "the outbox to drain")
     messages = topics.consume("order-events", timeout=180)
     repeats = check(database.url, messages)
-    print(f"{delivery}, {brokers} brokers: {len(messages)} messages, {repeats} repeats, {dict(chaos.done)}")
+    print(f"{source}, {delivery}, {brokers} brokers: {len(messages)} messages, {repeats} repeats, {dict(chaos.done)}")
     if delivery == "exactly-once":
         assert repeats == 0
