@@ -69,9 +69,9 @@ def set_up(url: str, settings: Mapping[str, Any]) -> None:
         commands.setup()
 
 
-def switch(url: str, settings: Mapping[str, Any], source: str) -> None:
+def switch(url: str, settings: Mapping[str, Any], source: str, *, leave_messages: bool = False) -> None:
     with cdc(url, settings) as commands:
-        commands.switch(SourceKind(source))
+        commands.switch(SourceKind(source), leave_messages=leave_messages)
 
 
 def to_wal(url: str, settings: Mapping[str, Any]) -> None:
