@@ -234,7 +234,7 @@ class _Reader:
                 raise ValueError(f"a value of unknown kind {other!r}")
 
 
-_INSERT_HEAD: Final = struct.Struct(">xIch")
+_INSERT_HEAD: Final = struct.Struct(">cIch")
 
 
 def _whole_insert(data: bytes) -> Insert | None:
@@ -242,7 +242,7 @@ def _whole_insert(data: bytes) -> Insert | None:
     size, unpack = len(data), _INT32.unpack_from
     if size < _INSERT_HEAD.size:
         return None
-    relation, mark, count = _INSERT_HEAD.unpack_from(data)
+    _, relation, mark, count = _INSERT_HEAD.unpack_from(data)
     if mark != b"N":
         return None
     text, null = b"tn"
@@ -266,6 +266,28 @@ def _whole_insert(data: bytes) -> Insert | None:
     except (struct.error, IndexError):
         return None
     return Insert(relation, tuple(values)) if at == size and count >= 0 else None
+
+
+def insert_head(relation: int, columns: int) -> bytes:
+    """Give how every Insert of a table begins whose first column is text and not NULL; for ``two_numbers``."""
+    return _INSERT_HEAD.pack(b"I", relation, b"N", columns) + b"t"
+
+
+def two_numbers(data: bytes, head: bytes) -> tuple[int, int] | None:
+    """Read an Insert of two columns that are numbers; None for anything else, which ``decode`` knows.
+
+    That is nearly all of a stream in which a row is named and no more, so it has a way of its own.
+    """
+    start = len(head) + 4
+    if data[: len(head)] != head or len(data) < start:
+        return None
+    middle = start + _INT32.unpack_from(data, len(head))[0]
+    try:
+        if data[middle] != head[-1] or _INT32.unpack_from(data, middle + 1)[0] != len(data) - middle - 5:
+            return None
+        return int(data[start:middle]), int(data[middle + 5 :])
+    except (ValueError, IndexError, struct.error):
+        return None
 
 
 def _time(microseconds: int) -> dt.datetime:

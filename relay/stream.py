@@ -42,7 +42,7 @@ from outbox.errors import MessageError, SchemaError
 from relay.failpoints import failpoint
 from relay.lane_hash import lane_of
 from relay.lanes import Lease
-from relay.pgoutput import Begin, Commit, Insert, Message, Relation, Value, decode
+from relay.pgoutput import Begin, Commit, Insert, Message, Relation, Value, decode, insert_head, two_numbers
 from relay.ports import At, Claim, Unavailable
 from relay.slot import REPAIR, Slot, SlotNames, heartbeat_prefix
 from relay.wal import Replication, SlotInUse, lsn_text
@@ -57,6 +57,8 @@ _TAKE_OVER_SECONDS: Final = 10.0
 _CLOSE_SECONDS: Final = 10.0
 _OVERHEAD_BYTES: Final = 500
 _ENDS: Final = 1000
+# Begins no message.
+_NEVER: Final = b"\0"
 # What a dead letter keeps of something unreadable, which may be of any size: a row takes a million bytes.
 _UNREADABLE_BYTES: Final = 990_000
 
@@ -276,6 +278,7 @@ class _Session:
         self._transaction: Begin | None = None
         self._number = 0
         self._columns: _Columns | None = None
+        self._head = _NEVER
         self._events_oid: int | None = None
         self._other_oids: set[int] = set()
         self._check: Callable[[], None] = lambda: None
@@ -407,7 +410,16 @@ class _Session:
         """Read what has arrived and hand it on; say whether there was anything."""
         messages = replication.read(_READ)
         for data in messages:
-            self._take(data)
+            # In one loop: nearly all of a stream's work is here.
+            named = two_numbers(data, self._head)
+            if named is None or self._transaction is None:
+                self._take(data)
+                continue
+            id_, lane = named
+            begin = self._transaction
+            self._number += 1
+            at = At(begin.final_lsn, self._number, begin.xid)
+            self._add(Claim(id_, "", "", "", "", "", None, None, at), lane)
         self._hand_on()
         self.read_lsn = replication.position
         return bool(messages)
@@ -437,6 +449,7 @@ class _Session:
         # missing, and what comes now must not pass it by.
         self._check()
         self._columns = _Columns(relation)
+        self._head = insert_head(relation.oid, 2) if self._columns.two_numbers else _NEVER
 
     def _insert(self, relation: int, new: Sequence[Value]) -> None:
         if relation in self._other_oids:
@@ -544,6 +557,8 @@ class _Columns:
                     f"see `outbox db check`; when it is as it was, {REPAIR}"
                 )
         self._id, *self._key = (places[name] for name in needed)
+        self.two_numbers = [column.name for column in relation.columns] == ["id", "lane"]
+        """Whether a row is its id and its lane, and nothing else."""
 
     def claim(self, row: Sequence[Value], at: At, lanes: int) -> tuple[Claim, int]:
         """Give an event that has its row's id and its place alone, and its lane: the row has the rest."""

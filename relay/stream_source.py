@@ -210,6 +210,9 @@ class StreamSource(PollingSource):
 
     def _filled(self, channel: Channel, announced: Sequence[Claim], rows: dict[int, Sequence[Any]]) -> Sequence[Claim]:
         """Give what can be published, up to the first that is not visible yet. Those that are gone are done with."""
+        if len(rows) == len(announced):
+            # All are there, and none is announced twice.
+            return [Claim._make((*rows[claim.position], claim.at)) for claim in announced]
         kept: list[Claim] = []
         gone: list[Claim] = []
         again: tuple[AbstractSet[int], Snapshot] | None = None

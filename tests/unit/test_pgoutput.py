@@ -24,6 +24,8 @@ from relay.pgoutput import (
     Type,
     Update,
     decode,
+    insert_head,
+    two_numbers,
 )
 
 NOON = dt.datetime(2026, 11, 21, 12, tzinfo=dt.UTC)
@@ -174,3 +176,17 @@ def test_a_damaged_message_gives_a_message_or_the_typed_error(message, data):
         decode(bytes(damaged))
     except PgOutputError:
         return
+
+
+@given(st.integers(0, 2**32 - 1), st.integers(1, 2**63 - 1), st.integers(0, 255))
+def test_two_numbers_are_read_as_an_insert_is(relation, id_, lane):
+    texts = [str(id_).encode(), str(lane).encode()]
+    head = b"I" + struct.pack(">IcH", relation, b"N", 2)
+    data = head + b"".join(b"t" + struct.pack(">i", len(text)) + text for text in texts)
+    assert two_numbers(data, insert_head(relation, 2)) == (id_, lane)
+    assert decode(data).new == tuple(texts)
+    # Another table's, and anything else, is left to decode().
+    assert two_numbers(data, insert_head(relation ^ 1, 2)) is None
+    for short in range(len(data)):
+        assert two_numbers(data[:short], insert_head(relation, 2)) is None
+    assert two_numbers(data + b"1", insert_head(relation, 2)) is None
