@@ -1,4 +1,4 @@
-"""From COMMIT to a consumer's hands at a steady load: at-least-once and exactly-once, in turns, in the same run.
+"""From COMMIT to a consumer's hands at a steady load: by polling and from the WAL, in both deliveries, in the same run.
 
     python benchmarks/latency.py [--rate 600] [--seconds 15] [--rounds 2]
 
@@ -9,6 +9,7 @@ writer to poll() in a read_committed consumer, both in this process. Postgres ru
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import tempfile
 import threading
@@ -24,6 +25,9 @@ from outbox import Event, Outbox
 from outbox.testing.fixtures import RelayFactory, Topics, migrate
 from outbox.testing.kafka import KafkaCluster
 from outbox.testing.postgres import PostgresServer
+from relay.cdc import Cdc
+from relay.config import SourceKind, WalSettings
+from relay.slot import SlotNames
 
 
 def write(url: str, kind: str, rate: int, count: int, committed: dict[int, float]) -> None:
@@ -42,9 +46,10 @@ def write(url: str, kind: str, rate: int, count: int, committed: dict[int, float
 
 
 def measure(
-    url: str, kafka: str, topics: Topics, relays: RelayFactory, delivery: str, rate: int, seconds: int
+    url: str, kafka: str, topics: Topics, relays: RelayFactory, way: tuple[str, str], rate: int, seconds: int
 ) -> list[float]:
     """Give the latencies of one run, in milliseconds, sorted; the first second is left out."""
+    source, delivery = way
     kind = topics.name(f"Order-{delivery}-{time.monotonic_ns()}")
     topic = topics.create_topic(f"{kind.lower()}-events", 4)
     consumer = Consumer(
@@ -58,8 +63,17 @@ def measure(
         }
     )
     consumer.assign([TopicPartition(topic, partition, 0) for partition in range(4)])
-    relay = relays(create_topics=False, delivery=delivery, name=topics.name("outbox"))
-    relay.wait_for_log("lane acquired")
+    wal = WalSettings()
+    with psycopg.connect(url, autocommit=True) as connection:
+        cdc = Cdc(connection, SlotNames("outbox", wal.slot, wal.publication))
+        if source == "wal":
+            cdc.setup()
+        cdc.switch(SourceKind(source), leave_messages=True)
+        relay = relays(create_topics=False, delivery=delivery, source=source, name=topics.name("outbox"))
+        relay.wait_for_log("acquired")
+        streaming = "SELECT bool_and(streaming) FROM outbox.lanes"
+        while source == "wal" and not connection.execute(streaming).fetchone()[0]:  # type: ignore[index]
+            time.sleep(0.05)
     committed: dict[int, float] = {}
     received: dict[int, float] = {}
     count = rate * seconds
@@ -83,19 +97,17 @@ def main() -> None:
     parser.add_argument("--seconds", type=int, default=15)
     parser.add_argument("--rounds", type=int, default=2)
     options = parser.parse_args()
-    table = Table("round", "delivery", "p50", "p95", "p99", "max")
+    table = Table("round", "source", "delivery", "p50", "p95", "p99", "max")
     with PostgresServer() as server, KafkaCluster() as cluster, tempfile.TemporaryDirectory() as folder:
         url = server.create_database("bench")
         migrate(url)
         topics = Topics(cluster.bootstrap_servers)
         with RelayFactory(lambda: url, lambda: cluster.bootstrap_servers, Path(folder)) as relays:
             for number in range(1, options.rounds + 1):
-                for delivery in ("at-least-once", "exactly-once"):
-                    times = measure(
-                        url, cluster.bootstrap_servers, topics, relays, delivery, options.rate, options.seconds
-                    )
+                for way in itertools.product(("polling", "wal"), ("at-least-once", "exactly-once")):
+                    times = measure(url, cluster.bootstrap_servers, topics, relays, way, options.rate, options.seconds)
                     shown = [times[len(times) * part // 100] for part in (50, 95, 99)]
-                    table.add_row(str(number), delivery, *(f"{ms:.1f} ms" for ms in (*shown, times[-1])))
+                    table.add_row(str(number), *way, *(f"{ms:.1f} ms" for ms in (*shown, times[-1])))
     Console().print(table)
 
 
