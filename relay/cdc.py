@@ -23,7 +23,7 @@ from psycopg.types.json import Jsonb
 
 from outbox.errors import OutboxError, SchemaError
 from relay.config import SourceKind
-from relay.database import unavailable_on_error
+from relay.database import TIMELINE, unavailable_on_error
 from relay.slot import Slot, SlotNames, SlotState, find_problem, not_set_up
 from relay.wal import lsn_text
 
@@ -34,7 +34,7 @@ _BOOK: Final = """
 INSERT INTO {streams} AS b (slot, publication, publication_version, system_identifier, timeline, opened_xid,
                             flushed_lsn)
 SELECT %(slot)s::text, %(publication)s::text, %(version)s, c.system_identifier::text,
-       ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int,
+       {timeline},
        pg_current_xact_id()::text::bigint,
        (s.confirmed_flush_lsn - '0/0'::pg_lsn)::bigint
   FROM pg_replication_slots AS s, pg_control_system() AS c
@@ -120,16 +120,14 @@ class Cdc:
         self._tables: dict[str, sql.Composable] = {
             name: sql.Identifier(names.schema, name) for name in ("events", "lanes", "streams", "audit")
         }
-        self._tables["slot_name"] = sql.Identifier(names.slot)
+        self._tables["timeline"] = sql.SQL(TIMELINE)
         self._tables["publication"] = sql.Identifier(names.publication)
 
     def status(self) -> Status:
         """Look at slot, book and lanes."""
         state = self._slot.look()
         problem = find_problem(state, self._names)
-        with unavailable_on_error("looking at the lanes"):
-            rows = self._connection.execute(self._query(_LANES)).fetchall()
-        return Status(state, [LaneState(*row) for row in rows], None if problem is None else str(problem))
+        return Status(state, self._lanes(), None if problem is None else str(problem))
 
     def setup(self) -> bool:
         """Make publication, slot and book; say whether anything was to be done. Raises CdcRefused.

@@ -38,6 +38,10 @@ _SCHEMA: Final = (
 )
 
 
+TIMELINE: Final = "('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int"
+"""SQL: the timeline on which a primary writes; a checkpoint tells it only later. An error on a standby."""
+
+
 @contextmanager
 def unavailable_on_error(doing: str) -> Iterator[None]:
     """Turn a passing database error into Unavailable and a missing table or right into SchemaError."""

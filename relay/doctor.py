@@ -25,7 +25,7 @@ from relay.config import (
 )
 from relay.database import Connector, unavailable_on_error
 from relay.sending import silent, text_of
-from relay.slot import SlotNames
+from relay.slot import slot_names
 
 _SECONDS: Final = 10.0
 _PUBLISHES_GENERATED: Final = 180000
@@ -163,7 +163,7 @@ def _publications(connection: psycopg.Connection[Any], settings: Settings) -> It
 
 def _sources(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
     """Which source the lanes are read from, and whether the slot is in order."""
-    names = SlotNames(settings.db_schema, settings.wal.slot, settings.wal.publication)
+    names = slot_names(settings)
     status = Cdc(connection, names).status()
     sources = sorted({lane.source for lane in status.lanes})
     if sources and sources != [settings.source]:

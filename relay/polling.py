@@ -47,7 +47,7 @@ from psycopg.types.json import set_json_loads
 
 from outbox.errors import SchemaError
 from outbox.event import DEAD_LETTER
-from relay.database import unavailable_on_error
+from relay.database import TIMELINE, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.failures import Failures
 from relay.lanes import Lease
@@ -165,7 +165,7 @@ SELECT count(*) FROM gone"""
 
 _HELD: Final = """
 SELECT last_batch, (SELECT system_identifier::text FROM pg_control_system()),
-       ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int,
+       {timeline},
        (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint
   FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s FOR UPDATE"""
 
@@ -207,6 +207,7 @@ class Queries:
         tables = ("events", "lanes", "failures", "published")
         names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in tables}
         names["columns"] = sql.SQL(_COLUMNS)
+        names["timeline"] = sql.SQL(TIMELINE)
         names["synchronous"] = sql.SQL(_SYNCHRONOUS)
         names["there"] = sql.SQL(_THERE).format(**names)
         names["lease"] = sql.SQL(_LEASE).format(**names)

@@ -36,7 +36,7 @@ from psycopg.types.json import Jsonb
 
 from outbox.errors import OutboxError, SchemaError
 from outbox.event import CE_ID, DEAD_LETTER, REPLAY
-from relay.database import unavailable_on_error
+from relay.database import TIMELINE, unavailable_on_error
 from relay.marker import Marker, StateLost, resume
 from relay.ports import At, Claim, Unavailable
 from relay.routing import NoRoute, Router
@@ -51,7 +51,7 @@ _KAFKA_SECONDS: Final = 30.0
 
 _LANES: Final = """
 SELECT lane, last_batch, (SELECT system_identifier::text FROM pg_control_system()),
-       ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int,
+       {timeline},
        (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint
   FROM {lanes} ORDER BY lane"""
 
@@ -148,7 +148,8 @@ class Reconciler:
         self._replicate = replicate
         self._ended: dict[int, int] | None = None
         tables = ("events", "lanes", "failures", "audit")
-        self._names = {table: sql.Identifier(schema, table) for table in tables}
+        self._names: dict[str, sql.Composable] = {table: sql.Identifier(schema, table) for table in tables}
+        self._names["timeline"] = sql.SQL(TIMELINE)
 
     def look(self) -> list[LaneState]:
         """Compare every lane. Raises Unavailable when Postgres or Kafka is away, SchemaError on a standby."""

@@ -18,7 +18,8 @@ from psycopg import sql
 
 from outbox import _message
 from outbox.errors import ConfigurationError, SchemaError
-from relay.database import unavailable_on_error
+from relay.config import Settings
+from relay.database import TIMELINE, unavailable_on_error
 from relay.lane_hash import SAMPLES, lane_of
 from relay.lanes import Lease
 from relay.marker import StateLost
@@ -58,7 +59,7 @@ SELECT current_setting('wal_level') AS wal_level, current_setting('server_encodi
        extract(epoch FROM clock_timestamp() - b.flushed_at)::float8 AS flushed_seconds_ago,
        pg_is_in_recovery() AS recovering,
        CASE WHEN NOT pg_is_in_recovery()
-            THEN ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int END AS timeline_now,
+            THEN {timeline} END AS timeline_now,
        to_regclass(%(events)s)::oid::bigint AS events_oid
   FROM (SELECT 1) AS one
   LEFT JOIN {streams} AS b ON b.slot = %(slot)s::text
@@ -154,6 +155,11 @@ class SlotNames:
     publication: str
 
 
+def slot_names(settings: Settings) -> SlotNames:
+    """Give the names that these settings have."""
+    return SlotNames(settings.db_schema, settings.wal.slot, settings.wal.publication)
+
+
 class Slot:
     """The slot's statements, over one connection in autocommit. Raises Unavailable or SchemaError as any of them."""
 
@@ -162,6 +168,7 @@ class Slot:
         self._names = names
         tables: dict[str, sql.Composable] = {name: sql.Identifier(names.schema, name) for name in ("lanes", "streams")}
         tables["version"] = sql.SQL(_VERSION)
+        tables["timeline"] = sql.SQL(TIMELINE)
         tables["holds"] = sql.SQL(_HOLDS).format(**tables)
         self._look, self._terminate, self._note, self._held, self._timeline = (
             sql.SQL(text).format(**tables) for text in (_LOOK, _TERMINATE, _NOTE, _HELD, _TIMELINE)

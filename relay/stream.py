@@ -212,11 +212,7 @@ class Stream:
         leases: Sequence[Lease],
         limits: StreamLimits,
     ) -> None:
-        self._names = names
-        self._replicate = replicate
-        self._connect = connect
-        self._leases = leases
-        self._limits = limits
+        self._new_session: Callable[[], _Session] = lambda: _Session(names, replicate, connect, leases, limits)
         self._lock = threading.Lock()
         self._session: _Session | None = None
         self._closed = False
@@ -233,7 +229,7 @@ class Stream:
             if self._closed:
                 raise Unavailable("the stream is closed")
             if self._session is None or self._session.error is not None:
-                self._session = _Session(self._names, self._replicate, self._connect, self._leases, self._limits)
+                self._session = self._new_session()
             return self._session.join(lane, resume, repeated, timeline, published_lsn)
 
     def close(self) -> None:
@@ -412,14 +408,10 @@ class _Session:
         for data in messages:
             # In one loop: nearly all of a stream's work is here.
             named = two_numbers(data, self._head)
-            if named is None or self._transaction is None:
+            if named is None:
                 self._take(data)
-                continue
-            id_, lane = named
-            begin = self._transaction
-            self._number += 1
-            at = At(begin.final_lsn, self._number, begin.xid)
-            self._add(Claim(id_, "", "", "", "", "", None, None, at), lane)
+            else:
+                self._add(_named(named[0], self._next()), named[1])
         self._hand_on()
         self.read_lsn = replication.position
         return bool(messages)
@@ -568,4 +560,8 @@ class _Columns:
         else:
             kind, key = self._key
             lane = lane_of(values[kind].decode(), values[key].decode(), lanes)
-        return Claim(int(values[self._id]), "", "", "", "", "", None, None, at), lane
+        return _named(int(values[self._id]), at), lane
+
+
+def _named(id_: int, at: At) -> Claim:
+    return Claim(id_, "", "", "", "", "", None, None, at)

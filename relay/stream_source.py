@@ -33,7 +33,7 @@ import structlog
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from relay.database import unavailable_on_error
+from relay.database import TIMELINE, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.marker import Marker
 from relay.polling import Floor, Identity, Pending, PollingSource, array
@@ -53,7 +53,7 @@ _RENEW_PART: Final = 0.7
 
 _STATE: Final = """
 SELECT streaming, commit_lsn, commit_number, EXISTS (SELECT FROM {failures} WHERE lane = %(lane)s),
-       ('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int
+       {timeline}
   FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s"""
 
 _SET_STREAMING: Final = """
@@ -105,7 +105,9 @@ class StreamSource(PollingSource):
         self._orphan: tuple[int, int] | None = None
         self._batch: Sequence[Claim] = ()
         self._failures_at = 0.0
-        names = {name: sql.Identifier(schema, name) for name in ("events", "lanes", "failures", "streams")}
+        tables = ("events", "lanes", "failures", "streams")
+        names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in tables}
+        names["timeline"] = sql.SQL(TIMELINE)
         self._state, self._set_streaming, self._lowest, self._which, self._spill = (
             sql.SQL(text).format(**names) for text in (_STATE, _SET_STREAMING, _LOWEST, _WHICH, _SPILL)
         )
@@ -365,10 +367,7 @@ class StreamSource(PollingSource):
         if not channel.running:
             return
         if self._target_lsn is None:
-            with unavailable_on_error(f"looking at lane {self._lease.lane}"):
-                row = self._connection.execute(self._lowest, self._mine()).fetchone()
-            assert row is not None
-            self._target_lsn = row[1]
+            self._target_lsn = self._ask(self._lowest)[1]
         if channel.read_lsn >= self._target_lsn and self._old_ones_have_ended():
             self._horizon = self._highest()
 
@@ -396,21 +395,21 @@ class StreamSource(PollingSource):
         channel.done(dropped)
 
     def _highest(self) -> int:
-        return int(self._ask(self._highest_id))
+        return int(self._ask(self._highest_id)[0])
 
     def _any_up_to(self, id_: int) -> bool:
         """Whether the table has an event up to an id, be it below the floor."""
-        return bool(self._ask(self._up_to, id=id_))
+        return bool(self._ask(self._up_to, id=id_)[0])
 
     def _old_ones_have_ended(self) -> bool:
         """Whether no transaction is open that could have committed before the slot begins, and is not visible yet."""
-        return bool(self._ask(self._old_ended))
+        return bool(self._ask(self._old_ended)[0])
 
     def _ask(self, query: sql.Composed, **more: int) -> Any:
         with unavailable_on_error(f"looking at lane {self._lease.lane}"):
             row = self._connection.execute(query, self._mine() | more).fetchone()
         assert row is not None
-        return row[0]
+        return row
 
     # To the table
 

@@ -83,8 +83,8 @@ def drop(
 @contextmanager
 def _cdc(database_url: str | None) -> Iterator[tuple[Cdc, Settings]]:
     from relay.cdc import Cdc
-    from relay.cli.wiring import slot_names
     from relay.database import Connector
+    from relay.slot import slot_names
 
     settings = load(database_url=database_url)
     connection = Connector(settings.require_database(), "outbox cdc")()

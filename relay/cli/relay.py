@@ -165,8 +165,8 @@ def switch(
     both kinds beside each other for as long as it takes.
     """
     from relay.cdc import Cdc
-    from relay.cli.wiring import slot_names
     from relay.database import Connector
+    from relay.slot import slot_names
 
     settings = load(database_url=database_url)
     connection = Connector(settings.require_database(), "outbox relay switch")()
@@ -188,7 +188,7 @@ def switch(
 def build(settings: Settings) -> Supervisor:
     """Put a relay together. Raises ConfigurationError before anything is connected."""
     from outbox import __version__
-    from relay.cli.wiring import build_router, build_topics, failure_policy, slot_names
+    from relay.cli.wiring import build_router, build_topics, failure_policy
     from relay.config import (
         Delivery,
         client_options,
@@ -203,6 +203,7 @@ def build(settings: Settings) -> Supervisor:
     from relay.polling import DeletingSource, PollingSource
     from relay.ports import Publisher, Source
     from relay.publisher import IdempotentPublisher
+    from relay.slot import slot_names
     from relay.stream import Stream, StreamLimits
     from relay.stream_source import StreamSource
     from relay.supervisor import Events, Plan, Supervisor
@@ -302,9 +303,9 @@ def _upkeep(settings: Settings, connect: Connector) -> list[Callable[[], None]]:
     """Give what a relay does beside publishing, and open its metrics. Raises ConfigurationError for an address."""
     from prometheus_client import CollectorRegistry
 
-    from relay.cli.wiring import slot_names
     from relay.metrics import SlotWatch, serve
     from relay.retention import Retention
+    from relay.slot import slot_names
 
     tasks: list[Callable[[], None]] = []
     registry = CollectorRegistry()

@@ -6,7 +6,6 @@ from relay.config import Settings, client_options
 from relay.failures import FailurePolicy
 from relay.routing import Route, Router
 from relay.sending import Topics
-from relay.slot import SlotNames
 
 
 def build_router(settings: Settings) -> Router:
@@ -27,11 +26,6 @@ def failure_policy(settings: Settings) -> FailurePolicy:
     """Give the policy of these settings."""
     failures = settings.failures
     return FailurePolicy(failures.max_attempts, failures.min_backoff_seconds, failures.max_backoff_seconds)
-
-
-def slot_names(settings: Settings) -> SlotNames:
-    """Give the names of the slot and what belongs to it."""
-    return SlotNames(settings.db_schema, settings.wal.slot, settings.wal.publication)
 
 
 def build_topics(settings: Settings) -> Topics:
