@@ -67,7 +67,11 @@ class History:
 OUTBOX: Final = History(
     "versions", "outbox", {"events": "outbox_0001", "dead_letters": "outbox_0002", "streams": "outbox_0003"}
 )
-CONSUMER: Final = History("consumer", "consumer", {"offsets": "consumer_0001"})
+CONSUMER: Final = History(
+    "consumer",
+    "consumer",
+    {"offsets": "consumer_0001", "dead_letters": "consumer_0002", "reservations": "consumer_0002"},
+)
 
 
 def upgrade(url: str, schema: str = "outbox", lanes: int | None = None) -> None:

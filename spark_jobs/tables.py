@@ -5,6 +5,7 @@ catches what the producer side repeated under another offset. It is partitioned 
 TABLE; the day is a function of the message id alone (a UUIDv7 holds its time), so a message sent again after midnight
 meets its twin.
 Ids that hold no time all count as the day 1970-01-01; they, and days that have no partition, go to the default one.
+``dead_letters``, ``losses`` and ``audit`` are for people; ``reservations`` is the book of effects outside the database.
 """
 
 from __future__ import annotations
@@ -33,11 +34,24 @@ class ConsumerTables:
     offsets: sa.Table
     processed_messages: sa.Table
     processed_messages_default: sa.Table
+    dead_letters: sa.Table
+    losses: sa.Table
+    reservations: sa.Table
+    audit: sa.Table
 
     @property
     def all(self) -> tuple[sa.Table, ...]:
         """Every table, in the order in which they can be created."""
-        return (self.groups, self.offsets, self.processed_messages, self.processed_messages_default)
+        return (
+            self.groups,
+            self.offsets,
+            self.processed_messages,
+            self.processed_messages_default,
+            self.dead_letters,
+            self.losses,
+            self.reservations,
+            self.audit,
+        )
 
 
 def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> ConsumerTables:
@@ -49,6 +63,8 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("generation", sa.BigInteger, nullable=False, server_default=sa.text("1")),
         sa.Column("owner", sa.Text, nullable=False),
         sa.Column("taken_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        # Ids of days before this one are no longer all remembered: their messages become dead letters.
+        sa.Column("forgotten_before", sa.Date),
         sa.PrimaryKeyConstraint("grp", name="groups_pkey"),
         sa.CheckConstraint("char_length(grp) BETWEEN 1 AND 200", name="groups_grp_length"),
         schema=schema,
@@ -64,6 +80,11 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("next_offset", sa.BigInteger, nullable=False),
         sa.Column("generation", sa.BigInteger, nullable=False),
         sa.Column("updated_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        # What readers of read_committed could have had when this was last moved; for people, never read back.
+        sa.Column("log_end", sa.BigInteger),
+        sa.Column("applied", sa.BigInteger, nullable=False, server_default=sa.text("0")),
+        sa.Column("duplicates", sa.BigInteger, nullable=False, server_default=sa.text("0")),
+        sa.Column("dead", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.PrimaryKeyConstraint("grp", "topic", "part", name="offsets_pkey"),
         sa.CheckConstraint("next_offset >= 0 AND part >= 0", name="offsets_not_negative"),
         schema=schema,
@@ -75,6 +96,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("grp", sa.Text, nullable=False),
         sa.Column("day", sa.Date, nullable=False),
         sa.Column("message_id", pg.UUID(as_uuid=True), nullable=False),
+        sa.Column("seen_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         sa.PrimaryKeyConstraint("grp", "day", "message_id", name="processed_messages_pkey"),
         schema=schema,
         postgresql_partition_by="RANGE (day)",
@@ -86,6 +108,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("grp", sa.Text, nullable=False),
         sa.Column("day", sa.Date, nullable=False),
         sa.Column("message_id", pg.UUID(as_uuid=True), nullable=False),
+        sa.Column("seen_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         sa.PrimaryKeyConstraint("grp", "day", "message_id", name="processed_messages_default_pkey"),
         schema=schema,
         comment="Ids without a time, and of days that have no partition of their own.",
@@ -99,7 +122,110 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
             context={"parent": parent_name, "partition": default_name},
         ),
     )
-    return ConsumerTables(groups, offsets, processed, default)
+    dead_letters = sa.Table(
+        "dead_letters",
+        metadata,
+        sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
+        sa.Column("grp", sa.Text, nullable=False),
+        sa.Column("topic", sa.Text, nullable=False),
+        sa.Column("topic_id", sa.Text, nullable=False),
+        sa.Column("part", sa.Integer, nullable=False),
+        sa.Column("message_offset", sa.BigInteger, nullable=False),
+        sa.Column("message_id", pg.UUID(as_uuid=True)),
+        sa.Column("message_key", pg.BYTEA),
+        sa.Column("message_value", pg.BYTEA),
+        # [{"key": name, "value": base64 or null}, ...], in the message's order: names may repeat.
+        sa.Column("message_headers", pg.JSONB(none_as_null=True), nullable=False),
+        sa.Column("message_time", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("reason", sa.Text, nullable=False),
+        sa.Column("error", sa.Text, nullable=False),
+        sa.Column("sqlstate", sa.Text),
+        sa.Column("state", sa.Text, nullable=False, server_default=sa.text("'dead'")),
+        sa.Column("attempts", sa.Integer, nullable=False, server_default=sa.text("1")),
+        sa.Column("died_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("last_failed_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.PrimaryKeyConstraint("id", name="dead_letters_pkey"),
+        sa.UniqueConstraint("grp", "topic", "part", "message_offset", "topic_id", name="dead_letters_place"),
+        sa.CheckConstraint(
+            "reason IN ('undecodable', 'no-id', 'too-old', 'failed', 'rejected', 'behind')", name="dead_letters_reason"
+        ),
+        sa.CheckConstraint("state IN ('dead', 'retry')", name="dead_letters_state"),
+        # By hash: a key may be longer than an index takes.
+        sa.Index("dead_letters_key", "grp", "topic", sa.text("sha256(message_key)")),
+        schema=schema,
+        comment="Messages that could not be applied, whole. `outbox consumers retry` or `discard`.",
+    )
+    losses = sa.Table(
+        "losses",
+        metadata,
+        sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
+        sa.Column("grp", sa.Text, nullable=False),
+        sa.Column("topic", sa.Text, nullable=False),
+        sa.Column("topic_id", sa.Text, nullable=False),
+        sa.Column("part", sa.Integer, nullable=False),
+        sa.Column("first_offset", sa.BigInteger, nullable=False),
+        # Not included. NULL when nobody can know, as after a topic was made anew.
+        sa.Column("end_offset", sa.BigInteger),
+        sa.Column("kind", sa.Text, nullable=False),
+        sa.Column("detail", sa.Text, nullable=False),
+        sa.Column("found_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("accepted_at", sa.DateTime(timezone=True)),
+        sa.PrimaryKeyConstraint("id", name="losses_pkey"),
+        sa.CheckConstraint("kind IN ('retention', 'cut', 'recreated')", name="losses_kind"),
+        # One that nobody has accepted yet is recorded once, however often the group is started.
+        sa.Index(
+            "losses_open",
+            "grp",
+            "topic",
+            "part",
+            "kind",
+            unique=True,
+            postgresql_where=sa.text("accepted_at IS NULL"),
+        ),
+        schema=schema,
+        comment="What Kafka lost before the group read it. The group halts until `outbox offsets reset` accepts it.",
+    )
+    reservations = sa.Table(
+        "reservations",
+        metadata,
+        sa.Column("grp", sa.Text, nullable=False),
+        sa.Column("message_id", pg.UUID(as_uuid=True), nullable=False),
+        sa.Column("state", sa.Text, nullable=False, server_default=sa.text("'reserved'")),
+        sa.Column("request", pg.JSONB(none_as_null=True), nullable=False),
+        sa.Column("response", pg.JSONB(none_as_null=True)),
+        sa.Column("attempts", sa.Integer, nullable=False, server_default=sa.text("0")),
+        sa.Column("last_error", sa.Text),
+        sa.Column("reserved_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("next_attempt_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("settled_at", sa.DateTime(timezone=True)),
+        sa.PrimaryKeyConstraint("grp", "message_id", name="reservations_pkey"),
+        sa.CheckConstraint(
+            "state IN ('reserved', 'calling', 'confirmed', 'cancelling', 'cancelled', 'stuck')",
+            name="reservations_state",
+        ),
+        sa.Index(
+            "reservations_open",
+            "grp",
+            "next_attempt_at",
+            postgresql_where=sa.text("state IN ('reserved', 'calling', 'cancelling')"),
+        ),
+        schema=schema,
+        comment="Effects outside the database: reserved with the offsets, called with the id, then settled.",
+    )
+    audit = sa.Table(
+        "audit",
+        metadata,
+        sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
+        sa.Column("at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("who", sa.Text, nullable=False, server_default=sa.text("session_user")),
+        sa.Column("what", sa.Text, nullable=False),
+        sa.Column("why", sa.Text),
+        sa.Column("details", pg.JSONB(none_as_null=True), nullable=False),
+        sa.PrimaryKeyConstraint("id", name="audit_pkey"),
+        schema=schema,
+        comment="What people did to groups by hand: offsets set, dead letters retried or discarded.",
+    )
+    return ConsumerTables(groups, offsets, processed, default, dead_letters, losses, reservations, audit)
 
 
 def _quoted(schema: str, name: str) -> str:
