@@ -188,26 +188,62 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
     reservations = sa.Table(
         "reservations",
         metadata,
+        # The order in which messages were applied; per key that is the order of their offsets.
+        sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
         sa.Column("grp", sa.Text, nullable=False),
+        sa.Column("name", sa.Text, nullable=False),
         sa.Column("message_id", pg.UUID(as_uuid=True), nullable=False),
+        sa.Column("topic", sa.Text, nullable=False),
+        sa.Column("part", sa.Integer, nullable=False),
+        sa.Column("message_offset", sa.BigInteger, nullable=False),
+        # Calls with the same one go out one after the other; NULL waits for nobody.
+        sa.Column("order_key", sa.Text),
         sa.Column("state", sa.Text, nullable=False, server_default=sa.text("'reserved'")),
+        # The effect may have happened, and nobody has said yet.
+        sa.Column("unsure", sa.Boolean, nullable=False, server_default=sa.text("false")),
+        # Decided: it is not to happen. The call is never made again.
+        sa.Column("taking_back", sa.Boolean, nullable=False, server_default=sa.text("false")),
         sa.Column("request", pg.JSONB(none_as_null=True), nullable=False),
         sa.Column("response", pg.JSONB(none_as_null=True)),
+        # Rises with every claim and never falls: the token by which a late answer is known.
         sa.Column("attempts", sa.Integer, nullable=False, server_default=sa.text("0")),
+        sa.Column("budget_from", sa.Integer, nullable=False, server_default=sa.text("0")),
+        # Until when the provider knows the key of the first attempt.
+        sa.Column("key_until", sa.DateTime(timezone=True)),
+        sa.Column("worker", sa.Text),
         sa.Column("last_error", sa.Text),
+        # What the provider said later, against the state.
+        sa.Column("conflict", sa.Text),
         sa.Column("reserved_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        # While a call is under way: the end of its lease.
         sa.Column("next_attempt_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         sa.Column("settled_at", sa.DateTime(timezone=True)),
-        sa.PrimaryKeyConstraint("grp", "message_id", name="reservations_pkey"),
+        sa.PrimaryKeyConstraint("grp", "name", "message_id", name="reservations_pkey"),
         sa.CheckConstraint(
             "state IN ('reserved', 'calling', 'confirmed', 'cancelling', 'cancelled', 'stuck')",
             name="reservations_state",
         ),
+        sa.CheckConstraint(
+            "state = 'stuck' OR taking_back = (state IN ('cancelling', 'cancelled'))", name="reservations_taking_back"
+        ),
+        sa.CheckConstraint(
+            "(settled_at IS NOT NULL) = (state IN ('confirmed', 'cancelled'))", name="reservations_settled"
+        ),
         sa.Index(
             "reservations_open",
             "grp",
+            "name",
             "next_attempt_at",
             postgresql_where=sa.text("state IN ('reserved', 'calling', 'cancelling')"),
+        ),
+        # By hash: a key may be longer than an index takes.
+        sa.Index(
+            "reservations_order",
+            "grp",
+            "name",
+            sa.text("hashtextextended(order_key, 0)"),
+            "id",
+            postgresql_where=sa.text("settled_at IS NULL"),
         ),
         schema=schema,
         comment="Effects outside the database: reserved with the offsets, called with the id, then settled.",

@@ -89,20 +89,38 @@ def upgrade() -> None:
     )
     op.create_table(
         "reservations",
+        sa.Column("id", sa.BigInteger(), sa.Identity(always=True), nullable=False),
         sa.Column("grp", sa.Text(), nullable=False),
+        sa.Column("name", sa.Text(), nullable=False),
         sa.Column("message_id", pg.UUID(), nullable=False),
+        sa.Column("topic", sa.Text(), nullable=False),
+        sa.Column("part", sa.Integer(), nullable=False),
+        sa.Column("message_offset", sa.BigInteger(), nullable=False),
+        sa.Column("order_key", sa.Text()),
         sa.Column("state", sa.Text(), nullable=False, server_default=sa.text("'reserved'")),
+        sa.Column("unsure", sa.Boolean(), nullable=False, server_default=sa.text("false")),
+        sa.Column("taking_back", sa.Boolean(), nullable=False, server_default=sa.text("false")),
         sa.Column("request", pg.JSONB(), nullable=False),
         sa.Column("response", pg.JSONB()),
         sa.Column("attempts", sa.Integer(), nullable=False, server_default=sa.text("0")),
+        sa.Column("budget_from", sa.Integer(), nullable=False, server_default=sa.text("0")),
+        sa.Column("key_until", _TIME),
+        sa.Column("worker", sa.Text()),
         sa.Column("last_error", sa.Text()),
+        sa.Column("conflict", sa.Text()),
         sa.Column("reserved_at", _TIME, nullable=False, server_default=sa.text("now()")),
         sa.Column("next_attempt_at", _TIME, nullable=False, server_default=sa.text("now()")),
         sa.Column("settled_at", _TIME),
-        sa.PrimaryKeyConstraint("grp", "message_id", name="reservations_pkey"),
+        sa.PrimaryKeyConstraint("grp", "name", "message_id", name="reservations_pkey"),
         sa.CheckConstraint(
             "state IN ('reserved', 'calling', 'confirmed', 'cancelling', 'cancelled', 'stuck')",
             name="reservations_state",
+        ),
+        sa.CheckConstraint(
+            "state = 'stuck' OR taking_back = (state IN ('cancelling', 'cancelled'))", name="reservations_taking_back"
+        ),
+        sa.CheckConstraint(
+            "(settled_at IS NOT NULL) = (state IN ('confirmed', 'cancelled'))", name="reservations_settled"
         ),
         schema=schema,
         comment="Effects outside the database: reserved with the offsets, called with the id, then settled.",
@@ -110,9 +128,16 @@ def upgrade() -> None:
     op.create_index(
         "reservations_open",
         "reservations",
-        ["grp", "next_attempt_at"],
+        ["grp", "name", "next_attempt_at"],
         schema=schema,
         postgresql_where=sa.text("state IN ('reserved', 'calling', 'cancelling')"),
+    )
+    op.create_index(
+        "reservations_order",
+        "reservations",
+        ["grp", "name", sa.text("hashtextextended(order_key, 0)"), "id"],
+        schema=schema,
+        postgresql_where=sa.text("settled_at IS NULL"),
     )
     op.create_table(
         "audit",
