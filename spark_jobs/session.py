@@ -22,6 +22,13 @@ if TYPE_CHECKING:
 DEFAULT_MASTER: Final = "local[2,4]"
 """Two cores, and four tries for a task: plain ``local[2]`` gives a task no second try."""
 
+REQUIRED_CONF: Final = {
+    "spark.sql.session.timeZone": "UTC",
+    "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",
+    "spark.sql.adaptive.enabled": "false",
+}
+"""What the consumer counts on in every Spark, wherever it runs."""
+
 # Measured: with these the reader is about twice as fast as with the Java client's defaults.
 READER_OPTIONS: Final = {
     "max.poll.records": "10000",
@@ -54,24 +61,30 @@ def start(
     packages: str | None = None,
     conf: Mapping[str, str] | None = None,
 ) -> SparkSession:
-    """Start or get the session. ``packages`` are Maven coordinates, instead of ``jars``."""
-    # Workers start with this interpreter, not with whatever python3 is on the path; and they find the user's modules.
-    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
-    paths = [str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
+    """Start or get the session. ``packages`` are Maven coordinates, instead of ``jars``.
+
+    Under spark-submit its own options count: master, jars, packages and Python are left as they were given there.
+    """
+    if submitted():
+        master, jars, packages = None, (), None
+    else:
+        master = master or DEFAULT_MASTER
+        # Workers start with this interpreter, not with any python3 of the path; and they find the user's modules.
+        os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+        paths = [str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     from pyspark.sql import SparkSession
 
-    builder = SparkSession.builder.appName(name).master(master or DEFAULT_MASTER)
-    settings = {
-        "spark.ui.enabled": "false",
-        "spark.ui.showConsoleProgress": "false",
-        "spark.sql.session.timeZone": "UTC",
-        "spark.sql.warehouse.dir": str(Path(tempfile.gettempdir()) / "outbox-spark-warehouse"),
-        "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",
-        "spark.sql.adaptive.enabled": "false",
-    }
-    if (master or DEFAULT_MASTER).startswith("local"):
-        settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
+    builder = SparkSession.builder.appName(name)
+    settings = {**REQUIRED_CONF, "spark.ui.showConsoleProgress": "false"}
+    if master is not None:
+        builder = builder.master(master)
+        settings |= {
+            "spark.ui.enabled": "false",
+            "spark.sql.warehouse.dir": str(Path(tempfile.gettempdir()) / "outbox-spark-warehouse"),
+        }
+        if master.startswith("local"):
+            settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1"}
     if packages:
         settings["spark.jars.packages"] = packages
     elif jar_list := ",".join(str(jar) for jar in jars):
@@ -81,8 +94,14 @@ def start(
     session = builder.getOrCreate()
     # What goes wrong is raised, and shown once: not also as a page of JSON by Spark's own logger.
     logging.getLogger("DataFrameQueryContextLogger").setLevel(logging.CRITICAL)
-    session.sparkContext.setLogLevel("OFF")
+    if not submitted():
+        session.sparkContext.setLogLevel("OFF")
     return session
+
+
+def submitted() -> bool:
+    """Whether spark-submit started this process: then Spark's JVM is there already."""
+    return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
 def read(

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from outbox import __version__
-from relay.cli import cdc, consume, db, demo, doctor, failures, relay, sandbox
+from relay.cli import cdc, consume, consumers, db, demo, doctor, failures, relay, sandbox, spark
 
 app = typer.Typer(
     name="outbox",
@@ -20,7 +20,9 @@ app.add_typer(relay.app, name="relay")
 app.add_typer(db.app, name="db")
 app.add_typer(cdc.app, name="cdc")
 app.add_typer(sandbox.app, name="sandbox")
+app.add_typer(spark.app, name="spark")
 app.add_typer(failures.app, name="failures")
+app.add_typer(consumers.app, name="consumers")
 app.command("doctor")(doctor.doctor)
 app.command("replay")(failures.replay)
 app.command("consume")(consume.consume)

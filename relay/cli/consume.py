@@ -77,7 +77,7 @@ def _run(
     spark = session.start(
         f"outbox {job.group}",
         master=master,
-        jars=() if settings.spark_packages else _jars(),
+        jars=() if settings.spark_packages or session.submitted() else _jars(),
         packages=settings.spark_packages,
         conf=settings.spark.conf,
     )

@@ -1,0 +1,63 @@
+"""What spark-submit runs on the driver: the ``outbox`` command, with the job's zip on the path.
+
+Needs outbox-kafka[spark] installed where the driver runs. ``outbox spark submit`` writes the whole command.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from pathlib import Path
+from typing import Final
+
+PID_FILE: Final = "OUTBOX_SUBMITTED_PID_FILE"
+"""Environment variable: where the driver writes its process id, so that it can be asked to end."""
+
+
+def run() -> None:
+    """Run the command line that spark-submit was given."""
+    # Python put this file's folder first; what is in it must not be found under bare names.
+    here = Path(__file__).resolve().parent
+    if here.name == "cli":
+        sys.path[:] = [path for path in sys.path if not path or Path(path).resolve() != here]
+    try:
+        from relay.cli import main
+    except ModuleNotFoundError as error:
+        sys.exit(f"outbox: {error.name} is not installed on the driver; run: pip install 'outbox-kafka[spark]'")
+    _check_zip()
+    threading.Thread(target=_end_with_spark, args=(os.getppid(),), name="end-with-spark", daemon=True).start()
+    if path := os.environ.get(PID_FILE):
+        Path(path).write_text(str(os.getpid()))
+    main()
+
+
+def _check_zip() -> None:
+    """End with what to do if the zip holds other modules of ours than the command line that is installed here."""
+    from importlib.metadata import PackageNotFoundError, version
+
+    import outbox
+
+    try:
+        installed = version("outbox-kafka")
+    except PackageNotFoundError:
+        return
+    if installed != outbox.__version__:
+        sys.exit(
+            f"outbox: the zip was packaged with version {outbox.__version__}, but {installed} is installed on the "
+            "driver; package the job anew, with the driver's version"
+        )
+
+
+def _end_with_spark(parent: int) -> None:
+    """A driver whose JVM is gone can do nothing more, and nobody would end it."""
+    pause = threading.Event()
+    while os.getppid() == parent:
+        pause.wait(1.0)
+    sys.stderr.write("outbox: Spark's JVM has ended; nothing is lost, run the job again\n")
+    sys.stderr.flush()
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    run()
