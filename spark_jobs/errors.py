@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
 from outbox.errors import OutboxError
+
+if TYPE_CHECKING:
+    from spark_jobs.planner import Loss
 
 
 class ConsumerError(OutboxError):
@@ -25,12 +31,31 @@ class EffectFailed(ConsumerError):
     """The job's effect failed on a batch. The batch was rolled back, its offsets included."""
 
 
+class Reject(Exception):
+    """Raised by an effect that is a function: these messages can't be taken. The others are applied without them.
+
+    why          shown to people with the dead letter.
+    message_ids  of the table it was given, one or more.
+    """
+
+    def __init__(self, why: str, *message_ids: str) -> None:
+        if not message_ids:
+            raise TypeError("Reject: name the message_id of at least one message")
+        super().__init__(why)
+        self.why = why
+        self.message_ids = message_ids
+
+
 class DataLost(ConsumerError):
-    """Kafka no longer has messages that the group has not read."""
+    """Kafka no longer has messages that the group has not read; ``losses`` says which."""
+
+    def __init__(self, text: str, losses: Sequence[Loss] = ()) -> None:
+        super().__init__(text)
+        self.losses = tuple(losses)
 
 
-class TopicRecreated(ConsumerError):
-    """The topic was deleted and created again: the stored offsets mean nothing in the new one."""
+class TopicRecreated(DataLost):
+    """The topic was deleted, and perhaps created again: the stored offsets mean nothing there."""
 
 
 class ConsumerUnavailable(ConsumerError):

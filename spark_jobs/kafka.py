@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import datetime as dt
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
 from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
@@ -14,10 +18,25 @@ from spark_jobs.planner import Extent, Partition
 _SECONDS: Final = 20.0
 _EARLIEST: Final = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
 _LATEST: Final = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+# A broker that has just started, or a topic that was just made: not every broker has heard of it at once.
+_UNHEARD_SECONDS: Final = 3.0
 
 
 class TopicMissing(ConsumerError):
     """A topic of the job does not exist."""
+
+    def __init__(self, text: str, topics: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.topics = tuple(topics)
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Topics as Kafka has them now. ``missing``: those that do not exist."""
+
+    ids: Mapping[str, str]
+    extents: Mapping[Partition, Extent]
+    missing: tuple[str, ...]
 
 
 class KafkaView:
@@ -30,32 +49,86 @@ class KafkaView:
         logger.setLevel(logging.CRITICAL + 1)
         self._admin = AdminClient(dict(options), logger=logger)
 
-    def look(self, topics: Sequence[str]) -> tuple[dict[str, str], dict[Partition, Extent]]:
+    def look(
+        self, topics: Sequence[str], *, high_watermarks: bool = False
+    ) -> tuple[dict[str, str], dict[Partition, Extent]]:
         """Give each topic's id and each partition's extent for a read_committed reader.
+
+        high_watermarks   ask for these too: one more request to each broker, so not on every round.
 
         Raises TopicMissing, or ConsumerUnavailable when the brokers do not answer.
         """
-        from confluent_kafka import IsolationLevel, TopicCollection
+        survey = self.survey(topics, high_watermarks=high_watermarks)
+        if survey.missing:
+            raise TopicMissing(
+                f"there is no topic {' or '.join(survey.missing)}; create it, or name another with --topic",
+                survey.missing,
+            )
+        return dict(survey.ids), dict(survey.extents)
 
+    def survey(self, topics: Sequence[str], *, high_watermarks: bool = False) -> Survey:
+        """The same as ``look``, for topics that need not exist. A missing one is asked for again for a few seconds."""
+        deadline = time.monotonic() + _UNHEARD_SECONDS
+        while True:
+            survey = self._survey(topics, high_watermarks)
+            if not survey.missing or time.monotonic() > deadline:
+                return survey
+            time.sleep(0.2)
+
+    def at_time(self, partitions: Iterable[Partition], when: dt.datetime) -> dict[Partition, int | None]:
+        """Give the offset of the first message at or after a time; None where all are older.
+
+        Raises ConsumerUnavailable when the brokers do not answer.
+        """
+        spec = OffsetSpec.for_timestamp(int(when.timestamp() * 1000))
         try:
-            found = self._admin.describe_topics(TopicCollection(list(topics)), request_timeout=_SECONDS)
-            described = {name: future.result() for name, future in found.items()}
-            ids = {name: str(topic.topic_id) for name, topic in described.items()}
-            partitions = [
-                TopicPartition(name, part.id) for name, topic in described.items() for part in topic.partitions
-            ]
-            extents: list[dict[Partition, int]] = []
-            for spec in (_EARLIEST, _LATEST):
-                answers = self._admin.list_offsets(
-                    dict.fromkeys(partitions, spec),
-                    isolation_level=IsolationLevel.READ_COMMITTED,
-                    request_timeout=_SECONDS,
-                )
-                extents.append({(at.topic, at.partition): answer.result().offset for at, answer in answers.items()})
+            found = _offsets(self._ask(partitions, spec, committed=True))
         except KafkaException as error:
-            raise _typed(error, topics) from error
-        first, end = extents
-        return ids, {partition: Extent(first[partition], end[partition]) for partition in end}
+            raise _unavailable(error) from error
+        return {partition: None if offset < 0 else offset for partition, offset in found.items()}
+
+    def _survey(self, topics: Sequence[str], high_watermarks: bool) -> Survey:
+        from confluent_kafka import TopicCollection
+
+        described, missing = {}, []
+        try:
+            for name, future in self._admin.describe_topics(
+                TopicCollection(list(topics)), request_timeout=_SECONDS
+            ).items():
+                try:
+                    described[name] = future.result()
+                except KafkaException as error:
+                    if _code(error) != KafkaError.UNKNOWN_TOPIC_OR_PART:
+                        raise
+                    missing.append(name)
+            partitions = [(name, part.id) for name, topic in described.items() for part in topic.partitions]
+            # All on their way before the first answer.
+            asked = [self._ask(partitions, spec, committed=True) for spec in (_EARLIEST, _LATEST)]
+            if high_watermarks:
+                asked.append(self._ask(partitions, _LATEST, committed=False))
+            first, end, *high = map(_offsets, asked)
+        except KafkaException as error:
+            raise _unavailable(error) from error
+        return Survey(
+            {name: str(topic.topic_id) for name, topic in described.items()},
+            {
+                partition: Extent(first[partition], end[partition], high[0][partition] if high else None)
+                for partition in partitions
+            },
+            tuple(sorted(missing)),
+        )
+
+    def _ask(self, partitions: Iterable[Partition], spec: Any, *, committed: bool) -> Mapping[Any, Future[Any]]:
+        from confluent_kafka import IsolationLevel
+
+        level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
+        wanted = {TopicPartition(topic, part): spec for topic, part in partitions}
+        if not wanted:
+            return {}
+        answers: Mapping[Any, Future[Any]] = self._admin.list_offsets(
+            wanted, isolation_level=level, request_timeout=_SECONDS
+        )
+        return answers
 
     def show_lag(self, group: str, offsets: Mapping[Partition, int]) -> str | None:
         """Tell Kafka how far the group is. Nobody here reads it back, so a failure is only reported, as text."""
@@ -72,8 +145,15 @@ class KafkaView:
         return None
 
 
-def _typed(error: KafkaException, topics: Sequence[str]) -> ConsumerError:
+def _offsets(answers: Mapping[Any, Future[Any]]) -> dict[Partition, int]:
+    return {(at.topic, at.partition): answer.result().offset for at, answer in answers.items()}
+
+
+def _code(error: KafkaException) -> int | None:
     inner = error.args[0]
-    if isinstance(inner, KafkaError) and inner.code() == KafkaError.UNKNOWN_TOPIC_OR_PART:
-        return TopicMissing(f"there is no topic {' or '.join(topics)}; create it, or name another with --topic")
-    return ConsumerUnavailable(f"Kafka does not answer: {inner}")
+    return inner.code() if isinstance(inner, KafkaError) else None
+
+
+def _unavailable(error: KafkaException) -> ConsumerUnavailable:
+    # Also for a topic that went between two requests: whoever asks again is told that it is missing.
+    return ConsumerUnavailable(f"Kafka does not answer: {error.args[0]}")

@@ -3,31 +3,46 @@
 | what is found                                  | what follows                                              |
 |------------------------------------------------|-----------------------------------------------------------|
 | partition not stored, its first offset is 0    | it is read from 0                                         |
-| partition not stored, its first offset is not 0| DataLost: messages went before anybody read them          |
+| partition not stored, its first offset is not 0| DataLost: messages went before the group read any         |
 | stored offset below Kafka's first              | DataLost: retention was faster than the group             |
 | stored offset above Kafka's end                | DataLost: the log was cut, as by an unclean election      |
 | stored topic_id is not the topic's             | TopicRecreated, whether it is shorter now or longer       |
-| stored partition that Kafka does not have      | TopicRecreated                                            |
+| stored partition or topic that Kafka has not   | TopicRecreated                                            |
 | an open transaction at the end                 | Kafka's end is the last stable offset: read up to there   |
+
+An error names everything that was found, over all partitions, as ``Loss``: the driver records these and ends.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final
 
 from spark_jobs.errors import DataLost, TopicRecreated
 
 Partition = tuple[str, int]
 """Topic and partition number."""
 
+_SHOWN: Final = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What Kafka has of a partition: from ``first`` up to, not including, ``end`` (the last stable offset)."""
+    """What Kafka has of a partition: from ``first`` up to, not including, ``end`` (the last stable offset).
+
+    ``high_watermark`` is where a read_uncommitted reader would stop; None when it was not asked for.
+    """
 
     first: int
     end: int
+    high_watermark: int | None = None
+
+    @property
+    def pinned(self) -> int | None:
+        """How many offsets wait behind a transaction that is open; None when nobody asked."""
+        return None if self.high_watermark is None else max(self.high_watermark - self.end, 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +62,50 @@ class Range:
     end: int
 
 
-def new_partitions(stored: Mapping[Partition, Stored], extents: Mapping[Partition, Extent]) -> list[Partition]:
-    """Give the partitions that Kafka has and the group does not know. Raises DataLost for one that begins above 0."""
+class LossKind(StrEnum):
+    """How messages were lost, as ``consumer.losses`` spells it."""
+
+    RETENTION = "retention"
+    CUT = "cut"
+    RECREATED = "recreated"
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a group can't read any more of one partition.
+
+    kind           retention: the messages went before the group read them. cut: the log ends before the group's
+                   position. recreated: the topic, or the partition, is not the one that the group has read.
+    topic_id       of the incarnation in which it was lost.
+    first_offset   the first offset of which it is true; after a cut: where Kafka's log ended when it was found.
+    end_offset     not included; None when nobody can know.
+    detail         the same as a sentence, for people.
+    """
+
+    topic: str
+    part: int
+    topic_id: str
+    first_offset: int
+    end_offset: int | None
+    kind: LossKind
+    detail: str
+
+
+def new_partitions(
+    stored: Mapping[Partition, Stored],
+    extents: Mapping[Partition, Extent],
+    topic_ids: Mapping[str, str] | None = None,
+    group: str = "GROUP",
+) -> list[Partition]:
+    """Give the partitions that Kafka has and the group does not know.
+
+    Raises DataLost for one that begins above 0; with ``topic_ids`` also for whatever else does not fit, so that one
+    error names it all.
+    """
+    ids = {} if topic_ids is None else topic_ids
+    known = {} if topic_ids is None else stored
     fresh = sorted(extents.keys() - stored.keys())
-    for topic, part in fresh:
-        if extents[topic, part].first > 0:
-            raise DataLost(
-                f"{topic}-{part}: the group has never read it and its first {extents[topic, part].first} messages are "
-                "gone by retention. Decide where to begin: insert the row into consumer.offsets by hand"
-            )
+    halt(_never_read(fresh, extents, ids) + find_losses(known, extents, ids), group)
     return fresh
 
 
@@ -64,33 +114,96 @@ def plan(
     extents: Mapping[Partition, Extent],
     topic_ids: Mapping[str, str],
     max_records: int | None = None,
+    group: str = "GROUP",
 ) -> dict[Partition, Range]:
     """Give a range for each partition that has something to read; ``max_records`` in all, shared out evenly.
 
-    Raises TopicRecreated or DataLost when the stored offsets do not fit what Kafka has.
+    Raises TopicRecreated or DataLost when the stored offsets do not fit what Kafka has; ``group`` is for their text.
     """
-    waiting: dict[Partition, Range] = {}
-    for (topic, part), here in sorted(stored.items()):
-        if topic not in topic_ids or here.topic_id != topic_ids[topic] or (topic, part) not in extents:
-            raise TopicRecreated(
-                f"{topic}-{part}: the topic was deleted or created again since the group read it (its id was "
-                f"{here.topic_id}, now {topic_ids.get(topic, 'there is none')}). Offset {here.next_offset} means "
-                "nothing there. If what was lost is accounted for, delete the topic's rows from consumer.offsets"
-            )
-        there = extents[topic, part]
-        if here.next_offset < there.first:
-            raise DataLost(
-                f"{topic}-{part}: retention removed messages {here.next_offset} to {there.first - 1} before the group "
-                "read them. If they are accounted for, set next_offset in consumer.offsets by hand"
-            )
-        if here.next_offset > there.end:
-            raise DataLost(
-                f"{topic}-{part}: the group has read up to {here.next_offset}, but Kafka's log ends at {there.end}: it "
-                "was cut. Find out what was lost before you set next_offset in consumer.offsets by hand"
-            )
-        if there.end > here.next_offset:
-            waiting[topic, part] = Range(here.topic_id, here.next_offset, there.end)
+    halt(find_losses(stored, extents, topic_ids), group)
+    waiting = {
+        partition: Range(here.topic_id, here.next_offset, extents[partition].end)
+        for partition, here in sorted(stored.items())
+        if extents[partition].end > here.next_offset
+    }
     return waiting if max_records is None else _clip(waiting, max_records)
+
+
+def find_losses(
+    stored: Mapping[Partition, Stored], extents: Mapping[Partition, Extent], topic_ids: Mapping[str, str]
+) -> list[Loss]:
+    """Give what the group can't read any more of the partitions that it knows, in their order."""
+    losses = []
+    for (topic, part), here in sorted(stored.items()):
+        there = extents.get((topic, part))
+        if topic not in topic_ids:
+            text = f"the topic is gone from Kafka; what it held from offset {here.next_offset} on can't be read now"
+        elif here.topic_id != topic_ids[topic] or there is None:
+            text = (
+                f"the topic was deleted or created again since the group read it (its id was {here.topic_id}, now "
+                f"{topic_ids[topic]}): offset {here.next_offset} means nothing there, and nobody can know what else "
+                "the old one held"
+            )
+        elif here.next_offset < there.first:
+            text = f"retention removed messages {here.next_offset} to {there.first - 1} before the group read them"
+            lost = (here.next_offset, there.first)
+            losses.append(Loss(topic, part, here.topic_id, *lost, LossKind.RETENTION, f"{topic}-{part}: {text}"))
+            continue
+        elif here.next_offset > there.end:
+            text = f"the group has read up to {here.next_offset}, but Kafka's log ends at {there.end}: it was cut"
+            lost = (there.end, here.next_offset)
+            losses.append(Loss(topic, part, here.topic_id, *lost, LossKind.CUT, f"{topic}-{part}: {text}"))
+            continue
+        else:
+            continue
+        detail = f"{topic}-{part}: {text}"
+        losses.append(Loss(topic, part, here.topic_id, here.next_offset, None, LossKind.RECREATED, detail))
+    return losses
+
+
+def halt(losses: Sequence[Loss], group: str) -> None:
+    """Raise for losses, if there are any: TopicRecreated if one of them is of that kind, else DataLost."""
+    if not losses:
+        return
+    kinds = {loss.kind for loss in losses}
+    topics = sorted({loss.topic for loss in losses})
+    more = f"; and {len(losses) - _SHOWN} partitions more" if len(losses) > _SHOWN else ""
+    text = f"{'; '.join(loss.detail for loss in losses[:_SHOWN])}{more}. {_advice(kinds, topics, group)}"
+    raise (TopicRecreated if LossKind.RECREATED in kinds else DataLost)(text, losses)
+
+
+def _never_read(fresh: Sequence[Partition], extents: Mapping[Partition, Extent], ids: Mapping[str, str]) -> list[Loss]:
+    return [
+        Loss(
+            topic,
+            part,
+            ids.get(topic, ""),
+            0,
+            extents[topic, part].first,
+            LossKind.RETENTION,
+            f"{topic}-{part}: the group has never read it and its first {extents[topic, part].first} messages are gone "
+            "by retention",
+        )
+        for topic, part in fresh
+        if extents[topic, part].first > 0
+    ]
+
+
+def _advice(kinds: Collection[LossKind], topics: Sequence[str], group: str) -> str:
+    commands = " and ".join(
+        f"`outbox offsets reset {group} --topic {topic} --to loss --reason …`" for topic in topics[:_SHOWN]
+    )
+    if LossKind.RECREATED in kinds:
+        return (
+            f"When it is accounted for: {commands} accepts it and begins with the topic that is there now; of a topic "
+            f"that is gone for good, `outbox offsets forget {group} --topic …`"
+        )
+    if LossKind.CUT in kinds:
+        return (
+            f"Find out what was lost. {commands} accepts it and goes on at the log's end of then; --to TIME, of before "
+            "the log was cut, reads again from there, and what was applied is known by its id"
+        )
+    return f"When it is accounted for: {commands} accepts it and goes on with the first message that is left"
 
 
 def _clip(waiting: Mapping[Partition, Range], most: int) -> dict[Partition, Range]:

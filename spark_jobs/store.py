@@ -1,4 +1,4 @@
-"""The driver's side of the consumers' tables: take-over, new partitions, empty ranges, partitions of days.
+"""The driver's side of the consumers' tables: take-over, new partitions, empty ranges, losses, partitions of days.
 
 Every method is one short transaction on a connection of its own, so a database that restarts between rounds is met by
 the next call. Errors of the database pass through as psycopg raises them.
@@ -6,7 +6,6 @@ the next call. Errors of the database pass through as psycopg raises them.
 
 from __future__ import annotations
 
-import datetime as dt
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
@@ -14,7 +13,8 @@ import psycopg
 from psycopg import sql
 
 from spark_jobs.errors import Fenced
-from spark_jobs.planner import Partition, Range, Stored
+from spark_jobs.planner import Loss, Partition, Range, Stored
+from spark_jobs.retention import KEEP_DAYS, Memory, Upkeep
 
 _TAKE: Final = """
 INSERT INTO {groups} AS g (grp, owner) VALUES (%(grp)s, %(owner)s)
@@ -22,7 +22,7 @@ ON CONFLICT (grp) DO UPDATE SET generation = g.generation + 1, owner = excluded.
 RETURNING generation"""
 # Waits for tasks of the older generation that are about to commit, and shuts out all that come later.
 _FENCE: Final = "UPDATE {offsets} SET generation = %(generation)s WHERE grp = %(grp)s"
-_STILL_MINE: Final = "SELECT generation FROM {groups} WHERE grp = %(grp)s FOR SHARE"
+_STILL_MINE: Final = "SELECT generation, owner FROM {groups} WHERE grp = %(grp)s FOR SHARE"
 _STORED: Final = (
     "SELECT topic, part, topic_id, next_offset FROM {offsets} WHERE grp = %(grp)s AND topic = ANY(%(topics)s)"
 )
@@ -33,9 +33,15 @@ _MOVE_EMPTY: Final = """
 UPDATE {offsets} SET next_offset = %(end)s, updated_at = now()
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s
    AND topic_id = %(topic_id)s AND next_offset = %(start)s AND generation = %(generation)s"""
+# One row for each place and kind until it is accepted. While the group stands, retention goes on: the row grows.
+_LOSS: Final = """
+INSERT INTO {losses} AS l (grp, topic, topic_id, part, first_offset, end_offset, kind, detail)
+VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(first)s, %(end)s, %(kind)s, %(detail)s)
+ON CONFLICT (grp, topic, part, kind) WHERE accepted_at IS NULL
+DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
+              end_offset = greatest(l.end_offset, excluded.end_offset), detail = excluded.detail
+        WHERE l.detail <> excluded.detail"""
 _SETUP_LOCK: Final = 0x6F7574626F780002
-_DAYS_AHEAD: Final = 3
-_DAYS_BACK: Final = 1
 
 
 class Store:
@@ -46,7 +52,7 @@ class Store:
         self._schema = schema
         self._group = group
         self._owner = owner
-        self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "processed_messages")}
+        self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses")}
 
     def take_over(self) -> int:
         """Become the group's consumer. Gives the generation; whoever had the one before can commit nothing more."""
@@ -98,48 +104,38 @@ class Store:
         with self._connect() as connection:
             self._require(connection, generation)
 
-    def make_days(self) -> None:
-        """Make the partitions of processed_messages for the days around today, by the database's clock.
-
-        Where the default partition already holds such a day, it keeps it: slower to forget, and just as right.
-        """
+    def record_losses(self, losses: Iterable[Loss], generation: int) -> None:
+        """Write down what Kafka lost, once for as long as nobody has accepted it. Raises Fenced."""
         with self._connect() as connection:
-            row = connection.execute("SELECT (now() AT TIME ZONE 'UTC')::date").fetchone()
-        assert row is not None
-        for ahead in range(-_DAYS_BACK, _DAYS_AHEAD + 1):
-            self._make_day(row[0] + dt.timedelta(days=ahead))
+            self._require(connection, generation)
+            for loss in losses:
+                self._run(
+                    connection,
+                    _LOSS,
+                    topic=loss.topic,
+                    topic_id=loss.topic_id,
+                    part=loss.part,
+                    first=loss.first_offset,
+                    end=loss.end_offset,
+                    kind=loss.kind,
+                    detail=loss.detail,
+                )
 
-    def _make_day(self, day: dt.date) -> None:
-        name = f"processed_messages_{day:%Y%m%d}"
-        with self._connect() as connection:
-            connection.execute("SET LOCAL lock_timeout = '3s'")
-            connection.execute("SELECT pg_advisory_xact_lock(%s)", (_SETUP_LOCK,))
-            there = connection.execute(
-                "SELECT 1 FROM pg_class WHERE relname = %s AND relnamespace = to_regnamespace(%s)",
-                (name, sql.Identifier(self._schema).as_string(connection)),
-            ).fetchone()
-            if there is not None:
-                return
-            try:
-                with connection.transaction():
-                    connection.execute(
-                        sql.SQL("CREATE TABLE {} PARTITION OF {} FOR VALUES FROM ({}) TO ({})").format(
-                            sql.Identifier(self._schema, name),
-                            self._names["processed_messages"],
-                            sql.Literal(day),
-                            sql.Literal(day + dt.timedelta(days=1)),
-                        )
-                    )
-            except (psycopg.errors.CheckViolation, psycopg.errors.LockNotAvailable):
-                # The default partition has the day, or is in use: it serves as well.
-                return
+    def make_days(self, keep_days: int = KEEP_DAYS) -> Upkeep:
+        """Make the partitions of processed_messages for the days that are kept and a few ahead: see Memory.make."""
+        return Memory(self._url, self._schema, keep_days).make()
+
+    def forget_days(self, keep_days: int = KEEP_DAYS) -> Upkeep:
+        """Forget the ids of days that are no longer kept: see Memory.forget."""
+        return Memory(self._url, self._schema, keep_days).forget()
 
     def _require(self, connection: psycopg.Connection[Any], generation: int) -> None:
         row = self._run(connection, _STILL_MINE).fetchone()
         if row is None or row[0] != generation:
+            now = "its row is gone" if row is None else f"generation {row[0]} now, by {row[1]}"
             raise Fenced(
-                f"group {self._group}: another consumer has taken it over (generation {row[0] if row else 'gone'}, "
-                f"this one is {generation}). One consumer a group: stop the other, or give this job a group of its own"
+                f"group {self._group} was taken over from generation {generation}: {now}. One consumer a group: stop "
+                "the other, or give this job a group of its own; after `outbox offsets`, start this one again"
             )
 
     def _connect(self) -> psycopg.Connection[Any]:

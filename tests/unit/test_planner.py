@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from spark_jobs.errors import DataLost, JobError, TopicRecreated
 from spark_jobs.job import ConsumerJob, find_job
-from spark_jobs.planner import Extent, Range, Stored, new_partitions, plan
+from spark_jobs.planner import Extent, Loss, LossKind, Range, Stored, find_losses, new_partitions, plan
 
 ID = {"t": "id-1"}
 
@@ -33,13 +33,87 @@ def test_a_new_partition_must_begin_at_0():
         (Stored("id-1", 5), Extent(0, 3), {"t": "id-2"}, TopicRecreated, "id-2"),
         (Stored("id-1", 5), Extent(0, 99), {"t": "id-2"}, TopicRecreated, "id-2"),
         (Stored("id-1", 5), None, ID, TopicRecreated, "t-0"),
-        (Stored("id-1", 5), Extent(0, 9), {}, TopicRecreated, "there is none"),
+        (Stored("id-1", 5), None, {}, TopicRecreated, "the topic is gone"),
     ],
 )
 def test_what_does_not_fit_halts(here, extent, ids, error, shown):
     extents = {} if extent is None else {("t", 0): extent}
     with pytest.raises(error, match=shown):
         plan({("t", 0): here}, extents, ids)
+
+
+@pytest.mark.parametrize(
+    ("here", "extent", "ids", "kind", "lost"),
+    [
+        (Stored("id-1", 2), Extent(5, 9), ID, LossKind.RETENTION, (2, 5)),
+        (Stored("id-1", 10), Extent(0, 8), ID, LossKind.CUT, (8, 10)),
+        # A topic that was made anew is no cut and no retention, whatever its offsets look like.
+        (Stored("id-1", 10), Extent(0, 8), {"t": "id-2"}, LossKind.RECREATED, (10, None)),
+        (Stored("id-1", 2), Extent(5, 9), {"t": "id-2"}, LossKind.RECREATED, (2, None)),
+        (Stored("id-1", 2), None, {"t": "id-2"}, LossKind.RECREATED, (2, None)),
+        (Stored("id-1", 2), None, {}, LossKind.RECREATED, (2, None)),
+    ],
+)
+def test_what_was_lost_is_said_in_offsets(here, extent, ids, kind, lost):
+    extents = {} if extent is None else {("t", 0): extent}
+    [loss] = find_losses({("t", 0): here}, extents, ids)
+    assert (loss.topic, loss.part, loss.topic_id, loss.kind) == ("t", 0, "id-1", kind)
+    assert (loss.first_offset, loss.end_offset) == lost
+
+
+@pytest.mark.parametrize("at", [3, 9])
+def test_the_first_and_the_end_themselves_are_no_loss(at):
+    assert find_losses({("t", 0): Stored("id-1", at)}, {("t", 0): Extent(3, 9)}, ID) == []
+
+
+def test_one_error_names_everything_and_the_command():
+    """Losses of known and of new partitions together; the recreated topic decides the kind of the error."""
+    ids = {"t": "id-1", "u": "id-9"}
+    stored = {("t", 0): Stored("id-1", 2), ("t", 1): Stored("id-1", 9), ("u", 0): Stored("id-8", 1)}
+    extents = {("t", 0): Extent(3, 9), ("t", 1): Extent(0, 8), ("t", 2): Extent(4, 4), ("u", 0): Extent(0, 0)}
+    with pytest.raises(TopicRecreated) as caught:
+        new_partitions(stored, extents, ids, "billing")
+    assert [(loss.topic, loss.part, loss.kind) for loss in caught.value.losses] == [
+        ("t", 2, "retention"),
+        ("t", 0, "retention"),
+        ("t", 1, "cut"),
+        ("u", 0, "recreated"),
+    ]
+    never_read = "t-2: the group has never read it and its first 4 messages are gone by retention"
+    assert caught.value.losses[0] == Loss("t", 2, "id-1", 0, 4, LossKind.RETENTION, never_read)
+    assert "and 1 partitions more" in str(caught.value)
+    for topic in "tu":
+        assert f"`outbox offsets reset billing --topic {topic} --to loss --reason …`" in str(caught.value)
+    assert all(isinstance(error, DataLost) for error in (caught.value, DataLost("x")))
+
+
+def test_what_waits_behind_an_open_transaction():
+    assert Extent(0, 5).pinned is None
+    assert Extent(0, 5, 9).pinned == 4
+    # Asked for at two moments: the log may have been read further by the second.
+    assert Extent(0, 9, 8).pinned == 0
+    assert plan({("t", 0): Stored("id-1", 5)}, {("t", 0): Extent(0, 5, 9)}, ID) == {}
+
+
+@given(
+    nexts=st.lists(st.integers(0, 12), min_size=1, max_size=5),
+    firsts=st.lists(st.integers(0, 6), min_size=5, max_size=5),
+    lengths=st.lists(st.integers(0, 6), min_size=5, max_size=5),
+    same=st.booleans(),
+)
+def test_a_plan_only_names_offsets_that_kafka_has(nexts, firsts, lengths, same):
+    """Either an error with a loss for each partition that does not fit, or ranges within what is there."""
+    stored = {("t", part): Stored("id-1", at) for part, at in enumerate(nexts)}
+    extents = {("t", part): Extent(firsts[part], firsts[part] + lengths[part]) for part in range(len(nexts))}
+    ids = ID if same else {"t": "id-2"}
+    unfit = {p for p, here in stored.items() if not same or not extents[p].first <= here.next_offset <= extents[p].end}
+    if unfit:
+        with pytest.raises(DataLost) as caught:
+            plan(stored, extents, ids)
+        assert {(loss.topic, loss.part) for loss in caught.value.losses} == unfit
+        return
+    for partition, span in plan(stored, extents, ids).items():
+        assert span.start == stored[partition].next_offset < span.end == extents[partition].end
 
 
 @given(
