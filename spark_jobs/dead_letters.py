@@ -1,0 +1,275 @@
+"""What a person does with messages that could not be applied: look, try again, give up.
+
+| what a person does         | what follows                                                                         |
+|----------------------------|--------------------------------------------------------------------------------------|
+| retry                      | state ``retry``: the next round of the group's consumer applies it, or counts another |
+|                            | attempt and sets it to ``dead``                                                      |
+| retry one of a key whose   | all of the key are tried, in the order of their offsets: none overtakes another       |
+| later messages wait behind |                                                                                      |
+| discard the first of them  | those behind it are tried, in the same transaction                                   |
+| discard a later one        | it alone goes; the others wait as before                                             |
+
+Every change leaves a row in ``audit``.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, LiteralString
+
+import orjson
+import psycopg
+from psycopg import sql
+from psycopg.rows import dict_row
+from psycopg.types.json import Jsonb
+
+from outbox.errors import ConfigurationError
+from spark_jobs.errors import ConsumerError
+from spark_jobs.sink import clear_errors
+
+REASONS: Final = ("undecodable", "no-id", "too-old", "failed", "rejected", "behind")
+"""Why a message is a dead letter. ``behind``: nothing is known against it, an earlier one of its key is dead."""
+
+_CHOSEN: Final = """(%(ids)s::bigint[] IS NULL OR d.id = ANY(%(ids)s::bigint[]))
+   AND (%(grp)s::text IS NULL OR d.grp = %(grp)s)
+   AND (%(topic)s::text IS NULL OR d.topic = %(topic)s)
+   AND (%(reason)s::text IS NULL OR d.reason = %(reason)s)"""
+
+_LIST: Final = """
+SELECT d.id, d.grp, d.topic, d.part, d.message_offset, d.message_id::text, d.message_key, d.message_time, d.reason,
+       d.error, d.sqlstate, d.state, d.attempts, d.died_at, d.last_failed_at
+  FROM {dead_letters} AS d WHERE {chosen}
+ ORDER BY d.died_at, d.topic, d.part, d.message_offset, d.id LIMIT %(limit)s"""
+
+_SHOW: Final = """
+SELECT d.id, d.grp, d.topic, d.topic_id, d.part, d.message_offset, d.message_id::text, d.message_key, d.message_value,
+       d.message_headers, d.message_time, d.reason, d.error, d.sqlstate, d.state, d.attempts, d.died_at,
+       d.last_failed_at,
+       (SELECT count(*) FROM {dead_letters} AS other
+         WHERE {same_key} AND other.reason = 'behind'
+           AND (other.part, other.message_offset) > (d.part, d.message_offset)) AS behind_it,
+       CASE WHEN d.reason = 'behind' THEN (
+           SELECT other.id FROM {dead_letters} AS other
+            WHERE {same_key} AND (other.part, other.message_offset) < (d.part, d.message_offset)
+            ORDER BY other.part, other.message_offset LIMIT 1) END AS waits_for
+  FROM {dead_letters} AS d WHERE d.id = %(id)s"""
+
+# By hash for the index, and by the key itself for the truth. A message without a key is like no other.
+_SAME_KEY: Final = """other.grp = d.grp AND other.topic = d.topic
+   AND sha256(other.message_key) = sha256(d.message_key) AND other.message_key = d.message_key"""
+
+# A key has rows that wait behind others only if its group keeps the order; then all of it is tried, or none.
+# Locked in the order in which a consumer locks them, so that the two never wait for each other in a circle.
+_RETRY: Final = """
+WITH ordered AS (
+    SELECT DISTINCT d.grp, d.topic, d.message_key FROM {dead_letters} AS d
+     WHERE {chosen} AND EXISTS (
+        SELECT FROM {dead_letters} AS other WHERE {same_key} AND other.reason = 'behind')),
+wanted AS MATERIALIZED (
+    SELECT d.id FROM {dead_letters} AS d
+     WHERE ({chosen}) OR (d.grp, d.topic, d.message_key) IN (SELECT grp, topic, message_key FROM ordered)
+     ORDER BY d.topic, d.part, d.message_offset, d.id FOR UPDATE OF d)
+UPDATE {dead_letters} AS d SET state = 'retry' FROM wanted WHERE d.id = wanted.id
+RETURNING d.id, d.grp, d.topic, d.part, d.message_offset, d.message_id::text, d.reason"""
+
+_DISCARD: Final = """
+WITH wanted AS MATERIALIZED (
+    SELECT d.id FROM {dead_letters} AS d WHERE {chosen}
+     ORDER BY d.topic, d.part, d.message_offset, d.id FOR UPDATE OF d),
+gone AS (DELETE FROM {dead_letters} AS d USING wanted WHERE d.id = wanted.id RETURNING d.*),
+noted AS (
+    INSERT INTO {audit} (what, why, details)
+    SELECT 'discard dead letter', %(why)s, jsonb_build_object(
+               'id', id, 'group', grp, 'topic', topic, 'topic_id', topic_id, 'part', part, 'offset', message_offset,
+               'message_id', message_id, 'message_time', message_time, 'reason', reason, 'error', error,
+               'sqlstate', sqlstate, 'attempts', attempts, 'died_at', died_at)
+           || CASE WHEN %(keep_message)s THEN jsonb_build_object(
+               'key_base64', translate(encode(message_key, 'base64'), E'\\n', ''),
+               'value_base64', translate(encode(message_value, 'base64'), E'\\n', ''),
+               'headers', message_headers) ELSE '{{}}' END
+      FROM gone ORDER BY topic, part, message_offset, id)
+SELECT id, grp, topic, part, message_offset, message_id::text, message_key, reason FROM gone
+ ORDER BY topic, part, message_offset, id"""
+
+# What waited for a message that is gone, and for no other one.
+_FREE: Final = """
+UPDATE {dead_letters} AS d SET state = 'retry'
+  FROM (SELECT DISTINCT * FROM unnest(%(groups)s::text[], %(topics)s::text[], %(keys)s::bytea[]) AS k (grp, topic, key))
+    AS freed
+ WHERE d.grp = freed.grp AND d.topic = freed.topic AND sha256(d.message_key) = sha256(freed.key)
+   AND d.message_key = freed.key AND d.reason = 'behind' AND d.state = 'dead'
+   AND NOT EXISTS (
+        SELECT FROM {dead_letters} AS other WHERE {same_key} AND other.reason <> 'behind' AND other.state = 'dead'
+           AND (other.part, other.message_offset) < (d.part, d.message_offset))
+RETURNING d.id"""
+
+_TIMEOUT: Final = "SELECT set_config('lock_timeout', '10s', true)"
+_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%(what)s, NULL, %(details)s)"
+
+
+class NoSuchDeadLetter(ConsumerError):
+    """There is no dead letter of that id."""
+
+
+@dataclass(frozen=True, slots=True)
+class Selection:
+    """Which dead letters: by id, group, topic, reason; all of them when nothing is given.
+
+    Raises ConfigurationError for a reason that there is not.
+    """
+
+    ids: Sequence[int] | None = None
+    group: str | None = None
+    topic: str | None = None
+    reason: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.reason is not None and self.reason not in REASONS:
+            raise ConfigurationError(f"reason {self.reason!r}: must be one of {', '.join(REASONS)}")
+
+    def bound(self) -> dict[str, Any]:
+        """Give the values that the statements bind."""
+        ids = list(self.ids) if self.ids is not None else None
+        return {"ids": ids, "grp": self.group, "topic": self.topic, "reason": self.reason}
+
+
+@dataclass(frozen=True, slots=True)
+class Discarded:
+    """What a discard did: the rows that are gone, and the ids of those that are tried again because of it."""
+
+    gone: Sequence[dict[str, Any]]
+    freed: Sequence[int]
+
+
+class DeadLetters:
+    """The dead letters of one sink. ``connection`` is in autocommit; each call is one transaction.
+
+    All raise ConsumerUnavailable when Postgres is away or a round of the group is using the rows, and SchemaError
+    without the tables or the rights.
+    """
+
+    def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
+        self._connection = connection
+        self._names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in _TABLES}
+        self._names["chosen"] = sql.SQL(_CHOSEN)
+        self._names["same_key"] = sql.SQL(_SAME_KEY)
+
+    def list(self, selection: Selection, limit: int = 100) -> Sequence[dict[str, Any]]:
+        """Give up to ``limit`` dead letters, the oldest first; keys, but neither values nor headers."""
+        with clear_errors("listing dead letters"):
+            return self._run(_LIST, selection.bound() | {"limit": limit})
+
+    def show(self, dead_letter: int) -> dict[str, Any]:
+        """Give the whole row, and of its key how many wait ``behind_it`` and which one it ``waits_for``.
+
+        Raises NoSuchDeadLetter.
+        """
+        with clear_errors("reading a dead letter"):
+            found = self._run(_SHOW, {"id": dead_letter})
+        if not found:
+            raise NoSuchDeadLetter(f"no dead letter has the id {dead_letter}; see `outbox consumers list`")
+        return found[0]
+
+    def retry(self, selection: Selection) -> Sequence[dict[str, Any]]:
+        """Have messages tried again by the next round of their groups. Gives those, and the others of their keys."""
+        with clear_errors("retrying dead letters"), self._connection.transaction():
+            self._connection.execute(_TIMEOUT)
+            rows = sorted(self._run(_RETRY, selection.bound()), key=_place)
+            if rows:
+                details = {
+                    "dead_letters": [
+                        {
+                            "id": row["id"],
+                            "group": row["grp"],
+                            "topic": row["topic"],
+                            "part": row["part"],
+                            "offset": row["message_offset"],
+                            "message_id": row["message_id"],
+                        }
+                        for row in rows
+                    ]
+                }
+                self._note("retry dead letters", details)
+        return rows
+
+    def discard(self, selection: Selection, reason: str, *, keep_message: bool = True) -> Discarded:
+        """Delete dead letters for good. ``audit`` keeps who, why and which, and the message if ``keep_message``."""
+        with clear_errors("discarding dead letters"), self._connection.transaction():
+            self._connection.execute(_TIMEOUT)
+            gone = self._run(_DISCARD, selection.bound() | {"why": reason, "keep_message": keep_message})
+            keyed = [row for row in gone if row["message_key"] is not None]
+            values = {
+                "groups": [row["grp"] for row in keyed],
+                "topics": [row["topic"] for row in keyed],
+                "keys": [bytes(row["message_key"]) for row in keyed],
+            }
+            freed = sorted(row["id"] for row in self._run(_FREE, values)) if keyed else []
+            if freed:
+                self._note("retry dead letters", {"behind_discarded": [row["id"] for row in gone], "ids": freed})
+        return Discarded(gone, freed)
+
+    def _note(self, what: str, details: dict[str, Any]) -> None:
+        self._connection.execute(
+            sql.SQL(_AUDIT).format(**self._names), {"what": what, "details": Jsonb(details, dumps=orjson.dumps)}
+        )
+
+    def _run(self, query: LiteralString, values: dict[str, Any]) -> Sequence[dict[str, Any]]:
+        with self._connection.cursor(row_factory=dict_row) as cursor:
+            return cursor.execute(sql.SQL(query).format(**self._names), values).fetchall()
+
+
+_TABLES: Final = ("dead_letters", "audit")
+
+
+def readable(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Give a row for people and scripts: bytes as what they are, and what they are beside them.
+
+    ``key`` and header values are text, or hexadecimal digits (``…_encoding``: utf-8 or hex). ``value`` is JSON as it
+    stands in the message, as an orjson.Fragment, so that no number is rounded; or text; or base64.
+    """
+    shown = dict(row)
+    shown["group"] = shown.pop("grp")
+    shown["offset"] = shown.pop("message_offset")
+    shown["key"], shown["key_encoding"] = _text(shown.pop("message_key"))
+    if "message_value" in shown:
+        shown["value"], shown["value_encoding"] = _value(shown.pop("message_value"))
+    if "message_headers" in shown:
+        shown["headers"] = [_header(header) for header in shown.pop("message_headers")]
+    return shown
+
+
+def _place(row: Mapping[str, Any]) -> tuple[Any, ...]:
+    return row["topic"], row["part"], row["message_offset"], row["id"]
+
+
+def _header(header: Mapping[str, Any]) -> dict[str, Any]:
+    raw = header["value"]
+    value, encoding = _text(None if raw is None else base64.b64decode(raw))
+    return {"key": header["key"], "value": value, "encoding": encoding}
+
+
+def _text(raw: bytes | None) -> tuple[str | None, str | None]:
+    if raw is None:
+        return None, None
+    try:
+        return bytes(raw).decode(), "utf-8"
+    except UnicodeDecodeError:
+        return bytes(raw).hex(), "hex"
+
+
+def _value(raw: bytes | None) -> tuple[object, str | None]:
+    if raw is None:
+        return None, None
+    content = bytes(raw)
+    try:
+        orjson.loads(content)
+        # A line break in valid JSON stands between its parts, never in a text: the whole stays on one line.
+        return orjson.Fragment(content.replace(b"\r", b" ").replace(b"\n", b" ")), "json"
+    except ValueError:
+        pass
+    try:
+        return content.decode(), "utf-8"
+    except UnicodeDecodeError:
+        return base64.b64encode(content).decode(), "base64"

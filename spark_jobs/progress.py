@@ -1,0 +1,40 @@
+"""How far the groups are, from the sink alone: for `outbox consumers groups`, the metrics and the operations page.
+
+``log_end`` is what a read_committed reader could have had when the partition last moved, so that ``lag`` is as old as
+``updated_at`` says. It needs SELECT on groups, offsets and dead_letters (of the last one no column with contents).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import dict_row
+
+from spark_jobs.sink import clear_errors
+
+PROGRESS: Final = """
+SELECT g.grp, o.topic, o.part, o.next_offset, o.log_end,
+       CASE WHEN o.log_end IS NOT NULL THEN greatest(o.log_end - o.next_offset, 0) END AS lag,
+       o.applied, o.duplicates, o.dead, coalesce(d.dead, 0) AS dead_letters, coalesce(d.retry, 0) AS retrying,
+       o.updated_at, g.generation, g.owner, g.taken_at
+  FROM {groups} AS g LEFT JOIN {offsets} AS o ON o.grp = g.grp
+  LEFT JOIN (SELECT grp, topic, part, count(*) FILTER (WHERE state = 'dead') AS dead,
+                    count(*) FILTER (WHERE state = 'retry') AS retry
+               FROM {dead_letters} GROUP BY grp, topic, part) AS d
+    ON d.grp = o.grp AND d.topic = o.topic AND d.part = o.part
+ WHERE %(grp)s::text IS NULL OR g.grp = %(grp)s
+ ORDER BY g.grp, o.topic, o.part"""
+"""A row for each partition of each group; one with NULLs for a group that has no partition yet.
+
+``dead`` counts every message that ever became a dead letter, ``dead_letters`` those that wait for a person now, and
+``retrying`` those that the next round takes up.
+"""
+
+
+def progress(connection: psycopg.Connection[Any], schema: str, group: str | None = None) -> list[dict[str, Any]]:
+    """Give the rows of PROGRESS, of one group or of all. Raises ConsumerUnavailable and SchemaError."""
+    names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "dead_letters")}
+    with clear_errors("reading the progress of the groups"), connection.cursor(row_factory=dict_row) as cursor:
+        return cursor.execute(sql.SQL(PROGRESS).format(**names), {"grp": group}).fetchall()

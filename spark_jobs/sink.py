@@ -1,0 +1,64 @@
+"""A person's connection to the sink's database, and its errors in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, Final
+
+import psycopg
+from psycopg import errors
+
+from outbox.errors import SchemaError
+from outbox.urls import display_url
+from spark_jobs.errors import ConsumerUnavailable
+
+_SCHEMA: Final = (
+    errors.UndefinedTable,
+    errors.UndefinedColumn,
+    errors.InvalidSchemaName,
+    errors.InsufficientPrivilege,
+)
+
+
+def connect(url: str, application_name: str, connect_seconds: int = 10) -> psycopg.Connection[Any]:
+    """Connect, in autocommit. Raises ConsumerUnavailable when the server can't be reached."""
+    try:
+        return psycopg.connect(
+            url,
+            autocommit=True,
+            # PgBouncer in transaction mode does not keep prepared statements.
+            prepare_threshold=None,
+            application_name=application_name[:63],
+            connect_timeout=connect_seconds,
+            tcp_user_timeout=20_000,
+        )
+    except psycopg.OperationalError as error:
+        raise ConsumerUnavailable(f"Postgres at {display_url(url)}: {_first_line(error)}") from error
+
+
+@contextmanager
+def clear_errors(doing: str) -> Iterator[None]:
+    """Turn a missing table or right into SchemaError, and what passes by itself into ConsumerUnavailable."""
+    try:
+        yield
+    except _SCHEMA as error:
+        raise SchemaError(
+            f"Postgres, {doing}: {_first_line(error)}; see `outbox db check --consumer`, then run "
+            "`outbox db upgrade --consumer` or grant it"
+        ) from error
+    except errors.LockNotAvailable as error:
+        raise ConsumerUnavailable(
+            f"Postgres, {doing}: a round of the group is using these rows; nothing was changed, try again in a moment"
+        ) from error
+    except errors.ReadOnlySqlTransaction as error:
+        raise ConsumerUnavailable(
+            f"Postgres, {doing}: {_first_line(error)}: this server is a standby, or is set to read only; with several "
+            "hosts in the URL, add target_session_attrs=read-write"
+        ) from error
+    except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+        raise ConsumerUnavailable(f"Postgres, {doing}: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0] or type(error).__name__
