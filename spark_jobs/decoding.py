@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final, Protocol, cast, runtime_checkable
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
 from spark_jobs.errors import JobError
+from spark_jobs.framing import HEADER
+from spark_jobs.payload import Policy, Reader, columns
+from spark_jobs.registry import Client, Registry, Schema
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
     from pyspark.sql.types import StructType
 
+    from spark_jobs.avro_payload import Plan as AvroPlan
+    from spark_jobs.protobuf_payload import Plan as ProtobufPlan
+
 PROBLEM: Final = "message_problem"
 """Column that is NULL, or says why the row can't be applied. Never copied."""
+
+VARIANT: Final = "variant"
+"""In place of a schema's DDL: any JSON object, as one column ``payload`` of that type."""
+
+_DECODED: Final = "message_decoded"
+
+Unknown = Literal["ignore", "dead-letter"]
+Missing = Literal["null", "dead-letter"]
+Wrong = Literal["dead-letter", "null"]
 
 
 @runtime_checkable
@@ -26,7 +44,9 @@ class Decoder(Protocol):
     def decode(self, rows: DataFrame) -> DataFrame:
         """Give ``rows`` (key, value, topic, partition, offset, timestamp, headers), its own columns, and PROBLEM.
 
-        Narrow: a row stays a row and stays where it is.
+        Narrow: a row stays a row and stays where it is. A column of ``rows`` that is named as one of the payload's is
+        replaced by it; what is needed of it has to be taken before, under another name. A row without a value (a
+        tombstone) has NULL in all columns, PROBLEM included.
         """
         ...
 
@@ -43,46 +63,228 @@ class Raw:
         """Add ``payload``; nothing can be wrong with bytes."""
         from pyspark.sql import functions as F  # noqa: N812  the name everybody knows it by
 
-        return rows.select("*", F.col("value").alias("payload"), F.lit(None).cast("string").alias(PROBLEM))
+        kept = [name for name in rows.columns if name != "payload"]
+        return rows.select(*kept, F.col("value").alias("payload"), F.lit(None).cast("string").alias(PROBLEM))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Json:
-    """A JSON object, read by a declared schema: Spark DDL, as ``"order_id string, amount_cents long"``."""
+    """A JSON object.
+
+    schema   Spark DDL of its fields, as ``"order_id string NOT NULL, amount decimal(12,2)"``; or ``"variant"``: any
+             object, in one column ``payload``.
+    unknown  what to do with a message that has a field beyond the schema, at any depth.
+    missing  what to do with a message that lacks a field. A field that is null is not missing. Either is a dead letter
+             where the schema says NOT NULL.
+    wrong    what to do with a value that its field can't hold exactly: a dead letter, or NULL in its place. With NOT
+             NULL it is a dead letter.
+
+    Raises JobError for a policy that there is not.
+    """
 
     schema: str
+    unknown: Unknown = "ignore"
+    missing: Missing = "null"
+    wrong: Wrong = "dead-letter"
 
-    def _declared(self) -> StructType:
-        from pyspark.errors import PySparkException
-        from pyspark.sql.types import StructType
+    def __post_init__(self) -> None:
+        _ = self._policy
 
-        try:
-            return cast("StructType", StructType.fromDDL(self.schema))
-        except PySparkException as error:
-            raise JobError(f"schema: Spark can't read it as DDL: {error.getCondition() or error}") from error
+    @property
+    def _policy(self) -> Policy:
+        return Policy(self.unknown, self.missing, self.wrong)
 
     def names(self) -> tuple[str, ...]:
-        """Give the fields' names."""
-        return tuple(self._declared().fieldNames())
+        """Give the fields' names, or ``payload`` for VARIANT."""
+        declared = _declared(self.schema)
+        return ("payload",) if declared is None else tuple(declared.fieldNames())
 
     def decode(self, rows: DataFrame) -> DataFrame:
         """Add the fields."""
-        from pyspark.sql import functions as F  # noqa: N812
-        from pyspark.sql.types import StringType, StructType
+        return _with_json(rows, _declared(self.schema), _JsonPlan(_declared(self.schema), self._policy))
 
-        corrupt = "message_corrupt"
-        declared = self._declared()
-        with_corrupt = StructType(list(declared.fields)).add(corrupt, StringType())
-        parsed = F.from_json(
-            F.col("value").cast("string"), with_corrupt, {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": corrupt}
-        )
-        problem = F.when(F.col(corrupt).isNotNull(), F.lit("the payload does not fit the job's schema"))
-        return (
-            rows.select("*", parsed.alias("message_parsed"))
-            .select(*rows.columns, "message_parsed.*")
-            .withColumn(PROBLEM, problem)
-            .drop(corrupt)
-        )
+
+@dataclass(frozen=True, slots=True)
+class _JsonPlan:
+    declared: StructType | None
+    policy: Policy
+
+    def __call__(self) -> Reader:
+        from spark_jobs import json_payload
+
+        return json_payload.variant_reader if self.declared is None else json_payload.reader(self.declared, self.policy)
+
+
+@dataclass(frozen=True)
+class JsonSchema:
+    """A JSON object that names a schema in a registry.
+
+    registry  its URL, or a Registry with credentials and more.
+    schema    what of it becomes columns: as for Json.
+    validate  hold every message against the schema that it was written with; one that does not fit is a dead letter.
+
+    unknown, missing and wrong: as for Json.
+    """
+
+    registry: str | Registry
+    schema: str
+    validate: bool = True
+    unknown: Unknown = "ignore"
+    missing: Missing = "null"
+    wrong: Wrong = "dead-letter"
+
+    def __post_init__(self) -> None:
+        _ = self._policy, _registry(self.registry)
+
+    @property
+    def _policy(self) -> Policy:
+        return Policy(self.unknown, self.missing, self.wrong)
+
+    def names(self) -> tuple[str, ...]:
+        """Give the fields' names, or ``payload`` for VARIANT."""
+        declared = _declared(self.schema)
+        return ("payload",) if declared is None else tuple(declared.fieldNames())
+
+    def decode(self, rows: DataFrame) -> DataFrame:
+        """Add the fields."""
+        from spark_jobs.json_schema_payload import Plan
+
+        declared = _declared(self.schema)
+        return _with_json(rows, declared, Plan(declared, _registry(self.registry), self.validate, self._policy))
+
+
+@dataclass(frozen=True)
+class Avro:
+    """An Avro record; its fields are the columns.
+
+    registry       URL, or a Registry: every message names the schema that it was written with.
+    subject        whose latest schema the columns come from, ``<topic>-value`` as a rule. It is looked up when the job
+                   starts and then stays as it is: fields that writers add later are unknown until the next start.
+    reader_schema  the columns instead, as an Avro schema: JSON text, or the same as a dict.
+    writer_schema  without a registry: what all messages were written with, bare. The reader's, unless it differs.
+    unknown        what to do with messages whose schema has a field that the columns lack.
+    missing        the other way round: "null" takes the default that the columns' schema has to have.
+
+    Names, types and defaults are resolved as Avro says. Raises JobError for a declaration that can't work.
+    """
+
+    registry: str | Registry | None = None
+    subject: str | None = None
+    reader_schema: str | Mapping[str, Any] | None = None
+    writer_schema: str | Mapping[str, Any] | None = None
+    unknown: Unknown = "ignore"
+    missing: Missing = "null"
+
+    def __post_init__(self) -> None:
+        Policy(self.unknown, self.missing)
+        if self.registry is None:
+            if self.reader_schema is None:
+                raise JobError("avro: name a registry, or give reader_schema")
+            if self.subject is not None:
+                raise JobError("subject: goes with a registry")
+            return
+        _registry(self.registry)
+        if (self.subject is None) == (self.reader_schema is None):
+            raise JobError("avro: with a registry give either subject or reader_schema")
+        if self.writer_schema is not None:
+            raise JobError("writer_schema: with a registry every message names its own")
+
+    @cached_property
+    def _plan(self) -> AvroPlan:
+        from spark_jobs.avro_payload import Plan
+
+        registry = None if self.registry is None else _registry(self.registry)
+        if self.reader_schema is not None:
+            reader = _avro(self.reader_schema)
+        else:
+            assert registry is not None
+            assert self.subject is not None
+            reader = Client(registry, None).latest(self.subject)
+            if reader.kind != "AVRO":
+                raise JobError(f"subject: the latest schema of {self.subject} is {reader.kind}, not AVRO")
+        writer = None if registry is not None else _avro(self.writer_schema or self.reader_schema or "")
+        plan = Plan(reader, writer, registry, Policy(self.unknown, self.missing))
+        plan()
+        return plan
+
+    @cached_property
+    def _fields(self) -> StructType:
+        return self._plan.fields()
+
+    def names(self) -> tuple[str, ...]:
+        """Give the record's fields. Raises JobError, and RegistryUnavailable."""
+        return tuple(self._fields.fieldNames())
+
+    def decode(self, rows: DataFrame) -> DataFrame:
+        """Add the record's fields."""
+        return _with(rows, self._fields, self._plan)
+
+
+@dataclass(frozen=True)
+class Protobuf:
+    """A Protobuf message; its fields are the columns.
+
+    registry    URL, or a Registry: every message names its schema, and is a dead letter unless it is of ``message``.
+    subject     whose latest schema the columns come from, looked up when the job starts.
+    message     the full name, as ``shop.v1.Order``. None: the first message of the subject's file.
+    descriptor  the columns instead, or without a registry (messages are then bare): a generated class, as
+                ``order_pb2.Order``; or a FileDescriptorSet's bytes (``protoc --include_imports -o``) with ``message``.
+    unknown     what to do with messages that have fields beyond these.
+
+    Raises JobError for a declaration that can't work.
+    """
+
+    registry: str | Registry | None = None
+    subject: str | None = None
+    message: str | None = None
+    descriptor: Any = field(default=None, repr=False)
+    unknown: Unknown = "ignore"
+
+    def __post_init__(self) -> None:
+        Policy(self.unknown)
+        if self.registry is not None:
+            _registry(self.registry)
+        elif self.subject is not None:
+            raise JobError("subject: goes with a registry")
+        if (self.subject is None) == (self.descriptor is None):
+            raise JobError("protobuf: give either subject, with a registry, or descriptor")
+        if isinstance(self.descriptor, bytes):
+            if self.message is None:
+                raise JobError("message: say which one of the descriptor's")
+        elif self.descriptor is not None and not hasattr(self.descriptor, "DESCRIPTOR"):
+            raise JobError("descriptor: must be a generated class, or a FileDescriptorSet's bytes")
+
+    @cached_property
+    def _plan(self) -> ProtobufPlan:
+        from spark_jobs import protobuf_payload
+
+        registry = None if self.registry is None else _registry(self.registry)
+        message = self.message
+        if isinstance(self.descriptor, bytes):
+            files = self.descriptor
+        elif self.descriptor is not None:
+            described = self.descriptor.DESCRIPTOR
+            files = protobuf_payload.from_descriptor([described.file])
+            message = message or described.full_name
+        else:
+            assert registry is not None
+            assert self.subject is not None
+            latest = Client(registry, "serialized").latest(self.subject)
+            files, message = protobuf_payload.from_registry(latest, message)
+        assert message is not None
+        return protobuf_payload.Plan(files, message, registry, Policy(self.unknown))
+
+    @cached_property
+    def _fields(self) -> StructType:
+        return self._plan.fields()
+
+    def names(self) -> tuple[str, ...]:
+        """Give the message's fields. Raises JobError, and RegistryUnavailable."""
+        return tuple(self._fields.fieldNames())
+
+    def decode(self, rows: DataFrame) -> DataFrame:
+        """Add the message's fields."""
+        return _with(rows, self._fields, self._plan)
 
 
 def decoder_of(schema: str | Decoder | None) -> Decoder:
@@ -90,3 +292,82 @@ def decoder_of(schema: str | Decoder | None) -> Decoder:
     if schema is None:
         return Raw()
     return Json(schema) if isinstance(schema, str) else schema
+
+
+def _declared(schema: str) -> StructType | None:
+    """Give a DDL's fields, None for VARIANT."""
+    from pyspark.errors import PySparkException
+    from pyspark.sql.types import DataType, StructType
+
+    if schema.strip().lower() == VARIANT:
+        return None
+    try:
+        declared = DataType.fromDDL(schema)
+    except PySparkException as error:
+        raise JobError(f"schema: Spark can't read it as DDL: {error.getCondition() or error}") from error
+    if not isinstance(declared, StructType):
+        raise JobError(f"schema: must be fields, as 'order_id string, amount long', not {schema!r}")
+    return declared
+
+
+def _registry(registry: str | Registry) -> Registry:
+    return Registry(registry) if isinstance(registry, str) else registry
+
+
+def _avro(schema: str | Mapping[str, Any]) -> Schema:
+    return Schema("AVRO", schema if isinstance(schema, str) else json.dumps(schema))
+
+
+def _with_json(rows: DataFrame, declared: StructType | None, plan: Callable[[], Reader]) -> DataFrame:
+    from pyspark.sql import functions as F  # noqa: N812
+    from pyspark.sql.types import StringType, StructType
+
+    if declared is not None:
+        return _with(rows, declared, plan)
+    text = _with(rows, StructType().add("payload", StringType()), plan)
+    parsed = F.try_parse_json(F.col("payload"))
+    unfit = F.col(PROBLEM).isNull() & F.col("payload").isNotNull() & parsed.isNull()
+    return text.withColumn(
+        PROBLEM, F.when(unfit, F.lit("the payload is too large or too deep for VARIANT")).otherwise(F.col(PROBLEM))
+    ).withColumn("payload", parsed)
+
+
+def _with(rows: DataFrame, fields: StructType, plan: Callable[[], Reader]) -> DataFrame:
+    """Add a plan's columns. ``plan`` is sent to the executors, and called once in each task."""
+    import pyarrow as pa
+    from pyspark.sql import functions as F  # noqa: N812
+    from pyspark.sql.pandas.functions import arrow_udf
+    from pyspark.sql.pandas.types import to_arrow_type
+    from pyspark.sql.types import StringType, StructType
+
+    plan()  # What can't work is an error here, and not of every task.
+    result = StructType([*_nullable(fields).fields]).add(PROBLEM, StringType())
+    kind = to_arrow_type(result, timezone="UTC")
+
+    def decode(batches: Iterator[tuple[Any, Any]]) -> Iterator[Any]:
+        reader = plan()
+        for values, headers in batches:
+            yield columns(reader, values.to_pylist(), headers.to_pylist(), kind)
+
+    # Spark looks at the hints to see what kind of function it is, and here they are no more than text.
+    decode.__annotations__ = {"batches": Iterator[tuple[pa.Array, pa.Array]], "return": Iterator[pa.Array]}
+    # Not deterministic, says this; what is meant is that Spark must not run it twice for a row, nor move filters of
+    # the job's transform, which expect decoded rows, below it.
+    run = arrow_udf(decode, result).asNondeterministic()
+    header = F.get(F.filter("headers", lambda header: header["key"] == HEADER), F.lit(0))["value"]
+    taken = {name.lower() for name in result.fieldNames()}
+    kept = [name for name in rows.columns if name.lower() not in taken]
+    return rows.select(*kept, run(F.col("value"), header).alias(_DECODED)).select(*kept, f"{_DECODED}.*")
+
+
+def _nullable(kind: Any) -> Any:
+    """The type without NOT NULL: a row that is a tombstone or a problem has NULL everywhere."""
+    from pyspark.sql import types as t
+
+    if isinstance(kind, t.StructType):
+        return t.StructType([t.StructField(field.name, _nullable(field.dataType)) for field in kind.fields])
+    if isinstance(kind, t.ArrayType):
+        return t.ArrayType(_nullable(kind.elementType))
+    if isinstance(kind, t.MapType):
+        return t.MapType(_nullable(kind.keyType), _nullable(kind.valueType))
+    return kind

@@ -1,0 +1,96 @@
+"""What readers of payloads have in common: a value for each column, or a problem. No Spark in here."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from spark_jobs.errors import JobError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Reader = Callable[[bytes, bytes | None], Sequence[Any]]
+"""From a payload, and the value of its header ``__value_schema_id``, to the columns' values. Raises Problem."""
+
+_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+
+
+class Problem(Exception):
+    """A payload that is no row for the job. The text names the field and never says what the payload holds."""
+
+
+class Wrong(Problem):
+    """A value of a type or size that the field can't have."""
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """What to do with fields that are not as declared."""
+
+    unknown: Literal["ignore", "dead-letter"] = "ignore"
+    missing: Literal["null", "dead-letter"] = "null"
+    wrong: Literal["dead-letter", "null"] = "dead-letter"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (
+            ("unknown", ("ignore", "dead-letter")),
+            ("missing", ("null", "dead-letter")),
+            ("wrong", ("dead-letter", "null")),
+        ):
+            if getattr(self, name) not in allowed:
+                raise JobError(f"{name}: must be {allowed[0]!r} or {allowed[1]!r}, not {getattr(self, name)!r}")
+
+
+def shown(name: str) -> str:
+    """A name that came with a payload, fit for a message: anything that is no plain name is not repeated."""
+    return f"field {name}" if _NAME.fullmatch(name) else "a field"
+
+
+def columns(
+    reader: Reader, values: Iterable[bytes | None], headers: Iterable[bytes | None], kind: pa.StructType
+) -> pa.StructArray:
+    """Read a batch. The last field of ``kind`` takes the problem; a payload that is None gives a row of None."""
+    import pyarrow as pa
+
+    width = kind.num_fields - 1
+    empty = (None,) * width
+    rows: list[Sequence[Any]] = []
+    problems: list[str | None] = []
+    for value, header in zip(values, headers, strict=True):
+        row: Sequence[Any] = empty
+        problem = None
+        if value is not None:
+            try:
+                row = reader(value, header)
+            except Problem as error:
+                problem = str(error)
+        rows.append(row)
+        problems.append(problem)
+    arrays = []
+    for place in range(width):
+        field = kind.field(place)
+        column = [row[place] for row in rows]
+        try:
+            arrays.append(pa.array(column, field.type))
+        except (pa.ArrowException, ValueError, OverflowError, TypeError):
+            # A value that the reader let through and the column can't hold. The others must not suffer for it.
+            for number, value in enumerate(column):
+                if (problem := _unfit(value, field)) is not None:
+                    column[number] = None
+                    problems[number] = problems[number] or problem
+            arrays.append(pa.array(column, field.type))
+    arrays.append(pa.array(problems, pa.string()))
+    return pa.StructArray.from_arrays(arrays, fields=list(kind))
+
+
+def _unfit(value: Any, field: pa.Field) -> str | None:
+    import pyarrow as pa
+
+    try:
+        pa.array([value], field.type)
+    except (pa.ArrowException, ValueError, OverflowError, TypeError):
+        return f"field {field.name}: holds a value that {field.type} can't have"
+    return None
