@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, Final
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Literal
 
+from spark_jobs.decoding import PROBLEM, Decoder, decoder_of
+from spark_jobs.effects import Insert, Upsert
 from spark_jobs.errors import JobError
+from spark_jobs.strategies import Dedup, Fingerprint, Natural, Strategy, Version
 
 if TYPE_CHECKING:
     import psycopg
@@ -26,8 +29,12 @@ META: Final = {
     "message_key": "text",
     "message_type": "text",
     "message_time": "timestamptz",
+    "message_tombstone": "boolean",
 }
 """Columns of ``batch`` beside the payload's, with their types in Postgres. ``message_time`` is Kafka's timestamp."""
+
+KEPT: Final = ("message_id", "message_topic", "message_part", "message_offset", "message_tombstone")
+"""Columns that a transform has to keep."""
 
 _TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 
@@ -36,32 +43,61 @@ _TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 class ConsumerJob:
     """One consumer group and its effect.
 
-    group      names the consumer in ``consumer.offsets`` and to Kafka's tools.
-    topics     to read. Together they are one group.
-    effect     what to do with a batch, in the transaction that also moves the offsets and remembers the ids. Either
-               SQL over the temporary table ``batch`` (one statement or several), which holds a row for each fresh
-               message: the payload's columns and those of META; or a function of a psycopg cursor and a pyarrow Table
-               with the same rows. A function must not commit, and must do everything through that cursor.
-    schema     of the JSON payload, as Spark DDL: ``"order_id string, amount_cents long"``. None: the payload stays
-               bytes, in a column ``payload``.
-    transform  a function from DataFrame to DataFrame, applied before the effect: select, filter, withColumn. It has to
-               keep the META columns message_id, message_topic, message_part and message_offset. Nothing that moves
-               rows between partitions (no join, no aggregation): a partition is one transaction.
-    setup      SQL that makes the sink's tables when they are not there; run by the driver, under a lock.
+    group       names the consumer in ``consumer.offsets`` and to Kafka's tools.
+    topics      to read. Together they are one group.
+    effect      what to do with a batch, in the transaction that also moves the offsets and remembers the ids. SQL over
+                the temporary table ``batch`` (one statement or several), which holds a row for each message that was
+                never applied: the payload's columns and those of META. Or ``Upsert``, ``Insert``: columns mapped to a
+                table. Or a function of a psycopg cursor and a pyarrow Table with the same rows; it does everything
+                through that cursor, never commits, and raises ``Reject`` for a message it can't take.
+    types       apply only messages of these event types (header ``ce_type`` or ``event-type``); the others are stepped
+                over before anything is decoded. None: all.
+    schema      of the JSON payload, as Spark DDL: ``"order_id string, amount_cents long"``; or a decoder of
+                spark_jobs.decoding. None: the payload stays bytes, in a column ``payload``.
+    transform   a function from DataFrame to DataFrame, applied before the effect: select, filter, withColumn. It has to
+                keep the columns of KEPT. With ``atomic="partition"`` nothing that moves rows between partitions.
+    setup       SQL that makes the sink's tables when they are not there; run by the driver, under a lock.
+    strategy    how a message is known that the producer's side sent twice.
+    atomic      "partition": each Kafka partition is a transaction of its own, run by an executor. "batch": the rows are
+                staged, and one transaction of the driver applies a whole round; a transform may then join, aggregate
+                and sort, and need not keep any column.
+    on_bad      a message that does not decode, has no id, or breaks the effect: "dead-letter" puts it aside, whole, in
+                the transaction that moves the offsets; "halt" ends the job before it.
+    keep_order  later messages of a key that has a dead letter go behind it (reason ``behind``) and do not overtake it.
+    max_dead    a round that would make more dead letters than this ends the job instead: then it is not the messages.
 
     Raises JobError for a declaration that can't work.
     """
 
     group: str
     topics: Sequence[str]
-    effect: str | PythonEffect
-    schema: str | None = None
+    effect: str | PythonEffect | Insert | Upsert
+    schema: str | Decoder | None = None
+    types: Sequence[str] | None = None
     transform: Transform | None = None
     setup: str | None = None
+    strategy: Strategy = field(default_factory=Dedup)
+    atomic: Literal["partition", "batch"] = "partition"
+    on_bad: Literal["dead-letter", "halt"] = "dead-letter"
+    keep_order: bool = False
+    max_dead: int = 1000
 
     def __post_init__(self) -> None:
         if not self.group or len(self.group) > 200 or "\0" in self.group:
             raise JobError("group: must be 1 to 200 characters")
+        self._check_topics()
+        usable = bool(self.effect.strip()) if isinstance(self.effect, str) else callable(self.effect)
+        if not usable and not isinstance(self.effect, Insert | Upsert):
+            raise JobError("effect: must be SQL, an Insert, an Upsert, or a function of a cursor and a pyarrow Table")
+        if isinstance(self.schema, str) and not self.schema.strip():
+            raise JobError("schema: must be Spark DDL, a decoder, or None for bytes")
+        if self.schema is not None and not isinstance(self.schema, str | Decoder):
+            raise JobError(f"schema: {type(self.schema).__name__} is no decoder")
+        if isinstance(self.types, str) or self.types == []:
+            raise JobError(f"types: must be a list of event types, or None for all, not {self.types!r}")
+        self._check_choices()
+
+    def _check_topics(self) -> None:
         if not self.topics or isinstance(self.topics, str):
             raise JobError(f"topics: must be a list of topic names, not {self.topics!r}")
         for topic in self.topics:
@@ -69,11 +105,30 @@ class ConsumerJob:
                 raise JobError(f"topics: {topic!r} is no name of a topic")
         if len(set(self.topics)) != len(self.topics):
             raise JobError("topics: one is named twice")
-        usable = bool(self.effect.strip()) if isinstance(self.effect, str) else callable(self.effect)
-        if not usable:
-            raise JobError("effect: must be SQL or a function of a cursor and a pyarrow Table")
-        if self.schema is not None and not self.schema.strip():
-            raise JobError("schema: must be Spark DDL, or None for bytes")
+
+    def _check_choices(self) -> None:
+        if not isinstance(self.strategy, Dedup | Natural | Version | Fingerprint):
+            raise JobError("strategy: must be Dedup(), Natural(…), Version(…) or Fingerprint(…)")
+        for name, allowed in (("atomic", ("partition", "batch")), ("on_bad", ("dead-letter", "halt"))):
+            if getattr(self, name) not in allowed:
+                raise JobError(f"{name}: must be {' or '.join(allowed)}, not {getattr(self, name)!r}")
+        if self.max_dead < 0:
+            raise JobError("max_dead: must be 0 or more")
+        if self.keep_order and self.on_bad == "halt":
+            raise JobError("keep_order: goes with on_bad='dead-letter'; a job that halts never overtakes")
+
+    @property
+    def decoder(self) -> Decoder:
+        """What reads the payload."""
+        return decoder_of(self.schema)
+
+    def payload_columns(self) -> tuple[str, ...]:
+        """Give the payload's columns before the transform. Raises JobError for a name that is the consumer's own."""
+        names = self.decoder.names()
+        for name in names:
+            if name in META or name == PROBLEM or name.startswith("message_raw_"):
+                raise JobError(f"schema: the name {name} is the consumer's own")
+        return names
 
     def with_topics(self, topics: Sequence[str]) -> ConsumerJob:
         """The same job over other topics."""

@@ -6,7 +6,9 @@
 | driver is started twice            | the younger takes the group over; the older is fenced at its next transaction   |
 | Kafka or Postgres is away          | waited out, with backoff (``continuous`` for as long as it takes)               |
 | a range holds only markers         | the driver moves the partition on, by the same compare-and-swap                 |
-| a message or the effect is at fault| the batch is rolled back, the job ends and says which; partitions beside it stay|
+| a message can't be applied         | it becomes a dead letter in the transaction that moves the offsets; see rounds  |
+| the effect itself fails            | its partition is rolled back, the job ends and says which                       |
+| Kafka lost what was not read       | recorded, and the job ends                                                      |
 | SIGTERM                            | the running round ends, then the loop                                           |
 """
 
@@ -18,25 +20,22 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 
-from spark_jobs import session as spark
-from spark_jobs import task
-from spark_jobs.errors import BadMessage, ConsumerError, ConsumerUnavailable, EffectFailed, Fenced
+from spark_jobs.batch import BatchRounds
+from spark_jobs.errors import ConsumerUnavailable, DataLost, EffectFailed
 from spark_jobs.job import ConsumerJob
 from spark_jobs.kafka import KafkaView
-from spark_jobs.planner import Extent, Partition, Range, new_partitions, plan
+from spark_jobs.planner import Extent, Partition, new_partitions, plan
+from spark_jobs.retention import KEEP_DAYS
+from spark_jobs.rounds import Counts, Reading, Rounds, Span
 from spark_jobs.store import Store
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
-
-SUSPECT_ROUNDS: Final = 5
-"""Repeats come in bursts: a partition that had one goes the slower way for that many rounds."""
-_ERRORS: Final[dict[str, type[ConsumerError]]] = {"fenced": Fenced, "bad": BadMessage, "failed": EffectFailed}
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,6 +47,7 @@ class Options:
     reader       the Java client's options for the executors, over READER_OPTIONS.
     max_records  at most this many messages a round, over all partitions.
     patience     how long ``once`` waits for a server that is away.
+    keep_days    how long ids are remembered; see retention.
     """
 
     url: str
@@ -58,16 +58,23 @@ class Options:
     idle_seconds: float = 0.2
     patience: float = 60.0
     max_backoff_seconds: float = 5.0
+    keep_days: int = KEEP_DAYS
 
 
 @dataclass
 class Totals:
-    """What a run has done. ``applied`` are the fresh messages, ``duplicates`` those that had been applied before."""
+    """What a run has done.
+
+    applied     fresh messages, and dead letters that were tried again with success.
+    duplicates  messages that had been applied before; or, with Natural and Version, were not the newest of their key.
+    dead        messages that became dead letters.
+    """
 
     group: str
     read: int = 0
     applied: int = 0
     duplicates: int = 0
+    dead: int = 0
     rounds: int = 0
     seconds: float = 0.0
 
@@ -97,7 +104,9 @@ class Runner:
         owner = f"{socket.gethostname()}-{os.getpid()}"
         self._store = Store(options.url, options.schema, job.group, owner)
         self._generation: int | None = None
-        self._suspects: dict[Partition, int] = {}
+        kind = BatchRounds if job.atomic == "batch" else Rounds
+        reading = Reading(options.kafka["bootstrap.servers"], options.reader)
+        self._rounds = kind(session, job, reading, options.url, options.schema, self._store)
         self._day_made_at: float | None = None
         self._totals = Totals(job.group)
         self._started = time.monotonic()
@@ -119,6 +128,7 @@ class Runner:
                 if targets is None:
                     self._begin()
                     targets = self._kafka.look(self._job.topics)[1]
+                    self._announce(targets)
                 return not self._round(targets)
 
             done = self._waiting_for_servers(step, stop, self._options.patience)
@@ -138,77 +148,69 @@ class Runner:
             self._generation = self._store.take_over()
             self._report("group taken over", {"group": self._job.group, "generation": self._generation})
         if self._day_made_at is None or time.monotonic() - self._day_made_at > 3600:
-            self._store.make_days()
+            for upkeep in (
+                self._store.make_days(self._options.keep_days),
+                self._store.forget_days(self._options.keep_days),
+            ):
+                if upkeep.problem:
+                    self._report("days of processed_messages", {"problem": upkeep.problem})
             self._day_made_at = time.monotonic()
         return self._generation
+
+    def _announce(self, targets: Mapping[Partition, Extent]) -> None:
+        """Say how much there is to do; what Kafka counts, markers included."""
+        stored = self._store.stored(self._job.topics)
+        waiting = [
+            max(0, extent.end - (stored[partition].next_offset if partition in stored else extent.first))
+            for partition, extent in targets.items()
+        ]
+        self._report("planned", {"messages": sum(waiting), "partitions": len(waiting)})
 
     def _round(self, targets: Mapping[Partition, Extent] | None) -> bool:
         """Apply one batch, up to ``targets`` if given. Says whether there was anything to read."""
         generation = self._begin()
-        ids, extents = self._kafka.look(self._job.topics)
+        ids, known = self._kafka.look(self._job.topics)
+        extents = known
         if targets is not None:
             extents = {
-                partition: Extent(extent.first, min(extent.end, targets[partition].end))
+                partition: replace(extent, end=min(extent.end, targets[partition].end))
                 for partition, extent in extents.items()
                 if partition in targets
             }
-        stored = self._store.stored(self._job.topics)
-        fresh = new_partitions(stored, extents)
-        if fresh:
-            self._store.add(fresh, ids, generation)
+        try:
             stored = self._store.stored(self._job.topics)
-        if targets is not None:
-            # A partition added while ``once`` runs is for the next run; the ends of this one are fixed.
-            stored = {partition: here for partition, here in stored.items() if partition in extents or fresh}
-        ranges = plan(stored, extents, ids, self._options.max_records)
+            fresh = new_partitions(stored, extents, ids)
+            if fresh:
+                self._store.add(fresh, ids, generation)
+                stored = self._store.stored(self._job.topics)
+            if targets is not None:
+                # A partition added while ``once`` runs is for the next run; the ends of this one are fixed.
+                stored = {partition: here for partition, here in stored.items() if partition in extents or fresh}
+            ranges = plan(stored, extents, ids, self._options.max_records)
+        except DataLost as lost:
+            self._store.record_losses(lost.losses, generation)
+            raise
+        retried = self._rounds.retry(generation)
+        if retried.read:
+            self._count(retried)
         if not ranges:
             self._store.require(generation)
             return False
-        self._apply(ranges, generation)
+        log_ends = {partition: known[partition].end for partition in ranges}
+        self._count(self._rounds.apply(Span(ranges, log_ends), generation))
         lag = self._kafka.show_lag(self._job.group, {partition: span.end for partition, span in ranges.items()})
         if lag is not None:
             self._report("the group's position could not be shown to Kafka", {"error": lag})
         return True
 
-    def _apply(self, ranges: Mapping[Partition, Range], generation: int) -> None:
-        rows = spark.read(
-            self._session, self._job, ranges, self._options.kafka["bootstrap.servers"], self._options.reader
-        )
-        rows, columns = spark.copyable(rows)
-        task_plan = task.TaskPlan(
-            self._options.url,
-            self._options.schema,
-            self._job.group,
-            generation,
-            dict(ranges),
-            columns,
-            self._job.effect,
-            frozenset(self._suspects),
-        )
-        reports = rows.mapInArrow(lambda batches: task.run(task_plan, batches), task.REPORT).collect()
-        told = {(row.topic, row.part): row for row in reports}
-        self._count(told)
-        silent = {partition: span for partition, span in ranges.items() if partition not in told}
-        if silent:
-            self._store.move_empty(silent, generation)
-
-    def _count(self, told: Mapping[Partition, Any]) -> None:
+    def _count(self, counts: Counts) -> None:
         totals = self._totals
         totals.rounds += 1
-        self._suspects = {partition: left - 1 for partition, left in self._suspects.items() if left > 1}
-        for partition, row in told.items():
-            if row.outcome in _ERRORS:
-                continue
-            totals.read += row.read
-            totals.applied += row.fresh
-            if row.outcome == "applied" and row.fresh < row.read:
-                totals.duplicates += row.read - row.fresh
-                self._suspects[partition] = SUSPECT_ROUNDS
+        totals.read += counts.read
+        totals.applied += counts.applied
+        totals.duplicates += counts.duplicates
+        totals.dead += counts.dead
         self._report("round", self.totals.as_dict())
-        for outcome in ("fenced", "bad", "failed"):
-            for row in told.values():
-                if row.outcome == outcome:
-                    raise _ERRORS[outcome](row.detail)
 
     def _waiting_for_servers(self, step: Callable[[], bool], stop: threading.Event, patience: float | None) -> bool:
         """Do a step, again and again while servers are away. Raises ConsumerUnavailable after ``patience`` seconds."""

@@ -9,12 +9,13 @@ import sys
 import tempfile
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Final, cast
+from typing import TYPE_CHECKING, Final
 
+from spark_jobs.decoding import PROBLEM
 from spark_jobs.errors import JobError
-from spark_jobs.job import META, ConsumerJob
+from spark_jobs.job import KEPT, META, ConsumerJob
 from spark_jobs.planner import Partition, Range
-from spark_jobs.task import CORRUPT
+from spark_jobs.strategies import Fingerprint, Place, uuid8
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -37,6 +38,10 @@ READER_OPTIONS: Final = {
     "fetch.max.wait.ms": "50",
 }
 _OURS: Final = frozenset({"isolation.level", "group.id", "enable.auto.commit", "auto.offset.reset"})
+UNDECODED: Final = "outbox: a row that does not decode met a transform"
+"""In the text of Spark's error when that happened."""
+_MOVING: Final = ("Exchange", "Coalesce", "CartesianProduct", "Union", "CollectLimit", "TakeOrdered", "GlobalLimit")
+_UUID: Final = "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$"
 _PLAIN: Final = {
     "string": "text",
     "bigint": "bigint",
@@ -104,17 +109,17 @@ def submitted() -> bool:
     return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
-def read(
+def source(
     session: SparkSession,
     job: ConsumerJob,
     ranges: Mapping[Partition, Range],
     bootstrap_servers: str,
     kafka: Mapping[str, str],
 ) -> DataFrame:
-    """Give the rows of the ranges, decoded and transformed, one Spark partition for each Kafka partition.
+    """Give the messages of the ranges as Spark's Kafka source has them, one Spark partition for each Kafka partition.
 
-    Both ends are pinned: ``latest`` would be looked up anew by every action. Raises JobError for options or a
-    transform that would break the promise.
+    Both ends are pinned: ``latest`` would be looked up anew by every action. Raises JobError for options that would
+    break the promise.
     """
     for name in kafka:
         if name in _OURS:
@@ -132,28 +137,108 @@ def read(
             "kafka.group.id": f"{job.group}-spark",
         },
     )
-    rows = reader.load()
-    decoded = _decode(rows, job)
-    shaped = decoded if job.transform is None else job.transform(decoded)
-    missing = [
-        name for name in ("message_id", "message_topic", "message_part", "message_offset") if name not in shaped.columns
-    ]
-    if missing:
-        raise JobError(f"transform: the result has no column {missing[0]}; keep the message_ columns")
-    plan = shaped._jdf.queryExecution().executedPlan().toString()  # noqa: SLF001  the only way to see it
-    if "Exchange" in plan:
-        raise JobError(
-            "transform: it moves rows between partitions (a join, an aggregation, distinct, repartition or sort), but "
-            "each partition is a transaction of its own; aggregate in the effect's SQL instead"
-        )
-    return shaped
+    return reader.load()
 
 
-def _header(name: str) -> Column:
-    """The value of the first header of that name, as bytes."""
+def chosen(rows: DataFrame, job: ConsumerJob, without: Iterable[Place] = ()) -> DataFrame:
+    """Give the messages that the job is to apply: of its types, and ``without`` those named."""
+    from pyspark.sql import functions as F  # noqa: N812  the name everybody knows it by
+
+    if job.types is not None:
+        rows = rows.filter(_header("ce_type", "event-type").isin(list(job.types)))
+    left_out = places(without)
+    return rows if left_out is None else rows.filter(~F.coalesce(left_out, F.lit(False)))
+
+
+def places(named: Iterable[Place]) -> Column | None:
+    """Give a condition on Kafka's columns that is true for these messages; None when there are none."""
     from pyspark.sql import functions as F  # noqa: N812
 
-    return F.get(F.filter("headers", lambda header: header["key"] == name), F.lit(0))["value"]
+    grouped: dict[Partition, list[int]] = {}
+    for topic, part, offset in named:
+        grouped.setdefault((topic, part), []).append(offset)
+    condition: Column | None = None
+    for (topic, part), offsets in sorted(grouped.items()):
+        here = (F.col("topic") == topic) & (F.col("partition") == part) & F.col("offset").isin(sorted(offsets))
+        condition = here if condition is None else condition | here
+    return condition
+
+
+def decoded(rows: DataFrame, job: ConsumerJob) -> DataFrame:
+    """Give the payload's columns, those of META, and PROBLEM."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    payload = job.payload_columns()
+    meta = {
+        "message_id": _message_id(job),
+        "message_topic": F.col("topic"),
+        "message_part": F.col("partition"),
+        "message_offset": F.col("offset"),
+        # NUL is no character of Postgres; a binary key is no text anyway.
+        "message_key": F.translate(F.col("key").cast("string"), "\0", "\ufffd"),
+        "message_type": F.translate(_header("ce_type", "event-type"), "\0", "\ufffd"),
+        "message_time": F.col("timestamp"),
+        "message_tombstone": F.col("value").isNull(),
+    }
+    columns = [column.alias(name) for name, column in meta.items()]
+    return job.decoder.decode(rows).select(*(F.col(f"`{name}`") for name in payload), *columns, PROBLEM)
+
+
+def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
+    """Apply the job's transform to decoded rows. Raises JobError for one that would break the promise.
+
+    A row with a PROBLEM must not meet the transform, which would take its NULLs for values or filter it away without a
+    word: the whole range fails with UNDECODED in the error instead, and the driver takes the row out.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    if job.transform is None:
+        return rows
+    # rand() keeps Spark from moving the transform's filters below this: only what is deterministic may be moved.
+    fail = F.raise_error(F.concat(F.lit(f"{UNDECODED} "), F.rand().cast("string")))
+    guarded = rows.withColumn(
+        "message_topic", F.when(F.col(PROBLEM).isNull(), F.col("message_topic")).otherwise(fail)
+    ).drop(PROBLEM)
+    result = job.transform(guarded)
+    if job.atomic == "batch" and moves_rows(result):
+        return result
+    missing = [name for name in KEPT if name not in result.columns]
+    if missing:
+        raise JobError(f"transform: the result has no column {missing[0]}; keep the columns {', '.join(KEPT)}")
+    if moves_rows(result):
+        raise JobError(
+            "transform: it moves rows between partitions (a join, an aggregation, distinct, repartition or sort), but "
+            "each partition is a transaction of its own; aggregate in the effect's SQL, or declare atomic='batch'"
+        )
+    return result
+
+
+def moves_rows(rows: DataFrame) -> bool:
+    """Say whether the plan has a shuffle, or anything else that puts rows into other partitions."""
+    plan = rows._jdf.queryExecution().executedPlan().toString()  # noqa: SLF001  the only way to see it
+    return any(sign in plan for sign in _MOVING)
+
+
+def _header(*names: str) -> Column:
+    """The value of the first header of the first of these names, as text."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    def value(name: str) -> Column:
+        return F.get(F.filter("headers", lambda header: header["key"] == name), F.lit(0))["value"]
+
+    return F.coalesce(*map(value, names)).cast("string")
+
+
+def _message_id(job: ConsumerJob) -> Column:
+    """The id as a UUID: what the headers say; a hash of it when that is no UUID; of the content for Fingerprint."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    if isinstance(job.strategy, Fingerprint):
+        return job.strategy.message_id()
+    given = _header("ce_id", "id")
+    # Two sources may use one name (CloudEvents: source and id together are unique); a UUID is unique by itself.
+    named = F.concat_ws("\0", F.coalesce(_header("ce_source"), F.lit("")), given)
+    return F.when(given.rlike(_UUID), given).when(given != "", uuid8(F.sha2(named.cast("binary"), 256)))
 
 
 def _by_topic(values: Mapping[Partition, int], *, as_list: bool = False) -> dict[str, object]:
@@ -163,49 +248,19 @@ def _by_topic(values: Mapping[Partition, int], *, as_list: bool = False) -> dict
     return {topic: sorted(parts.values()) if as_list else parts for topic, parts in grouped.items()}
 
 
-def _decode(rows: DataFrame, job: ConsumerJob) -> DataFrame:
-    from pyspark.sql import functions as F  # noqa: N812  the name everybody knows it by
-    from pyspark.sql.types import StringType, StructType
-
-    def header(*names: str) -> Column:
-        return F.coalesce(*(_header(name) for name in names)).cast("string")
-
-    meta = {
-        "message_id": header("ce_id", "id"),
-        "message_topic": F.col("topic"),
-        "message_part": F.col("partition"),
-        "message_offset": F.col("offset"),
-        "message_key": F.col("key").cast("string"),
-        "message_type": header("ce_type", "event-type"),
-        "message_time": F.col("timestamp"),
-    }
-    columns = [column.alias(name) for name, column in meta.items()]
-    if job.schema is None:
-        return rows.select(F.col("value").alias("payload"), *columns)
-    declared = cast("StructType", StructType.fromDDL(job.schema))
-    clash = sorted(set(declared.fieldNames()) & {*META, CORRUPT})
-    if clash:
-        raise JobError(f"schema: the name {clash[0]} is the consumer's own")
-    with_corrupt = StructType(declared.fields).add(CORRUPT, StringType())
-    parsed = F.from_json(
-        F.col("value").cast("string"), with_corrupt, {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": CORRUPT}
-    )
-    return rows.select(parsed.alias("parsed"), *columns).select("parsed.*", *meta)
-
-
-def copyable(shaped: DataFrame) -> tuple[DataFrame, dict[str, str]]:
+def copyable(rows: DataFrame) -> tuple[DataFrame, dict[str, str]]:
     """Give the rows in a form that COPY takes, and the columns of ``batch`` with their types in Postgres.
 
-    Nested values become jsonb. Raises JobError for a type that has no counterpart.
+    Nested values and VARIANT become jsonb. Raises JobError for a type that has no counterpart.
     """
     from pyspark.sql import functions as F  # noqa: N812
 
     types: dict[str, str] = {}
-    chosen: list[Column] = []
-    for name, kind in shaped.dtypes:
+    picked: list[Column] = []
+    for name, kind in rows.dtypes:
         column = F.col(f"`{name}`")
-        if name == CORRUPT:
-            chosen.append(column)
+        if name == PROBLEM:
+            picked.append(column)
             continue
         if name in META:
             types[name] = META[name]
@@ -215,10 +270,33 @@ def copyable(shaped: DataFrame) -> tuple[DataFrame, dict[str, str]]:
                 column = F.concat(F.lit("\\x"), F.hex(column))
         elif kind.startswith("decimal("):
             types[name] = kind.replace("decimal", "numeric")
-        elif kind.startswith(("struct<", "map<", "array<")):
+        elif kind == "variant" or kind.startswith(("struct<", "map<", "array<")):
             types[name] = "jsonb"
             column = F.to_json(column)
         else:
             raise JobError(f"column {name}: {kind} has no counterpart in Postgres; cast it in the transform")
-        chosen.append(column.alias(name))
-    return shaped.select(*chosen), types
+        picked.append(column.alias(name))
+    return rows.select(*picked), types
+
+
+def raw(rows: DataFrame, job: ConsumerJob) -> DataFrame:
+    """Give what a dead letter keeps of messages: their place, id, key, value, headers as JSON, and time."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    headers = F.transform(
+        F.coalesce(F.col("headers"), F.array()),
+        lambda header: F.struct(
+            F.translate(header["key"], "\0", "\ufffd").alias("key"), header["value"].alias("value")
+        ),
+    )
+    identity = F.lit(None).cast("string") if isinstance(job.strategy, Fingerprint) else _message_id(job)
+    return rows.select(
+        "topic",
+        "partition",
+        "offset",
+        identity.alias("message_id"),
+        "key",
+        "value",
+        F.to_json(headers, {"ignoreNullFields": "false"}).alias("headers"),
+        F.unix_micros("timestamp").alias("time"),
+    )

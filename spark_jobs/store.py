@@ -12,9 +12,13 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
-from spark_jobs.errors import Fenced
+from spark_jobs import letters
+from spark_jobs.applying import Culprit
+from spark_jobs.errors import Fenced, JobError
+from spark_jobs.letters import Retried
 from spark_jobs.planner import Loss, Partition, Range, Stored
 from spark_jobs.retention import KEEP_DAYS, Memory, Upkeep
+from spark_jobs.strategies import identifier
 
 _TAKE: Final = """
 INSERT INTO {groups} AS g (grp, owner) VALUES (%(grp)s, %(owner)s)
@@ -41,6 +45,23 @@ ON CONFLICT (grp, topic, part, kind) WHERE accepted_at IS NULL
 DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
               end_offset = greatest(l.end_offset, excluded.end_offset), detail = excluded.detail
         WHERE l.detail <> excluded.detail"""
+_DEAD_KEYS: Final = """
+SELECT DISTINCT topic, message_key FROM {dead_letters}
+ WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND message_key IS NOT NULL"""
+_RETRIED: Final = """
+SELECT id, topic, part, message_offset, message_key, message_value, message_headers, message_time,
+       %(keep_order)s AND EXISTS (
+           SELECT FROM {dead_letters} AS earlier
+            WHERE earlier.grp = letter.grp AND earlier.topic = letter.topic AND earlier.state = 'dead'
+              AND sha256(earlier.message_key) = sha256(letter.message_key)
+              AND (earlier.part, earlier.message_offset) < (letter.part, letter.message_offset))
+  FROM {dead_letters} AS letter
+ WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry'
+ ORDER BY topic, part, message_offset, id LIMIT %(most)s"""
+# As a cast to the column's type would have to spell it.
+_TYPES: Final = """
+SELECT attname, format_type(atttypid, atttypmod) FROM pg_attribute
+ WHERE attrelid = to_regclass(%(table)s) AND attnum > 0 AND NOT attisdropped"""
 _SETUP_LOCK: Final = 0x6F7574626F780002
 
 
@@ -52,7 +73,7 @@ class Store:
         self._schema = schema
         self._group = group
         self._owner = owner
-        self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses")}
+        self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "dead_letters")}
 
     def take_over(self) -> int:
         """Become the group's consumer. Gives the generation; whoever had the one before can commit nothing more."""
@@ -98,6 +119,37 @@ class Store:
                     end=span.end,
                     generation=generation,
                 )
+
+    def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
+        """Give the keys of the group's dead letters, with their topics."""
+        with self._connect() as connection:
+            rows = self._run(connection, _DEAD_KEYS, topics=list(topics)).fetchall()
+        return {(topic, bytes(key)): None for topic, key in rows}
+
+    def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[Retried]:
+        """Give dead letters that are to be tried again, in their messages' order."""
+        with self._connect() as connection:
+            rows = self._run(connection, _RETRIED, topics=list(topics), most=most, keep_order=keep_order).fetchall()
+        return [
+            Retried(number, (topic, part, offset), key, value, headers, time, behind)
+            for number, topic, part, offset, key, value, headers, time, behind in rows
+        ]
+
+    def failed_again(self, failed: Iterable[tuple[int, Culprit]], generation: int) -> None:
+        """Count another attempt of dead letters. Raises Fenced."""
+        with self._connect() as connection:
+            self._require(connection, generation)
+            for number, culprit in failed:
+                letters.failed_again(connection.cursor(), self._schema, self._group, number, culprit)
+
+    def column_types(self, table: str) -> dict[str, str]:
+        """Give the columns of a table of the sink with their types. Raises JobError when there is no such table."""
+        with self._connect() as connection:
+            name = identifier(table).as_string(connection)
+            found = dict(connection.execute(_TYPES, {"table": name}).fetchall())
+        if not found:
+            raise JobError(f"the sink has no table {table}; make it, or give the job's setup the SQL that does")
+        return found
 
     def require(self, generation: int) -> None:
         """Raise Fenced unless the group is still in this generation."""

@@ -1,4 +1,4 @@
-"""One Kafka partition, one Postgres transaction: fence, copy, dedup, apply, commit.
+"""One Kafka partition, one Postgres transaction: fence, copy, dedup, apply, count, commit.
 
 | crash point                                          | result                                                       |
 |------------------------------------------------------|--------------------------------------------------------------|
@@ -7,70 +7,100 @@
 | two attempts at once (speculation, a lost executor)  | the second waits for the offsets row, then finds it moved    |
 | the group was taken over meanwhile                   | the generation differs: nothing is written, Fenced           |
 | a zombie past the take-over                          | the same; the take-over itself waits for a running COMMIT    |
+| a message is at fault                                | rolled back and named; the driver runs the range without it  |
 """
 
 from __future__ import annotations
 
-import io
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, LiteralString
 
 import psycopg
 from psycopg import sql
 
+from spark_jobs import letters
+from spark_jobs.applying import Applying, Broken, Culprit, Culprits, Uncopyable, passing, shown
+from spark_jobs.decoding import PROBLEM
+from spark_jobs.letters import Letter
 from spark_jobs.planner import Partition, Range
-from spark_jobs.tables import DAY_OF_ID
+from spark_jobs.strategies import Book, Place, Strategy
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
     from spark_jobs.job import PythonEffect
 
-CORRUPT: Final = "message_corrupt"
-"""Column that holds a payload which did not decode; never copied."""
-
 REPORT: Final = "topic string, part int, outcome string, read long, fresh long, detail string"
-"""What a task tells the driver, as Spark DDL. outcome: applied, already, fenced, bad, failed."""
+"""What a task tells the driver, as Spark DDL.
+
+outcome: applied, already; fenced, broken (both end the job); and what makes the driver run the range again: culprits
+(detail names them, as JSON), uncopyable (needs the lenient way)."""
 
 _MOVE: Final = """
-UPDATE {offsets} SET next_offset = %(end)s, updated_at = now()
+UPDATE {offsets} SET next_offset = %(end)s, log_end = %(log_end)s, updated_at = now()
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s
    AND topic_id = %(topic_id)s AND next_offset = %(start)s AND generation = %(generation)s"""
 _LOOK: Final = """
 SELECT next_offset, generation, topic_id FROM {offsets}
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"""
-_REMEMBER: Final = "INSERT INTO {processed} (grp, day, message_id) SELECT %(grp)s, {day}, message_id FROM batch"
-# A message that stands twice in one batch: the lower offset is the first time.
-_DROP_REPEATS: Final = """
-DELETE FROM batch AS later USING batch AS first
- WHERE later.message_id = first.message_id AND later.message_offset > first.message_offset"""
-# In the order of ids, so that two partitions that hold the same ids wait for each other in one direction only.
-_REMEMBER_FRESH: Final = """
-WITH fresh AS (
-    INSERT INTO {processed} (grp, day, message_id)
-    SELECT %(grp)s, {day}, message_id FROM batch ORDER BY message_id
-        ON CONFLICT DO NOTHING RETURNING message_id)
-DELETE FROM batch WHERE NOT EXISTS (SELECT 1 FROM fresh WHERE fresh.message_id = batch.message_id)"""
+_COUNT: Final = """
+UPDATE {offsets} SET applied = applied + %(applied)s, duplicates = duplicates + %(duplicates)s, dead = dead + %(dead)s
+ WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"""
+
+_MINE: Final = "SELECT 1 FROM {groups} WHERE grp = %(grp)s AND generation = %(generation)s FOR SHARE"
+_HOLD: Final = """
+SELECT id FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s) AND state = 'retry' ORDER BY id FOR UPDATE"""
+_RESOLVED: Final = "DELETE FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s)"
 
 
 @dataclass(frozen=True, slots=True)
 class TaskPlan:
-    """Everything a task needs, sent to the executors with the code. ``columns`` are those of ``batch``, with types."""
+    """Everything a task needs, sent to the executors with the code.
+
+    columns   of ``batch``, with their types in Postgres.
+    required  columns that may not be NULL.
+    dead      messages to put aside with the range; they are not among the rows.
+    suspects  partitions that had repeats lately: there the fast path would only fail again.
+    lenient   partitions with a value that does not fit its column.
+    """
 
     url: str
     schema: str
     group: str
     generation: int
     ranges: Mapping[Partition, Range]
+    log_ends: Mapping[Partition, int]
     columns: Mapping[str, str]
     effect: str | PythonEffect
+    strategy: Strategy
+    bisect: bool
+    max_dead: int
+    dead: Mapping[Partition, Sequence[Letter]] = field(default_factory=dict)
     suspects: frozenset[Partition] = frozenset()
-    """Partitions that had repeats lately: there the fast path would only fail again."""
+    lenient: frozenset[Partition] = frozenset()
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """Columns that may not be NULL."""
+        return self.strategy.required
+
+    def applying(self, cursor: psycopg.Cursor[Any]) -> Applying:
+        """Begin with an empty ``batch``."""
+        return Applying(
+            cursor,
+            Book(self.schema, self.group),
+            self.columns,
+            self.strategy,
+            self.effect,
+            bisect=self.bisect,
+            max_dead=self.max_dead,
+        )
 
 
-class _Stop(Exception):
-    """Ends the transaction with a report instead of a retry."""
+class Stop(Exception):
+    """Ends the transaction with a report to the driver instead of a retry by Spark."""
 
     def __init__(self, outcome: str, detail: str) -> None:
         super().__init__(detail)
@@ -82,183 +112,267 @@ def run(plan: TaskPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Record
     """Be the function of mapInArrow: take one partition's rows, apply them, report.
 
     Failures that a retry can mend (a server that is away) are raised and Spark tries again; what would fail again is
-    reported, so that the driver can end the job with the reason.
+    reported, so that the driver can take a message out or end the job with the reason.
     """
-    import pyarrow as pa
-
     first = next((batch for batch in batches if batch.num_rows), None)
     if first is None:
         # No rows: the partition's range held only transaction markers, or all was filtered. The driver moves it on.
         return
     partition = (first.column("message_topic")[0].as_py(), first.column("message_part")[0].as_py())
-    count = _Count(first, batches)
+    feed = Feed(plan.required, first, batches)
+    outcome, fresh, detail = "applied", 0, ""
     try:
-        outcome, fresh, detail = "applied", _apply(plan, partition, count), ""
-        if fresh is None:
-            outcome, fresh = "already", 0
-    except _Stop as stop:
-        outcome, fresh, detail = stop.outcome, 0, stop.detail
-    yield pa.RecordBatch.from_pydict(
+        applied = _apply(plan, partition, feed)
+        if applied is None:
+            outcome = "already"
+        else:
+            fresh = applied
+    except Stop as stop:
+        outcome, detail = stop.outcome, stop.detail
+    yield report(partition, outcome, feed.rows, fresh, detail)
+
+
+def run_retry(
+    plan: TaskPlan, retried: Mapping[Place, int], batches: Iterator[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
+    """Be the function of mapInArrow for dead letters that are tried again: all of them in one transaction.
+
+    retried  the dead letters' ids by their messages' places. Those without a row were filtered: they are settled too.
+    """
+    feed = Feed(plan.required, None, batches)
+    outcome, fresh, detail = "applied", 0, ""
+    try:
+        fresh = _apply_retried(plan, retried, feed)
+    except Stop as stop:
+        outcome, detail = stop.outcome, stop.detail
+    yield report(("", 0), outcome, feed.rows, fresh, detail)
+
+
+def report(partition: Partition, outcome: str, read: int, fresh: int, detail: str) -> pa.RecordBatch:
+    """Give a row of REPORT."""
+    import pyarrow as pa
+
+    return pa.RecordBatch.from_pydict(
         {
             "topic": [partition[0]],
             "part": pa.array([partition[1]], pa.int32()),
             "outcome": [outcome],
-            "read": pa.array([count.rows], pa.int64()),
+            "read": pa.array([read], pa.int64()),
             "fresh": pa.array([fresh], pa.int64()),
             "detail": [detail],
         }
     )
 
 
-class _Count:
-    """The partition's batches, counted as they go by, and checked before they are copied."""
+class Feed:
+    """The partition's batches as they go by: counted, and without the rows that can't be applied; those are named."""
 
-    def __init__(self, first: pa.RecordBatch, rest: Iterator[pa.RecordBatch]) -> None:
-        self._first: pa.RecordBatch | None = first
+    def __init__(self, required: Sequence[str], first: pa.RecordBatch | None, rest: Iterator[pa.RecordBatch]) -> None:
+        self._required = required
+        self._first = first
         self._rest = rest
         self.rows = 0
+        self.found: list[Culprit] = []
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         if self._first is not None:
             first, self._first = self._first, None
             yield self._checked(first)
         for batch in self._rest:
-            yield self._checked(batch)
+            if batch.num_rows:
+                yield self._checked(batch)
+
+    def close(self) -> None:
+        """Raise Culprits when there are any."""
+        if self.found:
+            raise Culprits(self.found)
 
     def _checked(self, batch: pa.RecordBatch) -> pa.RecordBatch:
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
         self.rows += batch.num_rows
-        for column, what in (
-            (CORRUPT, "the payload does not fit the job's schema"),
-            ("message_id", "there is no id: neither a header ce_id nor a header id"),
-        ):
-            if column not in batch.schema.names:
+        for name in (PROBLEM, *self._required):
+            if name not in batch.schema.names:
                 continue
-            values = batch.column(column)
-            bad = values.is_valid() if column == CORRUPT else values.is_null()
-            if bad.true_count:
-                row = bad.index(True).as_py()
-                where = "-".join(str(batch.column(name)[row]) for name in ("message_topic", "message_part"))
-                raise _Stop("bad", f"{where} offset {batch.column('message_offset')[row]}: {what}")
+            column = batch.column(name)
+            bad = batch.num_rows - column.null_count if name == PROBLEM else column.null_count
+            if not bad:
+                continue
+            wrong = column.is_valid() if name == PROBLEM else column.is_null()
+            for row in pc.indices_nonzero(wrong).to_pylist():
+                self.found.append(_at_fault(batch, row, name))
+            batch = batch.filter(pc.invert(wrong))
+        assert isinstance(batch, pa.RecordBatch)
         return batch
 
 
-def _apply(plan: TaskPlan, partition: Partition, batches: _Count) -> int | None:
+def _at_fault(batch: pa.RecordBatch, row: int, name: str) -> Culprit:
+    topic, part, offset = (
+        batch.column(place)[row].as_py() for place in ("message_topic", "message_part", "message_offset")
+    )
+    reason, error = "rejected", f"column {name}, which the job's strategy needs, is NULL"
+    if name == PROBLEM:
+        reason, error = "undecodable", batch.column(PROBLEM)[row].as_py()
+    elif name == "message_id":
+        reason, error = "no-id", "there is no id: neither a header ce_id nor a header id"
+    return Culprit((topic, part, offset), reason, error)
+
+
+def culprits_text(found: Sequence[Culprit]) -> str:
+    """Give culprits as the JSON of a report."""
+    return json.dumps([[*culprit.place, culprit.reason, culprit.error, culprit.sqlstate] for culprit in found])
+
+
+def culprits_from(text: str) -> list[Culprit]:
+    """Read what ``culprits_text`` wrote."""
+    return [
+        Culprit((topic, part, offset), reason, error, sqlstate)
+        for topic, part, offset, reason, error, sqlstate in json.loads(text)
+    ]
+
+
+def _apply(plan: TaskPlan, partition: Partition, feed: Feed) -> int | None:
     """Apply a partition's rows. Gives the number of fresh ones, None when the range was applied before."""
-    topic, part = partition
     span = plan.ranges[partition]
-    shown = f"{topic}-{part} offsets {span.start} to {span.end - 1}"
-    names = {
-        "offsets": sql.Identifier(plan.schema, "offsets"),
-        "processed": sql.Identifier(plan.schema, "processed_messages"),
-        "day": sql.SQL(DAY_OF_ID),
-    }
+    where = f"{partition[0]}-{partition[1]} offsets {span.start} to {span.end - 1}"
+    with (
+        stopping(where),
+        psycopg.connect(plan.url, application_name=f"outbox consumer {plan.group}"[:63]) as connection,
+    ):
+        cursor = connection.cursor()
+        if not move(cursor, plan, partition):
+            return None
+        applying = plan.applying(cursor)
+        if partition in plan.lenient:
+            applying.copy_leniently(feed)
+        else:
+            applying.copy(feed)
+        feed.close()
+        applying.reduce(suspect=partition in plan.suspects)
+        fresh = applying.count()
+        if fresh:
+            applying.apply()
+        settle(cursor, plan, partition, read=feed.rows, fresh=fresh)
+    return fresh
+
+
+def _apply_retried(plan: TaskPlan, retried: Mapping[Place, int], feed: Feed) -> int:
+    """Apply dead letters. Gives the number of fresh rows; the rest had been applied before."""
+    with (
+        stopping("dead letters"),
+        psycopg.connect(plan.url, application_name=f"outbox consumer {plan.group}"[:63]) as connection,
+    ):
+        cursor = connection.cursor()
+        if not hold(cursor, plan, retried):
+            return 0
+        applying = plan.applying(cursor)
+        if plan.lenient:
+            applying.copy_leniently(feed)
+        else:
+            applying.copy(feed)
+        feed.close()
+        applying.reduce(suspect=True, forgetting=False)
+        fresh = applying.per_partition()
+        if fresh:
+            applying.apply()
+        resolve(cursor, plan, retried, fresh)
+    return sum(fresh.values())
+
+
+def hold(cursor: psycopg.Cursor[Any], plan: TaskPlan, retried: Mapping[Place, int]) -> bool:
+    """Lock dead letters that are to be tried again. False when one is not there any more; Stop when fenced.
+
+    It was discarded meanwhile, or this is a retry of a task after its COMMIT: the driver looks again.
+    """
+    if not _on_letters(cursor, plan, _MINE, retried).fetchone():
+        raise Stop("fenced", f"group {plan.group} was taken over from generation {plan.generation}")
+    return _on_letters(cursor, plan, _HOLD, retried).rowcount == len(retried)
+
+
+def resolve(
+    cursor: psycopg.Cursor[Any], plan: TaskPlan, retried: Mapping[Place, int], fresh: Mapping[Partition, int]
+) -> None:
+    """Delete dead letters whose effect is in the sink now, and count them."""
+    _on_letters(cursor, plan, _RESOLVED, retried)
+    for (topic, part), applied in sorted(fresh.items()):
+        counts = {"grp": plan.group, "topic": topic, "part": part, "applied": applied, "duplicates": 0, "dead": 0}
+        _on_offsets(cursor, plan, _COUNT, counts)
+
+
+def _on_letters(
+    cursor: psycopg.Cursor[Any], plan: TaskPlan, query: LiteralString, retried: Mapping[Place, int]
+) -> psycopg.Cursor[Any]:
+    names = {name: sql.Identifier(plan.schema, name) for name in ("groups", "dead_letters")}
+    values = {"grp": plan.group, "generation": plan.generation, "ids": sorted(retried.values())}
+    return cursor.execute(sql.SQL(query).format(**names), values)
+
+
+class stopping:  # noqa: N801  reads as what it does
+    """Turns what ends a transaction for good into a Stop. ``where`` begins the messages that people read."""
+
+    def __init__(self, where: str) -> None:
+        self._where = where
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Culprits):
+            raise Stop("culprits", culprits_text(error.found)) from error
+        if isinstance(error, Uncopyable):
+            raise Stop("uncopyable", "") from error
+        if isinstance(error, Broken):
+            raise Stop("broken", f"{self._where}: {error}") from error
+        if isinstance(error, psycopg.Error) and not passing(error):
+            raise Stop("broken", f"{self._where}: {shown(error)}") from error
+
+
+def move(cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partition) -> bool:
+    """Move the group's offset over the range. False when this generation has done so before; Stop when fenced."""
+    span = plan.ranges[partition]
     values = {
         "grp": plan.group,
-        "topic": topic,
-        "part": part,
+        "topic": partition[0],
+        "part": partition[1],
         "topic_id": span.topic_id,
         "start": span.start,
         "end": span.end,
+        "log_end": plan.log_ends.get(partition),
         "generation": plan.generation,
     }
-    # Kept whole for a Python effect only; SQL sees the rows in the table.
-    kept: list[pa.RecordBatch] | None = [] if callable(plan.effect) else None
-    with psycopg.connect(plan.url, application_name=f"outbox consumer {plan.group}"[:63]) as connection:
-        cursor = connection.cursor()
-        if cursor.execute(sql.SQL(_MOVE).format(**names), values).rowcount == 0:
-            _explain(cursor, names, values, shown)
-            return None
-        try:
-            _copy(cursor, plan.columns, batches, kept)
-            _dedup(connection, cursor, names, values, suspect=partition in plan.suspects)
-            row = cursor.execute("SELECT count(*) FROM batch").fetchone()
-            assert row is not None
-            if row[0]:
-                _effect(cursor, plan.effect, kept)
-        except psycopg.OperationalError:
-            raise
-        except psycopg.Error as error:
-            first_line = str(error).strip().partition("\n")[0]
-            raise _Stop("failed", f"{shown}: {type(error).__name__}: {first_line}") from error
-        return int(row[0])
-
-
-def _explain(
-    cursor: psycopg.Cursor[Any], names: Mapping[str, sql.Composable], values: Mapping[str, Any], shown: str
-) -> None:
-    """Return when the range was applied before by this generation; stop otherwise."""
-    row = cursor.execute(sql.SQL(_LOOK).format(**names), values).fetchone()
-    if row is not None and row == (values["end"], values["generation"], values["topic_id"]):
-        return
+    if _on_offsets(cursor, plan, _MOVE, values).rowcount:
+        return True
+    row = _on_offsets(cursor, plan, _LOOK, values).fetchone()
+    if row is not None and row == (span.end, plan.generation, span.topic_id):
+        return False
     now = "its row is gone" if row is None else f"it stands at offset {row[0]} in generation {row[1]}"
-    raise _Stop(
-        "fenced", f"group {values['grp']} was taken over from generation {values['generation']}: {shown}, {now}"
+    raise Stop(
+        "fenced",
+        f"group {plan.group} was taken over from generation {plan.generation}: {partition[0]}-{partition[1]} offsets "
+        f"{span.start} to {span.end - 1}, {now}",
     )
 
 
-def _copy(
-    cursor: psycopg.Cursor[Any],
-    columns: Mapping[str, str],
-    batches: _Count,
-    kept: list[pa.RecordBatch] | None,
-) -> None:
-    """Stream the batches into the temporary table ``batch``. Arrow writes the CSV: no row passes through Python."""
-    from pyarrow import csv
-
-    fields = sql.SQL(", ").join(
-        sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in columns.items()
-    )
-    cursor.execute(sql.SQL("CREATE TEMPORARY TABLE batch ({}) ON COMMIT DROP").format(fields))
-    listed = sql.SQL(", ").join(map(sql.Identifier, columns))
-    # "all_valid": every value in quotes and NULL bare, so that an empty text and NULL stay apart.
-    options = csv.WriteOptions(include_header=False, quoting_style="all_valid")
-    with cursor.copy(sql.SQL("COPY batch ({}) FROM STDIN (FORMAT csv)").format(listed)) as copy:
-        for batch in batches:
-            chosen = batch.select(list(columns))
-            if kept is not None:
-                kept.append(chosen)
-            sink = io.BytesIO()
-            csv.write_csv(chosen, sink, options)
-            copy.write(sink.getbuffer())
+def settle(cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partition, *, read: int, fresh: int) -> None:
+    """Put the partition's dead letters aside, and count."""
+    span = plan.ranges[partition]
+    dead = letters.write(cursor, plan.schema, plan.group, span.topic_id, plan.dead.get(partition, ()))
+    values = {"grp": plan.group, "topic": partition[0], "part": partition[1]}
+    counts = {"applied": fresh, "duplicates": read - fresh, "dead": dead}
+    _on_offsets(cursor, plan, _COUNT, values | counts)
 
 
-def _dedup(
-    connection: psycopg.Connection[Any],
-    cursor: psycopg.Cursor[Any],
-    names: Mapping[str, sql.Composable],
-    values: Mapping[str, Any],
-    *,
-    suspect: bool,
-) -> None:
-    """Leave only the rows in ``batch`` whose message was never applied, and remember their ids."""
-    if not suspect:
-        try:
-            with connection.transaction():
-                cursor.execute(sql.SQL(_REMEMBER).format(**names), values)
-            return
-        except psycopg.errors.UniqueViolation:
-            # Something repeats. The savepoint took the ids back; find out which, the slower way.
-            pass
-    cursor.execute("ANALYZE batch")
-    cursor.execute(_DROP_REPEATS)
-    cursor.execute(sql.SQL(_REMEMBER_FRESH).format(**names), values)
+def step_over(plan: TaskPlan, partitions: Sequence[Partition]) -> None:
+    """Move over ranges in which there was nothing to apply, in one transaction; their dead letters go aside with it."""
+    with psycopg.connect(plan.url, application_name=f"outbox driver {plan.group}"[:63]) as connection:
+        cursor = connection.cursor()
+        for partition in sorted(partitions):
+            if move(cursor, plan, partition):
+                settle(cursor, plan, partition, read=0, fresh=0)
 
 
-def _effect(cursor: psycopg.Cursor[Any], effect: str | PythonEffect, kept: list[pa.RecordBatch] | None) -> None:
-    if isinstance(effect, str):
-        cursor.execute(effect.encode())
-        return
-    import pyarrow as pa
-    import pyarrow.compute as pc
-
-    assert kept is not None
-    table = pa.Table.from_batches(kept)
-    offsets = [row[0] for row in cursor.execute("SELECT message_offset FROM batch").fetchall()]
-    if len(offsets) < table.num_rows:
-        table = table.filter(pc.is_in(table["message_offset"], pa.array(offsets, pa.int64())))
-    try:
-        effect(cursor, table)
-    except psycopg.Error:
-        raise
-    except Exception as error:
-        raise _Stop("failed", f"the effect raised {type(error).__name__}: {error}") from error
+def _on_offsets(
+    cursor: psycopg.Cursor[Any], plan: TaskPlan, query: LiteralString, values: Mapping[str, Any]
+) -> psycopg.Cursor[Any]:
+    return cursor.execute(sql.SQL(query).format(offsets=sql.Identifier(plan.schema, "offsets")), values)

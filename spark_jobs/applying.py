@@ -1,0 +1,423 @@
+"""Rows into ``batch``, without repeats, into the effect: the part of a transaction that is the same for all of them.
+
+A message that breaks this is a culprit: it is named, the transaction is rolled back, and the driver runs the range
+again without it, with the message as a dead letter in the same transaction. So the fast way carries no raw values
+along, and one bad row costs one row.
+
+| what fails                                   | how the culprit is found                                             |
+|----------------------------------------------|----------------------------------------------------------------------|
+| COPY: a value that the column's type refuses | Uncopyable; again with all columns as text, cast part by part        |
+| the effect: class 22, 23 or 44, or RAISE     | the batch in halves, each under a savepoint, in the order of offsets |
+| the effect raises Reject                     | it says so itself                                                    |
+| its id is of a day that is forgotten         | by a query, after the ids went in                                    |
+| anything else of the database                | nothing to find: the job ends (EffectFailed), or is tried again      |
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import psycopg
+from psycopg import sql
+
+from spark_jobs.errors import Reject
+from spark_jobs.strategies import Book, Place, Strategy
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from spark_jobs.job import PythonEffect
+
+# Data that does not fit, constraints, and what a trigger or function of the sink raises on purpose.
+_DATA: Final = ("22", "23", "44", "P0001")
+# A session that was ended, or a server that is read-only since a failover: another try may find another server.
+_PASSING: Final = frozenset({"25006", "25P03", "25P04"})
+_IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """A message that can't be applied, and why. ``reason`` is one of those of ``dead_letters``."""
+
+    place: Place
+    reason: str
+    error: str
+    sqlstate: str | None = None
+
+
+class Culprits(Exception):
+    """Ends the transaction: these messages have to be taken out first."""
+
+    def __init__(self, found: Sequence[Culprit]) -> None:
+        super().__init__(f"{len(found)} messages can't be applied; the first: {found[0]}")
+        self.found = found
+
+
+class Uncopyable(Exception):
+    """Ends the transaction: a value does not fit its column in ``batch``. The lenient way finds out which."""
+
+
+class Broken(Exception):
+    """Ends the transaction: the effect fails whatever the messages are."""
+
+
+def passing(error: psycopg.Error) -> bool:
+    """Say whether the same may work on another try."""
+    return isinstance(error, psycopg.OperationalError) or error.sqlstate in _PASSING
+
+
+def by_data(error: psycopg.Error) -> bool:
+    """Say whether it is the rows' fault."""
+    return (error.sqlstate or "").startswith(_DATA)
+
+
+def shown(error: BaseException) -> str:
+    """Give an error's kind and its first line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+class Applying:
+    """One use of the table ``batch``, in a transaction that is open.
+
+    columns   of ``batch``, with their types in Postgres.
+    bisect    find culprits; otherwise what the rows break is Broken.
+    max_dead  more culprits than this are Broken.
+    """
+
+    def __init__(
+        self,
+        cursor: psycopg.Cursor[Any],
+        book: Book,
+        columns: Mapping[str, str],
+        strategy: Strategy,
+        effect: str | PythonEffect,
+        *,
+        bisect: bool,
+        max_dead: int,
+    ) -> None:
+        self._cursor = cursor
+        self._book = book
+        self._columns = columns
+        self._strategy = strategy
+        self._effect = effect
+        self._bisecting = bisect
+        self._max_dead = max_dead
+        self._kept: list[pa.RecordBatch] = []
+        self._listed = sql.SQL(", ").join(map(sql.Identifier, columns))
+        self._create("batch", columns)
+
+    def copy(self, batches: Iterable[pa.RecordBatch]) -> None:
+        """Stream rows into ``batch``. Arrow writes the CSV: no row passes through Python. Raises Uncopyable."""
+        # Kept whole for a Python effect only; SQL sees the rows in the table.
+        keep = callable(self._effect)
+        try:
+            self._copy_into("batch", self._kept_while(batches) if keep else batches)
+        except psycopg.Error as error:
+            if passing(error) or not by_data(error):
+                raise
+            if not self._bisecting:
+                raise Broken(shown(error)) from error
+            raise Uncopyable from error
+
+    def copy_leniently(self, batches: Iterable[pa.RecordBatch]) -> None:
+        """The same where ``copy`` met a value that does not fit. Raises Culprits, naming the messages."""
+        found: list[Culprit] = []
+        names = [name for name in self._columns if not name.startswith("message_")]
+        as_text = {name: "text" if name in names else kind for name, kind in self._columns.items()}
+        self._create("incoming", {**as_text, "incoming_at": "bigint GENERATED ALWAYS AS IDENTITY"})
+        self._copy_into("incoming", self._kept_while(without_nul(batches, names, found)))
+        total = self._one("SELECT coalesce(max(incoming_at), 0) FROM incoming")
+        cast = sql.SQL(", ").join(
+            sql.SQL("{}::{}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in self._columns.items()
+        )
+        insert = sql.SQL(
+            "INSERT INTO batch ({}) SELECT {} FROM incoming WHERE incoming_at BETWEEN %s AND %s ORDER BY incoming_at"
+        ).format(self._listed, cast)
+        for number, error in self._halves(1, total, lambda low, high: self._cursor.execute(insert, (low, high))):
+            row = self._cursor.execute(
+                "SELECT message_topic, message_part, message_offset FROM incoming WHERE incoming_at = %s", (number,)
+            ).fetchone()
+            assert row is not None
+            found.append(Culprit((row[0], row[1], row[2]), "failed", shown(error), error.sqlstate))
+        if found:
+            raise Culprits(found)
+
+    def take(self, staged: sql.Identifier, names: Sequence[str]) -> int:
+        """Fill ``batch`` from a staging table, in which these names' columns are text. Gives the number of rows.
+
+        Raises Culprits for messages with values that do not fit; Broken when the rows are no messages.
+        """
+        cast = sql.SQL(", ").join(
+            sql.SQL("{}::{}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in self._columns.items()
+        )
+        placed = "message_offset" in self._columns
+        insert = sql.SQL("INSERT INTO batch ({}) SELECT {} FROM {} WHERE ").format(self._listed, cast, staged)
+        order = sql.SQL(" ORDER BY message_topic, message_part, message_offset" if placed else " ORDER BY staged_at")
+        try:
+            with self._cursor.connection.transaction():
+                taken = self._cursor.execute(insert + sql.SQL("staged_by = ANY(%s)") + order, (list(names),)).rowcount
+            if taken > 1000:
+                self._cursor.execute("ANALYZE batch")
+            return taken
+        except psycopg.Error as error:
+            if passing(error):
+                raise
+            if not (self._bisecting and placed and by_data(error)):
+                raise Broken(shown(error)) from error
+        rows = self._cursor.execute(
+            sql.SQL(
+                "SELECT message_topic, message_part, message_offset, staged_at FROM {} WHERE staged_by = ANY(%s)"
+            ).format(staged)
+            + order,
+            (list(names),),
+        ).fetchall()
+        some = insert + sql.SQL("staged_at = ANY(%s)") + order
+
+        def part(low: int, high: int) -> None:
+            self._cursor.execute(some, ([row[3] for row in rows[low - 1 : high]],))
+
+        found = [
+            Culprit(rows[number - 1][:3], "failed", shown(error), error.sqlstate)
+            for number, error in self._halves(1, len(rows), part)
+        ]
+        raise Culprits(found)
+
+    def places(self) -> set[Place]:
+        """Give the places of the messages in ``batch``."""
+        return set(self._cursor.execute("SELECT message_topic, message_part, message_offset FROM batch").fetchall())
+
+    def reduce(self, *, suspect: bool, forgetting: bool = True) -> None:
+        """Leave only what is to be applied. Raises Culprits for messages of days that are forgotten."""
+        self._strategy.reduce(self._cursor, self._book, suspect=suspect)
+        old = self._strategy.too_old(self._cursor, self._book) if forgetting else []
+        if old:
+            culprits = [Culprit(place, "too-old", why) for place, why in old]
+            if not self._bisecting:
+                raise Broken(f"{culprits[0].place}: {culprits[0].error}")
+            raise Culprits(culprits)
+
+    def count(self) -> int:
+        """Give the number of rows in ``batch``."""
+        return int(self._one("SELECT count(*) FROM batch"))
+
+    def per_partition(self) -> dict[tuple[str, int], int]:
+        """Give the number of rows in ``batch`` of each topic and partition."""
+        rows = self._cursor.execute("SELECT message_topic, message_part, count(*) FROM batch GROUP BY 1, 2").fetchall()
+        return {(topic, part): count for topic, part, count in rows}
+
+    def apply(self) -> None:
+        """Run the effect. Raises Culprits or Broken; errors of servers that are away pass through."""
+        try:
+            self._run()
+            return
+        except psycopg.Error as error:
+            if passing(error):
+                raise
+            if not (self._bisecting and by_data(error)):
+                raise Broken(shown(error)) from error
+        found = self._bisect()
+        if found:
+            raise Culprits(found)
+
+    def _bisect(self) -> list[Culprit]:
+        self._cursor.execute(
+            "CREATE TEMPORARY TABLE held ON COMMIT DROP AS SELECT batch.*, "
+            "row_number() OVER (ORDER BY message_topic, message_part, message_offset) AS held_at FROM batch"
+        )
+        places = self._cursor.execute(
+            "SELECT message_topic, message_part, message_offset FROM held ORDER BY held_at"
+        ).fetchall()
+        refill = sql.SQL(
+            "INSERT INTO batch ({0}) SELECT {0} FROM held WHERE held_at BETWEEN %s AND %s ORDER BY held_at"
+        ).format(self._listed)
+
+        def part(low: int, high: int) -> None:
+            self._cursor.execute("DELETE FROM batch")
+            self._cursor.execute(refill, (low, high))
+            self._run()
+
+        return [
+            Culprit(places[number - 1], "failed", shown(error), error.sqlstate)
+            for number, error in self._halves(1, len(places), part)
+        ]
+
+    def _halves(self, low: int, high: int, do: Callable[[int, int], object]) -> Iterator[tuple[int, psycopg.Error]]:
+        """Do it for rows ``low`` to ``high``, in ever smaller parts where it fails; give the single rows that do."""
+        found = 0
+        parts = [(low, high)] if low <= high else []
+        while parts:
+            low, high = parts.pop()
+            try:
+                with self._cursor.connection.transaction():
+                    do(low, high)
+            except psycopg.Error as error:
+                if passing(error):
+                    raise
+                if not by_data(error):
+                    raise Broken(shown(error)) from error
+                if low < high:
+                    middle = (low + high) // 2
+                    # The lower half comes first: the order of offsets is the order of effects.
+                    parts += [(middle + 1, high), (low, middle)]
+                    continue
+                found += 1
+                if found > self._max_dead:
+                    raise Broken(
+                        f"more than {self._max_dead} messages of one batch fail (max_dead); the last: {shown(error)}"
+                    ) from error
+                yield low, error
+
+    def _run(self) -> None:
+        """Run the effect over ``batch``, under a savepoint, with what it deferred."""
+        if isinstance(self._effect, str):
+            with self._cursor.connection.transaction():
+                self._cursor.execute(self._effect.encode())
+                self._cursor.execute(_IMMEDIATE)
+            return
+        rows = self._rows()
+        try:
+            with self._cursor.connection.transaction():
+                self._effect(self._cursor, rows)
+                self._cursor.execute(_IMMEDIATE)
+        except Reject as reject:
+            culprits = [Culprit(place, "rejected", reject.why) for place in self._rejected(reject, rows)]
+            if not self._bisecting:
+                raise Broken(f"{culprits[0].place}: {reject.why}") from reject
+            raise Culprits(culprits) from reject
+        except psycopg.Error:
+            raise
+        except Exception as error:
+            raise Broken(f"the effect raised {shown(error)}") from error
+
+    @staticmethod
+    def _rejected(reject: Reject, rows: pa.Table) -> list[Place]:
+        wanted = set(reject.message_ids)
+        places = zip(
+            *(rows[name].to_pylist() for name in ("message_topic", "message_part", "message_offset")), strict=True
+        )
+        found = [place for place, name in zip(places, rows["message_id"].to_pylist(), strict=True) if name in wanted]
+        if not found:
+            raise Broken(
+                f"the effect rejected {reject.message_ids[0]}, which is no message_id of its batch"
+            ) from reject
+        return found
+
+    def _rows(self) -> pa.Table:
+        """The rows of ``batch`` as Arrow: those that were copied and are still there, or read from the table."""
+        import pyarrow as pa
+
+        if not self._kept:
+            return read_batch(self._cursor, self._columns)
+        table = pa.Table.from_batches(self._kept)
+        left = self.places()
+        if len(left) < table.num_rows:
+            places = zip(
+                *(table[name].to_pylist() for name in ("message_topic", "message_part", "message_offset")), strict=True
+            )
+            table = table.filter(pa.array([place in left for place in places], pa.bool_()))
+        for index, name in enumerate(table.column_names):
+            if self._columns[name] == "bytea":
+                values = [None if text is None else bytes.fromhex(text[2:]) for text in table[name].to_pylist()]
+                table = table.set_column(index, name, pa.array(values, pa.binary()))
+        return table
+
+    def _kept_while(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            if callable(self._effect):
+                self._kept.append(batch.select(list(self._columns)))
+            yield batch
+
+    def _create(self, name: str, columns: Mapping[str, str]) -> None:
+        fields = sql.SQL(", ").join(
+            sql.SQL("{} {}").format(sql.Identifier(column), sql.SQL(kind)) for column, kind in columns.items()
+        )
+        self._cursor.execute(
+            sql.SQL("CREATE TEMPORARY TABLE {} ({}) ON COMMIT DROP").format(sql.Identifier(name), fields)
+        )
+
+    def _copy_into(self, name: str, batches: Iterable[pa.RecordBatch]) -> None:
+        copy_csv(self._cursor, sql.Identifier(name), list(self._columns), batches)
+
+    def _one(self, query: str) -> Any:
+        row = self._cursor.execute(query.encode()).fetchone()
+        assert row is not None
+        return row[0]
+
+
+def copy_csv(
+    cursor: psycopg.Cursor[Any], table: sql.Composable, columns: Sequence[str], batches: Iterable[pa.RecordBatch]
+) -> None:
+    """Stream these columns of the batches into a table."""
+    from pyarrow import csv
+
+    # "all_valid": every value in quotes and NULL bare, so that an empty text and NULL stay apart.
+    options = csv.WriteOptions(include_header=False, quoting_style="all_valid")
+    listed = sql.SQL(", ").join(map(sql.Identifier, columns))
+    with cursor.copy(sql.SQL("COPY {} ({}) FROM STDIN (FORMAT csv)").format(table, listed)) as copy:
+        for batch in batches:
+            sink = io.BytesIO()
+            csv.write_csv(batch.select(list(columns)), sink, options)
+            copy.write(sink.getbuffer())
+
+
+def without_nul(
+    batches: Iterable[pa.RecordBatch], names: Sequence[str], found: list[Culprit]
+) -> Iterator[pa.RecordBatch]:
+    """Give the rows that hold no NUL character in the columns ``names``, and add the others to ``found``.
+
+    Postgres has no such text, so these could not even be copied to find them there.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    for batch in batches:
+        good = pa.array([True] * batch.num_rows, pa.bool_())
+        for name in names:
+            column = batch.column(name)
+            if not pa.types.is_string(column.type) and not pa.types.is_large_string(column.type):
+                continue
+            bad = pc.fill_null(pc.match_substring(column, "\0"), False)
+            good = pc.and_(good, pc.invert(bad))
+            for row in pc.indices_nonzero(bad).to_pylist():
+                place = tuple(
+                    batch.column(part)[row].as_py() for part in ("message_topic", "message_part", "message_offset")
+                )
+                if all(known.place != place for known in found):
+                    why = f"column {name} holds a NUL character, which text in Postgres can't"
+                    found.append(Culprit(place, "failed", why, "22021"))
+        yield batch.filter(good)
+
+
+def read_batch(cursor: psycopg.Cursor[Any], columns: Mapping[str, str]) -> pa.Table:
+    """Give the rows of ``batch`` as an Arrow table: uuid and jsonb as text, the rest as what it is."""
+    import pyarrow as pa
+
+    kinds: dict[str, pa.DataType] = {
+        "integer": pa.int32(),
+        "smallint": pa.int16(),
+        "bigint": pa.int64(),
+        "double precision": pa.float64(),
+        "real": pa.float32(),
+        "boolean": pa.bool_(),
+        "date": pa.date32(),
+        "timestamptz": pa.timestamp("us", "UTC"),
+        "timestamp": pa.timestamp("us"),
+        "bytea": pa.binary(),
+    }
+    listed = sql.SQL(", ").join(
+        sql.SQL("{}::text").format(sql.Identifier(name)) if kind in {"uuid", "jsonb"} else sql.Identifier(name)
+        for name, kind in columns.items()
+    )
+    rows = cursor.execute(sql.SQL("SELECT {} FROM batch").format(listed)).fetchall()
+    arrays = {}
+    for index, (name, kind) in enumerate(columns.items()):
+        values = [row[index] for row in rows]
+        if kind.startswith("numeric"):
+            precision, scale = kind.removeprefix("numeric(").rstrip(")").split(",")
+            arrays[name] = pa.array(values, pa.decimal128(int(precision), int(scale)))
+        else:
+            arrays[name] = pa.array(values, kinds.get(kind, pa.string()))
+    return pa.table(arrays)

@@ -1,0 +1,245 @@
+"""Rounds with ``atomic="batch"``: executors stage rows, one transaction of the driver applies all partitions at once.
+
+| step | where     | what                                                                                     |
+|------|-----------|------------------------------------------------------------------------------------------|
+| 1    | executors | rows into the group's staging table, each attempt of a task under a name of its own      |
+| 2    | driver    | BEGIN; all offsets move; the rows of the attempts that reported are counted; dedup       |
+| 3    | executors | only with a shuffle: the transform, over what is no repeat; its result is staged as well |
+| 4    | driver    | the effect; counts; COMMIT; what was staged is deleted                                   |
+
+| crash point                         | result                                                                       |
+|-------------------------------------|------------------------------------------------------------------------------|
+| a task before or after its COMMIT   | Spark tries again under another name; what the first one left is never read  |
+| the driver before COMMIT            | rolled back, offsets too; the next one stages anew and drops what is left    |
+| COMMIT sent, answer lost            | the next round reads the offsets, which have moved                           |
+| Postgres crashes                    | a staging table is unlogged and empty then; the count differs: tried again   |
+| the group was taken over            | no offset moves: Fenced; older staging tables go with the take-over          |
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import psycopg
+from psycopg import sql
+
+from spark_jobs import session as spark
+from spark_jobs import task
+from spark_jobs.applying import Applying, Culprit, Culprits, copy_csv, without_nul
+from spark_jobs.decoding import PROBLEM
+from spark_jobs.errors import ConsumerUnavailable
+from spark_jobs.job import META
+from spark_jobs.letters import Retried
+from spark_jobs.planner import Partition
+from spark_jobs.rounds import Rounds, Span, State, Told
+from spark_jobs.strategies import Place
+from spark_jobs.task import Feed, Stop, TaskPlan, culprits_text, stopping
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame
+
+_REPORT: Final = "staged_by string, rows long, culprits string"
+_OLDER: Final = r"""
+SELECT relname FROM pg_class
+ WHERE relnamespace = to_regnamespace(%(schema)s) AND relname LIKE %(like)s AND relname NOT LIKE %(current)s"""
+
+
+@dataclass(frozen=True, slots=True)
+class _StagePlan:
+    """What an executor needs to stage rows."""
+
+    url: str
+    schema: str
+    table: str
+    group: str
+    columns: tuple[str, ...]
+    required: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """What the executors staged: under which names, and how many rows; and the messages that were at fault."""
+
+    table: sql.Identifier
+    names: list[str]
+    rows: int
+    culprits: list[Culprit]
+
+
+class BatchRounds(Rounds):
+    """Applies rounds, each in one transaction of the driver."""
+
+    _prepared: int | None = None
+
+    def _attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
+        def rows(without: Iterable[Place]) -> DataFrame:
+            return spark.chosen(self._source(span), self._job, {*state.dead, *without})
+
+        try:
+            return self._apply(rows, span, state, generation, {})
+        except Stop as stop:
+            # One transaction, one answer: the first partition gives it, the others are tried again with it.
+            told = dict.fromkeys(span.ranges, Told("culprits", detail="[]"))
+            return told | {min(span.ranges): Told(stop.outcome, detail=stop.detail)}
+
+    def _attempt_retry(self, rows: DataFrame, letters: Sequence[Retried], state: State, generation: int) -> Told:
+        def chosen(without: Iterable[Place]) -> DataFrame:
+            return spark.chosen(rows, self._job, without)
+
+        ids = {one.place: one.id for one in letters}
+        try:
+            told = self._apply(chosen, Span({}, {}), state, generation, ids)
+        except Stop as stop:
+            return Told(stop.outcome, detail=stop.detail)
+        return Told("applied", sum(one.read for one in told.values()), sum(one.fresh for one in told.values()))
+
+    def _apply(
+        self,
+        rows: Callable[[Iterable[Place]], DataFrame],
+        span: Span,
+        state: State,
+        generation: int,
+        retried: Mapping[Place, int],
+    ) -> dict[Partition, Told]:
+        """Stage, then apply. Gives what became of each partition. Raises Stop."""
+        self._prepare(generation)
+        messages = spark.decoded(rows(()), self._job)
+        result = spark.shaped(messages, self._job)
+        shuffled = self._job.transform is not None and spark.moves_rows(result)
+        # With a shuffle only who the messages are: that is what dedup needs, and their content is read again.
+        first = messages.select(*META, PROBLEM) if shuffled else result
+        first, columns = spark.copyable(first)
+        staged = self._stage(first, columns, f"{generation}_m", self._job.strategy.required)
+        with stopping("the round"):
+            if staged.culprits:
+                raise Culprits(staged.culprits)
+        plan = self._plan(span, state, generation, columns)
+        with stopping("the round"), psycopg.connect(self._url, application_name=self._name()) as connection:
+            cursor = connection.cursor()
+            # The transaction stays open while executors work for it.
+            cursor.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+            for partition in sorted(span.ranges):
+                if not task.move(cursor, plan, partition):
+                    raise ConsumerUnavailable(f"{partition[0]}-{partition[1]}: the range was applied meanwhile")
+            if retried and not task.hold(cursor, plan, retried):
+                return {}
+            applying = plan.applying(cursor)
+            self._take(applying, staged)
+            read = applying.per_partition()
+            before = applying.places() if shuffled else set()
+            applying.reduce(suspect=bool(retried or plan.suspects), forgetting=not retried)
+            fresh = applying.per_partition()
+            if fresh and shuffled:
+                repeats = before - applying.places()
+                applying = self._transformed(cursor, rows(repeats), plan, generation)
+            if fresh:
+                applying.apply()
+            if retried:
+                task.resolve(cursor, plan, retried, fresh)
+            for partition in sorted(span.ranges):
+                task.settle(cursor, plan, partition, read=read.get(partition, 0), fresh=fresh.get(partition, 0))
+        self._empty(staged)
+        return {
+            partition: Told("applied", read.get(partition, 0), fresh.get(partition, 0))
+            for partition in (span.ranges or read)
+        }
+
+    def _transformed(self, cursor: psycopg.Cursor[Any], rows: DataFrame, plan: TaskPlan, generation: int) -> Applying:
+        """Run the transform over what is fresh, and put its result in the place of the messages."""
+        result, columns = spark.copyable(spark.shaped(spark.decoded(rows, self._job), self._job))
+        staged = self._stage(result, columns, f"{generation}_r", ())
+        with_effect = replace(plan, columns=columns, effect=self._effect(columns, placed=False), bisect=False)
+        cursor.execute("DROP TABLE batch")
+        applying = with_effect.applying(cursor)
+        self._take(applying, staged)
+        return applying
+
+    def _take(self, applying: Applying, staged: _Staged) -> None:
+        taken = applying.take(staged.table, staged.names)
+        if taken != staged.rows:
+            raise ConsumerUnavailable(
+                f"{staged.rows} rows were staged and {taken} are there: Postgres has crashed meanwhile, and that empties "
+                "a staging table"
+            )
+
+    def _stage(self, rows: DataFrame, columns: Mapping[str, str], suffix: str, required: tuple[str, ...]) -> _Staged:
+        table = f"{self._stem()}_{suffix}"
+        as_text = {name: META.get(name, "text") for name in columns}
+        fields = sql.SQL(", ").join(
+            sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in as_text.items()
+        )
+        with psycopg.connect(self._url, application_name=self._name()) as connection:
+            connection.execute(
+                sql.SQL(
+                    "CREATE UNLOGGED TABLE IF NOT EXISTS {} ({}, staged_by text, "
+                    "staged_at bigint GENERATED ALWAYS AS IDENTITY)"
+                ).format(sql.Identifier(self._schema, table), fields)
+            )
+        plan = _StagePlan(self._url, self._schema, table, self._job.group, tuple(columns), required)
+        reports = rows.mapInArrow(lambda batches: _stage(plan, batches), _REPORT).collect()
+        culprits = [culprit for row in reports for culprit in task.culprits_from(row.culprits)]
+        return _Staged(
+            sql.Identifier(self._schema, table),
+            [row.staged_by for row in reports],
+            sum(row.rows for row in reports),
+            culprits,
+        )
+
+    def _prepare(self, generation: int) -> None:
+        """Drop what older generations of the group have left."""
+        if self._prepared == generation:
+            return
+        with psycopg.connect(self._url, application_name=self._name()) as connection:
+            values = {
+                "schema": sql.Identifier(self._schema).as_string(connection),
+                "like": f"{self._stem()}\\_%",
+                "current": f"{self._stem()}\\_{generation}\\_%",
+            }
+            for (name,) in connection.execute(_OLDER, values).fetchall():
+                connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(self._schema, name)))
+        self._prepared = generation
+
+    def _empty(self, staged: _Staged) -> None:
+        with psycopg.connect(self._url, application_name=self._name()) as connection:
+            connection.execute(
+                sql.SQL("DELETE FROM {} WHERE staged_by = ANY(%s)").format(staged.table), (staged.names,)
+            )
+
+    def _stem(self) -> str:
+        return f"staged_{hashlib.sha256(self._job.group.encode()).hexdigest()[:12]}"
+
+    def _name(self) -> str:
+        return f"outbox driver {self._job.group}"[:63]
+
+
+def _stage(plan: _StagePlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Be the function of mapInArrow: COPY one partition's rows, under a name that no other attempt has."""
+    import pyarrow as pa
+
+    name = uuid.uuid4().hex
+    feed = Feed(plan.required, None, batches)
+    found: list[Culprit] = []
+    texts = [column for column in plan.columns if column not in META]
+    table = sql.Identifier(plan.schema, plan.table)
+
+    def named() -> Iterator[pa.RecordBatch]:
+        for batch in without_nul(feed, texts, found):
+            yield batch.append_column("staged_by", pa.array([name] * batch.num_rows, pa.string()))
+
+    with psycopg.connect(plan.url, application_name=f"outbox consumer {plan.group}"[:63]) as connection:
+        copy_csv(connection.cursor(), table, [*plan.columns, "staged_by"], named())
+        found += feed.found
+        if found:
+            connection.rollback()
+    yield pa.RecordBatch.from_pydict(
+        {
+            "staged_by": [name],
+            "rows": pa.array([0 if found else feed.rows], pa.int64()),
+            "culprits": [culprits_text(found)],
+        }
+    )

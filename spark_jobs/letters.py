@@ -1,0 +1,113 @@
+"""Dead letters as they are written: by a task, by the driver, and when one is tried again."""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar, Final
+
+import psycopg
+from psycopg import sql
+
+from spark_jobs.applying import Culprit
+from spark_jobs.strategies import Place
+
+# Twice for one place: its offsets were set back, and it failed once more.
+_WRITE: Final = """
+INSERT INTO {letters} AS letter (grp, topic, topic_id, part, message_offset, message_id, message_key, message_value,
+                                 message_headers, message_time, reason, error, sqlstate)
+VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(offset)s, %(id)s, %(key)s, %(value)s, %(headers)s,
+        timestamptz 'epoch' + %(time)s * interval '1 microsecond',
+        %(reason)s, %(error)s, %(sqlstate)s)
+    ON CONFLICT (grp, topic, part, message_offset, topic_id) DO UPDATE
+   SET reason = excluded.reason, error = excluded.error, sqlstate = excluded.sqlstate, state = 'dead',
+       attempts = letter.attempts + 1, last_failed_at = now()"""
+_AGAIN: Final = """
+UPDATE {letters} SET state = 'dead', attempts = attempts + 1, reason = %(reason)s, error = %(error)s,
+                     sqlstate = %(sqlstate)s, last_failed_at = now()
+ WHERE id = %(letter)s AND grp = %(grp)s"""
+_LIMIT: Final = 2000
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A message that is put aside, whole. ``headers`` is JSON: ``[{"key": name, "value": base64 or null}, …]``.
+
+    ``time`` is Kafka's timestamp in microseconds since 1970.
+    """
+
+    culprit: Culprit
+    message_id: str | None
+    key: bytes | None
+    value: bytes | None
+    headers: str
+    time: int
+
+
+def write(cursor: psycopg.Cursor[Any], schema: str, group: str, topic_id: str, letters: Iterable[Letter]) -> int:
+    """Put messages aside. Gives how many."""
+    query = sql.SQL(_WRITE).format(letters=sql.Identifier(schema, "dead_letters"))
+    rows = [
+        {
+            **_why(letter.culprit),
+            "grp": group,
+            "topic": letter.culprit.place[0],
+            "topic_id": topic_id,
+            "part": letter.culprit.place[1],
+            "offset": letter.culprit.place[2],
+            "id": letter.message_id,
+            "key": letter.key,
+            "value": letter.value,
+            "headers": letter.headers,
+            "time": letter.time,
+        }
+        for letter in letters
+    ]
+    if rows:
+        cursor.executemany(query, rows)
+    return len(rows)
+
+
+def failed_again(cursor: psycopg.Cursor[Any], schema: str, group: str, letter: int, culprit: Culprit) -> None:
+    """Count another attempt of a dead letter."""
+    query = sql.SQL(_AGAIN).format(letters=sql.Identifier(schema, "dead_letters"))
+    cursor.execute(query, {**_why(culprit), "letter": letter, "grp": group})
+
+
+def _why(culprit: Culprit) -> dict[str, Any]:
+    # Text of an error may hold anything the message held.
+    error = culprit.error.replace("\0", "\ufffd")[:_LIMIT]
+    return {"reason": culprit.reason, "error": error, "sqlstate": culprit.sqlstate}
+
+
+@dataclass(frozen=True, slots=True)
+class Retried:
+    """A dead letter that is to be tried again, as a message of Kafka. ``behind``: an earlier one of its key is dead."""
+
+    SCHEMA: ClassVar[str] = (
+        "key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp, "
+        "headers array<struct<key:string,value:binary>>"
+    )
+
+    id: int
+    place: Place
+    key: bytes | None
+    value: bytes | None
+    headers: Sequence[Mapping[str, str | None]]
+    time: dt.datetime
+    behind: bool
+
+    def row(self) -> tuple[Any, ...]:
+        """Give the row of SCHEMA."""
+        headers = [
+            (header["key"], None if header["value"] is None else bytearray(base64.b64decode(header["value"])))
+            for header in self.headers
+        ]
+        key, value = (None if one is None else bytearray(one) for one in (self.key, self.value))
+        return (key, value, *self.place, self.time, headers)
+
+    def same_key(self, other: Retried) -> bool:
+        """Say whether both are of one key of one topic."""
+        return self.key is not None and (self.place[0], self.key) == (other.place[0], other.key)

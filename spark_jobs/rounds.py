@@ -1,0 +1,379 @@
+"""One round: ranges of messages into the sink, whatever is wrong with some of them.
+
+An attempt is one Spark action. It applies what it can, or names what it can't; then the messages that were named are
+read once more, whole, and the next attempt of those ranges puts them aside in the transaction that moves the offsets.
+
+| an attempt says   | then                                                                                      |
+|-------------------|-------------------------------------------------------------------------------------------|
+| applied, already  | the range is done                                                                         |
+| nothing           | it held markers only, or all was filtered: the driver steps over it, dead letters and all |
+| culprits          | they become dead letters; with keep_order the later messages of their keys do too         |
+| uncopyable        | again, the lenient way, which names culprits                                              |
+| fenced, broken    | the job ends, after the others have been counted                                          |
+| UNDECODED         | a row that does not decode stood before a transform: the rows that don't are looked for   |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final
+
+from spark_jobs import session as spark
+from spark_jobs import task
+from spark_jobs.applying import Culprit
+from spark_jobs.decoding import PROBLEM
+from spark_jobs.effects import Insert, Upsert
+from spark_jobs.errors import BadMessage, ConsumerError, EffectFailed, Fenced
+from spark_jobs.job import META, ConsumerJob
+from spark_jobs.letters import Letter, Retried
+from spark_jobs.planner import Partition, Range
+from spark_jobs.store import Store
+from spark_jobs.strategies import Place
+from spark_jobs.task import TaskPlan
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+SUSPECT_ROUNDS: Final = 5
+"""Repeats come in bursts: a partition that had one goes the slower way for that many rounds."""
+RETRIED_AT_ONCE: Final = 500
+_ERRORS: Final[dict[str, type[ConsumerError]]] = {"fenced": Fenced, "broken": EffectFailed}
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How the executors reach Kafka: addresses, and the Java client's options."""
+
+    bootstrap_servers: str
+    options: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The ranges of a round, and for each where Kafka's log ended when it was planned."""
+
+    ranges: Mapping[Partition, Range]
+    log_ends: Mapping[Partition, int]
+
+    def only(self, partitions: Iterable[Partition]) -> Span:
+        """The same for some of the partitions."""
+        wanted = set(partitions)
+        return replace(self, ranges={partition: span for partition, span in self.ranges.items() if partition in wanted})
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What an attempt says of a partition; see task.REPORT."""
+
+    outcome: str
+    read: int = 0
+    fresh: int = 0
+    detail: str = ""
+
+
+@dataclass
+class Counts:
+    """What a round did. read = applied + duplicates + dead, but for what another attempt had applied before."""
+
+    read: int = 0
+    applied: int = 0
+    duplicates: int = 0
+    dead: int = 0
+
+
+@dataclass
+class State:
+    """What a round knows so far."""
+
+    dead: dict[Place, Letter] = field(default_factory=dict)
+    lenient: set[Partition] = field(default_factory=set)
+    counts: Counts = field(default_factory=Counts)
+
+    def letters(self, partition: Partition) -> list[Letter]:
+        return [letter for place, letter in sorted(self.dead.items()) if place[:2] == partition]
+
+
+class Rounds:
+    """Applies rounds, each partition in a transaction of its own, run by an executor."""
+
+    def __init__(
+        self, session: SparkSession, job: ConsumerJob, reading: Reading, url: str, schema: str, store: Store
+    ) -> None:
+        self._session = session
+        self._job = job
+        self._reading = reading
+        self._url = url
+        self._schema = schema
+        self._store = store
+        self._suspects: dict[Partition, int] = {}
+        self._statements: dict[tuple[str, ...], str] = {}
+
+    def apply(self, span: Span, generation: int) -> Counts:
+        """Apply the ranges. Raises Fenced, EffectFailed, BadMessage; and what Spark raises when a server is away."""
+        state = State()
+        self._suspects = {partition: left - 1 for partition, left in self._suspects.items() if left > 1}
+        if self._job.keep_order:
+            self._put_behind(state, span, self._store.dead_keys(self._job.topics))
+        left = span
+        while left.ranges:
+            told, culprits = self._try(left, state, generation)
+            again = self._settle(left, told, state, culprits, generation)
+            if culprits:
+                self._put_aside(state, left, culprits)
+            left = left.only(again)
+        return state.counts
+
+    def retry(self, generation: int) -> Counts:
+        """Apply the dead letters that somebody asked to have tried again, in their order, in one transaction."""
+        counts = Counts()
+        while True:
+            letters = self._store.retried(self._job.topics, RETRIED_AT_ONCE, keep_order=self._job.keep_order)
+            if not letters:
+                return counts
+            blocked = [
+                (one, Culprit(one.place, "behind", "an earlier dead letter of its key still waits"))
+                for one in letters
+                if one.behind
+            ]
+            culprits = blocked or self._retry(letters, generation, counts)
+            self._store.failed_again([(one.id, culprit) for one, culprit in culprits], generation)
+
+    def _retry(self, letters: Sequence[Retried], generation: int, counts: Counts) -> list[tuple[Retried, Culprit]]:
+        """Try dead letters once. Gives those that failed again; when there are none, all of them are settled."""
+        rows = self._session.createDataFrame([one.row() for one in letters], Retried.SCHEMA, verifySchema=False)
+        at = {one.place: one for one in letters}
+        try:
+            told = self._attempt_retry(rows.coalesce(1), letters, State(), generation)
+            if told.outcome == "uncopyable":
+                told = self._attempt_retry(rows.coalesce(1), letters, State(lenient={("", 0)}), generation)
+        except Exception as error:
+            if spark.UNDECODED not in str(error):
+                raise
+            found = self._undecoded(rows)
+        else:
+            if told.outcome in _ERRORS:
+                raise _ERRORS[told.outcome](told.detail)
+            found = task.culprits_from(told.detail) if told.outcome == "culprits" else []
+            counts.applied += told.fresh
+            counts.duplicates += told.read - told.fresh if not found else 0
+            counts.read += told.read if not found else 0
+        if self._job.keep_order:
+            failed = {culprit.place for culprit in found}
+            for one in letters:
+                if one.key is not None and one.place not in failed:
+                    earlier = [at[place] for place in failed if at[place].same_key(one) and place < one.place]
+                    if earlier:
+                        found.append(Culprit(one.place, "behind", f"behind the dead letter {earlier[0].id} of its key"))
+        return [(at[culprit.place], culprit) for culprit in found]
+
+    # What one attempt does.
+
+    def _attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
+        rows = spark.chosen(self._source(span), self._job, state.dead)
+        rows, columns = spark.copyable(spark.shaped(spark.decoded(rows, self._job), self._job))
+        plan = self._plan(span, state, generation, columns)
+        reports = rows.mapInArrow(lambda batches: task.run(plan, batches), task.REPORT).collect()
+        return {(row.topic, row.part): Told(row.outcome, row.read, row.fresh, row.detail) for row in reports}
+
+    def _attempt_retry(self, rows: DataFrame, letters: Sequence[Retried], state: State, generation: int) -> Told:
+        rows, columns = spark.copyable(spark.shaped(spark.decoded(spark.chosen(rows, self._job), self._job), self._job))
+        from pyspark.sql import Row
+
+        plan = self._plan(Span({}, {}), state, generation, columns)
+        ids = {one.place: one.id for one in letters}
+        reports = rows.mapInArrow(lambda batches: task.run_retry(plan, ids, batches), task.REPORT).collect()
+        if not reports:
+            # Spark saw that there are no rows: all were filtered, and are settled all the same.
+            (made,) = task.run_retry(plan, ids, iter(()))
+            reports = [Row(**made.to_pylist()[0])]
+        (row,) = reports
+        return Told(row.outcome, row.read, row.fresh, row.detail)
+
+    # What all ways of applying share.
+
+    def _plan(
+        self, span: Span, state: State, generation: int, columns: Mapping[str, str], *, placed: bool = True
+    ) -> TaskPlan:
+        return TaskPlan(
+            url=self._url,
+            schema=self._schema,
+            group=self._job.group,
+            generation=generation,
+            ranges=dict(span.ranges),
+            log_ends=dict(span.log_ends),
+            columns=columns,
+            effect=self._effect(columns, placed=placed),
+            strategy=self._job.strategy,
+            bisect=self._job.on_bad == "dead-letter",
+            max_dead=self._job.max_dead,
+            dead={partition: state.letters(partition) for partition in span.ranges if state.letters(partition)},
+            suspects=frozenset(self._suspects),
+            lenient=frozenset(state.lenient),
+        )
+
+    def _effect(self, columns: Mapping[str, str], *, placed: bool) -> Any:
+        effect = self._job.effect
+        if not isinstance(effect, Insert | Upsert):
+            return effect
+        payload = tuple(name for name in columns if not placed or name not in META)
+        if payload not in self._statements:
+            types = self._store.column_types(effect.table)
+            made = [one.as_string(None) for one in effect.statements(payload, types, placed=placed)]
+            self._statements[payload] = ";\n".join(made)
+        return self._statements[payload]
+
+    def _source(self, span: Span) -> DataFrame:
+        return spark.source(
+            self._session, self._job, span.ranges, self._reading.bootstrap_servers, self._reading.options
+        )
+
+    def _try(self, span: Span, state: State, generation: int) -> tuple[dict[Partition, Told] | None, list[Culprit]]:
+        """Give what was told, and the culprits. Nothing is told when a row that does not decode ended the attempt."""
+        try:
+            told = self._attempt(span, state, generation)
+        except Exception as error:
+            if spark.UNDECODED not in str(error):
+                raise
+            culprits = self._undecoded(spark.chosen(self._source(span), self._job, state.dead))
+            self._raise({}, culprits)
+            if not culprits:
+                raise EffectFailed(
+                    "a message that does not decode the first time decodes the second time: the job's decoder is not "
+                    "deterministic"
+                ) from error
+            return None, culprits
+        culprits = []
+        for one in told.values():
+            if one.outcome == "culprits":
+                culprits += task.culprits_from(one.detail)
+        return told, culprits
+
+    def _settle(
+        self,
+        span: Span,
+        told: Mapping[Partition, Told] | None,
+        state: State,
+        culprits: Sequence[Culprit],
+        generation: int,
+    ) -> list[Partition]:
+        """Count what is done; give the partitions that have to be tried again. Raises what ends the job."""
+        if told is None:
+            return list(span.ranges)
+        for partition, one in told.items():
+            if one.outcome == "applied":
+                self._count(state, partition, one)
+        state.lenient |= {partition for partition, one in told.items() if one.outcome == "uncopyable"}
+        again = [partition for partition, one in told.items() if one.outcome in {"culprits", "uncopyable"}]
+        silent = [partition for partition in span.ranges if partition not in told]
+        if silent and not any(one.outcome in _ERRORS for one in told.values()):
+            self._step_over(span.only(silent), state, generation)
+        self._raise(told, culprits)
+        return again
+
+    def _raise(self, told: Mapping[Partition, Told], culprits: Sequence[Culprit]) -> None:
+        """End the job with what an attempt says, fencing first."""
+        for outcome, kind in _ERRORS.items():
+            for one in told.values():
+                if one.outcome == outcome:
+                    raise kind(one.detail)
+        if culprits and self._job.on_bad == "halt":
+            first = min(culprits, key=lambda culprit: culprit.place)
+            topic, part, offset = first.place
+            raise BadMessage(f"{topic}-{part} offset {offset}: {first.error}")
+
+    def _count(self, state: State, partition: Partition, one: Told) -> None:
+        state.counts.read += one.read
+        state.counts.applied += one.fresh
+        if one.fresh < one.read:
+            state.counts.duplicates += one.read - one.fresh
+            self._suspects[partition] = SUSPECT_ROUNDS
+        self._count_dead(state, partition)
+
+    def _count_dead(self, state: State, partition: Partition) -> None:
+        dead = len(state.letters(partition))
+        state.counts.read += dead
+        state.counts.dead += dead
+
+    def _step_over(self, span: Span, state: State, generation: int) -> None:
+        try:
+            task.step_over(self._plan(span, state, generation, {}), list(span.ranges))
+        except task.Stop as stop:
+            raise _ERRORS[stop.outcome](stop.detail) from stop
+        for partition in span.ranges:
+            self._count_dead(state, partition)
+
+    # Messages that can't be applied.
+
+    def _undecoded(self, rows: DataFrame) -> list[Culprit]:
+        """Find the rows that do not decode."""
+        from pyspark.sql import functions as F  # noqa: N812
+
+        found = (
+            spark.decoded(rows, self._job)
+            .filter(F.col(PROBLEM).isNotNull())
+            .select("message_topic", "message_part", "message_offset", PROBLEM)
+            .limit(self._job.max_dead + 1)
+            .collect()
+        )
+        return [Culprit((row[0], row[1], row[2]), "undecodable", row[3]) for row in found]
+
+    def _put_aside(self, state: State, span: Span, culprits: Sequence[Culprit]) -> None:
+        """Read the culprits whole, and with keep_order what comes after them."""
+        if any(culprit.place in state.dead for culprit in culprits):
+            raise EffectFailed(f"{culprits[0].place} was named again after it had been taken out: {culprits[0].error}")
+        self._check_number(state, len(culprits), culprits[0].error)
+        letters = self._read_whole(span, {culprit.place: culprit for culprit in culprits})
+        state.dead |= letters
+        if self._job.keep_order:
+            keys: dict[tuple[str, bytes], Place | None] = {}
+            for place, letter in sorted(letters.items(), reverse=True):
+                if letter.key is not None:
+                    keys[place[0], letter.key] = place
+            self._put_behind(state, span, keys)
+
+    def _put_behind(self, state: State, span: Span, keys: Mapping[tuple[str, bytes], Place | None]) -> None:
+        """Find the messages of these keys; of one with a place those that come after it."""
+        from pyspark.sql import functions as F  # noqa: N812
+
+        if not keys:
+            return
+        rows = spark.chosen(self._source(span), self._job, state.dead)
+        wanted = rows.filter(F.col("key").isin([bytearray(key) for _, key in keys]))
+        found: dict[Place, Culprit] = {}
+        for row in wanted.select("topic", "partition", "offset", "key").limit(self._job.max_dead + 1).collect():
+            place = (row[0], row[1], row[2])
+            if (row[0], bytes(row[3])) not in keys:
+                continue
+            after = keys[row[0], bytes(row[3])]
+            if after is None or place[1] != after[1] or place > after:
+                found[place] = Culprit(place, "behind", "an earlier message of its key is a dead letter")
+        if found:
+            self._check_number(state, len(found), "behind other dead letters")
+            state.dead |= self._read_whole(span, found)
+
+    def _read_whole(self, span: Span, culprits: Mapping[Place, Culprit]) -> dict[Place, Letter]:
+        """Read messages from Kafka once more, with everything that they consist of."""
+        narrow: dict[Partition, Range] = {}
+        for topic, part in {place[:2] for place in culprits}:
+            offsets = [place[2] for place in culprits if place[:2] == (topic, part)]
+            narrow[topic, part] = replace(span.ranges[topic, part], start=min(offsets), end=max(offsets) + 1)
+        condition = spark.places(culprits)
+        assert condition is not None
+        rows = spark.raw(self._source(replace(span, ranges=narrow)).filter(condition), self._job).collect()
+        found: dict[Place, Letter] = {}
+        for row in rows:
+            place = (row.topic, row.partition, row.offset)
+            key, value = (None if one is None else bytes(one) for one in (row.key, row.value))
+            found[place] = Letter(culprits[place], row.message_id, key, value, row.headers, row.time)
+        missing = culprits.keys() - found.keys()
+        if missing:
+            raise EffectFailed(f"{min(missing)} could be read a moment ago and is gone now")
+        return found
+
+    def _check_number(self, state: State, more: int, error: str) -> None:
+        if len(state.dead) + more > self._job.max_dead:
+            raise EffectFailed(
+                f"more than {self._job.max_dead} messages of one round can't be applied (max_dead), the last: {error}. "
+                "Nothing of their partitions was applied; if these messages are to become dead letters, raise max_dead"
+            )

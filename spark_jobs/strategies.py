@@ -1,0 +1,276 @@
+"""How a job keeps an event from having its effect twice. Which to choose for which sink: docs/strategies.md.
+
+| strategy    | needs                              | costs                  | can't do                                |
+|-------------|------------------------------------|------------------------|-------------------------------------------|
+| Dedup       | an id in each message              | a row in a table each  | know ids it was made to forget          |
+| Natural     | an effect that may be done again   | nothing                | sums, counters; sources that repeat late |
+| Version     | a version that rises with a change | a look at the sink     | anything but the newest state of a key  |
+| Fingerprint | nothing                            | a hash and a row each  | tell two equal events from a repeat     |
+
+Re-reads after a crash are no matter of these: offsets move with the effect. They are for what the producer's side
+sends twice under two offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, LiteralString
+
+import psycopg
+from psycopg import sql
+
+from spark_jobs.errors import JobError
+from spark_jobs.tables import DAY_OF_ID
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column
+
+_REMEMBER: Final = "INSERT INTO {processed} (grp, day, message_id) SELECT %(grp)s, {day}, message_id FROM batch"
+# A message that stands twice in one batch: the lower offset is the first time.
+_DROP_REPEATS: Final = """
+DELETE FROM batch AS later USING batch AS first
+ WHERE later.message_id = first.message_id
+   AND (later.message_topic, later.message_part, later.message_offset)
+     > (first.message_topic, first.message_part, first.message_offset)"""
+# In the order of ids, so that two partitions that hold the same ids wait for each other in one direction only.
+_REMEMBER_FRESH: Final = """
+WITH fresh AS (
+    INSERT INTO {processed} (grp, day, message_id)
+    SELECT %(grp)s, {day}, message_id FROM batch ORDER BY message_id
+        ON CONFLICT DO NOTHING RETURNING message_id)
+DELETE FROM batch WHERE NOT EXISTS (SELECT 1 FROM fresh WHERE fresh.message_id = batch.message_id)"""
+# After the ids went in: the table is locked against DROP by then, so no day can be forgotten between this and COMMIT.
+_FORGOTTEN: Final = """
+SELECT message_topic, message_part, message_offset, groups.forgotten_before FROM batch, {groups} AS groups
+ WHERE groups.grp = %(grp)s AND {day} < groups.forgotten_before AND {day} <> date '1970-01-01'"""
+_KEEP_NEWEST: Final = """
+DELETE FROM batch USING (
+    SELECT ctid AS place, row_number() OVER (PARTITION BY {key} ORDER BY {order}) AS rank FROM batch) AS ranked
+ WHERE ranked.place = batch.ctid AND ranked.rank > 1"""
+_DROP_OLD: Final = "DELETE FROM batch USING {table} AS stored WHERE {same} AND stored.{stored} >= batch.{version}"
+_LATEST: Final = "message_topic, message_part, message_offset DESC"
+
+Place = tuple[str, int, int]
+"""Topic, partition and offset of a message."""
+
+
+@dataclass(frozen=True, slots=True)
+class Dedup:
+    """Remember the id of every message that was applied. The default."""
+
+    required: tuple[str, ...] = ("message_id",)
+
+    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, *, suspect: bool) -> None:
+        """Leave in ``batch`` only what was never applied. ``suspect``: repeats are likely, so do not try without."""
+        _remember(cursor, book, suspect=suspect)
+
+    def too_old(self, cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:
+        """Give the messages whose day the group has forgotten, each with an explanation."""
+        return _too_old(cursor, book)
+
+
+@dataclass(frozen=True, slots=True)
+class Natural:
+    """The effect itself may be done again: an upsert by ``key``. Of a key's messages in a batch the last one is kept.
+
+    key  columns of ``batch``.
+    Nothing is remembered. A source that repeats an old message after a newer one sets the row back: use Version then.
+    """
+
+    key: Sequence[str]
+
+    def __post_init__(self) -> None:
+        _columns("Natural: key", self.key)
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The columns that may not be NULL."""
+        return tuple(self.key)
+
+    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, *, suspect: bool) -> None:  # noqa: ARG002  one shape for all
+        """Leave in ``batch`` the last message of each key."""
+        keys = sql.SQL(", ").join(map(sql.Identifier, self.key))
+        cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=sql.SQL(_LATEST)))
+
+    def too_old(self, cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:  # noqa: ARG002
+        """Nothing is remembered, so nothing is forgotten."""
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Version:
+    """Only what is newer than the stored version is applied. Of a key's messages in a batch the newest is kept.
+
+    table    of the sink, as ``name`` or ``schema.name``: where the stored version stands.
+    key      columns of ``batch``; in the table they have the same names, or those of a mapping batch column → column.
+    version  a column of ``batch`` that rises with every change of a key.
+    stored   the version's column in the table; the same name if not given.
+    """
+
+    table: str
+    key: Sequence[str] | Mapping[str, str]
+    version: str
+    stored: str | None = None
+
+    def __post_init__(self) -> None:
+        if not self.table or not self.version:
+            raise JobError("Version: table and version must be named")
+        _columns("Version: key", list(self.key))
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The columns that may not be NULL."""
+        return (*self.key, self.version)
+
+    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, *, suspect: bool) -> None:  # noqa: ARG002
+        """Leave in ``batch`` the newest message of each key, if it is newer than what the table has."""
+        keys = sql.SQL(", ").join(map(sql.Identifier, self.key))
+        order = sql.SQL("{} DESC, " + _LATEST).format(sql.Identifier(self.version))
+        cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=order))
+        pairs = self.key.items() if isinstance(self.key, Mapping) else [(name, name) for name in self.key]
+        same = sql.SQL(" AND ").join(
+            sql.SQL("stored.{} = batch.{}").format(sql.Identifier(there), sql.Identifier(here)) for here, there in pairs
+        )
+        cursor.execute(
+            sql.SQL(_DROP_OLD).format(
+                table=identifier(self.table),
+                same=same,
+                stored=sql.Identifier(self.stored or self.version),
+                version=sql.Identifier(self.version),
+            )
+        )
+
+    def too_old(self, cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:  # noqa: ARG002
+        """Nothing is remembered, so nothing is forgotten."""
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint:
+    """For sources without ids: the id is made of the content (SHA-256), then as Dedup.
+
+    columns  what makes a message the same, of the decoded columns. None given: Kafka's key and value, as bytes.
+    time     a timestamp column of the content. With it ids hold a time and can be forgotten by day; without it they are
+             kept for good.
+    """
+
+    columns: Sequence[str] = ()
+    time: str | None = None
+    required: tuple[str, ...] = ("message_id",)
+
+    def __post_init__(self) -> None:
+        if self.columns:
+            _columns("Fingerprint: columns", self.columns)
+        if isinstance(self.columns, str):
+            raise JobError("Fingerprint: columns must be a list of names")
+
+    def message_id(self) -> Column:
+        """Give the id as a Spark column: a UUID of version 7 with ``time``, of version 8 without."""
+        from pyspark.sql import functions as F  # noqa: N812
+
+        if self.columns:
+            # ignoreNullFields off: a NULL and a column that is not there are two contents.
+            content = F.to_json(F.struct(*map(F.col, self.columns)), {"ignoreNullFields": "false"}).cast("binary")
+        else:
+            # NULL and empty are two contents, and the key's length keeps key and value apart.
+            content = F.concat(
+                F.coalesce(F.octet_length("key").cast("string"), F.lit("-")).cast("binary"),
+                F.lit(":").cast("binary"),
+                F.coalesce(F.col("key"), F.lit(b"")),
+                F.when(F.col("value").isNull(), F.lit(b"-")).otherwise(F.lit(b"+")),
+                F.coalesce(F.col("value"), F.lit(b"")),
+            )
+        digest = F.sha2(content, 256)
+        if self.time is None:
+            return uuid8(digest)
+        instant = F.lower(F.lpad(F.hex(F.unix_millis(F.col(self.time).cast("timestamp"))), 12, "0"))
+        return F.concat(
+            F.substring(instant, 1, 8),
+            F.lit("-"),
+            F.substring(instant, 9, 4),
+            F.lit("-7"),
+            F.substring(digest, 1, 3),
+            F.lit("-8"),
+            F.substring(digest, 4, 3),
+            F.lit("-"),
+            F.substring(digest, 7, 12),
+        )
+
+    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, *, suspect: bool) -> None:
+        """Leave in ``batch`` only what was never applied."""
+        _remember(cursor, book, suspect=suspect)
+
+    def too_old(self, cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:
+        """Give the messages whose day the group has forgotten, each with an explanation."""
+        return _too_old(cursor, book)
+
+
+Strategy = Dedup | Natural | Version | Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Book:
+    """Where a group's ids are remembered."""
+
+    schema: str
+    group: str
+
+    def run(self, cursor: psycopg.Cursor[Any], query: LiteralString, **values: object) -> psycopg.Cursor[Any]:
+        """Execute with the tables' names and the group."""
+        names = {
+            "processed": sql.Identifier(self.schema, "processed_messages"),
+            "groups": sql.Identifier(self.schema, "groups"),
+            "day": sql.SQL(DAY_OF_ID),
+        }
+        return cursor.execute(sql.SQL(query).format(**names), {"grp": self.group, **values})
+
+
+def uuid8(digest: Column) -> Column:
+    """Give a UUID of version 8 (RFC 9562: contents of one's own) from a hash in hexadecimal digits."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    return F.concat(
+        F.substring(digest, 1, 8),
+        F.lit("-"),
+        F.substring(digest, 9, 4),
+        F.lit("-8"),
+        F.substring(digest, 13, 3),
+        F.lit("-8"),
+        F.substring(digest, 16, 3),
+        F.lit("-"),
+        F.substring(digest, 19, 12),
+    )
+
+
+def identifier(name: str) -> sql.Identifier:
+    """Give ``table`` or ``schema.table`` as an identifier. Raises JobError for anything else."""
+    parts = name.split(".")
+    if not 1 <= len(parts) <= 2 or not all(parts):
+        raise JobError(f"table: {name!r} must be NAME or SCHEMA.NAME")
+    return sql.Identifier(*parts)
+
+
+def _remember(cursor: psycopg.Cursor[Any], book: Book, *, suspect: bool) -> None:
+    if not suspect:
+        try:
+            with cursor.connection.transaction():
+                book.run(cursor, _REMEMBER)
+            return
+        except psycopg.errors.UniqueViolation:
+            # Something repeats. The savepoint took the ids back; find out which, the slower way.
+            pass
+    cursor.execute("ANALYZE batch")
+    cursor.execute(_DROP_REPEATS)
+    book.run(cursor, _REMEMBER_FRESH)
+
+
+def _too_old(cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:
+    rows = book.run(cursor, _FORGOTTEN).fetchall()
+    why = "its id is of a day before {}, and such ids are no longer all remembered: it may have been applied before"
+    return [((topic, part, offset), why.format(before)) for topic, part, offset, before in rows]
+
+
+def _columns(what: str, names: Sequence[str]) -> None:
+    if isinstance(names, str) or not names or not all(names):
+        raise JobError(f"{what}: must be a list of column names, not {names!r}")
