@@ -118,7 +118,11 @@ class Topics:
     def _create_topic(self, topic: str) -> None:
         new = NewTopic(topic, num_partitions=self._partitions, replication_factor=self._replication)
         try:
-            self._admin.create_topics([new], operation_timeout=_METADATA_SECONDS)[topic].result()
+            # Without a limit of its own the client waits a minute for a controller that has just died.
+            created = self._admin.create_topics(
+                [new], operation_timeout=_METADATA_SECONDS, request_timeout=_METADATA_SECONDS
+            )
+            created[topic].result()
         except KafkaException as error:
             code = error.args[0].code()
             if code == KafkaError.TOPIC_ALREADY_EXISTS:
@@ -186,6 +190,7 @@ class Sender:
         self._failed: dict[int, tuple[Claim, KafkaError]] = {}
         self._fatal: KafkaError | None = None
         self._late = False
+        self._marker_topic = ""
         self.sent: list[Claim] = []
         self.refused: list[Result] = []
         try:
@@ -229,6 +234,7 @@ class Sender:
 
     def send_marker(self, topic: str, partition: int, value: bytes, deadline: float) -> None:
         """Queue a batch's marker behind its events. Raises Unavailable."""
+        self._marker_topic = topic
         report = partial(self._on_failure, _MARKER)
         while True:
             try:
@@ -289,14 +295,17 @@ class Sender:
         # The cause comes first; the messages behind it fail because it did.
         causes = [(claim, error) for claim, error in self._failed.values() if error.code() not in _CONSEQUENCES]
         for claim, error in causes:
-            if error.code() in REFUSALS:
+            # No event is at fault for a marker; but the marker of fewer events is smaller.
+            smaller = error.code() == KafkaError.MSG_SIZE_TOO_LARGE and len(self.sent) > 1
+            if error.code() in REFUSALS and (claim is not _MARKER or smaller):
                 return BatchRefused(f"topic {self._topic(claim)!r}: {REFUSALS[error.code()]} ({error.str()})")
         if self._late:
-            return Unavailable(f"Kafka: no acknowledgement within {seconds:g} s ({self._lost()})")
+            return Unavailable(f"Kafka: no acknowledgement within {seconds:g} s{self._lost()}")
         for claim, error in causes:
-            return Unavailable(f"Kafka, sending to {self._topic(claim)!r}: {error.str()} ({self._lost()})")
+            what = "the batch's marker " if claim is _MARKER else ""
+            return Unavailable(f"Kafka, sending {what}to {self._topic(claim)!r}: {error.str()}{self._lost()}")
         text = self._fatal.str() if self._fatal is not None else "the batch was dropped"
-        return Unavailable(f"Kafka: {text} ({self._lost()})")
+        return Unavailable(f"Kafka: {text}{self._lost()}")
 
     def close(self) -> None:
         """Forget what is queued and in flight."""
@@ -305,9 +314,12 @@ class Sender:
             self.producer.poll(0)
 
     def _lost(self) -> str:
-        return f"{len(self._failed)} of {len(self.sent)} events not acknowledged"
+        events = len(self._failed.keys() - {_MARKER.position})
+        return f" ({events} of {len(self.sent)} events not acknowledged)" if events else ""
 
     def _topic(self, claim: Claim) -> str:
+        if claim is _MARKER:
+            return self._marker_topic
         try:
             return self._router.topic(claim)
         except NoRoute:

@@ -169,7 +169,9 @@ class StateTopic:
                 self.name, lanes, replication_factor=self._replication, config={**_STATE_CONFIG, **_STATE_TUNING}
             )
             try:
-                admin.create_topics([topic], operation_timeout=_READ_SECONDS)[self.name].result()
+                # Without a limit of its own the client waits a minute for a controller that has just died.
+                created = admin.create_topics([topic], operation_timeout=_READ_SECONDS, request_timeout=_READ_SECONDS)
+                created[self.name].result()
             except KafkaException as error:
                 if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
                     raise
@@ -184,7 +186,8 @@ class StateTopic:
                     f"set {name}={wanted} on it"
                 )
         if found is not None and len(found.partitions) < lanes:
-            admin.create_partitions([NewPartitions(self.name, lanes)])[self.name].result()
+            more = admin.create_partitions([NewPartitions(self.name, lanes)], request_timeout=_READ_SECONDS)
+            more[self.name].result()
             self._await_leaders(admin, lanes)
 
     def _await_leaders(self, admin: AdminClient, lanes: int) -> None:
