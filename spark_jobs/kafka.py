@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import datetime as dt
+import logging
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
 
-from confluent_kafka import KafkaError, KafkaException, TopicPartition
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from spark_jobs.errors import ConsumerError, ConsumerUnavailable
@@ -43,11 +44,11 @@ class KafkaView:
     """Kafka as the planner sees it. ``options`` are librdkafka's: addresses and credentials."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
-        import logging
-
-        logger = logging.getLogger("spark_jobs.librdkafka")
-        logger.setLevel(logging.CRITICAL + 1)
-        self._admin = AdminClient(dict(options), logger=logger)
+        self._options = dict(options)
+        self._logger = logging.getLogger("spark_jobs.librdkafka")
+        self._logger.setLevel(logging.CRITICAL + 1)
+        self._admin = AdminClient(dict(options), logger=self._logger)
+        self._shown: dict[str, _Shown] = {}
 
     def look(
         self, topics: Sequence[str], *, high_watermarks: bool = False
@@ -130,19 +131,52 @@ class KafkaView:
         )
         return answers
 
-    def show_lag(self, group: str, offsets: Mapping[Partition, int]) -> str | None:
-        """Tell Kafka how far the group is. Nobody here reads it back, so a failure is only reported, as text."""
-        from confluent_kafka import ConsumerGroupTopicPartitions
+    def show_lag(self, group: str, offsets: Mapping[Partition, int], seconds: float = 5.0) -> str | None:
+        """Tell Kafka how far the group is. Nobody here reads it back, so a failure is only reported, as text.
 
+        Waits at most so many seconds for the answer, and not at all while an earlier one is still to come.
+        """
+        if group not in self._shown:
+            self._shown[group] = _Shown(self._options, group, self._logger)
+        return self._shown[group].show(offsets, seconds)
+
+
+class _Shown:
+    """A group's position in Kafka, written by a consumer that joins nothing.
+
+    Not by the admin client: what it asks a group's coordinator times out again and again once the broker has restarted,
+    and librdkafka may end the whole process then (a failed assertion, ``eonce->refcnt > 0``).
+    """
+
+    def __init__(self, options: Mapping[str, str], group: str, logger: logging.Logger) -> None:
+        self._unanswered = 0
+        self._problem: str | None = None
+        own: dict[str, Any] = {
+            "group.id": group,
+            "enable.auto.commit": False,
+            # The shortest that brokers take: so long the client waits for a coordinator, also when it is let go.
+            "session.timeout.ms": 6000,
+            "on_commit": self._answered,
+        }
+        self._consumer = Consumer({**options, **own}, logger=logger)
+
+    def show(self, offsets: Mapping[Partition, int], seconds: float) -> str | None:
         positions = [TopicPartition(topic, part, offset) for (topic, part), offset in sorted(offsets.items())]
-        request: Any = ConsumerGroupTopicPartitions(group, positions)
+        deadline = time.monotonic() + (0.0 if self._unanswered else seconds)
         try:
-            futures = self._admin.alter_consumer_group_offsets([request], request_timeout=_SECONDS)
-            for future in futures.values():
-                future.result()
+            self._consumer.commit(offsets=positions, asynchronous=True)
         except KafkaException as error:
             return str(error)
-        return None
+        self._unanswered += 1
+        self._consumer.poll(0)
+        while self._unanswered and time.monotonic() < deadline:
+            self._consumer.poll(0.05)
+        return "no answer yet" if self._unanswered else self._problem
+
+    def _answered(self, error: KafkaError | None, positions: Sequence[TopicPartition]) -> None:
+        self._unanswered -= 1
+        problems = [error, *(position.error for position in positions)]
+        self._problem = next((str(problem) for problem in problems if problem is not None), None)
 
 
 def _offsets(answers: Mapping[Any, Future[Any]]) -> dict[Partition, int]:
