@@ -170,7 +170,6 @@ def decoded(rows: DataFrame, job: ConsumerJob) -> DataFrame:
 
     payload = job.payload_columns()
     meta = {
-        "message_id": _message_id(job),
         "message_topic": F.col("topic"),
         "message_part": F.col("partition"),
         "message_offset": F.col("offset"),
@@ -180,8 +179,15 @@ def decoded(rows: DataFrame, job: ConsumerJob) -> DataFrame:
         "message_time": F.col("timestamp"),
         "message_tombstone": F.col("value").isNull(),
     }
-    columns = [column.alias(name) for name, column in meta.items()]
-    return job.decoder.decode(rows).select(*(F.col(f"`{name}`") for name in payload), *columns, PROBLEM)
+    by_content = isinstance(job.strategy, Fingerprint) and job.strategy.decoded
+    if not by_content:
+        meta["message_id"] = _message_id(job)
+    # Before the payload's columns, which may have names of Kafka's.
+    rows = rows.select(*(column.alias(name) for name, column in meta.items()), "value", "headers")
+    rows = job.decoder.decode(rows)
+    if by_content:
+        rows = rows.withColumn("message_id", F.when(F.col(PROBLEM).isNull(), _message_id(job)))
+    return rows.select(*(f"`{name}`" for name in payload), *META, PROBLEM)
 
 
 def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:

@@ -151,8 +151,8 @@ class Fingerprint:
     """For sources without ids: the id is made of the content (SHA-256), then as Dedup.
 
     columns  what makes a message the same, of the decoded columns. None given: Kafka's key and value, as bytes.
-    time     a timestamp column of the content. With it ids hold a time and can be forgotten by day; without it they are
-             kept for good.
+    time     a timestamp column of the content; goes with ``columns``. With it ids hold a time and can be forgotten by
+             day; without it they are kept for good.
     """
 
     columns: Sequence[str] = ()
@@ -160,10 +160,15 @@ class Fingerprint:
     required: tuple[str, ...] = ("message_id",)
 
     def __post_init__(self) -> None:
-        if self.columns:
+        if self.columns or isinstance(self.columns, str):
             _columns("Fingerprint: columns", self.columns)
-        if isinstance(self.columns, str):
-            raise JobError("Fingerprint: columns must be a list of names")
+        elif self.time is not None:
+            raise JobError("Fingerprint: time goes with columns")
+
+    @property
+    def decoded(self) -> bool:
+        """Whether the id is made of decoded columns, and not of Kafka's own key and value."""
+        return bool(self.columns)
 
     def message_id(self) -> Column:
         """Give the id as a Spark column: a UUID of version 7 with ``time``, of version 8 without."""
