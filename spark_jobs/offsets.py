@@ -296,7 +296,8 @@ class Offsets:
                 if after is not None:
                     moves.append(move(number, here, there, topic_id, after))
             # What the old topic had more of than the one that is there now.
-            return moves + ([] if part is not None else _gone({n: stored[n] for n in stored if n not in extents}))
+            ended = {n: here for n, here in stored.items() if n not in extents and here.topic_id != survey.ids[topic]}
+            return moves + (_gone(ended) if part is None else [])
 
         request = _Request(
             group=group,
@@ -471,8 +472,10 @@ def _positions(
 def _trouble(row: Mapping[str, Any] | None, there: Extent | None, topic_id: str | None) -> str | None:
     if topic_id is None:
         return "the topic is gone"
-    if there is None or (row is not None and row["topic_id"] != topic_id):
+    if row is not None and row["topic_id"] != topic_id:
         return "the topic was created again"
+    if there is None:
+        return None
     at = 0 if row is None else row["next_offset"]
     if at < there.first:
         return "retention passed it"

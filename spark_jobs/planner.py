@@ -7,7 +7,8 @@
 | stored offset below Kafka's first              | DataLost: retention was faster than the group             |
 | stored offset above Kafka's end                | DataLost: the log was cut, as by an unclean election      |
 | stored topic_id is not the topic's             | TopicRecreated, whether it is shorter now or longer       |
-| stored partition or topic that Kafka has not   | TopicRecreated                                            |
+| stored topic that Kafka does not have          | TopicRecreated                                            |
+| stored partition that Kafka does not name      | a broker with old news, Kafka never drops one: next round |
 | an open transaction at the end                 | Kafka's end is the last stable offset: read up to there   |
 
 An error names everything that was found, over all partitions, as ``Loss``: the driver records these and ends.
@@ -94,18 +95,15 @@ class Loss:
 def new_partitions(
     stored: Mapping[Partition, Stored],
     extents: Mapping[Partition, Extent],
-    topic_ids: Mapping[str, str] | None = None,
+    topic_ids: Mapping[str, str],
     group: str = "GROUP",
 ) -> list[Partition]:
     """Give the partitions that Kafka has and the group does not know.
 
-    Raises DataLost for one that begins above 0; with ``topic_ids`` also for whatever else does not fit, so that one
-    error names it all.
+    Raises DataLost for one that begins above 0, and like ``plan`` for the others: one error names everything.
     """
-    ids = {} if topic_ids is None else topic_ids
-    known = {} if topic_ids is None else stored
     fresh = sorted(extents.keys() - stored.keys())
-    halt(_never_read(fresh, extents, ids) + find_losses(known, extents, ids), group)
+    halt(_never_read(fresh, extents, topic_ids) + find_losses(stored, extents, topic_ids), group)
     return fresh
 
 
@@ -124,7 +122,7 @@ def plan(
     waiting = {
         partition: Range(here.topic_id, here.next_offset, extents[partition].end)
         for partition, here in sorted(stored.items())
-        if extents[partition].end > here.next_offset
+        if partition in extents and extents[partition].end > here.next_offset
     }
     return waiting if max_records is None else _clip(waiting, max_records)
 
@@ -138,12 +136,14 @@ def find_losses(
         there = extents.get((topic, part))
         if topic not in topic_ids:
             text = f"the topic is gone from Kafka; what it held from offset {here.next_offset} on can't be read now"
-        elif here.topic_id != topic_ids[topic] or there is None:
+        elif here.topic_id != topic_ids[topic]:
             text = (
                 f"the topic was deleted or created again since the group read it (its id was {here.topic_id}, now "
                 f"{topic_ids[topic]}): offset {here.next_offset} means nothing there, and nobody can know what else "
                 "the old one held"
             )
+        elif there is None:
+            continue
         elif here.next_offset < there.first:
             text = f"retention removed messages {here.next_offset} to {there.first - 1} before the group read them"
             lost = (here.next_offset, there.first)
@@ -177,7 +177,7 @@ def _never_read(fresh: Sequence[Partition], extents: Mapping[Partition, Extent],
         Loss(
             topic,
             part,
-            ids.get(topic, ""),
+            ids[topic],
             0,
             extents[topic, part].first,
             LossKind.RETENTION,

@@ -9,6 +9,7 @@
 | a message can't be applied         | it becomes a dead letter in the transaction that moves the offsets; see rounds  |
 | the effect itself fails            | its partition is rolled back, the job ends and says which                       |
 | Kafka lost what was not read       | recorded, and the job ends                                                      |
+| somebody keeps a lock on the sink  | waited for, and reported: which session it is                                   |
 | SIGTERM                            | the running round ends, then the loop                                           |
 """
 
@@ -19,23 +20,29 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 
 from spark_jobs.batch import BatchRounds
+from spark_jobs.blockers import Watch
 from spark_jobs.errors import ConsumerUnavailable, DataLost, EffectFailed
 from spark_jobs.job import ConsumerJob
-from spark_jobs.kafka import KafkaView
-from spark_jobs.planner import Extent, Partition, new_partitions, plan
+from spark_jobs.kafka import KafkaView, TopicMissing
+from spark_jobs.planner import Extent, Partition, find_losses, halt, new_partitions, plan
 from spark_jobs.retention import KEEP_DAYS
 from spark_jobs.rounds import Counts, Reading, Rounds, Span
 from spark_jobs.store import Store
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+
+
+_PINNED_SECONDS: Final = 5.0
+"""How often Kafka is asked what waits behind open transactions: a request more than a round needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +115,8 @@ class Runner:
         reading = Reading(options.kafka["bootstrap.servers"], options.reader)
         self._rounds = kind(session, job, reading, options.url, options.schema, self._store)
         self._day_made_at: float | None = None
+        self._pinned: dict[Partition, int] = {}
+        self._pinned_at: float | None = None
         self._totals = Totals(job.group)
         self._started = time.monotonic()
 
@@ -116,6 +125,11 @@ class Runner:
         """The figures so far."""
         self._totals.seconds = time.monotonic() - self._started
         return self._totals
+
+    @property
+    def pinned(self) -> Mapping[Partition, int]:
+        """Offsets that wait behind a transaction which is open, where there are any; some seconds old."""
+        return self._pinned
 
     def once(self, stop: threading.Event) -> Totals:
         """Apply everything that is committed in Kafka now. Raises a ConsumerError when that is not possible."""
@@ -126,8 +140,7 @@ class Runner:
             def step() -> bool:
                 nonlocal targets
                 if targets is None:
-                    self._begin()
-                    targets = self._kafka.look(self._job.topics)[1]
+                    targets = self._look(self._begin())[1]
                     self._announce(targets)
                 return not self._round(targets)
 
@@ -136,10 +149,14 @@ class Runner:
 
     def continuous(self, stop: threading.Event) -> Totals:
         """Apply what comes, until stopped. Waits for servers that are away for as long as it takes."""
-        while not stop.is_set():
-            if self._waiting_for_servers(lambda: not self._round(None), stop, None):
-                stop.wait(self._options.idle_seconds)
+        with self._watch():
+            while not stop.is_set():
+                if self._waiting_for_servers(lambda: not self._round(None), stop, None):
+                    stop.wait(self._options.idle_seconds)
         return self.totals
+
+    def _watch(self) -> Watch:
+        return Watch(self._options.url, self._job.group, self._report)
 
     def _begin(self) -> int:
         """Take the group over, once for the life of this runner."""
@@ -169,7 +186,7 @@ class Runner:
     def _round(self, targets: Mapping[Partition, Extent] | None) -> bool:
         """Apply one batch, up to ``targets`` if given. Says whether there was anything to read."""
         generation = self._begin()
-        ids, known = self._kafka.look(self._job.topics)
+        ids, known = self._look(generation)
         extents = known
         if targets is not None:
             extents = {
@@ -177,40 +194,64 @@ class Runner:
                 for partition, extent in extents.items()
                 if partition in targets
             }
-        try:
+        with self._recorded(generation):
             stored = self._store.stored(self._job.topics)
-            fresh = new_partitions(stored, extents, ids)
+            fresh = new_partitions(stored, extents, ids, self._job.group)
             if fresh:
                 self._store.add(fresh, ids, generation)
                 stored = self._store.stored(self._job.topics)
             if targets is not None:
                 # A partition added while ``once`` runs is for the next run; the ends of this one are fixed.
                 stored = {partition: here for partition, here in stored.items() if partition in extents or fresh}
-            ranges = plan(stored, extents, ids, self._options.max_records)
-        except DataLost as lost:
-            self._store.record_losses(lost.losses, generation)
-            raise
+            ranges = plan(stored, extents, ids, self._options.max_records, self._job.group)
+        began = time.monotonic()
         retried = self._rounds.retry(generation)
         if retried.read:
-            self._count(retried)
+            self._count(retried, began)
         if not ranges:
             self._store.require(generation)
             return False
         log_ends = {partition: known[partition].end for partition in ranges}
-        self._count(self._rounds.apply(Span(ranges, log_ends), generation))
+        began = time.monotonic()
+        counts = self._rounds.apply(Span(ranges, log_ends), generation)
+        self._count(counts, began, passed=sum(span.end - span.start for span in ranges.values()))
         lag = self._kafka.show_lag(self._job.group, {partition: span.end for partition, span in ranges.items()})
         if lag is not None:
             self._report("the group's position could not be shown to Kafka", {"error": lag})
         return True
 
-    def _count(self, counts: Counts) -> None:
+    def _look(self, generation: int) -> tuple[dict[str, str], dict[Partition, Extent]]:
+        """Ask Kafka for the job's topics. A missing one is a loss when the group has read it."""
+        ask = self._pinned_at is None or time.monotonic() - self._pinned_at > _PINNED_SECONDS
+        try:
+            ids, extents = self._kafka.look(self._job.topics, high_watermarks=ask)
+        except TopicMissing as error:
+            with self._recorded(generation):
+                halt(find_losses(self._store.stored(error.topics), {}, {}), self._job.group)
+            raise
+        if ask:
+            self._pinned_at = time.monotonic()
+            self._pinned = {partition: extent.pinned for partition, extent in extents.items() if extent.pinned}
+        return ids, extents
+
+    @contextmanager
+    def _recorded(self, generation: int) -> Iterator[None]:
+        try:
+            yield
+        except DataLost as lost:
+            self._store.record_losses(lost.losses, generation)
+            raise
+
+    def _count(self, counts: Counts, began: float, passed: int = 0) -> None:
+        """Add a round up and report it. ``passed``: how many offsets it moved on by, markers included."""
         totals = self._totals
         totals.rounds += 1
         totals.read += counts.read
         totals.applied += counts.applied
         totals.duplicates += counts.duplicates
         totals.dead += counts.dead
-        self._report("round", self.totals.as_dict())
+        seconds = round(time.monotonic() - began, 3)
+        self._report("round", {**self.totals.as_dict(), "passed": passed, "round_seconds": seconds})
 
     def _waiting_for_servers(self, step: Callable[[], bool], stop: threading.Event, patience: float | None) -> bool:
         """Do a step, again and again while servers are away. Raises ConsumerUnavailable after ``patience`` seconds."""

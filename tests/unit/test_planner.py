@@ -20,9 +20,10 @@ def test_reads_from_the_stored_offset_to_the_end():
 
 
 def test_a_new_partition_must_begin_at_0():
-    assert new_partitions({("t", 0): Stored("id-1", 0)}, {("t", 0): Extent(4, 9), ("t", 1): Extent(0, 0)}) == [("t", 1)]
+    extents = {("t", 0): Extent(0, 9), ("t", 1): Extent(0, 0)}
+    assert new_partitions({("t", 0): Stored("id-1", 0)}, extents, ID) == [("t", 1)]
     with pytest.raises(DataLost, match="first 4 messages"):
-        new_partitions({}, {("t", 0): Extent(4, 9)})
+        new_partitions({}, {("t", 0): Extent(4, 9)}, ID)
 
 
 @pytest.mark.parametrize(
@@ -32,7 +33,7 @@ def test_a_new_partition_must_begin_at_0():
         (Stored("id-1", 10), Extent(0, 9), ID, DataLost, "log ends at 9"),
         (Stored("id-1", 5), Extent(0, 3), {"t": "id-2"}, TopicRecreated, "id-2"),
         (Stored("id-1", 5), Extent(0, 99), {"t": "id-2"}, TopicRecreated, "id-2"),
-        (Stored("id-1", 5), None, ID, TopicRecreated, "t-0"),
+        (Stored("id-1", 5), None, {"t": "id-2"}, TopicRecreated, "t-0"),
         (Stored("id-1", 5), None, {}, TopicRecreated, "the topic is gone"),
     ],
 )
@@ -85,6 +86,11 @@ def test_one_error_names_everything_and_the_command():
     for topic in "tu":
         assert f"`outbox offsets reset billing --topic {topic} --to loss --reason …`" in str(caught.value)
     assert all(isinstance(error, DataLost) for error in (caught.value, DataLost("x")))
+
+
+def test_a_partition_that_an_old_broker_does_not_name_is_for_later():
+    stored = {("t", 0): Stored("id-1", 2), ("t", 1): Stored("id-1", 2)}
+    assert plan(stored, {("t", 0): Extent(0, 3)}, ID) == {("t", 0): Range("id-1", 2, 3)}
 
 
 def test_what_waits_behind_an_open_transaction():
