@@ -13,6 +13,7 @@ import importlib.metadata
 import importlib.util
 import json
 import os
+import re
 import site
 import sys
 import sysconfig
@@ -98,6 +99,7 @@ class _Found:
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
         self._looked_up: set[str] = set()
+        self._trees: set[str] = set()
         self._installed: set[str] = set()
 
     def module(self, dotted: str) -> None:
@@ -132,9 +134,9 @@ class _Found:
 
     def tree(self, inside: str, folder: Path, leave_out: frozenset[str] = frozenset()) -> None:
         """Add a folder, whatever is in it, but for caches, hidden files, and the folders ``leave_out`` at its top."""
-        if inside in self._looked_up:
+        if inside in self._trees:
             return
-        self._looked_up |= {inside, inside.replace("/", ".")}
+        self._trees.add(inside)
         for at, folders, names in os.walk(folder):
             here = Path(at)
             folders[:] = sorted(
@@ -162,7 +164,7 @@ class _Found:
     def distributions(self) -> set[str]:
         """Give what has to be installed for the modules that are not packed."""
         known = importlib.metadata.packages_distributions()
-        return {known.get(top, [top])[0] for top in self._installed}
+        return {re.sub(r"[-_.]+", "-", known.get(top, [top])[0]).lower() for top in self._installed}
 
     def _file(self, inside: str, path: Path) -> None:
         if _is_native(path):

@@ -8,13 +8,18 @@ import sys
 import threading
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outbox.errors import ConfigurationError
 from relay.cli.common import failing_clearly, print_json
 from relay.config import Settings, client_options, load
+
+if TYPE_CHECKING:
+    from relay.cli.consume_view import View
+    from spark_jobs.job import ConsumerJob
+    from spark_jobs.metrics import ConsumerMetrics
 
 
 @failing_clearly
@@ -37,33 +42,42 @@ def consume(
     """
     if once == continuous:
         raise ConfigurationError("say either --once or --continuous")
+    import structlog
+
     from relay import logs
+    from relay.cli.consume_view import open_view
 
     settings = load(database_url=database_url, spark_packages=packages)
     logs.configure(settings.log_level, settings.log_format)
-    figures = _run(settings, job, topic, once, max_records, master)
-    if as_json:
-        print_json(figures)
-    else:
-        typer.echo(
-            f"{figures['group']}: read {figures['read']:,}, applied {figures['applied']:,}, duplicates "
-            f"{figures['duplicates']:,} in {figures['seconds']:.1f} s"
-        )
+    live = once and not as_json and sys.stdout.isatty()
+    with open_view(structlog.get_logger("consumer"), live=live) as view:
+        figures, topics = _run(settings, job, topic, once, max_records, master, view)
+        if as_json:
+            print_json(figures)
+        else:
+            view.result(figures, topics)
 
 
 def _run(
-    settings: Settings, spec: str, topics: list[str] | None, once: bool, max_records: int, master: str | None
-) -> dict[str, Any]:
-    import structlog
-
+    settings: Settings,
+    spec: str,
+    topics: list[str] | None,
+    once: bool,
+    max_records: int,
+    master: str | None,
+    view: View,
+) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
+    """Give the run's figures, and those of each topic."""
     _require_spark()
+    from relay.cli.consume_view import by_topic
     from spark_jobs import session
     from spark_jobs.job import find_job
     from spark_jobs.runner import Options, Runner
 
     log = structlog.get_logger("consumer")
-    # A job may live in the working directory, as with `python -m`.
-    sys.path.insert(0, str(Path.cwd()))
+    if not session.submitted():
+        # A job may live in the working directory, as with `python -m`; with spark-submit it is in the zip.
+        sys.path.insert(0, str(Path.cwd()))
     job = find_job(spec)
     if topics:
         job = job.with_topics(topics)
@@ -74,6 +88,7 @@ def _run(
         reader=settings.spark.kafka,
         max_records=max_records,
     )
+    metrics = _metrics(settings, job)
     spark = session.start(
         f"outbox {job.group}",
         master=master,
@@ -86,15 +101,52 @@ def _run(
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
 
+    before: list[dict[str, Any]] = []
+
     def report(text: str, figures: Mapping[str, Any]) -> None:
-        log.info(text, **figures)
+        if text == "planned":
+            before[:] = _progress(settings, job)
+        if metrics is not None:
+            metrics.observe(text, figures)
+        view.report(text, figures)
 
     try:
         runner = Runner(spark, job, options, report)
         totals = runner.once(stop) if once else runner.continuous(stop)
     finally:
         spark.stop()
-    return totals.as_dict()
+    return totals.as_dict(), by_topic(before, _progress(settings, job)) if once else {}
+
+
+def _progress(settings: Settings, job: ConsumerJob) -> list[dict[str, Any]]:
+    from spark_jobs.errors import ConsumerUnavailable
+    from spark_jobs.progress import progress
+    from spark_jobs.sink import connect
+
+    try:
+        with connect(settings.require_database(), f"outbox consume {job.group}") as connection:
+            return progress(connection, settings.consumer_schema, job.group)
+    except ConsumerUnavailable:
+        # Only the table of the topics needs it, and the run does not wait for that; what it needs itself it waits for.
+        return []
+
+
+def _metrics(settings: Settings, job: ConsumerJob) -> ConsumerMetrics | None:
+    """Open the metrics, if they are wanted. Raises ConfigurationError for an address that can't be."""
+    if settings.consumer.metrics_address is None:
+        return None
+    from prometheus_client import CollectorRegistry
+
+    from relay.metrics import serve
+    from spark_jobs.metrics import ConsumerMetrics
+
+    metrics = ConsumerMetrics(
+        job.group, job.topics, settings.require_database(), settings.consumer_schema, client_options(settings)
+    )
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    serve(settings.consumer.metrics_address, registry, "consumer.metrics_address")
+    return metrics
 
 
 def _require_spark() -> None:
