@@ -353,7 +353,8 @@ def _with(rows: DataFrame, fields: StructType, plan: Callable[[], Reader]) -> Da
     decode.__annotations__ = {"batches": Iterator[tuple[pa.Array, pa.Array]], "return": Iterator[pa.Array]}
     # Not deterministic, says this; what is meant is that Spark must not run it twice for a row, nor move filters of
     # the job's transform, which expect decoded rows, below it.
-    run = arrow_udf(decode, result).asNondeterministic()
+    make: Callable[..., Any] = arrow_udf  # whose stubs do not know of iterators and structs together
+    run = make(decode, result).asNondeterministic()
     header = F.get(F.filter("headers", lambda header: header["key"] == HEADER), F.lit(0))["value"]
     taken = {name.lower() for name in result.fieldNames()}
     kept = [name for name in rows.columns if name.lower() not in taken]

@@ -177,7 +177,6 @@ def _fields(declared: t.StructType, path: str, policy: Policy) -> Convert:
 
 def _slot(convert: Convert, nullable: bool, path: str, policy: Policy) -> Convert:
     """Add what NULL and the policy for wrong values mean at this place."""
-    forgiving = policy.wrong == "null" and nullable
 
     def slot(value: Any) -> Any:
         if value is None:
@@ -186,13 +185,16 @@ def _slot(convert: Convert, nullable: bool, path: str, policy: Policy) -> Conver
             raise Problem(f"field {path}: is null")
         return convert(value)
 
-    def forgiving_slot(value: Any) -> Any:
+    def forgiving(value: Any) -> Any:
         try:
             return slot(value)
-        except Wrong:
-            return None
+        except Wrong as wrong:
+            if nullable:
+                return None
+            # No more a matter of the value: a NULL further out would hide what NOT NULL asks for.
+            raise Problem(str(wrong)) from wrong
 
-    return forgiving_slot if forgiving else slot
+    return forgiving if policy.wrong == "null" else slot
 
 
 def _converter(kind: t.DataType, path: str, policy: Policy) -> Convert:  # noqa: C901  one case for each type
