@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from outbox import __version__
-from relay.cli import cdc, consume, consumers, db, demo, doctor, failures, relay, sandbox, spark
+from relay.cli import cdc, consume, consumers, db, demo, doctor, external, failures, offsets, relay, sandbox, spark
 
 app = typer.Typer(
     name="outbox",
@@ -23,6 +23,8 @@ app.add_typer(sandbox.app, name="sandbox")
 app.add_typer(spark.app, name="spark")
 app.add_typer(failures.app, name="failures")
 app.add_typer(consumers.app, name="consumers")
+app.add_typer(offsets.app, name="offsets")
+app.add_typer(external.app, name="external")
 app.command("doctor")(doctor.doctor)
 app.command("replay")(failures.replay)
 app.command("consume")(consume.consume)

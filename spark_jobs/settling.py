@@ -1,0 +1,199 @@
+"""What follows for a reservation: before a call, from what its row says; after it, from the answer. Pure.
+
+Before a call:
+
+| the row says                                             | step                                                   |
+|----------------------------------------------------------|--------------------------------------------------------|
+| a response is known, only the SQL beside it failed       | confirm: no call                                       |
+| to be taken back, and the effect can't have happened     | close: no call                                         |
+| to be taken back                                         | cancel; stuck without a ``cancel``                     |
+| the attempts are used up                                 | stuck                                                  |
+| the effect may have happened, and there is an ``ask``    | ask, and call only if nothing is there                 |
+| the effect may have happened, the key may be forgotten   | stuck: a call could count twice                        |
+| else                                                     | call, with the same key                                |
+
+After it:
+
+| step         | done      | refused                                                         | later, unknown          |
+|--------------|-----------|-----------------------------------------------------------------|-------------------------|
+| call         | confirmed | no earlier attempt is open: cancelled; else cancelling, or      | reserved, with a pause; |
+|              |           | stuck without a ``cancel``                                      | stuck at the last one   |
+| ask          | confirmed | cancelled                                                       | the same                |
+| cancel       | cancelled | stuck                                                           | cancelling; stuck       |
+
+A ``later`` certainly did nothing; an ``unknown`` makes the row unsure. A row left in ``calling`` past its lease is
+unsure too: its caller was killed or is slow. An answer of an attempt whose lease another one took over counts only when
+it is the last word: done confirms what is open, and takes back a taking back; what it says against a settled row is
+kept as a conflict, for people.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final, Literal
+
+State = Literal["reserved", "calling", "confirmed", "cancelling", "cancelled", "stuck"]
+Step = Literal["call", "ask", "cancel", "confirm", "close", "stuck"]
+Said = Literal["done", "refused", "later", "unknown"]
+
+DAY: Final = 86_400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """What a row says. ``used`` counts the attempts of the present budget, the present one included."""
+
+    state: State
+    unsure: bool = False
+    taking_back: bool = False
+    known: bool = False
+    used: int = 0
+    expired: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What was declared. Waits are in seconds."""
+
+    max_attempts: int
+    can_ask: bool
+    can_cancel: bool
+    first_wait: float
+    longest_wait: float
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """What came of a step. ``retry_after`` is in seconds."""
+
+    said: Said
+    text: str = ""
+    response: Any = None
+    retry_after: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """What to write. ``wait`` is in seconds from now, None leaves the time as it is; ``fresh_budget`` begins anew."""
+
+    state: State
+    unsure: bool
+    taking_back: bool
+    error: str | None = None
+    conflict: str | None = None
+    wait: float | None = None
+    fresh_budget: bool = False
+    keep_response: bool = False
+
+
+def first_step(row: Standing, rules: Rules) -> tuple[Step, str]:
+    """Decide what a claimed row needs; with the reason, when it is stuck."""
+    spent = row.used >= rules.max_attempts
+    if row.known and not row.taking_back:
+        return ("stuck", "its SQL fails") if spent else ("confirm", "")
+    if row.taking_back:
+        if not row.unsure:
+            return ("stuck", "its SQL fails") if spent else ("close", "")
+        if not rules.can_cancel:
+            return "stuck", "the effect may have happened, and no cancel is declared"
+        if row.expired:
+            return "stuck", "the provider may have forgotten the key of the cancellation"
+        return ("stuck", "all attempts to cancel are used up") if spent else ("cancel", "")
+    if spent:
+        return "stuck", "all attempts are used up"
+    if row.unsure or row.state == "calling":
+        if rules.can_ask:
+            return "ask", ""
+        if row.expired:
+            return "stuck", "the effect may have happened, and the provider may have forgotten the key"
+    return "call", ""
+
+
+def settle(row: Standing, current: bool, step: Step, answer: Answer, rules: Rules, chance: float) -> Change | None:
+    """Decide what an answer changes; None for nothing.
+
+    row      as it is now, which may not be as it was when the call went out.
+    current  no other attempt was begun since.
+    chance   from 0 to 1, for the jitter.
+    """
+    forwards = step in {"call", "ask", "confirm"}
+    if row.state in {"confirmed", "cancelled"}:
+        return _against(row, forwards, answer)
+    if forwards and row.taking_back:
+        # Somebody else has decided meanwhile. The cancellation will meet the effect, if there is one.
+        return None if row.unsure or answer.said in {"refused", "later"} else _same(row, unsure=True)
+    if answer.said == "done":
+        if forwards:
+            return Change("confirmed", unsure=False, taking_back=False)
+        return Change("cancelled", unsure=False, taking_back=True) if row.taking_back else None
+    if not current:
+        return None
+    unsure = row.unsure or (answer.said == "unknown" and step == "call")
+    if answer.said != "refused":
+        return _again(row, unsure, answer, rules, chance)
+    if not forwards:
+        return Change("stuck", unsure, taking_back=True, error=f"the cancellation was refused: {answer.text}")
+    if step == "ask" or not unsure:
+        return Change("cancelled", unsure=False, taking_back=True, error=answer.text)
+    if rules.can_cancel:
+        return Change("cancelling", unsure=True, taking_back=True, error=answer.text, wait=0.0, fresh_budget=True)
+    return Change(
+        "stuck",
+        unsure=True,
+        taking_back=False,
+        error=f"refused, but an earlier attempt may have counted, and no cancel is declared: {answer.text}",
+    )
+
+
+def effect_failed(row: Standing, change: Change, error: str, rules: Rules, chance: float) -> Change:
+    """Decide what follows when the provider's part is settled and the SQL beside it failed.
+
+    The answer is kept: what was done is neither called nor taken back again, only the SQL is tried anew.
+    """
+    taking_back = change.state == "cancelled"
+    spent = row.used >= rules.max_attempts
+    again: State = "cancelling" if taking_back else "reserved"
+    return Change(
+        "stuck" if spent else again,
+        unsure=not taking_back,
+        taking_back=taking_back,
+        error=error,
+        wait=pause(row.used, None, rules, chance),
+        keep_response=not taking_back,
+    )
+
+
+def pause(used: int, retry_after: float | None, rules: Rules, chance: float) -> float:
+    """Give the seconds to the next attempt: doubled each time, at least what the provider asked for, at most a day."""
+    backoff = min(rules.longest_wait, rules.first_wait * 2.0 ** min(max(used - 1, 0), 60)) * (0.5 + 0.5 * chance)
+    # Never less than was asked for, and not all at the same moment.
+    asked = 0.0 if retry_after is None else retry_after * (1 + 0.1 * chance)
+    return min(max(backoff, asked), DAY)
+
+
+def _again(row: Standing, unsure: bool, answer: Answer, rules: Rules, chance: float) -> Change:
+    again: State = "cancelling" if row.taking_back else "reserved"
+    return Change(
+        "stuck" if row.used >= rules.max_attempts else again,
+        unsure,
+        row.taking_back,
+        error=answer.text,
+        wait=pause(row.used, answer.retry_after, rules, chance),
+    )
+
+
+def _same(row: Standing, *, unsure: bool | None = None, conflict: str | None = None) -> Change:
+    return Change(
+        row.state, row.unsure if unsure is None else unsure, row.taking_back, conflict=conflict, keep_response=True
+    )
+
+
+def _against(row: Standing, forwards: bool, answer: Answer) -> Change | None:
+    """What is said against a settled row is kept. The row stays: whoever looks at it decides."""
+    if forwards and row.state == "cancelled" and answer.said == "done":
+        return _same(row, conflict="the provider confirmed a call whose effect was cancelled")
+    if forwards and row.state == "confirmed" and answer.said == "refused":
+        return _same(row, conflict=f"the provider refused a call that it had confirmed: {answer.text}")
+    if not forwards and row.state == "confirmed" and answer.said == "done":
+        return _same(row, conflict="the provider cancelled a call that is confirmed")
+    return None

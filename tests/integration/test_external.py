@@ -1,0 +1,515 @@
+"""Effects outside the database: a real provider over HTTP, a real Postgres, and everything between them failing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import external_support
+import psycopg
+import pytest
+from external_support import Sink, payments
+from provider import Provider
+from support import wait_until
+
+from outbox.errors import SchemaError
+from relay import db
+from spark_jobs import reservations
+from spark_jobs.errors import ConsumerUnavailable, JobError
+from spark_jobs.external import Caller, Done, External, OutcomeUnknown, Refused, TryLater
+from spark_jobs.reservations import Chosen, Desk, NoSuchReservation, Reservations
+
+
+@pytest.fixture
+def provider(tmp_path):
+    with Provider(tmp_path / "book.sqlite") as started:
+        yield started
+
+
+@pytest.fixture
+def sink(outbox_postgres) -> Sink:
+    db.upgrade_consumer(outbox_postgres.url)
+    return Sink(outbox_postgres.url)
+
+
+def in_thread(work: Any) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_each_reservation_is_called_once_and_settled_with_its_sql(sink, provider):
+    external = payments(provider.url)
+    names = [f"o{n}" for n in range(20)]
+    ids = sink.reserve(external, names)
+    again = sink.rows("SELECT message_id, topic, part, message_offset, order_key FROM consumer.reservations")
+    sink.write(external, [(*row, "Ordered", False, "other", 1) for row in again])
+    sink.write(external, [(external_support.uuid7(), "t", 0, 99, "k", "Ordered", True, None, None)])
+    assert sink.drain(external) == {"attempts": 20, "confirmed": 20}
+    assert provider.standing() == Counter(names)
+    assert sorted(request[2] for request in provider.requests()) == sorted(map(str, ids))
+    assert sink.orders() == dict.fromkeys(names, ("paid", 1))
+    answers = sink.rows("SELECT response, last_error, settled_at IS NOT NULL FROM consumer.reservations")
+    assert all(set(response) == {"charge"} and error is None and at for response, error, at in answers)
+    assert sink.drain(external) == {}
+    assert len(provider.requests()) == 20
+
+
+def test_whatever_becomes_of_the_answer_the_effect_counts_once(sink, provider):
+    """A new order for each way to fail; in the end all are paid, once, and every attempt had the same key."""
+    ways = {
+        "dropped": ["drop"],
+        "done-dropped": ["done-drop"],
+        "failed": ["500", "503"],
+        "done-failed": ["done-500", "done-500"],
+        "half": ["done-half"],
+        "busy": ["429", "425", "409", "408"],
+        "token": ["401"],
+        "moved": ["302"],
+        "all": ["drop", "done-drop", "500", "429", "done-half"],
+    }
+    for name, orders in ways.items():
+        provider.tell(name, *orders)
+    external = payments(provider.url)
+    sink.reserve(external, ways)
+    attempts = sum(len(orders) + 1 for orders in ways.values())
+    assert sink.drain(external) == {
+        "attempts": attempts,
+        "confirmed": len(ways),
+        "again": attempts - len(ways),
+    }
+    assert provider.standing() == Counter(list(ways))
+    assert sink.orders() == dict.fromkeys(ways, ("paid", 1))
+    assert {name: len({key for _, _, key, _ in provider.requests(name)}) for name in ways} == dict.fromkeys(ways, 1)
+
+
+def test_a_timeout_is_asked_again_and_retry_after_is_kept(sink, provider):
+    external = payments(provider.url, timeout=1.0, lease=30.0)
+    provider.tell("slow", "done-stall")
+    provider.tell("dribbling", "trickle")
+    provider.tell("limited", "429:2")
+    sink.reserve(external, ["slow", "dribbling", "limited"])
+    assert sink.drain(external) == {"attempts": 6, "confirmed": 3, "again": 3}
+    assert provider.standing() == Counter(["slow", "dribbling", "limited"])
+    for name, pause in (("slow", 1.0), ("dribbling", 1.0), ("limited", 2.0)):
+        first, second = (request[0] for request in provider.requests(name))
+        assert second - first >= pause
+
+
+def test_a_refusal_cancels_and_takes_back_what_may_have_happened(sink, provider):
+    external = payments(provider.url, cancel=True)
+    provider.tell("plain", "refuse")
+    provider.tell("later", "429", "refuse")
+    provider.tell("maybe", "done-drop", "refuse")
+    provider.tell("cancel maybe", "done-drop", "503", "429")
+    ids = dict(zip(("plain", "later", "maybe"), sink.reserve(external, ["plain", "later", "maybe"]), strict=True))
+    assert sink.drain(external)["cancelled"] == 3
+    assert sink.states() == dict.fromkeys(ids, "cancelled")
+    assert sink.orders() == dict.fromkeys(ids, ("cancelled", 1))
+    # What certainly did not happen is not taken back; what may have is, with one key for all attempts.
+    assert [request[2:] for request in provider.requests(path="/cancel")] == [(f"{ids['maybe']}:cancel", "maybe")] * 4
+    assert (provider.effects(), provider.standing()) == (["maybe"], Counter())
+    assert all("HTTP" in error for (error,) in sink.rows("SELECT last_error FROM consumer.reservations"))
+
+
+def test_without_a_cancel_a_refusal_after_an_open_attempt_is_for_people(sink, provider):
+    external = payments(provider.url)
+    provider.tell("maybe", "done-drop", "refuse")
+    (message_id,) = sink.reserve(external, ["maybe"])
+    assert sink.drain(external) == {"attempts": 2, "again": 1, "stuck": 1}
+    with sink.connect() as connection:
+        (shown,) = Desk(connection, "consumer").find(Chosen("orders"))
+        assert shown["unsure"]
+        assert "no cancel is declared" in shown["last_error"]
+        book = Reservations("consumer", "orders", "payments", external.rules)
+        caller = Caller(external, sink.connect)
+        caller.settle_by_hand(message_id, confirmed=True, why="seen at the provider")
+        with pytest.raises(NoSuchReservation, match="neither stuck nor in conflict"):
+            caller.settle_by_hand(message_id, confirmed=False, why="again")
+        assert book.left(connection).open == 0
+    assert (sink.states(), sink.orders()) == ({"maybe": "confirmed"}, {"maybe": ("paid", 1)})
+    audit = "SELECT what, why, details -> 'message_ids' ->> 0 FROM consumer.audit"
+    assert sink.rows(audit) == [("external: confirmed by hand", "seen at the provider", str(message_id))]
+
+
+def test_calls_of_a_key_keep_their_order_and_others_do_not_wait(sink, provider):
+    external = payments(provider.url, order_by="message_key", workers=4)
+    provider.tell("k1", "500", "done-drop")
+    provider.tell("k3", "drop")
+    provider.tell("others", "stall")
+    keyed = [(f"k{n}", "k") for n in range(1, 6)]
+    sink.reserve(external, [*keyed[:2], "others", *keyed[2:4]])
+    sink.reserve(external, [keyed[4], ("none1", None), ("none2", None)])
+    thread = in_thread(lambda: sink.drain(external))
+    # While the one stalls, everything else is done.
+    wait_until(lambda: sum(provider.standing().values()) == 7, what="all but the one that stalls")
+    assert sink.states()["others"] == "calling"
+    assert not sink.rows("SELECT 1 FROM pg_stat_activity WHERE state LIKE 'idle in transaction%'")
+    provider.release()
+    thread.join(60)
+    assert [name for name in provider.effects() if name.startswith("k")] == [name for name, _ in keyed]
+    requests = [name for _, _, _, name in provider.requests() if name.startswith("k")]
+    assert requests == ["k1", "k1", "k1", "k2", "k3", "k3", "k4", "k5"]
+    assert set(sink.states().values()) == {"confirmed"}
+
+
+def test_in_no_order_calls_of_a_key_go_out_together(sink, provider):
+    external = payments(provider.url, order_by=None, workers=5)
+    for n in range(5):
+        provider.tell(f"k{n}", "stall")
+    sink.reserve(external, [(f"k{n}", "k") for n in range(5)])
+    thread = in_thread(lambda: sink.drain(external))
+    wait_until(lambda: provider.most_at_once == 5, what="five calls at a time")
+    provider.release()
+    thread.join(60)
+    assert set(sink.states().values()) == {"confirmed"}
+
+
+def test_two_callers_share_the_work_and_call_nothing_twice(sink, provider):
+    external = payments(provider.url, workers=3)
+    names = [(f"o{n}", f"key{n % 15}") for n in range(90)]
+    sink.reserve(external, names)
+    counts: list[dict[str, int]] = []
+    threads = [in_thread(lambda: counts.append(sink.drain(external))) for _ in range(3)]
+    for thread in threads:
+        thread.join(120)
+    assert sum(count.get("confirmed", 0) for count in counts) == 90
+    assert sum(count["attempts"] for count in counts) == 90
+    assert Counter(request[3] for request in provider.requests()) == Counter(name for name, _ in names)
+    order = {name: place for place, name in enumerate(provider.effects())}
+    for key in range(15):
+        places = [order[name] for name, its in names if its == f"key{key}"]
+        assert places == sorted(places)
+
+
+def start(sink: Sink, provider: Provider, point: str) -> subprocess.Popen[bytes]:
+    tests = Path(external_support.__file__).parent
+    command = [sys.executable, external_support.__file__, sink.url, provider.url, point]
+    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(tests)})
+
+
+POINTS = (
+    "before call",
+    "after call",
+    "in the confirming transaction",
+    "told confirmed",
+    "told reserved",
+    "told cancelling",
+    "before cancel",
+    "after cancel",
+    "in the cancelling transaction",
+    "told cancelled",
+)
+
+
+def test_a_caller_killed_at_any_point_is_resumed_and_nothing_counts_twice(sink, provider):
+    """One process after the other is killed, each at another point, with work for all of them; the last one ends."""
+    external = payments(provider.url, cancel=True)
+    good, taken_back = [], []
+    for turn, point in enumerate(POINTS):
+        names = [f"good{turn}-{n}" for n in range(3)]
+        good += names
+        taken_back += [f"bad{turn}"]
+        provider.tell(names[0], "done-drop")
+        provider.tell(f"bad{turn}", "done-drop", *["refuse"] * 20)
+        sink.reserve(external, [*names, f"bad{turn}"])
+        process = start(sink, provider, point)
+        assert process.wait(120) == -9, point
+    process = start(sink, provider, "none")
+    assert process.wait(120) == 0
+    assert sink.states() == dict.fromkeys(good, "confirmed") | dict.fromkeys(taken_back, "cancelled")
+    assert sink.orders() == dict.fromkeys(good, ("paid", 1)) | dict.fromkeys(taken_back, ("cancelled", 1))
+    assert provider.standing() == Counter(good)
+    assert Counter(provider.effects()) <= Counter(good + taken_back)
+    for name in good + taken_back:
+        assert len({key for _, _, key, _ in provider.requests(name)} - {None}) <= 2
+
+
+def test_killed_while_the_provider_stalls(sink, provider):
+    external = payments(provider.url)
+    provider.tell("done", "done-stall")
+    provider.tell("not-done", "stall")
+    sink.reserve(external, ["done", "not-done"])
+    process = start(sink, provider, "none")
+    wait_until(lambda: len(provider.requests()) == 2, 60, "both calls to be under way")
+    process.kill()
+    process.wait()
+    assert sink.states() == {"done": "calling", "not-done": "calling"}
+    assert sink.drain(external, until="due") == {}
+    process = start(sink, provider, "none")
+    assert process.wait(120) == 0
+    # The first request of the one comes through only now, after its repetition.
+    provider.release()
+    wait_until(lambda: provider.under_way == 0, what="the provider to end")
+    assert provider.standing() == Counter(["done", "not-done"])
+    assert sink.orders() == {"done": ("paid", 1), "not-done": ("paid", 1)}
+
+
+def test_stopping_ends_the_calls_under_way_and_begins_none(sink, provider):
+    external = payments(provider.url, workers=1)
+    provider.tell("first", "stall")
+    sink.reserve(external, ["first", "second"])
+    stop = threading.Event()
+    thread = in_thread(lambda: external.drain(sink.connect, stop, until="stopped"))
+    wait_until(provider.requests, what="the first call")
+    stop.set()
+    provider.release()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert sink.states() == {"first": "confirmed", "second": "reserved"}
+
+
+def test_the_last_attempt_leaves_it_stuck_and_the_command_line_gets_it_going_again(sink, provider, outbox_cli):
+    external = payments(provider.url, max_attempts=3)
+    provider.tell("bad", *["500"] * 3)
+    sink.reserve(external, [("bad", "k"), ("behind", "k"), ("free", "other")])
+    assert sink.drain(external) == {"attempts": 4, "again": 2, "stuck": 1, "confirmed": 1}
+    assert sink.states() == {"bad": "stuck", "behind": "reserved", "free": "confirmed"}
+    assert len(provider.requests("bad")) == 3
+    listed = outbox_cli("external", "list", "--json")
+    (shown,) = listed["reservations"]
+    assert (shown["attempts"], shown["waiting_behind"], shown["state"]) == (3, 1, "stuck")
+    assert "HTTP 500" in shown["last_error"]
+    assert outbox_cli("external", "retry", shown["message_id"], "--json") == {"retried": [shown["message_id"]]}
+    figures = outbox_cli("external", "run", "cli_external:external", "--once", "--json")
+    assert (figures["confirmed"], figures["stuck"]) == (2, 0)
+    assert set(sink.states().values()) == {"confirmed"}
+    assert provider.standing() == Counter(["bad", "behind", "free"])
+    assert sink.rows("SELECT what FROM consumer.audit") == [("external: retry",)]
+
+
+@pytest.fixture
+def outbox_cli(sink, provider, tmp_path):
+    """Run ``outbox …`` in a process of its own; gives the JSON object it prints last."""
+    (tmp_path / "cli_external.py").write_text(
+        f"from external_support import payments\nexternal = payments({provider.url!r}, cancel=True, max_attempts=3)\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(Path(external_support.__file__).parent)])
+
+    def run(*arguments: str, status: int = 0) -> Any:
+        done = subprocess.run(
+            [sys.executable, "-m", "relay.cli", *arguments],
+            env=os.environ | {"OUTBOX_DATABASE_URL": sink.url, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == status, done.stderr
+        return json.loads(done.stdout.splitlines()[-1]) if status == 0 else done.stderr
+
+    return run
+
+
+def test_by_hand_cancel_and_settle(sink, provider, outbox_cli):
+    external = payments(provider.url, max_attempts=1)
+    provider.tell("maybe", "done-drop")
+    provider.tell("asked", "drop")
+    maybe, asked = map(str, sink.reserve(external, ["maybe", "asked"]))
+    assert sink.drain(external) == {"attempts": 2, "stuck": 2}
+    (waiting,) = map(str, sink.reserve(external, ["unwanted"]))
+    assert outbox_cli("external", "cancel", maybe, waiting, "--reason", "customer left", "--json") == {
+        "cancelling": sorted([maybe, waiting])
+    }
+    settle = ("external", "settle", "cli_external:external", asked, "--as", "cancelled")
+    assert outbox_cli(*settle, "--reason", "provider says no", "--json") == {"message_id": asked, "state": "cancelled"}
+    figures = outbox_cli("external", "run", "cli_external:external", "--once", "--json")
+    assert (figures["cancelled"], figures["confirmed"]) == (2, 0)
+    assert sink.orders() == dict.fromkeys(("maybe", "asked", "unwanted"), ("cancelled", 1))
+    # Nothing was done for the one that was never called, so nothing is taken back.
+    assert [name for _, _, _, name in provider.requests(path="/cancel")] == ["maybe"]
+    assert provider.standing() == Counter()
+    assert "neither stuck" in outbox_cli(*settle, "--reason", "again", status=1)
+    assert "no reservations" in outbox_cli("external", "retry", maybe, status=1)
+    assert outbox_cli("external", "forget", "--days", "0", "--json") == {"forgotten": 3}
+    assert sink.states() == {}
+
+
+def test_a_call_that_may_have_happened_is_not_repeated_once_the_key_is_forgotten(sink, provider):
+    external = payments(provider.url, key_seconds=0.001)
+    provider.tell("maybe", "drop")
+    provider.tell("sure", "429")
+    (message_id, _) = sink.reserve(external, ["maybe", "sure"])
+    assert sink.drain(external) == {"attempts": 3, "again": 2, "stuck": 1, "confirmed": 1}
+    assert len(provider.requests("maybe")) == 1
+    with sink.connect() as connection:
+        desk = Desk(connection, "consumer")
+        assert "may have forgotten the key" in desk.find(Chosen())[0]["last_error"]
+        desk.retry(Chosen(message_ids=[message_id]))
+        assert sink.drain(external) == {"stuck": 1}
+        desk.retry(Chosen(message_ids=[message_id]), not_done=True)
+    assert sink.drain(external) == {"attempts": 1, "confirmed": 1}
+    assert provider.standing() == Counter(["maybe", "sure"])
+
+
+def test_with_an_ask_the_provider_is_asked_before_a_call_is_repeated(sink, provider):
+    external = payments(provider.url, ask=True, key_seconds=0.001)
+    provider.tell("done", "done-drop")
+    provider.tell("not-done", "drop")
+    sink.reserve(external, ["done", "not-done"])
+    assert sink.drain(external) == {"attempts": 4, "again": 2, "confirmed": 2}
+    assert [len(provider.requests(name)) for name in ("done", "not-done")] == [1, 2]
+    assert len(provider.requests(path="/charges/")) == 2
+    assert provider.standing() == Counter(["done", "not-done"])
+
+
+def test_when_the_sql_fails_the_answer_is_kept_and_nothing_is_called_again(sink, provider):
+    external = payments(
+        provider.url, cancel=True, max_attempts=3, on_confirmed="INSERT INTO paid VALUES (%(response)s -> 'charge')"
+    )
+    provider.tell("refused", "done-drop", "refuse")
+    with sink.connect() as connection:
+        connection.execute("ALTER TABLE orders ADD CHECK (state <> 'cancelled')")
+    sink.reserve(external, ["o1", "refused"])
+    assert sink.drain(external)["stuck"] == 2
+    assert sink.states() == {"o1": "stuck", "refused": "stuck"}
+    assert len(provider.requests(path="/cancel")) == 1
+    with sink.connect() as connection:
+        errors = [row["last_error"] for row in Desk(connection, "consumer").find(Chosen())]
+        assert "UndefinedTable" in errors[0]
+        assert "CheckViolation" in errors[1]
+        connection.execute("CREATE TABLE paid (charge jsonb)")
+        connection.execute("ALTER TABLE orders DROP CONSTRAINT orders_state_check")
+        Desk(connection, "consumer").retry(Chosen())
+    assert sink.drain(external) == {"attempts": 2, "confirmed": 1, "cancelled": 1}
+    assert len(provider.requests("o1")) == 1
+    assert len(provider.requests(path="/cancel")) == 1
+    assert sink.rows("SELECT count(*) FROM paid") == [(1,)]
+
+
+def test_an_answer_after_the_lease_is_weighed(sink, provider):
+    """The first attempt outlives its lease; another caller goes on, and the first answer comes when all is settled."""
+    answered, outcomes = threading.Event(), {}
+
+    def slow(call):
+        if call.attempt == 1:
+            assert answered.wait(60)
+        elif call.request["order"] == "b":
+            raise Refused("no")
+        return {"attempt": call.attempt}
+
+    external = payments(provider.url, call=slow, cancel=lambda call: "back", timeout=0.5, lease=1.0, workers=2)
+    sink.reserve(external, ["a", "b"])
+    stop = threading.Event()
+    reports: list[str] = []
+    first = Caller(external, sink.connect, lambda text, figures: reports.append(text))
+    thread = in_thread(lambda: outcomes.update(first.run(stop, "stopped").as_dict()))
+    wait_until(lambda: sink.states() == {"a": "calling", "b": "calling"}, what="the claims")
+    assert sink.drain(external) == {"attempts": 3, "confirmed": 1, "cancelled": 1, "again": 1}
+    answered.set()
+    wait_until(lambda: len(reports) >= 2, what="the late answers")
+    stop.set()
+    thread.join(60)
+    assert (outcomes["late"], outcomes["conflicts"]) == (1, 1)
+    assert sink.states() == {"a": "confirmed", "b": "cancelled"}
+    assert sink.orders() == {"a": ("paid", 1), "b": ("cancelled", 1)}
+    with sink.connect() as connection:
+        (shown,) = Desk(connection, "consumer").find(Chosen())
+    assert (shown["request"]["order"], shown["conflict"]) == (
+        "b",
+        "the provider confirmed a call whose effect was cancelled",
+    )
+
+
+def test_the_database_dies_during_the_call_and_the_answer_waits_for_it(private_postgres, provider):
+    server = private_postgres()
+    database = private_postgres.database(server)
+    db.upgrade_consumer(database.url)
+    sink = Sink(database.url)
+    external = payments(provider.url)
+    provider.tell("o", "done-stall")
+    sink.reserve(external, ["o"])
+    counts: list[dict[str, int]] = []
+    reports: list[str] = []
+    thread = in_thread(
+        lambda: counts.append(sink.drain(external, report=lambda text, _: reports.append(text), patience=120))
+    )
+    wait_until(provider.requests, what="the call")
+    server.kill()
+    provider.release()
+    wait_until(lambda: "waiting for the database" in reports, what="the caller to notice")
+    server.start()
+    thread.join(120)
+    assert counts == [{"attempts": 1, "confirmed": 1}]
+    assert len(provider.requests()) == 1
+    assert sink.orders() == {"o": ("paid", 1)}
+    server.kill()
+    with pytest.raises(ConsumerUnavailable, match="nothing is lost"):
+        sink.drain(external, patience=0.1)
+
+
+def test_answers_that_are_odd(sink, provider):
+    """What a user's functions give and raise: kept as far as jsonb can, and never taken for a success by mistake."""
+    odd: dict[str, Any] = {"nul": "a\0b", "nan": float("nan"), "set": {1}, "surrogate": "\ud800", "none": None}
+    raised: dict[str, BaseException] = {
+        "later": TryLater("not yet"),
+        "unknown": OutcomeUnknown("hm\0"),
+        "bug": KeyError("x"),
+        "exit": SystemExit(),
+    }
+
+    def call(one):
+        order = one.request["order"]
+        if order in raised and one.attempt == 1:
+            raise raised[order]
+        return odd.get(order)
+
+    external = payments(provider.url, call=call)
+    sink.reserve(external, [*odd, *raised])
+    assert sink.drain(external) == {"attempts": 13, "confirmed": 9, "again": 4}
+    stored = dict(sink.rows("SELECT request ->> 'order', response FROM consumer.reservations"))
+    assert (stored["set"], stored["none"], stored["nul"]) == ("{1}", None, {"text": r"'a\x00b'"})
+
+
+def test_an_ask_that_gives_something_else_is_not_taken_for_an_answer(sink, provider):
+    asked: list[Any] = [True, None]
+    external = payments(provider.url, ask=lambda call: asked.pop(0))
+    provider.tell("o", "done-drop")
+    sink.reserve(external, ["o"])
+    assert sink.drain(external) == {"attempts": 3, "again": 2, "confirmed": 1}
+    assert len(provider.requests("o")) == 2
+
+
+def test_declarations_that_cannot_work_are_refused():
+    good: dict[str, Any] = {"name": "n", "group": "g", "request": "'{}'", "call": lambda call: Done()}
+    External(**good)
+    for name, value in (
+        ("name", "a b"),
+        ("group", ""),
+        ("request", " "),
+        ("where", ""),
+        ("timeout", 0),
+        ("longest_wait", float("inf")),
+        ("workers", 0),
+        ("lease", 5.0),
+    ):
+        with pytest.raises(JobError, match=name):
+            External(**good | {name: value})
+
+
+def test_tables_that_are_not_there_are_said_to_be_missing(outbox_postgres, provider):
+    sink = Sink(outbox_postgres.url)
+    with pytest.raises(SchemaError, match="outbox db upgrade --consumer"):
+        sink.drain(payments(provider.url))
+
+
+def test_claiming_looks_at_few_rows_when_many_wait(sink, provider):
+    """By index: the open ones that are due, and for each the earlier ones of its key."""
+    external = payments(provider.url)
+    sink.reserve(external, [(f"o{n}", f"k{n % 500}") for n in range(3000)])
+    with sink.connect() as connection:
+        connection.execute("UPDATE consumer.reservations SET state = 'confirmed', settled_at = now() WHERE id % 3 > 0")
+        connection.execute("VACUUM ANALYZE consumer.reservations")
+        claim = psycopg.sql.SQL("EXPLAIN (FORMAT JSON) " + reservations._DUE).format(
+            reservations=psycopg.sql.Identifier("consumer", "reservations")
+        )
+        values = {"grp": "orders", "name": "payments", "most": 4}
+        plan = json.dumps(connection.execute(claim, values).fetchone())
+    assert "Seq Scan" not in plan
+    assert "reservations_order" in plan

@@ -1,0 +1,267 @@
+"""The decisions about effects outside the database: each of them, and all together against a provider."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from spark_jobs.settling import DAY, Answer, Change, Rules, Standing, Step, effect_failed, first_step, pause, settle
+
+RULES = Rules(max_attempts=3, can_ask=False, can_cancel=True, first_wait=1.0, longest_wait=60.0)
+PLAIN = dataclasses.replace(RULES, can_cancel=False)
+ASKING = dataclasses.replace(RULES, can_ask=True)
+OPEN, UNSURE = Standing("calling", used=1), Standing("calling", unsure=True, used=2)
+BACK = Standing("cancelling", unsure=True, taking_back=True, used=1)
+
+
+@pytest.mark.parametrize(
+    ("row", "rules", "step"),
+    [
+        (Standing("reserved"), RULES, "call"),
+        (Standing("reserved", used=3), RULES, "stuck"),
+        (Standing("reserved", expired=True), RULES, "call"),
+        (Standing("reserved", unsure=True), RULES, "call"),
+        (Standing("reserved", unsure=True, expired=True), RULES, "stuck"),
+        (Standing("calling", expired=True), RULES, "stuck"),
+        (Standing("calling"), RULES, "call"),
+        (Standing("calling"), ASKING, "ask"),
+        (Standing("reserved", unsure=True, expired=True), ASKING, "ask"),
+        (Standing("reserved"), ASKING, "call"),
+        (Standing("reserved", unsure=True, known=True, expired=True), RULES, "confirm"),
+        (Standing("reserved", known=True, used=3), RULES, "stuck"),
+        (Standing("cancelling", taking_back=True), PLAIN, "close"),
+        (Standing("cancelling", taking_back=True, used=3), RULES, "stuck"),
+        (Standing("cancelling", unsure=True, taking_back=True), RULES, "cancel"),
+        (Standing("cancelling", unsure=True, taking_back=True), PLAIN, "stuck"),
+        (Standing("cancelling", unsure=True, taking_back=True, expired=True), RULES, "stuck"),
+        (Standing("cancelling", unsure=True, taking_back=True, used=3), RULES, "stuck"),
+    ],
+)
+def test_the_step_before_a_call(row, rules, step):
+    assert first_step(row, rules)[0] == step
+
+
+@pytest.mark.parametrize(
+    ("row", "step", "said", "rules", "state", "unsure"),
+    [
+        (OPEN, "call", "done", RULES, "confirmed", False),
+        (UNSURE, "ask", "done", RULES, "confirmed", False),
+        (OPEN, "call", "refused", PLAIN, "cancelled", False),
+        (UNSURE, "call", "refused", RULES, "cancelling", True),
+        (UNSURE, "call", "refused", PLAIN, "stuck", True),
+        (UNSURE, "ask", "refused", PLAIN, "cancelled", False),
+        (OPEN, "call", "later", RULES, "reserved", False),
+        (UNSURE, "call", "later", RULES, "reserved", True),
+        (OPEN, "call", "unknown", RULES, "reserved", True),
+        (Standing("calling", used=3), "call", "unknown", RULES, "stuck", True),
+        (Standing("calling", used=3), "call", "later", RULES, "stuck", False),
+        (BACK, "cancel", "done", RULES, "cancelled", False),
+        (BACK, "cancel", "refused", RULES, "stuck", True),
+        (BACK, "cancel", "unknown", RULES, "cancelling", True),
+        (dataclasses.replace(BACK, used=3), "cancel", "later", RULES, "stuck", True),
+    ],
+)
+def test_what_follows_from_an_answer(row, step, said, rules, state, unsure):
+    change = settle(row, True, step, Answer(said, "text"), rules, 0.5)
+    assert change is not None
+    assert (change.state, change.unsure) == (state, unsure)
+
+
+@pytest.mark.parametrize(
+    ("row", "step", "said", "state", "conflict"),
+    [
+        (OPEN, "call", "done", "confirmed", False),
+        (Standing("stuck", unsure=True), "call", "done", "confirmed", False),
+        (Standing("stuck", unsure=True, taking_back=True), "cancel", "done", "cancelled", False),
+        (OPEN, "call", "refused", None, False),
+        (OPEN, "call", "unknown", None, False),
+        (BACK, "call", "done", None, False),
+        (Standing("cancelling", taking_back=True), "call", "unknown", "cancelling", False),
+        (Standing("confirmed"), "call", "done", None, False),
+        (Standing("confirmed"), "call", "refused", "confirmed", True),
+        (Standing("cancelled", taking_back=True), "call", "done", "cancelled", True),
+        (Standing("cancelled", taking_back=True), "cancel", "done", None, False),
+        (Standing("confirmed"), "cancel", "done", "confirmed", True),
+    ],
+)
+def test_what_follows_from_a_late_answer(row, step, said, state, conflict):
+    change = settle(row, False, step, Answer(said, "text"), RULES, 0.5)
+    assert (None if change is None else change.state) == state
+    assert (change is not None and change.conflict is not None) == conflict
+
+
+@given(st.integers(1, 1000), st.none() | st.floats(0, 1e9), st.floats(0, 1))
+def test_a_pause_is_bounded_and_keeps_what_was_asked_for(used, retry_after, chance):
+    seconds = pause(used, retry_after, RULES, chance)
+    assert 0 < seconds <= DAY
+    assert seconds >= min(retry_after or 0.0, DAY)
+    if retry_after is None:
+        assert seconds <= RULES.longest_wait
+    assert pause(4, None, RULES, 1.0) == 8.0
+
+
+@dataclass
+class Provider:
+    """Keeps one outcome for a key, and a cancellation for good. Refuses by whim what it has not done."""
+
+    done: bool = False
+    barred: bool = False
+    effects: int = 0
+
+    def charge(self, willing: bool) -> str:
+        if self.barred:
+            return "refused"
+        if not self.done and willing:
+            self.done = True
+            self.effects += 1
+        return "done" if self.done else "refused"
+
+    def cancel(self) -> str:
+        self.barred = True
+        return "done"
+
+
+@dataclass
+class Attempt:
+    number: int
+    step: Step
+    answer: Answer | None = None
+    sent: bool = False
+    killed: bool = False
+
+
+@dataclass
+class Row:
+    state: str = "reserved"
+    unsure: bool = False
+    taking_back: bool = False
+    known: bool = False
+    attempts: int = 0
+    budget_from: int = 0
+    conflict: bool = False
+    open: list[Attempt] = field(default_factory=list)
+
+    def standing(self) -> Standing:
+        return Standing(self.state, self.unsure, self.taking_back, self.known, self.attempts - self.budget_from)
+
+
+class Together(RuleBasedStateMachine):
+    """Callers that claim, are killed and are late; a provider that answers, drops answers, and is late too."""
+
+    @initialize(cancel=st.booleans(), ask=st.booleans())
+    def begin(self, cancel, ask):
+        self.rules = dataclasses.replace(RULES, can_cancel=cancel, can_ask=ask)
+        self.row, self.provider = Row(), Provider()
+        self.settled: list[str] = []
+
+    @rule()
+    def claim(self):
+        """Whenever the lease is over, which may be at any time."""
+        row = self.row
+        if row.state not in {"reserved", "calling", "cancelling"}:
+            return
+        step, _ = first_step(row.standing(), self.rules)
+        row.unsure = row.unsure or row.state == "calling"
+        if step == "stuck":
+            row.state = "stuck"
+            return
+        row.attempts += 1
+        row.state = "cancelling" if row.taking_back else "calling"
+        attempt = Attempt(row.attempts, step)
+        if step in {"confirm", "close"}:
+            attempt.answer = Answer("done")
+        row.open.append(attempt)
+
+    @rule(data=st.data(), willing=st.booleans(), lost=st.booleans())
+    def send(self, data, willing, lost):
+        """A request arrives, now or long after its lease; its answer comes back or is lost."""
+        waiting = [attempt for attempt in self.row.open if not attempt.sent and attempt.answer is None]
+        if not waiting:
+            return
+        attempt = data.draw(st.sampled_from(waiting))
+        attempt.sent = True
+        if attempt.step == "cancel":
+            said = self.provider.cancel()
+        elif attempt.step == "ask" and (self.provider.done or self.provider.barred):
+            said = "refused" if self.provider.barred else "done"
+        else:
+            attempt.step = "call"
+            said = self.provider.charge(willing)
+        attempt.answer = Answer("unknown" if lost else said)
+
+    @rule(data=st.data())
+    def nothing_is_sent(self, data):
+        waiting = [attempt for attempt in self.row.open if attempt.answer is None]
+        if waiting:
+            data.draw(st.sampled_from(waiting)).answer = Answer("later")
+
+    @rule(data=st.data(), sql_fails=st.booleans())
+    def deliver(self, data, sql_fails):
+        answered = [attempt for attempt in self.row.open if attempt.answer is not None]
+        if not answered:
+            return
+        attempt = data.draw(st.sampled_from(answered))
+        self.row.open.remove(attempt)
+        if attempt.killed:
+            return
+        row = self.row
+        current = row.attempts == attempt.number and row.state in {"calling", "cancelling"}
+        assert attempt.answer is not None
+        change = settle(row.standing(), current, attempt.step, attempt.answer, self.rules, 0.5)
+        if change is None:
+            return
+        if change.state in {"confirmed", "cancelled"} and not change.conflict:
+            if sql_fails:
+                change = effect_failed(row.standing(), change, "sql", self.rules, 0.5)
+            else:
+                self.settled.append(change.state)
+        self.write(change, attempt)
+
+    def write(self, change: Change, attempt: Attempt) -> None:
+        row = self.row
+        learnt = attempt.answer is not None and attempt.answer.said == "done" and attempt.step != "cancel"
+        row.known = (learnt and not change.taking_back) or (row.known and change.keep_response)
+        row.state, row.unsure, row.taking_back = change.state, change.unsure, change.taking_back
+        row.conflict = row.conflict or change.conflict is not None
+        if change.fresh_budget:
+            row.budget_from = row.attempts
+
+    @rule(data=st.data())
+    def killed(self, data):
+        """A caller dies: its request may still be under way, its answer goes nowhere."""
+        if self.row.open:
+            data.draw(st.sampled_from(self.row.open)).killed = True
+
+    @rule(cancel=st.booleans())
+    def by_hand(self, cancel):
+        row = self.row
+        if cancel and row.state in {"reserved", "stuck"} and not row.taking_back:
+            row.state, row.taking_back, row.unsure, row.known = "cancelling", True, row.unsure or row.known, False
+        elif row.state == "stuck":
+            row.state = "cancelling" if row.taking_back else "reserved"
+        row.budget_from = row.attempts
+
+    @invariant()
+    def the_effect_counts_once_and_the_row_tells_the_truth(self):
+        if not hasattr(self, "row"):
+            return
+        row, provider = self.row, self.provider
+        standing = provider.done and not provider.barred
+        assert provider.effects <= 1
+        assert self.settled in ([], ["confirmed"], ["cancelled"])
+        if row.state == "confirmed":
+            assert standing
+        if row.state == "cancelled":
+            assert not standing
+        assert row.state == "stuck" or row.taking_back == (row.state in {"cancelling", "cancelled"})
+        if self.settled:
+            assert row.state == self.settled[0]
+
+
+Together.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+test_together = Together.TestCase
