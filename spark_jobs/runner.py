@@ -283,6 +283,7 @@ class Runner:
 _AWAY: Final = (
     "org.apache.kafka.",
     "psycopg.OperationalError",
+    "spark_jobs.registry.RegistryUnavailable",
     "psycopg.errors.",
     "java.net.",
     "java.util.concurrent.TimeoutException",
