@@ -101,6 +101,17 @@ class FailureSettings(BaseModel):
     """Where a copy of each dead letter goes, with the error in its headers."""
 
 
+class ConsumerSettings(BaseModel):
+    """How one consumer process works."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    keep_days: int = Field(14, ge=1, le=3650)
+    """Ids of applied messages are remembered for so many whole days: longer than Kafka keeps the messages."""
+    metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$")
+    """Answer Prometheus there: ``host:port``. Not at all, if not given."""
+
+
 class SparkSettings(BaseModel):
     """Options of the consumers. ``kafka`` holds the Java client's names, without Spark's ``kafka.`` prefix."""
 
@@ -147,6 +158,7 @@ class Settings(BaseSettings):
     relay: RelaySettings = Field(default_factory=RelaySettings)
     failures: FailureSettings = Field(default_factory=FailureSettings)
     wal: WalSettings = Field(default_factory=WalSettings)
+    consumer: ConsumerSettings = Field(default_factory=ConsumerSettings)
     spark: SparkSettings = Field(default_factory=SparkSettings)
     spark_packages: str | None = None
     """Maven coordinates for Spark, instead of the jars that are fetched and checked here."""

@@ -74,7 +74,6 @@ def _run(
     from spark_jobs.job import find_job
     from spark_jobs.runner import Options, Runner
 
-    log = structlog.get_logger("consumer")
     if not session.submitted():
         # A job may live in the working directory, as with `python -m`; with spark-submit it is in the zip.
         sys.path.insert(0, str(Path.cwd()))
@@ -87,6 +86,7 @@ def _run(
         schema=settings.consumer_schema,
         reader=settings.spark.kafka,
         max_records=max_records,
+        keep_days=settings.consumer.keep_days,
     )
     metrics = _metrics(settings, job)
     spark = session.start(
@@ -115,10 +115,12 @@ def _run(
         totals = runner.once(stop) if once else runner.continuous(stop)
     finally:
         spark.stop()
-    return totals.as_dict(), by_topic(before, _progress(settings, job)) if once else {}
+    after = _progress(settings, job) if before else []
+    return totals.as_dict(), by_topic(before, after) if after else {}
 
 
 def _progress(settings: Settings, job: ConsumerJob) -> list[dict[str, Any]]:
+    """Give the group's rows; none when Postgres is away."""
     from spark_jobs.errors import ConsumerUnavailable
     from spark_jobs.progress import progress
     from spark_jobs.sink import connect
