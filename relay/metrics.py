@@ -66,11 +66,14 @@ class SlotWatch:
         self._over = over
 
 
-def serve(address: str, registry: CollectorRegistry) -> threading.Thread:
-    """Answer Prometheus at ``host:port``, from a thread of its own. Raises ConfigurationError when it can't."""
+def serve(address: str, registry: CollectorRegistry, setting: str = "relay.metrics_address") -> threading.Thread:
+    """Answer Prometheus at ``host:port``, from a thread of its own.
+
+    Raises ConfigurationError when it can't, naming the setting.
+    """
     host, _, port = address.rpartition(":")
     try:
         _, thread = start_http_server(int(port), addr=host.strip("[]"), registry=registry)
     except (OSError, ValueError, OverflowError) as error:
-        raise ConfigurationError(f"relay.metrics_address={address}: {error}") from error
+        raise ConfigurationError(f"{setting}={address}: {error}") from error
     return thread

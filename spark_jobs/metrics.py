@@ -1,0 +1,228 @@
+"""What a consumer shows to Prometheus: base units, one prefix, no ids or keys as labels.
+
+Counts of messages stand in the sink and move with the effect: they go on where they were when a consumer starts anew.
+What a server would have to be asked for is asked when Prometheus comes, each for a few seconds at most. A server that
+is away leaves its figures out, which is no figure at all and not an old one; ``…_up`` says so.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as Late
+from typing import Any, Final, Generic, TypeVar
+
+import psycopg
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from psycopg import sql
+from psycopg.rows import dict_row
+
+from outbox.errors import OutboxError
+from spark_jobs.kafka import KafkaView
+from spark_jobs.planner import Extent, Partition
+from spark_jobs.progress import progress
+from spark_jobs.sink import clear_errors, connect
+
+T = TypeVar("T")
+
+_PREFIX: Final = "outbox_consumer_"
+_PATIENCE: Final = 4.0
+_BUCKETS: Final = (0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0)
+_RESERVATIONS: Final = """
+SELECT topic, part, count(*) AS unsettled, count(*) FILTER (WHERE state = 'stuck') AS stuck
+  FROM {reservations} WHERE grp = %(grp)s AND settled_at IS NULL GROUP BY topic, part"""
+
+_PARTITION: Final = ("group", "topic", "partition")
+# name: (column of progress, help)
+_COUNTED: Final = {
+    "messages_applied": ("applied", "Messages whose effect is in the sink, each once."),
+    "messages_duplicate": ("duplicates", "Messages that were dropped: applied before, or not the newest."),
+    "messages_dead": ("dead", "Messages that became dead letters."),
+}
+_GAUGES: Final = {
+    "next_offset": ("next_offset", "The next offset to apply."),
+    "dead_letters_waiting": ("dead_letters", "Dead letters that wait for a person."),
+    "dead_letters_retrying": ("retrying", "Dead letters that the next round tries again."),
+}
+_RESERVED: Final = {
+    "reservations_unsettled": ("unsettled", "Effects outside the database that are neither confirmed nor cancelled."),
+    "reservations_stuck": ("stuck", "Those of them that wait for a person."),
+}
+
+
+class ConsumerMetrics:
+    """A collector for one group. Register it with a registry, and pass the runner's reports to ``observe``.
+
+    url, schema  the sink's database, and the schema of the consumers' tables there.
+    kafka        librdkafka's options: addresses and credentials.
+    """
+
+    def __init__(self, group: str, topics: Sequence[str], url: str, schema: str, kafka: Mapping[str, str]) -> None:
+        self._group = group
+        self._topics = tuple(topics)
+        self._url = url
+        self._schema = schema
+        self._kafka_options = dict(kafka)
+        self._kafka: KafkaView | None = None
+        self._sink_answer = _Asked(self._ask_sink, "sink")
+        self._kafka_answer = _Asked(self._ask_kafka, "kafka")
+        self._lock = threading.Lock()
+        self._read = 0
+        self._rounds = [0] * (len(_BUCKETS) + 1)
+        self._round_seconds = 0.0
+        self._last_round: float | None = None
+
+    def observe(self, text: str, figures: Mapping[str, Any]) -> None:
+        """Take a report of the runner; only rounds count."""
+        if text != "round":
+            return
+        seconds = figures["round_seconds"]
+        bucket = next((at for at, limit in enumerate(_BUCKETS) if seconds <= limit), len(_BUCKETS))
+        with self._lock:
+            self._read = figures["read"]
+            self._rounds[bucket] += 1
+            self._round_seconds += seconds
+            self._last_round = time.time()
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing: the registry would ask for the figures themselves, at start."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """Give all figures as they are now."""
+        self._sink_answer.ask()
+        self._kafka_answer.ask()
+        yield from self._own()
+        sink = self._sink_answer.wait()
+        extents = self._kafka_answer.wait()
+        yield self._gauge("postgres_up", "1 when the sink's database answered this time.", int(sink is not None))
+        yield self._gauge("kafka_up", "1 when Kafka answered this time.", int(extents is not None))
+        if sink is not None:
+            yield from self._from_sink(*sink)
+        if extents is not None:
+            yield from self._from_kafka(extents, sink[0] if sink is not None else None)
+
+    def _own(self) -> Iterable[Metric]:
+        with self._lock:
+            read, rounds, seconds, last = self._read, list(self._rounds), self._round_seconds, self._last_round
+        counter = CounterMetricFamily(
+            f"{_PREFIX}messages_read", "Messages that this process has read.", labels=["group"]
+        )
+        counter.add_metric([self._group], read)
+        yield counter
+        histogram = HistogramMetricFamily(
+            f"{_PREFIX}round_seconds", "How long a round takes, from its plan to its last commit.", labels=["group"]
+        )
+        limits = [*map(str, _BUCKETS), "+Inf"]
+        histogram.add_metric([self._group], [(at, sum(rounds[: n + 1])) for n, at in enumerate(limits)], seconds)
+        yield histogram
+        if last is not None:
+            yield self._gauge("last_round_timestamp_seconds", "When the last round that had messages ended.", last)
+
+    def _from_sink(self, rows: Sequence[Mapping[str, Any]], reserved: Sequence[Mapping[str, Any]]) -> Iterable[Metric]:
+        if rows:
+            yield self._gauge("generation", "How often the group was taken over.", rows[0]["generation"])
+        parts = [row for row in rows if row["topic"] is not None]
+        for name, (column, text) in _COUNTED.items():
+            yield self._by_partition(CounterMetricFamily, name, text, parts, column)
+        for name, (column, text) in _GAUGES.items():
+            yield self._by_partition(GaugeMetricFamily, name, text, parts, column)
+        for name, (column, text) in _RESERVED.items():
+            yield self._by_partition(GaugeMetricFamily, name, text, reserved, column)
+
+    def _from_kafka(
+        self, extents: Mapping[Partition, Extent], rows: Sequence[Mapping[str, Any]] | None
+    ) -> Iterable[Metric]:
+        found = [
+            {"topic": topic, "part": part, "end": extent.end, "pinned": extent.pinned or 0}
+            for (topic, part), extent in sorted(extents.items())
+        ]
+        yield self._by_partition(
+            GaugeMetricFamily, "log_end_offset", "Where a read_committed reader of Kafka would stop.", found, "end"
+        )
+        yield self._by_partition(
+            GaugeMetricFamily,
+            "pinned_messages",
+            "Offsets that wait behind a transaction that is open.",
+            found,
+            "pinned",
+        )
+        if rows is None:
+            return
+        at = {(row["topic"], row["part"]): row["next_offset"] for row in rows}
+        behind = [
+            # A partition that nobody has read yet begins where Kafka's log does.
+            {"topic": topic, "part": part, "lag": max(0, extent.end - at.get((topic, part), extent.first))}
+            for (topic, part), extent in sorted(extents.items())
+        ]
+        yield self._by_partition(
+            GaugeMetricFamily, "lag_messages", "Offsets that are committed in Kafka and not applied yet.", behind, "lag"
+        )
+
+    def _gauge(self, name: str, text: str, value: float) -> Metric:
+        gauge = GaugeMetricFamily(f"{_PREFIX}{name}", text, labels=["group"])
+        gauge.add_metric([self._group], value)
+        return gauge
+
+    def _by_partition(
+        self,
+        kind: type[CounterMetricFamily | GaugeMetricFamily],
+        name: str,
+        text: str,
+        rows: Iterable[Mapping[str, Any]],
+        column: str,
+    ) -> Metric:
+        family = kind(f"{_PREFIX}{name}", text, labels=_PARTITION)
+        for row in rows:
+            family.add_metric([self._group, row["topic"], str(row["part"])], row[column])
+        return family
+
+    def _ask_sink(self) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+        query = sql.SQL(_RESERVATIONS).format(reservations=sql.Identifier(self._schema, "reservations"))
+        with (
+            connect(self._url, f"outbox metrics {self._group}", connect_seconds=5) as connection,
+            clear_errors("reading the metrics"),
+        ):
+            rows = progress(connection, self._schema, self._group)
+            with connection.cursor(row_factory=dict_row) as cursor:
+                return rows, cursor.execute(query, {"grp": self._group}).fetchall()
+
+    def _ask_kafka(self) -> Mapping[Partition, Extent]:
+        if self._kafka is None:
+            self._kafka = KafkaView(self._kafka_options)
+        return self._kafka.survey(self._topics, high_watermarks=True).extents
+
+
+class _Asked(Generic[T]):
+    """Asks a server from a thread of its own, one question at a time: a server that hangs does not hang a scrape."""
+
+    def __init__(self, question: Callable[[], T], name: str) -> None:
+        self._question = question
+        self._name = name
+        self._lock = threading.Lock()
+        self._asked: Future[T] | None = None
+
+    def ask(self) -> None:
+        """Ask, unless the last question is still open."""
+        with self._lock:
+            if self._asked is not None and not self._asked.done():
+                return
+            self._asked = Future()
+            threading.Thread(target=self._run, args=(self._asked,), name=f"metrics-{self._name}", daemon=True).start()
+
+    def wait(self) -> T | None:
+        """Give the answer; None when the server is away."""
+        asked = self._asked
+        assert asked is not None
+        try:
+            return asked.result(_PATIENCE)
+        except (Late, OutboxError, psycopg.Error):
+            return None
+
+    def _run(self, asked: Future[T]) -> None:
+        try:
+            asked.set_result(self._question())
+        except BaseException as error:  # noqa: BLE001  raised by wait()
+            asked.set_exception(error)
