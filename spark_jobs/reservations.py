@@ -161,7 +161,7 @@ class Reservations:
         with connection.transaction(), connection.cursor(row_factory=dict_row) as cursor:
             for row in self._run(cursor, _DUE, most=most).fetchall():
                 standing = _standing(row)
-                unsure = standing.unsure or standing.state == "calling"
+                unsure = standing.may_have_happened
                 step, reason = first_step(standing, self._rules)
                 if step == "stuck":
                     self._run(cursor, _GIVE_UP, message_id=row["message_id"], unsure=unsure, reason=reason)

@@ -50,6 +50,11 @@ class Standing:
     used: int = 0
     expired: bool = False
 
+    @property
+    def may_have_happened(self) -> bool:
+        """An attempt has no known outcome; the one that left the row in ``calling`` past its lease included."""
+        return self.unsure or self.state == "calling"
+
 
 @dataclass(frozen=True, slots=True)
 class Rules:
@@ -101,7 +106,7 @@ def first_step(row: Standing, rules: Rules) -> tuple[Step, str]:
         return ("stuck", "all attempts to cancel are used up") if spent else ("cancel", "")
     if spent:
         return "stuck", "all attempts are used up"
-    if row.unsure or row.state == "calling":
+    if row.may_have_happened:
         if rules.can_ask:
             return "ask", ""
         if row.expired:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from spark_jobs.settling import DAY, Answer, Change, Rules, Standing, Step, effect_failed, first_step, pause, settle
 
@@ -16,6 +16,7 @@ RULES = Rules(max_attempts=3, can_ask=False, can_cancel=True, first_wait=1.0, lo
 PLAIN = dataclasses.replace(RULES, can_cancel=False)
 ASKING = dataclasses.replace(RULES, can_ask=True)
 OPEN, UNSURE = Standing("calling", used=1), Standing("calling", unsure=True, used=2)
+SELDOM = st.sampled_from([False, False, False, True])
 BACK = Standing("cancelling", unsure=True, taking_back=True, used=1)
 
 
@@ -131,7 +132,6 @@ class Attempt:
     number: int
     step: Step
     answer: Answer | None = None
-    sent: bool = False
     killed: bool = False
 
 
@@ -155,18 +155,31 @@ class Together(RuleBasedStateMachine):
 
     @initialize(cancel=st.booleans(), ask=st.booleans())
     def begin(self, cancel, ask):
+        self.anew(cancel, ask)
+
+    @precondition(lambda self: self.settled and not self.row.open)
+    @rule(cancel=st.booleans(), ask=st.booleans())
+    def next_message(self, cancel, ask):
+        self.anew(cancel, ask)
+
+    def anew(self, cancel, ask):
         self.rules = dataclasses.replace(RULES, can_cancel=cancel, can_ask=ask)
         self.row, self.provider = Row(), Provider()
         self.settled: list[str] = []
 
+    def unanswered(self) -> list[Attempt]:
+        return [attempt for attempt in self.row.open if attempt.answer is None]
+
+    def answered(self) -> list[Attempt]:
+        return [attempt for attempt in self.row.open if attempt.answer is not None]
+
+    @precondition(lambda self: self.row.state in {"reserved", "calling", "cancelling"})
     @rule()
     def claim(self):
         """Whenever the lease is over, which may be at any time."""
         row = self.row
-        if row.state not in {"reserved", "calling", "cancelling"}:
-            return
         step, _ = first_step(row.standing(), self.rules)
-        row.unsure = row.unsure or row.state == "calling"
+        row.unsure = row.standing().may_have_happened
         if step == "stuck":
             row.state = "stuck"
             return
@@ -177,14 +190,11 @@ class Together(RuleBasedStateMachine):
             attempt.answer = Answer("done")
         row.open.append(attempt)
 
-    @rule(data=st.data(), willing=st.booleans(), lost=st.booleans())
-    def send(self, data, willing, lost):
-        """A request arrives, now or long after its lease; its answer comes back or is lost."""
-        waiting = [attempt for attempt in self.row.open if not attempt.sent and attempt.answer is None]
-        if not waiting:
-            return
-        attempt = data.draw(st.sampled_from(waiting))
-        attempt.sent = True
+    @precondition(lambda self: self.unanswered())
+    @rule(data=st.data(), willing=st.booleans(), lost=SELDOM, at_once=st.booleans())
+    def send(self, data, willing, lost, at_once):
+        """A request arrives, now or long after its lease; its answer comes back, now or later, or is lost."""
+        attempt = data.draw(st.sampled_from(self.unanswered()))
         if attempt.step == "cancel":
             said = self.provider.cancel()
         elif attempt.step == "ask" and (self.provider.done or self.provider.barred):
@@ -193,19 +203,20 @@ class Together(RuleBasedStateMachine):
             attempt.step = "call"
             said = self.provider.charge(willing)
         attempt.answer = Answer("unknown" if lost else said)
+        if at_once:
+            self.take(attempt, sql_fails=False)
 
+    @precondition(lambda self: self.unanswered())
     @rule(data=st.data())
     def nothing_is_sent(self, data):
-        waiting = [attempt for attempt in self.row.open if attempt.answer is None]
-        if waiting:
-            data.draw(st.sampled_from(waiting)).answer = Answer("later")
+        data.draw(st.sampled_from(self.unanswered())).answer = Answer("later")
 
-    @rule(data=st.data(), sql_fails=st.booleans())
+    @precondition(lambda self: self.answered())
+    @rule(data=st.data(), sql_fails=SELDOM)
     def deliver(self, data, sql_fails):
-        answered = [attempt for attempt in self.row.open if attempt.answer is not None]
-        if not answered:
-            return
-        attempt = data.draw(st.sampled_from(answered))
+        self.take(data.draw(st.sampled_from(self.answered())), sql_fails)
+
+    def take(self, attempt, sql_fails):
         self.row.open.remove(attempt)
         if attempt.killed:
             return
@@ -231,12 +242,13 @@ class Together(RuleBasedStateMachine):
         if change.fresh_budget:
             row.budget_from = row.attempts
 
+    @precondition(lambda self: self.row.open)
     @rule(data=st.data())
     def killed(self, data):
         """A caller dies: its request may still be under way, its answer goes nowhere."""
-        if self.row.open:
-            data.draw(st.sampled_from(self.row.open)).killed = True
+        data.draw(st.sampled_from(self.row.open)).killed = True
 
+    @precondition(lambda self: self.row.state in {"reserved", "stuck"})
     @rule(cancel=st.booleans())
     def by_hand(self, cancel):
         row = self.row
@@ -244,6 +256,8 @@ class Together(RuleBasedStateMachine):
             row.state, row.taking_back, row.unsure, row.known = "cancelling", True, row.unsure or row.known, False
         elif row.state == "stuck":
             row.state = "cancelling" if row.taking_back else "reserved"
+        else:
+            return
         row.budget_from = row.attempts
 
     @invariant()
@@ -263,5 +277,5 @@ class Together(RuleBasedStateMachine):
             assert row.state == self.settled[0]
 
 
-Together.TestCase.settings = settings(max_examples=150, stateful_step_count=40, deadline=None)
+Together.TestCase.settings = settings(max_examples=300, stateful_step_count=40, deadline=None)
 test_together = Together.TestCase
