@@ -25,14 +25,17 @@ from typing import Final
 
 import outbox
 from outbox import __version__
+from spark_jobs.decoding import Avro, JsonSchema, Protobuf
 from spark_jobs.errors import JobError
 from spark_jobs.job import ConsumerJob, find_job
 
 MANIFEST: Final = "outbox-package.json"
 """Name of the file in the zip that says which job it is for, and which version of this package is inside."""
 
-EXECUTORS_NEED: Final = ("pandas", "psycopg", "pyarrow", "sqlalchemy", "uuid-utils")
+EXECUTORS_NEED: Final = ("orjson", "pandas", "psycopg", "pyarrow", "sqlalchemy", "uuid-utils")
 """Distributions that our own modules import on executors; beside pyspark, which every executor has."""
+
+_DECODERS_NEED: Final[dict[type, str]] = {Avro: "fastavro", JsonSchema: "jsonschema", Protobuf: "protobuf"}
 
 _OURS: Final = frozenset({"outbox", "spark_jobs", "pyspark"})
 # What executors have no use for.
@@ -89,7 +92,7 @@ def collect(spec: str, include: Iterable[Path] = ()) -> Package:
     for path in include:
         found.given(path)
     found.files[MANIFEST] = (json.dumps({"job": spec, "version": __version__}, sort_keys=True) + "\n").encode()
-    requires = sorted({*EXECUTORS_NEED, *found.distributions()})
+    requires = sorted({*EXECUTORS_NEED, *_of_decoder(job.schema), *found.distributions()})
     return Package(spec, dict(sorted(found.files.items())), tuple(requires))
 
 
@@ -179,6 +182,13 @@ class _Found:
         if path.suffix == ".py" and not ours:
             for name in _imports(content, path, inside):
                 self.module(name)
+
+
+def _of_decoder(schema: object) -> Iterator[str]:
+    if type(schema) in _DECODERS_NEED:
+        yield _DECODERS_NEED[type(schema)]
+    if getattr(schema, "registry", None) is not None:
+        yield "confluent-kafka[schemaregistry]"
 
 
 def _modules_of(job: ConsumerJob) -> list[str]:

@@ -14,8 +14,8 @@ from typing import Final
 from spark_jobs.errors import JobError
 
 _SECRET: Final = re.compile(r"(?i)passw|secret|token|jaas|credential|access[._-]?key|database_url")
-# These name a secret that Kubernetes keeps; they do not hold it.
-_REFERENCE: Final = re.compile(r"spark\.kubernetes\.(driver|executor)\.secret(s|KeyRef)\.")
+# These say where a secret is kept; they do not hold it.
+_REFERENCE: Final = re.compile(r"spark\.kubernetes\.(driver|executor)\.secret(s|KeyRef)\.|.*([Ff]ile|[Pp]ath)$")
 _URL_WITH_PASSWORD: Final = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
 _CORE_JAR: Final = re.compile(r"spark-core_(\d+\.\d+)-(.+)\.jar")
 
@@ -107,7 +107,7 @@ class Submission:
             "--name": self.name,
             "--properties-file": self.properties_file,
             "--jars": ",".join(self.jars) or None,
-            "--packages": None if self.jars else self.packages,
+            "--packages": None if self.jars else self.packages or None,
             "--py-files": self.zip,
         }
         given = [[name, value] for name, value in options.items() if value is not None]

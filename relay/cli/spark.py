@@ -61,7 +61,8 @@ def submit(
         Path | None, typer.Option(help="A file of properties; the place for those that hold a secret.")
     ] = None,
     packages: Annotated[
-        str | None, typer.Option(help="Maven coordinates of Spark's Kafka connector; OUTBOX_SPARK_PACKAGES")
+        str | None,
+        typer.Option(help="Maven coordinates of Spark's Kafka connector, '' if Spark has it; OUTBOX_SPARK_PACKAGES"),
     ] = None,
     jars: Annotated[
         list[str] | None, typer.Option(help="A jar, instead of packages; repeatable. `locked`: those of the sandbox.")
@@ -109,7 +110,7 @@ def submit(
         arguments=["consume", job, "--once" if once else "--continuous", *context.args],
         master=master,
         deploy_mode=deploy_mode,
-        packages=settings.spark_packages or spark.connector,
+        packages=spark.connector if settings.spark_packages is None else settings.spark_packages,
         jars=_jars(jars or []),
         conf=interpreters | ours | properties(conf or []) | REQUIRED_CONF,
         properties_file=None if properties_file is None else str(properties_file),

@@ -10,11 +10,14 @@ import sys
 import zipfile
 from pathlib import Path
 
+import pyspark
 import pytest
+from typer.testing import CliRunner
 
+from relay.cli.app import app
 from spark_jobs.errors import JobError
 from spark_jobs.package import EXECUTORS_NEED, MANIFEST, collect
-from spark_jobs.submit import Submission, properties
+from spark_jobs.submit import Submission, installed_spark, properties
 
 JOB = """
 from spark_jobs.job import ConsumerJob
@@ -93,6 +96,13 @@ def test_our_own_modules_are_all_that_is_in_it_for_a_job_of_ours():
     assert found.requires == EXECUTORS_NEED
 
 
+def test_what_a_decoder_needs_is_named(folder):
+    more = "from spark_jobs.decoding import Avro\n"
+    text = JOB.format(more=more, effect="'SELECT 1', schema=Avro(registry='http://registry', subject='t-value')")
+    write(folder, {"one.py": text})
+    assert set(collect("one:job").requires) - set(EXECUTORS_NEED) == {"fastavro", "confluent-kafka[schemaregistry]"}
+
+
 def test_the_same_bytes_whenever_and_wherever(folder):
     write(
         folder, {"jobs/orders.py": JOB.format(more="import b\nimport a", effect="'SELECT 1'"), "a.py": "", "b.py": ""}
@@ -117,7 +127,7 @@ def test_executors_import_the_job_from_the_zip_and_nothing_else(folder):
     script = """
 import importlib.metadata, sys
 sys.path.insert(0, sys.argv[1])
-import jobs.orders, spark_jobs.task, outbox
+import jobs.orders, spark_jobs.task, spark_jobs.json_payload, outbox
 assert jobs.orders.job.effect(None, None) == 7
 assert all(m.__file__.startswith(sys.argv[1]) for m in (jobs.orders, spark_jobs.task, outbox)), outbox.__file__
 tops = {name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
@@ -135,7 +145,7 @@ print(*sorted({known[top][0].lower().replace("_", "-") for top in tops if top in
     assert done.returncode == 0, done.stderr
     # Beside what has to be installed: what that brings along.
     brought = {"typing-extensions", "psycopg-binary", "greenlet", "numpy", "cython"}
-    about = {"pyspark", "setuptools", "outbox-kafka"}
+    about = {"pyspark", "py4j", "setuptools", "outbox-kafka"}
     assert set(done.stdout.split()) <= {*EXECUTORS_NEED, *brought, *about}
 
 
@@ -204,6 +214,7 @@ def test_a_secret_does_not_get_onto_the_command_line(name, value):
 
 def test_what_else_is_refused_and_what_is_not():
     submission(conf={"spark.kubernetes.driver.secretKeyRef.OUTBOX_DATABASE_URL": "sink:url"})
+    submission(conf={"spark.authenticate.secret.file": "/etc/secret"})
     for arguments in (["--database-url", "postgresql://h/db"], ["--x", "postgresql://u:p@h/db"]):
         with pytest.raises(JobError, match="OUTBOX_DATABASE_URL"):
             submission(arguments=arguments)
@@ -211,3 +222,65 @@ def test_what_else_is_refused_and_what_is_not():
     for wrong in ("a=b", "spark.a"):
         with pytest.raises(JobError, match=r"spark\.NAME=VALUE"):
             properties([wrong])
+
+
+def command(*arguments: str, **env: str) -> tuple[int, str, str]:
+    """``outbox spark …``: exit status, output, errors."""
+    done = CliRunner().invoke(app, ["spark", *arguments], env=env)
+    assert done.exception is None or isinstance(done.exception, SystemExit), done.exception
+    return done.exit_code, done.stdout, done.stderr
+
+
+def test_the_commands(folder, monkeypatch):
+    monkeypatch.chdir(folder)
+    monkeypatch.delenv("SPARK_HOME", raising=False)
+    write(folder, {"one.py": JOB.format(more="", effect="'SELECT 1'")})
+    status, output, _ = command("package", "one:job", "-o", "my jobs.zip")
+    assert (status, "my jobs.zip" in output, "uuid-utils" in output) == (0, True, True)
+    assert "one.py" in zipfile.ZipFile(folder / "my jobs.zip").namelist()
+    secret = "postgresql://u:hidden@h/db"
+    options = ["--once", "--master", "spark://h:1", "--zip", "my jobs.zip", "--conf", "spark.x=y", "--print"]
+    status, output, errors = command(
+        "submit", "one:job", *options, "--", "--max-records", "5", OUTBOX_DATABASE_URL=secret
+    )
+    assert (status, errors) == (0, "")
+    words = shlex.split(output.replace("\\\n", " "))
+    assert Path(words[0]).name == "spark-submit"
+    assert Path(words[0]).is_file()
+    assert f"org.apache.spark:spark-sql-kafka-0-10_2.13:{pyspark.__version__}" in words
+    assert words[words.index("--py-files") + 1] == "my jobs.zip"
+    assert {"spark.x=y", "spark.sql.session.timeZone=UTC", "spark.sql.adaptive.enabled=false"} <= set(words)
+    assert words[-5:] == ["consume", "one:job", "--once", "--max-records", "5"]
+    assert Path(words[-6]).name == "submitted.py"
+    assert "hidden" not in output
+    _, output, errors = command("submit", "one:job", "--once", "--print", OUTBOX_SPARK_PACKAGES="g:a:1")
+    assert ("--packages g:a:1" in output, "outbox spark package one:job" in errors) == (True, True)
+    assert "--packages" not in command("submit", "one:job", "--once", "--packages", "", "--print")[1]
+    assert not (folder / "jobs.zip").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "env", "status", "shown"),
+    [
+        (["submit", "spark_jobs.order_totals:job"], {}, 2, "--once or --continuous"),
+        (["submit", "spark_jobs.order_totals:job", "--once"], {}, 2, "OUTBOX_DATABASE_URL"),
+        (["submit", "spark_jobs.order_totals:job", "--once", "--deploy-mode", "x"], {}, 2, "client or cluster"),
+        (["submit", "spark_jobs.order_totals:job", "--once", "--conf", "spark.x.password=1"], {}, 1, "properties-file"),
+        (["submit", "spark_jobs.order_totals:job", "--once"], {"SPARK_HOME": "/nowhere"}, 1, "holds no Spark"),
+        (["submit", "nowhere:job", "--once"], {}, 1, "no module nowhere"),
+        (["package", "__main__:job"], {}, 1, "can't import __main__"),
+    ],
+)
+def test_what_the_commands_refuse(folder, monkeypatch, arguments, env, status, shown):
+    monkeypatch.chdir(folder)
+    found = command(*arguments, **env)
+    assert (found[0], found[1]) == (status, "")
+    assert shown in found[2]
+    assert found[2].count("\n") == 1
+
+
+def test_a_spark_of_another_version_is_refused(folder, monkeypatch):
+    write(folder, {"bin/spark-submit": "", "jars/spark-core_2.13-3.5.0.jar": ""})
+    monkeypatch.setenv("SPARK_HOME", str(folder))
+    with pytest.raises(JobError, match=r"is Spark 3\.5\.0, but pyspark .* is installed"):
+        installed_spark()
