@@ -162,13 +162,14 @@ class _Shown:
 
     def show(self, offsets: Mapping[Partition, int], seconds: float) -> str | None:
         positions = [TopicPartition(topic, part, offset) for (topic, part), offset in sorted(offsets.items())]
+        # Answers that came since the last round are heard here; those that did not, nobody waits for.
+        self._consumer.poll(0)
         deadline = time.monotonic() + (0.0 if self._unanswered else seconds)
         try:
             self._consumer.commit(offsets=positions, asynchronous=True)
         except KafkaException as error:
             return str(error)
         self._unanswered += 1
-        self._consumer.poll(0)
         while self._unanswered and time.monotonic() < deadline:
             self._consumer.poll(0.05)
         return "no answer yet" if self._unanswered else self._problem
