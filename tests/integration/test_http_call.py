@@ -1,0 +1,117 @@
+"""The ready HTTP client against a real server: what each kind of answer, and of silence, is taken for."""
+
+from __future__ import annotations
+
+import email.utils
+import socket
+import time
+import uuid
+from typing import Any
+
+import pytest
+from provider import Provider
+
+from spark_jobs.errors import JobError
+from spark_jobs.external import Call, Done, OutcomeUnknown, Refused, TryLater
+from spark_jobs.http_call import HttpAsk, HttpCall, _retry_after
+
+
+@pytest.fixture
+def provider(tmp_path):
+    with Provider(tmp_path / "book.sqlite") as started:
+        yield started
+
+
+def call(order: str, timeout: float = 20.0) -> Call:
+    key = str(uuid.uuid5(uuid.NAMESPACE_OID, order))
+    return Call(key, key, uuid.UUID(key), {"order": order}, 1, timeout, "t", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("order", "kind", "text", "retry_after"),
+    [
+        ("refuse", Refused, "HTTP 402", None),
+        ("404", Refused, "HTTP 404", None),
+        ("401:3", TryLater, "HTTP 401", 3.0),
+        ("429:7", TryLater, "HTTP 429", 7.0),
+        ("425", TryLater, "HTTP 425", None),
+        ("307", TryLater, "HTTP 307", None),
+        ("409:1", OutcomeUnknown, "HTTP 409", 1.0),
+        ("503:soon", OutcomeUnknown, "HTTP 503", None),
+        ("drop", OutcomeUnknown, "no answer", None),
+        ("done-half", OutcomeUnknown, "ended after|IncompleteRead", None),
+    ],
+)
+def test_what_an_answer_is_taken_for(provider, order, kind, text, retry_after):
+    provider.tell("o", order)
+    with pytest.raises(kind, match=text) as caught:
+        HttpCall(f"{provider.url}/charges")(call("o"))
+    assert getattr(caught.value, "retry_after", None) == retry_after
+    assert HttpCall(f"{provider.url}/charges")(call("o")) == {"charge": 1}
+
+
+@pytest.mark.parametrize("order", ["stall", "trickle"])
+def test_the_whole_request_keeps_its_time(provider, order):
+    """However the server spins it out: a byte now and then does not count as an answer."""
+    provider.tell("o", order)
+    began = time.monotonic()
+    with pytest.raises(OutcomeUnknown):
+        HttpCall(f"{provider.url}/charges")(call("o", timeout=0.5))
+    assert 0.5 <= time.monotonic() - began < 15
+
+
+def test_what_was_never_sent_did_not_happen(provider):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        nobody = f"http://127.0.0.1:{free.getsockname()[1]}/"
+    for url in (nobody, provider.url.replace("http", "https")):
+        with pytest.raises(TryLater, match="nothing was sent"):
+            HttpCall(url)(call("o"))
+
+    def broken(_: Call) -> Any:
+        raise KeyError("customer")
+
+    for client in (
+        HttpCall(f"{provider.url}/charges", broken),
+        HttpCall(f"{provider.url}/charges", lambda _: object()),
+        HttpCall(lambda _: "ftp://x"),
+    ):
+        with pytest.raises(TryLater, match="can't be made"):
+            client(call("o"))
+    assert provider.requests() == []
+
+
+def test_keys_headers_and_urls_are_what_was_declared(provider):
+    client = HttpCall(
+        lambda one: f"{provider.url}/charges?for={one.request['order']}", headers=lambda: {"Idempotency-Key": "mine"}
+    )
+    assert client(call("o")) == {"charge": 1}
+    assert provider.requests()[0][1:3] == ("/charges?for=o", call("o").key)
+    ask = HttpAsk(lambda one: f"{provider.url}/charges/{one.call_key}")
+    assert ask(call("o")) == Done({"charge": 1})
+    assert ask(call("other")) is None
+    assert HttpAsk(lambda one: f"{provider.url}/charges/{one.call_key}", found=lambda _: False)(call("o")) is None
+    provider.tell("cancel o", "404", "404")
+    cancelling = {"url": f"{provider.url}/cancel", "body": lambda one: {"order": "o", "key": one.call_key}}
+    with pytest.raises(Refused):
+        HttpCall(**cancelling)(call("o"))
+    assert HttpCall(**cancelling, gone_is_done=True)(call("o")) == {"error": "not now"}
+    for url in ("provider.example", "http://user:secret@provider.example/", "http://x:y/", "file:///etc"):
+        with pytest.raises(JobError, match="url") as caught:
+            HttpCall(url)
+        assert "secret" not in str(caught.value)
+
+
+def test_retry_after_as_a_date_is_measured_by_the_servers_clock():
+    def headers(**values: str) -> Any:
+        message = email.message.Message()
+        for name, value in values.items():
+            message[name.replace("_", "-")] = value
+        return message
+
+    now = email.utils.formatdate(1_000_000_000, usegmt=True)
+    later = email.utils.formatdate(1_000_000_090, usegmt=True)
+    assert _retry_after(headers(Date=now, Retry_After=later)) == 90.0
+    assert _retry_after(headers(Date=later, Retry_After=now)) == 0.0
+    assert _retry_after(headers(Retry_After="-5")) is None
+    assert _retry_after(headers(Retry_After="Wed, 99 Foo")) is None
+    assert _retry_after(headers()) is None
