@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Final
@@ -35,6 +35,14 @@ SELECT p.pubname FROM pg_publication AS p JOIN pg_publication_tables AS t ON t.p
  WHERE t.schemaname = %(schema)s AND t.tablename = 'events' AND (p.pubdelete OR p.pubupdate)
    AND NOT 'lane' = ANY(t.attnames)
  ORDER BY p.pubname"""
+
+# Counted no further than it takes to say "many".
+_WITHOUT_TIME: Final = """
+SELECT count(*) FROM (SELECT FROM {processed} WHERE day = date '1970-01-01' LIMIT %(most)s) AS counted"""
+_OPEN_LOSSES: Final = """
+SELECT grp, topic, count(*) FROM {losses} WHERE accepted_at IS NULL GROUP BY grp, topic ORDER BY grp, topic"""
+_MANY: Final = 1_000_000
+_DAY_MS: Final = 86_400_000
 
 _Config = Callable[[str], str]
 
@@ -81,14 +89,18 @@ def examine(settings: Settings) -> Iterator[Finding]:
         f"{delivery_seconds(settings):g} s is dropped and read again",
     )
     lanes = 0
+    consumed: Sequence[str] = ()
     try:
         with Connector(settings.require_database(), "outbox doctor")() as connection:
             yield from _postgres(connection, settings)
+            if _has_consumers(connection, settings):
+                consumed = _consumed_topics(connection, settings)
+                yield from _consumers(connection, settings)
             lanes = _count(connection, settings, "lanes")
     except OutboxError as error:
         yield Finding(Level.FAILURE, "Postgres", str(error))
     try:
-        yield from _kafka(settings, options, lanes)
+        yield from _kafka(settings, options, lanes, consumed)
     except (OutboxError, KafkaException) as error:
         text = text_of(error) if isinstance(error, KafkaException) else str(error)
         yield Finding(Level.FAILURE, "Kafka", text, "check OUTBOX_KAFKA__BOOTSTRAP_SERVERS and the credentials")
@@ -208,7 +220,75 @@ def _count(connection: psycopg.Connection[Any], settings: Settings, table: str) 
     return int(row[0])
 
 
-def _kafka(settings: Settings, options: Mapping[str, str], lanes: int) -> Iterator[Finding]:
+def _has_consumers(connection: psycopg.Connection[Any], settings: Settings) -> bool:
+    """Whether the consumers' tables are in this database: sinks are often elsewhere."""
+    names = [
+        sql.Identifier(settings.consumer_schema, name).as_string(connection)
+        for name in ("offsets", "losses", "processed_messages")
+    ]
+    with unavailable_on_error("looking for the consumers' tables"):
+        row = connection.execute(
+            "SELECT bool_and(to_regclass(name) IS NOT NULL) FROM unnest(%s::text[]) AS name", (names,)
+        ).fetchone()
+    return row == (True,)
+
+
+def _consumed_topics(connection: psycopg.Connection[Any], settings: Settings) -> list[str]:
+    with unavailable_on_error("reading the consumers' topics"):
+        rows = connection.execute(
+            sql.SQL("SELECT DISTINCT topic FROM {} ORDER BY topic").format(
+                sql.Identifier(settings.consumer_schema, "offsets")
+            )
+        ).fetchall()
+    return [row[0] for row in rows]
+
+
+def _consumers(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
+    """What the consumers' tables tell: losses that keep a group from going on, and ids that are never forgotten."""
+    names = {name: sql.Identifier(settings.consumer_schema, name) for name in ("losses", "processed_messages")}
+    with unavailable_on_error("looking at the consumers' tables"):
+        losses = connection.execute(sql.SQL(_OPEN_LOSSES).format(losses=names["losses"])).fetchall()
+        counted = connection.execute(
+            sql.SQL(_WITHOUT_TIME).format(processed=names["processed_messages"]), {"most": _MANY + 1}
+        ).fetchone()
+    for group, topic, count in losses:
+        yield Finding(
+            Level.FAILURE,
+            f"group {group}",
+            f"Kafka lost messages of {count} partition{'s' if count != 1 else ''} of {topic} before the group read "
+            "them: it halts",
+            f"see `outbox offsets show`; `outbox offsets reset {group} --topic {topic} --to loss` accepts it",
+        )
+    assert counted is not None
+    shown = f"more than {_MANY:,}" if counted[0] > _MANY else f"{counted[0]:,}"
+    yield Finding(
+        Level.OK,
+        "remembered ids",
+        f"for {settings.consumer.keep_days} days; {shown} without a time (no UUIDv7) are kept for ever",
+        "ids that are UUIDv7 can be forgotten" if counted[0] else "",
+    )
+
+
+def _remembered(name: str, keep_days: int, config: _Config) -> Iterator[Finding]:
+    """Whether a topic's messages can outlive the memory of their ids: then a re-read makes dead letters of them."""
+    if config("cleanup.policy") == "compact":
+        kept, ms = "its messages for as long as they are the last of their keys", -1
+    else:
+        ms = int(config("retention.ms"))
+        kept = "every message" if ms < 0 else f"messages for {ms / _DAY_MS:g} days"
+    if 0 <= ms <= keep_days * _DAY_MS:
+        return
+    yield Finding(
+        Level.WARNING,
+        f"topic {name}, ids",
+        f"it keeps {kept}, ids are remembered for {keep_days} days: going back further makes dead letters of what is "
+        "forgotten, instead of applying it twice",
+        "raise consumer.keep_days above the topic's retention.ms and the longest outage of a relay, or lower "
+        "retention.ms",
+    )
+
+
+def _kafka(settings: Settings, options: Mapping[str, str], lanes: int, consumed: Sequence[str]) -> Iterator[Finding]:
     admin = AdminClient(dict(client_options(settings)), logger=silent())
     metadata = admin.list_topics(timeout=_SECONDS)
     brokers = len(metadata.brokers)
@@ -234,6 +314,9 @@ def _kafka(settings: Settings, options: Mapping[str, str], lanes: int) -> Iterat
             yield Finding(level, f"topic {route.topic}", f"does not exist yet ({aggregate_type})", do)
             continue
         yield from _topic(route.topic, topic, config(ConfigResource.Type.TOPIC, route.topic))
+    for name in consumed:
+        if name in metadata.topics:
+            yield from _remembered(name, settings.consumer.keep_days, config(ConfigResource.Type.TOPIC, name))
     if settings.delivery is Delivery.EXACTLY_ONCE:
         yield from _transactions(settings, options, lanes, metadata, config)
 

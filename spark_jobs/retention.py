@@ -32,6 +32,8 @@ NO_TIME: Final = dt.date(1970, 1, 1)
 
 _LOCK: Final = 0x6F7574626F780002
 _AHEAD: Final = 3
+# Below deadlock_timeout's default of 1 s: upkeep gives way before a task is made to.
+_GIVE_WAY: Final = "500ms"
 
 # What each partition covers, from and to; NULL for MINVALUE and MAXVALUE.
 _RANGES: Final = """
@@ -130,7 +132,7 @@ class Memory:
                         made.append(name)
             except (*_BUSY, errors.InsufficientPrivilege) as error:
                 return Upkeep(problem=_first_line(error))
-        return Upkeep(made=made)
+        return Upkeep(made=tuple(made))
 
     def forget(self) -> Upkeep:
         """Drop the partitions of days that nobody needs, and delete such rows from the default partition.
@@ -153,8 +155,8 @@ class Memory:
                     dropped.append(name)
             deleted = self._delete_stray(horizon)
         except (*_BUSY, errors.InsufficientPrivilege) as error:
-            return Upkeep(dropped=dropped, problem=_first_line(error))
-        return Upkeep(dropped=dropped, deleted_rows=deleted)
+            return Upkeep(dropped=tuple(dropped), problem=_first_line(error))
+        return Upkeep(dropped=tuple(dropped), deleted_rows=deleted)
 
     def _missing(self, connection: psycopg.Connection[Any]) -> list[dt.date]:
         today = self._today(connection)
@@ -210,8 +212,7 @@ class Memory:
 
     def _alone(self) -> psycopg.Connection[Any]:
         connection = self._connect()
-        # Below deadlock_timeout's default of 1 s: this gives way before a task is made to.
-        connection.execute("SET LOCAL lock_timeout = '500ms'")
+        connection.execute("SELECT set_config('lock_timeout', %s, true)", (_GIVE_WAY,))
         return connection
 
     @staticmethod

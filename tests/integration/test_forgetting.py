@@ -1,0 +1,347 @@
+"""How long ids are remembered: days made and dropped on a real Postgres, what groups are said to have forgotten."""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import threading
+import uuid
+
+import psycopg
+import pytest
+from psycopg import sql
+from support import wait_until
+
+from relay import db
+from relay.config import load
+from relay.doctor import Level, examine
+from spark_jobs.retention import NO_TIME, STRAY, Memory, Upkeep
+from spark_jobs.store import Store
+from spark_jobs.tables import DAY_OF_ID
+
+KEEP = 5
+
+
+class Sink:
+    """A sink with consumers' tables, and ids of chosen days in it."""
+
+    def __init__(self, url: str) -> None:
+        db.upgrade_consumer(url)
+        self.url = url
+        self.memory = Memory(url, "consumer", KEEP)
+        self.today = self.one("SELECT (now() AT TIME ZONE 'UTC')::date")
+
+    def run(self, query, values=()):
+        with psycopg.connect(self.url) as connection:
+            cursor = connection.execute(query, values)
+            return cursor.fetchall() if cursor.description else []
+
+    def one(self, query, values=()):
+        return self.run(query, values)[0][0]
+
+    def day(self, ago: int) -> dt.date:
+        return self.today - dt.timedelta(days=ago)
+
+    def group(self, name: str) -> None:
+        Store(self.url, "consumer", name, "test").take_over()
+
+    def remember(self, group: str, day: dt.date, seen_ago: float, count: int = 1) -> None:
+        self.run(
+            "INSERT INTO consumer.processed_messages (grp, day, message_id, seen_at) "
+            "SELECT %s, %s, gen_random_uuid(), now() - make_interval(secs => %s) FROM generate_series(1, %s)",
+            (group, day, seen_ago * 86400, count),
+        )
+
+    def partition(self, day: dt.date) -> None:
+        self.run(
+            f"CREATE TABLE consumer.processed_messages_{day:%Y%m%d} PARTITION OF consumer.processed_messages "
+            f"FOR VALUES FROM ('{day}') TO ('{day + dt.timedelta(days=1)}')"
+        )
+
+    def partitions(self) -> set[str]:
+        query = "SELECT relname FROM pg_class WHERE relnamespace = 'consumer'::regnamespace AND relispartition"
+        return {name.removeprefix("processed_messages_") for (name,) in self.run(query + " AND relkind = 'r'")}
+
+    def forgotten(self) -> dict[str, dt.date | None]:
+        return dict(self.run("SELECT grp, forgotten_before FROM consumer.groups"))
+
+    def remembered(self) -> dict[tuple[str, dt.date], int]:
+        query = "SELECT grp, day, count(*) FROM consumer.processed_messages GROUP BY grp, day"
+        return {(grp, day): count for grp, day, count in self.run(query)}
+
+
+@pytest.fixture
+def sink(outbox_postgres) -> Sink:
+    return Sink(outbox_postgres.url)
+
+
+def names(*days: dt.date) -> set[str]:
+    return {f"{day:%Y%m%d}" for day in days}
+
+
+def test_days_are_made_for_what_is_kept_and_a_few_ahead(sink):
+    made = sink.memory.make()
+    days = names(NO_TIME, *(sink.day(ago) for ago in range(-3, KEEP + 1)))
+    assert {name.removeprefix("processed_messages_") for name in made.made} == days
+    assert sink.partitions() == days | {"default"}
+    assert sink.memory.make() == Upkeep()
+    assert made.worth_telling
+    # Ids of every kind find the partition of their day.
+    day = sink.one("SELECT (now() AT TIME ZONE 'UTC')::date")
+    v7 = uuid.UUID(int=(int(dt.datetime.combine(day, dt.time(), dt.UTC).timestamp() * 1000) << 80) | (7 << 76) | 1)
+    for message_id, where in ((uuid.uuid4(), "19700101"), (v7, f"{day:%Y%m%d}")):
+        query = (
+            "INSERT INTO consumer.processed_messages (grp, day, message_id) "
+            f"SELECT 'g', {DAY_OF_ID}, message_id FROM (SELECT %s::uuid AS message_id) AS batch "
+            "RETURNING tableoid::regclass::text"
+        )
+        assert sink.one(query, (message_id,)) == f"consumer.processed_messages_{where}"
+
+
+def test_one_query_when_all_days_are_there(sink):
+    """The upkeep of every consumer that starts: nothing is locked, nothing is waited for."""
+    sink.memory.make()
+    with psycopg.connect(sink.url) as other:
+        other.execute("LOCK TABLE consumer.processed_messages IN SHARE UPDATE EXCLUSIVE MODE")
+        other.execute("SELECT pg_advisory_xact_lock(%s)", (0x6F7574626F780002,))
+        assert sink.memory.make() == Upkeep()
+
+
+def test_days_that_the_default_partition_holds_stay_there(sink):
+    sink.group("g")
+    for day in (sink.day(0), NO_TIME):
+        sink.remember("g", day, 0)
+    made = sink.memory.make()
+    assert made.problem is None
+    assert sink.partitions().isdisjoint(names(sink.day(0), NO_TIME))
+    assert names(sink.day(1), sink.day(-1)) < sink.partitions()
+
+
+def test_a_partition_of_a_month_covers_its_days(sink):
+    first = sink.day(40).replace(day=1)
+    low, high = first - dt.timedelta(days=1), sink.day(-30)
+    sink.run(
+        f"CREATE TABLE consumer.long PARTITION OF consumer.processed_messages FOR VALUES FROM ('{low}') TO ('{high}')"
+    )
+    assert sink.memory.make().made == ("processed_messages_19700101",)
+    # It ends in the future: no day of it goes.
+    assert sink.memory.forget() == Upkeep()
+
+
+def test_an_old_day_goes_with_its_partition_and_only_its_groups_have_forgotten(sink):
+    for group in ("early", "late"):
+        sink.group(group)
+    old, kept = sink.day(KEEP + 2), sink.day(KEEP)
+    sink.partition(old)
+    sink.memory.make()
+    sink.remember("early", old, KEEP + 2)
+    sink.remember("early", kept, KEEP + 0.5)
+    sink.remember("late", kept, 0)
+    done = sink.memory.forget()
+    assert list(done.dropped) == [f"processed_messages_{old:%Y%m%d}"]
+    assert sink.remembered() == {("early", kept): 1, ("late", kept): 1}
+    assert sink.forgotten() == {"early": old + dt.timedelta(days=1), "late": None}
+    assert sink.memory.forget() == Upkeep()
+
+
+def test_a_day_whose_ids_were_seen_lately_is_kept_whole(sink):
+    """A backlog: old ids that were applied yesterday can come again for as long as any other."""
+    for group in ("g", "backlog"):
+        sink.group(group)
+    old = sink.day(KEEP + 10)
+    sink.partition(old)
+    sink.remember("g", old, KEEP + 9, count=3)
+    sink.remember("backlog", old, KEEP - 0.5)
+    assert sink.memory.forget() == Upkeep()
+    assert sink.remembered() == {("g", old): 3, ("backlog", old): 1}
+    assert sink.forgotten() == {"g": None, "backlog": None}
+    sink.run("UPDATE consumer.processed_messages SET seen_at = seen_at - interval '1 day' WHERE grp = 'backlog'")
+    assert len(sink.memory.forget().dropped) == 1
+    assert sink.forgotten() == dict.fromkeys(("g", "backlog"), old + dt.timedelta(days=1))
+
+
+def test_what_is_forgotten_never_comes_back(sink):
+    sink.group("g")
+    sink.run("UPDATE consumer.groups SET forgotten_before = %s", (sink.day(KEEP),))
+    older = sink.day(KEEP + 5)
+    sink.partition(older)
+    sink.remember("g", older, KEEP + 5)
+    assert len(sink.memory.forget().dropped) == 1
+    assert sink.forgotten() == {"g": sink.day(KEEP)}
+
+
+def test_rows_of_the_default_partition_go_by_group_and_day(sink):
+    for group in ("g", "h", "idle"):
+        sink.group(group)
+    old, older, young = sink.day(KEEP + 3), sink.day(KEEP + 30), sink.day(1)
+    sink.remember("g", NO_TIME, 400, count=2)
+    sink.remember("g", older, KEEP + 1, count=2)
+    sink.remember("g", old, KEEP + 1)
+    sink.remember("g", young, KEEP + 1)
+    # One that was seen lately keeps the day for its group, and for no other.
+    sink.remember("h", older, KEEP + 1)
+    sink.remember("h", older, 1)
+    assert sink.memory.forget() == Upkeep(deleted_rows=3)
+    assert sink.remembered() == {("g", NO_TIME): 2, ("g", young): 1, ("h", older): 2}
+    assert sink.forgotten() == {"g": old + dt.timedelta(days=1), "h": None, "idle": None}
+
+
+def test_ids_without_a_time_are_not_even_looked_at(sink):
+    """They may be most of the table: finding what can go must not read them."""
+    sink.group("g")
+    sink.remember("g", NO_TIME, 400, count=20_000)
+    sink.remember("g", sink.day(KEEP + 3), KEEP + 1, count=5)
+    sink.run("ANALYZE consumer.processed_messages_default")
+    query = sql.SQL(STRAY).format(
+        groups=sql.Identifier("consumer", "groups"), default=sql.Identifier("consumer", "processed_messages_default")
+    )
+    values = {"no_time": NO_TIME, "horizon": sink.day(KEEP), "keep_days": KEEP}
+    [plan] = sink.one(sql.SQL("EXPLAIN (ANALYZE, FORMAT json) ") + query, values)
+    text = json.dumps(plan)
+    assert "processed_messages_default_pkey" in text
+    assert '"Node Type": "Seq Scan", "Parent Relationship": "Inner"' not in text
+    read = [node for node in _nodes(plan["Plan"]) if node.get("Relation Name") == "processed_messages_default"]
+    assert [node["Actual Rows"] for node in read] == [5]
+
+
+def _nodes(node):
+    yield node
+    for child in node.get("Plans", ()):
+        yield from _nodes(child)
+
+
+def test_upkeep_gives_way_to_a_task_that_writes(sink):
+    """A task holds the table for as long as its transaction takes; upkeep gives up, says so, and is due again."""
+    sink.group("g")
+    old = sink.day(KEEP + 2)
+    sink.partition(old)
+    with psycopg.connect(sink.url) as task:
+        task.execute(
+            "INSERT INTO consumer.processed_messages (grp, day, message_id) VALUES ('g', %s, gen_random_uuid())", (old,)
+        )
+        for upkeep in (sink.memory.make(), sink.memory.forget()):
+            assert "lock timeout" in upkeep.problem
+            assert (upkeep.made, upkeep.dropped) == ((), ())
+        # The task was not harmed by either.
+        task.execute("SELECT 1")
+    assert sink.memory.make().problem is None
+    # The id is there, seen just now.
+    assert sink.memory.forget() == Upkeep()
+    assert sink.remembered() == {("g", old): 1}
+
+
+def test_a_task_that_waits_for_the_drop_sees_that_its_day_is_forgotten(sink, monkeypatch):
+    """Its id goes in as if it were new; what it reads next says that the day is forgotten."""
+    # So that the drop is still there when the task comes.
+    monkeypatch.setattr("spark_jobs.retention._GIVE_WAY", "60s")
+    sink.group("g")
+    old = sink.day(KEEP + 2)
+    sink.partition(old)
+    sink.remember("g", old, KEEP + 2)
+    [(twin,)] = sink.run("SELECT message_id FROM consumer.processed_messages")
+    seen: list[dt.date] = []
+    with psycopg.connect(sink.url) as blocker:
+        # Lets the drop come as far as the table itself, holding the day's partition and the group's row.
+        blocker.execute("LOCK TABLE ONLY consumer.processed_messages IN ACCESS SHARE MODE")
+        forgetting = threading.Thread(target=sink.memory.forget)
+
+        def task() -> None:
+            with psycopg.connect(sink.url) as connection:
+                connection.execute(
+                    "INSERT INTO consumer.processed_messages (grp, day, message_id) VALUES ('g', %s, %s)", (old, twin)
+                )
+                seen.append(connection.execute("SELECT forgotten_before FROM consumer.groups").fetchone()[0])
+
+        forgetting.start()
+        waits = "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = 'consumer.processed_messages'::regclass"
+        wait_until(lambda: sink.one(waits) == 1, what="the drop to wait")
+        inserting = threading.Thread(target=task)
+        inserting.start()
+        wait_until(lambda: sink.one(waits) == 2, what="the task to wait")
+        blocker.rollback()
+    forgetting.join(30)
+    inserting.join(30)
+    assert seen == [old + dt.timedelta(days=1)]
+
+
+def test_two_drivers_at_once(sink):
+    """Both make and forget; each day is made once and nothing fails."""
+    sink.group("g")
+    old = sink.day(KEEP + 2)
+    sink.partition(old)
+    sink.remember("g", old, KEEP + 2)
+    done: list[Upkeep] = []
+
+    def upkeep() -> None:
+        memory = Memory(sink.url, "consumer", KEEP)
+        done.extend((memory.make(), memory.forget()))
+
+    threads = [threading.Thread(target=upkeep) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(done) == 8
+    assert [one.problem for one in done if one.problem] == []
+    assert sorted(name for one in done for name in one.made) == sorted(next(one.made for one in done if one.made))
+    assert [list(one.dropped) for one in done if one.dropped] == [[f"processed_messages_{old:%Y%m%d}"]]
+
+
+def test_without_the_owners_rights_it_says_so(sink):
+    role = f"reader_{uuid.uuid4().hex[:8]}"
+    sink.partition(sink.day(KEEP + 2))
+    sink.run(f"CREATE ROLE {role} LOGIN")
+    try:
+        sink.run(
+            f"GRANT USAGE ON SCHEMA consumer TO {role}; "
+            f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA consumer TO {role}"
+        )
+        memory = Memory(psycopg.conninfo.make_conninfo(sink.url, options=f"-c role={role}"), "consumer", KEEP)
+        assert "permission denied" in memory.make().problem
+        assert "must be owner" in memory.forget().problem
+    finally:
+        sink.run(f"DROP OWNED BY {role}; DROP ROLE {role}")
+
+
+def test_the_doctor_compares_with_what_the_topics_keep(sink, outbox_kafka):
+    def topic(name, **config):
+        made = outbox_kafka.create_topic(
+            outbox_kafka.name(name), 1, {key.replace("_", "."): value for key, value in config.items()}
+        )
+        sink.run(
+            "INSERT INTO consumer.offsets (grp, topic, part, topic_id, next_offset, generation) "
+            "VALUES ('g', %s, 0, 'x', 0, 1)",
+            (made,),
+        )
+        return f"topic {made}, ids"
+
+    def examined(keep_days):
+        settings = load(
+            database_url=sink.url,
+            kafka={"bootstrap.servers": outbox_kafka.bootstrap_servers},
+            consumer={"keep_days": keep_days},
+        )
+        return {finding.about: finding for finding in examine(settings)}
+
+    nothing = examined(14)
+    assert nothing["remembered ids"].level is Level.OK
+    day = 86_400_000
+    week, month = topic("week", retention_ms=str(7 * day)), topic("month", retention_ms=str(30 * day))
+    forever, compacted = topic("forever", retention_ms="-1"), topic("compacted", cleanup_policy="compact")
+    sink.run("INSERT INTO consumer.offsets VALUES ('g', 'gone', 0, 'x', 0, 1)")
+    sink.remember("g", NO_TIME, 0, count=3)
+    found = examined(14)
+    assert {about for about in found if about.endswith(", ids")} == {month, forever, compacted}
+    assert "messages for 30 days, ids are remembered for 14 days" in found[month].found
+    assert "every message" in found[forever].found
+    assert found[forever].level is Level.WARNING
+    assert "3 without a time" in found["remembered ids"].found
+    assert month not in examined(31)
+    assert week in examined(6)
+    sink.run(
+        "INSERT INTO consumer.losses (grp, topic, topic_id, part, first_offset, end_offset, kind, detail) "
+        "VALUES ('g', 'week', 'x', 0, 1, 2, 'retention', 'd')"
+    )
+    lost = examined(14)["group g"]
+    assert lost.level is Level.FAILURE
+    assert "`outbox offsets reset g --topic week --to loss`" in lost.do
