@@ -134,17 +134,18 @@ class Runner:
     def once(self, stop: threading.Event) -> Totals:
         """Apply everything that is committed in Kafka now. Raises a ConsumerError when that is not possible."""
         targets: dict[Partition, Extent] | None = None
+
+        def step() -> bool:
+            nonlocal targets
+            if targets is None:
+                targets = self._look(self._begin())[1]
+                self._announce(targets)
+            return not self._round(targets)
+
         done = False
-        while not done and not stop.is_set():
-
-            def step() -> bool:
-                nonlocal targets
-                if targets is None:
-                    targets = self._look(self._begin())[1]
-                    self._announce(targets)
-                return not self._round(targets)
-
-            done = self._waiting_for_servers(step, stop, self._options.patience)
+        with self._watch():
+            while not done and not stop.is_set():
+                done = self._waiting_for_servers(step, stop, self._options.patience)
         return self.totals
 
     def continuous(self, stop: threading.Event) -> Totals:

@@ -1,0 +1,375 @@
+"""Take-over and fencing on real Spark: whoever is late, stalled or cut off writes nothing twice, and says why."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from urllib.parse import urlsplit
+
+import psutil
+import psycopg
+import pytest
+from bench import Bench
+from proxy import Connection, TcpProxy
+from psycopg import sql
+from support import wait_until
+from uuid_utils.compat import uuid7
+
+from spark_jobs.errors import Fenced
+from spark_jobs.job import ConsumerJob
+from spark_jobs.runner import Runner, Totals
+
+pytestmark = pytest.mark.spark
+
+PATIENCE = 240.0
+
+
+class Markers:
+    """Files by which an effect says where it is and is let go. ``first`` exists once an attempt has stalled."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @property
+    def stalled(self) -> bool:
+        return (self.folder / "first").exists()
+
+    def go(self) -> None:
+        (self.folder / "go").touch()
+
+    def stall(self) -> Callable[[], None]:
+        """A function that executors can unpickle: the first call of all waits for ``go``."""
+        folder = self.folder
+
+        def stall() -> None:
+            import time
+
+            try:
+                (folder / "first").touch(exist_ok=False)
+            except FileExistsError:
+                return
+            deadline = time.monotonic() + 240
+            while not (folder / "go").exists():
+                if time.monotonic() > deadline:
+                    raise TimeoutError("nobody let the effect go")
+                time.sleep(0.01)
+
+        return stall
+
+
+@pytest.fixture
+def markers(tmp_path) -> Markers:
+    return Markers(tmp_path)
+
+
+def stalling_in_transaction(bench: Bench, markers: Markers, order: str) -> ConsumerJob:
+    """The work is done, the transaction open, when a batch with this order stalls."""
+    stall, statement = markers.stall(), bench.job.effect
+
+    def effect(cursor, table):
+        cursor.execute(statement)
+        if order in table["order_id"].to_pylist():
+            stall()
+
+    return replace(bench.job, effect=effect)
+
+
+def stalling_before_transaction(bench: Bench, markers: Markers, order: str) -> ConsumerJob:
+    from pyspark.sql import functions as F  # noqa: N812
+    from pyspark.sql.types import StringType
+
+    stall = markers.stall()
+
+    def passing(value):
+        if value == order:
+            stall()
+        return value
+
+    passing_column = F.udf(passing, StringType()).asNondeterministic()
+    return replace(bench.job, transform=lambda rows: rows.withColumn("order_id", passing_column(rows["order_id"])))
+
+
+class Driver:
+    """A runner in a thread: one driver beside another, in one Spark."""
+
+    def __init__(self, runner: Runner, *, once: bool = False) -> None:
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+        self._result = self._pool.submit(runner.once if once else runner.continuous, self._stop)
+
+    @property
+    def ended(self) -> bool:
+        return self._result.done()
+
+    def result(self, seconds: float = PATIENCE) -> Totals:
+        """Wait for its end; raises what it raised."""
+        return self._result.result(seconds)
+
+    def stop(self) -> Totals:
+        self._stop.set()
+        return self.result()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._pool.shutdown(wait=True)
+
+
+@pytest.fixture
+def drive() -> Iterator[Callable[..., Driver]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(runner: Runner, **options: bool) -> Driver:
+            driver = Driver(runner, **options)
+            stack.callback(driver.close)
+            return driver
+
+        yield start
+
+
+def feed(bench: Bench, seqs: range, orders: str = "abcdefgh") -> None:
+    producer = bench.producer()
+    for seq in seqs:
+        for order in orders:
+            payload = {"order_id": order, "seq": seq, "customer": "c", "amount_cents": 10, "status": f"s{seq}"}
+            headers = [("ce_id", str(uuid7()).encode())]
+            producer.produce(bench.topic, json.dumps(payload), order, headers=headers)
+    assert producer.flush(30) == 0
+
+
+def expected(orders: str, seqs: int) -> dict[str, tuple[int, int, int, int, str]]:
+    return dict.fromkeys(orders, (10 * seqs, seqs, seqs, 0, f"s{seqs}"))
+
+
+def waiting_for_locks(bench: Bench, application: str) -> int:
+    """How many sessions of this application wait for a lock."""
+    query = (
+        "SELECT count(*) FROM pg_stat_activity "
+        "WHERE datname = current_database() AND wait_event_type = 'Lock' AND starts_with(application_name, %s)"
+    )
+    with psycopg.connect(bench.database.url) as connection:
+        return connection.execute(query, (application,)).fetchone()[0]
+
+
+def generation(bench: Bench) -> int:
+    return bench.rows("SELECT generation FROM consumer.groups")[0][0]
+
+
+def test_two_drivers_at_once(bench, drive):
+    feed(bench, range(1, 9))
+    older = drive(bench.runner(max_records=6, patience=PATIENCE))
+    wait_until(lambda: sum(bench.positions().values()) >= 12, PATIENCE, "the older one's progress")
+    younger = drive(bench.runner(max_records=30, patience=PATIENCE))
+    with pytest.raises(Fenced, match="group order-totals was taken over from generation 1: "):
+        older.result()
+    feed(bench, range(9, 13))
+    wait_until(lambda: sum(bench.positions().values()) == 96, PATIENCE, "the younger one to apply the rest")
+    younger.stop()
+    assert bench.totals() == expected("abcdefgh", 12)
+
+
+def test_a_driver_that_was_stopped_and_wakes_up_after_the_take_over(bench, tmp_path):
+    """The whole process tree, as a suspended machine: the driver, its JVM and its workers."""
+    log = tmp_path / "consume.log"
+    env = os.environ | {
+        "OUTBOX_DATABASE_URL": bench.database.url,
+        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bench.topics.bootstrap_servers,
+    }
+    command = [sys.executable, "-m", "relay.cli", "consume", "spark_jobs.order_totals:job", "--topic", bench.topic]
+    feed(bench, range(1, 3))
+    with log.open("wb") as file:
+        process = subprocess.Popen([*command, "--continuous"], env=env, stdout=file, stderr=file)
+    tree: list[psutil.Process] = []
+    try:
+        wait_until(lambda: sum(bench.positions().values()) == 16, PATIENCE, "the older one's work")
+        # Not within a transaction of its own: the take-over would wait for that (see the stalled task).
+        tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        for member in tree:
+            member.send_signal(signal.SIGSTOP)
+        feed(bench, range(3, 5))
+        bench.once(patience=PATIENCE)
+        assert bench.totals() == expected("abcdefgh", 4)
+        feed(bench, range(5, 7))
+        for member in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.send_signal(signal.SIGCONT)
+        assert process.wait(PATIENCE) == 1
+        assert "group order-totals was taken over from generation 1" in log.read_text()
+        assert "Traceback" not in log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+        for member in tree:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                member.kill()
+    # It has written nothing since, though there was something to apply.
+    assert bench.totals() == expected("abcdefgh", 4)
+    bench.once(patience=PATIENCE)
+    assert bench.totals() == expected("abcdefgh", 6)
+
+
+def test_a_task_that_stalls_in_its_transaction_holds_the_take_over_up(bench, drive, markers):
+    feed(bench, range(1, 3), "ab")
+    older = drive(bench.runner(stalling_in_transaction(bench, markers, "a"), patience=PATIENCE))
+    wait_until(lambda: markers.stalled, PATIENCE, "the task to stall")
+    younger = drive(bench.runner(patience=PATIENCE), once=True)
+    wait_until(lambda: waiting_for_locks(bench, "outbox driver") == 1, PATIENCE, "the take-over to wait")
+    told = wait_until(
+        lambda: [figures for text, figures in bench.reports if text == "waiting for a lock"], PATIENCE, "a report"
+    )
+    assert "outbox consumer order-totals" in told[0]["blocked_by"]
+    assert "idle in transaction" in told[0]["blocked_by"]
+    assert (generation(bench), younger.ended) == (1, False)
+    markers.go()
+    assert younger.result().applied <= 2
+    with pytest.raises(Fenced, match="taken over from generation 1"):
+        older.result()
+    assert bench.totals() == expected("ab", 2)
+    feed(bench, range(3, 4), "ab")
+    assert bench.once(patience=PATIENCE).applied == 2
+    assert bench.totals() == expected("ab", 3)
+
+
+def test_a_task_that_stalls_before_its_transaction_writes_nothing_after_the_take_over(bench, drive, markers):
+    feed(bench, range(1, 3), "ab")
+    older = drive(bench.runner(stalling_before_transaction(bench, markers, "a"), patience=PATIENCE))
+    wait_until(lambda: markers.stalled, PATIENCE, "the task to stall")
+    assert bench.once(patience=PATIENCE).applied >= 2
+    assert bench.totals() == expected("ab", 2)
+    markers.go()
+    with pytest.raises(Fenced, match=rf"taken over from generation 1: {bench.topic}-\d offsets 0 to \d"):
+        older.result()
+    assert bench.totals() == expected("ab", 2)
+    assert generation(bench) == 2
+
+
+class LostCommit(TcpProxy):
+    """In front of Postgres: swallows the answer to the first COMMIT of tasks and ends the connection there."""
+
+    def __init__(self, host: str, port: int, times: int) -> None:
+        super().__init__(host, port)
+        self.left = times
+        self._tasks: set[Connection] = set()
+        self._deaf: set[Connection] = set()
+
+    def _from_client(self, connection: Connection, data: bytes) -> None:
+        if b"outbox consumer" in data:
+            self._tasks.add(connection)
+        with self._changed:
+            if connection in self._tasks and self.left and b"COMMIT" in data:
+                self.left -= 1
+                self._deaf.add(connection)
+        self._to_target(connection, data)
+
+    def _from_target(self, connection: Connection, data: bytes) -> None:
+        if connection in self._deaf:
+            self._close(connection)
+        else:
+            self._to_client(connection, data)
+
+
+@pytest.fixture
+def lost_commit(bench) -> Iterator[LostCommit]:
+    """Once for each of the topic's partitions."""
+    where = urlsplit(bench.database.url)
+    with LostCommit(where.hostname, where.port, 2) as proxy:
+        netloc = where.netloc.replace(f"{where.hostname}:{where.port}", proxy.address)
+        through = where._replace(netloc=netloc).geturl()
+        bench.database = SimpleNamespace(url=through)
+        yield proxy
+
+
+@pytest.mark.parametrize("strategy", ["dedup", "adding"])
+def test_the_answer_to_a_commit_is_lost(bench, lost_commit, strategy):
+    """Spark runs the task again, and that finds the range applied. Also where ids would not tell."""
+    from spark_jobs.strategies import Natural
+
+    feed(bench, range(1, 3))
+    job = bench.job
+    if strategy == "adding":
+        # No dedup table: only the offsets know. Each message adds, so a second time would show.
+        job = replace(
+            job,
+            strategy=Natural(["message_id"]),
+            setup="CREATE TABLE IF NOT EXISTS added (n bigint)",
+            effect="INSERT INTO added SELECT 1 FROM batch",
+        )
+    totals = bench.once(job, patience=PATIENCE)
+    assert lost_commit.left == 0
+    # Spark's second try found it done, so the figures of the first went with its answer; those in the database count.
+    assert (totals.rounds, sum(bench.positions().values())) == (1, 16)
+    assert bench.rows("SELECT sum(applied)::int, sum(duplicates)::int FROM consumer.offsets") == [(16, 0)]
+    assert not [text for text, _ in bench.reports if text == "waiting for a server"]
+    if strategy == "adding":
+        assert bench.rows("SELECT count(*) FROM added") == [(16,)]
+    else:
+        assert bench.totals() == expected("abcdefgh", 2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "error"),
+    [("lock_timeout", "LockNotAvailable"), ("statement_timeout", "QueryCanceled"), (None, "waiting for a lock")],
+)
+def test_a_lock_on_the_sinks_table(bench, drive, setting, error):
+    """Where the sink has a time-out, tasks fail and are tried again; else they wait, and the blocker is named."""
+    bench.once(patience=PATIENCE)
+    feed(bench, range(1, 3), "ab")
+    with psycopg.connect(bench.database.url, autocommit=True, application_name="psql of somebody") as connection:
+        if setting is not None:
+            connection.execute(
+                sql.SQL("ALTER DATABASE {} SET {} = '300ms'").format(
+                    sql.Identifier(bench.database.name), sql.Identifier(setting)
+                )
+            )
+        with connection.transaction():
+            connection.execute("LOCK TABLE order_totals IN ACCESS EXCLUSIVE MODE")
+            job = replace(bench.job, setup=None)
+            driver = drive(bench.runner(job, patience=PATIENCE), once=True)
+
+            def told() -> list[str]:
+                return [f"{text} {figures}" for text, figures in bench.reports if error in f"{text} {figures}"]
+
+            wait_until(told, PATIENCE, "the driver to say what it waits for")
+            if setting is None:
+                assert "psql of somebody" in told()[0]
+                assert f"pg_terminate_backend({connection.info.backend_pid})" in told()[0]
+            assert not driver.ended
+            assert sum(dict(bench.positions()).values()) == 0
+    driver.result()
+    assert bench.totals() == expected("ab", 2)
+    assert bench.rows("SELECT sum(applied)::int, sum(duplicates)::int FROM consumer.offsets") == [(4, 0)]
+
+
+def test_the_sink_ends_a_session_that_idles_in_its_transaction(bench, drive, markers):
+    with psycopg.connect(bench.database.url, autocommit=True) as connection:
+        connection.execute(
+            sql.SQL("ALTER DATABASE {} SET idle_in_transaction_session_timeout = '300ms'").format(
+                sql.Identifier(bench.database.name)
+            )
+        )
+    feed(bench, range(1, 3), "ab")
+    stall, statement = markers.stall(), bench.job.effect
+
+    def effect(cursor, table):
+        cursor.execute(statement)
+        if "a" in table["order_id"].to_pylist():
+            stall()
+        cursor.execute("SELECT 1")
+
+    driver = drive(bench.runner(replace(bench.job, effect=effect), patience=PATIENCE), once=True)
+    wait_until(lambda: markers.stalled, PATIENCE, "the effect to stall")
+    mine = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'outbox consumer order-totals'"
+    wait_until(lambda: bench.rows(mine) == [(0,)], PATIENCE, "Postgres to end the session")
+    markers.go()
+    driver.result()
+    assert bench.totals() == expected("ab", 2)
+    assert bench.rows("SELECT sum(applied)::int, sum(duplicates)::int FROM consumer.offsets") == [(4, 0)]
