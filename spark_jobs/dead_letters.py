@@ -70,14 +70,14 @@ WITH ordered AS (
 wanted AS MATERIALIZED (
     SELECT d.id FROM {dead_letters} AS d
      WHERE ({chosen}) OR (d.grp, d.topic, d.message_key) IN (SELECT grp, topic, message_key FROM ordered)
-     ORDER BY d.topic, d.part, d.message_offset, d.id FOR UPDATE OF d)
+     ORDER BY d.id FOR UPDATE OF d)
 UPDATE {dead_letters} AS d SET state = 'retry' FROM wanted WHERE d.id = wanted.id
 RETURNING d.id, d.grp, d.topic, d.part, d.message_offset, d.message_id::text, d.reason"""
 
 _DISCARD: Final = """
 WITH wanted AS MATERIALIZED (
     SELECT d.id FROM {dead_letters} AS d WHERE {chosen}
-     ORDER BY d.topic, d.part, d.message_offset, d.id FOR UPDATE OF d),
+     ORDER BY d.id FOR UPDATE OF d),
 gone AS (DELETE FROM {dead_letters} AS d USING wanted WHERE d.id = wanted.id RETURNING d.*),
 noted AS (
     INSERT INTO {audit} (what, why, details)
