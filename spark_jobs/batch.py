@@ -46,7 +46,8 @@ if TYPE_CHECKING:
 _REPORT: Final = "staged_by string, rows long, culprits string"
 _OLDER: Final = r"""
 SELECT relname FROM pg_class
- WHERE relnamespace = to_regnamespace(%(schema)s) AND relname LIKE %(like)s AND relname NOT LIKE %(current)s"""
+ WHERE relkind = 'r' AND relnamespace = to_regnamespace(%(schema)s)
+   AND relname LIKE %(like)s AND relname NOT LIKE %(current)s"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +164,7 @@ class BatchRounds(Rounds):
         taken = applying.take(staged.table, staged.names)
         if taken != staged.rows:
             raise ConsumerUnavailable(
-                f"{staged.rows} rows were staged and {taken} are there: Postgres has crashed meanwhile, and that empties "
+                f"{staged.rows} rows were staged and {taken} are there: Postgres has crashed meanwhile, which empties "
                 "a staging table"
             )
 
