@@ -7,7 +7,6 @@ from typing import Annotated
 import typer
 
 from outbox.errors import ConfigurationError
-from outbox.tables import DEFAULT_LANES, MAX_LANES
 from relay.cli.common import failing_clearly, print_json
 from relay.config import load
 
@@ -98,6 +97,7 @@ def sql(
     end: Annotated[str, typer.Option("--to", help="Up to this revision.")] = "head",
 ) -> None:
     """Print the SQL of the upgrade, for Flyway, psql or a careful reader. No database is asked."""
+    from outbox.tables import DEFAULT_LANES
     from relay import db
 
     settings = load()
@@ -176,6 +176,8 @@ def _number(lanes: str) -> int:
     try:
         return int(lanes)
     except ValueError:
+        from outbox.tables import MAX_LANES
+
         raise ConfigurationError(f"lanes must be a number from 1 to {MAX_LANES}, not {lanes!r}") from None
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 from outbox.errors import ConfigurationError
@@ -170,3 +173,12 @@ def test_missing_addresses_say_which_variable():
         load().require_database()
     with pytest.raises(ConfigurationError, match="OUTBOX_KAFKA__BOOTSTRAP_SERVERS"):
         load().require_kafka()
+
+
+def test_the_command_line_starts_without_what_only_some_commands_need():
+    """A relay is restarted often enough, and it needs no SQLAlchemy."""
+    code = (
+        "import sys, relay.cli.app; print(*{'sqlalchemy', 'alembic', 'pyspark', 'confluent_kafka'} & set(sys.modules))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
