@@ -16,5 +16,9 @@ for _name in list(os.environ):
         "OUTBOX_CACHE",
         "OUTBOX_PG_BIN",
         "OUTBOX_MAVEN_REPOSITORY",
+        "OUTBOX_PATIENCE",
     }:
         del os.environ[_name]
+
+# A time limit costs nothing where a test passes, and everything where the machine is slow.
+os.environ.setdefault("OUTBOX_PATIENCE", "4")

@@ -11,12 +11,14 @@ from dataclasses import dataclass
 from typing import Final, Self
 
 from outbox.testing._ports import free_ports
+from outbox.testing._process import patience
 
 _HOST: Final = "127.0.0.1"
 _CHUNK: Final = 1 << 16
-_CONNECT_TIMEOUT: Final = 5.0
+_CONNECT_TIMEOUT: Final = 20.0
 
 PRODUCE: Final = 0
+CREATE_TOPICS: Final = 19
 INIT_PRODUCER_ID: Final = 22
 ADD_PARTITIONS_TO_TXN: Final = 24
 END_TXN: Final = 26
@@ -366,7 +368,7 @@ class KafkaProxy(TcpProxy):
     def wait_seen(self, api_key: int, count: int, timeout: float = 30.0) -> None:
         """Wait until there were this many requests of a kind. AssertionError when the time passes without."""
         with self._changed:
-            if not self._changed.wait_for(lambda: self._seen[api_key] >= count, timeout):
+            if not self._changed.wait_for(lambda: self._seen[api_key] >= count, timeout * patience()):
                 seen = self._seen[api_key]
                 raise AssertionError(f"{seen} requests of API key {api_key} and not {count} within {timeout:g} s")
 
@@ -382,7 +384,7 @@ class KafkaProxy(TcpProxy):
         AssertionError when the time passes first.
         """
         with self._changed:
-            if not self._changed.wait_for(lambda: all(fired.done for fired in self._fired), timeout):
+            if not self._changed.wait_for(lambda: all(fired.done for fired in self._fired), timeout * patience()):
                 open_ones = [fired for fired in self._fired if not fired.done]
                 raise AssertionError(f"not through within {timeout:g} s: {open_ones}")
 
@@ -396,7 +398,7 @@ class KafkaProxy(TcpProxy):
             for fired in held:
                 fired.released = True
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: all(fired.done for fired in held), timeout):
+            if not self._changed.wait_for(lambda: all(fired.done for fired in held), timeout * patience()):
                 raise AssertionError(f"not through within {timeout:g} s: {[fired for fired in held if not fired.done]}")
         return held
 

@@ -13,10 +13,12 @@ from typing import Any, Self
 import psycopg
 
 from outbox import Event, Outbox
+from outbox.testing._process import patience
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "the condition") -> Any:
-    """Wait for a condition with a deadline; give its value."""
+    """Wait for a condition with a deadline, which a slow machine may pass $OUTBOX_PATIENCE times; give its value."""
+    seconds *= patience()
     deadline = time.monotonic() + seconds
     while True:
         value = condition()
@@ -36,6 +38,15 @@ def backlog(url: str) -> int:
         return -1
 
 
+def caught_up(url: str) -> None:
+    """Wait until what is in the outbox now has left it, however much comes behind it."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        highest = connection.execute("SELECT coalesce(max(id), 0) FROM outbox.events").fetchone()[0]
+        left = "SELECT count(*) FROM outbox.events WHERE id <= %s"
+        what = "the relay to publish what is there"
+        wait_until(lambda: connection.execute(left, (highest,)).fetchone()[0] == 0, 90, what)
+
+
 def owners(url: str) -> dict[str, int]:
     """Living lanes by owner."""
     with psycopg.connect(url, autocommit=True) as connection:
@@ -50,12 +61,16 @@ class Load:
     """Business transactions from several threads: each raises a counter of some of its keys and writes the events.
 
     Every key has one writer at a time, so its counters are committed in order. Some transactions are rolled back, and
-    some stay open for a while before they commit. What is committed is in the table ``business``.
+    some stay open for a while before they commit. What is committed is in the table ``business``. Each thread rests
+    ``pause`` seconds between transactions, or the load alone would keep a small machine busy.
     """
 
-    def __init__(self, url: str, aggregate_type: str, *, threads: int = 3, keys: int = 40) -> None:
+    def __init__(
+        self, url: str, aggregate_type: str, *, threads: int = 3, keys: int = 40, pause: float = 0.005
+    ) -> None:
         self._url = url
         self._type = aggregate_type
+        self._pause = pause
         self._stop = threading.Event()
         self._error: BaseException | None = None
         with psycopg.connect(url, autocommit=True) as connection:
@@ -95,6 +110,8 @@ class Load:
                 try:
                     connection = connection or psycopg.connect(self._url)
                     self._transaction(connection, outbox, chance, keys)
+                    if self._pause:
+                        self._stop.wait(self._pause)
                 except (psycopg.OperationalError, psycopg.Rollback):
                     # The server is away (a Rollback comes out where the connection broke under it). Whether the last
                     # commit counted, the table knows.

@@ -19,6 +19,7 @@ from outbox.testing._dirs import TEMPORARY_PREFIX, User
 from outbox.testing.errors import ServiceError, StartFailed
 
 _SUPERVISOR: Final = Path(__file__).with_name("_supervisor.py")
+_PATIENCE: Final = "OUTBOX_PATIENCE"
 
 
 class Process(Protocol):
@@ -248,9 +249,21 @@ def kill_with_children(process: Process, timeout: float = 10.0) -> None:
         raise ServiceError(f"process {process.pid} or a child of it survived SIGKILL for {timeout:g} s")
 
 
+def patience() -> float:
+    """Give by how much time limits are multiplied: $OUTBOX_PATIENCE, for slow machines. Raises ServiceError."""
+    given = os.environ.get(_PATIENCE, "1")
+    try:
+        factor = float(given)
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < 1000:
+        raise ServiceError(f"{_PATIENCE}={given} is no factor: give a number above 0, as in {_PATIENCE}=3")
+    return factor
+
+
 def wait_for(condition: Callable[[], bool], timeout: float, every: float = 0.02) -> bool:
-    """Look at a condition until it holds, at most ``timeout`` seconds. Gives whether it held."""
-    deadline = time.monotonic() + timeout
+    """Look at a condition until it holds, at most ``timeout`` seconds (times ``patience``). Gives whether it held."""
+    deadline = time.monotonic() + timeout * patience()
     while not condition():
         if time.monotonic() >= deadline:
             return False

@@ -18,7 +18,7 @@ from urllib.parse import quote, urlsplit
 import psycopg
 import sqlalchemy as sa
 
-from outbox.testing._process import Supervised, pause, wait_for
+from outbox.testing._process import Supervised, patience, pause, wait_for
 from outbox.testing.errors import ServiceError, tail
 from outbox.testing.kafka import KafkaCluster
 from outbox.testing.postgres import PostgresServer, create_database, drop_database
@@ -136,8 +136,7 @@ class Topics:
 
         topic = NewTopic(name, num_partitions=partitions, config=dict(config or {}))
         self._admin.create_topics([topic], operation_timeout=_ADMIN_TIMEOUT)[name].result()
-        deadline = time.monotonic() + _ADMIN_TIMEOUT
-        if not wait_for(lambda: len(self._partitions(name)) == partitions, deadline - time.monotonic()):
+        if not wait_for(lambda: len(self._partitions(name)) == partitions, _ADMIN_TIMEOUT):
             raise ServiceError(f"the topic {name} was created, but is not there after {_ADMIN_TIMEOUT:g} s")
         return name
 
@@ -158,10 +157,12 @@ class Topics:
 
         names = [topics] if isinstance(topics, str) else list(topics)
         shown = ", ".join(names)
-        deadline = time.monotonic() + timeout
-        patience = timeout if count is not None else min(timeout, 5.0)
-        if not wait_for(lambda: all(self._partitions(name) for name in names), patience):
-            raise AssertionError(f"{shown}: no such topic, or no leader for a partition, after {patience:g} s")
+        deadline = time.monotonic() + timeout * patience()
+        first = timeout if count is not None else min(timeout, 5.0)
+        if not wait_for(lambda: all(self._partitions(name) for name in names), first):
+            raise AssertionError(
+                f"{shown}: no such topic, or no leader for a partition, after {first * patience():g} s"
+            )
         partitions = [TopicPartition(name, p, 0) for name in names for p in self._partitions(name)]
         # What librdkafka reports while it connects anew by itself.
         eof = KafkaError._PARTITION_EOF  # noqa: SLF001 - documented names, in spite of the underscore
@@ -188,7 +189,8 @@ class Topics:
                 if time.monotonic() > deadline:
                     wanted = "the end" if count is None else f"message {count}"
                     raise AssertionError(
-                        f"{shown}: {len(found)} messages and not {wanted} after {timeout:g} s; last error: {last_error}"
+                        f"{shown}: {len(found)} messages and not {wanted} after {timeout * patience():g} s; "
+                        f"last error: {last_error}"
                     )
                 message = consumer.poll(0.1)
                 if message is None:
@@ -271,8 +273,9 @@ class RelayProcess:
 
     def wait(self, timeout: float = 30.0) -> int:
         """Wait for its end; gives the exit status, negative for a signal. AssertionError when it goes on running."""
-        if not self._process.wait(timeout):
-            raise AssertionError(f"the relay (pid {self.pid}) still runs after {timeout:g} s\n{tail(self.log_file)}")
+        seconds = timeout * patience()
+        if not self._process.wait(seconds):
+            raise AssertionError(f"the relay (pid {self.pid}) still runs after {seconds:g} s\n{tail(self.log_file)}")
         assert self._process.exit_code is not None
         return self._process.exit_code
 
@@ -291,7 +294,8 @@ class RelayProcess:
             return False
 
         if not wait_for(there, timeout):
-            raise AssertionError(f"the relay did not log {text!r} within {timeout:g} s\n{tail(self.log_file)}")
+            seconds = timeout * patience()
+            raise AssertionError(f"the relay did not log {text!r} within {seconds:g} s\n{tail(self.log_file)}")
 
 
 class RelayFactory:

@@ -360,7 +360,6 @@ class KafkaCluster:
 
     def _wait_until_ready(self, required: list[Broker], members: int) -> None:
         """Wait until each of these brokers answers, and sees itself and ``members`` in all in our own cluster."""
-        deadline = time.monotonic() + _START_TIMEOUT
 
         def up_to_now() -> bool:
             for broker in required:
@@ -369,7 +368,7 @@ class KafkaCluster:
             return all(listening(broker.node.port) for broker in required)
 
         if wait_for(up_to_now, _START_TIMEOUT) and wait_for(
-            lambda: up_to_now() and self._are_members(required, members), max(0.0, deadline - time.monotonic())
+            lambda: up_to_now() and self._are_members(required, members), _START_TIMEOUT
         ):
             return
         logs = "\n".join(tail(broker.log) for broker in required)

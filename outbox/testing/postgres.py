@@ -32,7 +32,7 @@ from outbox.testing._dirs import (
 )
 from outbox.testing._pgbin import binaries, major_version
 from outbox.testing._ports import free_ports
-from outbox.testing._process import Detached, Supervised, kill_with_children
+from outbox.testing._process import Detached, Supervised, kill_with_children, patience
 from outbox.testing.errors import PortTaken, ServiceError, StartFailed
 
 USER: Final = "postgres"
@@ -320,7 +320,7 @@ class PostgresServer:
     def _wait_until_ready(self, port: int) -> None:
         """Wait until our postmaster, and nobody else, answers on this port."""
         assert self._process is not None
-        deadline = time.monotonic() + _START_TIMEOUT
+        deadline = time.monotonic() + _START_TIMEOUT * patience()
         while not self._answers(port):
             if not self._process.running:
                 raise StartFailed("Postgres ended while starting", self.log)

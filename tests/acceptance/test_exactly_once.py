@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
-from support import Load, backlog, check, owners, wait_until
+from support import Load, backlog, caught_up, check, owners, wait_until
 
 from relay import db
 from relay.failpoints import VARIABLE
@@ -54,6 +54,12 @@ def exactly_once(outbox_kafka):
         "relay__lease_seconds": 1.0,
         "relay__batch_size": 50,
     }
+
+
+@pytest.fixture
+def back_soon(exactly_once):
+    """The same, without long pauses between attempts: servers are killed on purpose here."""
+    return exactly_once | {"relay__max_backoff_seconds": 0.5, "kafka__reconnect_backoff_max_ms": 500}
 
 
 @pytest.fixture
@@ -167,14 +173,14 @@ def test_a_storm_of_take_overs(outbox_postgres, outbox_kafka, outbox_relay, exac
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
-def test_the_broker_is_killed_in_the_middle_of_commits(outbox_postgres, private_kafka, outbox_relay, exactly_once):
+def test_the_broker_is_killed_in_the_middle_of_commits(outbox_postgres, private_kafka, outbox_relay, back_soon):
     url = outbox_postgres.url
     cluster = private_kafka()
     topics = private_kafka.topics(cluster)
     topics.create_topic("order-events", 3)
     with Load(url, "Order") as load:
-        relay = outbox_relay(bootstrap_servers=cluster.bootstrap_servers, **exactly_once)
-        for _ in range(3):
+        relay = outbox_relay(bootstrap_servers=cluster.bootstrap_servers, **back_soon)
+        for _ in range(2):
             goal = load.committed() + 200
             wait_until(lambda goal=goal: load.committed() > goal, what="some load")
             cluster.kill_broker(0)
@@ -184,26 +190,27 @@ def test_the_broker_is_killed_in_the_middle_of_commits(outbox_postgres, private_
     assert check(url, topics.consume("order-events")) == 0
 
 
-def test_three_brokers_of_which_one_is_killed_and_then_all(outbox_postgres, private_kafka, outbox_relay, exactly_once):
+def test_three_brokers_of_which_one_is_killed_and_then_all(outbox_postgres, private_kafka, outbox_relay, back_soon):
     url = outbox_postgres.url
     cluster = private_kafka(brokers=3)
     topics = private_kafka.topics(cluster)
     topics.create_topic("order-events", 3)
-    settings = exactly_once | {"relay__lease_seconds": 6}
+    settings = back_soon | {"relay__lease_seconds": 6}
     with Load(url, "Order") as load:
         relays = [outbox_relay(bootstrap_servers=cluster.bootstrap_servers, **settings) for _ in range(2)]
         relays[0].wait_for_log("lane acquired")
         wait_until(lambda: load.committed() > 150, what="some load")
         cluster.kill_broker(0)
-        wait_until(lambda: load.committed() > 600 and backlog(url) < 200, 90, "two brokers to carry it")
-        cluster.start_broker(0)
+        wait_until(lambda: load.committed() > 600, what="load while a broker is away")
+        # Two brokers carry it.
+        caught_up(url)
         cluster.kill()
         cluster.start()
         drained(load, url, 120)
         assert [relay.running for relay in relays] == [True, True]
     assert check(url, topics.consume("order-events", timeout=60)) == 0
-    state = AdminClient({"bootstrap.servers": cluster.bootstrap_servers}).list_topics(timeout=10)
-    partitions = state.topics[f"{exactly_once['name']}.relay.state"].partitions
+    state = AdminClient({"bootstrap.servers": cluster.bootstrap_servers}).list_topics(timeout=30)
+    partitions = state.topics[f"{back_soon['name']}.relay.state"].partitions
     assert [len(partition.replicas) for partition in partitions.values()] == [3] * 4
 
 
@@ -215,7 +222,7 @@ def test_postgres_loses_commits_that_it_never_flushed(
     # What is not flushed stays unflushed for long: a relay without the barrier would be caught.
     server = private_postgres({"wal_writer_delay": "10s", "synchronous_commit": "off"})
     database = private_postgres.database(server)
-    with Load(database.url, kind) as load:
+    with Load(database.url, kind, pause=0.02) as load:
         relay = outbox_relay(database_url=database.url, **exactly_once)
         relay.wait_for_log("lane acquired")
         for _ in range(3):
@@ -241,16 +248,18 @@ def test_a_transaction_that_times_out_is_done_again(outbox_postgres, private_kaf
         relay = outbox_relay(
             bootstrap_servers=cluster.bootstrap_servers, env=failing("txn.marker_sent=delay:3@6"), **settings
         )
-        relay.wait_for_log("Kafka, publishing", 60)
+        # Which call is the first to learn of it differs.
+        relay.wait_for_log("waiting for a server", 60)
+        relay.wait_for_log("publishing again", 60)
         drained(load, url)
     assert check(url, topics.consume("order-events")) == 0
 
 
 @pytest.mark.parametrize("how", ["deleted", "truncated"])
 def test_a_state_topic_that_lost_its_markers_stops_the_lanes(
-    outbox_postgres, outbox_kafka, outbox_relay, exactly_once, order, how
+    outbox_postgres, outbox_kafka, outbox_relay, back_soon, order, how
 ):
-    url, (kind, topic) = outbox_postgres.url, order
+    url, (kind, topic), exactly_once = outbox_postgres.url, order, back_soon
     state = f"{exactly_once['name']}.relay.state"
     with Load(url, kind) as load:
         relay = outbox_relay(**exactly_once)

@@ -2,15 +2,29 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 
 import pytest
-from proxy import END_TXN, PRODUCE, KafkaProxy, delay_request, drop_request, drop_response, duplicate_request
-from support import Load, backlog, check, wait_until
+from proxy import (
+    CREATE_TOPICS,
+    END_TXN,
+    PRODUCE,
+    KafkaProxy,
+    delay_request,
+    delay_response,
+    drop_request,
+    drop_response,
+    duplicate_request,
+)
+from support import Load, backlog, caught_up, check, wait_until
 
 from outbox.testing._ports import free_ports
 from outbox.testing.fixtures import Topics
 from outbox.testing.kafka import KafkaCluster
+from relay import transactions
+from relay.ports import Unavailable
+from relay.transactions import StateTopic
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +65,8 @@ def test_requests_that_are_lost_late_or_doubled(outbox_postgres, outbox_relay, n
         }
         with Load(url, kind) as load:
             relay = outbox_relay(bootstrap_servers=proxy.address, **settings)
-            wait_until(lambda: load.committed() > 200 and backlog(url) < 200, what="the relay to keep up")
+            wait_until(lambda: load.committed() > 200, what="some load")
+            caught_up(url)
             for api_key, action in rules:
                 seen = proxy.seen(api_key)
                 proxy.on(api_key, action)
@@ -64,6 +79,23 @@ def test_requests_that_are_lost_late_or_doubled(outbox_postgres, outbox_relay, n
         assert check(url, topics.consume(topic)) == 0
         relay.terminate()
         assert relay.wait() == 0
+
+
+def test_a_controller_that_does_not_answer_is_asked_anew_in_seconds(network, monkeypatch):
+    """Kafka's client alone would wait a minute for it, with all lanes of the relay behind."""
+    cluster, proxy = network
+    monkeypatch.setattr(transactions, "_READ_SECONDS", 2.0)
+    with Topics(cluster.bootstrap_servers) as topics:
+        state = StateTopic({"bootstrap.servers": proxy.address}, topics.name("outbox.relay.state"))
+        proxy.on(CREATE_TOPICS, delay_response())
+        asked_at = time.monotonic()
+        with pytest.raises(Unavailable, match="preparing the state topic"):
+            state.require(2)
+        assert time.monotonic() - asked_at < 50
+        proxy.release()
+        monkeypatch.undo()
+        state.require(2)
+        assert state.last_marker(0) is None
 
 
 def test_a_network_that_swallows_everything_for_a_while(outbox_postgres, outbox_relay, network):
@@ -80,7 +112,8 @@ def test_a_network_that_swallows_everything_for_a_while(outbox_postgres, outbox_
                 relay__lease_seconds=3.0,
                 kafka__reconnect_backoff_max_ms=200,
             )
-            wait_until(lambda: load.committed() > 200 and backlog(url) < 200, what="the relay to keep up")
+            wait_until(lambda: load.committed() > 200, what="some load")
+            caught_up(url)
             proxy.blackhole()
             relay.wait_for_log("waiting for a server")
             proxy.heal()
