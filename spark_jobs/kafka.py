@@ -41,10 +41,15 @@ class Survey:
 
 
 class KafkaView:
-    """Kafka as the planner sees it. ``options`` are librdkafka's: addresses and credentials."""
+    """Kafka as the planner sees it.
 
-    def __init__(self, options: Mapping[str, str]) -> None:
+    options   librdkafka's: addresses and credentials.
+    seconds   how long a question may take.
+    """
+
+    def __init__(self, options: Mapping[str, str], *, seconds: float = _SECONDS) -> None:
         self._options = dict(options)
+        self._seconds = seconds
         self._logger = logging.getLogger("spark_jobs.librdkafka")
         self._logger.setLevel(logging.CRITICAL + 1)
         self._admin = AdminClient(dict(options), logger=self._logger)
@@ -94,7 +99,7 @@ class KafkaView:
         described, missing = {}, []
         try:
             for name, future in self._admin.describe_topics(
-                TopicCollection(list(topics)), request_timeout=_SECONDS
+                TopicCollection(list(topics)), request_timeout=self._seconds
             ).items():
                 try:
                     described[name] = future.result()
@@ -127,7 +132,7 @@ class KafkaView:
         if not wanted:
             return {}
         answers: Mapping[Any, Future[Any]] = self._admin.list_offsets(
-            wanted, isolation_level=level, request_timeout=_SECONDS
+            wanted, isolation_level=level, request_timeout=self._seconds
         )
         return answers
 
