@@ -46,7 +46,7 @@ def run_outbox(url: str, settings: Mapping[str, Any], *arguments: str) -> subpro
         env=environment | {"OUTBOX_DATABASE_URL": url},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=480,
         check=False,
     )
 

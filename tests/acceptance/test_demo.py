@@ -24,7 +24,7 @@ def test_the_demo_survives_its_own_kills_and_comes_out_clean(outbox_postgres_ser
         env=environment,
         capture_output=True,
         text=True,
-        timeout=240,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stderr

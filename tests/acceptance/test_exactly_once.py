@@ -316,7 +316,7 @@ def reconcile(url: str, kafka, settings, *arguments: str) -> tuple[int, dict[str
         "OUTBOX_NAME": settings["name"],
     }
     command = [sys.executable, "-m", "relay.cli", "relay", "reconcile", "--json", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 

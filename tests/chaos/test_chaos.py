@@ -95,7 +95,7 @@ def test_chaos(private_postgres, private_kafka, outbox_relay, source, delivery, 
     settings |= {"kafka__reconnect_backoff_max_ms": 500, "source": source, "wal__slot": "outbox_relay"}
     if source == "wal":
         to_wal(database.url, settings)
-    with Load(database.url, "Order", threads=2, keys=200) as load:
+    with Load(database.url, "Order", threads=2, keys=200, pause=0) as load:
         chaos = Chaos(server, database, cluster, outbox_relay, settings)
         deadline = time.monotonic() + SECONDS
         while time.monotonic() < deadline:

@@ -80,7 +80,8 @@ def test_the_tables_and_what_waits_in_them(outbox_postgres, outbox_kafka):
     assert "lanes_counters" in findings["tables"][1]
 
 
-def test_servers_that_are_away_are_findings_and_not_tracebacks(outbox_postgres, outbox_kafka):
+def test_servers_that_are_away_are_findings_and_not_tracebacks(monkeypatch):
+    monkeypatch.setattr("relay.doctor._SECONDS", 2.0)
     given = load(database_url="postgresql://u@127.0.0.1:1/db", kafka={"bootstrap.servers": "127.0.0.1:1"})
     findings = found(given)
     assert findings["Postgres"][0] is Level.FAILURE

@@ -43,7 +43,7 @@ def _here(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(*arguments: str, status: int = 0) -> subprocess.CompletedProcess[str]:
-    result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=120)
+    result = subprocess.run([*COMMAND, *arguments], capture_output=True, text=True, check=False, timeout=480)
     assert result.returncode == status, result.stderr
     return result
 
@@ -67,7 +67,7 @@ def test_two_ups_at_once_give_one_sandbox_that_outlives_them(directory: Path) ->
         subprocess.Popen([*COMMAND, "up", "--json"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         for _ in range(2)
     ]
-    outputs = [process.communicate(timeout=120) for process in both]
+    outputs = [process.communicate(timeout=480) for process in both]
     assert [process.returncode for process in both] == [0, 0], outputs
     first, second = (json.loads(output.splitlines()[-1]) for output, _ in outputs)
     assert first == second

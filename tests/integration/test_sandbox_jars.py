@@ -244,7 +244,7 @@ def test_two_processes_at_once_fetch_every_file_once(repository: Repository, tmp
     both = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/") for _ in range(2)
     ]
-    results = [process.communicate(timeout=60) for process in both]
+    results = [process.communicate(timeout=240) for process in both]
     assert [process.returncode for process in both] == [0, 0], results
     assert results[0][0] == results[1][0]
     fetched = [Path(line) for line in results[0][0].splitlines()]

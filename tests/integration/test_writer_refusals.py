@@ -320,7 +320,7 @@ except TargetError:
         [sys.executable, "-W", "error", "-c", code, driver, url],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240,
         check=False,
     )
     assert (done.stdout, done.stderr) == ("as it should be\n", "")
