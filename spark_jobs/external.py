@@ -283,7 +283,7 @@ class Caller:
         self._tries = 0
         self.counts = Counts(external.name)
 
-    def run(self, stop: threading.Event, until: Until = "settled", poll: float = 1.0) -> Counts:
+    def run(self, stop: threading.Event, until: Until = "settled", poll: float = 0.5) -> Counts:
         """Work until ``until`` says so, or ``stop`` is set: then no call is begun any more, and those under way end.
 
         poll  seconds between two looks for new reservations. Raises ConsumerUnavailable.
@@ -328,8 +328,14 @@ class Caller:
         claims: list[Claim] = []
         if free > 0:
             began = time.monotonic()
+            keys = (attempt.claim.order_key for attempt in self._running.values())
             claims, stuck = self._book.claim(
-                connection, free, self._worker, self._external.lease_seconds, self._external.key_seconds
+                connection,
+                free,
+                self._worker,
+                self._external.lease_seconds,
+                self._external.key_seconds,
+                [key for key in keys if key is not None],
             )
             if stuck:
                 self.counts.stuck += stuck
@@ -341,12 +347,13 @@ class Caller:
         self._available()
         if self._running or until == "stopped":
             return poll
-        left = self._book.left(connection)
-        due = math.inf if left.due is None else left.due
-        if until == "settled":
-            return None if left.open == 0 else min(poll, max(due, 0.01))
-        # What is due and could not be claimed is another caller's, or waits for its turn.
-        return None
+        if until == "due":
+            return None
+        due = self._book.next_due(connection)
+        if due is None:
+            return None
+        # What is due and could not be claimed is another caller's, or waits behind one that is not due.
+        return min(poll, due) if due > 0 else poll
 
     def _listen(self, stop: threading.Event, wait: float) -> None:
         """Wait for an answer, or a while."""

@@ -22,14 +22,15 @@ from spark_jobs.errors import ConsumerError
 from spark_jobs.settling import Answer, Change, Rules, Standing, Step, effect_failed, first_step, settle
 
 # The later call of a key waits for the earlier one. What somebody else settles at this moment is not seen as settled
-# yet: a call then waits a little longer than it must, and never goes out too early.
+# yet: a call then waits a little longer than it must, and never goes out too early. ``busy`` saves looking for each of
+# the thousands that may wait behind one that this process is calling for.
 _DUE: Final = """
 SELECT *, response IS NOT NULL AS known, attempts - budget_from AS used,
        coalesce(key_until <= now(), false) AS expired
   FROM {reservations} AS due
  WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'calling', 'cancelling')
    AND next_attempt_at <= now()
-   AND (order_key IS NULL OR NOT EXISTS (
+   AND (order_key IS NULL OR order_key <> ALL(%(busy)s) AND NOT EXISTS (
         SELECT 1 FROM {reservations} AS earlier
          WHERE earlier.grp = due.grp AND earlier.name = due.name AND earlier.settled_at IS NULL
            AND hashtextextended(earlier.order_key, 0) = hashtextextended(due.order_key, 0)
@@ -65,15 +66,14 @@ UPDATE {reservations}
  WHERE grp = %(grp)s AND name = %(name)s AND message_id = %(message_id)s"""
 # What waits behind a stuck one waits for a person.
 _LEFT: Final = """
-SELECT count(*) AS open, extract(epoch FROM min(next_attempt_at) - now())::float8 AS due
+SELECT extract(epoch FROM next_attempt_at - now())::float8
   FROM {reservations} AS due
  WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'calling', 'cancelling')
-   AND (order_key IS NULL OR NOT EXISTS (
-        SELECT 1 FROM {reservations} AS earlier
-         WHERE earlier.grp = due.grp AND earlier.name = due.name AND earlier.settled_at IS NULL
-           AND earlier.state = 'stuck'
-           AND hashtextextended(earlier.order_key, 0) = hashtextextended(due.order_key, 0)
-           AND earlier.order_key = due.order_key AND earlier.id < due.id))"""
+   AND NOT EXISTS (
+        SELECT 1 FROM {reservations} AS stuck
+         WHERE stuck.grp = due.grp AND stuck.name = due.name AND stuck.state = 'stuck'
+           AND stuck.order_key = due.order_key AND stuck.id < due.id)
+ ORDER BY next_attempt_at, id LIMIT 1"""
 _LIST: Final = """
 SELECT grp, name, message_id, topic, part, message_offset, order_key, state, unsure, taking_back, request, response,
        attempts, worker, last_error, conflict, reserved_at, next_attempt_at, settled_at,
@@ -136,14 +136,6 @@ class Claim:
     order_key: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Left:
-    """What can still be settled without a person, and the seconds until the next is due; None when there is nothing."""
-
-    open: int
-    due: float | None
-
-
 class Reservations:
     """The reservations of one External of one group."""
 
@@ -153,13 +145,22 @@ class Reservations:
         self._rules = rules
 
     def claim(
-        self, connection: psycopg.Connection[Any], most: int, worker: str, lease: float, key_seconds: float
+        self,
+        connection: psycopg.Connection[Any],
+        most: int,
+        worker: str,
+        lease: float,
+        key_seconds: float,
+        busy: Sequence[str] = (),
     ) -> tuple[list[Claim], int]:
-        """Begin up to ``most`` attempts of what is due, for ``lease`` seconds. Gives them, and how many got stuck."""
+        """Begin up to ``most`` attempts of what is due, for ``lease`` seconds. Gives them, and how many got stuck.
+
+        busy  order keys that the caller is calling for, and which can't be due therefore.
+        """
         claims: list[Claim] = []
         stuck = 0
         with connection.transaction(), connection.cursor(row_factory=dict_row) as cursor:
-            for row in self._run(cursor, _DUE, most=most).fetchall():
+            for row in self._run(cursor, _DUE, most=most, busy=list(busy)).fetchall():
                 standing = _standing(row)
                 unsure = standing.may_have_happened
                 step, reason = first_step(standing, self._rules)
@@ -254,12 +255,14 @@ class Reservations:
                 f"{message_id}: nothing was written, because the SQL beside it fails: {error}"
             ) from error
 
-    def left(self, connection: psycopg.Connection[Any]) -> Left:
-        """Count what can still be settled without a person."""
-        with connection.cursor(row_factory=dict_row) as cursor:
+    def next_due(self, connection: psycopg.Connection[Any]) -> float | None:
+        """Give the seconds until the first that needs no person is due; below 0 if it waits for another one.
+
+        None: nothing is left, but for people to decide.
+        """
+        with connection.cursor() as cursor:
             row = self._run(cursor, _LEFT).fetchone()
-        assert row is not None
-        return Left(row["open"], row["due"])
+        return None if row is None else float(row[0])
 
     def _settle(
         self,

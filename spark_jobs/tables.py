@@ -234,6 +234,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
             "grp",
             "name",
             "next_attempt_at",
+            "id",
             postgresql_where=sa.text("state IN ('reserved', 'calling', 'cancelling')"),
         ),
         # By hash: a key may be longer than an index takes.
@@ -244,6 +245,14 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
             sa.text("hashtextextended(order_key, 0)"),
             "id",
             postgresql_where=sa.text("settled_at IS NULL"),
+        ),
+        # For people: few, among many that are settled.
+        sa.Index(
+            "reservations_attention",
+            "grp",
+            "name",
+            "id",
+            postgresql_where=sa.text("state = 'stuck' OR conflict IS NOT NULL"),
         ),
         schema=schema,
         comment="Effects outside the database: reserved with the offsets, called with the id, then settled.",

@@ -128,7 +128,7 @@ def upgrade() -> None:
     op.create_index(
         "reservations_open",
         "reservations",
-        ["grp", "name", "next_attempt_at"],
+        ["grp", "name", "next_attempt_at", "id"],
         schema=schema,
         postgresql_where=sa.text("state IN ('reserved', 'calling', 'cancelling')"),
     )
@@ -138,6 +138,13 @@ def upgrade() -> None:
         ["grp", "name", sa.text("hashtextextended(order_key, 0)"), "id"],
         schema=schema,
         postgresql_where=sa.text("settled_at IS NULL"),
+    )
+    op.create_index(
+        "reservations_attention",
+        "reservations",
+        ["grp", "name", "id"],
+        schema=schema,
+        postgresql_where=sa.text("state = 'stuck' OR conflict IS NOT NULL"),
     )
     op.create_table(
         "audit",
