@@ -93,7 +93,8 @@ noted AS (
 SELECT id, grp, topic, part, message_offset, message_id::text, message_key, reason FROM gone
  ORDER BY topic, part, message_offset, id"""
 
-# What waited for a message that is gone, and for no other one.
+# What waited for a message that is gone, and for no other one. A key in two partitions (some were added to its topic)
+# has no order by offset: all that is dead of it comes first.
 _FREE: Final = """
 UPDATE {dead_letters} AS d SET state = 'retry'
   FROM (SELECT DISTINCT * FROM unnest(%(groups)s::text[], %(topics)s::text[], %(keys)s::bytea[]) AS k (grp, topic, key))
@@ -102,7 +103,7 @@ UPDATE {dead_letters} AS d SET state = 'retry'
    AND d.message_key = freed.key AND d.reason = 'behind' AND d.state = 'dead'
    AND NOT EXISTS (
         SELECT FROM {dead_letters} AS other WHERE {same_key} AND other.reason <> 'behind' AND other.state = 'dead'
-           AND (other.part, other.message_offset) < (d.part, d.message_offset))
+           AND (other.part <> d.part OR other.message_offset < d.message_offset))
 RETURNING d.id"""
 
 _TIMEOUT: Final = "SELECT set_config('lock_timeout', '10s', true)"

@@ -14,11 +14,11 @@ from psycopg import sql
 
 from spark_jobs import letters
 from spark_jobs.applying import Culprit
-from spark_jobs.errors import Fenced, JobError
+from spark_jobs.errors import Fenced
 from spark_jobs.letters import Retried
 from spark_jobs.planner import Loss, Partition, Range, Stored
 from spark_jobs.retention import KEEP_DAYS, Memory, Upkeep
-from spark_jobs.strategies import identifier
+from spark_jobs.strategies import column_types
 
 _TAKE: Final = """
 INSERT INTO {groups} AS g (grp, owner) VALUES (%(grp)s, %(owner)s)
@@ -58,10 +58,16 @@ SELECT id, topic, part, message_offset, message_key, message_value, message_head
   FROM {dead_letters} AS letter
  WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry'
  ORDER BY topic, part, message_offset, id LIMIT %(most)s"""
-# As a cast to the column's type would have to spell it.
-_TYPES: Final = """
-SELECT attname, format_type(atttypid, atttypmod) FROM pg_attribute
- WHERE attrelid = to_regclass(%(table)s) AND attnum > 0 AND NOT attisdropped"""
+# A message may have gone behind one that a person was just retrying or discarding: nobody would come back for it.
+_RELEASE: Final = """
+UPDATE {dead_letters} AS letter SET state = 'retry'
+ WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'dead' AND reason = 'behind'
+   AND NOT EXISTS (
+       SELECT FROM {dead_letters} AS other
+        WHERE other.grp = letter.grp AND other.topic = letter.topic
+          AND sha256(other.message_key) = sha256(letter.message_key)
+          AND other.state = 'dead' AND other.reason <> 'behind'
+          AND (other.part <> letter.part OR other.message_offset < letter.message_offset))"""
 _SETUP_LOCK: Final = 0x6F7574626F780002
 
 
@@ -127,8 +133,13 @@ class Store:
         return {(topic, bytes(key)): None for topic, key in rows}
 
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[Retried]:
-        """Give dead letters that are to be tried again, in their messages' order."""
+        """Give dead letters that are to be tried again, in their messages' order.
+
+        With ``keep_order`` also those that are behind a message which no longer stands in their way.
+        """
         with self._connect() as connection:
+            if keep_order:
+                self._run(connection, _RELEASE, topics=list(topics))
             rows = self._run(connection, _RETRIED, topics=list(topics), most=most, keep_order=keep_order).fetchall()
         return [
             Retried(number, (topic, part, offset), key, value, headers, time, behind)
@@ -145,11 +156,7 @@ class Store:
     def column_types(self, table: str) -> dict[str, str]:
         """Give the columns of a table of the sink with their types. Raises JobError when there is no such table."""
         with self._connect() as connection:
-            name = identifier(table).as_string(connection)
-            found = dict(connection.execute(_TYPES, {"table": name}).fetchall())
-        if not found:
-            raise JobError(f"the sink has no table {table}; make it, or give the job's setup the SQL that does")
-        return found
+            return column_types(connection.cursor(), table)
 
     def require(self, generation: int) -> None:
         """Raise Fenced unless the group is still in this generation."""

@@ -1,0 +1,201 @@
+"""`outbox consume` as a person sees it: on a terminal, over its metrics, and with a dead letter from end to end."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import pty
+import re
+import struct
+import subprocess
+import sys
+import termios
+import threading
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from support import wait_until
+from typer.testing import CliRunner
+
+from outbox.testing._ports import free_ports
+from relay.cli.app import app
+
+pytestmark = pytest.mark.spark
+
+JOB = """
+from spark_jobs.job import ConsumerJob
+
+job = ConsumerJob(
+    group="desk",
+    topics=["set-by-the-test"],
+    schema="order_id string, seq int, amount_cents long",
+    setup='''CREATE TABLE IF NOT EXISTS seen (
+        at bigint GENERATED ALWAYS AS IDENTITY, order_id text, seq int, amount_cents bigint)''',
+    effect='''INSERT INTO seen (order_id, seq, amount_cents)
+        SELECT order_id, seq, amount_cents FROM batch ORDER BY message_topic, message_part, message_offset''',
+    keep_order=True,
+)
+"""
+SANE = "ALTER TABLE seen ADD CONSTRAINT sane CHECK (amount_cents < 100) NOT VALID"
+INSANE = "ALTER TABLE seen DROP CONSTRAINT sane"
+
+
+class Desk:
+    """The job in a folder of its own, the commands, and what is in the sink."""
+
+    def __init__(self, bench: Any, folder: Path) -> None:
+        self.bench = bench
+        self.folder = folder
+        (self.port,) = free_ports(1)
+        (folder / "desk_job.py").write_text(JOB)
+        self.environment = os.environ | {
+            "OUTBOX_DATABASE_URL": bench.database.url,
+            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bench.topics.bootstrap_servers,
+            "OUTBOX_CONSUMER__METRICS_ADDRESS": f"127.0.0.1:{self.port}",
+            "TERM": "xterm",
+        }
+
+    def start(self, *arguments: str, stdout: Any) -> subprocess.Popen[bytes]:
+        command = [
+            sys.executable,
+            "-m",
+            "relay.cli",
+            "consume",
+            "desk_job:job",
+            "--topic",
+            self.bench.topic,
+            *arguments,
+        ]
+        with (self.folder / "consume.log").open("ab") as log:
+            return subprocess.Popen(
+                command, cwd=self.folder, env=self.environment, stdin=subprocess.DEVNULL, stdout=stdout, stderr=log
+            )
+
+    def log(self) -> str:
+        return (self.folder / "consume.log").read_text()
+
+    def command(self, *arguments: str) -> Any:
+        done = CliRunner(env=self.environment).invoke(app, ["consumers", *arguments, "--json"])
+        assert done.exit_code == 0, done.output
+        return json.loads(done.stdout)
+
+    def dead(self) -> list[tuple[int, str, str]]:
+        return self.bench.rows("SELECT id, reason, state FROM consumer.dead_letters ORDER BY message_offset")
+
+    def seen(self, order: str) -> list[int]:
+        return [seq for name, seq in self.bench.rows("SELECT order_id, seq FROM seen ORDER BY at") if name == order]
+
+    def metric(self, name: str) -> float | None:
+        """The sum of a metric over all partitions; None while nobody answers, or without it."""
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=30) as answer:
+                text = answer.read().decode()
+        except OSError:
+            return None
+        found = re.findall(rf"^outbox_consumer_{name}\{{[^}}]*\}} (\S+)$", text, re.MULTILINE)
+        return sum(map(float, found)) if found else None
+
+
+def on_a_terminal(desk: Desk, *arguments: str) -> tuple[int, str]:
+    """Run to the end on a terminal of 120 columns. Gives the status, and everything that was written there."""
+    ours, theirs = pty.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    process = desk.start(*arguments, stdout=theirs)
+    os.close(theirs)
+    written: list[bytes] = []
+
+    def read() -> None:
+        while True:
+            try:
+                data = os.read(ours, 65536)
+            except OSError:  # the other side is closed
+                return
+            if not data:
+                return
+            written.append(data)
+
+    reader = threading.Thread(target=read)
+    reader.start()
+    try:
+        status = process.wait(240)
+    finally:
+        process.kill()
+        process.wait()
+        reader.join(30)
+        os.close(ours)
+    return status, b"".join(written).decode()
+
+
+def test_from_a_bad_message_to_its_effect(bench, tmp_path):
+    desk = Desk(bench, tmp_path)
+    bench.run(JOB.split("'''")[1])
+    bench.run(SANE)
+    bench.send("a", 1)
+    bench.send("a", 2, amount_cents=1000)
+    bench.send("a", 3)
+    bench.send("b", 1)
+
+    status, screen = on_a_terminal(desk, "--once")
+    assert status == 0, desk.log() + screen
+    assert "applying from 2 partitions" in screen
+    assert "4 of 4" in screen
+    cells = [" ".join(line.split()) for line in screen.splitlines()]
+    assert f"│ {bench.topic} │ 4 │ 2 │ 0 │ 2 │ │ │ │" in cells
+    assert any(line.startswith("│ desk │ 4 │ 2 │ 0 │ 2 │ ") for line in cells)
+    assert "2 became dead letters: outbox consumers list --group desk" in screen
+    assert screen.rindex("\x1b[?25h") > screen.rindex("\x1b[?25l")
+    assert (desk.seen("a"), desk.seen("b")) == ([1], [1])
+
+    bad, behind = desk.command("list")["dead_letters"]
+    assert [(row["reason"], row["state"], row["key"]) for row in (bad, behind)] == [
+        ("failed", "dead", "a"),
+        ("behind", "dead", "a"),
+    ]
+    shown = desk.command("show", str(bad["id"]))
+    assert (shown["value"]["amount_cents"], shown["sqlstate"], shown["behind_it"]) == (1000, "23514", 1)
+    assert "sane" in shown["error"]
+    assert [header["key"] for header in shown["headers"]] == ["ce_id"]
+    assert shown["headers"][0]["value"] == shown["message_id"]
+
+    process = desk.start("--continuous", stdout=subprocess.DEVNULL)
+    try:
+        wait_until(lambda: desk.metric("generation") == 2, 120, "the second consumer")
+        assert desk.metric("dead_letters_waiting") == 2
+        # As it was: it fails again, and nothing overtakes it.
+        desk.command("retry", str(bad["id"]))
+        attempts = "SELECT attempts, state FROM consumer.dead_letters ORDER BY message_offset"
+        wait_until(lambda: bench.rows(attempts)[0] == (2, "dead"), 60, "a second attempt")
+        wait_until(lambda: [state for *_, state in desk.dead()] == ["dead", "dead"], 60, "both to be dead again")
+        assert desk.seen("a") == [1]
+        # The one behind is asked for; both are tried, in their order.
+        bench.run(INSANE)
+        assert desk.command("retry", str(behind["id"])) == {"retried": [bad["id"], behind["id"]]}
+        wait_until(lambda: desk.dead() == [], 60, "the dead letters to be applied")
+        assert desk.seen("a") == [1, 2, 3]
+        wait_until(lambda: desk.metric("dead_letters_waiting") == 0, 60, "the metrics to tell")
+        assert (desk.metric("messages_applied_total"), desk.metric("messages_dead_total")) == (4, 2)
+        assert (desk.metric("lag_messages"), desk.metric("pinned_messages"), desk.metric("kafka_up")) == (0, 0, 1)
+        assert desk.metric("next_offset") == desk.metric("log_end_offset") == 4
+        wait_until(lambda: (desk.metric("round_seconds_count") or 0) > 0, 60, "the round to be counted")
+
+        # One that came behind while its first was being retried: nobody has asked for it, and it goes on all the same.
+        bench.run(SANE)
+        bench.send("a", 4, amount_cents=1000)
+        bench.send("a", 5)
+        wait_until(lambda: len(desk.dead()) == 2, 60, "two more dead letters")
+        bench.run(INSANE)
+        bench.run("UPDATE consumer.dead_letters SET state = 'retry' WHERE reason <> 'behind'")
+        wait_until(lambda: desk.dead() == [], 60, "both to be applied")
+        bench.send("a", 6)
+        wait_until(lambda: desk.seen("a") == [1, 2, 3, 4, 5, 6], 60, "the key to go on")
+
+        process.terminate()
+        assert process.wait(60) == 0, desk.log()
+    finally:
+        process.kill()
+        process.wait()
+    assert "Traceback" not in desk.log()
+    assert desk.seen("b") == [1]
