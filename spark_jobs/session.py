@@ -186,7 +186,10 @@ def decoded(rows: DataFrame, job: ConsumerJob) -> DataFrame:
     rows = rows.select(*(column.alias(name) for name, column in meta.items()), "value", "headers")
     rows = job.decoder.decode(rows)
     if by_content:
-        rows = rows.withColumn("message_id", F.when(F.col(PROBLEM).isNull(), _message_id(job)))
+        # A tombstone's content is its key.
+        gone = uuid8(F.sha2(F.col("message_key").cast("binary"), 256))
+        made = F.when(F.col("message_tombstone"), gone).when(F.col(PROBLEM).isNull(), _message_id(job))
+        rows = rows.withColumn("message_id", made)
     return rows.select(*(f"`{name}`" for name in payload), *META, PROBLEM)
 
 
@@ -206,16 +209,16 @@ def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
         "message_topic", F.when(F.col(PROBLEM).isNull(), F.col("message_topic")).otherwise(fail)
     ).drop(PROBLEM)
     result = job.transform(guarded)
-    if job.atomic == "batch" and moves_rows(result):
-        return result
-    missing = [name for name in KEPT if name not in result.columns]
-    if missing:
-        raise JobError(f"transform: the result has no column {missing[0]}; keep the columns {', '.join(KEPT)}")
     if moves_rows(result):
+        if job.atomic == "batch":
+            return result
         raise JobError(
             "transform: it moves rows between partitions (a join, an aggregation, distinct, repartition or sort), but "
             "each partition is a transaction of its own; aggregate in the effect's SQL, or declare atomic='batch'"
         )
+    missing = [name for name in KEPT if name not in result.columns]
+    if missing:
+        raise JobError(f"transform: the result has no column {missing[0]}; keep the columns {', '.join(KEPT)}")
     return result
 
 

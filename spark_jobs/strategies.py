@@ -44,11 +44,18 @@ DELETE FROM batch WHERE NOT EXISTS (SELECT 1 FROM fresh WHERE fresh.message_id =
 _FORGOTTEN: Final = """
 SELECT message_topic, message_part, message_offset, groups.forgotten_before FROM batch, {groups} AS groups
  WHERE groups.grp = %(grp)s AND {day} < groups.forgotten_before AND {day} <> date '1970-01-01'"""
+# A tombstone has no payload, so no key of the payload's: Kafka's key is its.
 _KEEP_NEWEST: Final = """
 DELETE FROM batch USING (
-    SELECT ctid AS place, row_number() OVER (PARTITION BY {key} ORDER BY {order}) AS rank FROM batch) AS ranked
+    SELECT ctid AS place, row_number() OVER (
+               PARTITION BY {key}, CASE WHEN message_tombstone THEN message_key END ORDER BY {order}) AS rank
+      FROM batch) AS ranked
  WHERE ranked.place = batch.ctid AND ranked.rank > 1"""
 _DROP_OLD: Final = "DELETE FROM batch USING {table} AS stored WHERE {same} AND stored.{stored} >= batch.{version}"
+# As a cast to the column's type has to spell it.
+_TYPES: Final = """
+SELECT attname, format_type(atttypid, atttypmod) FROM pg_attribute
+ WHERE attrelid = to_regclass(%(table)s) AND attnum > 0 AND NOT attisdropped"""
 _LATEST: Final = "message_topic, message_part, message_offset DESC"
 
 Place = tuple[str, int, int]
@@ -128,16 +135,25 @@ class Version:
         keys = sql.SQL(", ").join(map(sql.Identifier, self.key))
         order = sql.SQL("{} DESC, " + _LATEST).format(sql.Identifier(self.version))
         cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=order))
-        pairs = self.key.items() if isinstance(self.key, Mapping) else [(name, name) for name in self.key]
+        pairs = dict(self.key) if isinstance(self.key, Mapping) else {name: name for name in self.key}
+        types = column_types(cursor, self.table)
+        stored = self.stored or self.version
+        for name in (*pairs.values(), stored):
+            if name not in types:
+                raise JobError(f"Version: {self.table} has no column {name}")
+        # The batch's side is cast, so that the table's index serves.
         same = sql.SQL(" AND ").join(
-            sql.SQL("stored.{} = batch.{}").format(sql.Identifier(there), sql.Identifier(here)) for here, there in pairs
+            sql.SQL("stored.{} = batch.{}::{}").format(
+                sql.Identifier(there), sql.Identifier(here), sql.SQL(types[there])
+            )
+            for here, there in pairs.items()
         )
         cursor.execute(
             sql.SQL(_DROP_OLD).format(
                 table=identifier(self.table),
                 same=same,
-                stored=sql.Identifier(self.stored or self.version),
-                version=sql.Identifier(self.version),
+                stored=sql.Identifier(stored),
+                version=sql.SQL("{}::{}").format(sql.Identifier(self.version), sql.SQL(types[stored])),
             )
         )
 
@@ -254,6 +270,15 @@ def identifier(name: str) -> sql.Identifier:
     if not 1 <= len(parts) <= 2 or not all(parts):
         raise JobError(f"table: {name!r} must be NAME or SCHEMA.NAME")
     return sql.Identifier(*parts)
+
+
+def column_types(cursor: psycopg.Cursor[Any], table: str) -> dict[str, str]:
+    """Give the columns of a table of the sink with their types. Raises JobError when there is no such table."""
+    name = identifier(table).as_string(cursor)
+    found: dict[str, str] = dict(cursor.execute(_TYPES, {"table": name}).fetchall())
+    if not found:
+        raise JobError(f"the sink has no table {table}; make it, or give the job's setup the SQL that does")
+    return found
 
 
 def _remember(cursor: psycopg.Cursor[Any], book: Book, *, suspect: bool) -> None:

@@ -23,6 +23,7 @@ from psycopg import sql
 from spark_jobs import letters
 from spark_jobs.applying import Applying, Broken, Culprit, Culprits, Uncopyable, passing, shown
 from spark_jobs.decoding import PROBLEM
+from spark_jobs.errors import JobError
 from spark_jobs.letters import Letter
 from spark_jobs.planner import Partition, Range
 from spark_jobs.strategies import Book, Place, Strategy
@@ -196,10 +197,12 @@ class Feed:
             if name not in batch.schema.names:
                 continue
             column = batch.column(name)
-            bad = batch.num_rows - column.null_count if name == PROBLEM else column.null_count
-            if not bad:
-                continue
             wrong = column.is_valid() if name == PROBLEM else column.is_null()
+            if name not in {PROBLEM, "message_id"}:
+                # A tombstone has no payload to take a key or a version from.
+                wrong = pc.and_not(wrong, batch.column("message_tombstone"))
+            if not wrong.true_count:
+                continue
             for row in pc.indices_nonzero(wrong).to_pylist():
                 self.found.append(_at_fault(batch, row, name))
             batch = batch.filter(pc.invert(wrong))
@@ -322,7 +325,7 @@ class stopping:  # noqa: N801  reads as what it does
             raise Stop("culprits", culprits_text(error.found)) from error
         if isinstance(error, Uncopyable):
             raise Stop("uncopyable", "") from error
-        if isinstance(error, Broken):
+        if isinstance(error, Broken | JobError):
             raise Stop("broken", f"{self._where}: {error}") from error
         if isinstance(error, psycopg.Error) and not passing(error):
             raise Stop("broken", f"{self._where}: {shown(error)}") from error

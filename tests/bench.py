@@ -61,6 +61,11 @@ class Bench:
         with psycopg.connect(self.database.url) as connection:
             return connection.execute(query).fetchall()
 
+    def run(self, statements: str) -> None:
+        """Change the sink's database by hand."""
+        with psycopg.connect(self.database.url) as connection:
+            connection.execute(statements)
+
     def totals(self) -> dict[str, tuple[Any, ...]]:
         """order: (total_cents, events_applied, last_seq, out_of_order, status)"""
         query = "SELECT order_id, total_cents, events_applied, last_seq, out_of_order, status FROM order_totals"

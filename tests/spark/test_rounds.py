@@ -1,0 +1,339 @@
+"""What a round does with messages that can't be applied, with each strategy, and as one transaction."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+
+import pytest
+from uuid_utils.compat import uuid7
+
+from spark_jobs.effects import Insert, Upsert
+from spark_jobs.errors import BadMessage, EffectFailed, Fenced, JobError, Reject
+from spark_jobs.job import ConsumerJob
+from spark_jobs.strategies import Fingerprint, Natural, Version
+
+pytestmark = pytest.mark.spark
+
+NUL = '{"order_id": "a\\u0000b", "seq": 1, "customer": "c", "amount_cents": 10, "status": "s"}'
+
+
+def letters(bench, columns="message_offset, reason"):
+    return bench.rows(f"SELECT {columns} FROM consumer.dead_letters ORDER BY part, message_offset")
+
+
+def put(bench, value, key="k", event_id=None, kind="order.placed", **where):
+    event_id = uuid7() if event_id is None else event_id
+    headers = [("ce_id", str(event_id).encode()), ("ce_type", kind.encode())]
+    data = value if isinstance(value, bytes | None) else json.dumps(value).encode()
+    bench.send_raw(data, headers, key, **where)
+    return event_id
+
+
+def order(order_id, seq, **changes):
+    return {"order_id": order_id, "seq": seq, "customer": "c", "amount_cents": 10, "status": f"s{seq}"} | changes
+
+
+def retry(bench):
+    bench.run("UPDATE consumer.dead_letters SET state = 'retry'")
+
+
+def test_a_bad_message_costs_one_row_and_can_be_tried_again(bench):
+    """Not JSON, without an id, refused by a constraint, and not even fit for COPY: all in one batch with good ones."""
+    job = replace(bench.job, setup=bench.job.setup + ";ALTER TABLE order_totals ADD CHECK (customer <> 'bad')")
+    for seq in range(1, 40):
+        put(bench, order(f"o{seq % 5}", (seq + 4) // 5), f"o{seq % 5}", partition=0)
+    put(bench, b"not json", partition=0)
+    bench.send_raw(json.dumps(order("x", 1)).encode(), [("h", b"\xff"), ("h", None)], "x", partition=0)
+    put(bench, order("y", 1, customer="bad"), "y", partition=0)
+    refused = put(bench, order("z", 1, customer="bad"), "z", partition=0)
+    put(bench, NUL.encode(), "n", partition=0)
+    put(bench, order("last", 1), "last", partition=0)
+    totals = bench.once(job)
+    assert (totals.read, totals.applied, totals.duplicates, totals.dead) == (45, 40, 0, 5)
+    assert [row[1] for row in letters(bench)] == ["undecodable", "no-id", "failed", "failed", "failed"]
+    ((headers, key, value, sqlstate, error),) = bench.rows(
+        "SELECT message_headers, message_key, convert_from(message_value, 'UTF8')::json, sqlstate, error "
+        f"FROM consumer.dead_letters WHERE message_id = '{refused}'"
+    )
+    assert ([one["key"] for one in headers], key, value["order_id"], sqlstate) == (
+        ["ce_id", "ce_type"],
+        b"z",
+        "z",
+        "23514",
+    )
+    assert "order_totals_customer_check" in error
+    (headers,) = bench.rows("SELECT message_headers FROM consumer.dead_letters WHERE reason = 'no-id'")[0]
+    assert headers == [{"key": "h", "value": "/w=="}, {"key": "h", "value": None}]
+    assert bench.positions() == {0: 45, 1: 0}
+    assert bench.rows("SELECT applied, duplicates, dead FROM consumer.offsets WHERE part = 0") == [(40, 0, 5)]
+    assert bench.rows("SELECT count(*) FROM consumer.processed_messages") == [(40,)]
+    # The sink is mended, and all are tried again: two can be applied now, the others count another attempt.
+    bench.run("ALTER TABLE order_totals DROP CONSTRAINT order_totals_customer_check")
+    retry(bench)
+    totals = bench.once()
+    assert (totals.applied, totals.dead) == (2, 0)
+    assert letters(bench, "reason, attempts, state") == [
+        ("undecodable", 2, "dead"),
+        ("no-id", 2, "dead"),
+        ("failed", 2, "dead"),
+    ]
+    assert {name: found[1] for name, found in bench.totals().items()} == {
+        **dict.fromkeys(("o0", "o1", "o2", "o3"), 8),
+        "o0": 7,
+        **dict.fromkeys(("last", "y", "z"), 1),
+        "o4": 8,
+    }
+    # What has been applied from its dead letter is known when the producer sends it again.
+    put(bench, order("z", 1), "z", event_id=refused)
+    assert bench.once().duplicates == 1
+
+
+def test_with_keep_order_no_message_overtakes_a_dead_letter_of_its_key(bench):
+    setup = bench.job.setup + ";ALTER TABLE order_totals ADD CONSTRAINT sane CHECK (total_cents < 1000)"
+    job = replace(bench.job, keep_order=True, setup=setup)
+    put(bench, order("a", 1), "a")
+    put(bench, order("b", 1), "b")
+    put(bench, order("a", 2, amount_cents=5000), "a")
+    put(bench, order("a", 3), "a")
+    put(bench, order("b", 2), "b")
+    assert (bench.once(job).dead, bench.totals()["a"][1], bench.totals()["b"][1]) == (2, 1, 2)
+    # In a later round too, for as long as the dead letter stands; and what is tried again in vain stays in front.
+    put(bench, order("a", 4), "a")
+    put(bench, order("b", 3), "b")
+    retry(bench)
+    job = replace(job, setup=None)
+    assert (bench.once(job).dead, bench.totals()["a"][1], bench.totals()["b"][1]) == (1, 1, 3)
+    assert [reason for (reason,) in letters(bench, "reason")] == ["failed", "behind", "behind"]
+    bench.run("ALTER TABLE order_totals DROP CONSTRAINT sane")
+    retry(bench)
+    put(bench, order("a", 5), "a")
+    totals = bench.once(job)
+    assert letters(bench) == []
+    assert (totals.applied, bench.totals()["a"]) == (4, (5040, 5, 5, 0, "s5"))
+
+
+def test_a_row_that_does_not_decode_is_not_filtered_away_by_a_transform(bench):
+    """Its columns are NULL: a filter on them would drop it without a word."""
+    job = replace(
+        bench.job, transform=lambda rows: rows.filter("amount_cents > 5").withColumnRenamed("customer", "customer")
+    )
+    put(bench, order("a", 1))
+    put(bench, b'{"order_id": 17}')
+    put(bench, order("b", 1, amount_cents=1))
+    totals = bench.once(job)
+    assert (totals.applied, totals.dead, set(bench.totals())) == (1, 1, {"a"})
+    assert letters(bench, "reason") == [("undecodable",)]
+    put(bench, b'{"order_id": 17}')
+    with pytest.raises(BadMessage, match="order_id"):
+        bench.once(replace(job, on_bad="halt"))
+
+
+def test_too_many_bad_messages_end_the_job_instead(bench):
+    put(bench, order("a", 1), partition=0)
+    for _ in range(4):
+        put(bench, b"{", partition=0)
+    with pytest.raises(EffectFailed, match=r"more than 3 .*max_dead"):
+        bench.once(replace(bench.job, max_dead=3))
+    assert (bench.positions()[0], letters(bench)) == (0, [])
+    assert bench.once(replace(bench.job, max_dead=4)).dead == 4
+
+
+def test_a_function_rejects_what_it_can_not_take(bench):
+    def effect(cursor, rows):
+        seen = rows.to_pylist()
+        wrong = [row["message_id"] for row in seen if row["n"] % 10 == 3]
+        if wrong:
+            raise Reject("no number that ends in 3", *wrong)
+        cursor.executemany("INSERT INTO numbers VALUES (%s, %s)", [(row["n"], row["payload"]) for row in seen])
+
+    bench.run("CREATE TABLE numbers (n int CHECK (n <> 15), raw bytea)")
+    job = ConsumerJob(
+        group="numbers",
+        topics=[bench.topic],
+        effect=effect,
+        transform=lambda rows: rows.withColumn("n", rows["payload"].cast("string").cast("int")),
+    )
+    for number in range(20):
+        put(bench, str(number).encode(), partition=0)
+    totals = bench.once(job)
+    assert (totals.applied, totals.dead) == (17, 3)
+    assert letters(bench) == [(3, "rejected"), (13, "rejected"), (15, "failed")]
+    assert bench.rows("SELECT count(*), bool_and(raw = n::text::bytea) FROM numbers") == [(17, True)]
+
+
+def test_messages_of_forgotten_days_and_of_other_types_and_ids_that_are_no_uuids(bench):
+    job = replace(bench.job, types=["order.placed"])
+    put(bench, order("a", 1), event_id="order/1")
+    put(bench, order("a", 1), event_id="order/1")
+    put(bench, order("b", 1), event_id="")
+    put(bench, b"of another schema", kind="customer.moved")
+    put(bench, order("c", 1), event_id="01900000-0000-7000-8000-000000000001")
+    bench.once(replace(job, max_dead=1000))
+    assert letters(bench, "reason") == [("no-id",)]
+    assert {name: found[1] for name, found in bench.totals().items()} == {"a": 1, "c": 1}
+    assert bench.rows("SELECT day::text FROM consumer.processed_messages ORDER BY 1") == [
+        ("1970-01-01",),
+        ("2024-06-10",),
+    ]
+    bench.run("UPDATE consumer.groups SET forgotten_before = '2024-06-11'")
+    put(bench, order("c", 2), event_id="01900000-0000-7000-8000-000000000002")
+    put(bench, order("a", 2), event_id="order/2")
+    totals = bench.once(job)
+    assert (totals.applied, totals.dead) == (1, 1)
+    assert letters(bench, "reason") == [("no-id",), ("too-old",)]
+    # A person who tries it again has decided that it was not applied before.
+    retry(bench)
+    bench.once(job)
+    assert bench.totals()["c"][1] == 2
+
+
+def test_natural_and_version_and_fingerprint(bench):
+    schema = "key string, value int, at timestamp, version bigint, doc struct<a:int>"
+    bench.run(
+        "CREATE TABLE states (key uuid PRIMARY KEY, value int, version bigint, doc jsonb, made_at timestamptz);"
+        "CREATE TABLE latest (LIKE states INCLUDING ALL); CREATE TABLE log (value smallint, key text)"
+    )
+    one, two = "00000000-0000-4000-8000-000000000001", "00000000-0000-4000-8000-000000000002"
+
+    def state(key, value, version):
+        bench.send_raw(
+            json.dumps(
+                {"key": key, "value": value, "version": version, "doc": {"a": value}, "at": "2026-01-02T03:04:05Z"}
+            ).encode(),
+            [],
+            key,
+            partition=0,
+        )
+
+    natural = ConsumerJob(
+        group="natural",
+        topics=[bench.topic],
+        schema=schema,
+        strategy=Natural(["key"]),
+        effect=Upsert("states", ["key"], ["key", "value", "version", "doc"], deletes=True),
+    )
+    version = replace(
+        natural,
+        group="version",
+        strategy=Version("public.latest", {"ref": "key"}, "version"),
+        transform=lambda rows: rows.withColumnRenamed("key", "ref").withColumnRenamed("at", "made_at"),
+        effect=Upsert(
+            "public.latest",
+            ["key"],
+            {"key": "ref", "value": "value", "version": "version", "made_at": "made_at"},
+            version="version",
+            keep=["made_at"],
+        ),
+    )
+    fingerprint = replace(
+        natural,
+        group="fingerprint",
+        strategy=Fingerprint(["key", "value"], time="at"),
+        effect=Insert("log", ["key", "value"]),
+    )
+    for key, value, number in ((one, 1, 1), (one, 3, 3), (one, 2, 2), (two, 9, 9)):
+        state(key, value, number)
+    assert bench.once(natural).applied == 2
+    assert (bench.once(version).applied, bench.once(fingerprint).applied) == (2, 4)
+    by_key = "SELECT right(key::text, 1)::int, value FROM {} ORDER BY 1"
+    assert bench.rows(by_key.format("states")) == [(1, 2), (2, 9)]
+    assert bench.rows(by_key.format("latest")) == [(1, 3), (2, 9)]
+    assert bench.rows("SELECT doc FROM states WHERE value = 9") == [({"a": 9},)]
+    state(one, 2, 2)
+    bench.send_raw(None, [], two, partition=0)
+    assert bench.once(natural).read == 2
+    # The same content, and a version that is not newer: for these two there is the tombstone only, which they pass over.
+    assert (bench.once(fingerprint).applied, bench.once(version).applied) == (1, 1)
+    assert bench.rows(by_key.format("states")) == [(1, 2)]
+    assert bench.rows(by_key.format("latest")) == [(1, 3), (2, 9)]
+    assert bench.rows("SELECT count(*) FROM log") == [(4,)]
+    days = "SELECT DISTINCT day::text FROM consumer.processed_messages"
+    assert bench.rows(days + " ORDER BY 1") == [("1970-01-01",), ("2026-01-02",)]
+    with pytest.raises(JobError, match="no table nowhere"):
+        bench.once(replace(fingerprint, group="other", effect=Insert("nowhere")))
+    with pytest.raises(JobError, match="log has no column at"):
+        bench.once(replace(fingerprint, group="other", effect=Insert("log")))
+
+
+def test_a_whole_round_is_one_transaction(bench):
+    """Staged by executors, applied by the driver: dedup, dead letters, retry, and a failure that moves nothing."""
+    job = replace(
+        bench.job, atomic="batch", setup=bench.job.setup + ";ALTER TABLE order_totals ADD CHECK (customer <> 'bad')"
+    )
+    known = put(bench, order("a", 1), "a", partition=0)
+    put(bench, order("b", 1), "b", partition=1)
+    put(bench, b"not json", "c", partition=1)
+    put(bench, order("d", 1, customer="bad"), "d", partition=0)
+    put(bench, NUL.encode(), "n", partition=0)
+    put(bench, order("a", 1), "a", event_id=known, partition=1)
+    totals = bench.once(job)
+    assert (totals.read, totals.applied, totals.duplicates, totals.dead) == (6, 2, 1, 3)
+    assert [row[1] for row in letters(bench)] == ["failed", "failed", "undecodable"]
+    assert bench.positions() == {0: 3, 1: 3}
+    put(bench, order("a", 2), "a", partition=0)
+    put(bench, order("b", 2), "b", partition=1)
+    before = bench.positions()
+    with pytest.raises(EffectFailed, match="nowhere"):
+        bench.once(replace(job, setup=None, effect=job.effect + ";INSERT INTO nowhere SELECT 1"))
+    assert (bench.positions(), bench.totals()["a"][1]) == (before, 1)
+    bench.run("ALTER TABLE order_totals DROP CONSTRAINT order_totals_customer_check")
+    retry(bench)
+    totals = bench.once(replace(job, setup=None))
+    assert (totals.applied, {name: found[1] for name, found in bench.totals().items()}) == (3, {"a": 2, "b": 2, "d": 1})
+    staged = "SELECT relname FROM pg_class WHERE relname LIKE 'staged%' AND relkind = 'r'"
+    ((table,),) = bench.rows(staged)
+    assert bench.rows(f"SELECT count(*) FROM consumer.{table}") == [(0,)]
+
+
+def test_a_round_may_aggregate_over_partitions(bench):
+    """A shuffle: what is a repeat, or does not decode, is not in the sums."""
+    job = ConsumerJob(
+        group="sums",
+        topics=[bench.topic],
+        schema=bench.job.schema,
+        atomic="batch",
+        transform=lambda rows: (
+            rows.groupBy("customer")
+            .agg({"amount_cents": "sum", "order_id": "count"})
+            .toDF("customer", "cents", "orders")
+        ),
+        setup="CREATE TABLE IF NOT EXISTS sums "
+        "(customer text PRIMARY KEY, cents bigint, orders int, rounds int DEFAULT 1)",
+        effect="INSERT INTO sums AS s SELECT customer, cents, orders FROM batch ORDER BY customer "
+        "ON CONFLICT (customer) DO UPDATE "
+        "SET cents = s.cents + excluded.cents, orders = s.orders + excluded.orders, rounds = s.rounds + 1",
+    )
+    ids = [put(bench, order(f"o{seq}", 1, customer=f"c{seq % 3}"), partition=seq % 2) for seq in range(12)]
+    totals = bench.once(job)
+    assert (totals.read, totals.applied) == (12, 12)
+    assert bench.rows("SELECT * FROM sums ORDER BY 1") == [(f"c{number}", 40, 4, 1) for number in range(3)]
+    for seq, known in enumerate(ids[:5]):
+        put(bench, order(f"o{seq}", 1, customer=f"c{seq % 3}"), event_id=known, partition=1)
+    put(bench, b"?", partition=0)
+    put(bench, order("new", 1, customer="c0"), partition=0)
+    totals = bench.once(job)
+    assert (totals.read, totals.applied, totals.duplicates, totals.dead) == (7, 1, 5, 1)
+    assert bench.rows("SELECT cents, orders, rounds FROM sums WHERE customer = 'c0'") == [(50, 5, 2)]
+    assert bench.rows("SELECT sum(cents) FROM sums") == [(130,)]
+    with pytest.raises(JobError, match="atomic='batch'"):
+        bench.once(replace(job, atomic="partition", group="other"))
+
+
+@pytest.mark.parametrize("atomic", ["partition", "batch"])
+def test_the_generation_fences_both_ways_of_applying(bench, atomic):
+    job = replace(bench.job, atomic=atomic)
+    put(bench, order("a", 1))
+    runner = bench.runner(job)
+    plan = runner._rounds._plan
+
+    def taken_over(*arguments, **options):
+        made = plan(*arguments, **options)
+        bench.run("UPDATE consumer.groups SET generation = 99; UPDATE consumer.offsets SET generation = 99")
+        return made
+
+    runner._rounds._plan = taken_over
+    with pytest.raises(Fenced, match="taken over"):
+        runner.once(threading.Event())
+    assert bench.rows("SELECT count(*) FROM order_totals") == [(0,)]
