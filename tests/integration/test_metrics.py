@@ -78,7 +78,7 @@ def test_a_relay_serves_them(outbox_postgres, outbox_kafka, outbox_relay, wal):
 
     def metrics():
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=5) as answer:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
                 lines = answer.read().decode().splitlines()
         except OSError:
             return {}
@@ -122,5 +122,5 @@ def test_an_address_of_version_six():
         serve(f"[::1]:{port}", CollectorRegistry())
     except ConfigurationError as error:
         pytest.skip(f"no IPv6 here: {error}")
-    with urllib.request.urlopen(f"http://[::1]:{port}/metrics", timeout=5) as answer:
+    with urllib.request.urlopen(f"http://[::1]:{port}/metrics", timeout=30) as answer:
         assert answer.status == 200

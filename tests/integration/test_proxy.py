@@ -65,7 +65,7 @@ def echo() -> Iterator[int]:
 
 
 def connect(proxy: TcpProxy) -> socket.socket:
-    return socket.create_connection(("127.0.0.1", proxy.port), timeout=5)
+    return socket.create_connection(("127.0.0.1", proxy.port), timeout=30)
 
 
 def ask(client: socket.socket, text: bytes) -> bytes:
@@ -128,7 +128,7 @@ def test_a_black_hole_swallows_and_closes_what_lost_something(echo: int) -> None
                 client.settimeout(0.2)
                 with pytest.raises(TimeoutError):
                     client.recv(1)
-                client.settimeout(5)
+                client.settimeout(30)
             proxy.heal()
             assert is_closed(busy)
             assert is_closed(new)
@@ -230,7 +230,7 @@ def test_clients_are_led_to_the_proxy_and_transactions_pass(proxy, proxied, topi
     before = {key: proxy.seen(key) for key in (INIT_PRODUCER_ID, ADD_PARTITIONS_TO_TXN, PRODUCE, END_TXN)}
     fired = len(proxy.fired)
     producer = transactional(proxy)
-    assert [broker.port for broker in producer.list_topics(timeout=10).brokers.values()] == [proxy.port]
+    assert [broker.port for broker in producer.list_topics(timeout=30).brokers.values()] == [proxy.port]
     for value in (b"1", b"2", b"3"):
         producer.begin_transaction()
         send(producer, topic, value)

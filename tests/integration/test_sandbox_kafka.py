@@ -89,7 +89,7 @@ def values(messages: list) -> list[int]:
 def in_sync(client: AdminClient, topic: str) -> set[int]:
     """How many replicas are in sync, over all partitions."""
     return {
-        len(partition.isrs) for partition in client.list_topics(topic, timeout=10).topics[topic].partitions.values()
+        len(partition.isrs) for partition in client.list_topics(topic, timeout=30).topics[topic].partitions.values()
     }
 
 
@@ -133,22 +133,23 @@ def test_ports_that_were_taken_meanwhile_were_replaced(solo: Solo) -> None:
 
 
 def test_asking_for_a_topic_does_not_make_it(solo: Solo) -> None:
-    unheard = admin(solo.cluster).list_topics("unheard-of", timeout=10).topics["unheard-of"]
+    unheard = admin(solo.cluster).list_topics("unheard-of", timeout=30).topics["unheard-of"]
     assert unheard.error is not None
     assert unheard.error.code() == KafkaError.UNKNOWN_TOPIC_OR_PART
 
 
 def test_a_paused_broker_is_there_and_does_not_answer(solo: Solo) -> None:
     client = admin(solo.cluster)
-    assert client.list_topics(timeout=10).brokers
+    assert client.list_topics(timeout=30).brokers
     solo.cluster.pause_broker(0)
     try:
         assert solo.cluster.running
-        with pytest.raises(KafkaException, match="Timed out"):
+        # What a client says of silence differs.
+        with pytest.raises(KafkaException, match=r"Timed out|transport failure"):
             client.list_topics(timeout=0.5)
     finally:
         solo.cluster.resume_broker(0)
-    assert client.list_topics(timeout=10).brokers
+    assert client.list_topics(timeout=30).brokers
 
 
 def test_after_a_kill_a_given_directory_goes_on_with_its_data_on_its_ports(solo: Solo) -> None:

@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outbox.testing._process import Detached, Supervised, alive, kill_with_children, psutil_process, wait_for
-from outbox.testing.errors import StartFailed
+from outbox.testing._process import Detached, Supervised, alive, kill_with_children, patience, psutil_process, wait_for
+from outbox.testing.errors import ServiceError, StartFailed
 
 SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
 STUBBORN = [
@@ -127,7 +127,7 @@ def test_a_server_that_does_not_listen_is_killed_after_a_while(
 def test_the_end_of_the_server_is_seen_with_its_status(tmp_path: Path) -> None:
     log = tmp_path / "log"
     finished = Supervised([sys.executable, "-c", "print('bye'); raise SystemExit(3)"], log=log)
-    assert finished.wait(10)
+    assert finished.wait(60)
     assert (finished.exit_code, finished.running) == (3, False)
     assert log.read_text() == "bye\n"
 
@@ -135,7 +135,7 @@ def test_the_end_of_the_server_is_seen_with_its_status(tmp_path: Path) -> None:
     assert killed.running
     assert not killed.wait(0)
     killed.signal(signal.SIGKILL)
-    assert killed.wait(10)
+    assert killed.wait(60)
     assert killed.exit_code == -signal.SIGKILL
     killed.signal(signal.SIGTERM)  # nobody there, nobody hurt
 
@@ -148,7 +148,7 @@ def test_the_environment_is_handed_down_and_on_no_command_line(tmp_path: Path) -
     for pid in (server.pid, server.supervisor_pid):
         assert not any("s3cr3t" in argument for argument in psutil.Process(pid).cmdline())
     server.signal(signal.SIGKILL)
-    assert server.wait(10)
+    assert server.wait(60)
 
 
 def test_what_cannot_be_executed_is_an_error(tmp_path: Path) -> None:
@@ -181,5 +181,16 @@ def test_a_detached_process_is_found_by_its_command_line(tmp_path: Path) -> None
         assert Detached.find("server", marker + "x") is None
     finally:
         started.signal(signal.SIGKILL)
-    assert started.wait(10)
+    assert started.wait(60)
     assert Detached.find("server", marker) is None
+
+
+def test_patience_multiplies_time_limits_and_must_be_a_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OUTBOX_PATIENCE", raising=False)
+    assert patience() == 1
+    monkeypatch.setenv("OUTBOX_PATIENCE", "0.5")
+    assert patience() == 0.5
+    for wrong in ("much", "0", "-1", "nan", "inf"):
+        monkeypatch.setenv("OUTBOX_PATIENCE", wrong)
+        with pytest.raises(ServiceError, match="OUTBOX_PATIENCE="):
+            patience()

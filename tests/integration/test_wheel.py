@@ -21,6 +21,22 @@ def wheel(tmp_path_factory) -> Path:
     return built
 
 
+def pip(python: str, *arguments: str) -> str:
+    """Run our pip for another environment, which is made sooner without one."""
+    command = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", *arguments]
+    done = subprocess.run(command, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def environment(folder: Path, *packages: str) -> str:
+    """Make an environment with these packages and what they need; give its Python."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
+    python = str(folder / "venv" / "bin" / "python")
+    pip(python, "install", "--no-compile", *packages)
+    return python
+
+
 def test_what_is_inside(wheel):
     names = set(zipfile.ZipFile(wheel).namelist())
     for name in (
@@ -42,23 +58,9 @@ def test_the_core_install_brings_neither_spark_nor_a_kafka_client(wheel, tmp_pat
     constraints = tmp_path / "constraints.txt"
     lines = (ROOT / "requirements.lock").read_text().splitlines()
     constraints.write_text("\n".join(line.rstrip("\\ ") for line in lines if not line.startswith("    ")))
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
-    python = str(tmp_path / "venv" / "bin" / "python")
-    install = [
-        python,
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "-c",
-        str(constraints),
-        str(wheel),
-    ]
-    subprocess.run(install, check=True, capture_output=True, text=True)
-    listed = subprocess.run(
-        [python, "-m", "pip", "list", "--format=freeze"], check=True, capture_output=True, text=True
-    ).stdout.lower()
+    python = environment(tmp_path, "-c", str(constraints), str(wheel))
+    listed = pip(python, "list", "--format=freeze").lower()
+    assert "outbox-kafka" in listed
     for heavy in ("pyspark", "confluent", "pandas", "pyarrow", "typer", "alembic", "pydantic", "structlog"):
         assert heavy not in listed
     script = (
@@ -66,7 +68,7 @@ def test_the_core_install_brings_neither_spark_nor_a_kafka_client(wheel, tmp_pat
         "outbox_tables(sa.MetaData()); print(Event('Order', '1', 'T', {'a': 1}).event_id.version)"
     )
     # psycopg needs libpq: the binary extra comes with [relay]; a service brings its own driver.
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "psycopg-binary", "-c", str(constraints)], check=True)
+    pip(python, "install", "--no-compile", "psycopg-binary", "-c", str(constraints))
     done = subprocess.run([python, "-c", script], check=True, capture_output=True, text=True, cwd=tmp_path)
     assert done.stdout.strip() == "7"
     command = subprocess.run(
@@ -78,11 +80,7 @@ def test_the_core_install_brings_neither_spark_nor_a_kafka_client(wheel, tmp_pat
 
 def test_the_oldest_sqlalchemy_and_psycopg_that_we_say_we_support(wheel, tmp_path, outbox_postgres):
     """The lower bounds of pyproject.toml, in an environment of their own: tables, writer, and what was written."""
-    subprocess.run([sys.executable, "-m", "venv", str(tmp_path / "venv")], check=True)
-    python = str(tmp_path / "venv" / "bin" / "python")
-    oldest = ["sqlalchemy==2.0.30", "psycopg[binary]==3.2.1", "orjson==3.10.0"]
-    install = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check", str(wheel), *oldest]
-    subprocess.run(install, check=True, capture_output=True, text=True)
+    python = environment(tmp_path, str(wheel), "sqlalchemy==2.0.30", "psycopg[binary]==3.2.1", "orjson==3.10.0")
     script = f"""
 import sqlalchemy as sa
 from outbox import Event, Outbox, outbox_tables

@@ -61,7 +61,7 @@ def test_a_rollback_frees_the_key(outbox_postgres):
     with outbox_postgres.connect() as first, outbox_postgres.connect() as second:
         outbox.add(first, event(1), lock_key=True)
         first.rollback()
-        second.execute("SET lock_timeout = '5s'")
+        second.execute("SET lock_timeout = '60s'")
         outbox.add(second, event(2), lock_key=True)
         second.commit()
     assert numbers(outbox_postgres) == [2]
@@ -69,7 +69,7 @@ def test_a_rollback_frees_the_key(outbox_postgres):
 
 def test_other_keys_and_writers_without_the_lock_do_not_wait(outbox_postgres):
     with outbox_postgres.connect() as first, outbox_postgres.connect() as second:
-        second.execute("SET lock_timeout = '5s'")
+        second.execute("SET lock_timeout = '60s'")
         outbox.add(first, event(1), lock_key=True)
         outbox.add(second, event(2, "another"), lock_key=True)
         # The same id of another type is another aggregate.
