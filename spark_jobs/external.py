@@ -142,6 +142,7 @@ class External:
     first_wait, longest_wait    seconds between attempts: doubled each time, with jitter.
     key_seconds     for how long the provider knows a key. After that a call that may have been done is not repeated.
     lease           seconds after which an attempt counts as lost; longer than a call can take. None: from ``timeout``.
+    key_suffix      ends the keys: for a second effect of the same messages at the same provider.
     schema          of the consumers' tables.
 
     Raises JobError for a declaration that can't work.
@@ -164,6 +165,7 @@ class External:
     longest_wait: float = 600.0
     key_seconds: float = 86_400.0
     lease: float | None = None
+    key_suffix: str = ""
     schema: str = "consumer"
 
     def __post_init__(self) -> None:
@@ -415,7 +417,7 @@ class Caller:
 
     def _ask_or_call(self, claim: Claim) -> tuple[Step, Answer]:
         external = self._external
-        key = str(claim.message_id)
+        key = f"{claim.message_id}{external.key_suffix}"
         call = Call(
             f"{key}:cancel" if claim.step == "cancel" else key,
             key,

@@ -348,13 +348,14 @@ def test_a_call_that_may_have_happened_is_not_repeated_once_the_key_is_forgotten
 
 
 def test_with_an_ask_the_provider_is_asked_before_a_call_is_repeated(sink, provider):
-    external = payments(provider.url, ask=True, key_seconds=0.001)
+    external = payments(provider.url, ask=True, key_seconds=0.001, key_suffix="-fee")
     provider.tell("done", "done-drop")
     provider.tell("not-done", "drop")
-    sink.reserve(external, ["done", "not-done"])
+    message_id, _ = sink.reserve(external, ["done", "not-done"])
     assert sink.drain(external) == {"attempts": 4, "again": 2, "confirmed": 2}
     assert [len(provider.requests(name)) for name in ("done", "not-done")] == [1, 2]
     assert len(provider.requests(path="/charges/")) == 2
+    assert provider.requests("done")[0][2] == f"{message_id}-fee"
     assert provider.standing() == Counter(["done", "not-done"])
 
 
