@@ -129,6 +129,7 @@ def on_a_terminal(desk: Desk, *arguments: str) -> tuple[int, str]:
     return status, b"".join(written).decode()
 
 
+@pytest.mark.timeout(600)
 def test_from_a_bad_message_to_its_effect(bench, tmp_path):
     desk = Desk(bench, tmp_path)
     bench.run(JOB.split("'''")[1])
