@@ -298,6 +298,7 @@ def test_while_the_broker_is_away_no_attempt_is_counted(outbox_postgres_server, 
         "failures__min_backoff_seconds": 0.5,
         "failures__max_backoff_seconds": 0.5,
         "relay__max_backoff_seconds": 0.2,
+        "kafka__reconnect_backoff_max_ms": 500,
         "relay__lease_seconds": 3,
         "bootstrap_servers": guarded_kafka.bootstrap_servers,
     }
@@ -316,19 +317,21 @@ def test_while_the_broker_is_away_no_attempt_is_counted(outbox_postgres_server, 
     for _, url, good, _, _ in outboxes:
         wait_until(lambda url=url: rows(url, attempts) > [(1,)], what="attempts")
         wait_until(lambda good=good: topics.consume(good), what="the good one")
-    before = [rows(url, attempts)[0][0] for _, url, *_ in outboxes]
     guarded_kafka.kill_broker(0)
+    before = []
     try:
         for _, url, _, _, relay in outboxes:
             relay.wait_for_log("waiting for a server")
             add(url, event("Good", "g2"), event("Good", "h1"))
-        # One may have been under way.
-        for (_, url, *_), counted in zip(outboxes, before, strict=True):
+            before.append((rows(url, attempts)[0][0], relay.log().count("waiting for a server")))
+        for (_, url, _, _, relay), (counted, tries) in zip(outboxes, before, strict=True):
+            wait_until(lambda relay=relay, tries=tries: relay.log().count("waiting for a server") > tries, what="a try")
+            # One may have been under way.
             assert rows(url, attempts)[0][0] <= counted + 1
             assert rows(url, "SELECT aggregate_type FROM outbox.failures") == [("Small",)]
     finally:
         guarded_kafka.start_broker(0)
-    for (name, url, good, small, relay), counted in zip(outboxes, before, strict=True):
+    for (name, url, good, small, relay), (counted, _) in zip(outboxes, before, strict=True):
         relay.wait_for_log("publishing again", 60)
         wait_until(lambda url=url, counted=counted: rows(url, attempts)[0][0] > counted + 1, what="attempts go on")
         let_pass(topics, small)

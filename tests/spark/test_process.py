@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import psycopg
@@ -38,6 +39,17 @@ def applied(bench) -> int:
         return bench.rows("SELECT coalesce(sum(events_applied), 0) FROM order_totals")[0][0]
     except (psycopg.errors.UndefinedTable, psycopg.OperationalError):
         return 0
+
+
+def until(process: subprocess.Popen[bytes], tmp_path: Path, condition: Callable[[], bool], what: str) -> None:
+    """Wait, as long as the process runs."""
+
+    def there() -> bool:
+        log = (tmp_path / "consume.log").read_text()
+        assert process.poll() is None, f"{what}: the job ended with {process.poll()}\n{log[-3000:]}"
+        return condition()
+
+    wait_until(there, 90, what)
 
 
 class Feed(threading.Thread):
@@ -79,14 +91,14 @@ def test_the_driver_killed_at_random_points(bench, tmp_path):
     feed.join()
     chance = random.Random(5)
     total = feed.orders * feed.seqs
-    for kill in range(3):
+    for kill in range(2):
         process = consume(bench, tmp_path, "--continuous", "--max-records", "150")
         goal = applied(bench) + chance.randint(1, total // 5)
-        wait_until(lambda goal=goal: applied(bench) >= goal, 60, f"progress before kill {kill + 1}")
+        until(process, tmp_path, lambda goal=goal: applied(bench) >= goal, f"progress before kill {kill + 1}")
         process.kill()
         process.wait()
     process = consume(bench, tmp_path, "--once", "--json")
-    assert process.wait(120) == 0
+    assert process.wait(400) == 0
     figures = json.loads((tmp_path / "consume.log").read_text().splitlines()[-1])
     assert figures["group"] == "order-totals"
     assert figures["read"] >= figures["applied"] > 0
@@ -102,17 +114,18 @@ def test_broker_and_postgres_restart_during_a_run(spark, private_postgres, priva
     feed.join()
     process = consume(bench, tmp_path, "--continuous", "--max-records", "250")
     try:
-        wait_until(lambda: applied(bench) > 300, 60, "progress before the crash of Postgres")
+        until(process, tmp_path, lambda: applied(bench) > 300, "progress before the crash of Postgres")
         server.kill()
         server.start()
         at = applied(bench)
-        wait_until(lambda: applied(bench) > at + 300, 60, "progress after the crash of Postgres")
+        until(process, tmp_path, lambda: applied(bench) > at + 300, "progress after the crash of Postgres")
         cluster.kill_broker(0)
         cluster.start_broker(0)
-        wait_until(lambda: applied(bench) == feed.orders * feed.seqs, 200, "everything to be applied")
-        assert process.poll() is None
+        until(process, tmp_path, lambda: applied(bench) == feed.orders * feed.seqs, "everything to be applied")
+        # What tells Kafka's tools of the group's position finds the coordinator again.
+        assert (tmp_path / "consume.log").read_text().count("could not be shown to Kafka") <= 5
         process.terminate()
-        assert process.wait(60) == 0
+        assert process.wait(240) == 0
     finally:
         process.kill()
         process.wait()
@@ -126,7 +139,7 @@ def test_clear_errors_for_what_can_not_work(outbox_postgres, outbox_kafka):
             env=environment(outbox_postgres.url, outbox_kafka.bootstrap_servers),
             capture_output=True,
             text=True,
-            timeout=60,
+            timeout=240,
             check=False,
         )
         assert "Traceback" not in done.stderr
