@@ -223,7 +223,7 @@ def _stage(plan: _StagePlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.R
     import pyarrow as pa
 
     name = uuid.uuid4().hex
-    feed = Feed(plan.required, None, batches)
+    feed = Feed(plan.required, batches)
     found: list[Culprit] = []
     texts = [column for column in plan.columns if column not in META]
     table = sql.Identifier(plan.schema, plan.table)

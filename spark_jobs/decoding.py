@@ -14,7 +14,7 @@ from spark_jobs.payload import Policy, Reader, columns
 from spark_jobs.registry import Client, Registry, Schema
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame
+    from pyspark.sql import Column, DataFrame
     from pyspark.sql.types import StructType
 
     from spark_jobs.avro_payload import Plan as AvroPlan
@@ -27,6 +27,9 @@ VARIANT: Final = "variant"
 """In place of a schema's DDL: any JSON object, as one column ``payload`` of that type."""
 
 _DECODED: Final = "message_decoded"
+
+Plan = Callable[[], Reader]
+"""Sent to the executors, and called once in each task."""
 
 Unknown = Literal["ignore", "dead-letter"]
 Missing = Literal["null", "dead-letter"]
@@ -48,6 +51,15 @@ class Decoder(Protocol):
         replaced by it; what is needed of it has to be taken before, under another name. A row without a value (a
         tombstone) has NULL in all columns, PROBLEM included.
         """
+        ...
+
+
+@runtime_checkable
+class LateDecoder(Protocol):
+    """A decoder that can also do its work in the task itself, which saves the rows a way there and back."""
+
+    def late(self) -> tuple[StructType, Plan] | None:
+        """Give the fields and the plan; None when this has to be done in Spark. Raises JobError."""
         ...
 
 
@@ -99,6 +111,11 @@ class Json:
         declared = _declared(self.schema)
         return ("payload",) if declared is None else tuple(declared.fieldNames())
 
+    def late(self) -> tuple[StructType, Plan] | None:
+        """Give the fields and the plan. None for VARIANT."""
+        declared = _declared(self.schema)
+        return None if declared is None else (declared, _JsonPlan(declared, self._policy))
+
     def decode(self, rows: DataFrame) -> DataFrame:
         """Add the fields."""
         return _with_json(rows, _declared(self.schema), _JsonPlan(_declared(self.schema), self._policy))
@@ -144,6 +161,14 @@ class JsonSchema:
         """Give the fields' names, or ``payload`` for VARIANT."""
         declared = _declared(self.schema)
         return ("payload",) if declared is None else tuple(declared.fieldNames())
+
+    def late(self) -> tuple[StructType, Plan] | None:
+        """Give the fields and the plan. None for VARIANT."""
+        from spark_jobs.json_schema_payload import Plan as SchemaPlan
+
+        declared = _declared(self.schema)
+        plan = SchemaPlan(declared, _registry(self.registry), self.validate, self._policy)
+        return None if declared is None else (declared, plan)
 
     def decode(self, rows: DataFrame) -> DataFrame:
         """Add the fields."""
@@ -215,6 +240,10 @@ class Avro:
         """Give the record's fields. Raises JobError, and RegistryUnavailable."""
         return tuple(self._fields.fieldNames())
 
+    def late(self) -> tuple[StructType, Plan] | None:
+        """Give the fields and the plan. See LateDecoder."""
+        return self._fields, self._plan
+
     def decode(self, rows: DataFrame) -> DataFrame:
         """Add the record's fields."""
         return _with(rows, self._fields, self._plan)
@@ -282,6 +311,10 @@ class Protobuf:
         """Give the message's fields. Raises JobError, and RegistryUnavailable."""
         return tuple(self._fields.fieldNames())
 
+    def late(self) -> tuple[StructType, Plan] | None:
+        """Give the fields and the plan. See LateDecoder."""
+        return self._fields, self._plan
+
     def decode(self, rows: DataFrame) -> DataFrame:
         """Add the message's fields."""
         return _with(rows, self._fields, self._plan)
@@ -341,7 +374,7 @@ def _with(rows: DataFrame, fields: StructType, plan: Callable[[], Reader]) -> Da
     from pyspark.sql.types import StringType, StructType
 
     plan()  # What can't work is an error here, and not of every task.
-    result = StructType([*_nullable(fields).fields]).add(PROBLEM, StringType())
+    result = StructType([*nullable(fields).fields]).add(PROBLEM, StringType())
     kind = to_arrow_type(result, timezone="UTC")
 
     def decode(batches: Iterator[tuple[Any, Any]]) -> Iterator[Any]:
@@ -355,20 +388,27 @@ def _with(rows: DataFrame, fields: StructType, plan: Callable[[], Reader]) -> Da
     # the job's transform, which expect decoded rows, below it.
     make: Callable[..., Any] = arrow_udf  # whose stubs do not know of iterators and structs together
     run = make(decode, result).asNondeterministic()
-    header = F.get(F.filter("headers", lambda header: header["key"] == HEADER), F.lit(0))["value"]
+    header = schema_header()
     taken = {name.lower() for name in result.fieldNames()}
     kept = [name for name in rows.columns if name.lower() not in taken]
     return rows.select(*kept, run(F.col("value"), header).alias(_DECODED)).select(*kept, f"{_DECODED}.*")
 
 
-def _nullable(kind: Any) -> Any:
+def schema_header() -> Column:
+    """Give the value of the header that names a message's schema, over the rows' ``headers``."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    return F.get(F.filter("headers", lambda header: header["key"] == HEADER), F.lit(0))["value"]
+
+
+def nullable(kind: Any) -> Any:
     """The type without NOT NULL: a row that is a tombstone or a problem has NULL everywhere."""
     from pyspark.sql import types as t
 
     if isinstance(kind, t.StructType):
-        return t.StructType([t.StructField(field.name, _nullable(field.dataType)) for field in kind.fields])
+        return t.StructType([t.StructField(field.name, nullable(field.dataType)) for field in kind.fields])
     if isinstance(kind, t.ArrayType):
-        return t.ArrayType(_nullable(kind.elementType))
+        return t.ArrayType(nullable(kind.elementType))
     if isinstance(kind, t.MapType):
-        return t.MapType(_nullable(kind.keyType), _nullable(kind.valueType))
+        return t.MapType(nullable(kind.keyType), nullable(kind.valueType))
     return kind

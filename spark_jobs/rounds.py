@@ -171,8 +171,13 @@ class Rounds:
 
     def _attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
         rows = spark.chosen(self._source(span), self._job, state.dead)
-        rows, columns = spark.copyable(spark.shaped(spark.decoded(rows, self._job), self._job))
-        plan = self._plan(span, state, generation, columns)
+        late = spark.late(rows, self._job)
+        if late is not None:
+            rows, how = late
+            plan = replace(self._plan(span, state, generation, how.columns), late=how)
+        else:
+            rows, columns = spark.copyable(spark.shaped(spark.decoded(rows, self._job), self._job))
+            plan = self._plan(span, state, generation, columns)
         reports = rows.mapInArrow(lambda batches: task.run(plan, batches), task.REPORT).collect()
         return {(row.topic, row.part): Told(row.outcome, row.read, row.fresh, row.detail) for row in reports}
 

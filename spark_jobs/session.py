@@ -11,11 +11,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from spark_jobs.decoding import PROBLEM
+from spark_jobs.decoding import PROBLEM, LateDecoder, nullable, schema_header
 from spark_jobs.errors import JobError
 from spark_jobs.job import KEPT, META, ConsumerJob
 from spark_jobs.planner import Partition, Range
 from spark_jobs.strategies import Fingerprint, Place, uuid8
+from spark_jobs.task import RAW_HEADER, RAW_VALUE, Late
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -169,28 +170,47 @@ def decoded(rows: DataFrame, job: ConsumerJob) -> DataFrame:
     from pyspark.sql import functions as F  # noqa: N812
 
     payload = job.payload_columns()
-    meta = {
-        "message_topic": F.col("topic"),
-        "message_part": F.col("partition"),
-        "message_offset": F.col("offset"),
-        # NUL is no character of Postgres; a binary key is no text anyway.
-        "message_key": F.translate(F.col("key").cast("string"), "\0", "\ufffd"),
-        "message_type": F.translate(_header("ce_type", "event-type"), "\0", "\ufffd"),
-        "message_time": F.col("timestamp"),
-        "message_tombstone": F.col("value").isNull(),
-    }
-    by_content = isinstance(job.strategy, Fingerprint) and job.strategy.decoded
-    if not by_content:
-        meta["message_id"] = _message_id(job)
+    meta = _meta(job)
     # Before the payload's columns, which may have names of Kafka's.
     rows = rows.select(*(column.alias(name) for name, column in meta.items()), "value", "headers")
     rows = job.decoder.decode(rows)
-    if by_content:
+    if "message_id" not in meta:
         # A tombstone's content is its key.
         gone = uuid8(F.sha2(F.col("message_key").cast("binary"), 256))
         made = F.when(F.col("message_tombstone"), gone).when(F.col(PROBLEM).isNull(), _message_id(job))
         rows = rows.withColumn("message_id", made)
     return rows.select(*(f"`{name}`" for name in payload), *META, PROBLEM)
+
+
+def late(rows: DataFrame, job: ConsumerJob) -> tuple[DataFrame, Late] | None:
+    """Give rows that the task decodes itself, and how; None for a job that needs them decoded in Spark.
+
+    That is one with a transform, with nested fields (Spark writes their JSON), or with ids made of the content.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+    from pyspark.sql.pandas.types import to_arrow_type
+    from pyspark.sql.types import StringType
+
+    by_content = isinstance(job.strategy, Fingerprint) and job.strategy.decoded
+    if job.transform is not None or by_content or not isinstance(job.decoder, LateDecoder):
+        return None
+    found = job.decoder.late()
+    if found is None:
+        return None
+    job.payload_columns()
+    fields, plan = found
+    types = {field.name: _plain(field.dataType.simpleString()) for field in fields.fields}
+    if None in types.values():
+        return None
+    plan()  # What can't work is an error here, and not of every task.
+    kind = to_arrow_type(nullable(fields).add(PROBLEM, StringType()), timezone="UTC")
+    columns = {name: kind_ for name, kind_ in types.items() if kind_ is not None} | META
+    rows = rows.select(
+        *(column.alias(name) for name, column in _meta(job).items()),
+        F.col("value").alias(RAW_VALUE),
+        schema_header().alias(RAW_HEADER),
+    )
+    return rows, Late(columns, kind, plan)
 
 
 def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
@@ -226,6 +246,30 @@ def moves_rows(rows: DataFrame) -> bool:
     """Say whether the plan has a shuffle, or anything else that puts rows into other partitions."""
     plan = rows._jdf.queryExecution().executedPlan().toString()  # noqa: SLF001  the only way to see it
     return any(sign in plan for sign in _MOVING)
+
+
+def _meta(job: ConsumerJob) -> dict[str, Column]:
+    """META's columns over those of Kafka's source; without the id where it is made of what is not decoded yet."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    meta = {
+        "message_topic": F.col("topic"),
+        "message_part": F.col("partition"),
+        "message_offset": F.col("offset"),
+        # NUL is no character of Postgres; a binary key is no text anyway.
+        "message_key": F.translate(F.col("key").cast("string"), "\0", "\ufffd"),
+        "message_type": F.translate(_header("ce_type", "event-type"), "\0", "\ufffd"),
+        "message_time": F.col("timestamp"),
+        "message_tombstone": F.col("value").isNull(),
+    }
+    if not (isinstance(job.strategy, Fingerprint) and job.strategy.decoded):
+        meta["message_id"] = _message_id(job)
+    return meta
+
+
+def _plain(kind: str) -> str | None:
+    """The type in Postgres of what is no nested value; None for those."""
+    return kind.replace("decimal", "numeric") if kind.startswith("decimal(") else _PLAIN.get(kind)
 
 
 def _header(*names: str) -> Column:
@@ -273,12 +317,10 @@ def copyable(rows: DataFrame) -> tuple[DataFrame, dict[str, str]]:
             continue
         if name in META:
             types[name] = META[name]
-        elif kind in _PLAIN:
-            types[name] = _PLAIN[kind]
+        elif (plain := _plain(kind)) is not None:
+            types[name] = plain
             if kind == "binary":
                 column = F.concat(F.lit("\\x"), F.hex(column))
-        elif kind.startswith("decimal("):
-            types[name] = kind.replace("decimal", "numeric")
         elif kind == "variant" or kind.startswith(("struct<", "map<", "array<")):
             types[name] = "jsonb"
             column = F.to_json(column)

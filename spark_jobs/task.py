@@ -12,8 +12,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, LiteralString
 
@@ -32,6 +33,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
     from spark_jobs.job import PythonEffect
+    from spark_jobs.payload import Reader
 
 REPORT: Final = "topic string, part int, outcome string, read long, fresh long, detail string"
 """What a task tells the driver, as Spark DDL.
@@ -56,6 +58,43 @@ SELECT id FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s) AND stat
 _RESOLVED: Final = "DELETE FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s)"
 
 
+RAW_VALUE: Final = "message_raw_value"
+RAW_HEADER: Final = "message_raw_header"
+"""Columns of rows that the task decodes itself: the payload, and the header that names its schema."""
+
+
+@dataclass(frozen=True, slots=True)
+class Late:
+    """How a task decodes payloads itself.
+
+    columns  of ``batch``, with their types in Postgres.
+    kind     the payload's fields and PROBLEM, as an Arrow struct.
+    plan     gives the reader.
+    """
+
+    columns: Mapping[str, str]
+    kind: pa.StructType
+    plan: Callable[[], Reader]
+
+    def decoding(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Give the batches with the payload's columns in the place of the payload."""
+        import pyarrow as pa
+
+        from spark_jobs.payload import columns
+
+        reader = self.plan()
+        for batch in batches:
+            payloads, headers = (batch.column(name).to_pylist() for name in (RAW_VALUE, RAW_HEADER))
+            fields = columns(reader, payloads, headers, self.kind).flatten()
+            found = {name: batch.column(name) for name in batch.schema.names if name not in {RAW_VALUE, RAW_HEADER}}
+            for kind, values in zip(self.kind, fields, strict=True):
+                if self.columns.get(kind.name) == "bytea":
+                    texts = [None if value is None else "\\x" + value.hex() for value in values.to_pylist()]
+                    values = pa.array(texts, pa.string())  # noqa: PLW2901
+                found[kind.name] = values
+            yield pa.RecordBatch.from_pydict(found)
+
+
 @dataclass(frozen=True, slots=True)
 class TaskPlan:
     """Everything a task needs, sent to the executors with the code.
@@ -65,6 +104,7 @@ class TaskPlan:
     dead      messages to put aside with the range; they are not among the rows.
     suspects  partitions that had repeats lately: there the fast path would only fail again.
     lenient   partitions with a value that does not fit its column.
+    late      how to decode, for rows that Spark has not decoded.
     """
 
     url: str
@@ -81,6 +121,7 @@ class TaskPlan:
     dead: Mapping[Partition, Sequence[Letter]] = field(default_factory=dict)
     suspects: frozenset[Partition] = frozenset()
     lenient: frozenset[Partition] = frozenset()
+    late: Late | None = None
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -120,7 +161,8 @@ def run(plan: TaskPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Record
         # No rows: the partition's range held only transaction markers, or all was filtered. The driver moves it on.
         return
     partition = (first.column("message_topic")[0].as_py(), first.column("message_part")[0].as_py())
-    feed = Feed(plan.required, first, batches)
+    rows = (batch for batch in itertools.chain([first], batches) if batch.num_rows)
+    feed = Feed(plan.required, rows if plan.late is None else plan.late.decoding(rows))
     outcome, fresh, detail = "applied", 0, ""
     try:
         applied = _apply(plan, partition, feed)
@@ -140,7 +182,7 @@ def run_retry(
 
     retried  the dead letters' ids by their messages' places. Those without a row were filtered: they are settled too.
     """
-    feed = Feed(plan.required, None, batches)
+    feed = Feed(plan.required, batches)
     outcome, fresh, detail = "applied", 0, ""
     try:
         fresh = _apply_retried(plan, retried, feed)
@@ -168,18 +210,14 @@ def report(partition: Partition, outcome: str, read: int, fresh: int, detail: st
 class Feed:
     """The partition's batches as they go by: counted, and without the rows that can't be applied; those are named."""
 
-    def __init__(self, required: Sequence[str], first: pa.RecordBatch | None, rest: Iterator[pa.RecordBatch]) -> None:
+    def __init__(self, required: Sequence[str], batches: Iterable[pa.RecordBatch]) -> None:
         self._required = required
-        self._first = first
-        self._rest = rest
+        self._batches = batches
         self.rows = 0
         self.found: list[Culprit] = []
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
-        if self._first is not None:
-            first, self._first = self._first, None
-            yield self._checked(first)
-        for batch in self._rest:
+        for batch in self._batches:
             if batch.num_rows:
                 yield self._checked(batch)
 
