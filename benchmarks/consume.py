@@ -1,0 +1,249 @@
+"""How fast one consumer job empties a topic into a table, beside what people would otherwise run.
+
+    python benchmarks/consume.py [--events 500000] [--rounds 2]
+
+All read the same topic (JSON of about 740 bytes, 5,000 keys, 4 partitions) into tables of the same columns, with
+local[2] and the same options for Kafka's reader:
+
+- dedup: our consumer as it comes: each event's row, id and offset in one transaction.
+- without: the same without remembering ids: what dedup costs.
+- append: Spark's own way, foreachBatch and a JDBC append: batchsize 10,000, reWriteBatchedInserts. May repeat rows.
+- loop: confluent-kafka and psycopg, COPY and a commit each 10,000 messages, in one process. May repeat rows.
+
+The ratios are the figures; rows a second depend on the machine. The reader is warmed up on other messages first.
+``python benchmarks/consume.py lock`` writes jars.lock, the JDBC driver's checksum, anew.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import tempfile
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import orjson
+import psycopg
+from confluent_kafka import Consumer, Producer, TopicPartition
+from psycopg import sql
+from rich.console import Console
+from rich.table import Table
+from uuid_utils import uuid7
+
+from outbox.testing import jars
+from outbox.testing.fixtures import Topics
+from outbox.testing.kafka import KafkaCluster
+from outbox.testing.postgres import PostgresServer
+from relay import db
+from spark_jobs import session as spark_session
+from spark_jobs.effects import Insert
+from spark_jobs.job import ConsumerJob
+from spark_jobs.runner import Options, Runner
+from spark_jobs.strategies import Book, Dedup
+
+LOCK = Path(__file__).with_name("jars.lock")
+PARTITIONS = 4
+KEYS = 5_000
+SCHEMA = "order_id string, seq int, customer string, amount_cents long, status string, note string"
+COLUMNS = "order_id text, seq int, customer text, amount_cents bigint, status text, note text"
+NAMES = ["order_id", "seq", "customer", "amount_cents", "status", "note"]
+
+
+class Forgetful(Dedup):
+    """Dedup that does nothing: only to measure what dedup costs."""
+
+    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, *, suspect: bool) -> None:
+        """Leave everything in."""
+
+    def too_old(self, cursor: psycopg.Cursor[Any], book: Book) -> list[Any]:  # noqa: ARG002
+        """Nothing is remembered."""
+        return []
+
+
+@dataclass
+class Place:
+    """Where everything is."""
+
+    spark: Any
+    url: str
+    jdbc: str
+    kafka: str
+
+
+def fill(kafka: str, topic: str, events: int) -> None:
+    """Write the events, as a relay would: key, JSON, headers."""
+    producer = Producer({"bootstrap.servers": kafka, "linger.ms": 20, "compression.type": "lz4", "acks": "all"})
+    pad = "".join(f"{number:04d}" for number in range(150))
+    for number in range(events):
+        order = f"order-{number % KEYS}"
+        event = {
+            "order_id": order,
+            "seq": number // KEYS,
+            "customer": f"customer-{number % 977}",
+            "amount_cents": number % 10_000,
+            "status": "placed",
+            "note": pad,
+        }
+        headers: Any = [("ce_id", str(uuid7()).encode()), ("ce_type", b"OrderPlaced"), ("ce_source", b"/shop")]
+        while True:
+            try:
+                producer.produce(topic, orjson.dumps(event), order, headers=headers)
+                break
+            except BufferError:
+                producer.poll(0.1)
+    assert producer.flush(120) == 0
+
+
+def ours(place: Place, topic: str, table: str, strategy: Dedup) -> float:
+    """Run our consumer once."""
+    job = ConsumerJob(group=table, topics=[topic], schema=SCHEMA, effect=Insert(table), strategy=strategy)
+    runner = Runner(place.spark, job, Options(place.url, {"bootstrap.servers": place.kafka}), lambda *_: None)
+    started = time.perf_counter()
+    runner.once(threading.Event())
+    return time.perf_counter() - started
+
+
+def append(place: Place, topic: str, table: str) -> float:
+    """Run Spark's own stream until all is there."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    def write(rows: Any, _: int) -> None:
+        rows.write.format("jdbc").options(
+            url=place.jdbc, dbtable=table, driver="org.postgresql.Driver", batchsize=10_000
+        ).mode("append").save()
+
+    folder = tempfile.mkdtemp()
+    started = time.perf_counter()
+    rows = (
+        place.spark.readStream.format("kafka")
+        .options(
+            **{f"kafka.{name}": value for name, value in spark_session.READER_OPTIONS.items()},
+            **{
+                "kafka.bootstrap.servers": place.kafka,
+                "kafka.isolation.level": "read_committed",
+                "subscribe": topic,
+                "startingOffsets": "earliest",
+                "maxOffsetsPerTrigger": 200_000,
+            },
+        )
+        .load()
+        .select(F.from_json(F.col("value").cast("string"), SCHEMA).alias("parsed"))
+        .select("parsed.*")
+    )
+    query = rows.writeStream.foreachBatch(write).option("checkpointLocation", folder).trigger(availableNow=True).start()
+    query.awaitTermination()
+    seconds = time.perf_counter() - started
+    shutil.rmtree(folder, ignore_errors=True)
+    return seconds
+
+
+def loop(place: Place, topic: str, table: str, events: int) -> float:
+    """Read, COPY, commit; then commit the offsets to Kafka."""
+    consumer = Consumer(
+        {
+            "bootstrap.servers": place.kafka,
+            "group.id": table,
+            "enable.auto.commit": False,
+            "isolation.level": "read_committed",
+            "auto.offset.reset": "earliest",
+            "fetch.min.bytes": 100_000,
+        }
+    )
+    listed = sql.SQL(", ").join(map(sql.Identifier, NAMES))
+    copy_into = sql.SQL("COPY {} ({}) FROM STDIN").format(sql.Identifier(table), listed)
+    started = time.perf_counter()
+    consumer.assign([TopicPartition(topic, part, 0) for part in range(PARTITIONS)])
+    done = 0
+    with psycopg.connect(place.url) as connection:
+        while done < events:
+            messages = consumer.consume(10_000, timeout=1)
+            with connection.cursor().copy(copy_into) as copy:
+                for message in messages:
+                    assert message.error() is None
+                    event = orjson.loads(message.value() or b"")
+                    copy.write_row([event[name] for name in NAMES])
+            connection.commit()
+            if messages:
+                consumer.commit(asynchronous=False)
+            done += len(messages)
+    seconds = time.perf_counter() - started
+    consumer.close()
+    return seconds
+
+
+def main() -> None:
+    """Run, print a table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--events", type=int, default=500_000)
+    parser.add_argument("--rounds", type=int, default=2)
+    options = parser.parse_args()
+    driver = jars.fetch("jdbc", lock=LOCK)
+    spark = spark_session.start("bench", jars=[*jars.fetch("spark-kafka"), *driver])
+    table = Table("round", "dedup", "without", "append", "loop", "dedup/append", "dedup/without", "dedup/loop")
+    ratios: dict[str, list[float]] = defaultdict(list)
+    with PostgresServer() as server, KafkaCluster() as cluster:
+        url = server.create_database("bench")
+        db.upgrade_consumer(url)
+        host = psycopg.conninfo.conninfo_to_dict(url)
+        jdbc = (
+            f"jdbc:postgresql://{host['host']}:{host['port']}/{host['dbname']}?user={host['user']}"
+            "&reWriteBatchedInserts=true"
+        )
+        place = Place(spark, url, jdbc, cluster.bootstrap_servers)
+        topics = Topics(cluster.bootstrap_servers)
+        warm, topic = topics.create_topic("warm", PARTITIONS), topics.create_topic("events", PARTITIONS)
+        fill(place.kafka, warm, 50_000)
+        fill(place.kafka, topic, options.events)
+
+        def run(name: str, of: str, events: int, way: Callable[[str, str], float]) -> float:
+            with psycopg.connect(url, autocommit=True) as connection:
+                connection.execute(f"CREATE TABLE {name} ({COLUMNS})")
+                seconds = way(of, name)
+                assert connection.execute(f"SELECT count(*) FROM {name}").fetchone() == (events,)
+                connection.execute(f"DROP TABLE {name}")
+                connection.execute("TRUNCATE consumer.processed_messages")
+                connection.execute("CHECKPOINT")
+            return seconds
+
+        ways: dict[str, Callable[[str, str], float]] = {
+            "dedup": lambda of, name: ours(place, of, name, Dedup()),
+            "without": lambda of, name: ours(place, of, name, Forgetful()),
+            "append": lambda of, name: append(place, of, name),
+            "loop": lambda of, name: loop(place, of, name, 50_000 if of == warm else options.events),
+        }
+        for name, way in ways.items():
+            run(f"warm_{name}", warm, 50_000, way)
+        for number in range(1, options.rounds + 1):
+            seconds = {}
+            for name in list(ways) if number % 2 else reversed(ways):
+                seconds[name] = run(f"{name}_{number}", topic, options.events, ways[name])
+            rates = {name: options.events / spent for name, spent in seconds.items()}
+            for other in ("append", "without", "loop"):
+                ratios[other].append(rates["dedup"] / rates[other])
+            table.add_row(
+                str(number),
+                *(f"{rates[name]:,.0f}/s" for name in ways),
+                *(f"{ratios[other][-1]:.2f}" for other in ("append", "without", "loop")),
+            )
+    spark.stop()
+    Console().print(table)
+    medians = {f"dedup/{other}": round(statistics.median(found), 2) for other, found in ratios.items()}
+    print(orjson.dumps({"events": options.events, "median_ratios": medians}).decode())
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["lock"]:
+        heading = (
+            "The JDBC driver that a consumer is measured against: Maven coordinates, SHA-256, size in bytes.",
+            "Written by: python benchmarks/consume.py lock",
+        )
+        LOCK.write_text(jars.resolve({"jdbc": (False, ("org.postgresql:postgresql:42.7.8",))}, heading))
+    else:
+        main()
