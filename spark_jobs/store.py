@@ -48,16 +48,22 @@ DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
 _DEAD_KEYS: Final = """
 SELECT DISTINCT topic, message_key FROM {dead_letters}
  WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND message_key IS NOT NULL"""
+# One partition at a time, so that offsets say the order. A key that has moved to another partition, because some were
+# added, has its order from the letters' own ids.
 _RETRIED: Final = """
+WITH first AS (
+    SELECT topic, part FROM {dead_letters}
+     WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry' ORDER BY id LIMIT 1)
 SELECT id, topic, part, message_offset, message_key, message_value, message_headers, message_time,
        %(keep_order)s AND EXISTS (
            SELECT FROM {dead_letters} AS earlier
             WHERE earlier.grp = letter.grp AND earlier.topic = letter.topic AND earlier.state = 'dead'
               AND sha256(earlier.message_key) = sha256(letter.message_key)
-              AND (earlier.part, earlier.message_offset) < (letter.part, letter.message_offset))
-  FROM {dead_letters} AS letter
- WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry'
- ORDER BY topic, part, message_offset, id LIMIT %(most)s"""
+              AND CASE WHEN earlier.part = letter.part THEN earlier.message_offset < letter.message_offset
+                       ELSE earlier.id < letter.id END)
+  FROM {dead_letters} AS letter JOIN first USING (topic, part)
+ WHERE grp = %(grp)s AND state = 'retry'
+ ORDER BY message_offset, id LIMIT %(most)s"""
 # A message may have gone behind one that a person was just retrying or discarding: nobody would come back for it.
 _RELEASE: Final = """
 UPDATE {dead_letters} AS letter SET state = 'retry'
@@ -133,7 +139,7 @@ class Store:
         return {(topic, bytes(key)): None for topic, key in rows}
 
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[Retried]:
-        """Give dead letters that are to be tried again, in their messages' order.
+        """Give dead letters that are to be tried again: those of one partition, in their messages' order.
 
         With ``keep_order`` also those that are behind a message which no longer stands in their way.
         """
