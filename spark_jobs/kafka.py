@@ -21,6 +21,14 @@ _EARLIEST: Final = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
 _LATEST: Final = OffsetSpec.latest()  # type: ignore[no-untyped-call]
 # A broker that has just started, or a topic that was just made: not every broker has heard of it at once.
 _UNHEARD_SECONDS: Final = 3.0
+_UNHEARD: Final = frozenset(
+    {
+        KafkaError.UNKNOWN_TOPIC_OR_PART,
+        KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.OFFSET_NOT_AVAILABLE,
+    }
+)
 
 
 class TopicMissing(ConsumerError):
@@ -73,12 +81,19 @@ class KafkaView:
         return dict(survey.ids), dict(survey.extents)
 
     def survey(self, topics: Sequence[str], *, high_watermarks: bool = False) -> Survey:
-        """The same as ``look``, for topics that need not exist. A missing one is asked for again for a few seconds."""
+        """The same as ``look``, for topics that need not exist.
+
+        A topic that is missing, or has no leader just now, is asked for again for a few seconds.
+        """
         deadline = time.monotonic() + _UNHEARD_SECONDS
         while True:
-            survey = self._survey(topics, high_watermarks)
-            if not survey.missing or time.monotonic() > deadline:
-                return survey
+            try:
+                survey = self._survey(topics, high_watermarks)
+                if not survey.missing or time.monotonic() > deadline:
+                    return survey
+            except KafkaException as error:
+                if _code(error) not in _UNHEARD or time.monotonic() > deadline:
+                    raise _unavailable(error) from error
             time.sleep(0.2)
 
     def at_time(self, partitions: Iterable[Partition], when: dt.datetime) -> dict[Partition, int | None]:
@@ -97,24 +112,20 @@ class KafkaView:
         from confluent_kafka import TopicCollection
 
         described, missing = {}, []
-        try:
-            for name, future in self._admin.describe_topics(
-                TopicCollection(list(topics)), request_timeout=self._seconds
-            ).items():
-                try:
-                    described[name] = future.result()
-                except KafkaException as error:
-                    if _code(error) != KafkaError.UNKNOWN_TOPIC_OR_PART:
-                        raise
-                    missing.append(name)
-            partitions = [(name, part.id) for name, topic in described.items() for part in topic.partitions]
-            # All on their way before the first answer.
-            asked = [self._ask(partitions, spec, committed=True) for spec in (_EARLIEST, _LATEST)]
-            if high_watermarks:
-                asked.append(self._ask(partitions, _LATEST, committed=False))
-            first, end, *high = map(_offsets, asked)
-        except KafkaException as error:
-            raise _unavailable(error) from error
+        found = self._admin.describe_topics(TopicCollection(list(topics)), request_timeout=self._seconds)
+        for name, future in found.items():
+            try:
+                described[name] = future.result()
+            except KafkaException as error:
+                if _code(error) != KafkaError.UNKNOWN_TOPIC_OR_PART:
+                    raise
+                missing.append(name)
+        partitions = [(name, part.id) for name, topic in described.items() for part in topic.partitions]
+        # All on their way before the first answer.
+        asked = [self._ask(partitions, spec, committed=True) for spec in (_EARLIEST, _LATEST)]
+        if high_watermarks:
+            asked.append(self._ask(partitions, _LATEST, committed=False))
+        first, end, *high = map(_offsets, asked)
         return Survey(
             {name: str(topic.topic_id) for name, topic in described.items()},
             {
