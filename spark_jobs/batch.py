@@ -120,8 +120,7 @@ class BatchRounds(Rounds):
             if staged.culprits:
                 raise Culprits(staged.culprits)
         plan = self._plan(span, state, generation, columns)
-        with stopping("the round"), psycopg.connect(self._url, application_name=self._name()) as connection:
-            cursor = connection.cursor()
+        with stopping("the round"), task.transaction(self._url, self._name()) as cursor:
             # The transaction stays open while executors work for it.
             cursor.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
             for partition in sorted(span.ranges):
@@ -232,11 +231,11 @@ def _stage(plan: _StagePlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.R
         for batch in without_nul(feed, texts, found):
             yield batch.append_column("staged_by", pa.array([name] * batch.num_rows, pa.string()))
 
-    with psycopg.connect(plan.url, application_name=f"outbox consumer {plan.group}"[:63]) as connection:
-        copy_csv(connection.cursor(), table, [*plan.columns, "staged_by"], named())
+    with task.transaction(plan.url, f"outbox consumer {plan.group}") as cursor:
+        copy_csv(cursor, table, [*plan.columns, "staged_by"], named())
         found += feed.found
         if found:
-            connection.rollback()
+            cursor.connection.rollback()
     yield pa.RecordBatch.from_pydict(
         {
             "staged_by": [name],

@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, LiteralString
 
@@ -277,11 +278,7 @@ def _apply(plan: TaskPlan, partition: Partition, feed: Feed) -> int | None:
     """Apply a partition's rows. Gives the number of fresh ones, None when the range was applied before."""
     span = plan.ranges[partition]
     where = f"{partition[0]}-{partition[1]} offsets {span.start} to {span.end - 1}"
-    with (
-        stopping(where),
-        psycopg.connect(plan.url, application_name=f"outbox consumer {plan.group}"[:63]) as connection,
-    ):
-        cursor = connection.cursor()
+    with stopping(where), transaction(plan.url, f"outbox consumer {plan.group}") as cursor:
         if not move(cursor, plan, partition):
             return None
         applying = plan.applying(cursor)
@@ -300,11 +297,7 @@ def _apply(plan: TaskPlan, partition: Partition, feed: Feed) -> int | None:
 
 def _apply_retried(plan: TaskPlan, retried: Mapping[Place, int], feed: Feed) -> int:
     """Apply dead letters. Gives the number of fresh rows; the rest had been applied before."""
-    with (
-        stopping("dead letters"),
-        psycopg.connect(plan.url, application_name=f"outbox consumer {plan.group}"[:63]) as connection,
-    ):
-        cursor = connection.cursor()
+    with stopping("dead letters"), transaction(plan.url, f"outbox consumer {plan.group}") as cursor:
         if not hold(cursor, plan, retried):
             return 0
         applying = plan.applying(cursor)
@@ -347,6 +340,13 @@ def _on_letters(
     names = {name: sql.Identifier(plan.schema, name) for name in ("groups", "dead_letters")}
     values = {"grp": plan.group, "generation": plan.generation, "ids": sorted(retried.values())}
     return cursor.execute(sql.SQL(query).format(**names), values)
+
+
+@contextmanager
+def transaction(url: str, name: str) -> Iterator[psycopg.Cursor[Any]]:
+    """Open a connection and give a cursor; COMMIT at the end, ROLLBACK on an error, and closed whatever happens."""
+    with closing(psycopg.connect(url, application_name=name[:63])) as connection, connection:
+        yield connection.cursor()
 
 
 class stopping:  # noqa: N801  reads as what it does
@@ -406,8 +406,7 @@ def settle(cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partition, *,
 
 def step_over(plan: TaskPlan, partitions: Sequence[Partition]) -> None:
     """Move over ranges in which there was nothing to apply, in one transaction; their dead letters go aside with it."""
-    with psycopg.connect(plan.url, application_name=f"outbox driver {plan.group}"[:63]) as connection:
-        cursor = connection.cursor()
+    with transaction(plan.url, f"outbox driver {plan.group}") as cursor:
         for partition in sorted(partitions):
             if move(cursor, plan, partition):
                 settle(cursor, plan, partition, read=0, fresh=0)

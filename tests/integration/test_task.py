@@ -1,0 +1,301 @@
+"""A consumer's transaction on a real Postgres, without Spark: what it promises, and that each guard is needed.
+
+Every check runs twice over: as the code is, and with one guard taken out, when it has to fail.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+import pytest
+
+from relay import db
+from spark_jobs import strategies, task
+from spark_jobs.planner import Range
+from spark_jobs.strategies import Dedup
+from spark_jobs.tables import DAY_OF_ID
+from spark_jobs.task import TaskPlan
+
+TOPIC_ID = "topic-id"
+COLUMNS = {
+    "n": "integer",
+    "message_id": "uuid",
+    "message_topic": "text",
+    "message_part": "integer",
+    "message_offset": "bigint",
+    "message_key": "text",
+    "message_type": "text",
+    "message_time": "timestamptz",
+    "message_tombstone": "boolean",
+}
+NOON = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
+
+
+def event_id(number: int, when: dt.datetime = NOON) -> str:
+    """A UUIDv7 of a time."""
+    milliseconds = f"{int(when.timestamp() * 1000):012x}"
+    return f"{milliseconds[:8]}-{milliseconds[8:]}-7000-8000-{number:012x}"
+
+
+@dataclass
+class Sink:
+    """A group that stands at offset 0 in generation 1."""
+
+    url: str
+
+    def run(self, query: str) -> list[Any]:
+        with psycopg.connect(self.url) as connection:
+            cursor = connection.execute(query)
+            return cursor.fetchall() if cursor.description else []
+
+    def apply(
+        self,
+        messages: list[tuple[str, int]],
+        start: int = 0,
+        *,
+        part: int = 0,
+        generation: int = 1,
+        when: dt.datetime = NOON,
+        **plan: Any,
+    ) -> dict[str, Any]:
+        """Apply messages (id, n) from an offset on, as a task does. Gives its report."""
+        made = TaskPlan(
+            url=self.url,
+            schema="consumer",
+            group="g",
+            generation=generation,
+            ranges={("t", part): Range(TOPIC_ID, start, start + len(messages))},
+            log_ends={},
+            columns=COLUMNS,
+            effect="INSERT INTO numbers SELECT n, message_offset FROM batch ORDER BY message_offset",
+            strategy=Dedup(),
+            bisect=True,
+            max_dead=10,
+        )
+        rows = pa.RecordBatch.from_pydict(
+            {
+                "n": pa.array([n for _, n in messages], pa.int32()),
+                "message_id": [name for name, _ in messages],
+                "message_topic": ["t"] * len(messages),
+                "message_part": pa.array([part] * len(messages), pa.int32()),
+                "message_offset": pa.array(range(start, start + len(messages)), pa.int64()),
+                "message_key": ["k"] * len(messages),
+                "message_type": ["x"] * len(messages),
+                "message_time": pa.array([when] * len(messages), pa.timestamp("us", "UTC")),
+                "message_tombstone": [False] * len(messages),
+            }
+        )
+        (report,) = task.run(replace(made, **plan), iter([rows]))
+        found: dict[str, Any] = report.to_pylist()[0]
+        return found
+
+    def numbers(self) -> list[int]:
+        return [n for (n,) in self.run("SELECT n FROM numbers ORDER BY place")]
+
+    def position(self) -> int:
+        ((position,),) = self.run("SELECT next_offset FROM consumer.offsets WHERE part = 0")
+        return int(position)
+
+
+@pytest.fixture
+def sink(outbox_postgres) -> Sink:
+    url = outbox_postgres.url
+    db.upgrade_consumer(url)
+    made = Sink(url)
+    made.run("CREATE TABLE numbers (n int CHECK (n < 100), place bigint)")
+    made.run("INSERT INTO consumer.groups (grp, owner) VALUES ('g', 'test')")
+    for part in (0, 1):
+        made.run(
+            "INSERT INTO consumer.offsets (grp, topic, part, topic_id, next_offset, generation) "
+            f"VALUES ('g', 't', {part}, '{TOPIC_ID}', 0, 1)"
+        )
+    return made
+
+
+def fenced(sink: Sink) -> None:
+    sink.run("UPDATE consumer.offsets SET generation = 2")
+    report = sink.apply([(event_id(1), 1)], generation=1)
+    assert (report["outcome"], sink.numbers(), sink.position()) == ("fenced", [], 0)
+
+
+def applied_before(sink: Sink) -> None:
+    """The same range again, as after a COMMIT whose answer was lost; with an effect that dedup would not save."""
+    forgetful = {"strategy": strategies.Natural(["n"])}
+    sink.apply([(event_id(1), 1), (event_id(2), 2)], **forgetful)
+    report = sink.apply([(event_id(1), 1), (event_id(2), 2)], **forgetful)
+    assert (report["outcome"], sink.numbers(), sink.position()) == ("already", [1, 2], 2)
+
+
+def behind_the_group(sink: Sink) -> None:
+    """A zombie of the same generation with an older plan."""
+    sink.apply([(event_id(n), n) for n in range(3)])
+    report = sink.apply([(event_id(7), 7)], start=1)
+    assert (report["outcome"], sink.numbers(), sink.position()) == ("fenced", [0, 1, 2], 3)
+
+
+def another_topic(sink: Sink) -> None:
+    sink.run("UPDATE consumer.offsets SET topic_id = 'made anew'")
+    assert (sink.apply([(event_id(1), 1)])["outcome"], sink.numbers()) == ("fenced", [])
+
+
+def repeated(sink: Sink) -> None:
+    sink.apply([(event_id(1), 1), (event_id(2), 2)])
+    report = sink.apply([(event_id(2), 2), (event_id(3), 3)], start=2)
+    assert (report["read"], report["fresh"], sink.numbers(), sink.position()) == (2, 1, [1, 2, 3], 4)
+    counts = "SELECT applied, duplicates, dead FROM consumer.offsets WHERE part = 0"
+    assert sink.run(counts) == [(3, 1, 0)]
+
+
+def repeated_in_one_batch(sink: Sink) -> None:
+    sink.apply([(event_id(2), 2), (event_id(1), 1), (event_id(2), 2)])
+    assert sink.numbers() == [2, 1]
+
+
+def repeated_after_midnight(sink: Sink) -> None:
+    """Sent again at one in the morning, with that timestamp of Kafka's: its id is of the day before."""
+    sink.apply([(event_id(1), 1)])
+    sink.apply([(event_id(1), 1)], start=1, when=NOON + dt.timedelta(hours=13))
+    assert sink.numbers() == [1]
+
+
+def repeated_by_another_partition(sink: Sink) -> None:
+    sink.apply([(event_id(1), 1)])
+    assert (sink.apply([(event_id(1), 1)], part=1)["fresh"], sink.numbers()) == (0, [1])
+
+
+def forgotten(sink: Sink) -> None:
+    sink.run("UPDATE consumer.groups SET forgotten_before = '2026-03-05'")
+    report = sink.apply([(event_id(1), 1), (event_id(2, NOON + dt.timedelta(days=2)), 2)])
+    assert (report["outcome"], sink.numbers(), sink.position()) == ("culprits", [], 0)
+    (culprit,) = task.culprits_from(report["detail"])
+    assert (culprit.place, culprit.reason) == (("t", 0, 0), "too-old")
+
+
+def refused_by_the_sink(sink: Sink) -> None:
+    """Bad rows are named one by one, in order, and nothing at all is kept: not the offset, not an id."""
+    report = sink.apply([(event_id(n), 100 + n if n in {3, 4, 17} else n) for n in range(20)])
+    assert [culprit.place[2] for culprit in task.culprits_from(report["detail"])] == [3, 4, 17]
+    assert (sink.numbers(), sink.position()) == ([], 0)
+    assert sink.run("SELECT count(*) FROM consumer.processed_messages") == [(0,)]
+
+
+def deferred(sink: Sink) -> None:
+    """A constraint that is checked at COMMIT is asked before it, while the culprit can still be found."""
+    sink.run("CREATE TABLE parents (n int PRIMARY KEY); INSERT INTO parents VALUES (1)")
+    sink.run("ALTER TABLE numbers ADD FOREIGN KEY (n) REFERENCES parents DEFERRABLE INITIALLY DEFERRED")
+    report = sink.apply([(event_id(1), 1), (event_id(2), 2)])
+    assert report["outcome"] == "culprits"
+    assert [culprit.place[2] for culprit in task.culprits_from(report["detail"])] == [1]
+
+
+CHECKS = [
+    fenced,
+    applied_before,
+    behind_the_group,
+    another_topic,
+    repeated,
+    repeated_in_one_batch,
+    repeated_after_midnight,
+    repeated_by_another_partition,
+    forgotten,
+    refused_by_the_sink,
+    deferred,
+]
+
+
+@pytest.mark.parametrize("check", CHECKS)
+def test_promise(sink: Sink, check: Callable[[Sink], None]) -> None:
+    check(sink)
+
+
+def without(text: str, *pieces: str) -> str:
+    for piece in pieces:
+        assert text.count(piece) == 1, piece
+        text = text.replace(piece, "")
+    return text
+
+
+MUTATIONS: dict[str, tuple[object, str, Any, Callable[[Sink], None]]] = {
+    "no generation predicate": (task, "_MOVE", without(task._MOVE, " AND generation = %(generation)s"), fenced),
+    "no start-offset predicate": (
+        task,
+        "_MOVE",
+        without(task._MOVE, " AND next_offset = %(start)s"),
+        behind_the_group,
+    ),
+    "a range is applied again": (
+        task,
+        "_MOVE",
+        without(task._MOVE, " AND next_offset = %(start)s"),
+        applied_before,
+    ),
+    "no topic id": (task, "_MOVE", without(task._MOVE, "topic_id = %(topic_id)s AND "), another_topic),
+    "no dedup insert": (strategies, "_REMEMBER", "SELECT %(grp)s, {day}, '{processed}' FROM batch", repeated),
+    "no dedup insert, another partition": (
+        strategies,
+        "_REMEMBER",
+        "SELECT %(grp)s, {day}, '{processed}' FROM batch",
+        repeated_by_another_partition,
+    ),
+    "repeats in a batch stay": (strategies, "_DROP_REPEATS", "SELECT 1", repeated_in_one_batch),
+    "the day of Kafka's timestamp": (
+        strategies,
+        "DAY_OF_ID",
+        "(message_time AT TIME ZONE 'UTC')::date",
+        repeated_after_midnight,
+    ),
+    "what is forgotten is not asked": (
+        strategies,
+        "_FORGOTTEN",
+        "SELECT 1, 2, 3, 4 FROM {groups} WHERE {day} IS NULL AND grp = %(grp)s".replace("{day}", "owner"),
+        forgotten,
+    ),
+    "deferred constraints wait for COMMIT": ("spark_jobs.applying", "_IMMEDIATE", "SELECT 1", deferred),
+}
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_without_its_guard_the_promise_is_broken(sink: Sink, mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    where, name, value, check = MUTATIONS[mutation]
+    if isinstance(where, str):
+        monkeypatch.setattr(f"{where}.{name}", value)
+    else:
+        monkeypatch.setattr(where, name, value)
+    with pytest.raises((AssertionError, psycopg.errors.UniqueViolation)):
+        check(sink)
+
+
+def test_a_batch_without_repeats_takes_few_statements(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The hot path: what a round costs beside its rows. The slow path is taken for suspects only."""
+    seen: list[str] = []
+    execute = psycopg.Cursor.execute
+
+    def counted(self: psycopg.Cursor[Any], query: Any, *arguments: Any, **options: Any) -> Any:
+        seen.append(
+            query if isinstance(query, str) else query.as_string() if hasattr(query, "as_string") else str(query)
+        )
+        return execute(self, query, *arguments, **options)
+
+    monkeypatch.setattr(psycopg.Cursor, "execute", counted)
+    sink.apply([(event_id(n), n) for n in range(50)])
+    assert len(seen) == 8, "\n".join(seen)
+    assert not any("ON CONFLICT" in query for query in seen)
+    seen.clear()
+    sink.apply([(event_id(n), n) for n in range(50, 60)], start=50, suspects=frozenset({("t", 0)}))
+    assert any("ON CONFLICT" in query for query in seen)
+
+
+def test_the_day_of_an_id_is_that_of_its_time(sink: Sink) -> None:
+    for name, day in (
+        (event_id(1), "2026-03-04"),
+        (event_id(1, dt.datetime(1970, 1, 2, tzinfo=dt.UTC)), "1970-01-02"),
+        ("ffffffff-ffff-7fff-bfff-ffffffffffff", "10889-08-02"),
+        ("00000000-0000-4000-8000-000000000001", "1970-01-01"),
+    ):
+        query = f"SELECT ({DAY_OF_ID})::text FROM (SELECT '{name}'::uuid AS message_id) AS one"
+        assert sink.run(query) == [(day,)]
