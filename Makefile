@@ -35,9 +35,10 @@ chaos: $(VENV)/.installed  ## everything killed and stopped at random, eight run
 peers: $(VENV)/.installed  ## a real Debezium beside our relay and in its place; fetches 20 MB of jars at first
 	$(BIN)/python -m pytest tests/peers $(ARGS)
 
-bench: $(VENV)/.installed  ## one relay draining a backlog beside a bare produce() loop, and its latency at 600/s
+bench: $(VENV)/.installed  ## a relay beside a bare produce() loop, its latency at 600/s, a consumer beside JDBC append
 	$(BIN)/python benchmarks/drain.py $(ARGS)
 	$(BIN)/python benchmarks/latency.py
+	$(BIN)/python benchmarks/consume.py
 
 lint: $(VENV)/.installed  ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .
