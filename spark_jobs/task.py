@@ -53,6 +53,10 @@ _COUNT: Final = """
 UPDATE {offsets} SET applied = applied + %(applied)s, duplicates = duplicates + %(duplicates)s, dead = dead + %(dead)s
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"""
 
+_KEEPALIVES: Final = (
+    "SELECT set_config('tcp_keepalives_idle', '30', true), set_config('tcp_keepalives_interval', '10', true), "
+    "set_config('tcp_keepalives_count', '3', true)"
+)
 _MINE: Final = "SELECT 1 FROM {groups} WHERE grp = %(grp)s AND generation = %(generation)s FOR SHARE"
 _HOLD: Final = """
 SELECT id FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s) AND state = 'retry' ORDER BY id FOR UPDATE"""
@@ -344,9 +348,16 @@ def _on_letters(
 
 @contextmanager
 def transaction(url: str, name: str) -> Iterator[psycopg.Cursor[Any]]:
-    """Open a connection and give a cursor; COMMIT at the end, ROLLBACK on an error, and closed whatever happens."""
-    with closing(psycopg.connect(url, application_name=name[:63])) as connection, connection:
-        yield connection.cursor()
+    """Open a connection and give a cursor; COMMIT at the end, ROLLBACK on an error, and closed whatever happens.
+
+    Where this machine vanishes, the server ends the transaction within a minute instead of after its default of two
+    hours: until then the offsets' rows would stay locked, and a take-over would wait for them.
+    """
+    opened = psycopg.connect(url, application_name=name[:63], connect_timeout=10, tcp_user_timeout=30_000)
+    with closing(opened) as connection, connection:
+        cursor = connection.cursor()
+        cursor.execute(_KEEPALIVES)
+        yield cursor
 
 
 class stopping:  # noqa: N801  reads as what it does

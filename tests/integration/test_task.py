@@ -283,7 +283,7 @@ def test_a_batch_without_repeats_takes_few_statements(sink: Sink, monkeypatch: p
 
     monkeypatch.setattr(psycopg.Cursor, "execute", counted)
     sink.apply([(event_id(n), n) for n in range(50)])
-    assert len(seen) == 8, "\n".join(seen)
+    assert len(seen) == 9, "\n".join(seen)
     assert not any("ON CONFLICT" in query for query in seen)
     seen.clear()
     sink.apply([(event_id(n), n) for n in range(50, 60)], start=50, suspects=frozenset({("t", 0)}))
