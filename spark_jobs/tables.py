@@ -4,7 +4,8 @@
 catches what the producer side repeated under another offset. It is partitioned by day, so that forgetting is DROP
 TABLE; the day is a function of the message id alone (a UUIDv7 holds its time), so a message sent again after midnight
 meets its twin.
-Ids that hold no time all count as the day 1970-01-01; they, and days that have no partition, go to the default one.
+Ids that hold no time all count as the day 1970-01-01, which has a partition of its own and is never forgotten; days
+that have no partition go to the default one.
 ``dead_letters``, ``losses`` and ``audit`` are for people; ``reservations`` is the book of effects outside the database.
 """
 
