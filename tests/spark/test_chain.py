@@ -1,0 +1,253 @@
+"""Consume → transform → produce: what is made of messages, and the whole chain of processes under kill -9."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import psycopg
+import pytest
+from support import Load, backlog, check, wait_until
+from uuid_utils.compat import uuid7
+
+from relay import db
+from spark_jobs import enrich_orders
+from spark_jobs.errors import JobError
+from spark_jobs.produce import Traced, derived_id
+
+pytestmark = pytest.mark.spark
+
+TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+HOP = "00-0af7651916cd43dd8448eb211c80319c-00f067aa0ba902b7-01"
+
+
+def order(seq: int, customer: str = "alice") -> bytes:
+    payload = {"order_id": "o", "seq": seq, "customer": customer, "amount_cents": 10, "status": f"s{seq}"}
+    return json.dumps(payload).encode()
+
+
+def events(bench) -> list[tuple[Any, ...]]:
+    return bench.rows("SELECT event_id, aggregate_id, event_type, payload, headers FROM outbox.events ORDER BY id")
+
+
+def test_what_is_made_of_messages(bench):
+    """A table and events, from one look at the sink; the trace goes on; a replay makes the same ids."""
+    job = enrich_orders.job.with_topics([bench.topic])
+    with psycopg.connect(bench.database.url) as connection:
+        connection.execute(job.setup)
+        connection.execute("INSERT INTO customers VALUES ('alice', 'gold', 'NO')")
+    ids = [uuid7() for _ in range(6)]
+    headers: list[list[tuple[str, bytes]]] = [
+        [("ce_traceparent", TRACE.encode()), ("ce_tracestate", b"a=1"), ("traceparent", HOP.encode())],
+        [("ce_traceparent", TRACE.encode()), ("ce_tracestate", b"a=1")],
+        [("traceparent", b"\xff\x00 no trace"), ("tracestate", b"a=1")],
+        [],
+    ]
+    for seq, (event_id, own) in enumerate(zip(ids, headers, strict=False), 1):
+        bench.send_raw(order(seq), [("ce_id", str(event_id).encode()), *own], "o")
+    bench.send_raw(order(4), [("ce_id", str(ids[3]).encode())], "o")
+    bench.send_raw(order(5, "bob"), [("ce_id", str(ids[4]).encode())], "o")
+    bench.send_raw(b'{"order_id": "o"}', [("ce_id", str(uuid7()).encode())], "o")
+    bench.send_raw(None, [("ce_id", str(uuid7()).encode())], "o")
+    totals = bench.once(job)
+    assert (totals.applied, totals.duplicates, totals.dead) == (6, 1, 1)
+
+    made = events(bench)
+    assert [row[0] for row in made] == [derived_id(event_id, "enrich-orders") for event_id in ids[:5]]
+    assert {row[1:3] for row in made} == {("o", "OrderEnriched")}
+    assert [row[4] for row in made] == [
+        {"traceparent": HOP},
+        {"traceparent": TRACE, "tracestate": "a=1"},
+        None,
+        None,
+        None,
+    ]
+    assert [row[3]["segment"] for row in made] == ["gold"] * 4 + ["unknown"]
+    assert made[0][3] == json.loads(order(1)) | {"segment": "gold", "country": "NO"}
+    kept = bench.rows("SELECT message_id, seq, segment, country FROM enriched_orders ORDER BY id")
+    assert kept == [(ids[seq - 1], seq, "gold", "NO") for seq in range(1, 5)] + [(ids[4], 5, "unknown", "unknown")]
+
+    # As after a restored backup: offsets and ids are those of before, and the relay has published meanwhile.
+    with psycopg.connect(bench.database.url) as connection:
+        for table in ("offsets", "processed_messages", "dead_letters"):
+            connection.execute(f"DELETE FROM consumer.{table}")
+        connection.execute("TRUNCATE outbox.events")
+    bench.once(job)
+    assert [row[0] for row in events(bench)] == [row[0] for row in made]
+
+    with pytest.raises(JobError, match="field traceparent itself"):
+        replace(job, schema=Traced("a int, traceparent string")).payload_columns()
+
+
+class Orders(Load):
+    """Load whose events are those of ``enrich_orders``."""
+
+    def _transaction(self, connection: Any, outbox: Any, chance: random.Random, keys: list[str]) -> None:
+        class Filled:
+            @staticmethod
+            def add(connection: Any, event: Any) -> None:
+                seq = event.payload["seq"]
+                payload = {"order_id": event.aggregate_id, "seq": seq, "amount_cents": 10, "status": f"s{seq}"}
+                payload["customer"] = f"c{seq % 2}"
+                outbox.add(connection, replace(event, payload=payload, headers={"traceparent": TRACE}))
+
+        super()._transaction(connection, Filled, chance, keys)
+
+
+class Consumer:
+    """One group's driver, as a process; started again after it was killed."""
+
+    def __init__(self, url: str, bootstrap: str, spec: str, topic: str, group: str, log: Path) -> None:
+        self._connection = psycopg.connect(url, autocommit=True)
+        self._group, self._log = group, log
+        # One core each: two of them run at a time, and partition after partition leaves more between them to be killed.
+        consume = ["consume", spec, "--topic", topic, "--master", "local[1,4]"]
+        self._command = [sys.executable, "-m", "relay.cli", *consume]
+        self._environment = os.environ | {
+            "OUTBOX_DATABASE_URL": url,
+            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bootstrap,
+        }
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self, *arguments: str) -> None:
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*self._command, *arguments], env=self._environment, stdout=log, stderr=log
+            )
+
+    def kill(self) -> None:
+        """End it by SIGKILL. It must have been running: a driver that ended by itself is a failure."""
+        assert self._process is not None
+        assert self._process.poll() is None, self._log.read_text()
+        self._process.kill()
+        self._process.wait()
+
+    def end(self) -> None:
+        self._connection.close()
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+        print(self._log.read_text() if self._log.exists() else "", file=sys.stderr)
+
+    def once(self) -> None:
+        """Apply what is there, to the end."""
+        self.start("--once")
+        assert self._process is not None
+        assert self._process.wait(400) == 0, self._log.read_text()
+
+    def applied(self) -> int:
+        """How many events have had their effect."""
+        query = "SELECT coalesce(sum(applied), 0)::int FROM consumer.offsets WHERE grp = %s"
+        return self._connection.execute(query, (self._group,)).fetchone()[0]
+
+    def wait_for(self, more: int) -> None:
+        """Wait until so many more events have had their effect."""
+        goal = self.applied() + more
+
+        def there() -> bool:
+            assert self._process is not None
+            assert self._process.poll() is None, self._log.read_text()
+            return self.applied() >= goal
+
+        wait_until(there, 120, f"{self._group} to apply {more} more")
+
+
+@pytest.fixture
+def chain(outbox_postgres, outbox_kafka, tmp_path) -> Iterator[tuple[dict[str, Any], list[str], list[Consumer]]]:
+    """Settings of the relay, the two topics, and the two consumers."""
+    url, name = outbox_postgres.url, outbox_kafka.name("chain")
+    db.upgrade_consumer(url)
+    with outbox_postgres.connect() as connection:
+        connection.execute(enrich_orders.job.setup)
+        connection.execute("INSERT INTO customers VALUES ('c0', 'gold', 'NO'), ('c1', 'new', 'SE')")
+    topics = [outbox_kafka.create_topic(f"{name}.{kind}-events", 3) for kind in ("order", "enrichedorder")]
+    settings = {
+        "delivery": "exactly-once",
+        "name": name,
+        "topic_template": f"{name}.{{aggregate_type}}-events",
+        "relay__lease_seconds": 1.0,
+        "relay__batch_size": 50,
+    }
+    jobs = [
+        ("spark_jobs.enrich_orders:job", "enrich-orders"),
+        ("spark_jobs.order_totals:job", "order-totals"),
+    ]
+    consumers = [
+        Consumer(url, outbox_kafka.bootstrap_servers, spec, topic, group, tmp_path / f"{group}.log")
+        for (spec, group), topic in zip(jobs, topics, strict=True)
+    ]
+    yield settings, topics, consumers
+    for consumer in consumers:
+        consumer.end()
+
+
+@pytest.mark.chaos
+def test_the_whole_chain_killed_at_every_hop(chain, outbox_postgres, outbox_kafka, outbox_relay):
+    """writer → relay → Spark → outbox → relay → Spark: as many events at the end as were written, in their order."""
+    url = outbox_postgres.url
+    settings, (orders, enriched), (enrich, total) = chain
+    chance = random.Random(11)
+    with Orders(url, "Order", pause=0.05) as load:
+        relay = outbox_relay(**settings)
+        for consumer in (enrich, total):
+            consumer.start("--continuous", "--max-records", "300")
+        # Each kill comes while events flow through every hop, at a point that nobody has chosen.
+        for consumer, victim in ((None, "relay"), (enrich, "enrich"), (total, "relay"), (total, "total"), (enrich, "")):
+            if consumer is None:
+                relay.wait_for_log("lane acquired")
+                goal = load.committed() + chance.randint(50, 150)
+                wait_until(lambda goal=goal: load.committed() >= goal, what="some load")
+            else:
+                consumer.wait_for(chance.randint(1, 200))
+            # Progress is seen when a transaction has just ended; the kill is to fall into any part of a round.
+            time.sleep(chance.uniform(0, 1))
+            if victim == "relay":
+                relay.kill()
+                relay = outbox_relay(**settings)
+            else:
+                consumer.kill()
+            if victim == "enrich":
+                enrich.start("--continuous", "--max-records", "300")
+    wait_until(lambda: backlog(url) == 0, 120, "the relay to publish the orders")
+    enrich.once()
+    wait_until(lambda: backlog(url) == 0, 120, "the relay to publish the enriched orders")
+    total.once()
+    assert relay.running
+
+    messages = {topic: outbox_kafka.consume(topic) for topic in (orders, enriched)}
+    written = load.committed()
+    assert {topic: len(found) for topic, found in messages.items()} == {orders: written, enriched: written}
+    # Against what the business committed: none lost, none invented, each key in its order; and no event id twice.
+    assert [check(url, found) for found in messages.values()] == [0, 0]
+    with outbox_postgres.connect() as connection:
+        business = dict(connection.execute("SELECT key, seq FROM business").fetchall())
+        kept: dict[str, list[int]] = defaultdict(list)
+        for key, seq in connection.execute("SELECT order_id, seq FROM enriched_orders ORDER BY id"):
+            kept[key].append(seq)
+        assert kept == {key: list(range(1, seq + 1)) for key, seq in business.items()}
+        query = "SELECT order_id, events_applied, last_seq, out_of_order, total_cents FROM order_totals"
+        applied = {row[0]: row[1:] for row in connection.execute(query)}
+        assert applied == {key: (seq, seq, 0, 10 * seq) for key, seq in business.items()}
+        # Nothing had to be dropped or put aside for that: offsets alone settle what was read again after a kill.
+        query = "SELECT grp, sum(applied), sum(duplicates), sum(dead) FROM consumer.offsets GROUP BY grp ORDER BY grp"
+        counted = connection.execute(query).fetchall()
+        assert counted == [("enrich-orders", written, 0, 0), ("order-totals", written, 0, 0)]
+
+    headers = {topic: [dict(message.headers()) for message in found] for topic, found in messages.items()}
+    ids = {topic: {one["ce_id"].decode() for one in found} for topic, found in headers.items()}
+    assert ids[enriched] == {str(derived_id(UUID(one), "enrich-orders")) for one in ids[orders]}
+    assert {one["ce_traceparent"] for one in headers[enriched]} == {TRACE.encode()}
+    segments = {"c0": "gold", "c1": "new"}
+    for message in messages[enriched]:
+        payload = json.loads(message.value())
+        assert payload["segment"] == segments[payload["customer"]]
