@@ -7,7 +7,7 @@ along, and one bad row costs one row.
 | what fails                                   | how the culprit is found                                             |
 |----------------------------------------------|----------------------------------------------------------------------|
 | COPY: a value that the column's type refuses | Uncopyable; again with all columns as text, cast part by part        |
-| the effect: class 22, 23 or 44, or RAISE     | the batch in halves, each under a savepoint, in the order of offsets |
+| the effect: see _DATA                        | the batch in halves, each under a savepoint, in the order of offsets |
 | the effect raises Reject                     | it says so itself                                                    |
 | its id is of a day that is forgotten         | by a query, after the ids went in                                    |
 | anything else of the database                | nothing to find: the job ends (EffectFailed), or is tried again      |
@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -31,10 +32,13 @@ if TYPE_CHECKING:
 
     from spark_jobs.job import PythonEffect
 
-# Data that does not fit, constraints, and what a trigger or function of the sink raises on purpose.
-_DATA: Final = ("22", "23", "44", "P0001")
+# Two rows for one, data that does not fit, constraints, values beyond a limit (too long for an index), and what a
+# trigger or function of the sink raises on purpose.
+_DATA: Final = ("21", "22", "23", "44", "54", "P0001", "P0004")
 # A session that was ended, or a server that is read-only since a failover: another try may find another server.
 _PASSING: Final = frozenset({"25006", "25P03", "25P04"})
+META_PLACE: Final = {"message_topic": "text", "message_part": "integer", "message_offset": "bigint"}
+"""The columns that say which message a row is, with their types."""
 _IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
 
 
@@ -66,7 +70,9 @@ class Broken(Exception):
 
 def passing(error: psycopg.Error) -> bool:
     """Say whether the same may work on another try."""
-    return isinstance(error, psycopg.OperationalError) or error.sqlstate in _PASSING
+    # psycopg counts limits of the program among what is operational; a value that is too long stays too long.
+    operational = isinstance(error, psycopg.OperationalError) and not (error.sqlstate or "").startswith("54")
+    return operational or error.sqlstate in _PASSING
 
 
 def by_data(error: psycopg.Error) -> bool:
@@ -125,20 +131,23 @@ class Applying:
     def copy_leniently(self, batches: Iterable[pa.RecordBatch]) -> None:
         """The same where ``copy`` met a value that does not fit. Raises Culprits, naming the messages."""
         found: list[Culprit] = []
-        names = [name for name in self._columns if not name.startswith("message_")]
-        as_text = {name: "text" if name in names else kind for name, kind in self._columns.items()}
-        self._create("incoming", {**as_text, "incoming_at": "bigint GENERATED ALWAYS AS IDENTITY"})
-        self._copy_into("incoming", self._kept_while(without_nul(batches, names, found)))
-        total = self._one("SELECT coalesce(max(incoming_at), 0) FROM incoming")
+        as_text = textual(self._columns)
+        names = [name for name, kind in as_text.items() if kind == "text"]
+        # Under names that no table of the sink has: a temporary table hides others.
+        self._create("outbox_batch_incoming", {**as_text, "incoming_at": "bigint GENERATED ALWAYS AS IDENTITY"})
+        self._copy_into("outbox_batch_incoming", self._kept_while(without_unfit(batches, names, found)))
+        total = self._one("SELECT coalesce(max(incoming_at), 0) FROM outbox_batch_incoming")
         cast = sql.SQL(", ").join(
             sql.SQL("{}::{}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in self._columns.items()
         )
         insert = sql.SQL(
-            "INSERT INTO batch ({}) SELECT {} FROM incoming WHERE incoming_at BETWEEN %s AND %s ORDER BY incoming_at"
+            "INSERT INTO batch ({}) SELECT {} FROM outbox_batch_incoming "
+            "WHERE incoming_at BETWEEN %s AND %s ORDER BY incoming_at"
         ).format(self._listed, cast)
         for number, error in self._halves(1, total, lambda low, high: self._cursor.execute(insert, (low, high))):
             row = self._cursor.execute(
-                "SELECT message_topic, message_part, message_offset FROM incoming WHERE incoming_at = %s", (number,)
+                "SELECT message_topic, message_part, message_offset FROM outbox_batch_incoming WHERE incoming_at = %s",
+                (number,),
             ).fetchone()
             assert row is not None
             found.append(Culprit((row[0], row[1], row[2]), "failed", shown(error), error.sqlstate))
@@ -189,10 +198,23 @@ class Applying:
         """Give the places of the messages in ``batch``."""
         return set(self._cursor.execute("SELECT message_topic, message_part, message_offset FROM batch").fetchall())
 
-    def reduce(self, *, suspect: bool, forgetting: bool = True) -> None:
-        """Leave only what is to be applied. Raises Culprits for messages of days that are forgotten."""
-        self._strategy.reduce(self._cursor, self._book, suspect=suspect)
-        old = self._strategy.too_old(self._cursor, self._book) if forgetting else []
+    def reduce(self, *, suspect: bool, forgiven: AbstractSet[Place] = frozenset()) -> None:
+        """Leave only what is to be applied. Raises Culprits.
+
+        Those of days that are forgotten, but for the ``forgiven``; and those whose key or version the sink's table
+        can't have.
+        """
+        try:
+            with self._cursor.connection.transaction():
+                self._strategy.reduce(self._cursor, self._book, suspect=suspect)
+        except psycopg.Error as error:
+            if passing(error) or not by_data(error):
+                raise
+            if not self._bisecting:
+                raise Broken(shown(error)) from error
+            found = self._bisect(lambda: self._strategy.check(self._cursor))
+            raise (Culprits(found) if found else Broken(shown(error))) from error
+        old = [one for one in self._strategy.too_old(self._cursor, self._book) if one[0] not in forgiven]
         if old:
             culprits = [Culprit(place, "too-old", why) for place, why in old]
             if not self._bisecting:
@@ -218,26 +240,27 @@ class Applying:
                 raise
             if not (self._bisecting and by_data(error)):
                 raise Broken(shown(error)) from error
-        found = self._bisect()
+        found = self._bisect(self._run)
         if found:
             raise Culprits(found)
 
-    def _bisect(self) -> list[Culprit]:
+    def _bisect(self, do: Callable[[], object]) -> list[Culprit]:
+        """Do it over ever smaller parts of ``batch``, in the order of offsets; give the messages that make it fail."""
         self._cursor.execute(
-            "CREATE TEMPORARY TABLE held ON COMMIT DROP AS SELECT batch.*, "
+            "CREATE TEMPORARY TABLE outbox_batch_held ON COMMIT DROP AS SELECT batch.*, "
             "row_number() OVER (ORDER BY message_topic, message_part, message_offset) AS held_at FROM batch"
         )
         places = self._cursor.execute(
-            "SELECT message_topic, message_part, message_offset FROM held ORDER BY held_at"
+            "SELECT message_topic, message_part, message_offset FROM outbox_batch_held ORDER BY held_at"
         ).fetchall()
         refill = sql.SQL(
-            "INSERT INTO batch ({0}) SELECT {0} FROM held WHERE held_at BETWEEN %s AND %s ORDER BY held_at"
+            "INSERT INTO batch ({0}) SELECT {0} FROM outbox_batch_held WHERE held_at BETWEEN %s AND %s ORDER BY held_at"
         ).format(self._listed)
 
         def part(low: int, high: int) -> None:
             self._cursor.execute("DELETE FROM batch")
             self._cursor.execute(refill, (low, high))
-            self._run()
+            do()
 
         return [
             Culprit(places[number - 1], "failed", shown(error), error.sqlstate)
@@ -363,12 +386,17 @@ def copy_csv(
             copy.write(sink.getbuffer())
 
 
-def without_nul(
+def textual(columns: Mapping[str, str]) -> dict[str, str]:
+    """Give types that take what the columns' own may refuse: text, but for what says which message it is."""
+    return {name: META_PLACE.get(name, "text") for name in columns}
+
+
+def without_unfit(
     batches: Iterable[pa.RecordBatch], names: Sequence[str], found: list[Culprit]
 ) -> Iterator[pa.RecordBatch]:
-    """Give the rows that hold no NUL character in the columns ``names``, and add the others to ``found``.
+    """Give the rows whose columns ``names`` are text for Postgres, and add the others to ``found``.
 
-    Postgres has no such text, so these could not even be copied to find them there.
+    A NUL character or bytes that are no UTF-8 could not even be copied to find them there.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -379,16 +407,39 @@ def without_nul(
             column = batch.column(name)
             if not pa.types.is_string(column.type) and not pa.types.is_large_string(column.type):
                 continue
-            bad = pc.fill_null(pc.match_substring(column, "\0"), False)
+            as_bytes = column.cast(pa.binary())
+            bad = pc.fill_null(pc.match_substring(as_bytes, "\0"), False)
+            why = f"column {name} holds a NUL character, which text in Postgres can't"
+            if not _is_utf8(column):
+                broken = [value is not None and not _decodes(value) for value in as_bytes.to_pylist()]
+                bad = pc.or_(bad, pa.array(broken, pa.bool_()))
+                why = f"column {name} holds a NUL character, or bytes that are no UTF-8"
             good = pc.and_(good, pc.invert(bad))
             for row in pc.indices_nonzero(bad).to_pylist():
                 place = tuple(
                     batch.column(part)[row].as_py() for part in ("message_topic", "message_part", "message_offset")
                 )
                 if all(known.place != place for known in found):
-                    why = f"column {name} holds a NUL character, which text in Postgres can't"
                     found.append(Culprit(place, "failed", why, "22021"))
         yield batch.filter(good)
+
+
+def _is_utf8(column: pa.Array) -> bool:
+    import pyarrow as pa
+
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _decodes(value: bytes) -> bool:
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def read_batch(cursor: psycopg.Cursor[Any], columns: Mapping[str, str]) -> pa.Table:

@@ -29,15 +29,15 @@ from psycopg import sql
 
 from spark_jobs import session as spark
 from spark_jobs import task
-from spark_jobs.applying import Applying, Culprit, Culprits, copy_csv, without_nul
+from spark_jobs.applying import Applying, Culprit, Culprits, copy_csv, textual, without_unfit
 from spark_jobs.decoding import PROBLEM
-from spark_jobs.errors import ConsumerUnavailable
+from spark_jobs.errors import ConsumerUnavailable, JobError
 from spark_jobs.job import META
 from spark_jobs.letters import Retried
 from spark_jobs.planner import Partition
 from spark_jobs.rounds import Rounds, Span, State, Told
-from spark_jobs.strategies import Place
-from spark_jobs.task import Feed, Stop, TaskPlan, culprits_text, stopping
+from spark_jobs.strategies import Natural, Place, Version
+from spark_jobs.task import Feed, Stop, TaskPlan, Wish, culprits_text, stopping
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -47,7 +47,7 @@ _REPORT: Final = "staged_by string, rows long, culprits string"
 _OLDER: Final = r"""
 SELECT relname FROM pg_class
  WHERE relkind = 'r' AND relnamespace = to_regnamespace(%(schema)s)
-   AND relname LIKE %(like)s AND relname NOT LIKE %(current)s"""
+   AND relname LIKE %(like)s AND split_part(relname, '_', 3)::bigint < %(generation)s"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +92,7 @@ class BatchRounds(Rounds):
         def chosen(without: Iterable[Place]) -> DataFrame:
             return spark.chosen(rows, self._job, without)
 
-        ids = {one.place: one.id for one in letters}
+        ids = {one.place: (one.id, one.reason) for one in letters}
         try:
             told = self._apply(chosen, Span({}, {}), state, generation, ids)
         except Stop as stop:
@@ -105,13 +105,17 @@ class BatchRounds(Rounds):
         span: Span,
         state: State,
         generation: int,
-        retried: Mapping[Place, int],
+        retried: Mapping[Place, Wish],
     ) -> dict[Partition, Told]:
         """Stage, then apply. Gives what became of each partition. Raises Stop."""
         self._prepare(generation)
         messages = spark.decoded(rows(()), self._job)
         result = spark.shaped(messages, self._job)
         shuffled = self._job.transform is not None and spark.moves_rows(result)
+        if shuffled and isinstance(self._job.strategy, Natural | Version):
+            raise JobError(
+                "strategy: Natural and Version look at messages; with a shuffle there are none left to look at"
+            )
         # With a shuffle only who the messages are: that is what dedup needs, and their content is read again.
         first = messages.select(*META, PROBLEM) if shuffled else result
         first, columns = spark.copyable(first)
@@ -119,7 +123,8 @@ class BatchRounds(Rounds):
         with stopping("the round"):
             if staged.culprits:
                 raise Culprits(staged.culprits)
-        plan = self._plan(span, state, generation, columns)
+        plan = self._plan(span, state, generation, {} if shuffled else columns)
+        plan = replace(plan, columns=columns, max_dead=max(self._job.max_dead, len(retried)))
         with stopping("the round"), task.transaction(self._url, self._name()) as cursor:
             # The transaction stays open while executors work for it.
             cursor.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
@@ -132,7 +137,7 @@ class BatchRounds(Rounds):
             self._take(applying, staged)
             read = applying.per_partition()
             before = applying.places() if shuffled else set()
-            applying.reduce(suspect=bool(retried or plan.suspects), forgetting=not retried)
+            applying.reduce(suspect=bool(retried or plan.suspects), forgiven=task.forgiven(retried))
             fresh = applying.per_partition()
             if fresh and shuffled:
                 repeats = before - applying.places()
@@ -169,7 +174,7 @@ class BatchRounds(Rounds):
 
     def _stage(self, rows: DataFrame, columns: Mapping[str, str], suffix: str, required: tuple[str, ...]) -> _Staged:
         table = f"{self._stem()}_{suffix}"
-        as_text = {name: META.get(name, "text") for name in columns}
+        as_text = textual(columns)
         fields = sql.SQL(", ").join(
             sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in as_text.items()
         )
@@ -198,7 +203,7 @@ class BatchRounds(Rounds):
             values = {
                 "schema": sql.Identifier(self._schema).as_string(connection),
                 "like": f"{self._stem()}\\_%",
-                "current": f"{self._stem()}\\_{generation}\\_%",
+                "generation": generation,
             }
             for (name,) in connection.execute(_OLDER, values).fetchall():
                 connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(self._schema, name)))
@@ -224,11 +229,11 @@ def _stage(plan: _StagePlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.R
     name = uuid.uuid4().hex
     feed = Feed(plan.required, batches)
     found: list[Culprit] = []
-    texts = [column for column in plan.columns if column not in META]
+    texts = [name for name, kind in textual(dict.fromkeys(plan.columns, "text")).items() if kind == "text"]
     table = sql.Identifier(plan.schema, plan.table)
 
     def named() -> Iterator[pa.RecordBatch]:
-        for batch in without_nul(feed, texts, found):
+        for batch in without_unfit(feed, texts, found):
             yield batch.append_column("staged_by", pa.array([name] * batch.num_rows, pa.string()))
 
     with task.transaction(plan.url, f"outbox consumer {plan.group}") as cursor:

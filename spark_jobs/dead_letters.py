@@ -69,7 +69,9 @@ WITH ordered AS (
         SELECT FROM {dead_letters} AS other WHERE {same_key} AND other.reason = 'behind')),
 wanted AS MATERIALIZED (
     SELECT d.id FROM {dead_letters} AS d
-     WHERE ({chosen}) OR (d.grp, d.topic, d.message_key) IN (SELECT grp, topic, message_key FROM ordered)
+     WHERE ({chosen}) OR (
+        -- Whether one that is too old was applied before is for a person to say, for each.
+        d.reason <> 'too-old' AND (d.grp, d.topic, d.message_key) IN (SELECT grp, topic, message_key FROM ordered))
      ORDER BY d.id FOR UPDATE OF d)
 UPDATE {dead_letters} AS d SET state = 'retry' FROM wanted WHERE d.id = wanted.id
 RETURNING d.id, d.grp, d.topic, d.part, d.message_offset, d.message_id::text, d.reason"""

@@ -26,7 +26,7 @@ SELECT {values} FROM latest ORDER BY {key}
 _DELETE: Final = """
 WITH latest AS (
     SELECT DISTINCT ON (message_key) * FROM batch
-     ORDER BY message_key, message_topic, message_part, message_offset DESC)
+     ORDER BY message_key, message_topic DESC, message_part DESC, message_offset DESC)
 DELETE FROM {table} AS stored USING latest
  WHERE latest.message_tombstone AND stored.{conflict} = latest.message_key::{type}"""
 
@@ -110,13 +110,15 @@ class Upsert:
                 action += sql.SQL(" WHERE excluded.{0} > stored.{0}").format(sql.Identifier(self.version))
         newest = sql.Composed([sql.SQL(_LATEST if placed else "")])
         if self.version:
-            newest = sql.SQL(", {} DESC NULLS LAST").format(sql.Identifier(pairs[self.version])) + newest
+            version = _cast({self.version: pairs[self.version]}, types)
+            newest = sql.SQL(", {} DESC NULLS LAST").format(version) + newest
         made = [
             sql.SQL(_UPSERT).format(
                 table=identifier(self.table),
                 columns=_listed(pairs.keys()),
                 values=_cast(pairs, types),
-                key=_listed([pairs[name] for name in self.key]),
+                # As the table has them: two spellings of one key must not meet in one statement.
+                key=_cast({name: pairs[name] for name in self.key}, types),
                 conflict=_listed(self.key),
                 order=newest,
                 messages=sql.SQL(_MESSAGES if placed else ""),

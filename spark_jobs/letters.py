@@ -84,7 +84,11 @@ def _why(culprit: Culprit) -> dict[str, Any]:
 
 @dataclass(frozen=True, slots=True)
 class Retried:
-    """A dead letter that is to be tried again, as a message of Kafka. ``behind``: an earlier one of its key is dead."""
+    """A dead letter that is to be tried again, as a message of Kafka.
+
+    reason  for which it died the last time.
+    behind  an earlier one of its key is dead.
+    """
 
     SCHEMA: ClassVar[str] = (
         "key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp, "
@@ -97,6 +101,7 @@ class Retried:
     value: bytes | None
     headers: Sequence[Mapping[str, str | None]]
     time: dt.datetime
+    reason: str
     behind: bool
 
     def row(self) -> tuple[Any, ...]:

@@ -26,7 +26,8 @@ from spark_jobs.settling import Answer, Change, Rules, Standing, Step, effect_fa
 # the thousands that may wait behind one that this process is calling for.
 _DUE: Final = """
 SELECT *, response IS NOT NULL AS known, attempts - budget_from AS used,
-       coalesce(key_until <= now(), false) AS expired
+       -- A request that begins now may reach the provider as late as its lease ends.
+       coalesce(key_until <= now() + make_interval(secs => %(lease)s), false) AS expired
   FROM {reservations} AS due
  WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'calling', 'cancelling')
    AND next_attempt_at <= now()
@@ -160,7 +161,7 @@ class Reservations:
         claims: list[Claim] = []
         stuck = 0
         with connection.transaction(), connection.cursor(row_factory=dict_row) as cursor:
-            for row in self._run(cursor, _DUE, most=most, busy=list(busy)).fetchall():
+            for row in self._run(cursor, _DUE, most=most, busy=list(busy), lease=lease).fetchall():
                 standing = _standing(row)
                 unsure = standing.may_have_happened
                 step, reason = first_step(standing, self._rules)

@@ -10,11 +10,14 @@ read once more, whole, and the next attempt of those ranges puts them aside in t
 | culprits          | they become dead letters; with keep_order the later messages of their keys do too         |
 | uncopyable        | again, the lenient way, which names culprits                                              |
 | fenced, broken    | the job ends, after the others have been counted                                          |
+| moved             | a task that the driver had given up on committed after all: the round is planned anew     |
 | UNDECODED         | a row that does not decode stood before a transform: the rows that don't are looked for   |
 """
 
 from __future__ import annotations
 
+import functools
+import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -24,7 +27,7 @@ from spark_jobs import task
 from spark_jobs.applying import Culprit
 from spark_jobs.decoding import PROBLEM
 from spark_jobs.effects import Insert, Upsert
-from spark_jobs.errors import BadMessage, ConsumerError, EffectFailed, Fenced
+from spark_jobs.errors import BadMessage, ConsumerError, ConsumerUnavailable, EffectFailed, Fenced
 from spark_jobs.job import META, ConsumerJob
 from spark_jobs.letters import Letter, Retried
 from spark_jobs.planner import Partition, Range
@@ -33,12 +36,16 @@ from spark_jobs.strategies import Place
 from spark_jobs.task import TaskPlan
 
 if TYPE_CHECKING:
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import Column, DataFrame, SparkSession
 
 SUSPECT_ROUNDS: Final = 5
 """Repeats come in bursts: a partition that had one goes the slower way for that many rounds."""
 RETRIED_AT_ONCE: Final = 500
-_ERRORS: Final[dict[str, type[ConsumerError]]] = {"fenced": Fenced, "broken": EffectFailed}
+_ERRORS: Final[dict[str, type[ConsumerError]]] = {
+    "fenced": Fenced,
+    "broken": EffectFailed,
+    "moved": ConsumerUnavailable,
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,16 +148,19 @@ class Rounds:
 
     def _retry(self, letters: Sequence[Retried], generation: int, counts: Counts) -> list[tuple[Retried, Culprit]]:
         """Try dead letters once. Gives those that failed again; when there are none, all of them are settled."""
-        rows = self._session.createDataFrame([one.row() for one in letters], Retried.SCHEMA, verifySchema=False)
+        made = self._session.sparkContext.parallelize([one.row() for one in letters], 1)
+        rows = self._session.createDataFrame(made, Retried.SCHEMA, verifySchema=False)
         at = {one.place: one for one in letters}
         try:
-            told = self._attempt_retry(rows.coalesce(1), letters, State(), generation)
+            told = self._attempt_retry(rows, letters, State(), generation)
             if told.outcome == "uncopyable":
-                told = self._attempt_retry(rows.coalesce(1), letters, State(lenient={("", 0)}), generation)
+                told = self._attempt_retry(rows, letters, State(lenient={("", 0)}), generation)
         except Exception as error:
             if spark.UNDECODED not in str(error):
                 raise
             found = self._undecoded(rows)
+            if not found:
+                raise _not_deterministic() from error
         else:
             if told.outcome in _ERRORS:
                 raise _ERRORS[told.outcome](told.detail)
@@ -159,12 +169,7 @@ class Rounds:
             counts.duplicates += told.read - told.fresh if not found else 0
             counts.read += told.read if not found else 0
         if self._job.keep_order:
-            failed = {culprit.place for culprit in found}
-            for one in letters:
-                if one.key is not None and one.place not in failed:
-                    earlier = [at[place] for place in failed if at[place].same_key(one) and place < one.place]
-                    if earlier:
-                        found.append(Culprit(one.place, "behind", f"behind the dead letter {earlier[0].id} of its key"))
+            found = found + _behind(letters, found)
         return [(at[culprit.place], culprit) for culprit in found]
 
     # What one attempt does.
@@ -185,8 +190,8 @@ class Rounds:
         rows, columns = spark.copyable(spark.shaped(spark.decoded(spark.chosen(rows, self._job), self._job), self._job))
         from pyspark.sql import Row
 
-        plan = self._plan(Span({}, {}), state, generation, columns)
-        ids = {one.place: one.id for one in letters}
+        plan = replace(self._plan(Span({}, {}), state, generation, columns), max_dead=len(letters))
+        ids = {one.place: (one.id, one.reason) for one in letters}
         reports = rows.mapInArrow(lambda batches: task.run_retry(plan, ids, batches), task.REPORT).collect()
         if not reports:
             # Spark saw that there are no rows: all were filtered, and are settled all the same.
@@ -221,6 +226,9 @@ class Rounds:
         effect = self._job.effect
         if not isinstance(effect, Insert | Upsert):
             return effect
+        if not columns:
+            # Nothing is applied with such a plan, only stepped over.
+            return ""
         payload = tuple(name for name in columns if not placed or name not in META)
         if payload not in self._statements:
             types = self._store.column_types(effect.table)
@@ -243,10 +251,7 @@ class Rounds:
             culprits = self._undecoded(spark.chosen(self._source(span), self._job, state.dead))
             self._raise({}, culprits)
             if not culprits:
-                raise EffectFailed(
-                    "a message that does not decode the first time decodes the second time: the job's decoder is not "
-                    "deterministic"
-                ) from error
+                raise _not_deterministic() from error
             return None, culprits
         culprits = []
         for one in told.values():
@@ -339,20 +344,14 @@ class Rounds:
 
     def _put_behind(self, state: State, span: Span, keys: Mapping[tuple[str, bytes], Place | None]) -> None:
         """Find the messages of these keys; of one with a place those that come after it."""
-        from pyspark.sql import functions as F  # noqa: N812
-
         if not keys:
             return
         rows = spark.chosen(self._source(span), self._job, state.dead)
-        wanted = rows.filter(F.col("key").isin([bytearray(key) for _, key in keys]))
-        found: dict[Place, Culprit] = {}
-        for row in wanted.select("topic", "partition", "offset", "key").limit(self._job.max_dead + 1).collect():
-            place = (row[0], row[1], row[2])
-            if (row[0], bytes(row[3])) not in keys:
-                continue
-            after = keys[row[0], bytes(row[3])]
-            if after is None or place[1] != after[1] or place > after:
-                found[place] = Culprit(place, "behind", "an earlier message of its key is a dead letter")
+        wanted = functools.reduce(operator.or_, (_after(topic, key, place) for (topic, key), place in keys.items()))
+        # The whole condition before the limit: messages in front of the dead letter must not use it up.
+        rows = rows.filter(wanted).select("topic", "partition", "offset").limit(self._job.max_dead + 1)
+        why = "an earlier message of its key is a dead letter"
+        found = {place: Culprit(place, "behind", why) for place in map(tuple, rows.collect())}
         if found:
             self._check_number(state, len(found), "behind other dead letters")
             state.dead |= self._read_whole(span, found)
@@ -382,3 +381,29 @@ class Rounds:
                 f"more than {self._job.max_dead} messages of one round can't be applied (max_dead), the last: {error}. "
                 "Nothing of their partitions was applied; if these messages are to become dead letters, raise max_dead"
             )
+
+
+def _not_deterministic() -> EffectFailed:
+    return EffectFailed(
+        "a message that does not decode the first time decodes the second time: the job's decoder is not deterministic"
+    )
+
+
+def _behind(letters: Sequence[Retried], failed: Sequence[Culprit]) -> list[Culprit]:
+    """Give the letters that come after one of their key which failed."""
+    at = {one.place: one for one in letters}
+    first = {culprit.place: at[culprit.place] for culprit in failed}
+    found = []
+    for one in letters:
+        earlier = [other.id for place, other in first.items() if place < one.place and other.same_key(one)]
+        if earlier and one.place not in first:
+            found.append(Culprit(one.place, "behind", f"behind the dead letter {earlier[0]} of its key"))
+    return found
+
+
+def _after(topic: str, key: bytes, place: Place | None) -> Column:
+    """Give a condition on Kafka's columns: the key's messages; of those in the place's partition the later ones."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    found = (F.col("topic") == topic) & (F.col("key") == F.lit(bytearray(key)))
+    return found if place is None else found & ((F.col("partition") != place[1]) | (F.col("offset") > place[2]))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import sys
 import tempfile
 from collections.abc import Iterable, Mapping
@@ -42,7 +43,9 @@ _OURS: Final = frozenset({"isolation.level", "group.id", "enable.auto.commit", "
 UNDECODED: Final = "outbox: a row that does not decode met a transform"
 """In the text of Spark's error when that happened."""
 _MOVING: Final = ("Exchange", "Coalesce", "CartesianProduct", "Union", "CollectLimit", "TakeOrdered", "GlobalLimit")
-_UUID: Final = "^[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}$"
+# Not "$", which in Java also stands before a last newline.
+_UUID: Final = r"\A[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}\z"
+_NODE: Final = re.compile(r"^[\s:+\-|*()\d]*(\w+)")
 _PLAIN: Final = {
     "string": "text",
     "bigint": "bigint",
@@ -245,7 +248,9 @@ def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
 def moves_rows(rows: DataFrame) -> bool:
     """Say whether the plan has a shuffle, or anything else that puts rows into other partitions."""
     plan = rows._jdf.queryExecution().executedPlan().toString()  # noqa: SLF001  the only way to see it
-    return any(sign in plan for sign in _MOVING)
+    # The nodes' names only: a column may be called ExchangeRate.
+    nodes = (found[1] for line in plan.splitlines() if (found := _NODE.match(line)))
+    return any(sign in node for node in nodes for sign in _MOVING)
 
 
 def _meta(job: ConsumerJob) -> dict[str, Column]:
@@ -259,12 +264,20 @@ def _meta(job: ConsumerJob) -> dict[str, Column]:
         # NUL is no character of Postgres; a binary key is no text anyway.
         "message_key": F.translate(F.col("key").cast("string"), "\0", "\ufffd"),
         "message_type": F.translate(_header("ce_type", "event-type"), "\0", "\ufffd"),
-        "message_time": F.col("timestamp"),
+        "message_time": _time(),
         "message_tombstone": F.col("value").isNull(),
     }
     if not (isinstance(job.strategy, Fingerprint) and job.strategy.decoded):
         meta["message_id"] = _message_id(job)
     return meta
+
+
+def _time() -> Column:
+    """Kafka's timestamp, within what Postgres and Python can show: a producer may have meant microseconds."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    low, high = (F.lit(text).cast("timestamp") for text in ("0001-01-02 00:00:00", "9999-12-30 00:00:00"))
+    return F.greatest(F.least(F.col("timestamp"), high), low)
 
 
 def _plain(kind: str) -> str | None:
@@ -349,5 +362,5 @@ def raw(rows: DataFrame, job: ConsumerJob) -> DataFrame:
         "key",
         "value",
         F.to_json(headers, {"ignoreNullFields": "false"}).alias("headers"),
-        F.unix_micros("timestamp").alias("time"),
+        F.unix_micros(_time()).alias("time"),
     )

@@ -52,16 +52,17 @@ SELECT DISTINCT topic, message_key FROM {dead_letters}
 # added, has its order from the letters' own ids.
 _RETRIED: Final = """
 WITH first AS (
-    SELECT topic, part FROM {dead_letters}
+    SELECT topic, topic_id, part FROM {dead_letters}
      WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry' ORDER BY id LIMIT 1)
-SELECT id, topic, part, message_offset, message_key, message_value, message_headers, message_time,
+SELECT id, topic, part, message_offset, message_key, message_value, message_headers, message_time, reason,
        %(keep_order)s AND EXISTS (
            SELECT FROM {dead_letters} AS earlier
-            WHERE earlier.grp = letter.grp AND earlier.topic = letter.topic AND earlier.state = 'dead'
+            WHERE earlier.grp = letter.grp AND earlier.topic = letter.topic
+              AND earlier.state = 'dead' AND earlier.reason <> 'behind'
               AND sha256(earlier.message_key) = sha256(letter.message_key)
               AND CASE WHEN earlier.part = letter.part THEN earlier.message_offset < letter.message_offset
                        ELSE earlier.id < letter.id END)
-  FROM {dead_letters} AS letter JOIN first USING (topic, part)
+  FROM {dead_letters} AS letter JOIN first USING (topic, topic_id, part)
  WHERE grp = %(grp)s AND state = 'retry'
  ORDER BY message_offset, id LIMIT %(most)s"""
 # A message may have gone behind one that a person was just retrying or discarding: nobody would come back for it.
@@ -73,7 +74,8 @@ UPDATE {dead_letters} AS letter SET state = 'retry'
         WHERE other.grp = letter.grp AND other.topic = letter.topic
           AND sha256(other.message_key) = sha256(letter.message_key)
           AND other.state = 'dead' AND other.reason <> 'behind'
-          AND (other.part <> letter.part OR other.message_offset < letter.message_offset))"""
+          AND CASE WHEN other.part = letter.part THEN other.message_offset < letter.message_offset
+                   ELSE other.id < letter.id END)"""
 _SETUP_LOCK: Final = 0x6F7574626F780002
 
 
@@ -148,8 +150,8 @@ class Store:
                 self._run(connection, _RELEASE, topics=list(topics))
             rows = self._run(connection, _RETRIED, topics=list(topics), most=most, keep_order=keep_order).fetchall()
         return [
-            Retried(number, (topic, part, offset), key, value, headers, time, behind)
-            for number, topic, part, offset, key, value, headers, time, behind in rows
+            Retried(number, (topic, part, offset), key, value, headers, time, reason, behind)
+            for number, topic, part, offset, key, value, headers, time, reason, behind in rows
         ]
 
     def failed_again(self, failed: Iterable[tuple[int, Culprit]], generation: int) -> None:

@@ -51,12 +51,21 @@ DELETE FROM batch USING (
                PARTITION BY {key}, CASE WHEN message_tombstone THEN message_key END ORDER BY {order}) AS rank
       FROM batch) AS ranked
  WHERE ranked.place = batch.ctid AND ranked.rank > 1"""
-_DROP_OLD: Final = "DELETE FROM batch USING {table} AS stored WHERE {same} AND stored.{stored} >= batch.{version}"
+# Not one that comes after a tombstone of its key: the row it is older than is about to be deleted.
+_DROP_OLD: Final = """
+DELETE FROM batch USING {table} AS stored
+ WHERE {same} AND stored.{stored} >= batch.{version}
+   AND NOT EXISTS (
+       SELECT FROM batch AS gone
+        WHERE gone.message_tombstone AND gone.message_key = batch.message_key
+          AND (gone.message_topic, gone.message_part, gone.message_offset)
+            < (batch.message_topic, batch.message_part, batch.message_offset))"""
+_CHECK: Final = "SELECT {casts} FROM batch"
 # As a cast to the column's type has to spell it.
 _TYPES: Final = """
 SELECT attname, format_type(atttypid, atttypmod) FROM pg_attribute
  WHERE attrelid = to_regclass(%(table)s) AND attnum > 0 AND NOT attisdropped"""
-_LATEST: Final = "message_topic, message_part, message_offset DESC"
+_LATEST: Final = "message_topic DESC, message_part DESC, message_offset DESC"
 
 Place = tuple[str, int, int]
 """Topic, partition and offset of a message."""
@@ -71,6 +80,9 @@ class Dedup:
     def reduce(self, cursor: psycopg.Cursor[Any], book: Book, *, suspect: bool) -> None:
         """Leave in ``batch`` only what was never applied. ``suspect``: repeats are likely, so do not try without."""
         _remember(cursor, book, suspect=suspect)
+
+    def check(self, cursor: psycopg.Cursor[Any]) -> None:
+        """Nothing of a row is compared with a table."""
 
     def too_old(self, cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:
         """Give the messages whose day the group has forgotten, each with an explanation."""
@@ -99,6 +111,9 @@ class Natural:
         """Leave in ``batch`` the last message of each key."""
         keys = sql.SQL(", ").join(map(sql.Identifier, self.key))
         cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=sql.SQL(_LATEST)))
+
+    def check(self, cursor: psycopg.Cursor[Any]) -> None:
+        """Nothing of a row is compared with a table."""
 
     def too_old(self, cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:  # noqa: ARG002
         """Nothing is remembered, so nothing is forgotten."""
@@ -132,30 +147,37 @@ class Version:
 
     def reduce(self, cursor: psycopg.Cursor[Any], book: Book, *, suspect: bool) -> None:  # noqa: ARG002
         """Leave in ``batch`` the newest message of each key, if it is newer than what the table has."""
-        keys = sql.SQL(", ").join(map(sql.Identifier, self.key))
-        order = sql.SQL("{} DESC, " + _LATEST).format(sql.Identifier(self.version))
-        cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=order))
+        types, pairs, stored = self._resolved(cursor)
+        # Cast as the table has them: there 9 is less than 10, and the table's index serves.
+        casts = {here: _cast(here, types[there]) for here, there in pairs.items()}
+        version = _cast(self.version, types[stored])
+        order = version + sql.SQL(" DESC, " + _LATEST)
+        cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=sql.SQL(", ").join(casts.values()), order=order))
+        same = sql.SQL(" AND ").join(
+            sql.SQL("stored.{} = batch.").format(sql.Identifier(there)) + casts[here] for here, there in pairs.items()
+        )
+        cursor.execute(
+            sql.SQL(_DROP_OLD).format(
+                table=identifier(self.table), same=same, stored=sql.Identifier(stored), version=version
+            )
+        )
+
+    def check(self, cursor: psycopg.Cursor[Any]) -> None:
+        """Raise what the database says when a key or a version in ``batch`` is none that the table could have."""
+        types, pairs, stored = self._resolved(cursor)
+        casts = [_cast(here, types[there]) for here, there in pairs.items()]
+        casts.append(_cast(self.version, types[stored]))
+        cursor.execute(sql.SQL(_CHECK).format(casts=sql.SQL(", ").join(casts)))
+
+    def _resolved(self, cursor: psycopg.Cursor[Any]) -> tuple[dict[str, str], dict[str, str], str]:
+        """The table's types, the key's columns in batch and table, and the version's in the table. Raises JobError."""
         pairs = dict(self.key) if isinstance(self.key, Mapping) else {name: name for name in self.key}
         types = column_types(cursor, self.table)
         stored = self.stored or self.version
         for name in (*pairs.values(), stored):
             if name not in types:
                 raise JobError(f"Version: {self.table} has no column {name}")
-        # The batch's side is cast, so that the table's index serves.
-        same = sql.SQL(" AND ").join(
-            sql.SQL("stored.{} = batch.{}::{}").format(
-                sql.Identifier(there), sql.Identifier(here), sql.SQL(types[there])
-            )
-            for here, there in pairs.items()
-        )
-        cursor.execute(
-            sql.SQL(_DROP_OLD).format(
-                table=identifier(self.table),
-                same=same,
-                stored=sql.Identifier(stored),
-                version=sql.SQL("{}::{}").format(sql.Identifier(self.version), sql.SQL(types[stored])),
-            )
-        )
+        return types, pairs, stored
 
     def too_old(self, cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:  # noqa: ARG002
         """Nothing is remembered, so nothing is forgotten."""
@@ -222,6 +244,9 @@ class Fingerprint:
         """Leave in ``batch`` only what was never applied."""
         _remember(cursor, book, suspect=suspect)
 
+    def check(self, cursor: psycopg.Cursor[Any]) -> None:
+        """Nothing of a row is compared with a table."""
+
     def too_old(self, cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:
         """Give the messages whose day the group has forgotten, each with an explanation."""
         return _too_old(cursor, book)
@@ -270,6 +295,10 @@ def identifier(name: str) -> sql.Identifier:
     if not 1 <= len(parts) <= 2 or not all(parts):
         raise JobError(f"table: {name!r} must be NAME or SCHEMA.NAME")
     return sql.Identifier(*parts)
+
+
+def _cast(name: str, kind: str) -> sql.Composed:
+    return sql.SQL("{}::{}").format(sql.Identifier(name), sql.SQL(kind))
 
 
 def column_types(cursor: psycopg.Cursor[Any], table: str) -> dict[str, str]:

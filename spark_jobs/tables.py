@@ -20,7 +20,7 @@ from sqlalchemy.dialects import postgresql as pg
 DEFAULT_SCHEMA: Final = "consumer"
 
 DAY_OF_ID: Final = (
-    "CASE WHEN substr(message_id::text, 15, 1) = '7' THEN (timestamp '1970-01-01' + interval '1 millisecond' * "
+    "CASE WHEN message_id::text ~ '^.{14}7.{4}[89ab]' THEN (timestamp '1970-01-01' + interval '1 millisecond' * "
     "('x' || substr(message_id::text, 1, 8) || substr(message_id::text, 10, 4))::bit(48)::bigint)::date "
     "ELSE date '1970-01-01' END"
 )

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
 REPORT: Final = "topic string, part int, outcome string, read long, fresh long, detail string"
 """What a task tells the driver, as Spark DDL.
 
-outcome: applied, already; fenced, broken (both end the job); and what makes the driver run the range again: culprits
-(detail names them, as JSON), uncopyable (needs the lenient way)."""
+outcome: applied, already; fenced, broken (both end the job); moved (plan again); and what makes the driver run the
+range once more: culprits (detail names them, as JSON), uncopyable (needs the lenient way)."""
 
 _MOVE: Final = """
 UPDATE {offsets} SET next_offset = %(end)s, log_end = %(log_end)s, updated_at = now()
@@ -66,6 +66,10 @@ _RESOLVED: Final = "DELETE FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(
 RAW_VALUE: Final = "message_raw_value"
 RAW_HEADER: Final = "message_raw_header"
 """Columns of rows that the task decodes itself: the payload, and the header that names its schema."""
+
+
+Wish = tuple[int, str]
+"""A dead letter that somebody wants tried again: its id, and for which reason it died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,11 +185,11 @@ def run(plan: TaskPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Record
 
 
 def run_retry(
-    plan: TaskPlan, retried: Mapping[Place, int], batches: Iterator[pa.RecordBatch]
+    plan: TaskPlan, retried: Mapping[Place, Wish], batches: Iterator[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
     """Be the function of mapInArrow for dead letters that are tried again: all of them in one transaction.
 
-    retried  the dead letters' ids by their messages' places. Those without a row were filtered: they are settled too.
+    retried  the dead letters by their messages' places. Those without a row were filtered: they are settled too.
     """
     feed = Feed(plan.required, batches)
     outcome, fresh, detail = "applied", 0, ""
@@ -299,7 +303,7 @@ def _apply(plan: TaskPlan, partition: Partition, feed: Feed) -> int | None:
     return fresh
 
 
-def _apply_retried(plan: TaskPlan, retried: Mapping[Place, int], feed: Feed) -> int:
+def _apply_retried(plan: TaskPlan, retried: Mapping[Place, Wish], feed: Feed) -> int:
     """Apply dead letters. Gives the number of fresh rows; the rest had been applied before."""
     with stopping("dead letters"), transaction(plan.url, f"outbox consumer {plan.group}") as cursor:
         if not hold(cursor, plan, retried):
@@ -310,7 +314,7 @@ def _apply_retried(plan: TaskPlan, retried: Mapping[Place, int], feed: Feed) -> 
         else:
             applying.copy(feed)
         feed.close()
-        applying.reduce(suspect=True, forgetting=False)
+        applying.reduce(suspect=True, forgiven=forgiven(retried))
         fresh = applying.per_partition()
         if fresh:
             applying.apply()
@@ -318,7 +322,12 @@ def _apply_retried(plan: TaskPlan, retried: Mapping[Place, int], feed: Feed) -> 
     return sum(fresh.values())
 
 
-def hold(cursor: psycopg.Cursor[Any], plan: TaskPlan, retried: Mapping[Place, int]) -> bool:
+def forgiven(retried: Mapping[Place, Wish]) -> frozenset[Place]:
+    """Give the messages that were too old, and that a person wants applied all the same."""
+    return frozenset(place for place, (_, reason) in retried.items() if reason == "too-old")
+
+
+def hold(cursor: psycopg.Cursor[Any], plan: TaskPlan, retried: Mapping[Place, Wish]) -> bool:
     """Lock dead letters that are to be tried again. False when one is not there any more; Stop when fenced.
 
     It was discarded meanwhile, or this is a retry of a task after its COMMIT: the driver looks again.
@@ -329,7 +338,7 @@ def hold(cursor: psycopg.Cursor[Any], plan: TaskPlan, retried: Mapping[Place, in
 
 
 def resolve(
-    cursor: psycopg.Cursor[Any], plan: TaskPlan, retried: Mapping[Place, int], fresh: Mapping[Partition, int]
+    cursor: psycopg.Cursor[Any], plan: TaskPlan, retried: Mapping[Place, Wish], fresh: Mapping[Partition, int]
 ) -> None:
     """Delete dead letters whose effect is in the sink now, and count them."""
     _on_letters(cursor, plan, _RESOLVED, retried)
@@ -339,10 +348,10 @@ def resolve(
 
 
 def _on_letters(
-    cursor: psycopg.Cursor[Any], plan: TaskPlan, query: LiteralString, retried: Mapping[Place, int]
+    cursor: psycopg.Cursor[Any], plan: TaskPlan, query: LiteralString, retried: Mapping[Place, Wish]
 ) -> psycopg.Cursor[Any]:
     names = {name: sql.Identifier(plan.schema, name) for name in ("groups", "dead_letters")}
-    values = {"grp": plan.group, "generation": plan.generation, "ids": sorted(retried.values())}
+    values = {"grp": plan.group, "generation": plan.generation, "ids": sorted(number for number, _ in retried.values())}
     return cursor.execute(sql.SQL(query).format(**names), values)
 
 
@@ -353,7 +362,11 @@ def transaction(url: str, name: str) -> Iterator[psycopg.Cursor[Any]]:
     Where this machine vanishes, the server ends the transaction within a minute instead of after its default of two
     hours: until then the offsets' rows would stay locked, and a take-over would wait for them.
     """
-    opened = psycopg.connect(url, application_name=name[:63], connect_timeout=10, tcp_user_timeout=30_000)
+    # Not left to defaults that somebody may have changed: COPY sends UTF-8, and what is forgotten must be seen at once.
+    opened = psycopg.connect(
+        url, application_name=name[:63], connect_timeout=10, tcp_user_timeout=30_000, client_encoding="UTF8"
+    )
+    opened.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
     with closing(opened) as connection, connection:
         cursor = connection.cursor()
         cursor.execute(_KEEPALIVES)
@@ -398,6 +411,9 @@ def move(cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partition) -> b
     row = _on_offsets(cursor, plan, _LOOK, values).fetchone()
     if row is not None and row == (span.end, plan.generation, span.topic_id):
         return False
+    if row is not None and row[0] > span.start and row[1:] == (plan.generation, span.topic_id):
+        # A task that the driver had given up on, because another one failed, has committed a shorter range meanwhile.
+        raise Stop("moved", f"{partition[0]}-{partition[1]} has moved to offset {row[0]} since the round was planned")
     now = "its row is gone" if row is None else f"it stands at offset {row[0]} in generation {row[1]}"
     raise Stop(
         "fenced",
