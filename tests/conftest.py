@@ -22,3 +22,6 @@ for _name in list(os.environ):
 
 # A time limit costs nothing where a test passes, and everything where the machine is slow.
 os.environ.setdefault("OUTBOX_PATIENCE", "4")
+
+# Short lives: the second compiler of a JVM, which Spark and Kafka start with, takes half of all processor time.
+os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
