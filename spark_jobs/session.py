@@ -85,7 +85,12 @@ def start(
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder.appName(name)
-    settings = {**REQUIRED_CONF, "spark.ui.showConsoleProgress": "false"}
+    settings = {
+        **REQUIRED_CONF,
+        "spark.ui.showConsoleProgress": "false",
+        # Of a transform that shuffles. Spark's own 200 is for far more than a round; each is a task and a connection.
+        "spark.sql.shuffle.partitions": "16",
+    }
     if master is not None:
         builder = builder.master(master)
         settings |= {

@@ -200,7 +200,8 @@ def test_natural_and_version_and_fingerprint(bench):
     schema = "key string, value int, at timestamp, version bigint, doc struct<a:int>"
     bench.run(
         "CREATE TABLE states (key uuid PRIMARY KEY, value int, version bigint, doc jsonb, made_at timestamptz);"
-        "CREATE TABLE latest (LIKE states INCLUDING ALL); CREATE TABLE log (value smallint, key text)"
+        "CREATE TABLE latest (LIKE states INCLUDING ALL); CREATE TABLE log (value smallint, key text);"
+        "CREATE TABLE plain (key text, value int, at timestamptz, version bigint, doc json)"
     )
     one, two = "00000000-0000-4000-8000-000000000001", "00000000-0000-4000-8000-000000000002"
 
@@ -251,14 +252,14 @@ def test_natural_and_version_and_fingerprint(bench):
     state(one, 2, 2)
     bench.send_raw(None, [], two, partition=0)
     assert bench.once(natural).read == 2
-    # The same content, and a version that is not newer: for these two there is the tombstone only, which they pass over.
+    # The same content, and a version that is not newer: these two have the tombstone only, and pass over it.
     assert (bench.once(fingerprint).applied, bench.once(version).applied) == (1, 1)
     assert bench.rows(by_key.format("states")) == [(1, 2)]
     assert bench.rows(by_key.format("latest")) == [(1, 3), (2, 9)]
     assert bench.rows("SELECT count(*) FROM log") == [(4,)]
     days = "SELECT DISTINCT day::text FROM consumer.processed_messages"
     assert bench.rows(days + " ORDER BY 1") == [("1970-01-01",), ("2026-01-02",)]
-    passed_over = replace(fingerprint, group="other", types=["nothing"], effect=Insert("log"))
+    passed_over = replace(fingerprint, group="other", types=["nothing"], effect=Insert("plain"))
     assert bench.once(passed_over).read == 0
     assert bench.rows("SELECT sum(next_offset) FROM consumer.offsets WHERE grp = 'other'") == [(6,)]
     with pytest.raises(JobError, match="no table nowhere"):
