@@ -85,16 +85,13 @@ def start(
     from pyspark.sql import SparkSession
 
     builder = SparkSession.builder.appName(name)
-    settings = {
-        **REQUIRED_CONF,
-        "spark.ui.showConsoleProgress": "false",
-        # Of a transform that shuffles. Spark's own 200 is for far more than a round; each is a task and a connection.
-        "spark.sql.shuffle.partitions": "16",
-    }
+    settings = {**REQUIRED_CONF, "spark.ui.showConsoleProgress": "false"}
     if master is not None:
         builder = builder.master(master)
         settings |= {
             "spark.ui.enabled": "false",
+            # Of a transform that shuffles. Spark's own 200 is for more than a round; each is a task and a connection.
+            "spark.sql.shuffle.partitions": "16",
             "spark.sql.warehouse.dir": str(Path(tempfile.gettempdir()) / "outbox-spark-warehouse"),
         }
         if master.startswith("local"):
