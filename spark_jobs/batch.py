@@ -185,6 +185,8 @@ class BatchRounds(Rounds):
                     "staged_at bigint GENERATED ALWAYS AS IDENTITY)"
                 ).format(sql.Identifier(self._schema, table), fields)
             )
+            # Of attempts that ended without COMMIT; what a task that nobody waits for still adds, the next one takes.
+            connection.execute(sql.SQL("DELETE FROM {}").format(sql.Identifier(self._schema, table)))
         plan = _StagePlan(self._url, self._schema, table, self._job.group, tuple(columns), required)
         reports = rows.mapInArrow(lambda batches: _stage(plan, batches), _REPORT).collect()
         culprits = [culprit for row in reports for culprit in task.culprits_from(row.culprits)]

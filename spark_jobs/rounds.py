@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 SUSPECT_ROUNDS: Final = 5
 """Repeats come in bursts: a partition that had one goes the slower way for that many rounds."""
-RETRIED_AT_ONCE: Final = 500
+RETRIED_AT_ONCE: Final = 100
+"""Dead letters in one transaction; the driver holds them whole, so not too many."""
 _ERRORS: Final[dict[str, type[ConsumerError]]] = {
     "fenced": Fenced,
     "broken": EffectFailed,

@@ -76,7 +76,7 @@ UPDATE {dead_letters} AS letter SET state = 'retry'
           AND other.state = 'dead' AND other.reason <> 'behind'
           AND CASE WHEN other.part = letter.part THEN other.message_offset < letter.message_offset
                    ELSE other.id < letter.id END)"""
-_SETUP_LOCK: Final = 0x6F7574626F780002
+_SETUP_LOCK: Final = 0x6F7574626F780003
 
 
 class Store:

@@ -294,6 +294,8 @@ def identifier(name: str) -> sql.Identifier:
     parts = name.split(".")
     if not 1 <= len(parts) <= 2 or not all(parts):
         raise JobError(f"table: {name!r} must be NAME or SCHEMA.NAME")
+    if parts == ["batch"]:
+        raise JobError("table: batch is the name of the rows to apply; say which schema the sink's table is in")
     return sql.Identifier(*parts)
 
 
