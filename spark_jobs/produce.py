@@ -55,7 +55,7 @@ SELECT {event_id}, {aggregate_type}, {aggregate_id}::text, {event_type}, {payloa
  ORDER BY message_topic, message_part, message_offset{part}"""
 # 32 hexadecimal digits of a UUID. The 13th says the version; the 17th, with 8, that it is one of RFC 9562.
 _ID: Final = """
-(CASE WHEN substr(message_id::text, 15, 1) = '7'
+(CASE WHEN message_id::text ~ '^.{{14}}7.{{4}}[89ab]'
  THEN overlay(overlay(overlay({digest} placing left(replace(message_id::text, '-', ''), 12) from 1)
                       placing '7' from 13) placing '8' from 17)
  ELSE overlay(overlay({digest} placing '8' from 13) placing '8' from 17) END)::uuid"""
@@ -158,7 +158,7 @@ def derived_id(message_id: UUID, name: str, part: str = "") -> UUID:
     part  the text of Produce's ``part``. Without it a message has one event under a name.
     """
     digest = hashlib.sha256(name.encode() + b"\0" + message_id.bytes + part.encode()).hexdigest()[:32]
-    timed = message_id.hex[12] == "7"
+    timed = message_id.version == 7
     start = message_id.hex[:12] + "7" if timed else digest[:12] + "8"
     return UUID(start + digest[13:16] + "8" + digest[17:])
 

@@ -294,8 +294,6 @@ def identifier(name: str) -> sql.Identifier:
     parts = name.split(".")
     if not 1 <= len(parts) <= 2 or not all(parts):
         raise JobError(f"table: {name!r} must be NAME or SCHEMA.NAME")
-    if parts == ["batch"]:
-        raise JobError("table: batch is the name of the rows to apply; say which schema the sink's table is in")
     return sql.Identifier(*parts)
 
 
@@ -305,6 +303,8 @@ def _cast(name: str, kind: str) -> sql.Composed:
 
 def column_types(cursor: psycopg.Cursor[Any], table: str) -> dict[str, str]:
     """Give the columns of a table of the sink with their types. Raises JobError when there is no such table."""
+    if table == "batch":
+        raise JobError("table: batch is the name of the rows to apply; say which schema the sink's table is in")
     name = identifier(table).as_string(cursor)
     found: dict[str, str] = dict(cursor.execute(_TYPES, {"table": name}).fetchall())
     if not found:

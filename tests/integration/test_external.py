@@ -511,7 +511,7 @@ def test_claiming_looks_at_few_rows_when_many_wait(sink, provider):
         claim = psycopg.sql.SQL("EXPLAIN (ANALYZE, FORMAT JSON) " + reservations._DUE).format(
             reservations=psycopg.sql.Identifier("consumer", "reservations")
         )
-        values = {"grp": "orders", "name": "payments", "most": 4, "busy": ["hot"]}
+        values = {"grp": "orders", "name": "payments", "most": 4, "busy": ["hot"], "lease": 30}
         (plan,) = connection.execute(claim, values).fetchone()
 
     def nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:

@@ -88,7 +88,9 @@ def test_days_are_made_for_what_is_kept_and_a_few_ahead(sink):
     assert made.worth_telling
     # Ids of every kind find the partition of their day.
     day = sink.one("SELECT (now() AT TIME ZONE 'UTC')::date")
-    v7 = uuid.UUID(int=(int(dt.datetime.combine(day, dt.time(), dt.UTC).timestamp() * 1000) << 80) | (7 << 76) | 1)
+    v7 = uuid.UUID(
+        int=(int(dt.datetime.combine(day, dt.time(), dt.UTC).timestamp() * 1000) << 80) | (7 << 76) | (2 << 62) | 1
+    )
     for message_id, where in ((uuid.uuid4(), "19700101"), (v7, f"{day:%Y%m%d}")):
         query = (
             "INSERT INTO consumer.processed_messages (grp, day, message_id) "
