@@ -144,8 +144,9 @@ def test_from_a_bad_message_to_its_effect(bench, tmp_path):
     assert "applying from 2 partitions" in screen
     assert "4 of 4" in screen
     cells = [" ".join(line.split()) for line in screen.splitlines()]
-    assert f"│ {bench.topic} │ 4 │ 2 │ 0 │ 2 │ │ │ │" in cells
-    assert any(line.startswith("│ desk │ 4 │ 2 │ 0 │ 2 │ ") for line in cells)
+    table = [line for line in cells if "│" in line]
+    assert any(f"│ {bench.topic} │ 4 │ 2 │ 0 │ 2 │ │ │ │" in line for line in table), table
+    assert any("│ desk │ 4 │ 2 │ 0 │ 2 │ " in line for line in table), table
     assert "2 became dead letters: outbox consumers list --group desk" in screen
     assert screen.rindex("\x1b[?25h") > screen.rindex("\x1b[?25l")
     assert (desk.seen("a"), desk.seen("b")) == ([1], [1])
