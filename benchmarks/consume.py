@@ -80,7 +80,7 @@ class Place:
 def fill(kafka: str, topic: str, events: int) -> None:
     """Write the events, as a relay would: key, JSON, headers."""
     producer = Producer({"bootstrap.servers": kafka, "linger.ms": 20, "compression.type": "lz4", "acks": "all"})
-    pad = "".join(f"{number:04d}" for number in range(150))
+    pad = "the quick brown fox jumps over the lazy dog " * 14
     for number in range(events):
         order = f"order-{number % KEYS}"
         event = {

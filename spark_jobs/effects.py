@@ -13,7 +13,6 @@ from spark_jobs.strategies import identifier
 
 _INSERT: Final = "INSERT INTO {table} ({columns}) SELECT {values} FROM batch{messages}"
 _MESSAGES: Final = " WHERE NOT message_tombstone"
-_PLACE: Final = " ORDER BY message_topic, message_part, message_offset"
 _LATEST: Final = ", message_topic DESC, message_part DESC, message_offset DESC"
 # One row for each key, the latest: a second one in the same statement would be refused. In the order of keys, so that
 # two transactions never wait for each other in a circle.
@@ -58,7 +57,7 @@ class Insert:
                 table=identifier(self.table),
                 columns=_listed(pairs.keys()),
                 values=_cast(pairs, types),
-                messages=sql.SQL(_MESSAGES + _PLACE if placed else ""),
+                messages=sql.SQL(_MESSAGES if placed else ""),
             )
         ]
 

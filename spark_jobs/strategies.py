@@ -40,6 +40,7 @@ WITH fresh AS (
     SELECT %(grp)s, {day}, message_id FROM batch ORDER BY message_id
         ON CONFLICT DO NOTHING RETURNING message_id)
 DELETE FROM batch WHERE NOT EXISTS (SELECT 1 FROM fresh WHERE fresh.message_id = batch.message_id)"""
+_HAS_FORGOTTEN: Final = "SELECT 1 FROM {groups} WHERE grp = %(grp)s AND forgotten_before IS NOT NULL"
 # After the ids went in: the table is locked against DROP by then, so no day can be forgotten between this and COMMIT.
 _FORGOTTEN: Final = """
 SELECT message_topic, message_part, message_offset, groups.forgotten_before FROM batch, {groups} AS groups
@@ -327,6 +328,9 @@ def _remember(cursor: psycopg.Cursor[Any], book: Book, *, suspect: bool) -> None
 
 
 def _too_old(cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:
+    # Most groups have forgotten nothing that could come again, and then no row has to be looked at.
+    if book.run(cursor, _HAS_FORGOTTEN).fetchone() is None:
+        return []
     rows = book.run(cursor, _FORGOTTEN).fetchall()
     why = "its id is of a day before {}, and such ids are no longer all remembered: it may have been applied before"
     return [((topic, part, offset), why.format(before)) for topic, part, offset, before in rows]
