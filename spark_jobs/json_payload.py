@@ -38,8 +38,8 @@ _DECIMAL: Final = re.compile(r"-?\d{1,60}(?:\.\d{1,60})?", re.ASCII)
 _FIELD: Final = re.compile(rb'"\s*:')
 # Numbers that VARIANT may not hold exactly: with an exponent, or very long.
 _DOUBTFUL: Final = re.compile(rb"[0-9][eE]|[0-9.]{19}")
-# Whole numbers that orjson may give as doubles.
-_LONG: Final = re.compile(rb"[0-9]{19}")
+# From here on a double may have been a whole number, which orjson has rounded.
+_HUGE: Final = 2.0**63
 _WIDE: Final = Context(prec=120)
 
 
@@ -90,7 +90,10 @@ def parse(value: bytes, *, exact: bool) -> dict[str, Any]:
         raise Problem("the payload is not JSON") from error
     if type(parsed) is not dict:
         raise Problem("the payload is not a JSON object")
-    if exact or len(_FIELD.findall(value)) != _count(parsed) or _LONG.search(value):
+    fields, huge = _look(parsed)
+    # A colon for each field, and more where texts have some: only then the dearer question whether one stands twice.
+    doubtful = value.count(b":") != fields and len(_FIELD.findall(value)) != fields
+    if exact or huge or doubtful:
         try:
             parsed = json.loads(value, object_pairs_hook=_once, parse_float=_decimal if exact else float)
         except (ValueError, RecursionError) as error:
@@ -115,18 +118,23 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return parsed
 
 
-def _count(parsed: dict[str, Any]) -> int:
-    """How many fields there are in all objects."""
+def _look(parsed: dict[str, Any]) -> tuple[int, bool]:
+    """How many fields there are in all objects; and whether a number may have been a whole one beyond 64 bits."""
     total = 0
+    huge = False
     stack: list[Any] = [parsed]
     while stack:
         item = stack.pop()
         if type(item) is dict:
             total += len(item)
-            stack.extend(inner for inner in item.values() if type(inner) is dict or type(inner) is list)
-        else:
-            stack.extend(inner for inner in item if type(inner) is dict or type(inner) is list)
-    return total
+            item = item.values()
+        for inner in item:
+            kind = type(inner)
+            if kind is dict or kind is list:
+                stack.append(inner)
+            elif kind is float and not -_HUGE < inner < _HUGE:
+                huge = True
+    return total, huge
 
 
 def _has_decimal(kind: t.DataType) -> bool:
