@@ -96,6 +96,8 @@ class _Live:
         self._bar.update(self._task, description="done")
         self.close()
         table = Table("topic", "read", "applied", "duplicates", "dead", "rows/s", "rounds", "seconds")
+        # A narrow terminal folds a topic's name: half of it would be no name.
+        table.columns[0].overflow = "fold"
         for column in table.columns[1:]:
             column.justify = "right"
         for topic, counts in topics.items():

@@ -51,7 +51,9 @@ class Desk:
         self.folder = folder
         (self.port,) = free_ports(1)
         (folder / "desk_job.py").write_text(JOB)
-        self.environment = os.environ | {
+        # Without the size that somebody else's terminal has: it would count for more than that of ours.
+        inherited = {name: value for name, value in os.environ.items() if name not in {"COLUMNS", "LINES"}}
+        self.environment = inherited | {
             "OUTBOX_DATABASE_URL": bench.database.url,
             "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bench.topics.bootstrap_servers,
             "OUTBOX_CONSUMER__METRICS_ADDRESS": f"127.0.0.1:{self.port}",
