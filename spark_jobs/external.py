@@ -25,7 +25,6 @@ against a call with that key that arrives after it.
 from __future__ import annotations
 
 import functools
-import importlib
 import math
 import os
 import queue
@@ -44,6 +43,7 @@ from psycopg import sql
 from psycopg.types.json import Jsonb
 
 from spark_jobs.errors import ConsumerError, ConsumerUnavailable, JobError
+from spark_jobs.job import find_declared
 from spark_jobs.reservations import Claim, Reservations, SqlEffect
 from spark_jobs.settling import Answer, Change, Rules, Step
 from spark_jobs.sink import clear_errors
@@ -567,14 +567,4 @@ def _answer(function: Callable[[Call], Any], call: Call) -> Answer:
 
 def find_external(spec: str) -> External:
     """Import ``MODULE:NAME`` and give the External there. Raises JobError saying what is missing."""
-    module_name, separator, name = spec.partition(":")
-    if not separator or not module_name or not name:
-        raise JobError(f"{spec!r}: name it as MODULE:NAME")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise JobError(f"{spec!r}: there is no module {error.name}; run from its folder or set PYTHONPATH") from error
-    external = getattr(module, name, None)
-    if not isinstance(external, External):
-        raise JobError(f"{spec!r}: {name} in {module_name} is {type(external).__name__}, not an External")
-    return external
+    return find_declared(spec, External, "name it as MODULE:NAME")

@@ -6,7 +6,7 @@ import importlib
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from spark_jobs.decoding import PROBLEM, Decoder, decoder_of
 from spark_jobs.effects import Insert, Upsert
@@ -36,6 +36,7 @@ META: Final = {
 KEPT: Final = ("message_id", "message_topic", "message_part", "message_offset", "message_tombstone")
 """Columns that a transform has to keep."""
 
+Declared = TypeVar("Declared")
 _TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 
 
@@ -137,14 +138,20 @@ class ConsumerJob:
 
 def find_job(spec: str) -> ConsumerJob:
     """Import ``MODULE:NAME`` and give the ConsumerJob there. Raises JobError saying what is missing."""
+    return find_declared(spec, ConsumerJob, "name the job as MODULE:NAME, as in spark_jobs.order_totals:job")
+
+
+def find_declared(spec: str, kind: type[Declared], usage: str) -> Declared:
+    """Import ``MODULE:NAME`` and give what is declared there. Raises JobError with ``usage``, or what is missing."""
     module_name, separator, name = spec.partition(":")
     if not separator or not module_name or not name:
-        raise JobError(f"{spec!r}: name the job as MODULE:NAME, as in spark_jobs.order_totals:job")
+        raise JobError(f"{spec!r}: {usage}")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         raise JobError(f"{spec!r}: there is no module {error.name}; run from its folder or set PYTHONPATH") from error
-    job = getattr(module, name, None)
-    if not isinstance(job, ConsumerJob):
-        raise JobError(f"{spec!r}: {name} in {module_name} is {type(job).__name__}, not a ConsumerJob")
-    return job
+    found = getattr(module, name, None)
+    if not isinstance(found, kind):
+        article = "an" if kind.__name__[0] in "AEIOU" else "a"
+        raise JobError(f"{spec!r}: {name} in {module_name} is {type(found).__name__}, not {article} {kind.__name__}")
+    return found

@@ -229,17 +229,7 @@ class Fingerprint:
         if self.time is None:
             return uuid8(digest)
         instant = F.lower(F.lpad(F.hex(F.unix_millis(F.col(self.time).cast("timestamp"))), 12, "0"))
-        return F.concat(
-            F.substring(instant, 1, 8),
-            F.lit("-"),
-            F.substring(instant, 9, 4),
-            F.lit("-7"),
-            F.substring(digest, 1, 3),
-            F.lit("-8"),
-            F.substring(digest, 4, 3),
-            F.lit("-"),
-            F.substring(digest, 7, 12),
-        )
+        return _uuid(instant, 7, digest)
 
     def reduce(self, cursor: psycopg.Cursor[Any], book: Book, *, suspect: bool) -> None:
         """Leave in ``batch`` only what was never applied."""
@@ -277,16 +267,23 @@ def uuid8(digest: Column) -> Column:
     """Give a UUID of version 8 (RFC 9562: contents of one's own) from a hash in hexadecimal digits."""
     from pyspark.sql import functions as F  # noqa: N812
 
+    return _uuid(digest, 8, F.substring(digest, 13, 18))
+
+
+def _uuid(head: Column, version: int, rest: Column) -> Column:
+    """Spell a UUID: the first 12 hexadecimal digits of ``head``, the version, the first 18 of ``rest``."""
+    from pyspark.sql import functions as F  # noqa: N812
+
     return F.concat(
-        F.substring(digest, 1, 8),
+        F.substring(head, 1, 8),
         F.lit("-"),
-        F.substring(digest, 9, 4),
+        F.substring(head, 9, 4),
+        F.lit(f"-{version}"),
+        F.substring(rest, 1, 3),
         F.lit("-8"),
-        F.substring(digest, 13, 3),
-        F.lit("-8"),
-        F.substring(digest, 16, 3),
+        F.substring(rest, 4, 3),
         F.lit("-"),
-        F.substring(digest, 19, 12),
+        F.substring(rest, 7, 12),
     )
 
 
