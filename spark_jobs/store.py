@@ -1,4 +1,4 @@
-"""The driver's side of the consumers' tables: take-over, new partitions, empty ranges, losses, partitions of days.
+"""The driver's side of the consumers' tables: take-over, new partitions, losses, dead letters, partitions of days.
 
 Every method is one short transaction on a connection of its own, so a database that restarts between rounds is met by
 the next call. Errors of the database pass through as psycopg raises them.
@@ -16,7 +16,7 @@ from spark_jobs import letters
 from spark_jobs.applying import Culprit
 from spark_jobs.errors import Fenced
 from spark_jobs.letters import Retried
-from spark_jobs.planner import Loss, Partition, Range, Stored
+from spark_jobs.planner import Loss, Partition, Stored
 from spark_jobs.retention import KEEP_DAYS, Memory, Upkeep
 from spark_jobs.strategies import column_types
 
@@ -33,10 +33,6 @@ _STORED: Final = (
 _ADD: Final = """
 INSERT INTO {offsets} (grp, topic, part, topic_id, next_offset, generation)
 VALUES (%(grp)s, %(topic)s, %(part)s, %(topic_id)s, 0, %(generation)s) ON CONFLICT DO NOTHING"""
-_MOVE_EMPTY: Final = """
-UPDATE {offsets} SET next_offset = %(end)s, updated_at = now()
- WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s
-   AND topic_id = %(topic_id)s AND next_offset = %(start)s AND generation = %(generation)s"""
 # One row for each place and kind until it is accepted. While the group stands, retention goes on: the row grows.
 _LOSS: Final = """
 INSERT INTO {losses} AS l (grp, topic, topic_id, part, first_offset, end_offset, kind, detail)
@@ -117,22 +113,6 @@ class Store:
             self._require(connection, generation)
             for topic, part in partitions:
                 self._run(connection, _ADD, topic=topic, part=part, topic_id=topic_ids[topic], generation=generation)
-
-    def move_empty(self, ranges: Mapping[Partition, Range], generation: int) -> None:
-        """Step over ranges in which there was nothing to apply. Raises Fenced."""
-        with self._connect() as connection:
-            self._require(connection, generation)
-            for (topic, part), span in sorted(ranges.items()):
-                self._run(
-                    connection,
-                    _MOVE_EMPTY,
-                    topic=topic,
-                    part=part,
-                    topic_id=span.topic_id,
-                    start=span.start,
-                    end=span.end,
-                    generation=generation,
-                )
 
     def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
         """Give the keys of the group's dead letters, with their topics."""

@@ -1,7 +1,7 @@
 """What Kafka loses, and moving groups by hand, on real Kafka and Postgres. The driver runs without Spark.
 
-As long as a round finds nothing to read or halts, it never touches its Spark session; ``Driver.read`` moves the offsets
-in the way a task does.
+As long as a round finds nothing to read or halts, it never touches its Spark session; ``Driver.read`` steps over what
+there is to read, as the driver does where nothing is to be applied.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from spark_jobs.job import ConsumerJob
 from spark_jobs.kafka import KafkaView, TopicMissing
 from spark_jobs.offsets import MoveRefused, NoSuchGroup, Offsets
 from spark_jobs.planner import Extent, Range
+from spark_jobs.rounds import Span, State
 from spark_jobs.runner import Options, Runner
 
 GROUP = "billing"
@@ -70,8 +71,8 @@ class Driver:
         """Have the group read a partition up to an offset."""
         store = self.runner._store
         here = store.stored([self.topic])[self.topic, part]
-        span = Range(here.topic_id, here.next_offset, end)
-        store.move_empty({(self.topic, part): span}, self.runner._begin())
+        span = Span({(self.topic, part): Range(here.topic_id, here.next_offset, end)}, {})
+        self.runner._rounds._step_over(span, State(), self.runner._begin())
         assert store.stored([self.topic])[self.topic, part].next_offset == end
 
     def delete_before(self, part: int, offset: int) -> None:
@@ -341,8 +342,9 @@ def test_setting_an_offset_fences_a_running_consumer_and_is_audited(driver):
     # The consumer that ran meanwhile: neither its rounds nor its tasks' statement go through, and it says who it was.
     with pytest.raises(Fenced, match=r"was taken over.*by outbox offsets, .*start this one again"):
         running._round({})
-    with pytest.raises(Fenced):
-        running._store.move_empty({(driver.topic, 0): Range(details["partitions"][0]["topic_id"], 4, 6)}, 1)
+    span = Span({(driver.topic, 0): Range(details["partitions"][0]["topic_id"], 4, 6)}, {})
+    with pytest.raises(Fenced, match="was taken over"):
+        running._rounds._step_over(span, State(), running._generation)
     [(generation,)] = driver.rows("SELECT DISTINCT generation FROM consumer.offsets")
     assert generation == driver.generation() == moved["generation"]
     driver.runner = driver.start()
