@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -79,8 +80,36 @@ class Raw:
         return rows.select(*kept, F.col("value").alias("payload"), F.lit(None).cast("string").alias(PROBLEM))
 
 
+class _Planned(ABC):
+    """What decoders share whose payloads a plan reads, be it in Spark or in the task."""
+
+    @property
+    @abstractmethod
+    def _fields(self) -> StructType | None:
+        """The columns; None for VARIANT."""
+
+    @property
+    @abstractmethod
+    def _plan(self) -> Plan: ...
+
+    def names(self) -> tuple[str, ...]:
+        """Give the fields' names, or ``payload`` for VARIANT. Raises JobError, and RegistryUnavailable."""
+        fields = self._fields
+        return ("payload",) if fields is None else tuple(fields.fieldNames())
+
+    def late(self) -> tuple[StructType, Plan] | None:
+        """Give the fields and the plan. None for VARIANT, which is Spark's to parse. See LateDecoder."""
+        fields = self._fields
+        return None if fields is None else (fields, self._plan)
+
+    def decode(self, rows: DataFrame) -> DataFrame:
+        """Add the fields."""
+        fields = self._fields
+        return _with_variant(rows, self._plan) if fields is None else _with(rows, fields, self._plan)
+
+
 @dataclass(frozen=True)
-class Json:
+class Json(_Planned):
     """A JSON object.
 
     schema   Spark DDL of its fields, as ``"order_id string NOT NULL, amount decimal(12,2)"``; or ``"variant"``: any
@@ -106,19 +135,13 @@ class Json:
     def _policy(self) -> Policy:
         return Policy(self.unknown, self.missing, self.wrong)
 
-    def names(self) -> tuple[str, ...]:
-        """Give the fields' names, or ``payload`` for VARIANT."""
-        declared = _declared(self.schema)
-        return ("payload",) if declared is None else tuple(declared.fieldNames())
+    @cached_property
+    def _fields(self) -> StructType | None:
+        return _declared(self.schema)
 
-    def late(self) -> tuple[StructType, Plan] | None:
-        """Give the fields and the plan. None for VARIANT."""
-        declared = _declared(self.schema)
-        return None if declared is None else (declared, _JsonPlan(declared, self._policy))
-
-    def decode(self, rows: DataFrame) -> DataFrame:
-        """Add the fields."""
-        return _with_json(rows, _declared(self.schema), _JsonPlan(_declared(self.schema), self._policy))
+    @property
+    def _plan(self) -> Plan:
+        return _JsonPlan(self._fields, self._policy)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +156,7 @@ class _JsonPlan:
 
 
 @dataclass(frozen=True)
-class JsonSchema:
+class JsonSchema(_Planned):
     """A JSON object that names a schema in a registry.
 
     registry  its URL, or a Registry with credentials and more.
@@ -157,29 +180,19 @@ class JsonSchema:
     def _policy(self) -> Policy:
         return Policy(self.unknown, self.missing, self.wrong)
 
-    def names(self) -> tuple[str, ...]:
-        """Give the fields' names, or ``payload`` for VARIANT."""
-        declared = _declared(self.schema)
-        return ("payload",) if declared is None else tuple(declared.fieldNames())
+    @cached_property
+    def _fields(self) -> StructType | None:
+        return _declared(self.schema)
 
-    def late(self) -> tuple[StructType, Plan] | None:
-        """Give the fields and the plan. None for VARIANT."""
+    @property
+    def _plan(self) -> Plan:
         from spark_jobs.json_schema_payload import Plan as SchemaPlan
 
-        declared = _declared(self.schema)
-        plan = SchemaPlan(declared, _registry(self.registry), self.validate, self._policy)
-        return None if declared is None else (declared, plan)
-
-    def decode(self, rows: DataFrame) -> DataFrame:
-        """Add the fields."""
-        from spark_jobs.json_schema_payload import Plan
-
-        declared = _declared(self.schema)
-        return _with_json(rows, declared, Plan(declared, _registry(self.registry), self.validate, self._policy))
+        return SchemaPlan(self._fields, _registry(self.registry), self.validate, self._policy)
 
 
 @dataclass(frozen=True)
-class Avro:
+class Avro(_Planned):
     """An Avro record; its fields are the columns.
 
     registry       URL, or a Registry: every message names the schema that it was written with.
@@ -236,21 +249,9 @@ class Avro:
     def _fields(self) -> StructType:
         return self._plan.fields()
 
-    def names(self) -> tuple[str, ...]:
-        """Give the record's fields. Raises JobError, and RegistryUnavailable."""
-        return tuple(self._fields.fieldNames())
-
-    def late(self) -> tuple[StructType, Plan] | None:
-        """Give the fields and the plan. See LateDecoder."""
-        return self._fields, self._plan
-
-    def decode(self, rows: DataFrame) -> DataFrame:
-        """Add the record's fields."""
-        return _with(rows, self._fields, self._plan)
-
 
 @dataclass(frozen=True)
-class Protobuf:
+class Protobuf(_Planned):
     """A Protobuf message; its fields are the columns.
 
     registry    URL, or a Registry: every message names its schema, and is a dead letter unless it is of ``message``.
@@ -307,18 +308,6 @@ class Protobuf:
     def _fields(self) -> StructType:
         return self._plan.fields()
 
-    def names(self) -> tuple[str, ...]:
-        """Give the message's fields. Raises JobError, and RegistryUnavailable."""
-        return tuple(self._fields.fieldNames())
-
-    def late(self) -> tuple[StructType, Plan] | None:
-        """Give the fields and the plan. See LateDecoder."""
-        return self._fields, self._plan
-
-    def decode(self, rows: DataFrame) -> DataFrame:
-        """Add the message's fields."""
-        return _with(rows, self._fields, self._plan)
-
 
 def decoder_of(schema: str | Decoder | None) -> Decoder:
     """Give the decoder that a job's ``schema`` stands for. Raises JobError."""
@@ -351,12 +340,11 @@ def _avro(schema: str | Mapping[str, Any]) -> Schema:
     return Schema("AVRO", schema if isinstance(schema, str) else json.dumps(schema))
 
 
-def _with_json(rows: DataFrame, declared: StructType | None, plan: Callable[[], Reader]) -> DataFrame:
+def _with_variant(rows: DataFrame, plan: Plan) -> DataFrame:
+    """Add a payload that the plan gives as text, parsed to VARIANT."""
     from pyspark.sql import functions as F  # noqa: N812
     from pyspark.sql.types import StringType, StructType
 
-    if declared is not None:
-        return _with(rows, declared, plan)
     text = _with(rows, StructType().add("payload", StringType()), plan)
     parsed = F.try_parse_json(F.col("payload"))
     unfit = F.col(PROBLEM).isNull() & F.col("payload").isNotNull() & parsed.isNull()
@@ -365,8 +353,8 @@ def _with_json(rows: DataFrame, declared: StructType | None, plan: Callable[[], 
     ).withColumn("payload", parsed)
 
 
-def _with(rows: DataFrame, fields: StructType, plan: Callable[[], Reader]) -> DataFrame:
-    """Add a plan's columns. ``plan`` is sent to the executors, and called once in each task."""
+def _with(rows: DataFrame, fields: StructType, plan: Plan) -> DataFrame:
+    """Add a plan's columns."""
     import pyarrow as pa
     from pyspark.sql import functions as F  # noqa: N812
     from pyspark.sql.pandas.functions import arrow_udf
