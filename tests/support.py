@@ -1,4 +1,7 @@
-"""What several tests need: a load of business transactions, and a checker that holds the topic against them."""
+"""What several tests need: a load of business transactions, and a checker that holds the topic against them.
+
+Fixtures in here are for import.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,17 @@ from collections.abc import Callable, Iterable
 from typing import Any, Self
 
 import psycopg
+import pytest
 
 from outbox import Event, Outbox
 from outbox.testing._process import patience
+
+
+@pytest.fixture
+def order(outbox_kafka):
+    """An aggregate type, and its topic of three partitions."""
+    kind = outbox_kafka.name("Order")
+    return kind, outbox_kafka.create_topic(f"{kind.lower()}-events", 3)
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "the condition") -> Any:
@@ -36,6 +47,11 @@ def backlog(url: str) -> int:
             return connection.execute("SELECT count(*) FROM outbox.events").fetchone()[0]
     except psycopg.OperationalError:
         return -1
+
+
+def drained(url: str, seconds: float = 60.0) -> None:
+    """Wait until all events are published."""
+    wait_until(lambda: backlog(url) == 0, seconds, "the outbox to drain")
 
 
 def caught_up(url: str) -> None:
@@ -95,6 +111,11 @@ class Load:
             thread.join(60)
         if self._error is not None:
             raise self._error
+
+    def drain(self, seconds: float = 60.0) -> None:
+        """Finish, and wait until all events are published."""
+        self.stop()
+        drained(self._url, seconds)
 
     def committed(self) -> int:
         """How many events are committed."""

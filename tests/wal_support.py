@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from support import Load, backlog, wait_until
+from support import Load, wait_until
 
 from relay.cdc import Cdc, Status
 from relay.config import SourceKind
@@ -29,13 +29,6 @@ def wal(outbox_kafka) -> dict[str, Any]:
         "relay__lease_seconds": 1.0,
         "relay__batch_size": 50,
     }
-
-
-@pytest.fixture
-def order(outbox_kafka):
-    """An aggregate type, and its topic of three partitions."""
-    kind = outbox_kafka.name("Order")
-    return kind, outbox_kafka.create_topic(f"{kind.lower()}-events", 3)
 
 
 def run_outbox(url: str, settings: Mapping[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -82,11 +75,6 @@ def to_wal(url: str, settings: Mapping[str, Any]) -> None:
 def streaming(url: str) -> bool:
     with psycopg.connect(url, autocommit=True) as connection:
         return connection.execute("SELECT bool_and(streaming) FROM outbox.lanes").fetchone()[0]
-
-
-def drained(load: Load, url: str, seconds: float = 60.0) -> None:
-    load.stop()
-    wait_until(lambda: backlog(url) == 0, seconds, "the outbox to drain")
 
 
 def sources(url: str) -> set[tuple[str, str | None]]:

@@ -15,10 +15,12 @@ import psycopg
 import pytest
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
-from support import Load, backlog, caught_up, check, owners, wait_until
+from support import Load, backlog, caught_up, check, order, owners, wait_until
 
 from relay import db
 from relay.failpoints import VARIABLE
+
+__all__ = ["order"]
 
 AT_LEAST_ONCE = [
     "batch.fetched",
@@ -62,18 +64,6 @@ def back_soon(exactly_once):
     return exactly_once | {"relay__max_backoff_seconds": 0.5, "kafka__reconnect_backoff_max_ms": 500}
 
 
-@pytest.fixture
-def order(outbox_kafka):
-    """An aggregate type, and its topic of three partitions."""
-    kind = outbox_kafka.name("Order")
-    return kind, outbox_kafka.create_topic(f"{kind.lower()}-events", 3)
-
-
-def drained(load: Load, url: str, seconds: float = 60.0) -> None:
-    load.stop()
-    wait_until(lambda: backlog(url) == 0, seconds, "the outbox to drain")
-
-
 def failing(points: str) -> dict[str, str]:
     return {VARIABLE: points}
 
@@ -95,7 +85,7 @@ def test_killed_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, exact
             relay = outbox_relay(env=failing(f"{point}=kill@{nth}"), **settings)
             assert relay.wait(40) == -signal.SIGKILL, point
         outbox_relay(**settings)
-        drained(load, url)
+        load.drain()
     repeats = check(url, outbox_kafka.consume(topic))
     if delivery == "exactly-once":
         assert repeats == 0
@@ -130,7 +120,7 @@ def test_stopped_at_every_step_and_woken_after_the_take_over(
             sleeper.kill()
             other.kill()
         outbox_relay(**exactly_once)
-        drained(load, url)
+        load.drain()
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
@@ -142,7 +132,7 @@ def test_errors_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, exact
         relay = outbox_relay(env=failing(points), **exactly_once)
         for point in EXACTLY_ONCE[1:]:
             relay.wait_for_log(f"failpoint {point}", 60)
-        drained(load, url)
+        load.drain()
         assert relay.running
     assert check(url, outbox_kafka.consume(topic)) == 0
 
@@ -169,7 +159,7 @@ def test_a_storm_of_take_overs(outbox_postgres, outbox_kafka, outbox_relay, exac
                 relays[victim] = outbox_relay(**exactly_once)
         for sleeper in asleep:
             relays[sleeper].resume()
-        drained(load, url)
+        load.drain()
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
@@ -185,7 +175,7 @@ def test_the_broker_is_killed_in_the_middle_of_commits(outbox_postgres, private_
             wait_until(lambda goal=goal: load.committed() > goal, what="some load")
             cluster.kill_broker(0)
             cluster.start_broker(0)
-        drained(load, url, 90)
+        load.drain(90)
         assert relay.running
     assert check(url, topics.consume("order-events")) == 0
 
@@ -206,7 +196,7 @@ def test_three_brokers_of_which_one_is_killed_and_then_all(outbox_postgres, priv
         caught_up(url)
         cluster.kill()
         cluster.start()
-        drained(load, url, 120)
+        load.drain(120)
         assert [relay.running for relay in relays] == [True, True]
     assert check(url, topics.consume("order-events", timeout=60)) == 0
     state = AdminClient({"bootstrap.servers": cluster.bootstrap_servers}).list_topics(timeout=30)
@@ -234,7 +224,7 @@ def test_postgres_loses_commits_that_it_never_flushed(
             )
             server.kill()
             server.start()
-        drained(load, database.url)
+        load.drain()
     assert check(database.url, outbox_kafka.consume(topic)) == 0
 
 
@@ -251,7 +241,7 @@ def test_a_transaction_that_times_out_is_done_again(outbox_postgres, private_kaf
         # Which call is the first to learn of it differs.
         relay.wait_for_log("waiting for a server", 60)
         relay.wait_for_log("publishing again", 60)
-        drained(load, url)
+        load.drain()
     assert check(url, topics.consume("order-events")) == 0
 
 
@@ -300,7 +290,7 @@ def test_a_state_topic_that_lost_its_markers_stops_the_lanes(
     status, repaired = reconcile(url, outbox_kafka, exactly_once, "--apply", "--reason", "a test took the topic")
     assert status == 0
     assert {state["lane"] for state in repaired["repaired"]} == {0, 1, 2, 3}
-    drained(load, url)
+    load.drain()
     assert check(url, outbox_kafka.consume(topic)) == 0
     assert reconcile(url, outbox_kafka, exactly_once)[0] == 0
     with psycopg.connect(url) as connection:
@@ -338,7 +328,7 @@ def test_rows_that_postgres_lost_stop_the_lane_until_it_is_reconciled(
         assert status == 1
         assert "Postgres has lost" in states["lanes"][0]["problem"]
         assert reconcile(url, outbox_kafka, exactly_once, "--apply", "--reason", "a failover")[0] == 0
-        drained(load, url)
+        load.drain()
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
@@ -372,7 +362,7 @@ def test_two_outboxes_that_share_a_name_are_kept_apart(
         second = outbox_relay(database_url=other.url, **exactly_once)
         second.wait_for_log("OUTBOX_NAME")
         second.kill()
-        drained(load, url)
+        load.drain()
         assert first.running
 
 
@@ -390,5 +380,5 @@ def test_deliveries_can_be_changed_between_clean_stops(
             relay.terminate()
             assert relay.wait() == 0, relay.log()
         outbox_relay(**exactly_once)
-        drained(load, url)
+        load.drain()
     assert check(url, outbox_kafka.consume(topic)) == 0

@@ -23,7 +23,7 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 from psycopg import sql
-from support import backlog, wait_until
+from support import backlog, drained, wait_until
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
@@ -91,10 +91,6 @@ def dead(url: str) -> list[str]:
 
 def wait_for_dead(url: str, *names: str) -> None:
     wait_until(lambda: dead(url) == list(names), 60, what=f"dead letters {names}")
-
-
-def drained(url: str) -> None:
-    wait_until(lambda: backlog(url) == 0, what="the outbox to drain")
 
 
 def outbox(url: str, *arguments: str) -> Any:

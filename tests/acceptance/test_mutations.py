@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import psycopg
 import pytest
-from support import Load, backlog, caught_up, check, owners, wait_until
+from support import Load, backlog, caught_up, check, drained, owners, wait_until
 
 from relay.failpoints import VARIABLE
 
@@ -106,5 +106,5 @@ def test_a_database_that_loses_commits(private_postgres, outbox_kafka, outbox_re
             # A lane that stopped because Postgres went back must not hide what was published before.
             connection.execute("UPDATE outbox.lanes SET last_batch = NULL")
         outbox_relay(database_url=database.url, **settings)
-        wait_until(lambda: backlog(database.url) == 0, 60, "the outbox to drain")
+        drained(database.url)
     assert verdict(database.url, outbox_kafka.consume(topic)) == expected

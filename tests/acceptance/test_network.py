@@ -17,7 +17,7 @@ from proxy import (
     drop_response,
     duplicate_request,
 )
-from support import Load, backlog, caught_up, check, wait_until
+from support import Load, caught_up, check, wait_until
 
 from outbox.testing._ports import free_ports
 from outbox.testing.fixtures import Topics
@@ -72,8 +72,7 @@ def test_requests_that_are_lost_late_or_doubled(outbox_postgres, outbox_relay, n
                 proxy.on(api_key, action)
                 proxy.wait_seen(api_key, seen + 3)
             proxy.wait_done()
-            load.stop()
-            wait_until(lambda: backlog(url) == 0, 90, "the outbox to drain")
+            load.drain(90)
             assert relay.running
         assert len(proxy.fired) >= len(rules)
         assert check(url, topics.consume(topic)) == 0
@@ -118,8 +117,7 @@ def test_a_network_that_swallows_everything_for_a_while(outbox_postgres, outbox_
             relay.wait_for_log("waiting for a server")
             proxy.heal()
             relay.wait_for_log("publishing again", 90)
-            load.stop()
-            wait_until(lambda: backlog(url) == 0, 90, "the outbox to drain")
+            load.drain(90)
         assert check(url, topics.consume(topic)) == 0
         relay.terminate()
         assert relay.wait() == 0

@@ -24,11 +24,6 @@ def check_delivery(delivery, url, messages) -> None:
         assert repeats == 0
 
 
-def drained(load: Load, url: str, seconds: float = 60.0) -> None:
-    load.stop()
-    wait_until(lambda: backlog(url) == 0, seconds, "the outbox to drain")
-
-
 def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay, delivery):
     url, kind = outbox_postgres.url, outbox_kafka.name("Order")
     topic = f"{kind.lower()}-events"
@@ -50,7 +45,7 @@ def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay, deli
         second.kill()
         wait_until(lambda: list(owners(url).values()) == [4], what="the last relay with all lanes")
         wait_until(lambda: load.committed() > before + 100, what="more load")
-        drained(load, url)
+        load.drain()
     check_delivery(delivery, url, outbox_kafka.consume(topic))
 
 
@@ -70,7 +65,7 @@ def test_relays_killed_at_random(outbox_postgres, outbox_kafka, outbox_relay, de
             wait_until(lambda goal=goal: load.committed() >= goal, what="some load")
             relays[victim].kill()
             relays[victim] = outbox_relay(**settings)
-        drained(load, url)
+        load.drain()
     check_delivery(delivery, url, outbox_kafka.consume(topic))
 
 
@@ -90,7 +85,7 @@ def test_a_relay_that_slept_past_its_lease_settles_nothing(outbox_postgres, outb
         sleeper.resume()
         sleeper.wait_for_log("lane lost")
         wait_until(lambda: sorted(owners(url).values()) == [2, 2], what="both with two lanes")
-        drained(load, url)
+        load.drain()
     check(url, outbox_kafka.consume(topic))
 
 
@@ -114,7 +109,7 @@ def test_the_broker_restarts_under_load(outbox_postgres, private_kafka, outbox_r
         assert backlog(url) > 0
         cluster.start_broker(0)
         relay.wait_for_log("publishing again", 60)
-        drained(load, url)
+        load.drain()
         assert relay.running
     check(url, topics.consume("order-events"))
 
@@ -136,7 +131,7 @@ def test_postgres_is_killed_under_load(private_postgres, outbox_kafka, outbox_re
         wait_until(lambda: load.committed() > goal, what="load after the crash")
         server.restart()
         wait_until(lambda: load.committed() > goal + 300, what="load after the restart")
-        drained(load, database.url)
+        load.drain()
         assert relay.running
     check(database.url, outbox_kafka.consume(topic))
 
@@ -151,7 +146,7 @@ def test_a_missing_topic_is_an_error_that_says_so_and_nothing_is_lost(outbox_pos
     assert "OUTBOX_CREATE_TOPICS" in relay.log()
     assert backlog(outbox_postgres.url) == load.committed()
     outbox_kafka.create_topic(topic, 2)
-    drained(load, outbox_postgres.url)
+    load.drain()
     check(outbox_postgres.url, outbox_kafka.consume(topic))
 
 
@@ -170,7 +165,7 @@ def test_a_relay_finishes_what_is_in_flight_and_frees_its_lanes_on_sigterm(
             assert connection.execute("SELECT count(*) FROM outbox.relays").fetchone() == (0,)
     # What was sent was also settled: after a clean stop another relay repeats nothing.
     outbox_relay(**delivery)
-    drained(load, url)
+    load.drain()
     assert check(url, outbox_kafka.consume(f"{kind.lower()}-events")) == 0
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from support import Load, check, wait_until
-from wal_support import done, drained, order, streaming, to_wal, wal
+from support import Load, check, order, wait_until
+from wal_support import done, streaming, to_wal, wal
 
 __all__ = ["order", "wal"]
 
@@ -22,7 +22,7 @@ def test_events_stream_in_order(outbox_postgres, outbox_kafka, outbox_relay, wal
         wait_until(lambda: streaming(url), 30, "the lanes to stream")
         goal = load.committed() + 500
         wait_until(lambda: load.committed() > goal, what="load while streaming")
-        drained(load, url)
+        load.drain()
         relay.terminate()
         assert relay.wait() == 0
     assert check(url, outbox_kafka.consume(topic)) == 0

@@ -15,8 +15,8 @@ import psycopg
 import pytest
 from proxy import TcpProxy
 from standby import Standby, ask, either, require_standby, set_parameter
-from support import Load, backlog, check, wait_until
-from wal_support import cdc, done, drained, more, order, run_outbox, to_wal, wal
+from support import Load, backlog, check, order, wait_until
+from wal_support import cdc, done, more, run_outbox, to_wal, wal
 
 from outbox import Event, Outbox
 from relay import db
@@ -134,7 +134,7 @@ def test_a_synchronous_standby_that_has_the_slot_goes_on(
             more(load, 100)
             wait_until(lambda: read_by_relay(both), what="the lanes to stream again")
             more(load, 100)
-            drained(load, both)
+            load.drain()
         assert relay.running
         assert "lane stopped" not in relay.log()
         assert ask(both, "SELECT timeline FROM outbox.streams") == 2
@@ -291,7 +291,7 @@ def test_a_slot_that_the_failover_left_behind(
             done(both, settings, "cdc", "setup", "--repair", "--reason", "the slot was left behind")
             wait_until(lambda: read_by_relay(both), what="the lanes to stream")
             more(load, 50)
-            drained(load, both)
+            load.drain()
         assert waiting.running
         assert check(both, outbox_kafka.consume(topic)) == 0
         assert ask(both, "SELECT timeline FROM outbox.streams") == 2
@@ -322,7 +322,7 @@ def test_a_slot_that_has_lost_its_wal(private_postgres, outbox_kafka, outbox_rel
         done(url, settings, "cdc", "setup", "--repair", "--reason", "the relay was away for long")
         wait_until(lambda: read_by_relay(url), what="the lanes to stream")
         more(load, 100)
-        drained(load, url)
+        load.drain()
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 

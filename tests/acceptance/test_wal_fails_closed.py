@@ -10,8 +10,8 @@ import orjson
 import psycopg
 import pytest
 from psycopg import sql
-from support import Load, backlog, caught_up, check, wait_until
-from wal_support import cdc, drained, more, order, run_outbox, set_up, streaming, to_wal, wal
+from support import Load, backlog, caught_up, check, order, wait_until
+from wal_support import cdc, more, run_outbox, set_up, streaming, to_wal, wal
 
 from outbox.testing.fixtures import migrate, token
 from relay.cdc import CdcRefused
@@ -145,7 +145,7 @@ def test_what_happens_to_slots(stage, outbox_kafka, order):
         stage.start()
         stage.says("is gone: somebody dropped it", REPAIR)
         stage.repair()
-        drained(load, stage.url)
+        load.drain()
     assert stage.problem() is None
     assert check(stage.url, outbox_kafka.consume(topic)) == 0
 
@@ -201,7 +201,7 @@ def test_what_happens_to_publications(stage, outbox_kafka, order):
         stage.start()
         stage.says("publication 'outbox_relay' was changed", REPAIR)
         stage.repair()
-        drained(load, stage.url)
+        load.drain()
     assert stage.problem() is None
     assert check(stage.url, outbox_kafka.consume(topic)) == 0
 
@@ -226,7 +226,7 @@ def test_what_happens_to_the_table(stage, outbox_kafka, order):
         assert said["level"] == "warning"
         stage.admin.execute("ALTER TABLE outbox.events RENAME COLUMN made_at TO created_at")
         stage.relay.wait_for_log("publishing again")
-        drained(load, stage.url)
+        load.drain()
         stage.is_streaming()
     assert check(stage.url, outbox_kafka.consume(topic)) == 0
     # The table is renamed; what is written meanwhile stands in it.
@@ -275,7 +275,7 @@ def test_an_outbox_that_is_polled_or_not_set_up(outbox_postgres, outbox_kafka, o
             more(load, 20)
             set_up(url, wal)
             wait_until(lambda: streaming(url), 30, "the lanes to stream")
-            drained(load, url)
+            load.drain()
     relay.terminate()
     assert relay.wait() == 0
     assert check(url, outbox_kafka.consume(topic)) == 0
@@ -322,7 +322,7 @@ def test_a_server_without_logical_wal(private_postgres, outbox_kafka, outbox_rel
         more(load, 20)
         set_up(url, wal)
         wait_until(lambda: streaming(url), 30, "the lanes to stream")
-        drained(load, url)
+        load.drain()
     relay.terminate()
     assert relay.wait() == 0
     assert check(url, outbox_kafka.consume(topic)) == 0

@@ -24,8 +24,8 @@ from acceptance.test_failures import (
     test_a_relay_killed_while_it_records_a_dead_letter_leaves_nothing_half_done,
     test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on,
 )
-from support import Load, backlog, check, wait_until
-from wal_support import done, drained, more, order, streaming, to_wal, wal
+from support import Load, check, drained, order, wait_until
+from wal_support import done, more, streaming, to_wal, wal
 
 from outbox import Event, Outbox
 from outbox._message import message_prefix
@@ -124,7 +124,7 @@ def used_up(load: Load, url: str, settings: dict[str, Any]) -> None:
     rows(url, "SELECT pg_logical_emit_message(false, 'filler', repeat('x', 20000))")
     there = "SELECT confirmed_flush_lsn >= %s::pg_lsn FROM pg_replication_slots WHERE slot_name = %s"
     wait_until(lambda: rows(url, there, target, settings["wal__slot"]) == [(True,)], 60, "the stream to be used up")
-    wait_until(lambda: backlog(url) == 0, 60, "the outbox to drain")
+    drained(url)
 
 
 # --- refused events --------------------------------------------------------------------------------------------------
@@ -156,7 +156,7 @@ def test_a_missing_topic_holds_up_its_keys_and_then_the_lanes_stream_again(
         wait_until(lambda: streaming(url), 30, "the lanes to stream again")
         add(url, event(late, "a4"))
         more(load, 50)
-        drained(load, url)
+        load.drain()
     assert check(url, outbox_kafka.consume(topic)) == 0
     arrived = names(outbox_kafka.consume(f"{late.lower()}-events"))
     assert [name for name in arrived if name[0] == "a"] == ["a1", "a2", "a3", "a4"]
@@ -266,7 +266,7 @@ def test_an_event_without_a_row_behind_a_refused_one_is_published_once(url, outb
     add(url, event("Good", "b2"))
     assert names(outbox_kafka.consume(good, 2)) == ["b1", "b2"]
     assert names(outbox_kafka.consume(late, 1)) == ["a1"]
-    wait_until(lambda: backlog(url) == 0, what="the outbox to drain")
+    drained(url)
     assert names(outbox_kafka.consume(good)) == ["b1", "b2"]
 
 

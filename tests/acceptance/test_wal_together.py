@@ -9,8 +9,8 @@ import signal
 
 import psutil
 import psycopg
-from support import Load, backlog, caught_up, check, owners, wait_until
-from wal_support import drained, held_by, more, order, set_up, status, streaming, switch, to_wal, wal
+from support import Load, backlog, caught_up, check, drained, order, owners, wait_until
+from wal_support import held_by, more, set_up, status, streaming, switch, to_wal, wal
 
 from relay.failpoints import VARIABLE
 from relay.wal import lsn_text
@@ -35,7 +35,7 @@ def test_switching_under_load_repeats_nothing(outbox_postgres, outbox_kafka, out
             switch(url, settings, "polling")
             wait_until(lambda: held_by(url, "polling", "polls"), 30, "the lanes to be polled")
             more(load, 100)
-        drained(load, url)
+        load.drain()
         for relay in (polling, reading):
             relay.terminate()
             assert relay.wait() == 0
@@ -64,7 +64,7 @@ def test_switching_while_relays_are_killed(outbox_postgres, outbox_kafka, outbox
                 heir.kill()
         switch(url, settings, "polling", leave_messages=True)
         outbox_relay(**settings | {"source": "polling"})
-        drained(load, url)
+        load.drain()
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
@@ -92,7 +92,7 @@ def test_standbys_wait_and_take_over(outbox_postgres, outbox_kafka, outbox_relay
         caught_up(url)
         sleeper.resume()
         sleeper.wait_for_log("lane lost")
-        drained(load, url)
+        load.drain()
         assert psutil.pid_exists(sleeper.pid)
     assert check(url, outbox_kafka.consume(topic)) == 0
 
@@ -128,7 +128,7 @@ def test_servers_are_killed(private_postgres, private_kafka, outbox_relay, wal):
                 server.kill()
                 server.start()
         more(load, 80)
-        drained(load, url, 90)
+        load.drain(90)
         assert relay.running
     assert check(url, topics.consume("order-events", timeout=60)) == 0
 
@@ -161,7 +161,7 @@ def test_a_huge_transaction_is_not_held_whole(outbox_postgres, outbox_kafka, out
     wait_until(half, 60, "half of it to be published")
     relay.kill()
     outbox_relay(**settings)
-    wait_until(lambda: backlog(url) == 0, 60, "the outbox to drain")
+    drained(url)
     seen: dict[bytes, list[int]] = {}
     for message in outbox_kafka.consume(topic, timeout=60):
         seen.setdefault(message.key(), []).append(json.loads(message.value())["n"])
@@ -189,7 +189,7 @@ def test_commit_order_is_kept_across_a_restart(outbox_postgres, outbox_kafka, ou
         late.commit()
         early.commit()
     outbox_relay(**wal)
-    wait_until(lambda: backlog(url) == 0, 30, "the outbox to drain")
+    drained(url)
     assert [json.loads(message.value())["n"] for message in outbox_kafka.consume(topic)] == [1, 2, 3]
 
 

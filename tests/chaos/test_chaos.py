@@ -12,7 +12,7 @@ import time
 from collections import Counter
 
 import pytest
-from support import Load, backlog, check, wait_until
+from support import Load, check, drained, wait_until
 from wal_support import to_wal
 
 from relay.failpoints import NAMES, VARIABLE
@@ -104,7 +104,7 @@ def test_chaos(private_postgres, private_kafka, outbox_relay, source, delivery, 
             chaos.strike()
         load.stop()
         chaos.end()
-        wait_until(lambda: backlog(database.url) == 0, 180, "the outbox to drain")
+        drained(database.url, 180)
     messages = topics.consume("order-events", timeout=180)
     repeats = check(database.url, messages)
     print(f"{source}, {delivery}, {brokers} brokers: {len(messages)} messages, {repeats} repeats, {dict(chaos.done)}")

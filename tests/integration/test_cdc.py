@@ -10,9 +10,9 @@ import orjson
 import psycopg
 import pytest
 from psycopg import sql
-from support import wait_until
+from support import order, wait_until
 from typer.testing import CliRunner
-from wal_support import cdc, order, streaming, wal
+from wal_support import cdc, streaming, wal
 
 from outbox import Event, Outbox
 from outbox.errors import SchemaError

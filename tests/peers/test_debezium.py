@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from peers.connect import Worker
 from psycopg import sql
-from support import Load, backlog, check, wait_until
+from support import Load, check, wait_until
 
 from outbox import Event, Outbox
 
@@ -266,8 +266,7 @@ def test_there_and_back_under_load(outbox_postgres, outbox_kafka, outbox_relay, 
         outbox_kafka.consume(topic, count=more(load))
         debezium.worker.delete(name)
         debezium.run("pg_drop_replication_slot")
-        load.stop()
-        wait_until(lambda: backlog(url) == 0, 60, "the outbox to drain")
+        load.drain()
     # Nothing lost, in order per key. The slot knows whole transactions only, of four events at most with this load: of
     # the one that was under way when the connector stopped, what was published is published again.
     assert check(url, outbox_kafka.consume(topic)) <= 4
@@ -292,8 +291,7 @@ def test_debezium_is_killed_and_we_take_over(outbox_postgres, outbox_kafka, outb
             debezium.run("pg_logical_slot_peek_binary_changes")
             outbox_relay()
             more(load)
-            load.stop()
-            wait_until(lambda: backlog(url) == 0, 60, "the outbox to drain")
+            load.drain()
     check(url, outbox_kafka.consume(topic))
 
 
