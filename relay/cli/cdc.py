@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outbox.errors import ConfigurationError
-from relay.cli.common import failing_clearly, print_json
+from relay.cli.common import AsJson, DatabaseUrl, failing_clearly, print_json, require_reason
 from relay.config import load
 
 if TYPE_CHECKING:
@@ -18,22 +18,20 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Set the WAL up as the source of the outbox.", no_args_is_help=True)
 
-_Url = Annotated[str | None, typer.Option(help="OUTBOX_DATABASE_URL")]
-
 
 @app.command()
 @failing_clearly
 def setup(
     repair: Annotated[bool, typer.Option("--repair", help="Make the slot anew after it lost events.")] = False,
     reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
-    database_url: _Url = None,
+    database_url: DatabaseUrl = None,
 ) -> None:
     """Make the publication and the slot. Then: `outbox relay switch wal`, with relays of OUTBOX_SOURCE=wal running.
 
     Needs the rights of the tables' owner, CREATE on the database, and REPLICATION.
     """
-    if repair and not (reason or "").strip():
-        raise ConfigurationError("--reason: say what happened; it is kept in the audit")
+    if repair:
+        require_reason(reason, "what happened; it is kept in the audit")
     with _cdc(database_url) as (cdc, settings):
         if repair:
             cdc.repair(reason or "")
@@ -48,8 +46,8 @@ def setup(
 @app.command()
 @failing_clearly
 def status(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    database_url: _Url = None,
+    as_json: AsJson = False,
+    database_url: DatabaseUrl = None,
 ) -> None:
     """Show where the stream stands. Exit status 1 when it is not whole, or keeps more WAL than the limit."""
     with _cdc(database_url) as (cdc, settings):
@@ -70,7 +68,7 @@ def status(
 @failing_clearly
 def drop(
     slot: Annotated[str, typer.Option("--slot", prompt="Type the slot's name to drop it", help="Its name, typed.")],
-    database_url: _Url = None,
+    database_url: DatabaseUrl = None,
 ) -> None:
     """Drop slot and publication. Events without a row that were not read yet are lost with them."""
     with _cdc(database_url) as (cdc, settings):

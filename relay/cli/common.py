@@ -1,18 +1,26 @@
-"""What the commands share: errors as one clear line, and a JSON object as the last line of stdout."""
+"""What the commands share: options, errors as one clear line, and a JSON object as the last line of stdout."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any, ParamSpec, TypeVar
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
 
 import orjson
 import typer
 
 from outbox.errors import ConfigurationError, OutboxError
 
+if TYPE_CHECKING:
+    from rich.console import Console
+
 P = ParamSpec("P")
 R = TypeVar("R")
+
+DatabaseUrl = Annotated[str | None, typer.Option("--database-url", help="OUTBOX_DATABASE_URL")]
+SinkUrl = Annotated[str | None, typer.Option("--database-url", help="The sink's database; OUTBOX_DATABASE_URL")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def failing_clearly(command: Callable[P, R]) -> Callable[P, R]:
@@ -32,6 +40,25 @@ def failing_clearly(command: Callable[P, R]) -> Callable[P, R]:
     return wrapper
 
 
-def print_json(values: Mapping[str, Any]) -> None:
-    """Print one object on a line of its own."""
-    typer.echo(orjson.dumps(values).decode())
+def require_reason(reason: str | None, what: str) -> None:
+    """Raise ConfigurationError for a blank --reason; ``what`` is what it should say."""
+    if not (reason or "").strip():
+        raise ConfigurationError(f"--reason: say {what}")
+
+
+def require_choice(ids: Sequence[object] | None, everything: bool, these: str, some: str) -> None:
+    """Raise ConfigurationError unless there are either ids or --all. ``these`` and ``some`` name ids and filters."""
+    if bool(ids) == everything:
+        raise ConfigurationError(f"say which: {these}, or --all (with {some})")
+
+
+def print_json(values: Mapping[str, Any], *, indented: bool = False) -> None:
+    """Print one object on a line of its own, or ``indented`` on several."""
+    typer.echo(orjson.dumps(values, option=orjson.OPT_INDENT_2 if indented else None).decode())
+
+
+def table_console() -> Console:
+    """Give a console for tables: in a file nobody's terminal sets the width."""
+    from rich.console import Console
+
+    return Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)

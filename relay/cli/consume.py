@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outbox.errors import ConfigurationError
-from relay.cli.common import failing_clearly, print_json
+from relay.cli.common import SinkUrl, failing_clearly, print_json
 from relay.config import Settings, client_options, load
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def consume(
     job: Annotated[str, typer.Argument(help="MODULE:JOB, as in spark_jobs.order_totals:job", metavar="MODULE:JOB")],
     once: Annotated[bool, typer.Option("--once", help="Apply what is there now, then end.")] = False,
     continuous: Annotated[bool, typer.Option("--continuous", help="Apply what comes, until SIGTERM.")] = False,
-    database_url: Annotated[str | None, typer.Option(help="The sink's database; OUTBOX_DATABASE_URL")] = None,
+    database_url: SinkUrl = None,
     topic: Annotated[list[str] | None, typer.Option(help="Read this topic instead of the job's.")] = None,
     max_records: Annotated[int, typer.Option(min=1, help="Messages in a round, at most.")] = 200_000,
     master: Annotated[str | None, typer.Option(help="Spark's master; local[2,4] if not given.")] = None,

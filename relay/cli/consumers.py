@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from outbox.errors import ConfigurationError
-from relay.cli.common import failing_clearly, print_json
+from relay.cli.common import AsJson, SinkUrl, failing_clearly, print_json, require_choice, require_reason, table_console
 from relay.config import load
 
 if TYPE_CHECKING:
@@ -20,8 +18,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Consumer groups: how far they are, and their dead letters.", no_args_is_help=True)
 
-_Url = Annotated[str | None, typer.Option("--database-url", help="The sink's database; OUTBOX_DATABASE_URL")]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _Group = Annotated[str | None, typer.Option("--group", help="Only of this consumer group.")]
 _Topic = Annotated[str | None, typer.Option("--topic", help="Only of this topic.")]
 _Ids = Annotated[list[int] | None, typer.Argument(help="Ids of dead letters, as `outbox consumers list` shows them.")]
@@ -34,7 +30,7 @@ _DeadBy = Annotated[
 
 @app.command()
 @failing_clearly
-def groups(database_url: _Url = None, group: _Group = None, as_json: _Json = False) -> None:
+def groups(database_url: SinkUrl = None, group: _Group = None, as_json: AsJson = False) -> None:
     """Show how far each group is in each partition. The lag is as old as the last move, and the time says how old."""
     from spark_jobs.progress import progress
 
@@ -51,12 +47,12 @@ def groups(database_url: _Url = None, group: _Group = None, as_json: _Json = Fal
 @app.command("list")
 @failing_clearly
 def list_dead_letters(
-    database_url: _Url = None,
+    database_url: SinkUrl = None,
     group: _Group = None,
     topic: _Topic = None,
     reason: _DeadBy = None,
     limit: Annotated[int, typer.Option(min=1, max=100_000)] = 100,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """List dead letters, the oldest first; without their contents."""
     from spark_jobs.dead_letters import Selection, readable
@@ -82,31 +78,26 @@ def list_dead_letters(
 @app.command()
 @failing_clearly
 def show(
-    dead_letter: Annotated[int, typer.Argument(metavar="ID")], database_url: _Url = None, as_json: _Json = False
+    dead_letter: Annotated[int, typer.Argument(metavar="ID")], database_url: SinkUrl = None, as_json: AsJson = False
 ) -> None:
     """Show one dead letter whole, key, value and headers decoded: JSON on several lines, or on one with --json."""
-    import orjson
-
     from spark_jobs.dead_letters import readable
 
     with _desk(database_url) as desk:
         shown = readable(desk.show(dead_letter))
-    if as_json:
-        print_json(shown)
-    else:
-        typer.echo(orjson.dumps(shown, option=orjson.OPT_INDENT_2).decode())
+    print_json(shown, indented=not as_json)
 
 
 @app.command()
 @failing_clearly
 def retry(
     ids: _Ids = None,
-    database_url: _Url = None,
+    database_url: SinkUrl = None,
     group: _Group = None,
     topic: _Topic = None,
     reason: _DeadBy = None,
     everything: _All = False,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Have dead letters applied again by the next round of their groups: through decoding, dedup and effect.
 
@@ -134,18 +125,17 @@ def retry(
 def discard(
     why: Annotated[str, typer.Option("--reason", help="Why; it is kept in the audit.")],
     ids: _Ids = None,
-    database_url: _Url = None,
+    database_url: SinkUrl = None,
     group: _Group = None,
     topic: _Topic = None,
     everything: _All = False,
     drop_payload: Annotated[
         bool, typer.Option("--drop-payload", help="Keep place and id in the audit, but not the message itself.")
     ] = False,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Give dead letters up for good. The audit keeps them; messages that waited behind them are tried again."""
-    if not why.strip():
-        raise ConfigurationError("--reason: say why the message may be lost")
+    require_reason(why, "why the message may be lost")
     with _desk(database_url) as desk:
         done = desk.discard(_selection(ids, group, topic, None, everything), why, keep_message=not drop_payload)
     gone = [row["id"] for row in done.gone]
@@ -180,8 +170,7 @@ def _selection(
 ) -> Selection:
     from spark_jobs.dead_letters import Selection
 
-    if bool(ids) == everything:
-        raise ConfigurationError("say which: ids of dead letters, or --all (with --group, --topic … for some of them)")
+    require_choice(ids, everything, "ids of dead letters", "--group, --topic … for some of them")
     return Selection(list(ids) if ids else None, group, topic, reason)
 
 
@@ -194,7 +183,6 @@ def _all_found(asked: Sequence[int] | None, found: Sequence[int]) -> None:
 
 
 def _show_groups(rows: Sequence[dict[str, Any]]) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -208,8 +196,7 @@ def _show_groups(rows: Sequence[dict[str, Any]]) -> None:
         moved = "-" if row["updated_at"] is None else f"{row['updated_at']:%Y-%m-%d %H:%M:%S %Z}"
         shown = ["-" if count is None else f"{count:,}" for count in counts]
         table.add_row(*(Text(cell) for cell in (row["grp"], place, *shown, dead, moved)))
-    # In a file nobody's terminal sets the width.
-    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+    console = table_console()
     console.print(table)
     for row in {row["grp"]: row for row in rows}.values():
         taken = (

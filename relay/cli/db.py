@@ -7,12 +7,11 @@ from typing import Annotated
 import typer
 
 from outbox.errors import ConfigurationError
-from relay.cli.common import failing_clearly, print_json
+from relay.cli.common import AsJson, DatabaseUrl, failing_clearly, print_json
 from relay.config import load
 
 app = typer.Typer(help="Create, change and check the tables.", no_args_is_help=True)
 
-_Url = Annotated[str | None, typer.Option("--database-url", help="OUTBOX_DATABASE_URL")]
 _Schema = Annotated[str | None, typer.Option("--schema", help="OUTBOX_SCHEMA; with --consumer OUTBOX_CONSUMER_SCHEMA")]
 # Text, so that what is no number is refused in one line like any other number that can't be.
 _Lanes = Annotated[str | None, typer.Option("--lanes", metavar="NUMBER", help="Number of lanes, at the first upgrade.")]
@@ -22,7 +21,7 @@ _Consumer = Annotated[bool, typer.Option("--consumer", help="The consumers' tabl
 @app.command()
 @failing_clearly
 def upgrade(
-    database_url: _Url = None,
+    database_url: DatabaseUrl = None,
     schema: _Schema = None,
     consumer: _Consumer = False,
     lanes: _Lanes = None,
@@ -43,7 +42,7 @@ def upgrade(
 @failing_clearly
 def downgrade(
     revision: Annotated[str, typer.Argument(help="A revision, or base for none at all.")],
-    database_url: _Url = None,
+    database_url: DatabaseUrl = None,
     schema: _Schema = None,
     consumer: _Consumer = False,
     drop_rows: Annotated[bool, typer.Option("--drop-rows", help="Even if rows are lost by it.")] = False,
@@ -59,10 +58,10 @@ def downgrade(
 @app.command()
 @failing_clearly
 def check(
-    database_url: _Url = None,
+    database_url: DatabaseUrl = None,
     schema: _Schema = None,
     consumer: _Consumer = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Compare the tables with this version's, CHECKs and generated columns included. Exit status 1 if they differ."""
     from relay import db, schema_check
@@ -114,7 +113,7 @@ def sql(
 @failing_clearly
 def lanes(
     number: Annotated[str, typer.Argument(help="How many lanes there shall be: 1 to 256.")],
-    database_url: _Url = None,
+    database_url: DatabaseUrl = None,
     schema: _Schema = None,
 ) -> None:
     """Change the number of lanes. The outbox must be drained and the relays stopped."""
@@ -129,11 +128,11 @@ def lanes(
 @app.command()
 @failing_clearly
 def prune(
-    database_url: _Url = None,
+    database_url: DatabaseUrl = None,
     schema: _Schema = None,
     days: Annotated[int | None, typer.Option(min=0, help="Days to keep; OUTBOX_RELAY__ARCHIVE_DAYS.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Drop the archive's partitions that are old enough, and make those of the coming days. Relays do the same."""
     from relay.database import Connector

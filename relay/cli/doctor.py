@@ -6,15 +6,15 @@ from typing import Annotated
 
 import typer
 
-from relay.cli.common import failing_clearly, print_json
+from relay.cli.common import AsJson, DatabaseUrl, failing_clearly, print_json
 from relay.config import load
 
 
 @failing_clearly
 def doctor(
     delivery: Annotated[str | None, typer.Option(help="at-most-once, at-least-once or exactly-once")] = None,
-    database_url: Annotated[str | None, typer.Option(help="OUTBOX_DATABASE_URL")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    database_url: DatabaseUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Explain the chosen delivery, and look at Postgres and Kafka with it in mind. Exit status 1 for a failure."""
     from rich.console import Console

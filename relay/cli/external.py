@@ -14,7 +14,7 @@ from uuid import UUID
 import typer
 
 from outbox.errors import ConfigurationError
-from relay.cli.common import failing_clearly, print_json
+from relay.cli.common import AsJson, SinkUrl, failing_clearly, print_json, require_choice, require_reason
 from relay.config import Settings, load
 
 if TYPE_CHECKING:
@@ -25,8 +25,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Effects outside the database: call, look, try again, cancel.", no_args_is_help=True)
 
-_Url = Annotated[str | None, typer.Option("--database-url", help="The sink's database; OUTBOX_DATABASE_URL")]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _Spec = Annotated[str, typer.Argument(help="MODULE:NAME of the External", metavar="MODULE:NAME")]
 _Ids = Annotated[list[UUID] | None, typer.Argument(help="Message ids, as `outbox external list` shows them.")]
 _Group = Annotated[str | None, typer.Option("--group", help="Only of this consumer group.")]
@@ -39,8 +37,8 @@ _All = Annotated[bool, typer.Option("--all", help="All of them (of --group, --na
 def run(
     spec: _Spec,
     once: Annotated[bool, typer.Option("--once", help="End when nothing is left but for people to decide.")] = False,
-    database_url: _Url = None,
-    as_json: _Json = False,
+    database_url: SinkUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Call and settle what is reserved, until SIGTERM or with --once until all is settled. Several may run."""
     import structlog
@@ -80,12 +78,12 @@ def run(
 @app.command("list")
 @failing_clearly
 def list_reservations(
-    database_url: _Url = None,
+    database_url: SinkUrl = None,
     group: _Group = None,
     name: _Name = None,
     unsettled: Annotated[bool, typer.Option("--open", help="Also those that are not settled yet.")] = False,
     limit: Annotated[int, typer.Option(min=1, max=100_000)] = 100,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """List what is stuck, and what the provider said against a settlement; the oldest first."""
     from spark_jobs.reservations import OPEN, Chosen
@@ -112,7 +110,7 @@ def list_reservations(
 @failing_clearly
 def retry(
     message_ids: _Ids = None,
-    database_url: _Url = None,
+    database_url: SinkUrl = None,
     group: _Group = None,
     name: _Name = None,
     everything: _All = False,
@@ -120,7 +118,7 @@ def retry(
         bool, typer.Option("--not-done", help="The provider was asked, and has nothing under these keys.")
     ] = False,
     why: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Have stuck ones tried again, with the same keys. Those behind them follow."""
     if not_done and not message_ids:
@@ -135,15 +133,14 @@ def retry(
 def cancel(
     why: Annotated[str, typer.Option("--reason", help="Why; it is kept in the audit.")],
     message_ids: _Ids = None,
-    database_url: _Url = None,
+    database_url: SinkUrl = None,
     group: _Group = None,
     name: _Name = None,
     everything: _All = False,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Have the caller take back stuck ones, and those that wait for a call. They are never called again."""
-    if not why.strip():
-        raise ConfigurationError("--reason: say why it is not to happen")
+    require_reason(why, "why it is not to happen")
     with _desk(database_url) as desk:
         ids = desk.cancel(_chosen(message_ids, group, name, everything), why)
     _tell("cancelling", ids, "will be cancelled", message_ids, as_json)
@@ -156,15 +153,14 @@ def settle(
     message_id: Annotated[UUID, typer.Argument(help="Message id.")],
     outcome: Annotated[Literal["confirmed", "cancelled"], typer.Option("--as", help="What the provider told you.")],
     why: Annotated[str, typer.Option("--reason", help="How you know; it is kept in the audit.")],
-    database_url: _Url = None,
-    as_json: _Json = False,
+    database_url: SinkUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Write down what became of a stuck one, or of one in conflict, without calling anybody."""
     from spark_jobs.external import Caller
     from spark_jobs.sink import connect
 
-    if not why.strip():
-        raise ConfigurationError("--reason: say how you know")
+    require_reason(why, "how you know")
     settings = load(database_url=database_url)
     external = _external(spec, settings)
     url = settings.require_database()
@@ -180,10 +176,10 @@ def settle(
 @failing_clearly
 def forget(
     days: Annotated[int, typer.Option(min=0, help="Settled more than so many days ago.")],
-    database_url: _Url = None,
+    database_url: SinkUrl = None,
     group: _Group = None,
     name: _Name = None,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Delete settled ones that are old enough: older than any message that may still come a second time."""
     from spark_jobs.reservations import Chosen
@@ -226,8 +222,7 @@ def _desk(database_url: str | None) -> Iterator[Desk]:
 def _chosen(ids: Sequence[UUID] | None, group: str | None, name: str | None, everything: bool) -> Chosen:
     from spark_jobs.reservations import Chosen
 
-    if bool(ids) == everything:
-        raise ConfigurationError("say which: message ids, or --all (with --group, --name for some of them)")
+    require_choice(ids, everything, "message ids", "--group, --name for some of them")
     return Chosen(group, name, ids or None)
 
 

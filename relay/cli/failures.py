@@ -12,7 +12,7 @@ from uuid import UUID
 import typer
 
 from outbox.errors import ConfigurationError
-from relay.cli.common import failing_clearly, print_json
+from relay.cli.common import AsJson, DatabaseUrl, failing_clearly, print_json, require_choice, require_reason
 from relay.config import load
 
 if TYPE_CHECKING:
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Events that could not be published: look, try again, give up.", no_args_is_help=True)
 
-_Url = Annotated[str | None, typer.Option("--database-url", help="OUTBOX_DATABASE_URL")]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _Type = Annotated[str | None, typer.Option("--aggregate-type", help="Only of this aggregate type.")]
 _Ids = Annotated[list[UUID] | None, typer.Argument(help="Event ids.")]
 _All = Annotated[bool, typer.Option("--all", help="All of them (of --aggregate-type, if given).")]
@@ -32,10 +30,10 @@ _All = Annotated[bool, typer.Option("--all", help="All of them (of --aggregate-t
 @app.command("list")
 @failing_clearly
 def list_failures(
-    database_url: _Url = None,
+    database_url: DatabaseUrl = None,
     aggregate_type: _Type = None,
     limit: Annotated[int, typer.Option(min=1, max=100_000)] = 100,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """List events that wait for another attempt, and dead letters; the oldest failure first."""
     from relay.dead_letters import Selection
@@ -57,7 +55,9 @@ def list_failures(
 @app.command()
 @failing_clearly
 def show(
-    event_id: Annotated[UUID, typer.Argument(help="Event id.")], database_url: _Url = None, as_json: _Json = False
+    event_id: Annotated[UUID, typer.Argument(help="Event id.")],
+    database_url: DatabaseUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show one failed event whole, payload included: JSON on several lines, or on one with --json."""
     import orjson
@@ -68,20 +68,17 @@ def show(
     if shown.get("payload") is not None:
         # As it is: numbers that Python would round stay exact.
         shown["payload"] = orjson.Fragment(shown["payload"])
-    if as_json:
-        print_json(shown)
-    else:
-        typer.echo(orjson.dumps(shown, option=orjson.OPT_INDENT_2).decode())
+    print_json(shown, indented=not as_json)
 
 
 @app.command()
 @failing_clearly
 def retry(
     event_ids: _Ids = None,
-    database_url: _Url = None,
+    database_url: DatabaseUrl = None,
     aggregate_type: _Type = None,
     everything: _All = False,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Have failed events tried again now. Dead letters return to the outbox, before the later events of their key."""
     with _desk(database_url) as desk:
@@ -98,14 +95,13 @@ def retry(
 def discard(
     reason: Annotated[str, typer.Option("--reason", help="Why; it is kept in the audit.")],
     event_ids: _Ids = None,
-    database_url: _Url = None,
+    database_url: DatabaseUrl = None,
     aggregate_type: _Type = None,
     everything: _All = False,
-    as_json: _Json = False,
+    as_json: AsJson = False,
 ) -> None:
     """Delete failed events for good. The later events of their keys go on."""
-    if not reason.strip():
-        raise ConfigurationError("--reason: say why the event may be lost")
+    require_reason(reason, "why the event may be lost")
     with _desk(database_url) as desk:
         gone = desk.discard(_selection(event_ids, aggregate_type, everything), reason)
     ids = [event["event_id"] for event in gone]
@@ -127,8 +123,8 @@ def replay(
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
     yes: Annotated[bool, typer.Option("--yes", help="Do not ask.")] = False,
     reason: Annotated[str | None, typer.Option(help="Why; it is kept in the audit.")] = None,
-    database_url: _Url = None,
-    as_json: _Json = False,
+    database_url: DatabaseUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Send archived events once more: same event ids, marked by the header outbox-replay. Counts first, and asks."""
     from relay.replay import Range, Replay
@@ -189,8 +185,7 @@ def _desk(database_url: str | None) -> Iterator[DeadLetters]:
 def _selection(event_ids: Sequence[UUID] | None, aggregate_type: str | None, everything: bool) -> Selection:
     from relay.dead_letters import Selection
 
-    if bool(event_ids) == everything:
-        raise ConfigurationError("say which: event ids, or --all (with --aggregate-type for those of one type)")
+    require_choice(event_ids, everything, "event ids", "--aggregate-type for those of one type")
     return Selection([str(event_id) for event_id in event_ids] if event_ids else None, aggregate_type)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -12,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outbox.errors import ConfigurationError
-from relay.cli.common import failing_clearly, print_json
+from relay.cli.common import AsJson, SinkUrl, failing_clearly, print_json, require_reason, table_console
 from relay.config import client_options, load
 
 if TYPE_CHECKING:
@@ -20,8 +19,6 @@ if TYPE_CHECKING:
 
 app = typer.Typer(help="Where consumer groups stand: look, and move them by hand.", no_args_is_help=True)
 
-_Url = Annotated[str | None, typer.Option("--database-url", help="The sink's database; OUTBOX_DATABASE_URL")]
-_Json = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 _Why = Annotated[str, typer.Option("--reason", help="Why; it is kept in the audit.")]
 _Topic = Annotated[str, typer.Option("--topic")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would change.")]
@@ -34,8 +31,8 @@ _Wait = Annotated[float, typer.Option("--wait", min=0.0, help="Seconds to wait f
 @failing_clearly
 def show(
     group: Annotated[str | None, typer.Option("--group", help="Only this consumer group.")] = None,
-    database_url: _Url = None,
-    as_json: _Json = False,
+    database_url: SinkUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show each partition's next offset beside Kafka's first and last, and losses that nobody has accepted.
 
@@ -67,14 +64,14 @@ def set_offset(
     skip: _Skip = False,
     new: _New = False,
     wait: _Wait = 60.0,
-    database_url: _Url = None,
-    as_json: _Json = False,
+    database_url: SinkUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Have a group go on from an offset of one partition. A consumer that runs is fenced: start it again.
 
     Going back is safe: what was applied is known by its id. Going forward loses messages to this group: --skip.
     """
-    _require_reason(why)
+    require_reason(why, "why; it is kept in the audit")
     with _offsets(database_url) as offsets:
         moved = offsets.reset(
             group, topic, offset, why, part=partition, skip=skip, dry_run=dry_run, new=new, wait_seconds=wait
@@ -96,8 +93,8 @@ def reset(
     skip: _Skip = False,
     new: _New = False,
     wait: _Wait = 60.0,
-    database_url: _Url = None,
-    as_json: _Json = False,
+    database_url: SinkUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Have a group go on elsewhere in all partitions of a topic, and accept its losses there.
 
@@ -105,7 +102,7 @@ def reset(
     left, after a cut where the log ended, and the beginning of a topic that was created again. A consumer that runs is
     fenced: start it again. Going back is safe: what was applied is known by its id.
     """
-    _require_reason(why)
+    require_reason(why, "why; it is kept in the audit")
     wanted = _wanted(to)
     with _offsets(database_url) as offsets:
         moved = offsets.reset(group, topic, wanted, why, skip=skip, dry_run=dry_run, new=new, wait_seconds=wait)
@@ -120,11 +117,11 @@ def forget(
     why: _Why,
     dry_run: _DryRun = False,
     wait: _Wait = 60.0,
-    database_url: _Url = None,
-    as_json: _Json = False,
+    database_url: SinkUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Have a group forget a topic that its job no longer reads: offsets and losses. Ids stay remembered."""
-    _require_reason(why)
+    require_reason(why, "why; it is kept in the audit")
     with _offsets(database_url) as offsets:
         moved = offsets.forget(group, topic, why, dry_run=dry_run, wait_seconds=wait)
     _tell(moved, as_json=as_json)
@@ -141,11 +138,6 @@ def _wanted(to: str) -> Wanted:
             f"--to {to}: say earliest, latest, loss, or a time as in 2026-01-31T12:00:00Z"
         ) from None
     return time if time.tzinfo is not None else time.replace(tzinfo=dt.UTC)
-
-
-def _require_reason(why: str) -> None:
-    if not why.strip():
-        raise ConfigurationError("--reason: say why; it is kept in the audit")
 
 
 @contextmanager
@@ -201,7 +193,6 @@ def _line(one: Move) -> str:
 
 
 def _show(group: Group) -> None:
-    from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
@@ -210,8 +201,7 @@ def _show(group: Group) -> None:
         column.justify = "right"
     for one in group.positions:
         table.add_row(*(Text(cell) for cell in _cells(one)))
-    # In a file nobody's terminal sets the width.
-    console = Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)
+    console = table_console()
     taken = f"generation {group.generation}, taken over by {group.owner} at {_time(group.taken_at)}"
     console.print(f"{group.group}: {taken}", markup=False, highlight=False)
     if group.forgotten_before is not None:

@@ -15,8 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
-from outbox.errors import ConfigurationError
-from relay.cli.common import failing_clearly, print_json
+from relay.cli.common import AsJson, DatabaseUrl, failing_clearly, print_json, require_reason
 from relay.config import Settings, SourceKind, load
 
 if TYPE_CHECKING:
@@ -37,7 +36,7 @@ def _group() -> None:
 @app.command()
 @failing_clearly
 def run(
-    database_url: Annotated[str | None, typer.Option(help="OUTBOX_DATABASE_URL")] = None,
+    database_url: DatabaseUrl = None,
     create_topics: Annotated[
         bool | None, typer.Option("--create-topics/--no-create-topics", help="OUTBOX_CREATE_TOPICS")
     ] = None,
@@ -92,8 +91,8 @@ def run(
 def reconcile(
     apply: Annotated[bool, typer.Option("--apply", help="Repair the lanes that have a problem.")] = False,
     reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
-    database_url: Annotated[str | None, typer.Option(help="OUTBOX_DATABASE_URL")] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
+    database_url: DatabaseUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Compare table, marker and topics of every lane (exactly-once), and say or do what repairs a lane that stopped.
 
@@ -106,8 +105,8 @@ def reconcile(
     from relay.transactions import StateTopic
     from relay.wal import Replication
 
-    if apply and not (reason or "").strip():
-        raise ConfigurationError("--reason: say what happened; it is kept in the audit")
+    if apply:
+        require_reason(reason, "what happened; it is kept in the audit")
     settings = load(database_url=database_url, delivery=Delivery.EXACTLY_ONCE)
     reconciler = Reconciler(
         Connector(settings.require_database(), "outbox relay reconcile"),
@@ -157,7 +156,7 @@ def switch(
     leave_messages: Annotated[
         bool, typer.Option("--leave-messages", help="To polling: do not wait; what has no row stays in the slot.")
     ] = False,
-    database_url: Annotated[str | None, typer.Option(help="OUTBOX_DATABASE_URL")] = None,
+    database_url: DatabaseUrl = None,
 ) -> None:
     """Have the outbox read by polling, or from the WAL, from now on. Needs no stopped relays and no stopped writers.
 
