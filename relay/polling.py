@@ -36,7 +36,8 @@ Keys that wait
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, LiteralString, assert_never
 
@@ -398,8 +399,7 @@ class PollingSource:
         or StateLost when marker and table contradict each other.
         """
         lane, epoch = self._lease.lane, self._lease.epoch
-        with unavailable_on_error(f"taking lane {lane} over"), self._connection.transaction():
-            self._connection.execute(self._queries.several, self._timeout())
+        with self._transaction(f"taking lane {lane} over"):
             held = self._connection.execute(self._queries.held, {"lane": lane, "epoch": epoch}).fetchone()
             if held is None:
                 raise self._lost(0)
@@ -451,8 +451,7 @@ class PollingSource:
         asked_at = time.monotonic()
         dead: list[Claim] = []
         pending = self._pending or Pending()
-        with unavailable_on_error(f"settling lane {lane}"), self._connection.transaction():
-            self._connection.execute(self._queries.several, self._timeout())
+        with self._transaction(f"settling lane {lane}"):
             held = self._connection.execute(self._queries.settle, self._settling_values(pending)).fetchone()
             if held is not None:
                 dead = self._failures.record(self._connection, lane, refused)
@@ -481,8 +480,12 @@ class PollingSource:
         if pending is not None and pending.ids:
             self._floor.settled(pending.ids[-1])
 
-    def _timeout(self) -> dict[str, Any]:
-        return {"ttl_ms": str(int(self._lease.ttl_seconds * 1000))}
+    @contextmanager
+    def _transaction(self, doing: str) -> Iterator[None]:
+        """Be in a transaction of several statements: a session that is silent in it for a lease's length is ended."""
+        with unavailable_on_error(doing), self._connection.transaction():
+            self._connection.execute(self._queries.several, {"ttl_ms": str(int(self._lease.ttl_seconds * 1000))})
+            yield
 
     def _lease_values(self, pending: Pending) -> dict[str, Any]:
         return {

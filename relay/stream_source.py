@@ -422,8 +422,7 @@ class StreamSource(PollingSource):
         pending = self._pending = replace(Pending.of(receipt, batch[-1].at), claims=())
         left = [claim for claim in batch if claim.position < 0 and claim.position not in published]
         dead: list[Claim] = []
-        with unavailable_on_error(f"settling lane {lane}"), self._connection.transaction():
-            self._connection.execute(self._queries.several, self._timeout())
+        with self._transaction(f"settling lane {lane}"):
             held = self._connection.execute(self._queries.settle, self._settling_values(pending)).fetchone()
             if held is not None:
                 rows = {claim.position: row for claim, row in zip(left, self._spilled(left), strict=True)}
@@ -445,8 +444,7 @@ class StreamSource(PollingSource):
     def _write_to_table(self, claims: Sequence[Claim]) -> None:
         """Give events without a row one, and note that the stream is used up to the last of the claims."""
         lane, at = self._lease.lane, claims[-1].at
-        with unavailable_on_error(f"writing events of lane {lane}"), self._connection.transaction():
-            self._connection.execute(self._queries.several, self._timeout())
+        with self._transaction(f"writing events of lane {lane}"):
             values = self._settling_values(Pending(at=at))
             held = self._connection.execute(self._queries.settle, values).fetchone()
             if held is None:

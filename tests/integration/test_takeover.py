@@ -7,7 +7,7 @@ import pytest
 
 from outbox import Event, Outbox
 from relay import db
-from relay.database import Connector, unavailable_on_error
+from relay.database import Connector
 from relay.failures import FailurePolicy, Failures
 from relay.lanes import LaneTable
 from relay.marker import Marker, StateLost
@@ -174,8 +174,7 @@ def test_a_relay_that_sleeps_in_a_transaction_does_not_hold_its_lane(lane):
     source._lease.ttl_seconds = 0.2
 
     def sleep_in_it() -> None:
-        with unavailable_on_error("sleeping"), source._connection.transaction():
-            source._connection.execute(source._queries.several, source._timeout())
+        with source._transaction("sleeping"):
             source._connection.execute(source._queries.held, {"lane": 0, "epoch": source._lease.epoch})
             with psycopg.connect(lane.url) as other:
                 other.execute("SET lock_timeout = '20s'")
