@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Final
 
@@ -70,11 +70,21 @@ def _first_line(error: BaseException) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
+NOTICE_DEAD_HOSTS: Final[Mapping[str, Any]] = {
+    "connect_timeout": 10,
+    "keepalives_idle": 10,
+    "keepalives_interval": 5,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 20_000,
+}
+"""Options of every connection: one to a host that has vanished ends within seconds."""
+
+
 class Connector:
     """Makes connections to one database. ``connect`` raises Unavailable when the server can't be reached.
 
-    Autocommit, no prepared statements (PgBouncer in transaction mode does not keep them), TCP keepalives and a
-    connect time-out so that a dead host is noticed, and a name that shows in pg_stat_activity.
+    Autocommit, no prepared statements (PgBouncer in transaction mode does not keep them), NOTICE_DEAD_HOSTS, and a name
+    that shows in pg_stat_activity.
     """
 
     def __init__(self, url: str, application_name: str) -> None:
@@ -89,11 +99,7 @@ class Connector:
                 autocommit=True,
                 prepare_threshold=None,
                 application_name=self._name,
-                connect_timeout=10,
-                keepalives_idle=10,
-                keepalives_interval=5,
-                keepalives_count=3,
-                tcp_user_timeout=20_000,
+                **NOTICE_DEAD_HOSTS,
             )
         except psycopg.OperationalError as error:
             raise Unavailable(f"Postgres at {display_url(self._url)}: {_first_line(error)}") from error

@@ -22,6 +22,7 @@ from psycopg.pq import ExecStatus
 
 from outbox.errors import SchemaError
 from outbox.urls import display_url, libpq_url
+from relay.database import NOTICE_DEAD_HOSTS
 from relay.ports import Unavailable
 
 _KEEPALIVE: Final = Struct(">cQqB")
@@ -84,11 +85,7 @@ class Replication:
                 autocommit=True,
                 replication="database",
                 application_name=application_name,
-                connect_timeout=10,
-                keepalives_idle=10,
-                keepalives_interval=5,
-                keepalives_count=3,
-                tcp_user_timeout=20_000,
+                **NOTICE_DEAD_HOSTS,
             )
         self._pgconn = self._connection.pgconn
         # Not select(), which takes no descriptor above 1023; a relay with many lanes has more.
