@@ -95,7 +95,7 @@ class Sink:
         return {row[0]: row[1:] for row in self.rows("SELECT id, state, times FROM orders")}
 
 
-def run_and_die(url: str, provider: str, point: str) -> None:
+def run_and_die(url: str, provider: str, point: str, timeout: str) -> None:
     """Be a process of its own that settles everything, and is killed at a point; ``none`` for not at all."""
 
     def die(here: str) -> None:
@@ -127,8 +127,10 @@ def run_and_die(url: str, provider: str, point: str) -> None:
         cancel=around(plain.cancel, "cancel"),
         on_confirmed=settling(SET.format("paid"), "confirming"),
         on_cancelled=settling(SET.format("cancelled"), "cancelling"),
-        timeout=2.0,
-        lease=2.5,
+        timeout=float(timeout),
+        lease=float(timeout) * 1.25,
+        # Every kill counts as an attempt, and so does every call that a slow machine does not end in time.
+        max_attempts=1000,
     )
 
     def report(text: str, figures: Mapping[str, Any]) -> None:
