@@ -61,11 +61,13 @@ def test_the_whole_request_keeps_its_time(provider, order):
 
 
 def test_what_was_never_sent_did_not_happen(provider):
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        nobody = f"http://127.0.0.1:{free.getsockname()[1]}/"
-    for url in (nobody, provider.url.replace("http", "https")):
-        with pytest.raises(TryLater, match="nothing was sent"):
-            HttpCall(url)(call("o"))
+    with socket.socket() as silent:
+        # Bound, so that nobody else gets the port; and not listening.
+        silent.bind(("127.0.0.1", 0))
+        nobody = f"http://127.0.0.1:{silent.getsockname()[1]}/"
+        for url in (nobody, provider.url.replace("http", "https")):
+            with pytest.raises(TryLater, match="nothing was sent"):
+                HttpCall(url)(call("o"))
 
     def broken(_: Call) -> Any:
         raise KeyError("customer")
