@@ -283,7 +283,9 @@ def test_two_drivers_at_once(sink):
         thread.start()
     for thread in threads:
         thread.join(60)
-    assert len(done) == 8
+    # Each of them gives way to whoever is at it: all may have, and then it is due again.
+    done.append(sink.memory.forget())
+    assert len(done) == 9
     assert [one.problem for one in done if one.problem] == []
     assert sorted(name for one in done for name in one.made) == sorted(next(one.made for one in done if one.made))
     assert [list(one.dropped) for one in done if one.dropped] == [[f"processed_messages_{old:%Y%m%d}"]]
