@@ -16,6 +16,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import unquote, urlsplit
 
+from outbox.testing._ports import free_ports
+
 NAMESPACE = uuid.UUID("6f9619ff-8b86-d011-b42d-00cf4fc964ff")
 
 
@@ -29,7 +31,8 @@ class SchemaRegistry:
         self.asked: list[str] = []
         self.failing: int | None = None
         """A status to answer with, whatever is asked."""
-        self._port = 0
+        # Out of the range of outgoing connections: one of those could have it when the registry starts again.
+        (self._port,) = free_ports(1)
         self._lock = threading.Lock()
         self._server: ThreadingHTTPServer | None = None
 
@@ -66,7 +69,6 @@ class SchemaRegistry:
             def log_message(self, *_: Any) -> None: ...
 
         self._server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
-        self._port = self._server.server_address[1]
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def stop(self) -> None:
