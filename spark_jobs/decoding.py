@@ -150,9 +150,11 @@ class _JsonPlan:
     policy: Policy
 
     def __call__(self) -> Reader:
-        from spark_jobs import json_payload
+        from spark_jobs import json_columns, json_payload
 
-        return json_payload.variant_reader if self.declared is None else json_payload.reader(self.declared, self.policy)
+        if self.declared is None:
+            return json_payload.variant_reader
+        return json_columns.JsonReader(self.declared, self.policy)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from spark_jobs.payload import Policy, Problem, Reader, Wrong, shown
 Convert = Callable[[Any], Any]
 """From what the parser gives, not None, to what Arrow takes. Raises Wrong, and Problem for fields inside."""
 
-_WHOLE: Final = {
+WHOLE: Final = {
     t.ByteType: ("tinyint", 8),
     t.ShortType: ("smallint", 16),
     t.IntegerType: ("int", 32),
@@ -39,7 +39,7 @@ _FIELD: Final = re.compile(rb'"\s*:')
 # Numbers that VARIANT may not hold exactly: with an exponent, or very long.
 _DOUBTFUL: Final = re.compile(rb"[0-9][eE]|[0-9.]{19}")
 # From here on a double may have been a whole number, which orjson has rounded.
-_HUGE: Final = 2.0**63
+HUGE: Final = 2.0**63
 _WIDE: Final = Context(prec=120)
 
 
@@ -47,7 +47,7 @@ def reader(declared: t.StructType, policy: Policy) -> Reader:
     """Give the reader for a declared schema. Raises JobError for a type that JSON has no counterpart for."""
     convert = _fields(declared, "", policy)
     names = declared.fieldNames()
-    exact = _has_decimal(declared)
+    exact = has_decimal(declared)
 
     def read(value: bytes, header: bytes | None) -> Sequence[Any]:  # noqa: ARG001
         row = convert(parse(value, exact=exact))
@@ -90,15 +90,23 @@ def parse(value: bytes, *, exact: bool) -> dict[str, Any]:
         raise Problem("the payload is not JSON") from error
     if type(parsed) is not dict:
         raise Problem("the payload is not a JSON object")
-    fields, huge = _look(parsed)
-    # A colon for each field, and more where texts have some: only then the dearer question whether one stands twice.
-    doubtful = value.count(b":") != fields and len(_FIELD.findall(value)) != fields
+    fields, huge = look(parsed)
+    doubtful = value.count(b":") != fields and may_repeat(value, parsed)
     if exact or huge or doubtful:
         try:
             parsed = json.loads(value, object_pairs_hook=_once, parse_float=_decimal if exact else float)
         except (ValueError, RecursionError) as error:
             raise Problem("the payload is too deep or has a number that is too long") from error
     return cast("dict[str, Any]", parsed)
+
+
+def may_repeat(value: bytes, parsed: dict[str, Any]) -> bool:
+    """Say whether a name may stand twice in one object of a payload, of which a parser shows one only.
+
+    Every field has a colon, and so does many a text: who asks has compared their numbers, which costs less.
+    """
+    fields = len(_FIELD.findall(value))
+    return fields != len(parsed) and fields != look(parsed)[0]
 
 
 def _decimal(text: str) -> Decimal | float:
@@ -118,7 +126,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return parsed
 
 
-def _look(parsed: dict[str, Any]) -> tuple[int, bool]:
+def look(parsed: dict[str, Any]) -> tuple[int, bool]:
     """How many fields there are in all objects; and whether a number may have been a whole one beyond 64 bits."""
     total = 0
     huge = False
@@ -132,18 +140,18 @@ def _look(parsed: dict[str, Any]) -> tuple[int, bool]:
             kind = type(inner)
             if kind is dict or kind is list:
                 stack.append(inner)
-            elif kind is float and not -_HUGE < inner < _HUGE:
+            elif kind is float and not -HUGE < inner < HUGE:
                 huge = True
     return total, huge
 
 
-def _has_decimal(kind: t.DataType) -> bool:
+def has_decimal(kind: t.DataType) -> bool:
     if isinstance(kind, t.StructType):
-        return any(_has_decimal(field.dataType) for field in kind.fields)
+        return any(has_decimal(field.dataType) for field in kind.fields)
     if isinstance(kind, t.ArrayType):
-        return _has_decimal(kind.elementType)
+        return has_decimal(kind.elementType)
     if isinstance(kind, t.MapType):
-        return _has_decimal(kind.valueType)
+        return has_decimal(kind.valueType)
     return isinstance(kind, t.DecimalType)
 
 
@@ -155,11 +163,7 @@ def _fields(declared: t.StructType, path: str, policy: Policy) -> Convert:
             raise JobError(f"schema: field {path}{name} is there twice; Spark does not tell upper from lower case")
     known = frozenset(declared.fieldNames())
     slots = [
-        (
-            field.name,
-            _slot(_converter(field.dataType, path + field.name, policy), field.nullable, path + field.name, policy),
-            field.nullable and policy.missing == "null",
-        )
+        (field.name, slot_of(field, policy, path), field.nullable and policy.missing == "null")
         for field in declared.fields
     ]
     strict = policy.unknown == "dead-letter"
@@ -181,6 +185,12 @@ def _fields(declared: t.StructType, path: str, policy: Policy) -> Convert:
         return row
 
     return convert
+
+
+def slot_of(field: t.StructField, policy: Policy, path: str = "") -> Convert:
+    """Give what converts a field's values, NULL among them. Raises JobError."""
+    name = path + field.name
+    return _slot(_converter(field.dataType, name, policy), field.nullable, name, policy)
 
 
 def _slot(convert: Convert, nullable: bool, path: str, policy: Policy) -> Convert:
@@ -206,7 +216,7 @@ def _slot(convert: Convert, nullable: bool, path: str, policy: Policy) -> Conver
 
 
 def _converter(kind: t.DataType, path: str, policy: Policy) -> Convert:  # noqa: C901  one case for each type
-    for whole, (name, bits) in _WHOLE.items():
+    for whole, (name, bits) in WHOLE.items():
         if isinstance(kind, whole):
             return _whole(path, name, bits)
     # Types of their own that are kinds of text to Spark: their limits would have to be kept.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
 
 from spark_jobs.errors import JobError
 
@@ -14,6 +14,20 @@ if TYPE_CHECKING:
 
 Reader = Callable[[bytes, bytes | None], Sequence[Any]]
 """From a payload, and the value of its header ``__value_schema_id``, to the columns' values. Raises Problem."""
+
+
+@runtime_checkable
+class ManyReader(Protocol):
+    """A Reader that can also read many payloads at once."""
+
+    def __call__(self, value: bytes, header: bytes | None) -> Sequence[Any]:
+        """Be a Reader."""
+        ...
+
+    def many(self, values: Sequence[bytes | None]) -> tuple[list[list[Any] | pa.Array], set[int]]:
+        """Give the columns, as lists or as Arrow has them, and the numbers of the rows still to be read one by one."""
+        ...
+
 
 _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
@@ -50,29 +64,28 @@ def shown(name: str) -> str:
 
 
 def columns(
-    reader: Reader, values: Iterable[bytes | None], headers: Iterable[bytes | None], kind: pa.StructType
+    reader: Reader, values: Sequence[bytes | None], headers: Sequence[bytes | None], kind: pa.StructType
 ) -> pa.StructArray:
     """Read a batch. The last field of ``kind`` takes the problem; a payload that is None gives a row of None."""
     import pyarrow as pa
 
     width = kind.num_fields - 1
-    empty = (None,) * width
-    rows: list[Sequence[Any]] = []
-    problems: list[str | None] = []
-    for value, header in zip(values, headers, strict=True):
-        row: Sequence[Any] = empty
-        problem = None
-        if value is not None:
-            try:
-                row = reader(value, header)
-            except Problem as error:
-                problem = str(error)
-        rows.append(row)
-        problems.append(problem)
+    listed: list[Any]
+    if isinstance(reader, ManyReader):
+        listed, alone = reader.many(values)
+        if alone:
+            listed = [column if isinstance(column, list) else column.to_pylist() for column in listed]
+    else:
+        listed = [[None] * len(values) for _ in range(width)]
+        alone = {number for number, value in enumerate(values) if value is not None}
+    problems = _read_alone(reader, values, headers, listed, alone)
     arrays = []
     for place in range(width):
         field = kind.field(place)
-        column = [row[place] for row in rows]
+        column = listed[place]
+        if isinstance(column, pa.Array):
+            arrays.append(column)
+            continue
         try:
             arrays.append(pa.array(column, field.type))
         except (pa.ArrowException, ValueError, OverflowError, TypeError):
@@ -84,6 +97,29 @@ def columns(
             arrays.append(pa.array(column, field.type))
     arrays.append(pa.array(problems, pa.string()))
     return pa.StructArray.from_arrays(arrays, fields=list(kind))
+
+
+def _read_alone(
+    reader: Reader,
+    values: Sequence[bytes | None],
+    headers: Sequence[bytes | None],
+    listed: list[list[Any]],
+    alone: Iterable[int],
+) -> list[str | None]:
+    """Read these rows one by one, into the columns ``listed``. Gives the problems of all rows."""
+    problems: list[str | None] = [None] * len(values)
+    empty = (None,) * len(listed)
+    for number in alone:
+        value = values[number]
+        assert value is not None
+        row: Sequence[Any] = empty
+        try:
+            row = reader(value, headers[number])
+        except Problem as error:
+            problems[number] = str(error)
+        for column, item in zip(listed, row, strict=True):
+            column[number] = item
+    return problems
 
 
 def _unfit(value: Any, field: pa.Field) -> str | None:

@@ -1,0 +1,154 @@
+"""Many JSON payloads at once: the same as one by one, whatever is in them."""
+
+from __future__ import annotations
+
+import itertools
+import json
+
+import orjson
+import pyarrow as pa
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyspark.sql import types as t
+from pyspark.sql.pandas.types import to_arrow_type
+
+from spark_jobs import json_payload
+from spark_jobs.decoding import PROBLEM, nullable
+from spark_jobs.json_columns import JsonReader
+from spark_jobs.payload import Policy, columns
+
+KINDS = [
+    t.StringType(),
+    t.BooleanType(),
+    t.ByteType(),
+    t.IntegerType(),
+    t.LongType(),
+    t.DoubleType(),
+    t.FloatType(),
+    t.DecimalType(12, 2),
+    t.DecimalType(38, 18),
+    t.TimestampType(),
+    t.TimestampNTZType(),
+    t.DateType(),
+    t.BinaryType(),
+    t.ArrayType(t.DoubleType()),
+    t.ArrayType(t.DecimalType(5, 1)),
+    t.StructType().add("x", t.LongType()).add("y", t.StringType(), nullable=False),
+    t.MapType(t.StringType(), t.DoubleType()),
+]
+# As they stand in the text: what two ways of reading could take for different things.
+ODD = [
+    *("null", "true", "false", '""', '"a"', '"a: b"', '"\\":"', '"x\\u0000"', '"\\ud800"', '"\xff"', "[]", "{}"),
+    *("0", "-0", "1", "-1", "127", "128", "2147483648", "9223372036854775807", "9223372036854775808"),
+    *("9007199254740993", "18446744073709551616", "100000000000000000001", "1" * 400, "01", "+1", "1.", ".5"),
+    *("0.0", "-0.0", "1.0", "1.5", "0.1", "12.34", "12.345", "1e2", "1E-2", "1e400", "1e-400", "0e0", "-0.0e5"),
+    *("0.1000000000000000055511151231257827", "123456789012345.6", "1234567890123456", "9999999999.99", "1e-7"),
+    *("4503599627370496.5", "16777217", "3.5e38", "NaN", "Infinity", '"12.30"', '"1e2"', "5e-324", "1e22"),
+    *('"2026-01-31T12:00:00Z"', '"2026-01-31T12:00:00+02:00"', '"2026-01-31 12:00:00.123456Z"', '"2026-01-31T12:00Z"'),
+    *(
+        '"2026-01-31T12:00:00"',
+        '"2026-01-31T12:00:00.1234567Z"',
+        '"2026-02-31T12:00:00Z"',
+        '"0001-01-01T00:00:00+14:00"',
+    ),
+    *('"0000-01-01T00:00:00Z"', '"9999-12-31T23:59:59-12:00"', '"2026-01-31T24:00:00Z"', '"2026-01-31T12:00:60Z"'),
+    *('"2026-01-31T12:00:00+25:00"', '"2026-01-31T12:00:00+23:59"', '"2026-01-31t12:00:00z"', '"1600-02-29T00:00:00Z"'),
+    *('"2026-01-31"', '"2026-1-31"', '"YWJj"', '"YWJ"', "[1.5, 2]", "[100000000000000000001]", '{"x": 1, "y": "z"}'),
+    *('{"x": 1}', '{"x": 1, "x": 2, "y": ""}', '{"a":{"b":1,"b":2}}', "[" * 1100 + "]" * 1100),
+]
+NAMES = ["f", "g", "unknown", 'q"', "f:"]
+SPACE = st.sampled_from(["", "", "", " ", "\n", "\t "])
+SCALAR = st.one_of(
+    st.sampled_from(ODD),
+    st.integers().map(str),
+    st.floats(allow_nan=False, allow_infinity=False).map(repr),
+    st.decimals(allow_nan=False, allow_infinity=False, places=2).map(str),
+    st.text().map(json.dumps),
+    st.datetimes().map(lambda when: f'"{when.isoformat()}Z"'),
+)
+
+
+@st.composite
+def payloads(draw: st.DrawFn) -> bytes | None:
+    fields = draw(st.lists(st.tuples(st.sampled_from(NAMES), SCALAR, SPACE, SPACE), max_size=4))
+    inner = ",".join(
+        f"{before}{json.dumps(name)}{after}:{after}{value}{before}" for name, value, before, after in fields
+    )
+    text = f"{draw(SPACE)}{{{inner}}}{draw(SPACE)}"
+    made = text.encode("latin-1", "replace") if "\xff" in text else text.encode()
+    return draw(st.sampled_from([made, made, made, made, made[:-1], made + made, b"[" + made + b"]", b"", None]))
+
+
+def read_both_ways(fields: t.StructType, values: list[bytes | None], policy: Policy) -> list[pa.Array]:
+    """Read many at once and one by one, which has to give the same. Gives the columns and the problems."""
+    kind = to_arrow_type(t.StructType([*nullable(fields).fields]).add(PROBLEM, t.StringType()), timezone="UTC")
+    headers = [None] * len(values)
+    together = columns(JsonReader(fields, policy), values, headers, kind)
+    alone = columns(json_payload.reader(fields, policy), values, headers, kind)
+    for name, here, there in zip(kind, together.flatten(), alone.flatten(), strict=True):
+        assert repr(here.to_pylist()) == repr(there.to_pylist()), name
+    return together.flatten()
+
+
+POLICIES = [
+    Policy(unknown, missing, wrong)
+    for unknown, missing, wrong in itertools.product(
+        ("ignore", "dead-letter"), ("null", "dead-letter"), ("dead-letter", "null")
+    )
+]
+
+
+@settings(max_examples=400, deadline=None)
+@given(
+    kinds=st.tuples(st.sampled_from(KINDS), st.sampled_from(KINDS)),
+    optional=st.tuples(st.booleans(), st.booleans()),
+    values=st.lists(payloads(), max_size=6),
+    policy=st.sampled_from(POLICIES),
+)
+def test_many_are_read_as_one_by_one(kinds, optional, values, policy):
+    fields = t.StructType()
+    for name, kind, may_be_null in zip(("f", "g"), kinds, optional, strict=True):
+        fields.add(name, kind, nullable=may_be_null)
+    read_both_ways(fields, values, policy)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.simpleString())
+def test_every_odd_value_in_every_kind_of_column(kind):
+    """All together, where most are read one by one; and each with a plain one, where a column is taken whole."""
+    odd = [b'{"f":' + (text.encode("latin-1") if "\xff" in text else text.encode()) + b"}" for text in ODD]
+    fields = t.StructType().add("f", kind)
+    read_both_ways(fields, odd, Policy())
+    for value in odd:
+        read_both_ways(fields, [value, b'{"f":null}', None], Policy())
+
+
+def test_what_writers_commonly_write_is_not_read_one_by_one():
+    """Else all of this would be for nothing, and no other test would tell."""
+    fields = (
+        t.StructType()
+        .add("id", t.StringType(), nullable=False)
+        .add("n", t.IntegerType())
+        .add("big", t.LongType())
+        .add("paid", t.BooleanType())
+        .add("amount", t.DecimalType(12, 2))
+        .add("rate", t.DoubleType())
+        .add("at", t.TimestampType())
+        .add("tags", t.ArrayType(t.StringType()))
+    )
+    event = {
+        "id": "order-1",
+        "n": 5,
+        "big": 2**60,
+        "paid": True,
+        "amount": 12.34,
+        "rate": 0.0,
+        "at": "2026-01-31T12:00:00.5Z",
+        "tags": ["a: b"],
+        "other": {"deep": [1, {"er": None}]},
+        "note": 'he said: "yes"',
+    }
+    values = [orjson.dumps(event), json.dumps(event).encode(), json.dumps(event, indent=2).encode(), None]
+    _, alone = JsonReader(fields, Policy()).many(values)
+    assert alone == set()
+    assert read_both_ways(fields, values, Policy())[-1].null_count == 4
