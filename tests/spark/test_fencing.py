@@ -160,6 +160,12 @@ def waiting_for_locks(bench: Bench, application: str) -> int:
         return connection.execute(query, (application,)).fetchone()[0]
 
 
+def signal_all(tree: list[psutil.Process], number: signal.Signals) -> None:
+    for member in tree:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            member.send_signal(number)
+
+
 def generation(bench: Bench) -> int:
     return bench.rows("SELECT generation FROM consumer.groups")[0][0]
 
@@ -189,19 +195,28 @@ def test_a_driver_that_was_stopped_and_wakes_up_after_the_take_over(bench, tmp_p
     with log.open("wb") as file:
         process = subprocess.Popen([*command, "--continuous"], env=env, stdout=file, stderr=file)
     tree: list[psutil.Process] = []
+
+    def halted() -> bool:
+        """Stop all of it; not within a transaction of its own: the take-over would wait for that (see below)."""
+        tree[:] = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        signal_all(tree, signal.SIGSTOP)
+        open_ones = (
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
+            "AND starts_with(application_name, 'outbox ') AND xact_start IS NOT NULL"
+        )
+        if bench.rows(open_ones) == [(0,)]:
+            return True
+        signal_all(tree, signal.SIGCONT)
+        return False
+
     try:
         wait_until(lambda: sum(bench.positions().values()) == 16, PATIENCE, "the older one's work")
-        # Not within a transaction of its own: the take-over would wait for that (see the stalled task).
-        tree = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
-        for member in tree:
-            member.send_signal(signal.SIGSTOP)
+        wait_until(halted, PATIENCE, "the older one to stand still between two transactions")
         feed(bench, range(3, 5))
         bench.once(patience=PATIENCE)
         assert bench.totals() == expected("abcdefgh", 4)
         feed(bench, range(5, 7))
-        for member in tree:
-            with contextlib.suppress(psutil.NoSuchProcess):
-                member.send_signal(signal.SIGCONT)
+        signal_all(tree, signal.SIGCONT)
         assert process.wait(PATIENCE) == 1
         assert "group order-totals was taken over from generation 1" in log.read_text()
         assert "Traceback" not in log.read_text()
@@ -352,8 +367,9 @@ def test_a_lock_on_the_sinks_table(bench, drive, setting, error):
 
 def test_the_sink_ends_a_session_that_idles_in_its_transaction(bench, drive, markers):
     with psycopg.connect(bench.database.url, autocommit=True) as connection:
+        # Long enough for a driver and tasks that do not stall, on a slow machine too.
         connection.execute(
-            sql.SQL("ALTER DATABASE {} SET idle_in_transaction_session_timeout = '300ms'").format(
+            sql.SQL("ALTER DATABASE {} SET idle_in_transaction_session_timeout = '2s'").format(
                 sql.Identifier(bench.database.name)
             )
         )
