@@ -1,4 +1,7 @@
-"""Every kind of target an outbox writes to, behind one face, so that one scenario runs over all of them."""
+"""Every kind of target an outbox writes to, behind one face, so that one scenario runs over all of them.
+
+And what tests of the writer share besides, whether it writes rows or messages.
+"""
 
 from __future__ import annotations
 
@@ -7,13 +10,16 @@ import contextlib
 import inspect
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
+from uuid import UUID
 
 import psycopg
+import pytest
 import sqlalchemy as sa
 from psycopg.rows import dict_row
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import Session, scoped_session, sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
 from outbox import AsyncOutbox, Event, Outbox
 from outbox.urls import sqlalchemy_url
@@ -31,6 +37,15 @@ def stored(database: Any) -> list[dict[str, Any]]:
 
 def numbers(database: Any) -> list[int]:
     return [row["payload"]["n"] for row in stored(database)]
+
+
+class Base(DeclarativeBase):
+    pass
+
+
+class Order(Base):
+    __tablename__ = "orders"
+    id: Mapped[str] = mapped_column(primary_key=True)
 
 
 class Undo(Exception):
@@ -161,3 +176,30 @@ def opened(name: str, database: Any) -> contextlib.AbstractAsyncContextManager[T
     """Open the target of that name on a database."""
     opener, kind, option = TARGETS[name]
     return opener(database, kind, option)
+
+
+every_target = pytest.mark.parametrize("name", TARGETS)
+one_or_many = pytest.mark.parametrize("many", [False, True], ids=["add", "add_many"])
+
+
+async def write(target: Target, many: bool, first: int, **options: Any) -> list[UUID]:
+    """Write two events from the number ``first`` on, by either method."""
+    if many:
+        return await target.add_many([event(first), event(first + 1)], **options)
+    return [await target.add(event(first), **options), await target.add(event(first + 1), **options)]
+
+
+def waits_for_a_lock(database: Any, connection: psycopg.Connection[Any]) -> bool:
+    waiting = "SELECT count(*) FROM pg_stat_activity WHERE pid = %s AND wait_event_type = 'Lock'"
+    with psycopg.connect(database.url, autocommit=True) as watch:
+        return watch.execute(waiting, (connection.info.backend_pid,)).fetchone()[0] == 1
+
+
+def round_trips(connection: psycopg.Connection[Any], trace: Path, work: Callable[[], Any]) -> int:
+    """Count by libpq's own trace: the client ends what it sends with one Sync or Query."""
+    with trace.open("w") as file:
+        connection.pgconn.trace(file.fileno())
+        work()
+        connection.pgconn.untrace()
+    fields = [line.split("\t") for line in trace.read_text().splitlines()]
+    return sum(each[1:2] == ["F"] and each[3] in {"Sync", "Query"} for each in fields)

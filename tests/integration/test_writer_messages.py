@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
-import uuid
+import functools
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -17,9 +17,21 @@ import sqlalchemy as sa
 from opentelemetry import trace
 from slots import Slot, opened_slot
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.orm import Session
 from support import wait_until
-from writer_targets import TARGETS, Target, Undo, event, opened, stored
+from writer_targets import (
+    Base,
+    Order,
+    Undo,
+    event,
+    every_target,
+    one_or_many,
+    opened,
+    round_trips,
+    stored,
+    waits_for_a_lock,
+    write,
+)
 
 from outbox import AsyncOutbox, Event, EventTooLarge, Outbox, OutboxError, PayloadError, SlotMissing, TargetError
 from outbox._message import decode
@@ -34,8 +46,6 @@ def slot(outbox_postgres) -> Iterator[Slot]:
         yield slot
 
 
-every_target = pytest.mark.parametrize("name", TARGETS)
-one_or_many = pytest.mark.parametrize("many", [False, True], ids=["add", "add_many"])
 some_targets = pytest.mark.parametrize(
     "name", ["Session, psycopg", "Session, psycopg2", "AsyncSession, asyncpg", "psycopg Connection"]
 )
@@ -46,13 +56,6 @@ async def messages_to(name: str, database: Any, slot: Slot):
     async with opened(name, database) as target:
         target.options = slot.options
         yield target
-
-
-async def write(target: Target, many: bool, first: int, **options) -> list[uuid.UUID]:
-    """Write two events from the number ``first`` on, by either method."""
-    if many:
-        return await target.add_many([event(first), event(first + 1)], **options)
-    return [await target.add(event(first), **options), await target.add(event(first + 1), **options)]
 
 
 # --- committed, or never ---------------------------------------------------------------------------------------------
@@ -127,15 +130,6 @@ def test_transactions_come_in_the_order_of_their_commits(outbox_postgres, slot):
         second.commit()
         first.commit()
     assert slot.numbers() == [[2], [1, 3]]
-
-
-class Base(DeclarativeBase):
-    pass
-
-
-class Order(Base):
-    __tablename__ = "orders"
-    id: Mapped[str] = mapped_column(primary_key=True)
 
 
 @pytest.fixture
@@ -389,21 +383,12 @@ def test_one_statement_for_one_event_and_one_for_many(outbox_postgres, slot):
 @pytest.mark.parametrize("lock_key", [False, True])
 def test_psycopg_makes_one_round_trip(outbox_postgres, slot, tmp_path, lock_key):
     outbox = Outbox(**slot.options)
-    file_name = tmp_path / "trace"
-
-    def round_trips(work) -> int:
-        with file_name.open("w") as file:
-            connection.pgconn.trace(file.fileno())
-            work()
-            connection.pgconn.untrace()
-        fields = [line.split("\t") for line in file_name.read_text().splitlines()]
-        return sum(each[1:2] == ["F"] and each[3] in {"Sync", "Query"} for each in fields)
-
     with outbox_postgres.connect() as connection:
+        count = functools.partial(round_trips, connection, tmp_path / "trace")
         connection.execute("SELECT 1")  # opens the transaction
-        assert round_trips(lambda: outbox.add(connection, event(0), lock_key=lock_key)) == 1
+        assert count(lambda: outbox.add(connection, event(0), lock_key=lock_key)) == 1
         many = [event(n) for n in range(1, 500)]
-        assert round_trips(lambda: outbox.add_many(connection, many, lock_key=lock_key)) == 1
+        assert count(lambda: outbox.add_many(connection, many, lock_key=lock_key)) == 1
         connection.commit()
     assert slot.numbers() == [list(range(500))]
 
@@ -468,7 +453,6 @@ def test_messages_follow_the_lists_order_at_any_length(outbox_postgres, slot, lo
 
 def test_the_second_writer_of_a_key_emits_after_the_firsts_commit(outbox_postgres, slot):
     outbox = Outbox(**slot.options)
-    waiting = "SELECT count(*) FROM pg_stat_activity WHERE pid = %s AND wait_event_type = 'Lock'"
     with (
         outbox_postgres.connect() as first,
         outbox_postgres.connect() as second,
@@ -481,8 +465,7 @@ def test_the_second_writer_of_a_key_emits_after_the_firsts_commit(outbox_postgre
             second.commit()
 
         writing = pool.submit(write)
-        pid = (second.info.backend_pid,)
-        wait_until(lambda: slot.admin.execute(waiting, pid).fetchone() == (1,), 10, "the second writer waits")
+        wait_until(lambda: waits_for_a_lock(outbox_postgres, second), 10, "the second writer waits")
         # Emitted while the other statement waits: had that one emitted before it waited, it would stand earlier.
         outbox.add(first, event(2), lock_key=True)
         assert not writing.done()

@@ -8,18 +8,12 @@ from concurrent.futures import ThreadPoolExecutor
 import psycopg
 import pytest
 from support import wait_until
-from writer_targets import event, numbers, stored
+from writer_targets import event, numbers, stored, waits_for_a_lock
 
 from outbox import Event, Outbox
 from outbox._statements import LOCK_SEED, insert_many, psycopg_sql
 
 outbox = Outbox()
-
-
-def waits_for_a_lock(database, connection: psycopg.Connection) -> bool:
-    waiting = "SELECT count(*) FROM pg_stat_activity WHERE pid = %s AND wait_event_type = 'Lock'"
-    with psycopg.connect(database.url, autocommit=True) as watch:
-        return watch.execute(waiting, (connection.info.backend_pid,)).fetchone()[0] == 1
 
 
 @pytest.mark.parametrize("lock_key", [False, True])

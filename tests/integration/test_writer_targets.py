@@ -5,27 +5,30 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import functools
 import uuid
 
 import psycopg
 import pytest
 import sqlalchemy as sa
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
-from writer_targets import TARGETS, Target, Undo, event, numbers, opened, stored
+from sqlalchemy.orm import Session
+from writer_targets import (
+    Base,
+    Order,
+    Undo,
+    event,
+    every_target,
+    numbers,
+    one_or_many,
+    opened,
+    round_trips,
+    stored,
+    write,
+)
 
 from outbox import AsyncOutbox, Event, Outbox
 from outbox.urls import sqlalchemy_url
-
-every_target = pytest.mark.parametrize("name", TARGETS)
-one_or_many = pytest.mark.parametrize("many", [False, True], ids=["add", "add_many"])
-
-
-async def write(target: Target, many: bool, first: int, **options) -> list[uuid.UUID]:
-    """Write two events from the number ``first`` on, by either method."""
-    if many:
-        return await target.add_many([event(first), event(first + 1)], **options)
-    return [await target.add(event(first), **options), await target.add(event(first + 1), **options)]
 
 
 @every_target
@@ -148,15 +151,6 @@ def test_ids_are_made_in_the_lists_order_or_are_the_given_ones(outbox_postgres):
 # --- the ORM ---------------------------------------------------------------------------------------------------------
 
 
-class Base(DeclarativeBase):
-    pass
-
-
-class Order(Base):
-    __tablename__ = "orders"
-    id: Mapped[str] = mapped_column(primary_key=True)
-
-
 @pytest.fixture
 def orders(outbox_postgres):
     """A database whose events are refused by a trigger unless their order is there before them."""
@@ -232,25 +226,15 @@ def test_one_statement_for_one_event_and_one_for_many(outbox_postgres):
 
 @pytest.mark.parametrize("lock_key", [False, True])
 def test_psycopg_makes_one_round_trip(outbox_postgres, tmp_path, lock_key):
-    """libpq's own trace shows what went over the wire: the client ends what it sends with one Sync or Query."""
     outbox = Outbox()
-    trace = tmp_path / "trace"
-
-    def round_trips(work) -> int:
-        with trace.open("w") as file:
-            connection.pgconn.trace(file.fileno())
-            work()
-            connection.pgconn.untrace()
-        fields = [line.split("\t") for line in trace.read_text().splitlines()]
-        return sum(each[1:2] == ["F"] and each[3] in {"Sync", "Query"} for each in fields)
-
     with outbox_postgres.connect() as connection:
+        count = functools.partial(round_trips, connection, tmp_path / "trace")
         connection.execute("SELECT 1")  # opens the transaction
-        assert round_trips(lambda: [connection.execute("SELECT %s", (n,)) for n in range(3)]) == 3
-        assert round_trips(lambda: outbox.add(connection, event(0), lock_key=lock_key)) == 1
+        assert count(lambda: [connection.execute("SELECT %s", (n,)) for n in range(3)]) == 3
+        assert count(lambda: outbox.add(connection, event(0), lock_key=lock_key)) == 1
         many = [event(n) for n in range(1, 500)]
-        assert round_trips(lambda: outbox.add_many(connection, many, lock_key=lock_key)) == 1
-        assert round_trips(lambda: outbox.add_many(connection, [], lock_key=lock_key)) == 0
+        assert count(lambda: outbox.add_many(connection, many, lock_key=lock_key)) == 1
+        assert count(lambda: outbox.add_many(connection, [], lock_key=lock_key)) == 0
         connection.commit()
     assert numbers(outbox_postgres) == list(range(500))
 
