@@ -285,7 +285,8 @@ def test_skip_lets_requests_pass_and_rules_follow_each_other(proxy, topics) -> N
         before = proxy.seen(END_TXN)
         producer.commit_transaction(30)
         sent.append(proxy.seen(END_TXN) - before)
-    assert sent == [1, 3, 1]
+    # Again and again while the broker still ends the transaction whose answer was lost.
+    assert (sent[0], sent[1] >= 3, sent[2]) == (1, True, 1), sent
     assert [fired.action for fired in proxy.fired[first:]] == [drop_request, drop_response]
     with pytest.raises(AssertionError, match="requests of API key 26"):
         proxy.wait_seen(END_TXN, proxy.seen(END_TXN) + 1, timeout=0.01)
