@@ -125,7 +125,7 @@ class BatchRounds(Rounds):
                 raise Culprits(staged.culprits)
         plan = self._plan(span, state, generation, {} if shuffled else columns)
         plan = replace(plan, columns=columns, max_dead=max(self._job.max_dead, len(retried)))
-        with stopping("the round"), task.transaction(self._url, self._name()) as cursor:
+        with stopping("the round"), task.transaction(self._url, f"outbox driver {self._job.group}") as cursor:
             # The transaction stays open while executors work for it.
             cursor.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
             for partition in sorted(span.ranges):
@@ -178,7 +178,7 @@ class BatchRounds(Rounds):
         fields = sql.SQL(", ").join(
             sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in as_text.items()
         )
-        with psycopg.connect(self._url, application_name=self._name()) as connection:
+        with self._store.connect() as connection:
             connection.execute(
                 sql.SQL(
                     "CREATE UNLOGGED TABLE IF NOT EXISTS {} ({}, staged_by text, "
@@ -201,7 +201,7 @@ class BatchRounds(Rounds):
         """Drop what older generations of the group have left."""
         if self._prepared == generation:
             return
-        with psycopg.connect(self._url, application_name=self._name()) as connection:
+        with self._store.connect() as connection:
             values = {
                 "schema": sql.Identifier(self._schema).as_string(connection),
                 "like": f"{self._stem()}\\_%",
@@ -212,16 +212,13 @@ class BatchRounds(Rounds):
         self._prepared = generation
 
     def _empty(self, staged: _Staged) -> None:
-        with psycopg.connect(self._url, application_name=self._name()) as connection:
+        with self._store.connect() as connection:
             connection.execute(
                 sql.SQL("DELETE FROM {} WHERE staged_by = ANY(%s)").format(staged.table), (staged.names,)
             )
 
     def _stem(self) -> str:
         return f"staged_{hashlib.sha256(self._job.group.encode()).hexdigest()[:12]}"
-
-    def _name(self) -> str:
-        return f"outbox driver {self._job.group}"[:63]
 
 
 def _stage(plan: _StagePlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -85,9 +85,13 @@ class Store:
         self._owner = owner
         self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "dead_letters")}
 
+    def connect(self) -> psycopg.Connection[Any]:
+        """Connect for a transaction of the driver's."""
+        return psycopg.connect(self._url, application_name=f"outbox driver {self._group}"[:63], connect_timeout=10)
+
     def take_over(self) -> int:
         """Become the group's consumer. Gives the generation; whoever had the one before can commit nothing more."""
-        with self._connect() as connection:
+        with self.connect() as connection:
             row = self._run(connection, _TAKE, owner=self._owner).fetchone()
             assert row is not None
             self._run(connection, _FENCE, generation=row[0])
@@ -97,26 +101,26 @@ class Store:
         """Run the job's own DDL, one driver at a time."""
         if statements is None:
             return
-        with self._connect() as connection:
+        with self.connect() as connection:
             connection.execute("SELECT pg_advisory_xact_lock(%s)", (_SETUP_LOCK,))
             connection.execute(statements.encode())
 
     def stored(self, topics: Iterable[str]) -> dict[Partition, Stored]:
         """Give how far the group is."""
-        with self._connect() as connection:
+        with self.connect() as connection:
             rows = self._run(connection, _STORED, topics=list(topics)).fetchall()
         return {(topic, part): Stored(topic_id, offset) for topic, part, topic_id, offset in rows}
 
     def add(self, partitions: Iterable[Partition], topic_ids: Mapping[str, str], generation: int) -> None:
         """Begin with new partitions, at 0. Raises Fenced when the group is somebody else's now."""
-        with self._connect() as connection:
+        with self.connect() as connection:
             self._require(connection, generation)
             for topic, part in partitions:
                 self._run(connection, _ADD, topic=topic, part=part, topic_id=topic_ids[topic], generation=generation)
 
     def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
         """Give the keys of the group's dead letters, with their topics."""
-        with self._connect() as connection:
+        with self.connect() as connection:
             rows = self._run(connection, _DEAD_KEYS, topics=list(topics)).fetchall()
         return {(topic, bytes(key)): None for topic, key in rows}
 
@@ -125,7 +129,7 @@ class Store:
 
         With ``keep_order`` also those that are behind a message which no longer stands in their way.
         """
-        with self._connect() as connection:
+        with self.connect() as connection:
             if keep_order:
                 self._run(connection, _RELEASE, topics=list(topics))
             rows = self._run(connection, _RETRIED, topics=list(topics), most=most, keep_order=keep_order).fetchall()
@@ -136,24 +140,24 @@ class Store:
 
     def failed_again(self, failed: Iterable[tuple[int, Culprit]], generation: int) -> None:
         """Count another attempt of dead letters. Raises Fenced."""
-        with self._connect() as connection:
+        with self.connect() as connection:
             self._require(connection, generation)
             for number, culprit in failed:
                 letters.failed_again(connection.cursor(), self._schema, self._group, number, culprit)
 
     def column_types(self, table: str) -> dict[str, str]:
         """Give the columns of a table of the sink with their types. Raises JobError when there is no such table."""
-        with self._connect() as connection:
+        with self.connect() as connection:
             return column_types(connection.cursor(), table)
 
     def require(self, generation: int) -> None:
         """Raise Fenced unless the group is still in this generation."""
-        with self._connect() as connection:
+        with self.connect() as connection:
             self._require(connection, generation)
 
     def record_losses(self, losses: Iterable[Loss], generation: int) -> None:
         """Write down what Kafka lost, once for as long as nobody has accepted it. Raises Fenced."""
-        with self._connect() as connection:
+        with self.connect() as connection:
             self._require(connection, generation)
             for loss in losses:
                 self._run(
@@ -184,9 +188,6 @@ class Store:
                 f"group {self._group} was taken over from generation {generation}: {now}. One consumer a group: stop "
                 "the other, or give this job a group of its own; after `outbox offsets`, start this one again"
             )
-
-    def _connect(self) -> psycopg.Connection[Any]:
-        return psycopg.connect(self._url, application_name=f"outbox driver {self._group}"[:63], connect_timeout=10)
 
     def _run(self, connection: psycopg.Connection[Any], query: str, **values: object) -> psycopg.Cursor[Any]:
         return connection.execute(sql.SQL(query).format(**self._names), {"grp": self._group, **values})
