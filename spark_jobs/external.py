@@ -46,7 +46,7 @@ from spark_jobs.errors import ConsumerError, ConsumerUnavailable, JobError
 from spark_jobs.job import find_declared
 from spark_jobs.reservations import Claim, Reservations, SqlEffect
 from spark_jobs.settling import Answer, Change, Rules, Step
-from spark_jobs.sink import clear_errors
+from spark_jobs.sink import clear_errors, first_line
 
 _NAME: Final = re.compile(r"[a-zA-Z0-9._-]{1,100}")
 _RESERVE: Final = """
@@ -523,7 +523,7 @@ class Caller:
         """Give the seconds to wait for a database that is away. Raises ConsumerUnavailable when it takes too long."""
         now = time.monotonic()
         self._away_since = self._away_since or now
-        shown = str(error).strip().partition("\n")[0]
+        shown = first_line(error)
         if self._patience is not None and now - self._away_since > self._patience:
             raise ConsumerUnavailable(
                 f"{self._external.name}: gave up after {self._patience:g} s without the database; nothing is lost, run "

@@ -25,6 +25,8 @@ from typing import Any, Final, LiteralString
 import psycopg
 from psycopg import errors, sql
 
+from spark_jobs.sink import first_line
+
 KEEP_DAYS: Final = 14
 """Whole days besides today, unless the settings say otherwise."""
 NO_TIME: Final = dt.date(1970, 1, 1)
@@ -131,7 +133,7 @@ class Memory:
                     if self._make(connection, name, low):
                         made.append(name)
             except (*_BUSY, errors.InsufficientPrivilege) as error:
-                return Upkeep(problem=_first_line(error))
+                return Upkeep(problem=first_line(error))
         return Upkeep(made=tuple(made))
 
     def forget(self) -> Upkeep:
@@ -155,7 +157,7 @@ class Memory:
                     dropped.append(name)
             deleted = self._delete_stray(horizon)
         except (*_BUSY, errors.InsufficientPrivilege) as error:
-            return Upkeep(dropped=tuple(dropped), problem=_first_line(error))
+            return Upkeep(dropped=tuple(dropped), problem=first_line(error))
         return Upkeep(dropped=tuple(dropped), deleted_rows=deleted)
 
     def _missing(self, connection: psycopg.Connection[Any]) -> list[dt.date]:
@@ -243,7 +245,3 @@ class Memory:
     ) -> psycopg.Cursor[Any]:
         named = {**self._names, "processed": self._names["processed_messages"], **names}
         return connection.execute(sql.SQL(query).format(**named), values)
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -34,7 +34,7 @@ def connect(url: str, application_name: str, connect_seconds: int = 10) -> psyco
             tcp_user_timeout=20_000,
         )
     except psycopg.OperationalError as error:
-        raise ConsumerUnavailable(f"Postgres at {display_url(url)}: {_first_line(error)}") from error
+        raise ConsumerUnavailable(f"Postgres at {display_url(url)}: {first_line(error)}") from error
 
 
 @contextmanager
@@ -44,7 +44,7 @@ def clear_errors(doing: str) -> Iterator[None]:
         yield
     except _SCHEMA as error:
         raise SchemaError(
-            f"Postgres, {doing}: {_first_line(error)}; see `outbox db check --consumer`, then run "
+            f"Postgres, {doing}: {first_line(error)}; see `outbox db check --consumer`, then run "
             "`outbox db upgrade --consumer` or grant it"
         ) from error
     except errors.LockNotAvailable as error:
@@ -53,12 +53,13 @@ def clear_errors(doing: str) -> Iterator[None]:
         ) from error
     except errors.ReadOnlySqlTransaction as error:
         raise ConsumerUnavailable(
-            f"Postgres, {doing}: {_first_line(error)}: this server is a standby, or is set to read only; with several "
+            f"Postgres, {doing}: {first_line(error)}: this server is a standby, or is set to read only; with several "
             "hosts in the URL, add target_session_attrs=read-write"
         ) from error
     except (psycopg.OperationalError, psycopg.InterfaceError) as error:
-        raise ConsumerUnavailable(f"Postgres, {doing}: {_first_line(error)}") from error
+        raise ConsumerUnavailable(f"Postgres, {doing}: {first_line(error)}") from error
 
 
-def _first_line(error: BaseException) -> str:
+def first_line(error: BaseException) -> str:
+    """Give the line of Postgres's error that says what happened."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
