@@ -15,9 +15,12 @@ from typing import Any, Self
 
 import psycopg
 import pytest
+from confluent_kafka import IsolationLevel, KafkaException, Message, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from outbox import Event, Outbox
-from outbox.testing._process import patience
+from outbox.testing._process import patience, wait_for
+from outbox.testing.fixtures import Topics
 
 
 @pytest.fixture
@@ -162,6 +165,30 @@ class Load:
                 self._stop.wait(0.03)
             if chance.random() < 0.1:
                 raise psycopg.Rollback
+
+
+def read(topics: Topics, topic: str, **options: Any) -> list[Message]:
+    """Read a topic to its end, as ``Topics.consume``, once no transaction is open there.
+
+    What is committed can be read a moment after the commit's answer came, when the broker has written its markers. A
+    transaction that nobody ever ends is not waited for for ever: the reader then shows what it holds up.
+    """
+    admin = AdminClient({"bootstrap.servers": topics.bootstrap_servers, "log_level": 0})
+    latest = OffsetSpec.latest()
+
+    def end(level: IsolationLevel) -> list[int]:
+        partitions = sorted(admin.list_topics(topic, timeout=30).topics[topic].partitions)
+        asked = admin.list_offsets({TopicPartition(topic, each): latest for each in partitions}, isolation_level=level)
+        return [answer.result(30).offset for answer in asked.values()]
+
+    def at_rest() -> bool:
+        try:
+            return end(IsolationLevel.READ_COMMITTED) == end(IsolationLevel.READ_UNCOMMITTED)
+        except KafkaException:
+            return False  # no leader just now: whoever reads waits for that
+
+    wait_for(at_rest, 15)
+    return topics.consume(topic, **options)
 
 
 def check(url: str, messages: Iterable[Any]) -> int:

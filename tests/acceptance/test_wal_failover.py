@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from proxy import TcpProxy
 from standby import Standby, ask, either, require_standby, set_parameter
-from support import Load, backlog, check, order, wait_until
+from support import Load, backlog, check, order, read, wait_until
 from wal_support import cdc, done, more, run_outbox, to_wal, wal
 
 from outbox import Event, Outbox
@@ -138,7 +138,7 @@ def test_a_synchronous_standby_that_has_the_slot_goes_on(
         assert relay.running
         assert "lane stopped" not in relay.log()
         assert ask(both, "SELECT timeline FROM outbox.streams") == 2
-        assert check(both, outbox_kafka.consume(topic)) == 0
+        assert check(both, read(outbox_kafka, topic)) == 0
         assert '"problem":null' in done(both, settings, "cdc", "status", "--json")
 
 
@@ -293,7 +293,7 @@ def test_a_slot_that_the_failover_left_behind(
             more(load, 50)
             load.drain()
         assert waiting.running
-        assert check(both, outbox_kafka.consume(topic)) == 0
+        assert check(both, read(outbox_kafka, topic)) == 0
         assert ask(both, "SELECT timeline FROM outbox.streams") == 2
 
 
@@ -323,7 +323,7 @@ def test_a_slot_that_has_lost_its_wal(private_postgres, outbox_kafka, outbox_rel
         wait_until(lambda: read_by_relay(url), what="the lanes to stream")
         more(load, 100)
         load.drain()
-    assert check(url, outbox_kafka.consume(topic)) == 0
+    assert check(url, read(outbox_kafka, topic)) == 0
 
 
 def test_what_no_standby_has_is_not_published(private_postgres, outbox_kafka, outbox_relay, wal, order):
