@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import threading
 import time
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, Self
 
@@ -20,7 +21,7 @@ from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from outbox import Event, Outbox
 from outbox.testing._process import patience, wait_for
-from outbox.testing.fixtures import Topics
+from outbox.testing.fixtures import RelayProcess, Topics
 
 
 @pytest.fixture
@@ -64,6 +65,17 @@ def caught_up(url: str) -> None:
         left = "SELECT count(*) FROM outbox.events WHERE id <= %s"
         what = "the relay to publish what is there"
         wait_until(lambda: connection.execute(left, (highest,)).fetchone()[0] == 0, 90, what)
+
+
+def await_stops(relay: RelayProcess, lanes: int, times: int) -> None:
+    """Wait until each of the lanes has been stopped so often, by a relay that logs JSON."""
+
+    def stopped() -> bool:
+        lines = [line for line in relay.log().splitlines() if '"lane stopped"' in line]
+        counts = Counter(int(found[1]) for line in lines if (found := re.search(r'"lane": (\d+)', line)))
+        return len(counts) == lanes and min(counts.values()) >= times
+
+    wait_until(stopped, what=f"every lane to stop {times} times")
 
 
 def owners(url: str) -> dict[str, int]:
