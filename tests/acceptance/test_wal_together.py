@@ -71,7 +71,8 @@ def test_switching_while_relays_are_killed(outbox_postgres, outbox_kafka, outbox
 def test_standbys_wait_and_take_over(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
     """One reads; it is killed; the next is stopped past its lease: its walsender is ended, it changes nothing."""
     url, (kind, topic) = outbox_postgres.url, order
-    settings = wal | {"delivery": "exactly-once"}
+    # A lease that the first one keeps, also while two others start on a slow machine.
+    settings = wal | {"delivery": "exactly-once", "relay__lease_seconds": 4}
     to_wal(url, settings)
     with Load(url, kind) as load:
         first = outbox_relay(**settings | {"relay__instance": "first"})
@@ -190,7 +191,9 @@ def test_commit_order_is_kept_across_a_restart(outbox_postgres, outbox_kafka, ou
         early.commit()
     outbox_relay(**wal)
     drained(url)
-    assert [json.loads(message.value())["n"] for message in outbox_kafka.consume(topic)] == [1, 2, 3]
+    numbers = [json.loads(message.value())["n"] for message in outbox_kafka.consume(topic)]
+    # At-least-once: a relay that was slower than its lease may have sent them again.
+    assert list(dict.fromkeys(numbers)) == [1, 2, 3]
 
 
 def test_an_outbox_at_rest_holds_no_wal(outbox_postgres, outbox_relay, outbox_kafka, wal):
