@@ -275,8 +275,8 @@ def test_an_event_without_a_row_behind_a_refused_one_is_published_once(url, outb
 
 @pytest.fixture
 def away(private_postgres, private_kafka) -> Iterator[Any]:
-    """Servers of our own: a broker to be stopped, and a Postgres that ends a silent stream after two seconds."""
-    server = private_postgres({"wal_sender_timeout": "2s", "fsync": "off"})
+    """Servers of our own: a broker to be stopped, and a Postgres that ends a silent stream after five seconds."""
+    server = private_postgres({"wal_sender_timeout": "5s", "fsync": "off"})
     cluster = private_kafka()
     return private_postgres.database(server), cluster, private_kafka.topics(cluster)
 
@@ -290,7 +290,8 @@ def test_while_kafka_is_away_the_stream_waits_and_stays_alive(away, outbox_relay
         "name": "away",
         "wal__slot": "away",
         "delivery": "exactly-once",
-        "relay__lease_seconds": 3,
+        # Who loses its lease ends the stream as well.
+        "relay__lease_seconds": 6,
         "relay__batch_size": 5,
         "relay__max_backoff_seconds": 0.2,
         "kafka__reconnect_backoff_max_ms": 500,
@@ -310,7 +311,7 @@ def test_while_kafka_is_away_the_stream_waits_and_stays_alive(away, outbox_relay
         more(load, 200)
         relay.wait_for_log("waiting for a server")
         ((reader, since),) = rows(url, heard)
-        wait_until(lambda: rows(url, heard)[0][1] > since + 3, what="feedback for longer than the server's patience")
+        wait_until(lambda: rows(url, heard)[0][1] > since + 7, what="feedback for longer than the server's patience")
         assert rows(url, heard)[0][0] == reader
         assert rows(url, "SELECT count(*) FROM outbox.failures") == [(0,)]
         cluster.start_broker(0)
