@@ -25,6 +25,7 @@ from proxy import (
     drop_response,
     duplicate_request,
 )
+from support import read
 
 from outbox.testing._ports import free_ports
 from outbox.testing.errors import ServiceError
@@ -238,7 +239,7 @@ def test_clients_are_led_to_the_proxy_and_transactions_pass(proxy, proxied, topi
     producer.begin_transaction()
     send(producer, topic, b"4")
     producer.abort_transaction(30)
-    assert values(topics.consume(topic)) == [b"1", b"2", b"3"]
+    assert values(read(topics, topic)) == [b"1", b"2", b"3"]
     seen = {key: proxy.seen(key) - before[key] for key in before}
     assert (seen[PRODUCE], seen[END_TXN]) == (4, 4)
     # These are sent again while the coordinator loads, or still ends the transaction before.
@@ -270,7 +271,7 @@ def test_a_commit_outlives_the_loss_of_its_request_or_answer_and_takes_the_retry
         assert end_txn_error(proxy.fired[-1]) == 0
     else:
         assert proxy.fired[-1].response is None
-    assert values(topics.consume(topic)) == [b"1"]
+    assert values(read(topics, topic)) == [b"1"]
 
 
 def test_skip_lets_requests_pass_and_rules_follow_each_other(proxy, topics) -> None:
@@ -302,13 +303,13 @@ def test_a_late_commit_ends_the_next_transaction_of_a_producer_that_is_used_agai
     send(producer, topic, b"two-a")
     (late,) = proxy.release()
     assert end_txn_error(late) == 0
-    assert values(topics.consume(topic)) == [b"one", b"two-a"]
+    assert values(read(topics, topic)) == [b"one", b"two-a"]
     # The partition is not part of a transaction any more, and the client does not add it twice.
     send(producer, topic, b"two-b")
     with pytest.raises(KafkaException) as failure:
         producer.commit_transaction(30)
     assert failure.value.args[0].code() == KafkaError.INVALID_TXN_STATE
-    assert values(topics.consume(topic)) == [b"one", b"two-a"]
+    assert values(read(topics, topic)) == [b"one", b"two-a"]
 
 
 def test_a_late_commit_can_tear_a_transaction_without_any_error(proxy, topics) -> None:
@@ -322,7 +323,7 @@ def test_a_late_commit_can_tear_a_transaction_without_any_error(proxy, topics) -
     proxy.release()
     send(producer, topic, b"two-b", partition=1)
     producer.abort_transaction(30)
-    assert values(topics.consume(topic)) == [b"one", b"two-a"]
+    assert values(read(topics, topic)) == [b"one", b"two-a"]
 
 
 def test_a_late_commit_does_nothing_to_a_new_producer_of_the_same_name(proxy, topics) -> None:
@@ -338,7 +339,7 @@ def test_a_late_commit_does_nothing_to_a_new_producer_of_the_same_name(proxy, to
     assert values(topics.consume(topic)) == [b"one"]
     send(producer, topic, b"two-b")
     producer.commit_transaction(30)
-    assert values(topics.consume(topic)) == [b"one", b"two-a", b"two-b"]
+    assert values(read(topics, topic)) == [b"one", b"two-a", b"two-b"]
 
 
 def test_a_request_that_is_late_by_some_seconds_needs_no_release(proxy, topics) -> None:
@@ -387,7 +388,7 @@ def test_an_idempotent_producers_request_that_comes_twice_is_written_once(proxy,
     fired = proxy.fired[first:]
     assert [entry.action for entry in fired] == [duplicate_request] * 3
     assert all(entry.response is not None for entry in fired)
-    assert values(topics.consume(topic)) == [str(number).encode() for number in range(6)]
+    assert values(read(topics, topic)) == [str(number).encode() for number in range(6)]
 
 
 def test_messages_wait_while_nothing_comes_through_and_arrive_after(proxy, topics) -> None:
@@ -401,7 +402,7 @@ def test_messages_wait_while_nothing_comes_through_and_arrive_after(proxy, topic
     finally:
         proxy.heal()
     assert producer.flush(30) == 0
-    assert values(topics.consume(topic)) == [b"1", b"2"]
+    assert values(read(topics, topic)) == [b"1", b"2"]
 
 
 def test_stopping_gives_up_what_is_held(proxy, topics) -> None:
