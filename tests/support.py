@@ -179,11 +179,11 @@ class Load:
                 raise psycopg.Rollback
 
 
-def read(topics: Topics, topic: str, **options: Any) -> list[Message]:
-    """Read a topic to its end, as ``Topics.consume``, once no transaction is open there.
+def await_markers(topics: Topics, topic: str) -> None:
+    """Wait until no transaction is open in a topic.
 
-    What is committed can be read a moment after the commit's answer came, when the broker has written its markers. A
-    transaction that nobody ever ends is not waited for for ever: the reader then shows what it holds up.
+    What is committed or aborted is so for readers a moment after the producer was answered: when the broker has written
+    its markers. A transaction that nobody ever ends is not waited for for ever: readers then show what it holds up.
     """
     admin = AdminClient({"bootstrap.servers": topics.bootstrap_servers, "log_level": 0})
     latest = OffsetSpec.latest()
@@ -200,6 +200,11 @@ def read(topics: Topics, topic: str, **options: Any) -> list[Message]:
             return False  # no leader just now: whoever reads waits for that
 
     wait_for(at_rest, 15)
+
+
+def read(topics: Topics, topic: str, **options: Any) -> list[Message]:
+    """Read a topic to its end, as ``Topics.consume``, once no transaction is open there."""
+    await_markers(topics, topic)
     return topics.consume(topic, **options)
 
 
