@@ -39,7 +39,7 @@ _DATA: Final = ("21", "22", "23", "44", "54", "P0001", "P0004")
 _PASSING: Final = frozenset({"25006", "25P03", "25P04"})
 META_PLACE: Final = {"message_topic": "text", "message_part": "integer", "message_offset": "bigint"}
 """The columns that say which message a row is, with their types."""
-_IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
+IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +112,14 @@ class Applying:
         self._bisecting = bisect
         self._max_dead = max_dead
         self._kept: list[pa.RecordBatch] = []
+        self._ids: list[pa.Array] | None = None
         self._listed = sql.SQL(", ").join(map(sql.Identifier, columns))
         self._create("batch", columns)
 
     def copy(self, batches: Iterable[pa.RecordBatch]) -> None:
         """Stream rows into ``batch``. Arrow writes the CSV: no row passes through Python. Raises Uncopyable."""
-        # Kept whole for a Python effect only; SQL sees the rows in the table.
-        keep = callable(self._effect)
         try:
-            self._copy_into("batch", self._kept_while(batches) if keep else batches)
+            self._copy_into("batch", self._ids_while(self._kept_while(batches)))
         except psycopg.Error as error:
             if passing(error) or not by_data(error):
                 raise
@@ -206,7 +205,7 @@ class Applying:
         """
         try:
             with self._cursor.connection.transaction():
-                self._strategy.reduce(self._cursor, self._book, suspect=suspect)
+                self._strategy.reduce(self._cursor, self._book, self._ids, suspect=suspect)
         except psycopg.Error as error:
             if passing(error) or not by_data(error):
                 raise
@@ -298,13 +297,13 @@ class Applying:
         if isinstance(self._effect, str):
             with self._cursor.connection.transaction():
                 self._cursor.execute(self._effect.encode())
-                self._cursor.execute(_IMMEDIATE)
+                self._cursor.execute(IMMEDIATE)
             return
         rows = self._rows()
         try:
             with self._cursor.connection.transaction():
                 self._effect(self._cursor, rows)
-                self._cursor.execute(_IMMEDIATE)
+                self._cursor.execute(IMMEDIATE)
         except Reject as reject:
             culprits = [Culprit(place, "rejected", reject.why) for place in self._rejected(reject, rows)]
             if not self._bisecting:
@@ -347,8 +346,16 @@ class Applying:
                 table = table.set_column(index, name, pa.array(values, pa.binary()))
         return table
 
+    def _ids_while(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        self._ids = []
+        for batch in batches:
+            if self._strategy.remembers:
+                self._ids.append(batch.column("message_id"))
+            yield batch
+
     def _kept_while(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
+            # Whole for a Python effect only; SQL sees the rows in the table.
             if callable(self._effect):
                 self._kept.append(batch.select(list(self._columns)))
             yield batch

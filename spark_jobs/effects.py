@@ -51,7 +51,7 @@ class Insert:
 
         placed  the rows of ``batch`` are messages, with META's columns; not so after an aggregation.
         """
-        pairs = _pairs(self.table, self.columns, payload, types)
+        pairs = self.pairs(payload, types)
         return [
             sql.SQL(_INSERT).format(
                 table=identifier(self.table),
@@ -60,6 +60,10 @@ class Insert:
                 messages=sql.SQL(_MESSAGES if placed else ""),
             )
         ]
+
+    def pairs(self, payload: Sequence[str], types: Mapping[str, str]) -> dict[str, str]:
+        """Give the table's columns that are written, each with the one of ``batch``. Raises JobError."""
+        return _pairs(self.table, self.columns, payload, types)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ read once more, whole, and the next attempt of those ranges puts them aside in t
 | applied, already  | the range is done                                                                         |
 | nothing           | it held markers only, or all was filtered: the driver steps over it, dead letters and all |
 | culprits          | they become dead letters; with keep_order the later messages of their keys do too         |
+| roundabout        | again, through ``batch`` instead of straight into the sink's table                        |
 | uncopyable        | again, the lenient way, which names culprits                                              |
 | fenced, broken    | the job ends, after the others have been counted                                          |
 | moved             | a task that the driver had given up on committed after all: the round is planned anew     |
@@ -22,10 +23,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
+from spark_jobs import incoming, task
 from spark_jobs import session as spark
-from spark_jobs import task
 from spark_jobs.applying import Culprit
 from spark_jobs.decoding import PROBLEM
+from spark_jobs.direct import Direct
 from spark_jobs.effects import Insert, Upsert
 from spark_jobs.errors import BadMessage, ConsumerError, ConsumerUnavailable, EffectFailed, Fenced
 from spark_jobs.job import META, ConsumerJob
@@ -33,7 +35,7 @@ from spark_jobs.letters import Letter, Retried
 from spark_jobs.planner import Partition, Range
 from spark_jobs.store import Store
 from spark_jobs.strategies import Place
-from spark_jobs.task import TaskPlan
+from spark_jobs.task import Late, TaskPlan
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -42,6 +44,7 @@ SUSPECT_ROUNDS: Final = 5
 """Repeats come in bursts: a partition that had one goes the slower way for that many rounds."""
 RETRIED_AT_ONCE: Final = 100
 """Dead letters in one transaction; the driver holds them whole, so not too many."""
+_AGAIN: Final = frozenset({"roundabout", "uncopyable", "culprits"})
 _ERRORS: Final[dict[str, type[ConsumerError]]] = {
     "fenced": Fenced,
     "broken": EffectFailed,
@@ -95,6 +98,7 @@ class State:
     """What a round knows so far."""
 
     dead: dict[Place, Letter] = field(default_factory=dict)
+    slow: set[Partition] = field(default_factory=set)
     lenient: set[Partition] = field(default_factory=set)
     counts: Counts = field(default_factory=Counts)
 
@@ -116,6 +120,7 @@ class Rounds:
         self._store = store
         self._suspects: dict[Partition, int] = {}
         self._statements: dict[tuple[str, ...], str] = {}
+        self._directs: dict[tuple[tuple[str, str], ...], Direct | None] = {}
 
     def apply(self, span: Span, generation: int) -> Counts:
         """Apply the ranges. Raises Fenced, EffectFailed, BadMessage; and what Spark raises when a server is away."""
@@ -175,15 +180,20 @@ class Rounds:
 
     # What one attempt does.
 
+    @functools.cached_property
+    def _late(self) -> Late | None:
+        return spark.late(self._job)
+
     def _attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
-        rows = spark.chosen(self._source(span), self._job, state.dead)
-        late = spark.late(rows, self._job)
-        if late is not None:
-            rows, how = late
-            plan = replace(self._plan(span, state, generation, how.columns), late=how)
+        rows = self._source(span)
+        if self._late is not None:
+            rows = spark.left_in(rows, state.dead).select(*incoming.COLUMNS)
+            columns: Mapping[str, str] = self._late.columns
         else:
+            rows = spark.chosen(rows, self._job, state.dead)
             rows, columns = spark.copyable(spark.shaped(spark.decoded(rows, self._job), self._job))
-            plan = self._plan(span, state, generation, columns)
+        plan = self._plan(span, state, generation, columns)
+        plan = replace(plan, late=self._late, direct=self._direct(columns))
         reports = rows.mapInArrow(lambda batches: task.run(plan, batches), task.REPORT).collect()
         return {(row.topic, row.part): Told(row.outcome, row.read, row.fresh, row.detail) for row in reports}
 
@@ -221,6 +231,7 @@ class Rounds:
             dead={partition: state.letters(partition) for partition in span.ranges if state.letters(partition)},
             suspects=frozenset(self._suspects),
             lenient=frozenset(state.lenient),
+            slow=frozenset(state.slow),
         )
 
     def _effect(self, columns: Mapping[str, str], *, placed: bool) -> Any:
@@ -236,6 +247,15 @@ class Rounds:
             made = [one.as_string(None) for one in effect.statements(payload, types, placed=placed)]
             self._statements[payload] = ";\n".join(made)
         return self._statements[payload]
+
+    def _direct(self, columns: Mapping[str, str]) -> Direct | None:
+        if not isinstance(self._job.effect, Insert):
+            return None
+        names = tuple(columns.items())
+        if names not in self._directs:
+            payload = [name for name in columns if name not in META]
+            self._directs[names] = self._store.direct(self._job.effect, self._job.strategy, columns, payload)
+        return self._directs[names]
 
     def _source(self, span: Span) -> DataFrame:
         return spark.source(
@@ -274,8 +294,9 @@ class Rounds:
         for partition, one in told.items():
             if one.outcome == "applied":
                 self._count(state, partition, one)
+        state.slow |= {partition for partition, one in told.items() if one.outcome == "roundabout"}
         state.lenient |= {partition for partition, one in told.items() if one.outcome == "uncopyable"}
-        again = [partition for partition, one in told.items() if one.outcome in {"culprits", "uncopyable"}]
+        again = [partition for partition, one in told.items() if one.outcome in _AGAIN]
         silent = [partition for partition in span.ranges if partition not in told]
         if silent and not any(one.outcome in _ERRORS for one in told.values()):
             self._step_over(span.only(silent), state, generation)

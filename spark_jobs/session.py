@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
-from spark_jobs.decoding import PROBLEM, LateDecoder, nullable, schema_header
+from spark_jobs.decoding import PROBLEM, LateDecoder, nullable
 from spark_jobs.errors import JobError
 from spark_jobs.job import KEPT, META, ConsumerJob
 from spark_jobs.planner import Partition, Range
 from spark_jobs.strategies import Fingerprint, Place, uuid8
-from spark_jobs.task import RAW_HEADER, RAW_VALUE, Late
+from spark_jobs.task import Late
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
@@ -148,10 +148,15 @@ def source(
 
 def chosen(rows: DataFrame, job: ConsumerJob, without: Iterable[Place] = ()) -> DataFrame:
     """Give the messages that the job is to apply: of its types, and ``without`` those named."""
-    from pyspark.sql import functions as F  # noqa: N812  the name everybody knows it by
-
     if job.types is not None:
         rows = rows.filter(_header("ce_type", "event-type").isin(list(job.types)))
+    return left_in(rows, without)
+
+
+def left_in(rows: DataFrame, without: Iterable[Place]) -> DataFrame:
+    """Give the messages ``without`` those named."""
+    from pyspark.sql import functions as F  # noqa: N812  the name everybody knows it by
+
     left_out = places(without)
     return rows if left_out is None else rows.filter(~F.coalesce(left_out, F.lit(False)))
 
@@ -187,15 +192,17 @@ def decoded(rows: DataFrame, job: ConsumerJob) -> DataFrame:
     return rows.select(*(f"`{name}`" for name in payload), *META, PROBLEM)
 
 
-def late(rows: DataFrame, job: ConsumerJob) -> tuple[DataFrame, Late] | None:
-    """Give rows that the task decodes itself, and how; None for a job that needs them decoded in Spark.
+def late(job: ConsumerJob) -> Late | None:
+    """Give how a task makes rows of ``batch`` from Kafka's own; None for a job that needs Spark for it.
 
     That is one with a transform, with nested fields (Spark writes their JSON), or with ids made of the content.
     """
-    from pyspark.sql import functions as F  # noqa: N812
     from pyspark.sql.pandas.types import to_arrow_type
     from pyspark.sql.types import StringType
 
+    from spark_jobs.incoming import Incoming
+
+    fingerprint = isinstance(job.strategy, Fingerprint)
     by_content = isinstance(job.strategy, Fingerprint) and job.strategy.decoded
     if job.transform is not None or by_content or not isinstance(job.decoder, LateDecoder):
         return None
@@ -210,12 +217,7 @@ def late(rows: DataFrame, job: ConsumerJob) -> tuple[DataFrame, Late] | None:
     plan()  # What can't work is an error here, and not of every task.
     kind = to_arrow_type(nullable(fields).add(PROBLEM, StringType()), timezone="UTC")
     columns = {name: kind_ for name, kind_ in types.items() if kind_ is not None} | META
-    rows = rows.select(
-        *(column.alias(name) for name, column in _meta(job).items()),
-        F.col("value").alias(RAW_VALUE),
-        schema_header().alias(RAW_HEADER),
-    )
-    return rows, Late(columns, kind, plan)
+    return Late(columns, kind, plan, Incoming(None if job.types is None else tuple(job.types), fingerprint))
 
 
 def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:

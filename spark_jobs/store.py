@@ -6,7 +6,7 @@ the next call. Errors of the database pass through as psycopg raises them.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Final
 
 import psycopg
@@ -14,11 +14,12 @@ from psycopg import sql
 
 from spark_jobs import letters
 from spark_jobs.applying import Culprit
+from spark_jobs.direct import Direct, direct_for
 from spark_jobs.errors import Fenced
 from spark_jobs.letters import Retried
 from spark_jobs.planner import Loss, Partition, Stored
 from spark_jobs.retention import KEEP_DAYS, Memory, Upkeep
-from spark_jobs.strategies import column_types
+from spark_jobs.strategies import Strategy, column_types
 
 _TAKE: Final = """
 INSERT INTO {groups} AS g (grp, owner) VALUES (%(grp)s, %(owner)s)
@@ -144,6 +145,13 @@ class Store:
             self._require(connection, generation)
             for number, culprit in failed:
                 letters.failed_again(connection.cursor(), self._schema, self._group, number, culprit)
+
+    def direct(
+        self, effect: object, strategy: Strategy, columns: Mapping[str, str], payload: Sequence[str]
+    ) -> Direct | None:
+        """Give where rows can go straight to, if there is such a place; see direct.direct_for."""
+        with self.connect() as connection:
+            return direct_for(connection.cursor(), effect, strategy, columns, payload)
 
     def column_types(self, table: str) -> dict[str, str]:
         """Give the columns of a table of the sink with their types. Raises JobError when there is no such table."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Final, LiteralString
+from typing import TYPE_CHECKING, Any, ClassVar, Final, LiteralString
 
 import psycopg
 from psycopg import sql
@@ -24,6 +24,7 @@ from spark_jobs.errors import JobError
 from spark_jobs.tables import DAY_OF_ID
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import Column
 
 _REMEMBER: Final = "INSERT INTO {processed} (grp, day, message_id) SELECT %(grp)s, {day}, message_id FROM batch"
@@ -40,8 +41,7 @@ WITH fresh AS (
     SELECT %(grp)s, {day}, message_id FROM batch ORDER BY message_id
         ON CONFLICT DO NOTHING RETURNING message_id)
 DELETE FROM batch WHERE NOT EXISTS (SELECT 1 FROM fresh WHERE fresh.message_id = batch.message_id)"""
-_HAS_FORGOTTEN: Final = "SELECT 1 FROM {groups} WHERE grp = %(grp)s AND forgotten_before IS NOT NULL"
-# After the ids went in: the table is locked against DROP by then, so no day can be forgotten between this and COMMIT.
+_FORGOTTEN_BEFORE: Final = "SELECT forgotten_before - date '1970-01-01' FROM {groups} WHERE grp = %(grp)s"
 _FORGOTTEN: Final = """
 SELECT message_topic, message_part, message_offset, groups.forgotten_before FROM batch, {groups} AS groups
  WHERE groups.grp = %(grp)s AND {day} < groups.forgotten_before AND {day} <> date '1970-01-01'"""
@@ -62,25 +62,35 @@ DELETE FROM batch USING {table} AS stored
           AND (gone.message_topic, gone.message_part, gone.message_offset)
             < (batch.message_topic, batch.message_part, batch.message_offset))"""
 _CHECK: Final = "SELECT {casts} FROM batch"
-# As a cast to the column's type has to spell it.
+# As a cast to the column's type has to spell it. Without the length of texts: a cast cuts off what is longer, without a
+# word, and an assignment refuses it; so for a domain it is the type that it is made of.
 _TYPES: Final = """
-SELECT attname, format_type(atttypid, atttypmod) FROM pg_attribute
- WHERE attrelid = to_regclass(%(table)s) AND attnum > 0 AND NOT attisdropped"""
+WITH RECURSIVE known AS (
+    SELECT attnum, attname, atttypid AS type, atttypmod AS modifier FROM pg_attribute
+     WHERE attrelid = to_regclass(%(table)s) AND attnum > 0 AND NOT attisdropped
+     UNION ALL
+    SELECT attnum, attname, typbasetype, typtypmod FROM known JOIN pg_type ON pg_type.oid = type WHERE typtype = 'd')
+SELECT attname, format_type(type, CASE WHEN coalesce(nullif(typelem, 0), type) IN (
+           'varchar'::regtype, 'bpchar'::regtype, 'bit'::regtype, 'varbit'::regtype) THEN -1 ELSE modifier END)
+  FROM known JOIN pg_type ON pg_type.oid = type WHERE typtype <> 'd' ORDER BY attnum"""
 _LATEST: Final = "message_topic DESC, message_part DESC, message_offset DESC"
 
 Place = tuple[str, int, int]
 """Topic, partition and offset of a message."""
 
+Ids = Sequence["pa.Array"] | None
+"""The ids of the rows in ``batch``, as texts; None when only the database has them."""
 
-@dataclass(frozen=True, slots=True)
-class Dedup:
-    """Remember the id of every message that was applied. The default."""
 
-    required: tuple[str, ...] = ("message_id",)
+class _Remembering:
+    """What strategies have in common that keep a row for each id."""
 
-    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, *, suspect: bool) -> None:
+    __slots__ = ()
+    remembers: ClassVar[bool] = True
+
+    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Ids, *, suspect: bool) -> None:
         """Leave in ``batch`` only what was never applied. ``suspect``: repeats are likely, so do not try without."""
-        _remember(cursor, book, suspect=suspect)
+        _remember(cursor, book, ids, suspect=suspect)
 
     def check(self, cursor: psycopg.Cursor[Any]) -> None:
         """Nothing of a row is compared with a table."""
@@ -90,8 +100,29 @@ class Dedup:
         return _too_old(cursor, book)
 
 
+class _Comparing:
+    """What strategies have in common that compare rows with each other, or with the sink's, and remember nothing."""
+
+    __slots__ = ()
+    remembers: ClassVar[bool] = False
+
+    def check(self, cursor: psycopg.Cursor[Any]) -> None:
+        """Raise what the database says when a row can't be compared."""
+
+    def too_old(self, cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:  # noqa: ARG002
+        """Nothing is remembered, so nothing is forgotten."""
+        return []
+
+
 @dataclass(frozen=True, slots=True)
-class Natural:
+class Dedup(_Remembering):
+    """Remember the id of every message that was applied. The default."""
+
+    required: tuple[str, ...] = ("message_id",)
+
+
+@dataclass(frozen=True, slots=True)
+class Natural(_Comparing):
     """The effect itself may be done again: an upsert by ``key``. Of a key's messages in a batch the last one is kept.
 
     key  columns of ``batch``.
@@ -108,21 +139,14 @@ class Natural:
         """The columns that may not be NULL."""
         return tuple(self.key)
 
-    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, *, suspect: bool) -> None:  # noqa: ARG002  one shape for all
+    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Ids, *, suspect: bool) -> None:  # noqa: ARG002  one shape for all
         """Leave in ``batch`` the last message of each key."""
         keys = sql.SQL(", ").join(map(sql.Identifier, self.key))
         cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=sql.SQL(_LATEST)))
 
-    def check(self, cursor: psycopg.Cursor[Any]) -> None:
-        """Nothing of a row is compared with a table."""
-
-    def too_old(self, cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:  # noqa: ARG002
-        """Nothing is remembered, so nothing is forgotten."""
-        return []
-
 
 @dataclass(frozen=True, slots=True)
-class Version:
+class Version(_Comparing):
     """Only what is newer than the stored version is applied. Of a key's messages in a batch the newest is kept.
 
     table    of the sink, as ``name`` or ``schema.name``: where the stored version stands.
@@ -146,7 +170,7 @@ class Version:
         """The columns that may not be NULL."""
         return (*self.key, self.version)
 
-    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, *, suspect: bool) -> None:  # noqa: ARG002
+    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Ids, *, suspect: bool) -> None:  # noqa: ARG002
         """Leave in ``batch`` the newest message of each key, if it is newer than what the table has."""
         types, pairs, stored = self._resolved(cursor)
         # Cast as the table has them: there 9 is less than 10, and the table's index serves.
@@ -180,13 +204,9 @@ class Version:
                 raise JobError(f"Version: {self.table} has no column {name}")
         return types, pairs, stored
 
-    def too_old(self, cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:  # noqa: ARG002
-        """Nothing is remembered, so nothing is forgotten."""
-        return []
-
 
 @dataclass(frozen=True, slots=True)
-class Fingerprint:
+class Fingerprint(_Remembering):
     """For sources without ids: the id is made of the content (SHA-256), then as Dedup.
 
     columns  what makes a message the same, of the decoded columns. None given: Kafka's key and value, as bytes.
@@ -230,17 +250,6 @@ class Fingerprint:
             return uuid8(digest)
         instant = F.lower(F.lpad(F.hex(F.unix_millis(F.col(self.time).cast("timestamp"))), 12, "0"))
         return _uuid(instant, 7, digest)
-
-    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, *, suspect: bool) -> None:
-        """Leave in ``batch`` only what was never applied."""
-        _remember(cursor, book, suspect=suspect)
-
-    def check(self, cursor: psycopg.Cursor[Any]) -> None:
-        """Nothing of a row is compared with a table."""
-
-    def too_old(self, cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:
-        """Give the messages whose day the group has forgotten, each with an explanation."""
-        return _too_old(cursor, book)
 
 
 Strategy = Dedup | Natural | Version | Fingerprint
@@ -310,11 +319,16 @@ def column_types(cursor: psycopg.Cursor[Any], table: str) -> dict[str, str]:
     return found
 
 
-def _remember(cursor: psycopg.Cursor[Any], book: Book, *, suspect: bool) -> None:
+def _remember(cursor: psycopg.Cursor[Any], book: Book, ids: Ids, *, suspect: bool) -> None:
     if not suspect:
         try:
             with cursor.connection.transaction():
-                book.run(cursor, _REMEMBER)
+                if ids is None:
+                    book.run(cursor, _REMEMBER)
+                else:
+                    from spark_jobs import processed
+
+                    processed.copy_ids(cursor, book, ids)
             return
         except psycopg.errors.UniqueViolation:
             # Something repeats. The savepoint took the ids back; find out which, the slower way.
@@ -324,9 +338,19 @@ def _remember(cursor: psycopg.Cursor[Any], book: Book, *, suspect: bool) -> None
     book.run(cursor, _REMEMBER_FRESH)
 
 
+def forgotten_before(cursor: psycopg.Cursor[Any], book: Book) -> int | None:
+    """Give the day, since 1970-01-01, before which the group's ids are no longer all remembered; None for no such day.
+
+    To be asked after the ids went in: the table is locked against DROP by then, so nothing can be forgotten between
+    this and COMMIT.
+    """
+    row = book.run(cursor, _FORGOTTEN_BEFORE).fetchone()
+    return None if row is None else row[0]
+
+
 def _too_old(cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:
     # Most groups have forgotten nothing that could come again, and then no row has to be looked at.
-    if book.run(cursor, _HAS_FORGOTTEN).fetchone() is None:
+    if forgotten_before(cursor, book) is None:
         return []
     rows = book.run(cursor, _FORGOTTEN).fetchall()
     why = "its id is of a day before {}, and such ids are no longer all remembered: it may have been applied before"

@@ -25,6 +25,7 @@ from psycopg import sql
 from spark_jobs import letters
 from spark_jobs.applying import Applying, Broken, Culprit, Culprits, Uncopyable, passing, shown
 from spark_jobs.decoding import PROBLEM
+from spark_jobs.direct import Direct, Roundabout
 from spark_jobs.errors import JobError
 from spark_jobs.letters import Letter
 from spark_jobs.planner import Partition, Range
@@ -33,6 +34,7 @@ from spark_jobs.strategies import Book, Place, Strategy
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from spark_jobs.incoming import Incoming
     from spark_jobs.job import PythonEffect
     from spark_jobs.payload import Reader
 
@@ -40,7 +42,8 @@ REPORT: Final = "topic string, part int, outcome string, read long, fresh long, 
 """What a task tells the driver, as Spark DDL.
 
 outcome: applied, already; fenced, broken (both end the job); moved (plan again); and what makes the driver run the
-range once more: culprits (detail names them, as JSON), uncopyable (needs the lenient way)."""
+range once more: roundabout (not straight into the sink's table), uncopyable (needs the lenient way), culprits (detail
+names them, as JSON)."""
 
 _MOVE: Final = """
 UPDATE {offsets} SET next_offset = %(end)s, log_end = %(log_end)s, updated_at = now()
@@ -63,39 +66,35 @@ SELECT id FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s) AND stat
 _RESOLVED: Final = "DELETE FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s)"
 
 
-RAW_VALUE: Final = "message_raw_value"
-RAW_HEADER: Final = "message_raw_header"
-"""Columns of rows that the task decodes itself: the payload, and the header that names its schema."""
-
-
 Wish = tuple[int, str]
 """A dead letter that somebody wants tried again: its id, and for which reason it died."""
 
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """How a task decodes payloads itself.
+    """How a task makes rows of ``batch`` from Kafka's columns (incoming.COLUMNS), which Spark only hands on.
 
-    columns  of ``batch``, with their types in Postgres.
-    kind     the payload's fields and PROBLEM, as an Arrow struct.
-    plan     gives the reader.
+    columns   of ``batch``, with their types in Postgres.
+    kind      the payload's fields and PROBLEM, as an Arrow struct.
+    plan      gives the reader of payloads.
+    incoming  what is taken, and as what.
     """
 
     columns: Mapping[str, str]
     kind: pa.StructType
     plan: Callable[[], Reader]
+    incoming: Incoming
 
     def decoding(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Give the batches with the payload's columns in the place of the payload."""
+        """Give the batches as Spark would have decoded them."""
         import pyarrow as pa
 
         from spark_jobs.payload import columns
 
         reader = self.plan()
         for batch in batches:
-            payloads, headers = (batch.column(name).to_pylist() for name in (RAW_VALUE, RAW_HEADER))
-            fields = columns(reader, payloads, headers, self.kind).flatten()
-            found = {name: batch.column(name) for name in batch.schema.names if name not in {RAW_VALUE, RAW_HEADER}}
+            found, payloads, headers = self.incoming.taken(batch)
+            fields = columns(reader, payloads.to_pylist(), headers.to_pylist(), self.kind).flatten()
             for kind, values in zip(self.kind, fields, strict=True):
                 if self.columns.get(kind.name) == "bytea":
                     texts = [None if value is None else "\\x" + value.hex() for value in values.to_pylist()]
@@ -113,7 +112,9 @@ class TaskPlan:
     dead      messages to put aside with the range; they are not among the rows.
     suspects  partitions that had repeats lately: there the fast path would only fail again.
     lenient   partitions with a value that does not fit its column.
-    late      how to decode, for rows that Spark has not decoded.
+    direct    where rows can go straight to; not those of ``suspects``, ``lenient`` and ``slow``.
+    slow      partitions that found something the matter on the way straight to it.
+    late      how to decode, for rows that are Kafka's own.
     """
 
     url: str
@@ -130,6 +131,8 @@ class TaskPlan:
     dead: Mapping[Partition, Sequence[Letter]] = field(default_factory=dict)
     suspects: frozenset[Partition] = frozenset()
     lenient: frozenset[Partition] = frozenset()
+    direct: Direct | None = None
+    slow: frozenset[Partition] = frozenset()
     late: Late | None = None
 
     @property
@@ -137,11 +140,20 @@ class TaskPlan:
         """Columns that may not be NULL."""
         return self.strategy.required
 
+    @property
+    def book(self) -> Book:
+        """Where the group's ids are remembered."""
+        return Book(self.schema, self.group)
+
+    def direct_for(self, partition: Partition) -> Direct | None:
+        """Give where a partition's rows can go straight to."""
+        return None if partition in self.suspects | self.lenient | self.slow else self.direct
+
     def applying(self, cursor: psycopg.Cursor[Any]) -> Applying:
         """Begin with an empty ``batch``."""
         return Applying(
             cursor,
-            Book(self.schema, self.group),
+            self.book,
             self.columns,
             self.strategy,
             self.effect,
@@ -169,7 +181,9 @@ def run(plan: TaskPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Record
     if first is None:
         # No rows: the partition's range held only transaction markers, or all was filtered. The driver moves it on.
         return
-    partition = (first.column("message_topic")[0].as_py(), first.column("message_part")[0].as_py())
+    named = ("message_topic", "message_part") if plan.late is None else ("topic", "partition")
+    topic, part = (first.column(name)[0].as_py() for name in named)
+    partition = (topic, part)
     rows = (batch for batch in itertools.chain([first], batches) if batch.num_rows)
     feed = Feed(plan.required, rows if plan.late is None else plan.late.decoding(rows))
     outcome, fresh, detail = "applied", 0, ""
@@ -289,17 +303,28 @@ def _apply(plan: TaskPlan, partition: Partition, feed: Feed) -> int | None:
     with stopping(where), transaction(plan.url, f"outbox consumer {plan.group}") as cursor:
         if not move(cursor, plan, partition):
             return None
-        applying = plan.applying(cursor)
-        if partition in plan.lenient:
-            applying.copy_leniently(feed)
+        direct = plan.direct_for(partition)
+        if direct is None:
+            fresh = _apply_batch(cursor, plan, partition, feed)
         else:
-            applying.copy(feed)
-        feed.close()
-        applying.reduce(suspect=partition in plan.suspects)
-        fresh = applying.count()
-        if fresh:
-            applying.apply()
+            fresh = direct.apply(cursor, plan.book, plan.strategy, feed)
+            feed.close()
         settle(cursor, plan, partition, read=feed.rows, fresh=fresh)
+    return fresh
+
+
+def _apply_batch(cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partition, feed: Feed) -> int:
+    """Apply rows through ``batch``. Gives the number of fresh ones."""
+    applying = plan.applying(cursor)
+    if partition in plan.lenient:
+        applying.copy_leniently(feed)
+    else:
+        applying.copy(feed)
+    feed.close()
+    applying.reduce(suspect=partition in plan.suspects)
+    fresh = applying.count()
+    if fresh:
+        applying.apply()
     return fresh
 
 
@@ -387,6 +412,8 @@ class stopping:  # noqa: N801  reads as what it does
             raise Stop("culprits", culprits_text(error.found)) from error
         if isinstance(error, Uncopyable):
             raise Stop("uncopyable", "") from error
+        if isinstance(error, Roundabout):
+            raise Stop("roundabout", "") from error
         if isinstance(error, Broken | JobError):
             raise Stop("broken", f"{self._where}: {error}") from error
         if isinstance(error, psycopg.Error) and not passing(error):

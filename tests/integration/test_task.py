@@ -1,22 +1,25 @@
 """A consumer's transaction on a real Postgres, without Spark: what it promises, and that each guard is needed.
 
-Every check runs twice over: as the code is, and with one guard taken out, when it has to fail.
+Every check runs the three ways that rows can go (WAYS); and with one guard taken out, when it has to fail.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
 import psycopg
 import pyarrow as pa
 import pytest
 
 from relay import db
-from spark_jobs import applying, strategies, task
+from spark_jobs import applying, direct, identity, processed, strategies, task
 from spark_jobs.applying import Culprit
+from spark_jobs.direct import Direct
 from spark_jobs.planner import Range
 from spark_jobs.strategies import Dedup
 from spark_jobs.tables import DAY_OF_ID
@@ -34,6 +37,7 @@ COLUMNS = {
     "message_time": "timestamptz",
     "message_tombstone": "boolean",
 }
+EFFECT = "INSERT INTO numbers SELECT n, message_offset FROM batch ORDER BY message_offset"
 NOON = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
 
 
@@ -43,11 +47,17 @@ def event_id(number: int, when: dt.datetime = NOON) -> str:
     return f"{milliseconds[:8]}-{milliseconds[8:]}-7000-8000-{number:012x}"
 
 
+WAYS = ("batch", "direct", "lenient")
+"""Through ``batch``, ids by COPY; straight into the sink's table; and through ``batch`` with ids by SQL."""
+
+
 @dataclass
 class Sink:
-    """A group that stands at offset 0 in generation 1."""
+    """A group that stands at offset 0 in generation 1. ``told`` are the outcomes of all reports."""
 
     url: str
+    way: str = "batch"
+    told: list[str] = field(default_factory=list)
 
     def run(self, query: str) -> list[Any]:
         with psycopg.connect(self.url) as connection:
@@ -66,7 +76,7 @@ class Sink:
         types: list[str] | None = None,
         **plan: Any,
     ) -> dict[str, Any]:
-        """Apply messages (id, n) from an offset on, as a task does. Gives its report."""
+        """Apply messages (id, n) from an offset on, as a task does, and again as the driver would. Gives the report."""
         made = TaskPlan(
             url=self.url,
             schema="consumer",
@@ -75,10 +85,12 @@ class Sink:
             ranges={("t", part): Range(TOPIC_ID, start, start + len(messages))},
             log_ends={},
             columns=COLUMNS,
-            effect="INSERT INTO numbers SELECT n, message_offset FROM batch ORDER BY message_offset",
+            effect=EFFECT,
             strategy=Dedup(),
             bisect=True,
             max_dead=10,
+            lenient=frozenset({("t", part)} if self.way == "lenient" else ()),
+            direct=Direct("numbers", {"n": "n", "place": "message_offset"}) if self.way == "direct" else None,
         )
         rows = pa.RecordBatch.from_pydict(
             {
@@ -93,8 +105,15 @@ class Sink:
                 "message_tombstone": [False] * len(messages),
             }
         )
-        (report,) = task.run(replace(made, **plan), iter([rows]))
+        made = replace(made, **plan)
+        if made.effect != EFFECT or not isinstance(made.strategy, Dedup):
+            made = replace(made, direct=None)
+        (report,) = task.run(made, iter([rows]))
         found: dict[str, Any] = report.to_pylist()[0]
+        self.told.append(found["outcome"])
+        if found["outcome"] == "roundabout":
+            (report,) = task.run(replace(made, slow=frozenset({("t", part)})), iter([rows]))
+            found = report.to_pylist()[0]
         return found
 
     def numbers(self) -> list[int]:
@@ -211,8 +230,10 @@ CHECKS = [
 ]
 
 
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("check", CHECKS)
-def test_promise(sink: Sink, check: Callable[[Sink], None]) -> None:
+def test_promise(sink: Sink, check: Callable[[Sink], None], way: str) -> None:
+    sink.way = way
     check(sink)
 
 
@@ -223,52 +244,70 @@ def without(text: str, *pieces: str) -> str:
     return text
 
 
-MUTATIONS: dict[str, tuple[object, str, Any, Callable[[Sink], None]]] = {
-    "no generation predicate": (task, "_MOVE", without(task._MOVE, " AND generation = %(generation)s"), fenced),
-    "no start-offset predicate": (
+def other_days() -> Callable[[Any], Any]:
+    """A day for each time that ids are asked for theirs: a function of anything but the id."""
+    day = itertools.count(20_000)
+    return lambda ids: np.full(len(ids), next(day), np.int32)
+
+
+NO_SQL = "SELECT %(grp)s, {day}, '{processed}' FROM batch"
+ANY_START = without(task._MOVE, " AND next_offset = %(start)s")
+MUTATIONS: dict[str, tuple[str, object, str, Any, Callable[[Sink], None]]] = {
+    "no generation predicate": (
+        "batch",
         task,
         "_MOVE",
-        without(task._MOVE, " AND next_offset = %(start)s"),
-        behind_the_group,
+        without(task._MOVE, " AND generation = %(generation)s"),
+        fenced,
     ),
-    "a range is applied again": (
+    "no generation predicate, direct": (
+        "direct",
         task,
         "_MOVE",
-        without(task._MOVE, " AND next_offset = %(start)s"),
-        applied_before,
+        without(task._MOVE, " AND generation = %(generation)s"),
+        fenced,
     ),
-    "no topic id": (task, "_MOVE", without(task._MOVE, "topic_id = %(topic_id)s AND "), another_topic),
-    "no dedup insert": (strategies, "_REMEMBER", "SELECT %(grp)s, {day}, '{processed}' FROM batch", repeated),
+    "no start-offset predicate": ("batch", task, "_MOVE", ANY_START, behind_the_group),
+    "no start-offset predicate, direct": ("direct", task, "_MOVE", ANY_START, behind_the_group),
+    "a range is applied again": ("batch", task, "_MOVE", ANY_START, applied_before),
+    "no topic id": ("batch", task, "_MOVE", without(task._MOVE, "topic_id = %(topic_id)s AND "), another_topic),
+    "no dedup insert": ("batch", processed, "copy_ids", lambda *_: None, repeated),
+    "no dedup insert, direct": ("direct", processed, "copy_ids", lambda *_: None, repeated),
+    "no dedup insert, by SQL": ("lenient", strategies, "_REMEMBER", NO_SQL, repeated),
     "no dedup insert, another partition": (
-        strategies,
-        "_REMEMBER",
-        "SELECT %(grp)s, {day}, '{processed}' FROM batch",
+        "batch",
+        processed,
+        "copy_ids",
+        lambda *_: None,
         repeated_by_another_partition,
     ),
-    "repeats in a batch stay": (strategies, "_DROP_REPEATS", "SELECT 1", repeated_in_one_batch),
+    "repeats in a batch stay": ("batch", strategies, "_DROP_REPEATS", "SELECT 1", repeated_in_one_batch),
+    "the day of anything else": ("batch", identity, "days", other_days(), repeated_after_midnight),
+    "the day of anything else, direct": ("direct", identity, "days", other_days(), repeated_after_midnight),
     "the day of Kafka's timestamp": (
+        "lenient",
         strategies,
         "DAY_OF_ID",
         "(message_time AT TIME ZONE 'UTC')::date",
         repeated_after_midnight,
     ),
     "what is forgotten is not asked": (
+        "batch",
         strategies,
         "_FORGOTTEN",
         "SELECT 1, 2, 3, 4 FROM {groups} WHERE {day} IS NULL AND grp = %(grp)s".replace("{day}", "owner"),
         forgotten,
     ),
-    "deferred constraints wait for COMMIT": ("spark_jobs.applying", "_IMMEDIATE", "SELECT 1", deferred),
+    "what is forgotten is not asked, direct": ("direct", processed, "any_before", lambda *_: False, forgotten),
+    "deferred constraints wait for COMMIT": ("batch", applying, "IMMEDIATE", "SELECT 1", deferred),
+    "deferred constraints wait for COMMIT, direct": ("direct", direct, "IMMEDIATE", "SELECT 1", deferred),
 }
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_without_its_guard_the_promise_is_broken(sink: Sink, mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    where, name, value, check = MUTATIONS[mutation]
-    if isinstance(where, str):
-        monkeypatch.setattr(f"{where}.{name}", value)
-    else:
-        monkeypatch.setattr(where, name, value)
+    sink.way, where, name, value, check = MUTATIONS[mutation]
+    monkeypatch.setattr(where, name, value)
     with pytest.raises((AssertionError, psycopg.errors.UniqueViolation)):
         check(sink)
 
@@ -276,21 +315,36 @@ def test_without_its_guard_the_promise_is_broken(sink: Sink, mutation: str, monk
 def test_a_batch_without_repeats_takes_few_statements(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     """The hot path: what a round costs beside its rows. The slow path is taken for suspects only."""
     seen: list[str] = []
-    execute = psycopg.Cursor.execute
+    execute, copy = psycopg.Cursor.execute, psycopg.Cursor.copy
 
-    def counted(self: psycopg.Cursor[Any], query: Any, *arguments: Any, **options: Any) -> Any:
+    def see(query: Any) -> None:
         seen.append(
             query if isinstance(query, str) else query.as_string() if hasattr(query, "as_string") else str(query)
         )
+
+    def counted(self: psycopg.Cursor[Any], query: Any, *arguments: Any, **options: Any) -> Any:
+        see(query)
         return execute(self, query, *arguments, **options)
 
+    def counted_copy(self: psycopg.Cursor[Any], query: Any, *arguments: Any, **options: Any) -> Any:
+        see(query)
+        return copy(self, query, *arguments, **options)
+
     monkeypatch.setattr(psycopg.Cursor, "execute", counted)
+    monkeypatch.setattr(psycopg.Cursor, "copy", counted_copy)
     sink.apply([(event_id(n), n) for n in range(50)])
-    assert len(seen) == 9, "\n".join(seen)
+    assert len(seen) == 10, "\n".join(seen)
     assert not any("ON CONFLICT" in query for query in seen)
     seen.clear()
     sink.apply([(event_id(n), n) for n in range(50, 60)], start=50, suspects=frozenset({("t", 0)}))
     assert any("ON CONFLICT" in query for query in seen)
+    seen.clear()
+    sink.way = "direct"
+    sink.apply([(event_id(n), n) for n in range(60, 90)], start=60)
+    assert len(seen) == 7, "\n".join(seen)
+    assert not any("batch" in query for query in seen)
+    assert sink.numbers() == list(range(90))
+    assert sink.told == ["applied"] * 3
 
 
 def test_the_day_of_an_id_is_that_of_its_time(sink: Sink) -> None:

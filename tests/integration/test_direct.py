@@ -1,0 +1,238 @@
+"""Straight into the sink's table, or through ``batch``: the same stands there afterwards, and the same is refused."""
+
+from __future__ import annotations
+
+import datetime as dt
+from dataclasses import dataclass
+from decimal import Decimal
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+import pytest
+from uuid_utils import uuid7
+
+from relay import db
+from spark_jobs import task
+from spark_jobs.direct import Direct, direct_for
+from spark_jobs.effects import Insert, Upsert
+from spark_jobs.errors import JobError
+from spark_jobs.job import META
+from spark_jobs.planner import Range
+from spark_jobs.strategies import Dedup, Fingerprint, Natural, Strategy, column_types
+from spark_jobs.task import TaskPlan
+
+NOON = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
+PAYLOAD: dict[str, tuple[str, pa.DataType]] = {
+    "t": ("text", pa.string()),
+    "i": ("integer", pa.int32()),
+    "l": ("bigint", pa.int64()),
+    "f": ("double precision", pa.float64()),
+    "n": ("numeric(20,4)", pa.decimal128(20, 4)),
+    "b": ("boolean", pa.bool_()),
+    "at": ("timestamptz", pa.timestamp("us", "UTC")),
+    "raw": ("bytea", pa.string()),
+}
+COLUMNS = {name: kind for name, (kind, _) in PAYLOAD.items()} | META
+# The sink's column, where it comes from, and values; those in the last list have to be refused.
+KINDS: dict[str, tuple[str, str, list[Any], list[Any]]] = {
+    "text": ("text", "t", ["", "a", None, "q\"uo'te\\\n\t,", "\\N", "\\.", "ü😀", " x "], []),
+    "varchar": ("varchar(5)", "t", ["abcde", "abc  ", "abcde   ", "", None], ["abcdef"]),
+    "char": ("char(3)", "t", ["a", "abc", "abc   "], ["abcd"]),
+    "domain": ("short", "t", ["abc", None], ["abcd", "no"]),
+    "domain of a domain": ("shorter", "t", ["abc"], ["abcd"]),
+    "texts": ("varchar(3)[]", "t", ["{abc,d}", "{}"], ["{abcd}", "x"]),
+    "bits": ("bit varying(3)", "t", ["101"], ["1011"]),
+    "uuid": ("uuid", "t", ["0195d9c2-5c00-7abc-8def-0123456789ab", "{0195D9C25C007ABC8DEF0123456789AB}"], ["x"]),
+    "jsonb": ("jsonb", "t", ['{"a": [1, null]}', "null"], ["{", ""]),
+    "numeric from text": ("numeric(6,2)", "t", ["1.005", " 7 ", "1e2"], ["12345.6", "x"]),
+    "integer from text": ("integer", "t", ["5", " -7"], ["1.5", "99999999999", ""]),
+    "day": ("date", "t", ["2026-01-31", "infinity"], ["2026-02-31"]),
+    "time": ("timestamptz", "t", ["2026-01-31T12:00:00+02:00"], ["noon"]),
+    "mood": ("mood", "t", ["good"], ["so so"]),
+    "smallint": ("smallint", "i", [5, None, -32768], [32768]),
+    "numeric": ("numeric(5,1)", "l", [5, -9999], [10**4, 2**62]),
+    "text from integer": ("text", "l", [2**62, None], []),
+    "double": ("double precision", "f", [0.1, -0.0, 1e308, float("inf"), 5e-324, None], []),
+    "numeric from double": ("numeric", "f", [0.1, 1 / 3], []),
+    "real": ("real", "f", [0.1], [1e300]),
+    "decimal": ("numeric(20,2)", "n", [Decimal("1.0050"), Decimal("-3.1400"), None], []),
+    "truth": ("boolean", "b", [True, False, None], []),
+    "moment": ("timestamptz", "at", [NOON, NOON.replace(year=1, microsecond=5), NOON.replace(year=9999), None], []),
+    "seconds": ("timestamptz(0)", "at", [NOON.replace(microsecond=500_000)], []),
+    "bytes": ("bytea", "raw", ["\\x00ff", "\\x", None], []),
+    "checked": ("integer CHECK (v < 100)", "i", [5], [100]),
+    "generated": ("integer, w integer GENERATED ALWAYS AS (v * 2) STORED", "i", [5], []),
+    "not null": ("integer NOT NULL", "i", [5], [None]),
+    "numbered": ("text, w bigint GENERATED ALWAYS AS IDENTITY", "t", ["a", "b"], []),
+}
+NOT_DIRECT = {"texts", "bits", "mood", "numeric from double", "real", "seconds"}
+
+
+@dataclass
+class Sink:
+    """A group, and a table ``s`` for each test."""
+
+    url: str
+    next: int = 0
+
+    def run(self, query: str) -> list[Any]:
+        with psycopg.connect(self.url) as connection:
+            cursor = connection.execute(query)  # type: ignore[arg-type]
+            return cursor.fetchall() if cursor.description else []
+
+    def direct(self, effect: object, strategy: Strategy | None = None) -> Direct | None:
+        with psycopg.connect(self.url) as connection:
+            return direct_for(connection.cursor(), effect, strategy or Dedup(), COLUMNS, list(PAYLOAD))
+
+    def apply(
+        self, effect: Insert | Upsert, rows: dict[str, list[Any]], direct: Direct | None, **plan: Any
+    ) -> tuple[str, list[int]]:
+        """Apply rows at the next offsets. Gives the outcome, and culprits' offsets or the number of fresh rows."""
+        size = len(next(iter(rows.values())))
+        with psycopg.connect(self.url) as connection:
+            types = column_types(connection.cursor(), effect.table)
+            statements = ";".join(one.as_string(connection) for one in effect.statements(list(PAYLOAD), types))
+        made = TaskPlan(
+            url=self.url,
+            schema="consumer",
+            group="g",
+            generation=1,
+            ranges={("t", 0): Range("x", self.next, self.next + size)},
+            log_ends={},
+            columns=COLUMNS,
+            effect=statements,
+            strategy=Dedup(),
+            bisect=True,
+            max_dead=10,
+            direct=direct,
+            **plan,
+        )
+        batch = pa.RecordBatch.from_pydict(
+            {
+                **{name: pa.array(rows.get(name, [None] * size), kind) for name, (_, kind) in PAYLOAD.items()},
+                "message_id": rows.get("message_id") or [str(uuid7()) for _ in range(size)],
+                "message_topic": ["t"] * size,
+                "message_part": pa.array([0] * size, pa.int32()),
+                "message_offset": pa.array(range(self.next, self.next + size), pa.int64()),
+                "message_key": ["k"] * size,
+                "message_type": ["x"] * size,
+                "message_time": pa.array([NOON] * size, pa.timestamp("us", "UTC")),
+                "message_tombstone": rows.get("message_tombstone") or [False] * size,
+            }
+        )
+        (report,) = task.run(made, iter([batch]))
+        ((outcome, fresh, detail),) = ((one["outcome"], one["fresh"], one["detail"]) for one in report.to_pylist())
+        if outcome == "applied":
+            self.next += size
+            return outcome, [fresh]
+        return outcome, [culprit.place[2] for culprit in task.culprits_from(detail)] if outcome == "culprits" else []
+
+
+@pytest.fixture
+def sink(outbox_postgres) -> Sink:
+    db.upgrade_consumer(outbox_postgres.url)
+    made = Sink(outbox_postgres.url)
+    made.run("CREATE DOMAIN short AS varchar(3) CHECK (VALUE <> 'no'); CREATE DOMAIN shorter AS short")
+    made.run("CREATE TYPE mood AS ENUM ('good', 'bad')")
+    made.run("INSERT INTO consumer.groups (grp, owner) VALUES ('g', 'test')")
+    made.run(
+        "INSERT INTO consumer.offsets (grp, topic, part, topic_id, next_offset, generation) "
+        "VALUES ('g', 't', 0, 'x', 0, 1)"
+    )
+    return made
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_both_ways_give_the_same(sink, kind):
+    """Each value alone and all together; and what the table can't hold is refused, never cut to fit."""
+    declared, name, good, bad = KINDS[kind]
+    sink.run(f"CREATE TABLE s (v {declared}); CREATE TABLE other (v {declared})")
+    effect, through = Insert("s", {"v": name}), Insert("other", {"v": name})
+    direct = sink.direct(effect)
+    assert (direct is None) == (kind in NOT_DIRECT)
+    assert sink.apply(effect, {name: good}, direct) == ("applied", [len(good)])
+    assert sink.apply(through, {name: good}, None) == ("applied", [len(good)])
+    assert sink.run("SELECT v::text FROM s") == sink.run("SELECT v::text FROM other")
+    for value in bad:
+        rows = {name: [good[0], value]}
+        if direct is not None:
+            assert sink.apply(effect, rows, direct) == ("roundabout", [])
+        outcome, at = sink.apply(through, rows, None)
+        if outcome == "uncopyable":
+            outcome, at = sink.apply(through, rows, None, lenient=frozenset({("t", 0)}))
+        assert (outcome, at) == ("culprits", [sink.next + 1]), value
+    assert sink.run("SELECT count(*) FROM s") == sink.run("SELECT count(*) FROM other") == [(len(good),)]
+
+
+def test_an_upsert_never_cuts_a_text_to_fit(sink):
+    sink.run("CREATE TABLE s (k varchar(3) PRIMARY KEY, v varchar(3))")
+    effect = Upsert("s", ["k"], {"k": "t", "v": "t"})
+    assert sink.apply(effect, {"t": ["abc", "abcd"]}, None) == ("culprits", [1])
+    assert sink.apply(effect, {"t": ["abc", "abc"]}, None) == ("applied", [2])
+    assert sink.run("SELECT * FROM s") == [("abc", "abc")]
+
+
+def test_repeats_and_tombstones(sink):
+    sink.run("CREATE TABLE s (t text)")
+    effect = Insert("s", ["t"])
+    direct = sink.direct(effect)
+    names = [str(uuid7()) for _ in range(3)]
+    first = {"t": ["a", None, "b"], "message_id": names, "message_tombstone": [False, True, False]}
+    assert sink.apply(effect, first, direct) == ("applied", [3])
+    assert sink.apply(effect, first, direct) == ("roundabout", [])
+    assert sink.apply(effect, first, direct, suspects=frozenset({("t", 0)})) == ("applied", [0])
+    twice = {"t": ["c", "d"], "message_id": [str(uuid7())] * 2}
+    assert sink.apply(effect, twice, direct) == ("roundabout", [])
+    assert sink.apply(effect, twice, direct, slow=frozenset({("t", 0)})) == ("applied", [1])
+    assert sink.run("SELECT t FROM s") == [("a",), ("b",), ("c",)]
+    assert sink.run("SELECT applied, duplicates FROM consumer.offsets") == [(4, 4)]
+
+
+def test_triggers_see_the_rows(sink):
+    sink.run("CREATE TABLE s (t text); CREATE TABLE seen (t text)")
+    sink.run(
+        "CREATE FUNCTION look() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        "IF NEW.t = 'bad' THEN RAISE 'refused'; END IF; INSERT INTO seen VALUES (NEW.t); RETURN NEW; END $$"
+    )
+    sink.run("CREATE TRIGGER look BEFORE INSERT ON s FOR EACH ROW EXECUTE FUNCTION look()")
+    effect = Insert("s", ["t"])
+    direct = sink.direct(effect)
+    assert sink.apply(effect, {"t": ["a", "bad"]}, direct) == ("roundabout", [])
+    assert sink.apply(effect, {"t": ["a", "b"]}, direct) == ("applied", [2])
+    assert sink.run("SELECT t FROM seen") == [("a",), ("b",)]
+
+
+@pytest.mark.parametrize(
+    ("made", "effect", "strategy"),
+    [
+        ("CREATE TABLE t (t text); CREATE VIEW s AS SELECT * FROM t", Insert("s", ["t"]), Dedup()),
+        ("CREATE TABLE s (t text); ALTER TABLE s ENABLE ROW LEVEL SECURITY", Insert("s", ["t"]), Dedup()),
+        (
+            "CREATE TABLE s (t text); CREATE RULE r AS ON INSERT TO s WHERE NEW.t = 'x' DO INSTEAD NOTHING",
+            Insert("s", ["t"]),
+            Dedup(),
+        ),
+        ("CREATE TABLE s (l bigint GENERATED ALWAYS AS IDENTITY)", Insert("s", ["l"]), Dedup()),
+        ("CREATE TABLE s (t text)", Insert("s", ["t"]), Natural(["t"])),
+        ("CREATE TABLE s (t text PRIMARY KEY)", Upsert("s", ["t"], ["t"]), Dedup()),
+        ("CREATE TABLE s (t text)", "INSERT INTO s SELECT t FROM batch", Dedup()),
+    ],
+    ids=["view", "row security", "rule", "identity", "natural", "upsert", "sql"],
+)
+def test_not_where_it_would_be_another_thing(sink, made, effect, strategy):
+    sink.run(made)
+    assert sink.direct(effect, strategy) is None
+
+
+def test_where_it_is_the_same(sink):
+    sink.run(
+        'CREATE TABLE s (t text) PARTITION BY LIST (t); CREATE TABLE s1 PARTITION OF s DEFAULT; CREATE SCHEMA "Ü b"'
+    )
+    sink.run('CREATE TABLE "Ü b"."S s" ("V" text)')
+    assert sink.direct(Insert("s", ["t"]), Fingerprint()) == Direct("s", {"t": "t"})
+    effect = Insert("Ü b.S s", {"V": "t"})
+    assert sink.apply(effect, {"t": ["a"]}, sink.direct(effect)) == ("applied", [1])
+    assert sink.run('SELECT * FROM "Ü b"."S s"') == [("a",)]
+    with pytest.raises(JobError, match="no table nowhere"):
+        sink.direct(Insert("nowhere", ["t"]))

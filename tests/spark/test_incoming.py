@@ -1,0 +1,128 @@
+"""What the task makes of Kafka's columns is what Spark makes of them: ids above all, which repeats are known by."""
+
+from __future__ import annotations
+
+import datetime as dt
+import random
+import uuid
+
+import pytest
+
+from spark_jobs import identity, incoming
+from spark_jobs import session as spark_session
+from spark_jobs.effects import Insert
+from spark_jobs.framing import HEADER
+from spark_jobs.incoming import Incoming
+from spark_jobs.job import META, ConsumerJob
+from spark_jobs.strategies import Dedup, Fingerprint
+from spark_jobs.tables import DAY_OF_ID
+
+pytestmark = pytest.mark.spark
+
+KAFKA = (
+    "topic string, partition int, offset long, timestamp timestamp, key binary, value binary, "
+    "headers array<struct<key: string, value: binary>>"
+)
+NOON = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
+V7 = "0195d9c2-5c00-7abc-8def-0123456789ab"
+TEXTS = [
+    b"",
+    b"k",
+    "schl\u00fcssel\U0001f600".encode(),
+    b"a\0b",
+    b"\xff\xfe",
+    b"\xf0\x9f\x98",
+    b"\xc3(x",
+]
+IDS = [
+    V7.encode(),
+    V7.upper().encode(),
+    str(uuid.UUID(int=5)).encode(),
+    b"order-5",
+    b"",
+    b"\xff\xfe",
+    V7.encode() + b"\n",
+    V7.replace("-", "").encode(),
+    V7.replace("-", "0").encode(),
+    ("g" + V7[1:]).encode(),
+    ("-" + V7[1:]).encode(),
+    V7[:35].encode() + b"\xff",
+    "\u0660".encode() * 18,
+]
+
+
+def messages() -> list[tuple]:
+    """Every id with and without each other header that matters; then many at random."""
+    chance = random.Random(7)
+    headers: list[list[tuple[str, bytes | None]] | None] = [None, []]
+    for given in IDS:
+        headers += [[("ce_id", given)], [("id", given)], [("x", b"1"), ("ce_id", given), ("ce_source", b"/shop")]]
+        headers += [[("ce_id", None), ("id", given)], [("ce_id", given), ("ce_id", b"second"), ("ce_type", b"A")]]
+    headers += [[("ce_type", kind), ("event-type", b"other")] for kind in TEXTS]
+    headers += [
+        [("event-type", b"B"), ("CE_ID", b"x")],
+        [(HEADER, b"\x01abc"), (HEADER, b"no")],
+        [("ce_source", b"/s")],
+    ]
+    names = ["ce_id", "id", "ce_type", "event-type", "ce_source", HEADER, "ID", "other"]
+    for _ in range(200):
+        headers.append(
+            [(chance.choice(names), chance.choice([*IDS, *TEXTS, None])) for _ in range(chance.randrange(6))]
+        )
+    times = [NOON, dt.datetime(1, 1, 1, 12, tzinfo=dt.UTC), dt.datetime(9999, 12, 31, tzinfo=dt.UTC)]
+    return [
+        (
+            "t",
+            0,
+            number,
+            chance.choice(times),
+            None if number % 7 == 0 else bytearray(chance.choice(TEXTS)),
+            None if number % 5 == 0 else bytearray(chance.choice([*TEXTS, b'{"n":1}'])),
+            None if these is None else [(name, None if one is None else bytearray(one)) for name, one in these],
+        )
+        for number, these in enumerate(headers)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("strategy", "types"), [(Dedup(), None), (Fingerprint(), None), (Dedup(), ["A", "k", "\u00e9"])], ids=str
+)
+def test_the_task_takes_messages_in_as_spark_does(spark, strategy, types):
+    job = ConsumerJob(group="g", topics=["t"], effect=Insert("a"), strategy=strategy, types=types, schema=None)
+    rows = spark.createDataFrame(messages(), KAFKA).coalesce(1)
+    by_spark = spark_session.decoded(spark_session.chosen(rows, job), job).select(*META).toArrow().to_pylist()
+    taken = Incoming(None if types is None else tuple(types), isinstance(strategy, Fingerprint))
+    whole = rows.select(*incoming.COLUMNS).toArrow().combine_chunks()
+    by_task = []
+    # In parts too: a slice of an Arrow array has an offset, which is easily overlooked.
+    for batch in [*whole.slice(0, 50).to_batches(), *whole.slice(50).to_batches()]:
+        meta, payloads, headers = taken.taken(batch)
+        assert len(payloads) == len(headers) == len(meta["message_id"])
+        columns = zip(*(meta[name].to_pylist() for name in META), strict=True)
+        by_task += [dict(zip(META, one, strict=True)) for one in columns]
+    assert len(by_task) > (10 if types else 250)
+    for here, there in zip(by_task, by_spark, strict=True):
+        assert here == there
+
+
+def test_ids_have_the_day_and_the_order_that_the_database_sees(outbox_postgres):
+    import psycopg
+    import pyarrow as pa
+
+    chance = random.Random(11)
+    texts = [str(uuid.UUID(int=chance.getrandbits(128))) for _ in range(300)]
+    texts = [
+        text[:14] + chance.choice("7777148f") + text[15:19] + chance.choice("89ab7c0") + text[20:] for text in texts
+    ]
+    texts += [V7, V7.upper(), f"{0:08x}-0000-7000-8000-{0:012x}", "ffffffff-ffff-7fff-bfff-ffffffffffff"]
+    ids, wrong = identity.parsed(pa.array([None, "x", *texts])[2:])
+    assert not wrong.any()
+    assert [str(uuid.UUID(bytes=one.tobytes())) for one in ids] == [text.lower() for text in texts]
+    with psycopg.connect(outbox_postgres.url) as connection:
+        rows = connection.execute(
+            f"SELECT message_id, {DAY_OF_ID} - date '1970-01-01' FROM unnest(%s::uuid[]) AS given (message_id)",  # type: ignore[arg-type]
+            (texts,),
+        ).fetchall()
+        ordered = connection.execute("SELECT * FROM unnest(%s::uuid[]) ORDER BY 1", (texts,)).fetchall()
+    assert identity.days(ids).tolist() == [day for _, day in rows]
+    assert [one.tobytes() for one in identity.in_order(ids)] == [one.bytes for (one,) in ordered]
