@@ -123,9 +123,10 @@ class Load:
         """Finish the transactions under way."""
         self._stop.set()
         for thread in self._threads:
-            thread.join(60)
+            thread.join(60 * patience())
         if self._error is not None:
             raise self._error
+        assert not any(thread.is_alive() for thread in self._threads), "the load does not end"
 
     def drain(self, seconds: float = 60.0) -> None:
         """Finish, and wait until all events are published."""

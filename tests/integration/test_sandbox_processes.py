@@ -64,8 +64,9 @@ with PostgresServer() as postgres, KafkaCluster() as kafka:
     )
     pids: list[int] = facts["pids"]  # type: ignore[assignment]
     assert facts["postgres"] in pids
-    assert len(pids) > 5  # two supervisors, a broker, the postmaster and its processes
-    assert not any(gone(pid) for pid in pids)
+    # Two supervisors, a broker, the postmaster and its processes; one of those may have come to its end by itself.
+    assert sum(not gone(pid) for pid in pids) > 5
+    assert not any(gone(pid) for pid in (facts["postgres"], *facts["kafka"]))  # type: ignore[misc]
 
     owner.send_signal(signal.SIGKILL)
 
