@@ -65,8 +65,8 @@ class Cluster:
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{self._web}/json/", timeout=10) as answer:
                 return json.load(answer)
-        except OSError:
-            return None
+        except (OSError, ValueError):
+            return None  # it does not listen, or has not yet put its pages up
 
     def alive(self) -> int:
         """How many workers the master counts as alive."""
