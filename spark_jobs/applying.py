@@ -15,7 +15,6 @@ along, and one bad row costs one row.
 
 from __future__ import annotations
 
-import io
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -24,6 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 from psycopg import sql
 
+from spark_jobs.copying import Unfit, copy_csv, copy_rows
 from spark_jobs.errors import Reject
 from spark_jobs.strategies import Book, Place, Strategy
 
@@ -117,11 +117,11 @@ class Applying:
         self._create("batch", columns)
 
     def copy(self, batches: Iterable[pa.RecordBatch]) -> None:
-        """Stream rows into ``batch``. Arrow writes the CSV: no row passes through Python. Raises Uncopyable."""
+        """Stream rows into ``batch``. Raises Uncopyable."""
         try:
-            self._copy_into("batch", self._ids_while(self._kept_while(batches)))
-        except psycopg.Error as error:
-            if passing(error) or not by_data(error):
+            copy_rows(self._cursor, sql.Identifier("batch"), self._columns, self._ids_while(self._kept_while(batches)))
+        except (psycopg.Error, Unfit) as error:
+            if isinstance(error, psycopg.Error) and (passing(error) or not by_data(error)):
                 raise
             if not self._bisecting:
                 raise Broken(shown(error)) from error
@@ -134,7 +134,8 @@ class Applying:
         names = [name for name, kind in as_text.items() if kind == "text"]
         # Under names that no table of the sink has: a temporary table hides others.
         self._create("outbox_batch_incoming", {**as_text, "incoming_at": "bigint GENERATED ALWAYS AS IDENTITY"})
-        self._copy_into("outbox_batch_incoming", self._kept_while(without_unfit(batches, names, found)))
+        incoming = sql.Identifier("outbox_batch_incoming")
+        copy_csv(self._cursor, incoming, list(self._columns), self._kept_while(without_unfit(batches, names, found)))
         total = self._one("SELECT coalesce(max(incoming_at), 0) FROM outbox_batch_incoming")
         cast = sql.SQL(", ").join(
             sql.SQL("{}::{}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in self._columns.items()
@@ -340,10 +341,6 @@ class Applying:
                 *(table[name].to_pylist() for name in ("message_topic", "message_part", "message_offset")), strict=True
             )
             table = table.filter(pa.array([place in left for place in places], pa.bool_()))
-        for index, name in enumerate(table.column_names):
-            if self._columns[name] == "bytea":
-                values = [None if text is None else bytes.fromhex(text[2:]) for text in table[name].to_pylist()]
-                table = table.set_column(index, name, pa.array(values, pa.binary()))
         return table
 
     def _ids_while(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -368,29 +365,10 @@ class Applying:
             sql.SQL("CREATE TEMPORARY TABLE {} ({}) ON COMMIT DROP").format(sql.Identifier(name), fields)
         )
 
-    def _copy_into(self, name: str, batches: Iterable[pa.RecordBatch]) -> None:
-        copy_csv(self._cursor, sql.Identifier(name), list(self._columns), batches)
-
     def _one(self, query: str) -> Any:
         row = self._cursor.execute(query.encode()).fetchone()
         assert row is not None
         return row[0]
-
-
-def copy_csv(
-    cursor: psycopg.Cursor[Any], table: sql.Composable, columns: Sequence[str], batches: Iterable[pa.RecordBatch]
-) -> None:
-    """Stream these columns of the batches into a table."""
-    from pyarrow import csv
-
-    # "all_valid": every value in quotes and NULL bare, so that an empty text and NULL stay apart.
-    options = csv.WriteOptions(include_header=False, quoting_style="all_valid")
-    listed = sql.SQL(", ").join(map(sql.Identifier, columns))
-    with cursor.copy(sql.SQL("COPY {} ({}) FROM STDIN (FORMAT csv)").format(table, listed)) as copy:
-        for batch in batches:
-            sink = io.BytesIO()
-            csv.write_csv(batch.select(list(columns)), sink, options)
-            copy.write(sink.getbuffer())
 
 
 def textual(columns: Mapping[str, str]) -> dict[str, str]:

@@ -29,7 +29,8 @@ from psycopg import sql
 
 from spark_jobs import session as spark
 from spark_jobs import task
-from spark_jobs.applying import Applying, Culprit, Culprits, copy_csv, textual, without_unfit
+from spark_jobs.applying import Applying, Culprit, Culprits, textual, without_unfit
+from spark_jobs.copying import copy_csv
 from spark_jobs.decoding import PROBLEM
 from spark_jobs.errors import ConsumerUnavailable, JobError
 from spark_jobs.job import META

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 
-from spark_jobs.applying import IMMEDIATE, copy_csv, passing
+from spark_jobs.applying import IMMEDIATE, passing
+from spark_jobs.copying import Unfit, copy_rows
 from spark_jobs.effects import Insert
 from spark_jobs.strategies import Book, Dedup, Fingerprint, Strategy, column_types, forgotten_before, identifier
 
@@ -47,7 +48,13 @@ _FROM_TEXT: Final = frozenset(
         *(*_WHOLE, "real", "double precision", "timestamp without time zone", "timestamp with time zone"),
     }
 )
+# Sent as the text that it is; and where the usual spelling is sent as the value, and any other takes the long way.
+_AS_TEXT: Final = frozenset({"character varying", "bpchar"})
+_STRICT: Final = frozenset({"uuid", "json", "jsonb"})
 _SPELT: Final = {"timestamptz": "timestamp with time zone", "timestamp": "timestamp without time zone"}
+
+OTHERWISE: Final = "otherwise"
+"""Not as a type: all of the row is sent as CSV."""
 
 
 class Roundabout(Exception):
@@ -56,21 +63,27 @@ class Roundabout(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """Where rows go: the sink's table, and for each of its columns the one of the rows."""
+    """Where rows go.
+
+    table    of the sink.
+    columns  of the table, each with the one of the rows that goes there.
+    kinds    of the table's columns: the type as which the values are sent, or OTHERWISE.
+    """
 
     table: str
     columns: Mapping[str, str]
+    kinds: Mapping[str, str]
 
     def apply(self, cursor: psycopg.Cursor[Any], book: Book, strategy: Strategy, rows: Iterable[pa.RecordBatch]) -> int:
         """Copy rows and ids. Gives their number. Raises Roundabout."""
         ids: list[pa.Array] = []
         try:
-            copy_csv(cursor, identifier(self.table), list(self.columns), self._columns(rows, ids))
+            copy_rows(cursor, identifier(self.table), self.kinds, self._columns(rows, ids))
             if strategy.remembers:
                 self._remember(cursor, book, ids)
             cursor.execute(IMMEDIATE)
-        except psycopg.Error as error:
-            if passing(error):
+        except (psycopg.Error, Unfit) as error:
+            if isinstance(error, psycopg.Error) and passing(error):
                 raise
             raise Roundabout from error
         return sum(map(len, ids))
@@ -109,22 +122,26 @@ def direct_for(
         return None
     types = column_types(cursor, effect.table)
     pairs = effect.pairs(payload, types)
-    if not all(here in columns and _same_as_cast(columns[here], types[there]) for there, here in pairs.items()):
-        return None
+    kinds = {there: _sent_as(columns[here], types[there]) if here in columns else None for there, here in pairs.items()}
     values = {"table": identifier(effect.table).as_string(cursor)}
     row = cursor.execute(_PLAIN, values).fetchone()
     always = {name for (name,) in cursor.execute(_ALWAYS, values).fetchall()}
-    if row is None or not row[0] or always.intersection(pairs):
+    if None in kinds.values() or row is None or not row[0] or always.intersection(pairs):
         return None
-    return Direct(effect.table, pairs)
+    return Direct(effect.table, pairs, {there: kind for there, kind in kinds.items() if kind is not None})
 
 
-def _same_as_cast(here: str, there: str) -> bool:
-    """Say whether what COPY writes for a column of type ``here`` is read by type ``there`` as a cast would make it."""
-    here = _SPELT.get(here, here)
+def _sent_as(here: str, there: str) -> str | None:
+    """Give the type as which values of type ``here`` are sent to a column of type ``there``.
+
+    OTHERWISE when they have to be read as text, which is then the same as the cast on the way through ``batch``; None
+    where it would not be.
+    """
     bare = there.partition("(")[0]
+    if _SPELT.get(here, here).partition("(")[0] == bare:
+        return here
     if here == "text":
-        return bare in _FROM_TEXT
-    if here in _WHOLE:
-        return bare in {*_WHOLE, "numeric", "text", "character varying"}
-    return here.partition("(")[0] == bare
+        if bare in _AS_TEXT:
+            return here
+        return (there if bare in _STRICT else OTHERWISE) if bare in _FROM_TEXT else None
+    return OTHERWISE if here in _WHOLE and bare in {*_WHOLE, "numeric", "text", "character varying"} else None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import psycopg
@@ -11,15 +11,10 @@ import pyarrow as pa
 from psycopg import sql
 
 from spark_jobs import identity
+from spark_jobs.copying import HEAD, POSTGRES_DAY, TAIL
 
 if TYPE_CHECKING:
     from spark_jobs.strategies import Book
-
-# https://www.postgresql.org/docs/current/sql-copy.html, "Binary Format": signature, flags, extension; and the end.
-_HEAD: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
-_TAIL: Final = b"\xff\xff"
-# Postgres counts days from 2000-01-01.
-_POSTGRES_DAY: Final = 10_957
 
 
 def copy_ids(cursor: psycopg.Cursor[Any], book: Book, texts: Sequence[pa.Array]) -> None:
@@ -32,9 +27,9 @@ def copy_ids(cursor: psycopg.Cursor[Any], book: Book, texts: Sequence[pa.Array])
         sql.Identifier(book.schema, "processed_messages")
     )
     with cursor.copy(into) as copy:
-        copy.write(_HEAD)
+        copy.write(HEAD)
         copy.write(_rows(book.group.encode(), identity.days(ids), ids))
-        copy.write(_TAIL)
+        copy.write(TAIL)
 
 
 def any_before(texts: Sequence[pa.Array], day: int) -> bool:
@@ -65,6 +60,6 @@ def _rows(group: bytes, days: Any, ids: identity.Ids) -> bytes:
     )
     spelt["fields"] = 3
     spelt["group_length"], spelt["group"] = len(group), np.frombuffer(group, np.uint8)
-    spelt["day_length"], spelt["day"] = 4, days - _POSTGRES_DAY
+    spelt["day_length"], spelt["day"] = 4, days - POSTGRES_DAY
     spelt["id_length"], spelt["id"] = 16, ids
     return spelt.tobytes()

@@ -336,8 +336,6 @@ def copyable(rows: DataFrame) -> tuple[DataFrame, dict[str, str]]:
             types[name] = META[name]
         elif (plain := _plain(kind)) is not None:
             types[name] = plain
-            if kind == "binary":
-                column = F.concat(F.lit("\\x"), F.hex(column))
         elif kind == "variant" or kind.startswith(("struct<", "map<", "array<")):
             types[name] = "jsonb"
             column = F.to_json(column)

@@ -95,11 +95,7 @@ class Late:
         for batch in batches:
             found, payloads, headers = self.incoming.taken(batch)
             fields = columns(reader, payloads.to_pylist(), headers.to_pylist(), self.kind).flatten()
-            for kind, values in zip(self.kind, fields, strict=True):
-                if self.columns.get(kind.name) == "bytea":
-                    texts = [None if value is None else "\\x" + value.hex() for value in values.to_pylist()]
-                    values = pa.array(texts, pa.string())  # noqa: PLW2901
-                found[kind.name] = values
+            found |= dict(zip((kind.name for kind in self.kind), fields, strict=True))
             yield pa.RecordBatch.from_pydict(found)
 
 

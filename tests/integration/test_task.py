@@ -90,7 +90,9 @@ class Sink:
             bisect=True,
             max_dead=10,
             lenient=frozenset({("t", part)} if self.way == "lenient" else ()),
-            direct=Direct("numbers", {"n": "n", "place": "message_offset"}) if self.way == "direct" else None,
+            direct=Direct("numbers", {"n": "n", "place": "message_offset"}, {"n": "integer", "place": "bigint"})
+            if self.way == "direct"
+            else None,
         )
         rows = pa.RecordBatch.from_pydict(
             {
