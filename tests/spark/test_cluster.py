@@ -203,6 +203,8 @@ def test_twins_and_killed_executors_on_a_cluster(cluster, project, outbox_postgr
         project.go("before")
         # Stalled in its transaction: the twin waits for the row of the offsets, and then finds it moved.
         send(bench, ["inside"], range(1, 11))
+        # Who comes second may wait before the first one, which has the row, has got to its effect.
+        waiting(process, lambda: project.attempts("inside"), 240, "an attempt to stand in its effect")
         waiting(process, lambda: waiting_for_a_lock() == 1, 240, "the twin to wait for the first attempt")
         assert (project.attempts("inside"), applied(bench, "inside")) == (1, 0)
         project.go("inside")
