@@ -19,14 +19,22 @@ from spark_jobs.planner import Extent, Partition
 _SECONDS: Final = 20.0
 _EARLIEST: Final = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
 _LATEST: Final = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-# A broker that has just started, or a topic that was just made: not every broker has heard of it at once.
+# A broker that has just started, a topic that was just made, a leader that moves: not every broker has heard of it at
+# once. These are librdkafka's own reasons to ask for the metadata anew and repeat a question for offsets; its admin
+# client repeats nothing.
 _UNHEARD_SECONDS: Final = 3.0
 _UNHEARD: Final = frozenset(
     {
         KafkaError.UNKNOWN_TOPIC_OR_PART,
         KafkaError.NOT_LEADER_FOR_PARTITION,
         KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.REPLICA_NOT_AVAILABLE,
+        KafkaError.KAFKA_STORAGE_ERROR,
+        KafkaError.FENCED_LEADER_EPOCH,
+        KafkaError.UNKNOWN_LEADER_EPOCH,
         KafkaError.OFFSET_NOT_AVAILABLE,
+        # None of the partitions has a leader. A documented name, in spite of the underscore.
+        KafkaError._NOENT,  # noqa: SLF001
     }
 )
 

@@ -18,6 +18,8 @@ _CHUNK: Final = 1 << 16
 _CONNECT_TIMEOUT: Final = 20.0
 
 PRODUCE: Final = 0
+LIST_OFFSETS: Final = 2
+METADATA: Final = 3
 CREATE_TOPICS: Final = 19
 INIT_PRODUCER_ID: Final = 22
 ADD_PARTITIONS_TO_TXN: Final = 24
@@ -268,6 +270,7 @@ class Action:
 
     name: str
     seconds: float | None = None
+    edit: Callable[[bytes], bytes] | None = None
 
 
 drop_request: Final = Action("drop_request")
@@ -292,6 +295,11 @@ def delay_request(seconds: float | None = None) -> Action:
 def delay_response(seconds: float | None = None) -> Action:
     """Hold the answer, and what follows on the connection, for these seconds or until ``KafkaProxy.release``."""
     return Action("delay_response", seconds)
+
+
+def edit_response(edit: Callable[[bytes], bytes]) -> Action:
+    """Give the client what ``edit`` makes of the answer; both without the size."""
+    return Action("edit_response", edit=edit)
 
 
 @dataclass(eq=False, slots=True)
@@ -458,6 +466,9 @@ class KafkaProxy(TcpProxy):
         if fired.action.name == "delay_response":
             self._hold(connection, fired)
             self._to_client(connection, frame)
+        elif fired.action.edit is not None:
+            edited = fired.action.edit(fired.response)
+            self._to_client(connection, struct.pack(">i", len(edited)) + edited)
         elif fired.action != duplicate_request:
             self._close(connection)
         with self._changed:

@@ -15,6 +15,8 @@ from proxy import (
     ADD_PARTITIONS_TO_TXN,
     END_TXN,
     INIT_PRODUCER_ID,
+    LIST_OFFSETS,
+    METADATA,
     PRODUCE,
     Fired,
     KafkaProxy,
@@ -24,6 +26,7 @@ from proxy import (
     drop_request,
     drop_response,
     duplicate_request,
+    edit_response,
 )
 from support import read
 
@@ -31,6 +34,8 @@ from outbox.testing._ports import free_ports
 from outbox.testing.errors import ServiceError
 from outbox.testing.fixtures import Topics, token
 from outbox.testing.kafka import KafkaCluster
+from spark_jobs.errors import ConsumerUnavailable
+from spark_jobs.kafka import KafkaView
 
 # -- bytes
 
@@ -403,6 +408,60 @@ def test_messages_wait_while_nothing_comes_through_and_arrive_after(proxy, topic
         proxy.heal()
     assert producer.flush(30) == 0
     assert values(read(topics, topic)) == [b"1", b"2"]
+
+
+LEADER_MOVES = (
+    KafkaError.UNKNOWN_TOPIC_OR_PART,
+    KafkaError.LEADER_NOT_AVAILABLE,
+    KafkaError.NOT_LEADER_FOR_PARTITION,
+    KafkaError.REPLICA_NOT_AVAILABLE,
+    KafkaError.KAFKA_STORAGE_ERROR,
+    KafkaError.FENCED_LEADER_EPOCH,
+    KafkaError.UNKNOWN_LEADER_EPOCH,
+    KafkaError.OFFSET_NOT_AVAILABLE,
+)
+
+
+def test_a_look_at_a_topic_is_repeated_while_its_leader_moves(proxy, topics) -> None:
+    topic = topics.create_topic(topics.name("moving"))
+    view = KafkaView({"bootstrap.servers": proxy.address})
+    expected = view.look([topic])
+
+    def refuse(code: int) -> None:
+        """Answer the next question for offsets with an error of the one partition."""
+
+        def edit(answer: bytes) -> bytes:
+            # After the topic's name: how many partitions, the partition's number, its error code.
+            at = answer.index(topic.encode()) + len(topic) + 1 + 4
+            return answer[:at] + struct.pack(">h", code) + answer[at + 2 :]
+
+        proxy.on(LIST_OFFSETS, edit_response(edit))
+
+    def leaderless(answer: bytes) -> bytes:
+        # After the topic's name: its id, whether it is internal, how many partitions, error code, number, leader.
+        at = answer.index(topic.encode()) + len(topic) + 16 + 1 + 1
+        here = struct.pack(">hii", KafkaError.LEADER_NOT_AVAILABLE, 0, -1)
+        return answer[:at] + here + answer[at + len(here) :]
+
+    wrong = {}
+    for code in LEADER_MOVES:
+        refuse(code)
+        try:
+            wrong[code] = view.look([topic]) != expected
+        except ConsumerUnavailable as error:
+            wrong[code] = str(error)
+    assert wrong == dict.fromkeys(LEADER_MOVES, False)
+    # And none of the topic's partitions has a leader: then nobody can even be asked.
+    proxy.on(METADATA, edit_response(leaderless))
+    assert view.look([topic]) == expected
+    assert proxy.fired[-1].api_key == METADATA
+    refuse(KafkaError.TOPIC_AUTHORIZATION_FAILED)
+    seen = proxy.seen(LIST_OFFSETS)
+    with pytest.raises(ConsumerUnavailable, match="authorization"):
+        view.look([topic])
+    # Both ends, once.
+    proxy.wait_seen(LIST_OFFSETS, seen + 2)
+    assert proxy.seen(LIST_OFFSETS) == seen + 2
 
 
 def test_stopping_gives_up_what_is_held(proxy, topics) -> None:
