@@ -46,7 +46,7 @@ from spark_jobs.errors import ConsumerError, ConsumerUnavailable, JobError
 from spark_jobs.job import find_declared
 from spark_jobs.reservations import Claim, Reservations, SqlEffect
 from spark_jobs.settling import Answer, Change, Rules, Step
-from spark_jobs.sink import clear_errors, first_line
+from spark_jobs.sink import AWAY, clear_errors, first_line
 
 _NAME: Final = re.compile(r"[a-zA-Z0-9._-]{1,100}")
 _RESERVE: Final = """
@@ -55,7 +55,7 @@ SELECT {grp}, {name}, message_id, message_topic, message_part, message_offset, (
   FROM batch WHERE {where} ORDER BY message_topic, message_part, message_offset
     ON CONFLICT (grp, name, message_id) DO NOTHING"""
 _MARGIN: Final = 5.0
-_AWAY: Final = (psycopg.OperationalError, psycopg.InterfaceError, ConsumerUnavailable)
+_AWAY: Final = (*AWAY, ConsumerUnavailable)
 
 
 class Refused(ConsumerError):

@@ -25,8 +25,6 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-import psycopg
-
 from spark_jobs.batch import BatchRounds
 from spark_jobs.blockers import Watch
 from spark_jobs.errors import ConsumerUnavailable, DataLost, EffectFailed
@@ -35,6 +33,7 @@ from spark_jobs.kafka import KafkaView, TopicMissing
 from spark_jobs.planner import Extent, Partition, find_losses, halt, new_partitions, plan
 from spark_jobs.retention import KEEP_DAYS
 from spark_jobs.rounds import Counts, Reading, Rounds, Span
+from spark_jobs.sink import AWAY
 from spark_jobs.store import Store
 
 if TYPE_CHECKING:
@@ -264,7 +263,7 @@ class Runner:
         while True:
             try:
                 return step()
-            except (psycopg.OperationalError, ConsumerUnavailable, PySparkException, Py4JError) as error:
+            except (*AWAY, ConsumerUnavailable, PySparkException, Py4JError) as error:
                 shown = _first_line(error)
                 if isinstance(error, PySparkException | Py4JError) and not _passing(str(error)):
                     raise EffectFailed(f"Spark can't run the job: {shown}") from error

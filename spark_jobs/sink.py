@@ -13,6 +13,17 @@ from outbox.errors import SchemaError
 from outbox.urls import display_url
 from spark_jobs.errors import ConsumerUnavailable
 
+AWAY: Final = (
+    psycopg.OperationalError,
+    psycopg.InterfaceError,
+    # The server ended the session of somebody who stood still within a transaction: InternalErrors to psycopg.
+    errors.IdleInTransactionSessionTimeout,
+    errors.TransactionTimeout,
+    # A failover under way: the address is still the standby's. Or a provider that saves a full disk.
+    errors.ReadOnlySqlTransaction,
+)
+"""What passes by itself: the transaction came to nothing, and the same may work on a new connection."""
+
 _SCHEMA: Final = (
     errors.UndefinedTable,
     errors.UndefinedColumn,
@@ -56,7 +67,7 @@ def clear_errors(doing: str) -> Iterator[None]:
             f"Postgres, {doing}: {first_line(error)}: this server is a standby, or is set to read only; with several "
             "hosts in the URL, add target_session_attrs=read-write"
         ) from error
-    except (psycopg.OperationalError, psycopg.InterfaceError) as error:
+    except AWAY as error:
         raise ConsumerUnavailable(f"Postgres, {doing}: {first_line(error)}") from error
 
 

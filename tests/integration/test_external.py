@@ -28,6 +28,7 @@ from spark_jobs.errors import ConsumerUnavailable, JobError
 from spark_jobs.external import Caller, Done, External, OutcomeUnknown, Refused, TryLater
 from spark_jobs.http_call import HttpCall
 from spark_jobs.reservations import Chosen, Desk, NoSuchReservation
+from spark_jobs.sink import clear_errors
 
 
 @pytest.fixture
@@ -473,6 +474,51 @@ def test_the_database_dies_during_the_call_and_the_answer_waits_for_it(private_p
     server.kill()
     with pytest.raises(ConsumerUnavailable, match="nothing is lost"):
         sink.drain(external, patience=0.1)
+
+
+def test_a_caller_that_stalls_in_a_transaction_or_meets_a_standby_goes_on(sink, provider):
+    """A sink may end transactions that are idle or long; after a failover an address may still be the standby's."""
+    standbys = ["default_transaction_read_only=on"]
+    ends = ["idle_in_transaction_session_timeout", "transaction_timeout"]
+    waited: list[str] = []
+
+    def connect():
+        connection = sink.connect()
+        if standbys:
+            connection.execute(f"SET {standbys.pop()}")
+        return connection
+
+    def stall(cursor, end):
+        cursor.execute(f"SET LOCAL {end} = '50ms'")
+        pid = cursor.connection.info.backend_pid
+        wait_until(lambda: not sink.rows("SELECT FROM pg_stat_activity WHERE pid = %s", pid), what="the session's end")
+        cursor.execute("SELECT 1")
+
+    def settle(cursor, _settled):
+        if ends:
+            stall(cursor, ends.pop(0))
+        cursor.execute("INSERT INTO orders VALUES ('o', 'paid')")
+
+    def report(text, figures):
+        if text == "waiting for the database":
+            waited.append(figures["error"])
+
+    external = payments(provider.url, on_confirmed=settle)
+    sink.reserve(external, ["o"])
+    counts = external.drain(connect, threading.Event(), report=report)
+    assert (counts.attempts, counts.confirmed, counts.again) == (1, 1, 0)
+    assert sink.orders() == {"o": ("paid", 1)}
+    signs = ("read-only", "idle-in-transaction timeout", "transaction timeout")
+    assert [next(sign for sign in signs if sign in error) for error in waited] == list(signs)
+
+    # A person's command does not wait; it says so.
+    def command(end):
+        with clear_errors("looking"), sink.connect() as connection, connection.transaction():
+            stall(connection.cursor(), end)
+
+    for end in ("idle_in_transaction_session_timeout", "transaction_timeout"):
+        with pytest.raises(ConsumerUnavailable, match="transaction timeout"):
+            command(end)
 
 
 def test_answers_that_are_odd(sink, provider):

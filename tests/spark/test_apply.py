@@ -146,6 +146,36 @@ def test_a_task_that_fails_before_commit_is_tried_again_by_spark(bench, tmp_path
     assert (totals.applied, bench.rows("SELECT count(*) FROM seen")) == (1, [(1,)])
 
 
+def test_a_driver_that_stalls_in_a_transaction_or_meets_a_standby_goes_on(bench):
+    """A sink may end transactions that are idle or long; after a failover an address may still be the standby's."""
+    ends = [
+        "SET LOCAL idle_in_transaction_session_timeout = '50ms'",
+        "SET LOCAL transaction_timeout = '50ms'",
+        "SET TRANSACTION READ ONLY",
+    ]
+    runner = bench.runner()
+    connect = runner._store.connect
+
+    def stalled():
+        connection = connect()
+        if ends:
+            end = ends.pop(0)
+            connection.execute(end)
+            alive = f"SELECT FROM pg_stat_activity WHERE pid = {connection.info.backend_pid}"
+            wait_until(lambda: "timeout" not in end or not bench.rows(alive), what="the session's end")
+        return connection
+
+    runner._store.connect = stalled
+    bench.send("a", 1)
+    assert runner.once(threading.Event()).applied == 1
+    waited = [figures["error"] for text, figures in bench.reports if text == "waiting for a server"]
+    assert [next(sign for sign in ("idle", "transaction timeout", "read-only") if sign in one) for one in waited] == [
+        "idle",
+        "transaction timeout",
+        "read-only",
+    ]
+
+
 def test_a_python_effect_gets_the_fresh_rows(bench):
     def effect(cursor, table):
         rows = list(zip(table["order_id"].to_pylist(), table["seq"].to_pylist(), strict=True))
