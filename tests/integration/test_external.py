@@ -449,6 +449,39 @@ def test_an_answer_after_the_lease_is_weighed(sink, provider):
     )
 
 
+def test_a_call_that_does_not_keep_its_timeout_is_reported_once_and_keeps_its_thread(sink):
+    """Only the function can keep it: the caller goes on without the thread, and takes the answer when it comes."""
+    held, overdue, reports = threading.Event(), threading.Event(), []
+
+    def stuck(call):
+        if call.request["order"] == "a":
+            assert held.wait(60)
+        return {}
+
+    def report(text, figures):
+        if text.startswith("a call does not keep its timeout"):
+            reports.append((figures["message_id"], figures["attempt"]))
+            overdue.set()
+
+    external = payments("http://localhost", call=stuck, timeout=0.1, lease=2.0, workers=1)
+    first, _ = sink.reserve(external, ["a", "b"])
+    caller, looks = Caller(external, sink.connect, report), []
+    look = caller._warn_of_overdue
+    caller._warn_of_overdue = lambda: looks.append(look())
+    thread = in_thread(lambda: caller.run(threading.Event()))
+    try:
+        assert overdue.wait(60)
+        seen = len(looks)
+        wait_until(lambda: len(looks) >= seen + 3, what="more looks")
+        assert sink.states() == {"a": "calling", "b": "reserved"}
+    finally:
+        held.set()
+        thread.join(60)
+    assert reports == [(str(first), 1)]
+    assert sink.states() == {"a": "confirmed", "b": "confirmed"}
+    assert caller.counts.late == 0
+
+
 def test_the_database_dies_during_the_call_and_the_answer_waits_for_it(private_postgres, provider):
     server = private_postgres()
     database = private_postgres.database(server)
