@@ -370,7 +370,7 @@ def _with(rows: DataFrame, fields: StructType, plan: Plan) -> DataFrame:
     def decode(batches: Iterator[tuple[Any, Any]]) -> Iterator[Any]:
         reader = plan()
         for values, headers in batches:
-            yield columns(reader, values.to_pylist(), headers.to_pylist(), kind)
+            yield columns(reader, values, headers, kind)
 
     # Spark looks at the hints to see what kind of function it is, and here they are no more than text.
     decode.__annotations__ = {"batches": Iterator[tuple[pa.Array, pa.Array]], "return": Iterator[pa.Array]}

@@ -14,11 +14,11 @@ from typing import Any, Final, TypeAlias
 
 import orjson
 import pyarrow as pa
-import pyarrow.compute as pc
 from pyspark.sql import types as t
 
-from spark_jobs import json_payload
+from spark_jobs import json_payload, json_whole
 from spark_jobs.json_payload import HUGE, WHOLE, Convert
+from spark_jobs.json_whole import Finish, WholeReader
 from spark_jobs.payload import Policy, Problem
 
 _NOTHING: Final[dict[str, Any]] = {}
@@ -29,9 +29,6 @@ _DIGITS: Final = bytes(ord("0") if chr(byte) in "0123456789." else ord(" ") for 
 _LONG: Final = b"0" * 16
 _TOO_LONG: Final = re.compile(rb"\d{16}[.eE]|(?=[\d.]{17})\d+\.\d")
 _EXPONENT: Final = re.compile(rb"[0-9.][eE][-+0-9]")
-# Of what json_payload takes for a time, the part that Arrow takes for the same one: not the first and the last years,
-# where an offset may lead out of what Python can show.
-_TIME: Final = r"^(0[1-9]\d\d|[1-8]\d{3}|9[0-8]\d\d)-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d{1,6})?(Z|[+-]\d\d:\d\d)$"
 
 
 @dataclass(slots=True)
@@ -71,6 +68,7 @@ class JsonReader:
 
     def __init__(self, declared: t.StructType, policy: Policy) -> None:
         self._one = json_payload.reader(declared, policy)
+        self._whole = WholeReader.of(declared, policy)
         self._takes = [_take(one, policy) for one in declared.fields]
         self._decimals = any(isinstance(one.dataType, t.DecimalType) for one in declared.fields)
         nested = [one.dataType for one in declared.fields if _is_nested(one.dataType)]
@@ -83,12 +81,16 @@ class JsonReader:
         """Read one payload. Raises Problem."""
         return self._one(value, header)
 
-    def many(self, values: Sequence[bytes | None]) -> tuple[list[Column], set[int]]:
-        """Read payloads; None, for a tombstone, gives None in all columns.
+    def many(self, payloads: pa.Array) -> tuple[Sequence[Column], set[int]]:
+        """Read payloads; null, for a tombstone, gives null in all columns.
 
         Gives the columns, and the numbers of the rows that have to be read one by one: what the columns have for these
         says nothing.
         """
+        read = None if self._whole is None else self._whole.read(payloads)
+        if read is not None:
+            return read
+        values = payloads.to_pylist()
         batch = _Batch(values)
         if self._in_reach:
             batch.parse()
@@ -134,7 +136,9 @@ def _take(declared: t.StructField, policy: Policy) -> Take:
     if isinstance(kind, t.DecimalType):
         return _decimals(name, kind, each, optional=optional)
     if isinstance(kind, t.TimestampType):
-        return _times(name, each, optional=optional)
+        return _written(name, json_whole.times, each, optional=optional)
+    if isinstance(kind, t.DateType):
+        return _written(name, json_whole.days, each, optional=optional)
     return each
 
 
@@ -206,19 +210,16 @@ def _altered(value: float, payload: bytes | None) -> bool:
     return bool(value) or _EXPONENT.search(payload or b"") is not None
 
 
-def _times(name: str, each: Take, *, optional: bool) -> Take:
-    """Take times, when they are all written in the common way."""
-    arrow = pa.timestamp("us", "UTC")
+def _written(name: str, whole: Finish, each: Take, *, optional: bool) -> Take:
+    """Take times or dates, when they are all written in the common way."""
 
     def take(batch: _Batch) -> Column:
         column = batch.taken(name)
         if not {str, type(None)}.issuperset(map(type, column)) or not (optional or None not in column):
             return each(batch)
         texts = pa.array(column, pa.string())
-        if pc.all(pc.match_substring_regex(texts, _TIME)).as_py() is False:
-            return each(batch)
         try:
-            return texts.cast(arrow)
+            return whole(texts)
         except pa.ArrowInvalid:
             return each(batch)
 

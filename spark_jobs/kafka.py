@@ -158,11 +158,19 @@ class KafkaView:
     def show_lag(self, group: str, offsets: Mapping[Partition, int], seconds: float = 5.0) -> str | None:
         """Tell Kafka how far the group is. Nobody here reads it back, so a failure is only reported, as text.
 
-        Waits at most so many seconds for the answer, and not at all while an earlier one is still to come.
+        Waits at most so many seconds for the answer, and not at all while an earlier one is still to come. With 0 it is
+        the answers to earlier ones that count, and ``lag_shown`` waits for the last.
         """
         if group not in self._shown:
             self._shown[group] = _Shown(self._options, group, self._logger)
         return self._shown[group].show(offsets, seconds)
+
+    def lag_shown(self, group: str, seconds: float = 5.0) -> str | None:
+        """Wait for what was told last, if anything was. Gives the failure as text."""
+        return self._shown[group].heard(seconds) if group in self._shown else None
+
+
+_NO_ANSWER: Final = "no answer yet"
 
 
 class _Shown:
@@ -188,15 +196,21 @@ class _Shown:
         positions = [TopicPartition(topic, part, offset) for (topic, part), offset in sorted(offsets.items())]
         # Answers that came since the last round are heard here; those that did not, nobody waits for.
         self._consumer.poll(0)
-        deadline = time.monotonic() + (0.0 if self._unanswered else seconds)
+        late = self._unanswered > 0
         try:
             self._consumer.commit(offsets=positions, asynchronous=True)
         except KafkaException as error:
             return str(error)
         self._unanswered += 1
+        if seconds and not late:
+            return self.heard(seconds)
+        return _NO_ANSWER if late else self._problem
+
+    def heard(self, seconds: float) -> str | None:
+        deadline = time.monotonic() + seconds
         while self._unanswered and time.monotonic() < deadline:
             self._consumer.poll(0.05)
-        return "no answer yet" if self._unanswered else self._problem
+        return _NO_ANSWER if self._unanswered else self._problem
 
     def _answered(self, error: KafkaError | None, positions: Sequence[TopicPartition]) -> None:
         self._unanswered -= 1

@@ -24,7 +24,7 @@ class ManyReader(Protocol):
         """Be a Reader."""
         ...
 
-    def many(self, values: Sequence[bytes | None]) -> tuple[list[list[Any] | pa.Array], set[int]]:
+    def many(self, payloads: pa.Array) -> tuple[Sequence[list[Any] | pa.Array], set[int]]:
         """Give the columns, as lists or as Arrow has them, and the numbers of the rows still to be read one by one."""
         ...
 
@@ -63,22 +63,22 @@ def shown(name: str) -> str:
     return f"field {name}" if _NAME.fullmatch(name) else "a field"
 
 
-def columns(
-    reader: Reader, values: Sequence[bytes | None], headers: Sequence[bytes | None], kind: pa.StructType
-) -> pa.StructArray:
-    """Read a batch. The last field of ``kind`` takes the problem; a payload that is None gives a row of None."""
+def columns(reader: Reader, payloads: pa.Array, headers: pa.Array, kind: pa.StructType) -> pa.StructArray:
+    """Read a batch. The last field of ``kind`` takes the problem; a payload that is null gives a row of nulls."""
     import pyarrow as pa
 
+    rows = len(payloads)
     width = kind.num_fields - 1
     listed: list[Any]
     if isinstance(reader, ManyReader):
-        listed, alone = reader.many(values)
-        if alone:
-            listed = [column if isinstance(column, list) else column.to_pylist() for column in listed]
+        found, alone = reader.many(payloads)
+        listed = [column if isinstance(column, list) or not alone else column.to_pylist() for column in found]
     else:
-        listed = [[None] * len(values) for _ in range(width)]
-        alone = {number for number, value in enumerate(values) if value is not None}
-    problems = _read_alone(reader, values, headers, listed, alone)
+        listed = [[None] * rows for _ in range(width)]
+        alone = set(range(rows))
+    problems: list[str | None] = [None] * rows
+    if alone:
+        problems = _read_alone(reader, payloads.to_pylist(), headers.to_pylist(), listed, alone)
     arrays = []
     for place in range(width):
         field = kind.field(place)
@@ -111,7 +111,8 @@ def _read_alone(
     empty = (None,) * len(listed)
     for number in alone:
         value = values[number]
-        assert value is not None
+        if value is None:
+            continue
         row: Sequence[Any] = empty
         try:
             row = reader(value, headers[number])

@@ -145,6 +145,7 @@ class Runner:
         with self._watch():
             while not done and not stop.is_set():
                 done = self._waiting_for_servers(step, stop, self._options.patience)
+        self._report_lag(self._kafka.lag_shown(self._job.group))
         return self.totals
 
     def continuous(self, stop: threading.Event) -> Totals:
@@ -153,6 +154,7 @@ class Runner:
             while not stop.is_set():
                 if self._waiting_for_servers(lambda: not self._round(None), stop, None):
                     stop.wait(self._options.idle_seconds)
+        self._report_lag(self._kafka.lag_shown(self._job.group))
         return self.totals
 
     def _watch(self) -> Watch:
@@ -215,10 +217,14 @@ class Runner:
         began = time.monotonic()
         counts = self._rounds.apply(Span(ranges, log_ends), generation)
         self._count(counts, began, passed=sum(span.end - span.start for span in ranges.values()))
-        lag = self._kafka.show_lag(self._job.group, {partition: span.end for partition, span in ranges.items()})
-        if lag is not None:
-            self._report("the group's position could not be shown to Kafka", {"error": lag})
+        # Nobody waits for the answer before the next round is read.
+        ends = {partition: span.end for partition, span in ranges.items()}
+        self._report_lag(self._kafka.show_lag(self._job.group, ends, seconds=0))
         return True
+
+    def _report_lag(self, problem: str | None) -> None:
+        if problem is not None:
+            self._report("the group's position could not be shown to Kafka", {"error": problem})
 
     def _look(self, generation: int) -> tuple[dict[str, str], dict[Partition, Extent]]:
         """Ask Kafka for the job's topics. A missing one is a loss when the group has read it."""

@@ -94,7 +94,7 @@ class Late:
         reader = self.plan()
         for batch in batches:
             found, payloads, headers = self.incoming.taken(batch)
-            fields = columns(reader, payloads.to_pylist(), headers.to_pylist(), self.kind).flatten()
+            fields = columns(reader, payloads, headers, self.kind).flatten()
             found |= dict(zip((kind.name for kind in self.kind), fields, strict=True))
             yield pa.RecordBatch.from_pydict(found)
 

@@ -360,7 +360,7 @@ def test_numbers_that_variant_would_round_are_a_problem(number, held):
 def test_a_value_that_a_column_can_not_hold_spoils_its_own_row_only():
     kind = pa.struct([("a", pa.int32()), ("problem", pa.string())])
     values = [b"1", None, b"99999999999", b"2"]
-    rows = columns(lambda value, header: [int(value)], values, [None] * 4, kind).to_pylist()
+    rows = columns(lambda value, header: [int(value)], pa.array(values), pa.nulls(4, pa.binary()), kind).to_pylist()
     assert [row["a"] for row in rows] == [1, None, None, 2]
     assert [row["problem"] for row in rows] == [None, None, "field a: holds a value that int32 can't have", None]
 

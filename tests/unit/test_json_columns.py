@@ -16,6 +16,7 @@ from pyspark.sql.pandas.types import to_arrow_type
 from spark_jobs import json_payload
 from spark_jobs.decoding import PROBLEM, nullable
 from spark_jobs.json_columns import JsonReader
+from spark_jobs.json_whole import WholeReader
 from spark_jobs.payload import Policy, columns
 
 KINDS = [
@@ -83,12 +84,94 @@ def payloads(draw: st.DrawFn) -> bytes | None:
 def read_both_ways(fields: t.StructType, values: list[bytes | None], policy: Policy) -> list[pa.Array]:
     """Read many at once and one by one, which has to give the same. Gives the columns and the problems."""
     kind = to_arrow_type(t.StructType([*nullable(fields).fields]).add(PROBLEM, t.StringType()), timezone="UTC")
-    headers = [None] * len(values)
-    together = columns(JsonReader(fields, policy), values, headers, kind)
-    alone = columns(json_payload.reader(fields, policy), values, headers, kind)
+    payloads, headers = pa.array(values, pa.binary()), pa.nulls(len(values), pa.binary())
+    together = columns(JsonReader(fields, policy), payloads, headers, kind)
+    alone = columns(json_payload.reader(fields, policy), payloads, headers, kind)
     for name, here, there in zip(kind, together.flatten(), alone.flatten(), strict=True):
         assert repr(here.to_pylist()) == repr(there.to_pylist()), name
     return together.flatten()
+
+
+PLAIN = [*KINDS[:6], t.ShortType(), t.TimestampType(), t.DateType()]
+# Pieces of which two lines could make one, or one line two.
+TORN = [
+    *(b'{"f":"x}', b'{","g":"y"}', b'{"f":"1"}{"f":"2"}', b'{"f":1}{"f":2}', b'{"f":{}', b'{"f":[{}', b"{}]}", b"{}{}"),
+    *(
+        b'{"f":"1"}',
+        b'{"f":1}',
+        b"{}",
+        b"{",
+        b"}",
+        b"{}}",
+        b'{"f":1},{"g":2}',
+        b'{"f":1,}',
+        b'{"f":1} {}',
+        b'{"f":"\\"}',
+    ),
+    *(
+        b'{"f":1}\n{"f":2}',
+        b'{"f":"\n{"}',
+        b'{"f":NaN}',
+        b'{"f":-Infinity}',
+        b'{"f":/**/1}',
+        b"{} //}",
+        b'{"f":1}\x00}',
+    ),
+    *(
+        b'{"f":1,"u":1}',
+        b'{"u":1,"u":2}',
+        b'{"u":{"v":1,"v":2},"f":1}',
+        b'{"f":1,"u":NaN}',
+        b'\xef\xbb\xbf{"f":1}',
+        b'{"f":"\xff"}',
+        b'{"\xff":1}',
+        b'{"f":"\xed\xa0\x80"}',
+        b'{"f":' + b"[" * 100_000 + b"}",
+    ),
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    kinds=st.tuples(st.sampled_from(PLAIN), st.sampled_from(PLAIN)),
+    optional=st.booleans(),
+    values=st.lists(
+        st.one_of(
+            st.none(),
+            st.sampled_from(TORN),
+            st.lists(st.tuples(st.sampled_from(["f", "g"]), SCALAR), max_size=2, unique_by=lambda field: field[0]).map(
+                lambda fields: ("{" + ",".join(f'"{name}":{value}' for name, value in fields) + "}").encode("utf-8")
+            ),
+        ),
+        max_size=5,
+    ),
+)
+def test_batches_that_are_read_whole(kinds, optional, values):
+    fields = t.StructType().add("f", kinds[0], nullable=optional).add("g", kinds[1])
+    read_both_ways(fields, values, Policy())
+
+
+@pytest.mark.parametrize("kind", PLAIN, ids=lambda kind: kind.simpleString())
+def test_lines_are_never_joined_nor_torn(kind):
+    """Every two and three of the pieces together: their number alone would not tell."""
+    fields = t.StructType().add("f", kind).add("g", t.StringType())
+    for values in itertools.chain(itertools.product(TORN, repeat=2), itertools.product(TORN[:9], repeat=3)):
+        read_both_ways(fields, list(values), Policy())
+
+
+def test_plain_payloads_are_read_whole():
+    fields = t.StructType()
+    for number, kind in enumerate(PLAIN):
+        fields.add(f"v{number}", kind)
+    event = dict(
+        zip(fields.fieldNames(), ["a: b", True, 1, 2, 3, 4.5, 6, "2026-01-31T12:00:00Z", "2026-01-31"], strict=True)
+    )
+    values = [orjson.dumps(event), None, json.dumps(event).encode(), b"{}"]
+    found = WholeReader.of(fields, Policy()).read(pa.array(values))
+    assert found is not None
+    assert found[1] == set()
+    assert [len(column.drop_null()) for column in found[0]] == [2] * len(PLAIN)
+    read_both_ways(fields, values, Policy())
 
 
 POLICIES = [
@@ -149,6 +232,6 @@ def test_what_writers_commonly_write_is_not_read_one_by_one():
         "note": 'he said: "yes"',
     }
     values = [orjson.dumps(event), json.dumps(event).encode(), json.dumps(event, indent=2).encode(), None]
-    _, alone = JsonReader(fields, Policy()).many(values)
+    _, alone = JsonReader(fields, Policy()).many(pa.array(values))
     assert alone == set()
     assert read_both_ways(fields, values, Policy())[-1].null_count == 4
