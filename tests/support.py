@@ -16,12 +16,10 @@ from typing import Any, Self
 
 import psycopg
 import pytest
-from confluent_kafka import IsolationLevel, KafkaException, Message, TopicPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec
 
 from outbox import Event, Outbox
-from outbox.testing._process import patience, wait_for
-from outbox.testing.fixtures import RelayProcess, Topics
+from outbox.testing._process import patience
+from outbox.testing.fixtures import RelayProcess
 
 
 @pytest.fixture
@@ -178,35 +176,6 @@ class Load:
                 self._stop.wait(0.03)
             if chance.random() < 0.1:
                 raise psycopg.Rollback
-
-
-def await_markers(topics: Topics, topic: str) -> None:
-    """Wait until no transaction is open in a topic.
-
-    What is committed or aborted is so for readers a moment after the producer was answered: when the broker has written
-    its markers. A transaction that nobody ever ends is not waited for for ever: readers then show what it holds up.
-    """
-    admin = AdminClient({"bootstrap.servers": topics.bootstrap_servers, "log_level": 0})
-    latest = OffsetSpec.latest()
-
-    def end(level: IsolationLevel) -> list[int]:
-        partitions = sorted(admin.list_topics(topic, timeout=30).topics[topic].partitions)
-        asked = admin.list_offsets({TopicPartition(topic, each): latest for each in partitions}, isolation_level=level)
-        return [answer.result(30).offset for answer in asked.values()]
-
-    def at_rest() -> bool:
-        try:
-            return end(IsolationLevel.READ_COMMITTED) == end(IsolationLevel.READ_UNCOMMITTED)
-        except KafkaException:
-            return False  # no leader just now: whoever reads waits for that
-
-    wait_for(at_rest, 15)
-
-
-def read(topics: Topics, topic: str, **options: Any) -> list[Message]:
-    """Read a topic to its end, as ``Topics.consume``, once no transaction is open there."""
-    await_markers(topics, topic)
-    return topics.consume(topic, **options)
 
 
 def check(url: str, messages: Iterable[Any]) -> int:

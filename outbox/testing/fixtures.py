@@ -146,12 +146,16 @@ class Topics:
         count: int | None = None,
         timeout: float = 30.0,
         isolation: str = "read_committed",
+        wait_for_open: bool = True,
     ) -> list[Message]:
         """Read topics from the beginning, each partition in order.
 
-        count     wait until there are this many messages, also for topics that don't exist yet. None: what is there
-                  now, up to the last one that is committed.
-        timeout   in seconds. AssertionError when it passes first.
+        count           wait until there are this many messages, also for topics that don't exist yet. None: what is
+                        there now, up to the last one that is committed.
+        timeout         in seconds. AssertionError when it passes first.
+        isolation       read_uncommitted: also what is open or was aborted.
+        wait_for_open   without a count, see ``await_transactions`` first. False: a transaction that is open hides what
+                        is behind it, and so does one whose commit was answered a moment ago.
         """
         from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
@@ -163,6 +167,8 @@ class Topics:
             raise AssertionError(
                 f"{shown}: no such topic, or no leader for a partition, after {first * patience():g} s"
             )
+        if count is None and isolation == "read_committed" and wait_for_open:
+            self._await_transactions(names, deadline, timeout)
         partitions = [TopicPartition(name, p, 0) for name in names for p in self._partitions(name)]
         # What librdkafka reports while it connects anew by itself.
         eof = KafkaError._PARTITION_EOF  # noqa: SLF001 - documented names, in spite of the underscore
@@ -207,6 +213,61 @@ class Topics:
         finally:
             consumer.close()
         return found
+
+    def await_transactions(self, topics: str | Sequence[str], timeout: float = 30.0) -> None:
+        """Wait until every transaction that has written to the topics by now has ended, for those who read them too.
+
+        A commit is answered before the broker has written its markers, and only these make its messages visible.
+        timeout in seconds; AssertionError when it passes first.
+        """
+        names = [topics] if isinstance(topics, str) else list(topics)
+        self._await_transactions(names, time.monotonic() + timeout * patience(), timeout)
+
+    def _await_transactions(self, topics: Sequence[str], deadline: float, timeout: float) -> None:
+        from confluent_kafka import KafkaException
+
+        shown = ", ".join(topics)
+        written: dict[tuple[str, int], int] = {}
+        while True:
+            problem = f"{shown}: no such topic, or no leader for a partition"
+            try:
+                written = written or self._ends(topics, committed=False)
+                readable = self._ends(topics, committed=True) if written else {}
+                waiting = [at for at, end in written.items() if readable.get(at, 0) < end]
+                if readable and not waiting:
+                    return
+                if readable:
+                    topic, part = at = waiting[0]
+                    problem = (
+                        f"{topic}-{part}: a transaction is open at offset {readable.get(at)}; its producer is to "
+                        "commit or abort it, or give a count or wait_for_open=False to read what is before it"
+                    )
+            except KafkaException as error:
+                # A leader that moves, a broker that restarts.
+                problem = f"{shown}: no answer about open transactions: {error.args[0]}"
+            if time.monotonic() > deadline:
+                raise AssertionError(f"after {timeout * patience():g} s, {problem}")
+            time.sleep(0.02)
+
+    def _ends(self, topics: Sequence[str], *, committed: bool) -> dict[tuple[str, int], int]:
+        """Where each partition ends for readers of what is committed, or of everything.
+
+        Nothing while one has no leader. Raises KafkaException.
+        """
+        from confluent_kafka import IsolationLevel, TopicPartition
+        from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
+
+        # This look also refreshes what the client knows of the leaders.
+        partitions = {topic: self._partitions(topic) for topic in topics}
+        if not all(partitions.values()):
+            return {}
+        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+        asked = self._admin.list_offsets(
+            {TopicPartition(topic, part): latest for topic, parts in partitions.items() for part in parts},
+            isolation_level=IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED,
+            request_timeout=_ADMIN_TIMEOUT,
+        )
+        return {(at.topic, at.partition): answer.result().offset for at, answer in asked.items()}
 
     def delete(self) -> None:
         """Delete the topics whose name holds this test's token."""

@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
-from support import Load, await_stops, backlog, caught_up, check, order, owners, read, wait_until
+from support import Load, await_stops, backlog, caught_up, check, order, owners, wait_until
 
 from relay import db
 from relay.failpoints import VARIABLE
@@ -86,7 +86,7 @@ def test_killed_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, exact
             assert relay.wait(40) == -signal.SIGKILL, point
         outbox_relay(**settings)
         load.drain()
-    repeats = check(url, read(outbox_kafka, topic))
+    repeats = check(url, outbox_kafka.consume(topic))
     if delivery == "exactly-once":
         assert repeats == 0
     else:
@@ -121,7 +121,7 @@ def test_stopped_at_every_step_and_woken_after_the_take_over(
             other.kill()
         outbox_relay(**exactly_once)
         load.drain()
-    assert check(url, read(outbox_kafka, topic)) == 0
+    assert check(url, outbox_kafka.consume(topic)) == 0
 
 
 def test_errors_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, exactly_once, order):
@@ -134,7 +134,7 @@ def test_errors_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, exact
             relay.wait_for_log(f"failpoint {point}", 60)
         load.drain()
         assert relay.running
-    assert check(url, read(outbox_kafka, topic)) == 0
+    assert check(url, outbox_kafka.consume(topic)) == 0
 
 
 def test_a_storm_of_take_overs(outbox_postgres, outbox_kafka, outbox_relay, exactly_once, order):
@@ -160,7 +160,7 @@ def test_a_storm_of_take_overs(outbox_postgres, outbox_kafka, outbox_relay, exac
         for sleeper in asleep:
             relays[sleeper].resume()
         load.drain()
-    assert check(url, read(outbox_kafka, topic)) == 0
+    assert check(url, outbox_kafka.consume(topic)) == 0
 
 
 def test_the_broker_is_killed_in_the_middle_of_commits(outbox_postgres, private_kafka, outbox_relay, back_soon):
@@ -177,7 +177,7 @@ def test_the_broker_is_killed_in_the_middle_of_commits(outbox_postgres, private_
             cluster.start_broker(0)
         load.drain(90)
         assert relay.running
-    assert check(url, read(topics, "order-events")) == 0
+    assert check(url, topics.consume("order-events")) == 0
 
 
 def test_three_brokers_of_which_one_is_killed_and_then_all(outbox_postgres, private_kafka, outbox_relay, back_soon):
@@ -198,7 +198,7 @@ def test_three_brokers_of_which_one_is_killed_and_then_all(outbox_postgres, priv
         cluster.start()
         load.drain(120)
         assert [relay.running for relay in relays] == [True, True]
-    assert check(url, read(topics, "order-events", timeout=60)) == 0
+    assert check(url, topics.consume("order-events", timeout=60)) == 0
     state = AdminClient({"bootstrap.servers": cluster.bootstrap_servers}).list_topics(timeout=30)
     partitions = state.topics[f"{back_soon['name']}.relay.state"].partitions
     assert [len(partition.replicas) for partition in partitions.values()] == [3] * 4
@@ -225,7 +225,7 @@ def test_postgres_loses_commits_that_it_never_flushed(
             server.kill()
             server.start()
         load.drain()
-    assert check(database.url, read(outbox_kafka, topic)) == 0
+    assert check(database.url, outbox_kafka.consume(topic)) == 0
 
 
 def test_a_transaction_that_times_out_is_done_again(outbox_postgres, private_kafka, outbox_relay, exactly_once):
@@ -242,7 +242,7 @@ def test_a_transaction_that_times_out_is_done_again(outbox_postgres, private_kaf
         relay.wait_for_log("waiting for a server", 60)
         relay.wait_for_log("publishing again", 60)
         load.drain()
-    assert check(url, read(topics, "order-events")) == 0
+    assert check(url, topics.consume("order-events")) == 0
 
 
 @pytest.mark.parametrize("how", ["deleted", "truncated"])
@@ -278,10 +278,10 @@ def test_a_state_topic_that_lost_its_markers_stops_the_lanes(
     relay.wait_for_log("outbox relay reconcile")
     await_stops(relay, 4, 2)
     # Not before: what a killed relay had committed can stand behind a transaction that another lane left open.
-    before = len(read(outbox_kafka, topic))
+    before = len(outbox_kafka.consume(topic))
     await_stops(relay, 4, 3)
     assert backlog(url) == left
-    assert len(read(outbox_kafka, topic)) == before
+    assert len(outbox_kafka.consume(topic)) == before
     # A person looks, then repairs; the relay is running all the while.
     status, states = reconcile(url, outbox_kafka, exactly_once)
     assert status == 1
@@ -291,7 +291,7 @@ def test_a_state_topic_that_lost_its_markers_stops_the_lanes(
     assert status == 0
     assert {state["lane"] for state in repaired["repaired"]} == {0, 1, 2, 3}
     load.drain()
-    assert check(url, read(outbox_kafka, topic)) == 0
+    assert check(url, outbox_kafka.consume(topic)) == 0
     assert reconcile(url, outbox_kafka, exactly_once)[0] == 0
     with psycopg.connect(url) as connection:
         audit = connection.execute("SELECT why FROM outbox.audit WHERE what = 'reconcile'").fetchall()
@@ -322,7 +322,7 @@ def test_rows_that_postgres_lost_stop_the_lane_until_it_is_reconciled(
         assert relay.wait(40) == -signal.SIGKILL
         load.stop()
         # One that was committed and not settled: the lowest may be of a writer that was late.
-        sent = [dict(message.headers())["ce_id"].decode() for message in read(outbox_kafka, topic)]
+        sent = [dict(message.headers())["ce_id"].decode() for message in outbox_kafka.consume(topic)]
         lose = (
             "DELETE FROM outbox.events WHERE id = (SELECT min(id) FROM outbox.events WHERE event_id = ANY(%s::uuid[]))"
         )
@@ -334,7 +334,7 @@ def test_rows_that_postgres_lost_stop_the_lane_until_it_is_reconciled(
         assert "Postgres has lost" in states["lanes"][0]["problem"]
         assert reconcile(url, outbox_kafka, exactly_once, "--apply", "--reason", "a failover")[0] == 0
         load.drain()
-    assert check(url, read(outbox_kafka, topic)) == 0
+    assert check(url, outbox_kafka.consume(topic)) == 0
 
 
 def all_lanes_have_settled(url: str) -> bool:
@@ -386,4 +386,4 @@ def test_deliveries_can_be_changed_between_clean_stops(
             assert relay.wait() == 0, relay.log()
         outbox_relay(**exactly_once)
         load.drain()
-    assert check(url, read(outbox_kafka, topic)) == 0
+    assert check(url, outbox_kafka.consume(topic)) == 0

@@ -23,7 +23,7 @@ from confluent_kafka.admin import (
     ResourceType,
 )
 from psycopg import sql
-from support import backlog, drained, read, wait_until
+from support import backlog, drained, wait_until
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
@@ -161,7 +161,7 @@ def test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on(url, outbox_
     add(url, event("Block", "a3"), event("Good", "g2"), event("Skip", "s3"))
     assert names(outbox_kafka.consume(good, 2)) == ["g1", "g2"]
     assert names(outbox_kafka.consume(skip, 3))[-1] == "s3"
-    assert names(read(outbox_kafka, block)) == ["b1"]
+    assert names(outbox_kafka.consume(block)) == ["b1"]
 
     let_pass(outbox_kafka, block)
     let_pass(outbox_kafka, skip)
@@ -178,7 +178,7 @@ def test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on(url, outbox_
     assert rows(url, "SELECT * FROM outbox.failures") == []
     audit = rows(url, "SELECT what, why FROM outbox.audit ORDER BY id")
     assert audit == [("retry", None), ("discard", "no route"), ("discard", "no route")]
-    assert names(read(outbox_kafka, good)) == ["g1", "g2"]
+    assert names(outbox_kafka.consume(good)) == ["g1", "g2"]
     assert relay.running
 
 
@@ -188,7 +188,7 @@ def test_a_batch_too_large_for_its_topic_is_made_smaller_and_no_event_fails(url,
     add(url, *(event("Small", name, 5_000) for name in sent))
     relay = outbox_relay(env=routes(Small=topic), **delivery)
     drained(url)
-    assert names(read(outbox_kafka, topic)) == sent
+    assert names(outbox_kafka.consume(topic)) == sent
     assert "event refused" not in relay.log()
     assert dead(url) == []
     assert rows(url, "SELECT * FROM outbox.failures") == []
@@ -202,15 +202,15 @@ def test_a_refused_copy_ends_as_a_dead_letter_and_makes_no_other(url, outbox_kaf
     outbox_relay(env=allowed, **delivery)
     wait_for_dead(url, "a1", "a1")
     drained(url)
-    assert names(read(outbox_kafka, topic)) == ["a2"]
+    assert names(outbox_kafka.consume(topic)) == ["a2"]
     assert outbox_kafka.consume(copies) == []
     assert rows(url, "SELECT * FROM outbox.failures") == []
     let_pass(outbox_kafka, topic)
     let_pass(outbox_kafka, copies)
     assert len(outbox(url, "failures", "retry", "--all")["retried"]) == 1
     drained(url)
-    assert names(read(outbox_kafka, topic)) == ["a2", "a1"]
-    assert names(read(outbox_kafka, copies)) == ["a1"]
+    assert names(outbox_kafka.consume(topic)) == ["a2", "a1"]
+    assert names(outbox_kafka.consume(copies)) == ["a1"]
 
 
 def test_a_relay_killed_while_it_records_a_dead_letter_leaves_nothing_half_done(
@@ -234,9 +234,9 @@ def test_a_relay_killed_while_it_records_a_dead_letter_leaves_nothing_half_done(
     drained(url)
     relay.terminate()
     assert relay.wait() == 0
-    assert names(read(outbox_kafka, copies)) == ["a1"]
-    assert names(read(outbox_kafka, small)) == ["a2"]
-    times = names(read(outbox_kafka, good))
+    assert names(outbox_kafka.consume(copies)) == ["a1"]
+    assert names(outbox_kafka.consume(small)) == ["a2"]
+    times = names(outbox_kafka.consume(good))
     assert times == ["g1"] if delivery["delivery"] == "exactly-once" else set(times) == {"g1"}
 
 
@@ -289,9 +289,9 @@ def test_a_forbidden_topic_is_its_events_failure_and_not_the_lanes(url, guarded_
     permit(guarded_kafka, hidden)
     outbox(url, "failures", "retry", "--all")
     drained(url)
-    assert names(read(topics, guarded)) == ["a1", "a2", "a3"]
-    assert names(read(topics, hidden)) == ["h1"]
-    assert [name for name in names(read(topics, good)) if name[0] == "g"] == ["g1", "g2", "g3", "g4"]
+    assert names(topics.consume(guarded)) == ["a1", "a2", "a3"]
+    assert names(topics.consume(hidden)) == ["h1"]
+    assert [name for name in names(topics.consume(good)) if name[0] == "g"] == ["g1", "g2", "g3", "g4"]
     assert relay.running
 
 
@@ -342,8 +342,8 @@ def test_while_the_broker_is_away_no_attempt_is_counted(outbox_postgres_server, 
         wait_until(lambda url=url, counted=counted: rows(url, attempts)[0][0] > counted + 1, what="attempts go on")
         let_pass(topics, small)
         drained(url)
-        assert sorted(set(names(read(topics, good)))) == ["g1", "g2", "h1"]
-        assert names(read(topics, small)) == ["a1", "a2"]
+        assert sorted(set(names(topics.consume(good)))) == ["g1", "g2", "h1"]
+        assert names(topics.consume(small)) == ["a1", "a2"]
         assert dead(url) == []
         relay.kill()
         outbox_postgres_server.drop_database(name)
@@ -425,8 +425,8 @@ def test_at_most_once_a_kill_loses_at_most_a_batch_and_doubles_nothing(url, outb
     lease_runs_out(url)
     outbox_relay(env=routes(Order=topic), **AT_MOST_ONCE)
     drained(url)
-    wait_until(lambda: names(read(outbox_kafka, topic))[-1:] == sent[-1:], what="the last event")
-    arrived = names(read(outbox_kafka, topic))
+    wait_until(lambda: names(outbox_kafka.consume(topic))[-1:] == sent[-1:], what="the last event")
+    arrived = names(outbox_kafka.consume(topic))
     # In order, none twice, and only the second batch may be missing.
     assert arrived == sorted(set(arrived))
     assert set(sent) - set(arrived) <= set(sent[5:10])

@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import psycopg
 import pytest
-from support import Load, backlog, caught_up, check, drained, owners, read, wait_until
+from support import Load, backlog, caught_up, check, drained, owners, wait_until
 
 from relay.failpoints import VARIABLE
 
@@ -60,7 +60,7 @@ def test_a_kill_between_the_steps(outbox_postgres, outbox_kafka, outbox_relay, s
         load.stop()
         # Where a guard notices by itself that rows are missing, its lane stops for good.
         wait_until(lambda: backlog(url) == 0 or "lane stopped" in successor.log(), 60, "the outbox to drain")
-    assert verdict(url, read(outbox_kafka, topic)) == expected
+    assert verdict(url, outbox_kafka.consume(topic)) == expected
 
 
 @pytest.mark.parametrize(("mutation", "expected"), [("none", "sound"), ("no_epoch_recheck", "caught")])
@@ -85,7 +85,7 @@ def test_a_sleeper_that_wakes_with_a_batch_in_hand(
         # What the sleeper has written may also stop the lane of the rightful owner.
         wait_until(lambda: backlog(url) == 0 or "lane stopped" in other.log(), 60, "the outbox to drain")
         assert other.running
-    assert (verdict(url, read(outbox_kafka, topic)) == "sound") is (expected == "sound")
+    assert (verdict(url, outbox_kafka.consume(topic)) == "sound") is (expected == "sound")
 
 
 def unflushed(url: str) -> int:
@@ -120,4 +120,4 @@ def test_a_database_that_loses_commits(private_postgres, outbox_kafka, outbox_re
             connection.execute("UPDATE outbox.lanes SET last_batch = NULL")
         outbox_relay(database_url=database.url, **settings)
         drained(database.url)
-    assert verdict(database.url, read(outbox_kafka, topic)) == expected
+    assert verdict(database.url, outbox_kafka.consume(topic)) == expected

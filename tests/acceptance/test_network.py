@@ -17,7 +17,7 @@ from proxy import (
     drop_response,
     duplicate_request,
 )
-from support import Load, caught_up, check, read, wait_until
+from support import Load, caught_up, check, wait_until
 
 from outbox.testing._ports import free_ports
 from outbox.testing.fixtures import Topics
@@ -75,7 +75,7 @@ def test_requests_that_are_lost_late_or_doubled(outbox_postgres, outbox_relay, n
             load.drain(90)
             assert relay.running
         assert len(proxy.fired) >= len(rules)
-        assert check(url, read(topics, topic)) == 0
+        assert check(url, topics.consume(topic)) == 0
         relay.terminate()
         assert relay.wait() == 0
 
@@ -118,6 +118,6 @@ def test_a_network_that_swallows_everything_for_a_while(outbox_postgres, outbox_
             proxy.heal()
             relay.wait_for_log("publishing again", 90)
             load.drain(90)
-        assert check(url, read(topics, topic)) == 0
+        assert check(url, topics.consume(topic)) == 0
         relay.terminate()
         assert relay.wait() == 0

@@ -6,7 +6,7 @@ import random
 
 import psycopg
 import pytest
-from support import Load, backlog, check, owners, read, wait_until
+from support import Load, backlog, check, owners, wait_until
 
 LEASE = 2.0
 
@@ -46,7 +46,7 @@ def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay, deli
         wait_until(lambda: list(owners(url).values()) == [4], what="the last relay with all lanes")
         wait_until(lambda: load.committed() > before + 100, what="more load")
         load.drain()
-    check_delivery(delivery, url, read(outbox_kafka, topic))
+    check_delivery(delivery, url, outbox_kafka.consume(topic))
 
 
 @pytest.mark.chaos
@@ -66,7 +66,7 @@ def test_relays_killed_at_random(outbox_postgres, outbox_kafka, outbox_relay, de
             relays[victim].kill()
             relays[victim] = outbox_relay(**settings)
         load.drain()
-    check_delivery(delivery, url, read(outbox_kafka, topic))
+    check_delivery(delivery, url, outbox_kafka.consume(topic))
 
 
 def test_a_relay_that_slept_past_its_lease_settles_nothing(outbox_postgres, outbox_kafka, outbox_relay):
@@ -86,7 +86,7 @@ def test_a_relay_that_slept_past_its_lease_settles_nothing(outbox_postgres, outb
         sleeper.wait_for_log("lane lost")
         wait_until(lambda: sorted(owners(url).values()) == [2, 2], what="both with two lanes")
         load.drain()
-    check(url, read(outbox_kafka, topic))
+    check(url, outbox_kafka.consume(topic))
 
 
 def test_the_broker_restarts_under_load(outbox_postgres, private_kafka, outbox_relay):
@@ -111,7 +111,7 @@ def test_the_broker_restarts_under_load(outbox_postgres, private_kafka, outbox_r
         relay.wait_for_log("publishing again", 60)
         load.drain()
         assert relay.running
-    check(url, read(topics, "order-events"))
+    check(url, topics.consume("order-events"))
 
 
 def test_postgres_is_killed_under_load(private_postgres, outbox_kafka, outbox_relay):
@@ -133,7 +133,7 @@ def test_postgres_is_killed_under_load(private_postgres, outbox_kafka, outbox_re
         wait_until(lambda: load.committed() > goal + 300, what="load after the restart")
         load.drain()
         assert relay.running
-    check(database.url, read(outbox_kafka, topic))
+    check(database.url, outbox_kafka.consume(topic))
 
 
 def test_a_missing_topic_is_an_error_that_says_so_and_nothing_is_lost(outbox_postgres, outbox_kafka, outbox_relay):
@@ -147,7 +147,7 @@ def test_a_missing_topic_is_an_error_that_says_so_and_nothing_is_lost(outbox_pos
     assert backlog(outbox_postgres.url) == load.committed()
     outbox_kafka.create_topic(topic, 2)
     load.drain()
-    check(outbox_postgres.url, read(outbox_kafka, topic))
+    check(outbox_postgres.url, outbox_kafka.consume(topic))
 
 
 def test_a_relay_finishes_what_is_in_flight_and_frees_its_lanes_on_sigterm(
@@ -166,7 +166,7 @@ def test_a_relay_finishes_what_is_in_flight_and_frees_its_lanes_on_sigterm(
     # What was sent was also settled: after a clean stop another relay repeats nothing.
     outbox_relay(**delivery)
     load.drain()
-    assert check(url, read(outbox_kafka, f"{kind.lower()}-events")) == 0
+    assert check(url, outbox_kafka.consume(f"{kind.lower()}-events")) == 0
 
 
 def test_settings_that_can_not_work_end_the_command_with_one_line(outbox_relay, outbox_postgres, outbox_kafka):

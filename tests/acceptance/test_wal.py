@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from support import Load, check, order, read, wait_until
+from support import Load, check, order, wait_until
 from wal_support import done, streaming, to_wal, wal
 
 __all__ = ["order", "wal"]
@@ -25,5 +25,5 @@ def test_events_stream_in_order(outbox_postgres, outbox_kafka, outbox_relay, wal
         load.drain()
         relay.terminate()
         assert relay.wait() == 0
-    assert check(url, read(outbox_kafka, topic)) == 0
+    assert check(url, outbox_kafka.consume(topic)) == 0
     assert '"problem":null' in done(url, settings, "cdc", "status", "--json")

@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from proxy import TcpProxy
 from standby import Standby, ask, either, require_standby, set_parameter
-from support import Load, await_stops, backlog, check, order, read, wait_until
+from support import Load, await_stops, backlog, check, order, wait_until
 from wal_support import cdc, done, more, run_outbox, to_wal, wal
 
 from outbox import Event, Outbox
@@ -100,10 +100,10 @@ class Journal:
 
 
 def on_kafka(topics, topic: str, among: set[str] | None = None) -> Counter[str]:
-    """How often each event is there; those of ``among`` must be in order."""
+    """How often each event can be read now; those of ``among`` must be in order."""
     counts: Counter[str] = Counter()
     numbers: dict[bytes, list[int]] = defaultdict(list)
-    for message in topics.consume(topic):
+    for message in topics.consume(topic, wait_for_open=False):
         event_id = dict(message.headers())["ce_id"].decode()
         counts[event_id] += 1
         if counts[event_id] == 1 and (among is None or event_id in among):
@@ -138,7 +138,7 @@ def test_a_synchronous_standby_that_has_the_slot_goes_on(
         assert relay.running
         assert "lane stopped" not in relay.log()
         assert ask(both, "SELECT timeline FROM outbox.streams") == 2
-        assert check(both, read(outbox_kafka, topic)) == 0
+        assert check(both, outbox_kafka.consume(topic)) == 0
         assert '"problem":null' in done(both, settings, "cdc", "status", "--json")
 
 
@@ -184,7 +184,7 @@ def test_a_standby_that_was_behind(private_postgres, outbox_kafka, outbox_relay,
             await_stops(relay, 2, 1)
             relay.wait_for_log("outbox relay reconcile")
             # What the killed relay had committed can have stood behind a transaction that its other lane left open.
-            read(outbox_kafka, topic)
+            outbox_kafka.await_transactions(topic)
             before = on_kafka(outbox_kafka, topic)
             assert there - before.keys()
             await_stops(relay, 2, 2)
@@ -298,7 +298,7 @@ def test_a_slot_that_the_failover_left_behind(
             more(load, 50)
             load.drain()
         assert waiting.running
-        assert check(both, read(outbox_kafka, topic)) == 0
+        assert check(both, outbox_kafka.consume(topic)) == 0
         assert ask(both, "SELECT timeline FROM outbox.streams") == 2
 
 
@@ -328,7 +328,7 @@ def test_a_slot_that_has_lost_its_wal(private_postgres, outbox_kafka, outbox_rel
         wait_until(lambda: read_by_relay(url), what="the lanes to stream")
         more(load, 100)
         load.drain()
-    assert check(url, read(outbox_kafka, topic)) == 0
+    assert check(url, outbox_kafka.consume(topic)) == 0
 
 
 def test_what_no_standby_has_is_not_published(private_postgres, outbox_kafka, outbox_relay, wal, order):

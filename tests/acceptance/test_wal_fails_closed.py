@@ -10,7 +10,7 @@ import orjson
 import psycopg
 import pytest
 from psycopg import sql
-from support import Load, backlog, caught_up, check, order, read, wait_until
+from support import Load, backlog, caught_up, check, order, wait_until
 from wal_support import cdc, more, run_outbox, set_up, streaming, to_wal, wal
 
 from outbox.testing.fixtures import migrate, token
@@ -147,7 +147,7 @@ def test_what_happens_to_slots(stage, outbox_kafka, order):
         stage.repair()
         load.drain()
     assert stage.problem() is None
-    assert check(stage.url, read(outbox_kafka, topic)) == 0
+    assert check(stage.url, outbox_kafka.consume(topic)) == 0
 
 
 PUBLICATIONS = [
@@ -203,7 +203,7 @@ def test_what_happens_to_publications(stage, outbox_kafka, order):
         stage.repair()
         load.drain()
     assert stage.problem() is None
-    assert check(stage.url, read(outbox_kafka, topic)) == 0
+    assert check(stage.url, outbox_kafka.consume(topic)) == 0
 
 
 def test_what_happens_to_the_table(stage, outbox_kafka, order):
@@ -228,7 +228,7 @@ def test_what_happens_to_the_table(stage, outbox_kafka, order):
         stage.relay.wait_for_log("publishing again")
         load.drain()
         stage.is_streaming()
-    assert check(stage.url, read(outbox_kafka, topic)) == 0
+    assert check(stage.url, outbox_kafka.consume(topic)) == 0
     # The table is renamed; what is written meanwhile stands in it.
     key = stage.admin.execute("SELECT seq FROM business WHERE key = 'k0-0'").fetchone()
     seq = 0 if key is None else key[0]
@@ -259,7 +259,7 @@ def test_what_happens_to_the_table(stage, outbox_kafka, order):
     stage.is_streaming()
     assert stage.problem() is None
     stage.stop()
-    assert check(stage.url, read(outbox_kafka, topic)) == 0
+    assert check(stage.url, outbox_kafka.consume(topic)) == 0
 
 
 def test_an_outbox_that_is_polled_or_not_set_up(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
@@ -278,7 +278,7 @@ def test_an_outbox_that_is_polled_or_not_set_up(outbox_postgres, outbox_kafka, o
             load.drain()
     relay.terminate()
     assert relay.wait() == 0
-    assert check(url, read(outbox_kafka, topic)) == 0
+    assert check(url, outbox_kafka.consume(topic)) == 0
 
 
 def test_a_database_that_is_not_utf8(outbox_postgres_server, outbox_kafka, outbox_relay, wal):
@@ -325,4 +325,4 @@ def test_a_server_without_logical_wal(private_postgres, outbox_kafka, outbox_rel
         load.drain()
     relay.terminate()
     assert relay.wait() == 0
-    assert check(url, read(outbox_kafka, topic)) == 0
+    assert check(url, outbox_kafka.consume(topic)) == 0

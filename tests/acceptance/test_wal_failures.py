@@ -24,7 +24,7 @@ from acceptance.test_failures import (
     test_a_relay_killed_while_it_records_a_dead_letter_leaves_nothing_half_done,
     test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on,
 )
-from support import Load, check, drained, order, read, wait_until
+from support import Load, check, drained, order, wait_until
 from wal_support import done, more, streaming, to_wal, wal
 
 from outbox import Event, Outbox
@@ -157,7 +157,7 @@ def test_a_missing_topic_holds_up_its_keys_and_then_the_lanes_stream_again(
         add(url, event(late, "a4"))
         more(load, 50)
         load.drain()
-    assert check(url, read(outbox_kafka, topic)) == 0
+    assert check(url, outbox_kafka.consume(topic)) == 0
     arrived = names(outbox_kafka.consume(f"{late.lower()}-events"))
     assert [name for name in arrived if name[0] == "a"] == ["a1", "a2", "a3", "a4"]
     assert sorted(arrived) == ["a1", "a2", "a3", "a4", "b1"]
@@ -213,7 +213,7 @@ def test_messages_and_rows_when_relays_are_killed(
             assert relay.wait(40) == -signal.SIGKILL, point
         outbox_relay(**settings)
         used_up(load, url, settings)
-    repeats = check(url, read(outbox_kafka, topic))
+    repeats = check(url, outbox_kafka.consume(topic))
     # A message is forgotten by the slot alone, which hears of it within a second; its position is settled with the
     # batch. So it is repeated as a row is: at most a batch of each lane.
     assert repeats <= (0 if delivery == "exactly-once" else len(points) * 4 * 50)
@@ -239,7 +239,7 @@ def test_relays_killed_between_stream_and_table(outbox_postgres, outbox_kafka, o
         outbox_relay(env=environment, **settings)
         wait_until(lambda: streaming(url), 30, "the lanes to stream")
         used_up(load, url, settings)
-    assert check(url, read(outbox_kafka, topic)) == 0
+    assert check(url, outbox_kafka.consume(topic)) == 0
 
 
 def test_an_event_without_a_row_behind_a_refused_one_is_published_once(url, outbox_kafka, outbox_relay, wal):
@@ -317,5 +317,5 @@ def test_while_kafka_is_away_the_stream_waits_and_stays_alive(away, outbox_relay
         cluster.start_broker(0)
         relay.wait_for_log("publishing again", 60)
         used_up(load, url, settings)
-    assert check(url, read(topics, topic)) == 0
+    assert check(url, topics.consume(topic)) == 0
     assert relay.running

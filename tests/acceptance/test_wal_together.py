@@ -9,7 +9,7 @@ import signal
 
 import psutil
 import psycopg
-from support import Load, backlog, caught_up, check, drained, order, owners, read, wait_until
+from support import Load, backlog, caught_up, check, drained, order, owners, wait_until
 from wal_support import held_by, more, set_up, status, streaming, switch, to_wal, wal
 
 from relay.failpoints import VARIABLE
@@ -39,7 +39,7 @@ def test_switching_under_load_repeats_nothing(outbox_postgres, outbox_kafka, out
         for relay in (polling, reading):
             relay.terminate()
             assert relay.wait() == 0
-    assert check(url, read(outbox_kafka, topic)) == 0
+    assert check(url, outbox_kafka.consume(topic)) == 0
 
 
 def test_switching_while_relays_are_killed(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
@@ -65,7 +65,7 @@ def test_switching_while_relays_are_killed(outbox_postgres, outbox_kafka, outbox
         switch(url, settings, "polling", leave_messages=True)
         outbox_relay(**settings | {"source": "polling"})
         load.drain()
-    assert check(url, read(outbox_kafka, topic)) == 0
+    assert check(url, outbox_kafka.consume(topic)) == 0
 
 
 def test_standbys_wait_and_take_over(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
@@ -95,7 +95,7 @@ def test_standbys_wait_and_take_over(outbox_postgres, outbox_kafka, outbox_relay
         sleeper.wait_for_log("lane lost")
         load.drain()
         assert psutil.pid_exists(sleeper.pid)
-    assert check(url, read(outbox_kafka, topic)) == 0
+    assert check(url, outbox_kafka.consume(topic)) == 0
 
 
 def test_servers_are_killed(private_postgres, private_kafka, outbox_relay, wal):
@@ -131,7 +131,7 @@ def test_servers_are_killed(private_postgres, private_kafka, outbox_relay, wal):
         more(load, 80)
         load.drain(90)
         assert relay.running
-    assert check(url, read(topics, "order-events", timeout=60)) == 0
+    assert check(url, topics.consume("order-events", timeout=60)) == 0
 
 
 def test_a_huge_transaction_is_not_held_whole(outbox_postgres, outbox_kafka, outbox_relay, wal):

@@ -28,7 +28,6 @@ from proxy import (
     duplicate_request,
     edit_response,
 )
-from support import read
 
 from outbox.testing._ports import free_ports
 from outbox.testing.errors import ServiceError
@@ -244,7 +243,7 @@ def test_clients_are_led_to_the_proxy_and_transactions_pass(proxy, proxied, topi
     producer.begin_transaction()
     send(producer, topic, b"4")
     producer.abort_transaction(30)
-    assert values(read(topics, topic)) == [b"1", b"2", b"3"]
+    assert values(topics.consume(topic)) == [b"1", b"2", b"3"]
     seen = {key: proxy.seen(key) - before[key] for key in before}
     assert (seen[PRODUCE], seen[END_TXN]) == (4, 4)
     # These are sent again while the coordinator loads, or still ends the transaction before.
@@ -276,7 +275,7 @@ def test_a_commit_outlives_the_loss_of_its_request_or_answer_and_takes_the_retry
         assert end_txn_error(proxy.fired[-1]) == 0
     else:
         assert proxy.fired[-1].response is None
-    assert values(read(topics, topic)) == [b"1"]
+    assert values(topics.consume(topic)) == [b"1"]
 
 
 def test_skip_lets_requests_pass_and_rules_follow_each_other(proxy, topics) -> None:
@@ -308,13 +307,13 @@ def test_a_late_commit_ends_the_next_transaction_of_a_producer_that_is_used_agai
     send(producer, topic, b"two-a")
     (late,) = proxy.release()
     assert end_txn_error(late) == 0
-    assert values(read(topics, topic)) == [b"one", b"two-a"]
+    assert values(topics.consume(topic)) == [b"one", b"two-a"]
     # The partition is not part of a transaction any more, and the client does not add it twice.
     send(producer, topic, b"two-b")
     with pytest.raises(KafkaException) as failure:
         producer.commit_transaction(30)
     assert failure.value.args[0].code() == KafkaError.INVALID_TXN_STATE
-    assert values(read(topics, topic)) == [b"one", b"two-a"]
+    assert values(topics.consume(topic)) == [b"one", b"two-a"]
 
 
 def test_a_late_commit_can_tear_a_transaction_without_any_error(proxy, topics) -> None:
@@ -328,7 +327,7 @@ def test_a_late_commit_can_tear_a_transaction_without_any_error(proxy, topics) -
     proxy.release()
     send(producer, topic, b"two-b", partition=1)
     producer.abort_transaction(30)
-    assert values(read(topics, topic)) == [b"one", b"two-a"]
+    assert values(topics.consume(topic)) == [b"one", b"two-a"]
 
 
 def test_a_late_commit_does_nothing_to_a_new_producer_of_the_same_name(proxy, topics) -> None:
@@ -341,10 +340,10 @@ def test_a_late_commit_does_nothing_to_a_new_producer_of_the_same_name(proxy, to
     send(producer, topic, b"two-a")
     (late,) = proxy.release()
     assert end_txn_error(late) == KafkaError.INVALID_PRODUCER_EPOCH
-    assert values(topics.consume(topic)) == [b"one"]
+    assert values(topics.consume(topic, wait_for_open=False)) == [b"one"]
     send(producer, topic, b"two-b")
     producer.commit_transaction(30)
-    assert values(read(topics, topic)) == [b"one", b"two-a", b"two-b"]
+    assert values(topics.consume(topic)) == [b"one", b"two-a", b"two-b"]
 
 
 def test_a_request_that_is_late_by_some_seconds_needs_no_release(proxy, topics) -> None:
@@ -393,7 +392,7 @@ def test_an_idempotent_producers_request_that_comes_twice_is_written_once(proxy,
     fired = proxy.fired[first:]
     assert [entry.action for entry in fired] == [duplicate_request] * 3
     assert all(entry.response is not None for entry in fired)
-    assert values(read(topics, topic)) == [str(number).encode() for number in range(6)]
+    assert values(topics.consume(topic)) == [str(number).encode() for number in range(6)]
 
 
 def test_messages_wait_while_nothing_comes_through_and_arrive_after(proxy, topics) -> None:
@@ -407,7 +406,7 @@ def test_messages_wait_while_nothing_comes_through_and_arrive_after(proxy, topic
     finally:
         proxy.heal()
     assert producer.flush(30) == 0
-    assert values(read(topics, topic)) == [b"1", b"2"]
+    assert values(topics.consume(topic)) == [b"1", b"2"]
 
 
 LEADER_MOVES = (

@@ -6,8 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import psutil
 import psycopg
@@ -15,6 +16,7 @@ import pytest
 import sqlalchemy as sa
 from confluent_kafka import Producer
 
+from outbox.testing._process import patience
 from outbox.testing.fixtures import Database, DatabaseServer, PrivateKafka, PrivatePostgres, RelayFactory, Topics
 from outbox.testing.postgres import PostgresServer
 
@@ -87,7 +89,7 @@ class TestTopics:
     def test_only_what_is_committed(self, outbox_kafka: Topics) -> None:
         topic = outbox_kafka.create_topic(outbox_kafka.name("Order"))
         producer = produce(outbox_kafka, topic, 5, **{"transactional.id": topic})
-        assert outbox_kafka.consume(topic) == []
+        assert outbox_kafka.consume(topic, wait_for_open=False) == []
         assert len(outbox_kafka.consume(topic, isolation="read_uncommitted")) == 5
         producer.commit_transaction(30)
         assert len(outbox_kafka.consume(topic, count=5)) == 5
@@ -97,9 +99,38 @@ class TestTopics:
         producer.abort_transaction(30)
         assert len(outbox_kafka.consume(topic)) == 5
 
+    def test_what_is_open_is_waited_for(self, outbox_kafka: Topics, monkeypatch: pytest.MonkeyPatch) -> None:
+        """A commit is answered before its markers are there: whoever reads at once would miss what it committed."""
+        topic = outbox_kafka.create_topic(outbox_kafka.name("Order"), partitions=2)
+        producer = produce(outbox_kafka, topic, 5, **{"transactional.id": topic})
+        with pytest.raises(AssertionError, match=rf"after 0.5 s, {topic}-\d: a transaction is open at offset 0;"):
+            outbox_kafka.consume(topic, timeout=0.5 / patience())
+        looked, found = threading.Event(), []
+        ends = outbox_kafka._ends
+
+        def look(*arguments: Any, **options: Any) -> Any:
+            answer = ends(*arguments, **options)
+            looked.set()
+            return answer
+
+        monkeypatch.setattr(outbox_kafka, "_ends", look)
+        reader = threading.Thread(target=lambda: found.extend(outbox_kafka.consume(topic)))
+        reader.start()
+        assert looked.wait(30)
+        producer.commit_transaction(30)
+        # Another one, of which the reader need not know.
+        producer.begin_transaction()
+        producer.produce(topic, b"later", partition=1)
+        producer.flush()
+        reader.join(60)
+        assert len(found) == 5
+        producer.abort_transaction(30)
+
     def test_a_topic_that_never_comes(self, outbox_kafka: Topics) -> None:
         with pytest.raises(AssertionError, match="no such topic"):
             outbox_kafka.consume(outbox_kafka.name("Order"), count=1, timeout=0.5)
+        with pytest.raises(AssertionError, match="no such topic"):
+            outbox_kafka.await_transactions(outbox_kafka.name("Order"), timeout=0.1)
 
     def test_its_topics_are_deleted_in_the_end(self, outbox_kafka: Topics) -> None:
         with Topics(outbox_kafka.bootstrap_servers) as other:

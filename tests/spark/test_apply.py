@@ -10,7 +10,7 @@ import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewPartitions
-from support import await_markers, wait_until
+from support import wait_until
 from uuid_utils.compat import uuid7
 
 from spark_jobs.errors import BadMessage, EffectFailed, Fenced, JobError, TopicRecreated
@@ -224,7 +224,7 @@ def test_a_range_of_transaction_markers_is_stepped_over(bench):
         producer.produce(bench.topic, json.dumps(payload), "a", headers=headers, partition=0)
         producer.flush(30)
         producer.commit_transaction(30) if commit else producer.abort_transaction(30)
-        await_markers(bench.topics, bench.topic)
+        bench.topics.await_transactions(bench.topic)
         bench.once()
     assert bench.totals()["a"][1] == 1
     assert bench.positions()[0] == 6

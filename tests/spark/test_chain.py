@@ -17,7 +17,7 @@ from uuid import UUID
 
 import psycopg
 import pytest
-from support import Load, backlog, check, read, wait_until
+from support import Load, backlog, check, wait_until
 from uuid_utils.compat import uuid7
 
 from relay import db
@@ -224,7 +224,7 @@ def test_the_whole_chain_killed_at_every_hop(chain, outbox_postgres, outbox_kafk
     total.once()
     assert relay.running
 
-    messages = {topic: read(outbox_kafka, topic) for topic in (orders, enriched)}
+    messages = {topic: outbox_kafka.consume(topic) for topic in (orders, enriched)}
     written = load.committed()
     assert {topic: len(found) for topic, found in messages.items()} == {orders: written, enriched: written}
     # Against what the business committed: none lost, none invented, each key in its order; and no event id twice.
