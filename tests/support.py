@@ -5,6 +5,7 @@ Fixtures in here are for import.
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import random
 import re
@@ -16,6 +17,7 @@ from typing import Any, Self
 
 import psycopg
 import pytest
+from psycopg import sql
 
 from outbox import Event, Outbox
 from outbox.testing._process import patience
@@ -40,6 +42,25 @@ def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = 
         if time.monotonic() > deadline:
             raise AssertionError(f"{what}: not within {seconds:g} s")
         time.sleep(0.01)
+
+
+def stop_clock(url: str) -> tuple[dt.date, str]:
+    """Give a day (UTC) and libpq's options for connections on which it stays noon of that day, however late it gets.
+
+    They find now() and clock_timestamp() in a schema of their own first. Defaults of tables still tell the real time.
+    The day is yesterday: what goes by the real time after all fails at any hour, and not at midnight only.
+    """
+    with psycopg.connect(url, autocommit=True) as connection:
+        [(today,)] = connection.execute("SELECT (clock_timestamp() AT TIME ZONE 'UTC')::date - 1").fetchall()
+        noon = dt.datetime.combine(today, dt.time(12), dt.UTC)
+        connection.execute("CREATE SCHEMA stopped; GRANT USAGE ON SCHEMA stopped TO public")
+        for function in ("now", "clock_timestamp"):
+            connection.execute(
+                sql.SQL("CREATE FUNCTION stopped.{}() RETURNS timestamptz LANGUAGE sql STABLE RETURN {}").format(
+                    sql.Identifier(function), sql.Literal(noon)
+                )
+            )
+    return today, "-c search_path=stopped,pg_catalog,public"
 
 
 def backlog(url: str) -> int:

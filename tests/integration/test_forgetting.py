@@ -6,11 +6,12 @@ import datetime as dt
 import json
 import threading
 import uuid
+from urllib.parse import quote, urlencode
 
 import psycopg
 import pytest
 from psycopg import sql
-from support import wait_until
+from support import stop_clock, wait_until
 
 from relay import db
 from relay.config import load
@@ -23,13 +24,13 @@ KEEP = 5
 
 
 class Sink:
-    """A sink with consumers' tables, and ids of chosen days in it."""
+    """A sink with consumers' tables, and ids of chosen days in it. For its connections the day does not end."""
 
     def __init__(self, url: str) -> None:
         db.upgrade_consumer(url)
-        self.url = url
-        self.memory = Memory(url, "consumer", KEEP)
-        self.today = self.one("SELECT (now() AT TIME ZONE 'UTC')::date")
+        self.today, self.clock = stop_clock(url)
+        self.url = f"{url}?{urlencode({'options': self.clock}, quote_via=quote)}"
+        self.memory = Memory(self.url, "consumer", KEEP)
 
     def run(self, query, values=()):
         with psycopg.connect(self.url) as connection:
@@ -87,11 +88,9 @@ def test_days_are_made_for_what_is_kept_and_a_few_ahead(sink):
     assert sink.memory.make() == Upkeep()
     assert made.worth_telling
     # Ids of every kind find the partition of their day.
-    day = sink.one("SELECT (now() AT TIME ZONE 'UTC')::date")
-    v7 = uuid.UUID(
-        int=(int(dt.datetime.combine(day, dt.time(), dt.UTC).timestamp() * 1000) << 80) | (7 << 76) | (2 << 62) | 1
-    )
-    for message_id, where in ((uuid.uuid4(), "19700101"), (v7, f"{day:%Y%m%d}")):
+    midnight = dt.datetime.combine(sink.today, dt.time(), dt.UTC)
+    v7 = uuid.UUID(int=(int(midnight.timestamp() * 1000) << 80) | (7 << 76) | (2 << 62) | 1)
+    for message_id, where in ((uuid.uuid4(), "19700101"), (v7, f"{sink.today:%Y%m%d}")):
         query = (
             "INSERT INTO consumer.processed_messages (grp, day, message_id) "
             f"SELECT 'g', {DAY_OF_ID}, message_id FROM (SELECT %s::uuid AS message_id) AS batch "
@@ -300,7 +299,8 @@ def test_without_the_owners_rights_it_says_so(sink):
             f"GRANT USAGE ON SCHEMA consumer TO {role}; "
             f"GRANT SELECT, INSERT, UPDATE, DELETE ON ALL TABLES IN SCHEMA consumer TO {role}"
         )
-        memory = Memory(psycopg.conninfo.make_conninfo(sink.url, options=f"-c role={role}"), "consumer", KEEP)
+        url = psycopg.conninfo.make_conninfo(sink.url, options=f"{sink.clock} -c role={role}")
+        memory = Memory(url, "consumer", KEEP)
         assert "permission denied" in memory.make().problem
         assert "must be owner" in memory.forget().problem
     finally:
