@@ -46,7 +46,7 @@ from spark_jobs import session as spark_session
 from spark_jobs.effects import Insert
 from spark_jobs.job import ConsumerJob
 from spark_jobs.runner import Options, Runner
-from spark_jobs.strategies import Book, Dedup
+from spark_jobs.strategies import Dedup
 
 LOCK = Path(__file__).with_name("jars.lock")
 PARTITIONS = 4
@@ -57,14 +57,9 @@ NAMES = ["order_id", "seq", "customer", "amount_cents", "status", "note"]
 
 
 class Forgetful(Dedup):
-    """Dedup that does nothing: only to measure what dedup costs."""
+    """Dedup that remembers nothing: only to measure what dedup costs."""
 
-    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, *, suspect: bool) -> None:
-        """Leave everything in."""
-
-    def too_old(self, cursor: psycopg.Cursor[Any], book: Book) -> list[Any]:  # noqa: ARG002
-        """Nothing is remembered."""
-        return []
+    remembers = False
 
 
 @dataclass
