@@ -189,6 +189,8 @@ def _checked(name: str, allowed: frozenset[type], fits: Callable[[Any], bool] | 
 def _decimals(name: str, kind: t.DecimalType, each: Take, *, optional: bool) -> Take:
     """Take decimals, when they all come as numbers; one by one when some come as text, or do not fit."""
     arrow = pa.decimal128(kind.precision, kind.scale)
+    # Beyond these Arrow's cast from text wraps around, or gives zero, without a word.
+    least, limit = 10.0**-kind.scale, 10.0 ** (kind.precision - kind.scale)
 
     def take(batch: _Batch) -> Column:
         column = batch.taken(name)
@@ -196,6 +198,8 @@ def _decimals(name: str, kind: t.DecimalType, each: Take, *, optional: bool) -> 
             if type(value) is float and not (value and -HUGE < value < HUGE) and _altered(value, batch.values[number]):
                 batch.alone.add(number)
         if not {float, int, type(None)}.issuperset(map(type, column)) or not (optional or None not in column):
+            return each(batch)
+        if not all(not value or least <= abs(value) < limit for value in column):
             return each(batch)
         try:
             return pa.array([None if value is None else repr(value) for value in column], pa.string()).cast(arrow)
