@@ -23,13 +23,14 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 from psycopg import sql
 
-from spark_jobs.copying import Unfit, copy_csv, copy_rows
+from spark_jobs.copying import Unfit, beyond, copy_csv, copy_rows
 from spark_jobs.errors import Reject
 from spark_jobs.strategies import Book, Place, Strategy
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
+    from spark_jobs.identity import Ids
     from spark_jobs.job import PythonEffect
 
 # Two rows for one, data that does not fit, constraints, values beyond a limit (too long for an index), and what a
@@ -71,7 +72,8 @@ class Broken(Exception):
 def passing(error: psycopg.Error) -> bool:
     """Say whether the same may work on another try."""
     # psycopg counts limits of the program among what is operational; a value that is too long stays too long.
-    operational = isinstance(error, psycopg.OperationalError) and not (error.sqlstate or "").startswith("54")
+    lost = psycopg.OperationalError | psycopg.InterfaceError
+    operational = isinstance(error, lost) and not (error.sqlstate or "").startswith("54")
     return operational or error.sqlstate in _PASSING
 
 
@@ -112,8 +114,8 @@ class Applying:
         self._bisecting = bisect
         self._max_dead = max_dead
         self._kept: list[pa.RecordBatch] = []
-        self._ids: list[pa.Array] | None = None
-        self._listed = sql.SQL(", ").join(map(sql.Identifier, columns))
+        self._ids: list[Ids] | None = None
+        self._listed = sql.SQL(", ").join(map(_in_query, columns))
         self._create("batch", columns)
 
     def copy(self, batches: Iterable[pa.RecordBatch]) -> None:
@@ -138,7 +140,7 @@ class Applying:
         copy_csv(self._cursor, incoming, list(self._columns), self._kept_while(without_unfit(batches, names, found)))
         total = self._one("SELECT coalesce(max(incoming_at), 0) FROM outbox_batch_incoming")
         cast = sql.SQL(", ").join(
-            sql.SQL("{}::{}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in self._columns.items()
+            sql.SQL("{}::{}").format(_in_query(name), sql.SQL(kind)) for name, kind in self._columns.items()
         )
         insert = sql.SQL(
             "INSERT INTO batch ({}) SELECT {} FROM outbox_batch_incoming "
@@ -160,7 +162,7 @@ class Applying:
         Raises Culprits for messages with values that do not fit; Broken when the rows are no messages.
         """
         cast = sql.SQL(", ").join(
-            sql.SQL("{}::{}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in self._columns.items()
+            sql.SQL("{}::{}").format(_in_query(name), sql.SQL(kind)) for name, kind in self._columns.items()
         )
         placed = "message_offset" in self._columns
         insert = sql.SQL("INSERT INTO batch ({}) SELECT {} FROM {} WHERE ").format(self._listed, cast, staged)
@@ -344,10 +346,16 @@ class Applying:
         return table
 
     def _ids_while(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        self._ids = []
+        """Keep the ids, and nothing else of the batches. Where one is spelt unusually, the database has them all."""
+        from spark_jobs.processed import ids_of
+
+        self._ids = [] if self._strategy.remembers else None
         for batch in batches:
-            if self._strategy.remembers:
-                self._ids.append(batch.column("message_id"))
+            if self._ids is not None:
+                try:
+                    self._ids.append(ids_of(batch.column("message_id")))
+                except Unfit:
+                    self._ids = None
             yield batch
 
     def _kept_while(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -371,6 +379,11 @@ class Applying:
         return row[0]
 
 
+def _in_query(name: str) -> sql.SQL:
+    """Give an identifier for a query that is run with parameters, where a percent sign has to stand twice."""
+    return sql.SQL(sql.Identifier(name).as_string(None).replace("%", "%%"))
+
+
 def textual(columns: Mapping[str, str]) -> dict[str, str]:
     """Give types that take what the columns' own may refuse: text, but for what says which message it is."""
     return {name: META_PLACE.get(name, "text") for name in columns}
@@ -390,6 +403,11 @@ def without_unfit(
         good = pa.array([True] * batch.num_rows, pa.bool_())
         for name in names:
             column = batch.column(name)
+            if pa.types.is_timestamp(column.type):
+                bad, why = beyond(column), f"column {name} holds a time beyond the years 1 to 9999"
+                good = pc.and_(good, pc.invert(bad))
+                _add_culprits(batch, bad, why, "22008", found)
+                continue
             if not pa.types.is_string(column.type) and not pa.types.is_large_string(column.type):
                 continue
             as_bytes = column.cast(pa.binary())
@@ -400,13 +418,17 @@ def without_unfit(
                 bad = pc.or_(bad, pa.array(broken, pa.bool_()))
                 why = f"column {name} holds a NUL character, or bytes that are no UTF-8"
             good = pc.and_(good, pc.invert(bad))
-            for row in pc.indices_nonzero(bad).to_pylist():
-                place = tuple(
-                    batch.column(part)[row].as_py() for part in ("message_topic", "message_part", "message_offset")
-                )
-                if all(known.place != place for known in found):
-                    found.append(Culprit(place, "failed", why, "22021"))
+            _add_culprits(batch, bad, why, "22021", found)
         yield batch.filter(good)
+
+
+def _add_culprits(batch: pa.RecordBatch, bad: pa.Array, why: str, sqlstate: str, found: list[Culprit]) -> None:
+    import pyarrow.compute as pc
+
+    for row in pc.indices_nonzero(bad).to_pylist():
+        place = tuple(batch.column(part)[row].as_py() for part in ("message_topic", "message_part", "message_offset"))
+        if all(known.place != place for known in found):
+            found.append(Culprit(place, "failed", why, sqlstate))
 
 
 def _is_utf8(column: pa.Array) -> bool:

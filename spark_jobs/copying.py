@@ -24,6 +24,9 @@ POSTGRES_DAY: Final = 10_957
 """2000-01-01, from where Postgres counts, in days since 1970-01-01."""
 
 _POSTGRES_MICROSECOND: Final = POSTGRES_DAY * 86_400_000_000
+# 0001-01-01 and the last microsecond of 9999.
+_FIRST: Final = -62_135_596_800_000_000
+_LAST: Final = 253_402_300_799_999_999
 # Arrow has 32-bit offsets, and the server need not wait for the whole batch to be spelt.
 _AT_ONCE: Final = 32 * 1024 * 1024
 # What numpy reckons with in 64 bits.
@@ -59,7 +62,7 @@ def copy_rows(
 def copy_csv(
     cursor: psycopg.Cursor[Any], table: sql.Composable, columns: Sequence[str], batches: Iterable[pa.RecordBatch]
 ) -> None:
-    """Stream these columns of the batches into a table, whatever it has for them that reads text."""
+    """Stream these columns of the batches into a table, whatever it has for them that reads text. Raises Unfit."""
     from pyarrow import csv
 
     # "all_valid": every value in quotes and NULL bare, so that an empty text and NULL stay apart.
@@ -67,7 +70,7 @@ def copy_csv(
     with cursor.copy(_into(table, columns, "csv")) as copy:
         for batch in batches:
             sink = io.BytesIO()
-            csv.write_csv(_with_hex(batch.select(list(columns))), sink, options)
+            csv.write_csv(_as_text(batch.select(list(columns))), sink, options)
             copy.write(sink.getbuffer())
 
 
@@ -76,11 +79,13 @@ def _into(table: sql.Composable, columns: Sequence[str], form: str) -> sql.Compo
     return sql.SQL("COPY {} ({}) FROM STDIN (FORMAT {})").format(table, listed, sql.SQL(form))
 
 
-def _with_hex(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Give bytes as bytea reads them."""
+def _as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
+    """Give bytes as bytea reads them. Raises Unfit for times of which Arrow would write another year."""
     import pyarrow as pa
 
     for index, field in enumerate(batch.schema):
+        if pa.types.is_timestamp(field.type) and beyond(batch.column(index)).true_count:
+            raise Unfit("a time beyond the years 1 to 9999")
         if pa.types.is_binary(field.type):
             texts = [None if value is None else "\\x" + value.hex() for value in batch.column(index).to_pylist()]
             batch = batch.set_column(index, field.name, pa.array(texts, pa.string()))
@@ -88,9 +93,13 @@ def _with_hex(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    step = max(1, batch.num_rows * _AT_ONCE // max(batch.nbytes, _AT_ONCE))
-    for start in range(0, batch.num_rows, step):
-        yield batch.slice(start, step)
+    """Give the batch in parts that are not too large. Not equal ones: a few rows may be most of it."""
+    if batch.num_rows < 2 or batch.nbytes <= _AT_ONCE:
+        yield batch
+        return
+    half = batch.num_rows // 2
+    yield from _parts(batch.slice(0, half))
+    yield from _parts(batch.slice(half))
 
 
 def _rows(batch: pa.RecordBatch, fixed: Mapping[str, Spell], texts: Mapping[str, bytes]) -> memoryview:
@@ -203,9 +212,20 @@ def _days(column: pa.Array) -> np.ndarray[Any, Any]:
     return _bytes_of(_values(column.cast(pa.int32())) - POSTGRES_DAY, ">i4")
 
 
+def beyond(column: pa.Array) -> pa.Array:
+    """Say which times are not of the years 1 to 9999: neither CSV nor anybody's calendar has them as they are."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    values = column.cast(pa.int64())
+    return pc.fill_null(pc.or_(pc.less(values, _FIRST), pc.greater(values, _LAST)), False)
+
+
 def _moments(column: pa.Array) -> np.ndarray[Any, Any]:
     import pyarrow as pa
 
+    if beyond(column).true_count:
+        raise Unfit("a time beyond the years 1 to 9999")
     return _bytes_of(_values(column.cast(pa.int64())) - _POSTGRES_MICROSECOND, ">i8")
 
 

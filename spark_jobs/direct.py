@@ -21,13 +21,20 @@ from spark_jobs.strategies import Book, Dedup, Fingerprint, Strategy, column_typ
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# A table proper, not a view; nothing that COPY passes over or can't do: rules, row security.
-_PLAIN: Final = """
-SELECT relkind IN ('r', 'p') AND NOT relhasrules AND NOT relrowsecurity
-  FROM pg_class WHERE oid = to_regclass(%(table)s)"""
-# COPY writes them, INSERT must not.
-_ALWAYS: Final = """
-SELECT attname FROM pg_attribute WHERE attrelid = to_regclass(%(table)s) AND attidentity = 'a'"""
+    from spark_jobs.identity import Ids
+
+# A table proper, not a view; nothing that COPY passes over or can't do: rules, row security, identities that are always
+# the table's own. And what the columns are: values in the binary format are told by nothing but their place.
+_LOOK: Final = """
+SELECT c.relkind IN ('r', 'p') AND NOT c.relhasrules AND NOT c.relrowsecurity
+       AND NOT bool_or(a.attidentity = 'a' AND a.attname = ANY(%(columns)s)),
+       c.oid::text || string_agg(format(' %%I %%s %%s', a.attname, a.atttypid, a.atttypmod), '' ORDER BY a.attnum)
+  FROM pg_class AS c JOIN pg_attribute AS a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+ WHERE c.oid = to_regclass(%(table)s)
+ GROUP BY c.oid"""
+# Not a server that is away: rows and ids of two transactions in different orders, where through ``batch`` the ids are
+# first; and a table whose columns have another width now.
+_OURS: Final = (psycopg.errors.DeadlockDetected, psycopg.errors.ProtocolViolation)
 _WHOLE: Final = ("smallint", "integer", "bigint")
 # Of which reading a text, as COPY does, and casting it from text, as the way through ``batch`` does, are one thing.
 _FROM_TEXT: Final = frozenset(
@@ -68,32 +75,39 @@ class Direct:
     table    of the sink.
     columns  of the table, each with the one of the rows that goes there.
     kinds    of the table's columns: the type as which the values are sent, or OTHERWISE.
+    seen     what the table was when that was decided.
     """
 
     table: str
     columns: Mapping[str, str]
     kinds: Mapping[str, str]
+    seen: str
 
     def apply(self, cursor: psycopg.Cursor[Any], book: Book, strategy: Strategy, rows: Iterable[pa.RecordBatch]) -> int:
         """Copy rows and ids. Gives their number. Raises Roundabout."""
-        ids: list[pa.Array] = []
+        ids: list[Ids] = []
         try:
             copy_rows(cursor, identifier(self.table), self.kinds, self._columns(rows, ids))
+            # Locked by COPY, the table stays what it is now until COMMIT.
+            if _look(cursor, self.table, self.columns) != (True, self.seen):
+                raise Roundabout
             if strategy.remembers:
                 self._remember(cursor, book, ids)
             cursor.execute(IMMEDIATE)
         except (psycopg.Error, Unfit) as error:
-            if isinstance(error, psycopg.Error) and passing(error):
+            if isinstance(error, psycopg.Error) and passing(error) and not isinstance(error, _OURS):
                 raise
             raise Roundabout from error
         return sum(map(len, ids))
 
-    def _columns(self, rows: Iterable[pa.RecordBatch], ids: list[pa.Array]) -> Iterator[pa.RecordBatch]:
+    def _columns(self, rows: Iterable[pa.RecordBatch], ids: list[Ids]) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
         import pyarrow.compute as pc
 
+        from spark_jobs.processed import ids_of
+
         for batch in rows:
-            ids.append(batch.column("message_id"))
+            ids.append(ids_of(batch.column("message_id")))
             # A tombstone has nothing to insert.
             gone = batch.column("message_tombstone")
             if gone.true_count:
@@ -101,7 +115,7 @@ class Direct:
             yield pa.RecordBatch.from_pydict({there: batch.column(here) for there, here in self.columns.items()})
 
     @staticmethod
-    def _remember(cursor: psycopg.Cursor[Any], book: Book, ids: list[pa.Array]) -> None:
+    def _remember(cursor: psycopg.Cursor[Any], book: Book, ids: list[Ids]) -> None:
         from spark_jobs import processed
 
         processed.copy_ids(cursor, book, ids)
@@ -123,12 +137,17 @@ def direct_for(
     types = column_types(cursor, effect.table)
     pairs = effect.pairs(payload, types)
     kinds = {there: _sent_as(columns[here], types[there]) if here in columns else None for there, here in pairs.items()}
-    values = {"table": identifier(effect.table).as_string(cursor)}
-    row = cursor.execute(_PLAIN, values).fetchone()
-    always = {name for (name,) in cursor.execute(_ALWAYS, values).fetchall()}
-    if None in kinds.values() or row is None or not row[0] or always.intersection(pairs):
+    plain, seen = _look(cursor, effect.table, pairs)
+    if None in kinds.values() or not plain:
         return None
-    return Direct(effect.table, pairs, {there: kind for there, kind in kinds.items() if kind is not None})
+    return Direct(effect.table, pairs, {there: kind for there, kind in kinds.items() if kind is not None}, seen)
+
+
+def _look(cursor: psycopg.Cursor[Any], table: str, columns: Iterable[str]) -> tuple[bool, str]:
+    """Say whether COPY into these columns of a table is the same as INSERT, and give all that this depends on."""
+    values = {"table": identifier(table).as_string(cursor), "columns": list(columns)}
+    row = cursor.execute(_LOOK, values).fetchone()
+    return (False, "") if row is None else (bool(row[0]), str(row[1]))
 
 
 def _sent_as(here: str, there: str) -> str | None:

@@ -29,6 +29,8 @@ WITH latest AS (
 DELETE FROM {table} AS stored USING latest
  WHERE latest.message_tombstone AND stored.{conflict} = latest.message_key::{type}"""
 
+# Types that no cast and no assignment refuses a longer text for.
+_CUTTING: Final = frozenset({"name", '"char"'})
 Columns = Mapping[str, str] | Sequence[str] | None
 """Table column → column of ``batch``; or names that are the same in both; or None: all of the payload's."""
 
@@ -151,6 +153,10 @@ def _pairs(table: str, columns: Columns, payload: Sequence[str], types: Mapping[
     for name in pairs:
         if name not in types:
             raise JobError(f"{table} has no column {name}; map the job's columns to the table's with columns={{…}}")
+        if types[name] in _CUTTING:
+            raise JobError(
+                f"{table}: column {name} is of type {types[name]}, which cuts off a longer text; make it text"
+            )
     return pairs
 
 

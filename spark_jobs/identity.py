@@ -29,6 +29,8 @@ def parsed(texts: pa.Array) -> tuple[Ids, Any]:
 
     texts  string or binary; null is no UUID. The UUID of what is none is zero.
     """
+    if pa.types.is_large_string(texts.type) or pa.types.is_large_binary(texts.type):
+        texts = texts.cast(pa.binary())
     ids = np.zeros((len(texts), 16), np.uint8)
     right = pc.fill_null(pc.equal(pc.binary_length(texts), 36), False)
     some = texts if right.true_count == len(texts) else texts.filter(right)
@@ -57,9 +59,9 @@ def days(ids: Ids) -> Any:
 
 
 def in_order(ids: Ids) -> Any:
-    """Give the UUIDs sorted, as the database sorts them."""
+    """Give the UUIDs sorted by their days, and those of a day as the database sorts them."""
     halves = ids.view(">u8")
-    return ids[np.lexsort((halves[:, 1], halves[:, 0]))]
+    return ids[np.lexsort((halves[:, 1], halves[:, 0], days(ids)))]
 
 
 def uuid8(content: bytes) -> str:

@@ -11,18 +11,28 @@ import pyarrow as pa
 from psycopg import sql
 
 from spark_jobs import identity
-from spark_jobs.copying import HEAD, POSTGRES_DAY, TAIL
+from spark_jobs.copying import HEAD, POSTGRES_DAY, TAIL, Unfit
+from spark_jobs.identity import Ids
 
 if TYPE_CHECKING:
     from spark_jobs.strategies import Book
 
 
-def copy_ids(cursor: psycopg.Cursor[Any], book: Book, texts: Sequence[pa.Array]) -> None:
-    """Add ids, given as texts, under the days that they hold. Raises UniqueViolation when one is there, or is twice.
+def ids_of(texts: pa.Array) -> Ids:
+    """Give the ids of a batch, to be kept while it goes by. Raises Unfit for a text that is no UUID as 8-4-4-4-12."""
+    ids, wrong = identity.parsed(texts)
+    if wrong.any():
+        raise Unfit("an id that is no UUID")
+    return ids
 
-    In the order of ids, so that two partitions that hold the same ids wait for each other in one direction only.
+
+def copy_ids(cursor: psycopg.Cursor[Any], book: Book, batches: Sequence[Ids]) -> None:
+    """Add ids, under the days that they hold. Raises UniqueViolation when one is there, or is twice.
+
+    In the order of days and then of ids, which is also that of the table's partitions: two transactions with the same
+    ids wait for each other in one direction only.
     """
-    ids = identity.in_order(_parsed(texts))
+    ids = identity.in_order(_joined(batches))
     into = sql.SQL("COPY {} (grp, day, message_id) FROM STDIN (FORMAT binary)").format(
         sql.Identifier(book.schema, "processed_messages")
     )
@@ -32,19 +42,17 @@ def copy_ids(cursor: psycopg.Cursor[Any], book: Book, texts: Sequence[pa.Array])
         copy.write(TAIL)
 
 
-def any_before(texts: Sequence[pa.Array], day: int) -> bool:
+def any_before(batches: Sequence[Ids], day: int) -> bool:
     """Say whether an id is of a day before this one, in days since 1970-01-01. Day 0 is that of ids without a time."""
-    found = identity.days(_parsed(texts))
+    found = identity.days(_joined(batches))
     return bool(((found < day) & (found != 0)).any())
 
 
-def _parsed(texts: Sequence[pa.Array]) -> identity.Ids:
-    ids, wrong = identity.parsed(pa.concat_arrays([pa.array([], pa.string()), *texts]))
-    assert not wrong.any(), "an id that is no UUID"
-    return ids
+def _joined(batches: Sequence[Ids]) -> Ids:
+    return np.concatenate([np.zeros((0, 16), np.uint8), *batches])
 
 
-def _rows(group: bytes, days: Any, ids: identity.Ids) -> bytes:
+def _rows(group: bytes, days: Any, ids: Ids) -> bytes:
     """Spell rows of three fields, each behind its length, in the order of the network."""
     spelt = np.zeros(
         len(ids),

@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
 
 SUSPECT_ROUNDS: Final = 5
-"""Repeats come in bursts: a partition that had one goes the slower way for that many rounds."""
+"""Repeats come in bursts: a partition that had one goes the slower way for that many rounds. So does one whose rows
+could not go straight into the sink's table."""
 RETRIED_AT_ONCE: Final = 100
 """Dead letters in one transaction; the driver holds them whole, so not too many."""
 _AGAIN: Final = frozenset({"roundabout", "uncopyable", "culprits"})
@@ -98,7 +99,6 @@ class State:
     """What a round knows so far."""
 
     dead: dict[Place, Letter] = field(default_factory=dict)
-    slow: set[Partition] = field(default_factory=set)
     lenient: set[Partition] = field(default_factory=set)
     counts: Counts = field(default_factory=Counts)
 
@@ -119,13 +119,20 @@ class Rounds:
         self._schema = schema
         self._store = store
         self._suspects: dict[Partition, int] = {}
+        self._slow: dict[Partition, int] = {}
         self._statements: dict[tuple[str, ...], str] = {}
         self._directs: dict[tuple[tuple[str, str], ...], Direct | None] = {}
 
     def apply(self, span: Span, generation: int) -> Counts:
         """Apply the ranges. Raises Fenced, EffectFailed, BadMessage; and what Spark raises when a server is away."""
         state = State()
-        self._suspects = {partition: left - 1 for partition, left in self._suspects.items() if left > 1}
+        self._suspects, self._slow = (
+            {partition: left - 1 for partition, left in known.items() if left > 1}
+            for known in (self._suspects, self._slow)
+        )
+        # The sink's tables may have been altered since the last round.
+        self._statements.clear()
+        self._directs.clear()
         if self._job.keep_order:
             self._put_behind(state, span, self._store.dead_keys(self._job.topics))
         left = span
@@ -231,7 +238,7 @@ class Rounds:
             dead={partition: state.letters(partition) for partition in span.ranges if state.letters(partition)},
             suspects=frozenset(self._suspects),
             lenient=frozenset(state.lenient),
-            slow=frozenset(state.slow),
+            slow=frozenset(self._slow),
         )
 
     def _effect(self, columns: Mapping[str, str], *, placed: bool) -> Any:
@@ -294,7 +301,7 @@ class Rounds:
         for partition, one in told.items():
             if one.outcome == "applied":
                 self._count(state, partition, one)
-        state.slow |= {partition for partition, one in told.items() if one.outcome == "roundabout"}
+        self._slow |= {partition: SUSPECT_ROUNDS for partition, one in told.items() if one.outcome == "roundabout"}
         state.lenient |= {partition for partition, one in told.items() if one.outcome == "uncopyable"}
         again = [partition for partition, one in told.items() if one.outcome in _AGAIN]
         silent = [partition for partition in span.ranges if partition not in told]

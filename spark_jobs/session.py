@@ -28,6 +28,7 @@ DEFAULT_MASTER: Final = "local[2,4]"
 REQUIRED_CONF: Final = {
     "spark.sql.session.timeZone": "UTC",
     "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",
+    "spark.sql.execution.arrow.useLargeVarTypes": "false",
     "spark.sql.adaptive.enabled": "false",
 }
 """What the consumer counts on in every Spark, wherever it runs."""

@@ -15,7 +15,7 @@ from psycopg import sql
 from spark_jobs import letters
 from spark_jobs.applying import Culprit
 from spark_jobs.direct import Direct, direct_for
-from spark_jobs.errors import Fenced
+from spark_jobs.errors import Fenced, JobError
 from spark_jobs.letters import Retried
 from spark_jobs.planner import Loss, Partition, Stored
 from spark_jobs.retention import KEEP_DAYS, Memory, Upkeep
@@ -93,6 +93,11 @@ class Store:
     def take_over(self) -> int:
         """Become the group's consumer. Gives the generation; whoever had the one before can commit nothing more."""
         with self.connect() as connection:
+            encoding = connection.info.parameter_status("server_encoding")
+            if encoding != "UTF8":
+                raise JobError(
+                    f"the sink's database is in {encoding}, which has not all that a message may: it must be UTF8"
+                )
             row = self._run(connection, _TAKE, owner=self._owner).fetchone()
             assert row is not None
             self._run(connection, _FENCE, generation=row[0])

@@ -24,8 +24,9 @@ from spark_jobs.errors import JobError
 from spark_jobs.tables import DAY_OF_ID
 
 if TYPE_CHECKING:
-    import pyarrow as pa
     from pyspark.sql import Column
+
+    from spark_jobs.identity import Ids
 
 _REMEMBER: Final = "INSERT INTO {processed} (grp, day, message_id) SELECT %(grp)s, {day}, message_id FROM batch"
 # A message that stands twice in one batch: the lower offset is the first time.
@@ -34,11 +35,12 @@ DELETE FROM batch AS later USING batch AS first
  WHERE later.message_id = first.message_id
    AND (later.message_topic, later.message_part, later.message_offset)
      > (first.message_topic, first.message_part, first.message_offset)"""
-# In the order of ids, so that two partitions that hold the same ids wait for each other in one direction only.
+# In the order of days and ids, as processed.copy_ids: two partitions that hold the same ids wait for each other in one
+# direction only.
 _REMEMBER_FRESH: Final = """
 WITH fresh AS (
     INSERT INTO {processed} (grp, day, message_id)
-    SELECT %(grp)s, {day}, message_id FROM batch ORDER BY message_id
+    SELECT %(grp)s, {day}, message_id FROM batch ORDER BY {day}, message_id
         ON CONFLICT DO NOTHING RETURNING message_id)
 DELETE FROM batch WHERE NOT EXISTS (SELECT 1 FROM fresh WHERE fresh.message_id = batch.message_id)"""
 _FORGOTTEN_BEFORE: Final = "SELECT forgotten_before - date '1970-01-01' FROM {groups} WHERE grp = %(grp)s"
@@ -78,8 +80,8 @@ _LATEST: Final = "message_topic DESC, message_part DESC, message_offset DESC"
 Place = tuple[str, int, int]
 """Topic, partition and offset of a message."""
 
-Ids = Sequence["pa.Array"] | None
-"""The ids of the rows in ``batch``, as texts; None when only the database has them."""
+Known = Sequence["Ids"] | None
+"""The ids of the rows in ``batch``; None when only the database has them."""
 
 
 class _Remembering:
@@ -88,7 +90,7 @@ class _Remembering:
     __slots__ = ()
     remembers: ClassVar[bool] = True
 
-    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Ids, *, suspect: bool) -> None:
+    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:
         """Leave in ``batch`` only what was never applied. ``suspect``: repeats are likely, so do not try without."""
         _remember(cursor, book, ids, suspect=suspect)
 
@@ -139,7 +141,7 @@ class Natural(_Comparing):
         """The columns that may not be NULL."""
         return tuple(self.key)
 
-    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Ids, *, suspect: bool) -> None:  # noqa: ARG002  one shape for all
+    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002  one shape for all
         """Leave in ``batch`` the last message of each key."""
         keys = sql.SQL(", ").join(map(sql.Identifier, self.key))
         cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=sql.SQL(_LATEST)))
@@ -170,7 +172,7 @@ class Version(_Comparing):
         """The columns that may not be NULL."""
         return (*self.key, self.version)
 
-    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Ids, *, suspect: bool) -> None:  # noqa: ARG002
+    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002
         """Leave in ``batch`` the newest message of each key, if it is newer than what the table has."""
         types, pairs, stored = self._resolved(cursor)
         # Cast as the table has them: there 9 is less than 10, and the table's index serves.
@@ -319,7 +321,7 @@ def column_types(cursor: psycopg.Cursor[Any], table: str) -> dict[str, str]:
     return found
 
 
-def _remember(cursor: psycopg.Cursor[Any], book: Book, ids: Ids, *, suspect: bool) -> None:
+def _remember(cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:
     if not suspect:
         try:
             with cursor.connection.transaction():

@@ -127,9 +127,9 @@ class TaskPlan:
     dead: Mapping[Partition, Sequence[Letter]] = field(default_factory=dict)
     suspects: frozenset[Partition] = frozenset()
     lenient: frozenset[Partition] = frozenset()
+    late: Late | None = None
     direct: Direct | None = None
     slow: frozenset[Partition] = frozenset()
-    late: Late | None = None
 
     @property
     def required(self) -> tuple[str, ...]:

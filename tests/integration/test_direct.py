@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 import datetime as dt
-from dataclasses import dataclass
+import random
+import threading
+from dataclasses import dataclass, replace
 from decimal import Decimal
 from typing import Any
+from uuid import uuid4
 
 import psycopg
 import pyarrow as pa
 import pytest
+from psycopg import sql
+from support import wait_until
 from uuid_utils import uuid7
 
 from relay import db
 from spark_jobs import task
+from spark_jobs.applying import Applying
 from spark_jobs.direct import Direct, direct_for
 from spark_jobs.effects import Insert, Upsert
 from spark_jobs.errors import JobError
 from spark_jobs.job import META
 from spark_jobs.planner import Range
-from spark_jobs.strategies import Dedup, Fingerprint, Natural, Strategy, column_types
+from spark_jobs.store import Store
+from spark_jobs.strategies import Book, Dedup, Fingerprint, Natural, Strategy, column_types
 from spark_jobs.task import TaskPlan
 
 NOON = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
@@ -90,9 +97,11 @@ class Sink:
     ) -> tuple[str, list[int]]:
         """Apply rows at the next offsets. Gives the outcome, and culprits' offsets or the number of fresh rows."""
         size = len(next(iter(rows.values())))
+        columns = plan.get("columns", COLUMNS)
+        payload = [name for name in columns if name not in META]
         with psycopg.connect(self.url) as connection:
             types = column_types(connection.cursor(), effect.table)
-            statements = ";".join(one.as_string(connection) for one in effect.statements(list(PAYLOAD), types))
+            statements = ";".join(one.as_string(connection) for one in effect.statements(payload, types))
         made = TaskPlan(
             url=self.url,
             schema="consumer",
@@ -106,11 +115,14 @@ class Sink:
             bisect=True,
             max_dead=10,
             direct=direct,
-            **plan,
         )
+        made = replace(made, **plan)
         batch = pa.RecordBatch.from_pydict(
             {
-                **{name: pa.array(rows.get(name, [None] * size), kind) for name, (_, kind) in PAYLOAD.items()},
+                **{
+                    name: pa.array(rows.get(name, [None] * size), PAYLOAD.get(name, ("", pa.string()))[1])
+                    for name in payload
+                },
                 "message_id": rows.get("message_id") or [str(uuid7()) for _ in range(size)],
                 "message_topic": ["t"] * size,
                 "message_part": pa.array([0] * size, pa.int32()),
@@ -163,6 +175,211 @@ def test_both_ways_give_the_same(sink, kind):
             outcome, at = sink.apply(through, rows, None, lenient=frozenset({("t", 0)}))
         assert (outcome, at) == ("culprits", [sink.next + 1]), value
     assert sink.run("SELECT count(*) FROM s") == sink.run("SELECT count(*) FROM other") == [(len(good),)]
+
+
+ALTERED = {
+    "numeric": ("l", "bigint", "ALTER v TYPE numeric", [5], [("5",)]),
+    "double": ("l", "bigint", "ALTER v TYPE double precision", [2**40], [("1099511627776",)]),
+    "wider": ("i", "integer", "ALTER v TYPE bigint", [5], [("5",)]),
+    "real": ("i", "integer", "ALTER v TYPE real", [70000], [("70000",)]),
+    "whole": ("f", "double precision", "ALTER v TYPE bigint", [5.0], [("5",)]),
+    "digits": ("n", "numeric(20,4)", "ALTER v TYPE numeric(20,1)", [Decimal("1.2500")], [("1.3",)]),
+    "text": ("t", "text", "ALTER v TYPE varchar(3)", ["abc"], [("abc",)]),
+    "another": ("t", "text", "ADD w int DEFAULT 7", ["a"], [("a",)]),
+}
+
+
+@pytest.mark.parametrize("change", ALTERED)
+def test_a_table_that_was_altered_meanwhile_is_not_taken_for_what_it_was(sink, change):
+    """Values in the binary format are told by their place alone: 5 as bigint would be 0.00000 as numeric."""
+    name, declared, alter, values, stored = ALTERED[change]
+    sink.run(f"CREATE TABLE s (v {declared})")
+    effect = Insert("s", {"v": name})
+    direct = sink.direct(effect)
+    assert direct is not None
+    sink.run(f"ALTER TABLE s {alter}")
+    assert sink.apply(effect, {name: values}, direct) == ("roundabout", [])
+    assert sink.apply(effect, {name: values}, None) == ("applied", [1])
+    assert sink.run("SELECT v::text FROM s") == stored
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        "CREATE RULE r AS ON INSERT TO s DO ALSO SELECT 1",
+        "ALTER TABLE s ENABLE ROW LEVEL SECURITY",
+        "ALTER TABLE s RENAME TO old; CREATE TABLE s (LIKE old)",
+    ],
+    ids=["rule", "row security", "another table"],
+)
+def test_a_table_that_is_another_thing_now(sink, change):
+    sink.run("CREATE TABLE s (t text)")
+    effect = Insert("s", ["t"])
+    direct = sink.direct(effect)
+    sink.run(change)
+    assert sink.apply(effect, {"t": ["a"]}, direct) == ("roundabout", [])
+
+
+def test_ids_that_are_spelt_unusually_are_for_the_database(sink):
+    sink.run("CREATE TABLE s (t text)")
+    effect = Insert("s", ["t"])
+    direct = sink.direct(effect)
+    bare = {"t": ["a"], "message_id": ["0195D9C25C007ABC8DEF0123456789AB"]}
+    assert sink.apply(effect, bare, direct) == ("roundabout", [])
+    lenient = {"lenient": frozenset({("t", 0)})}
+    in_binary = {"columns": {"t": "text"} | META}
+    assert sink.apply(effect, bare, None, **in_binary) == ("uncopyable", [])
+    assert sink.apply(effect, bare, None, **in_binary, **lenient) == ("applied", [1])
+    assert sink.apply(effect, bare, None) == ("applied", [0])
+    none = {"t": ["b", "c"], "message_id": [str(uuid7()), "order-1"]}
+    assert sink.apply(effect, none, direct) == ("roundabout", [])
+    assert sink.apply(effect, none, None, **lenient) == ("culprits", [sink.next + 1])
+    assert sink.apply(effect, bare, None, **lenient) == ("applied", [0])
+
+
+def test_rows_that_can_not_be_taken_are_named_on_the_straight_way_too(sink):
+    """They are not among the rows that are copied: forgotten, they would be gone without a word."""
+    sink.run("CREATE TABLE s (t text)")
+    effect = Insert("s", ["t"])
+    rows = {"t": ["a", "b"], "message_id": [str(uuid7()), None]}
+    assert sink.apply(effect, rows, sink.direct(effect)) == ("culprits", [1])
+    assert sink.run("SELECT count(*) FROM s") == [(0,)]
+
+
+def test_ids_without_a_time_are_of_no_day_that_is_forgotten(sink):
+    sink.run("CREATE TABLE s (t text); UPDATE consumer.groups SET forgotten_before = '2020-01-01'")
+    effect = Insert("s", ["t"])
+    rows = {"t": ["a", "b"], "message_id": [str(uuid7()), str(uuid4())]}
+    assert sink.apply(effect, rows, sink.direct(effect)) == ("applied", [2])
+
+
+def test_ids_go_in_by_day_and_in_order(sink):
+    """So that two transactions with the same ids never wait for each other in a circle."""
+    sink.run("CREATE TABLE s (t text)")
+    effect = Insert("s", ["t"])
+    names = [str(uuid4() if number % 3 else uuid7()) for number in range(300)]
+    random.Random(5).shuffle(names)
+    assert sink.apply(effect, {"t": ["a"] * 300, "message_id": names}, sink.direct(effect)) == ("applied", [300])
+    found = sink.run("SELECT day, message_id FROM consumer.processed_messages ORDER BY tableoid, ctid")
+    assert found == sorted(found)
+
+
+def test_a_server_that_is_away_is_no_reason_for_the_other_way(sink):
+    sink.run("CREATE TABLE s (t text)")
+    sink.run(
+        "CREATE FUNCTION die() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+        "PERFORM pg_terminate_backend(pg_backend_pid()); PERFORM pg_sleep(60); RETURN NEW; END $$"
+    )
+    sink.run("CREATE TRIGGER die BEFORE INSERT ON s FOR EACH ROW EXECUTE FUNCTION die()")
+    effect = Insert("s", ["t"])
+    with pytest.raises(psycopg.OperationalError):
+        sink.apply(effect, {"t": ["a"]}, sink.direct(effect))
+
+
+def test_a_deadlock_is_a_reason_for_the_other_way(sink):
+    """There the ids are first, in order, and two partitions with the same rows do not meet in the sink's table."""
+    sink.run("CREATE TABLE s (t text PRIMARY KEY)")
+    sink.run("DO $$ BEGIN EXECUTE format('ALTER DATABASE %I SET deadlock_timeout = 2000', current_database()); END $$")
+    effect = Insert("s", ["t"])
+    direct, told = sink.direct(effect), []
+    with psycopg.connect(sink.url) as other:
+        other.execute("SET deadlock_timeout = '600s'")
+        other.execute("INSERT INTO s VALUES ('b')")
+        thread = threading.Thread(target=lambda: told.append(sink.apply(effect, {"t": ["a", "b"]}, direct)))
+        thread.start()
+        waiting = (
+            "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'"
+        )
+        wait_until(lambda: sink.run(waiting) == [(1,)], what="the wait for the other's row")
+        other.execute("INSERT INTO s VALUES ('a')")
+        thread.join(60)
+        other.rollback()
+    assert told == [("roundabout", [])]
+
+
+def test_batches_are_let_go_as_they_go_by(sink):
+    """Of a batch from a stream every column holds the whole: the ids that are kept must not be parts of it."""
+    sink.run("CREATE TABLE s (i integer)")
+    effect = Insert("s", ["i"])
+    sizes: list[int] = []
+
+    def streamed():
+        for number in range(12):
+            made = pa.RecordBatch.from_pydict(
+                {
+                    "i": pa.array([number], pa.int32()),
+                    "t": ["x" * 4_000_000],
+                    "message_id": [str(uuid7())],
+                    "message_tombstone": [False],
+                }
+            )
+            out = pa.BufferOutputStream()
+            with pa.ipc.new_stream(out, made.schema) as stream:
+                stream.write_batch(made)
+            body = out.getvalue()
+            del made, out
+            yield from pa.ipc.open_stream(body)
+            del body
+            sizes.append(pa.total_allocated_bytes())
+
+    before = pa.total_allocated_bytes()
+    with psycopg.connect(sink.url) as connection:
+        direct = sink.direct(effect)
+        assert direct.apply(connection.cursor(), Book("consumer", "g"), Dedup(), streamed()) == 12
+        batch = {"i": "integer", "t": "text", "message_id": "uuid"}
+        applying = Applying(
+            connection.cursor(), Book("consumer", "g"), batch, Dedup(), "SELECT 1", bisect=True, max_dead=1
+        )
+        applying.copy(streamed())
+    assert len(sizes) == 24
+    assert max(sizes) - before < 20_000_000
+
+
+def test_a_percent_sign_in_a_name(sink):
+    """Where a query has parameters it stands for one."""
+    sink.run('CREATE TABLE s ("rate_%" text CHECK ("rate_%" <> \'bad\'))')
+    effect = Insert("s", {"rate_%": "rate_%"})
+    columns = {"rate_%": "text", **META}
+    plan = {"columns": columns, "bisect": True}
+    good = {"rate_%": ["a", "b"]}
+    assert sink.apply(effect, good, None, **plan) == ("applied", [2])
+    assert sink.apply(effect, good, None, lenient=frozenset({("t", 0)}), **plan) == ("applied", [2])
+    bad = {"rate_%": ["a", "bad"]}
+    assert sink.apply(effect, bad, None, **plan) == ("culprits", [sink.next + 1])
+
+
+def test_times_that_no_calendar_has_are_refused(sink):
+    sink.run("CREATE TABLE s (v timestamptz)")
+    effect = Insert("s", {"v": "at"})
+    direct = sink.direct(effect)
+    for value in (-(2**63), -(2**63) + 946_684_800_000_000, 2**63 - 1):
+        rows = {"at": pa.array([0, value], pa.int64()).cast(pa.timestamp("us", "UTC"))}
+        assert sink.apply(effect, rows, direct) == ("roundabout", [])
+        assert sink.apply(effect, rows, None) == ("uncopyable", [])
+        assert sink.apply(effect, rows, None, lenient=frozenset({("t", 0)})) == ("culprits", [sink.next + 1])
+
+
+@pytest.mark.parametrize("kind", ["name", '"char"'])
+def test_a_type_that_cuts_texts_off_is_refused(sink, kind):
+    sink.run(f"CREATE TABLE s (v {kind})")
+    with pytest.raises(JobError, match="cuts off"):
+        sink.direct(Insert("s", {"v": "t"}))
+
+
+def test_a_sink_that_has_not_all_characters_is_refused(sink):
+    with psycopg.connect(sink.url, autocommit=True) as connection:
+        name = f"{connection.info.dbname}_latin"
+        connection.execute(
+            sql.SQL("CREATE DATABASE {} ENCODING 'LATIN1' LOCALE_PROVIDER libc LOCALE 'C' TEMPLATE template0").format(
+                sql.Identifier(name)
+            )
+        )
+        url = psycopg.conninfo.make_conninfo(sink.url, dbname=name)
+        try:
+            with pytest.raises(JobError, match="LATIN1"):
+                Store(url, "consumer", "g", "test").take_over()
+        finally:
+            connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
 
 
 def test_an_upsert_never_cuts_a_text_to_fit(sink):
@@ -230,7 +447,9 @@ def test_where_it_is_the_same(sink):
         'CREATE TABLE s (t text) PARTITION BY LIST (t); CREATE TABLE s1 PARTITION OF s DEFAULT; CREATE SCHEMA "Ü b"'
     )
     sink.run('CREATE TABLE "Ü b"."S s" ("V" text)')
-    assert sink.direct(Insert("s", ["t"]), Fingerprint()) == Direct("s", {"t": "t"}, {"t": "text"})
+    straight = sink.direct(Insert("s", ["t"]), Fingerprint())
+    assert straight is not None
+    assert (straight.table, straight.columns, straight.kinds) == ("s", {"t": "t"}, {"t": "text"})
     effect = Insert("Ü b.S s", {"V": "t"})
     assert sink.apply(effect, {"t": ["a"]}, sink.direct(effect)) == ("applied", [1])
     assert sink.run('SELECT * FROM "Ü b"."S s"') == [("a",)]

@@ -20,6 +20,7 @@ from relay import db
 from spark_jobs import applying, direct, identity, processed, strategies, task
 from spark_jobs.applying import Culprit
 from spark_jobs.direct import Direct
+from spark_jobs.effects import Insert
 from spark_jobs.planner import Range
 from spark_jobs.strategies import Dedup
 from spark_jobs.tables import DAY_OF_ID
@@ -90,9 +91,7 @@ class Sink:
             bisect=True,
             max_dead=10,
             lenient=frozenset({("t", part)} if self.way == "lenient" else ()),
-            direct=Direct("numbers", {"n": "n", "place": "message_offset"}, {"n": "integer", "place": "bigint"})
-            if self.way == "direct"
-            else None,
+            direct=self.straight() if self.way == "direct" else None,
         )
         rows = pa.RecordBatch.from_pydict(
             {
@@ -116,6 +115,14 @@ class Sink:
         if found["outcome"] == "roundabout":
             (report,) = task.run(replace(made, slow=frozenset({("t", part)})), iter([rows]))
             found = report.to_pylist()[0]
+        return found
+
+    def straight(self) -> Direct:
+        columns = COLUMNS | {"n": "integer", "message_offset": "bigint"}
+        effect = Insert("numbers", {"n": "n", "place": "message_offset"})
+        with psycopg.connect(self.url) as connection:
+            found = direct.direct_for(connection.cursor(), effect, Dedup(), columns, list(columns))
+        assert found is not None
         return found
 
     def numbers(self) -> list[int]:
@@ -341,9 +348,10 @@ def test_a_batch_without_repeats_takes_few_statements(sink: Sink, monkeypatch: p
     sink.apply([(event_id(n), n) for n in range(50, 60)], start=50, suspects=frozenset({("t", 0)}))
     assert any("ON CONFLICT" in query for query in seen)
     seen.clear()
-    sink.way = "direct"
-    sink.apply([(event_id(n), n) for n in range(60, 90)], start=60)
-    assert len(seen) == 7, "\n".join(seen)
+    straight = sink.straight()
+    seen.clear()
+    sink.apply([(event_id(n), n) for n in range(60, 90)], start=60, direct=straight)
+    assert len(seen) == 8, "\n".join(seen)
     assert not any("batch" in query for query in seen)
     assert sink.numbers() == list(range(90))
     assert sink.told == ["applied"] * 3

@@ -123,6 +123,9 @@ def test_ids_have_the_day_and_the_order_that_the_database_sees(outbox_postgres):
             f"SELECT message_id, {DAY_OF_ID} - date '1970-01-01' FROM unnest(%s::uuid[]) AS given (message_id)",  # type: ignore[arg-type]
             (texts,),
         ).fetchall()
-        ordered = connection.execute("SELECT * FROM unnest(%s::uuid[]) ORDER BY 1", (texts,)).fetchall()
+        ordered = connection.execute(
+            f"SELECT message_id FROM unnest(%s::uuid[]) AS given (message_id) ORDER BY {DAY_OF_ID}, message_id",  # type: ignore[arg-type]
+            (texts,),
+        ).fetchall()
     assert identity.days(ids).tolist() == [day for _, day in rows]
     assert [one.tobytes() for one in identity.in_order(ids)] == [one.bytes for (one,) in ordered]

@@ -90,6 +90,41 @@ def test_a_bad_message_costs_one_row_and_can_be_tried_again(bench):
     assert bench.once().duplicates == 1
 
 
+@pytest.mark.parametrize("transform", [None, lambda rows: rows.filter("true")], ids=["task", "spark"])
+def test_what_is_the_matter_on_the_straight_way_is_found_on_the_other(bench, transform):
+    """Insert's rows go straight into the table; the first bad thing sends the range through ``batch``."""
+    bench.run("CREATE TABLE log (order_id varchar(8), seq int CHECK (seq < 100), at timestamptz DEFAULT now())")
+    job = replace(bench.job, setup=None, effect=Insert("log", ["order_id", "seq"]), transform=transform)
+    known = put(bench, order("a", 1), partition=0)
+    put(bench, order("b", 1), partition=1)
+    assert bench.once(job).applied == 2
+    put(bench, b"not json", partition=0)
+    bench.send_raw(json.dumps(order("x", 1)).encode(), [], "x", partition=0)
+    put(bench, order("refused", 100), partition=0)
+    put(bench, order("too long for it", 2), partition=0)
+    put(bench, NUL.encode(), partition=0)
+    put(bench, order("a", 1), event_id=known, partition=0)
+    put(bench, None, partition=0)
+    put(bench, order("c", 1), event_id="no-uuid", partition=0)
+    put(bench, order("d", 1), partition=1)
+    totals = bench.once(job)
+    assert (totals.read, totals.applied, totals.duplicates, totals.dead) == (11, 5, 1, 5)
+    assert [reason for _, reason in letters(bench)] == ["undecodable", "no-id", "failed", "failed", "failed"]
+    assert bench.rows("SELECT order_id FROM log ORDER BY 1") == [("a",), ("b",), ("c",), ("d",)]
+    assert bench.rows("SELECT part, applied, duplicates, dead FROM consumer.offsets ORDER BY 1") == [
+        (0, 3, 1, 5),
+        (1, 2, 0, 0),
+    ]
+    assert bench.rows("SELECT count(*) FROM consumer.processed_messages") == [(5,)]
+    # The table is altered while the driver runs: the next round sees it as it is.
+    runner = bench.runner(job)
+    runner.once(threading.Event())
+    bench.run("ALTER TABLE log ALTER COLUMN seq TYPE numeric(12,1) USING seq + 0.5")
+    put(bench, order("e", 5), partition=1)
+    runner.once(threading.Event())
+    assert bench.rows("SELECT order_id, seq::text FROM log ORDER BY 1 OFFSET 3") == [("d", "1.5"), ("e", "5.0")]
+
+
 def test_with_keep_order_no_message_overtakes_a_dead_letter_of_its_key(bench):
     setup = bench.job.setup + ";ALTER TABLE order_totals ADD CONSTRAINT sane CHECK (total_cents < 1000)"
     job = replace(bench.job, keep_order=True, setup=setup, max_dead=2)
