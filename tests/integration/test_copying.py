@@ -80,19 +80,16 @@ def brought(url: str, kinds: dict[str, str], batches: list[pa.RecordBatch]) -> l
     return found
 
 
-@pytest.mark.parametrize("kind", EVERY)
-def test_values_of_every_type(outbox_postgres, kind):
-    arrow, values = EVERY[kind]
-    columns = [values, [None, *values, None], [None] * 3, []]
-    # The last one a slice: an Arrow array may begin behind the beginning of its buffers.
-    batches = [pa.RecordBatch.from_pydict({"v": pa.array(column, arrow)}) for column in columns]
-    batches.append(
-        pa.RecordBatch.from_pydict({"v": pa.array([*values, None, *values], arrow)}).slice(len(values) - 1, 2)
-    )
-    here, there = brought(outbox_postgres.url, {"v": kind}, batches)
-    assert here == there
-    assert len(here) == sum(batch.num_rows for batch in batches)
-    assert {value for (value,) in here} >= {None}
+def test_values_of_every_type(outbox_postgres):
+    for kind, (arrow, values) in EVERY.items():
+        columns = [values, [None, *values, None], [None] * 3, []]
+        batches = [pa.RecordBatch.from_pydict({"v": pa.array(column, arrow)}) for column in columns]
+        # A slice: an Arrow array may begin behind the beginning of its buffers.
+        last = pa.RecordBatch.from_pydict({"v": pa.array([*values, None, *values], arrow)})
+        batches.append(last.slice(len(values) - 1, 2))
+        here, there = brought(outbox_postgres.url, {"v": kind}, batches)
+        assert here == there, kind
+        assert len(here) == sum(batch.num_rows for batch in batches), kind
 
 
 def test_rows_of_all_types_together(outbox_postgres, monkeypatch):
