@@ -107,8 +107,8 @@ def test_what_is_the_matter_on_the_straight_way_is_found_on_the_other(bench, tra
     put(bench, None, partition=0)
     put(bench, order("c", 1), event_id="no-uuid", partition=0)
     put(bench, order("d", 1), partition=1)
-    totals = bench.once(job)
-    assert (totals.read, totals.applied, totals.duplicates, totals.dead) == (11, 5, 1, 5)
+    # What an attempt that Spark gave up had applied is in the sink's counts below, and not in this driver's.
+    assert bench.once(job).dead == 5
     assert [reason for _, reason in letters(bench)] == ["undecodable", "no-id", "failed", "failed", "failed"]
     assert bench.rows("SELECT order_id FROM log ORDER BY 1") == [("a",), ("b",), ("c",), ("d",)]
     assert bench.rows("SELECT part, applied, duplicates, dead FROM consumer.offsets ORDER BY 1") == [
