@@ -2,12 +2,13 @@
 
     python benchmarks/consume.py [--events 500000] [--rounds 2]
 
-All read the same topic (JSON of about 740 bytes, 5,000 keys, 4 partitions) into tables of the same columns, with
-local[2] and the same options for Kafka's reader:
+All read the same topic (JSON of about 740 bytes, 5,000 keys, 4 partitions) into tables of the same columns, in one
+session with local[2]:
 
 - dedup: our consumer as it comes: each event's row, id and offset in one transaction.
 - without: the same without remembering ids: what dedup costs.
 - append: Spark's own way, foreachBatch and a JDBC append: batchsize 10,000, reWriteBatchedInserts. May repeat rows.
+- tuned: the same with our options for Kafka's reader.
 - loop: confluent-kafka and psycopg, COPY and a commit each 10,000 messages, in one process. May repeat rows.
 
 The ratios are the figures; rows a second depend on the machine. The reader is warmed up on other messages first.
@@ -24,7 +25,7 @@ import tempfile
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -105,7 +106,7 @@ def ours(place: Place, topic: str, table: str, strategy: Dedup) -> float:
     return time.perf_counter() - started
 
 
-def append(place: Place, topic: str, table: str) -> float:
+def append(place: Place, topic: str, table: str, reader: Mapping[str, str]) -> float:
     """Run Spark's own stream until all is there."""
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -119,7 +120,7 @@ def append(place: Place, topic: str, table: str) -> float:
     rows = (
         place.spark.readStream.format("kafka")
         .options(
-            **{f"kafka.{name}": value for name, value in spark_session.READER_OPTIONS.items()},
+            **{f"kafka.{name}": value for name, value in reader.items()},
             **{
                 "kafka.bootstrap.servers": place.kafka,
                 "kafka.isolation.level": "read_committed",
@@ -181,7 +182,8 @@ def main() -> None:
     options = parser.parse_args()
     driver = jars.fetch("jdbc", lock=LOCK)
     spark = spark_session.start("bench", jars=[*jars.fetch("spark-kafka"), *driver])
-    table = Table("round", "dedup", "without", "append", "loop", "dedup/append", "dedup/without", "dedup/loop")
+    others = ("append", "tuned", "without", "loop")
+    table = Table("round", "dedup", "without", "append", "tuned", "loop", *(f"dedup/{other}" for other in others))
     ratios: dict[str, list[float]] = defaultdict(list)
     with PostgresServer() as server, KafkaCluster() as cluster:
         url = server.create_database("bench")
@@ -210,7 +212,8 @@ def main() -> None:
         ways: dict[str, Callable[[str, str], float]] = {
             "dedup": lambda of, name: ours(place, of, name, Dedup()),
             "without": lambda of, name: ours(place, of, name, Forgetful()),
-            "append": lambda of, name: append(place, of, name),
+            "append": lambda of, name: append(place, of, name, {}),
+            "tuned": lambda of, name: append(place, of, name, spark_session.READER_OPTIONS),
             "loop": lambda of, name: loop(place, of, name, 50_000 if of == warm else options.events),
         }
         for name, way in ways.items():
@@ -220,15 +223,15 @@ def main() -> None:
             for name in list(ways) if number % 2 else reversed(ways):
                 seconds[name] = run(f"{name}_{number}", topic, options.events, ways[name])
             rates = {name: options.events / spent for name, spent in seconds.items()}
-            for other in ("append", "without", "loop"):
+            for other in others:
                 ratios[other].append(rates["dedup"] / rates[other])
             table.add_row(
                 str(number),
                 *(f"{rates[name]:,.0f}/s" for name in ways),
-                *(f"{ratios[other][-1]:.2f}" for other in ("append", "without", "loop")),
+                *(f"{ratios[other][-1]:.2f}" for other in others),
             )
     spark.stop()
-    Console().print(table)
+    Console(width=140).print(table)
     medians = {f"dedup/{other}": round(statistics.median(found), 2) for other, found in ratios.items()}
     print(orjson.dumps({"events": options.events, "median_ratios": medians}).decode())
 

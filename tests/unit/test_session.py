@@ -1,0 +1,45 @@
+"""What a Spark session of ours begins with, without starting one."""
+
+from __future__ import annotations
+
+import pytest
+
+from spark_jobs import session
+
+GIVEN = ("JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS", "SPARK_SUBMIT_OPTS", "SPARK_CONF_DIR", "SPARK_HOME")
+
+
+def test_all_the_consumers_that_spark_keeps_fit_into_its_heap():
+    """64 of them (spark.kafka.consumer.cache.capacity), each with a fetch that is read and one that has come; 1 GB."""
+    assert 64 * 2 * int(session.READER_OPTIONS["max.partition.fetch.bytes"]) <= 2**28
+
+
+@pytest.mark.parametrize(
+    ("given", "chosen"),
+    [
+        ({}, True),
+        ({"JDK_JAVA_OPTIONS": "-Xmx2g -XX:TieredStopAtLevel=1"}, True),
+        ({"JDK_JAVA_OPTIONS": "-XX:+UseG1GC"}, False),
+        ({"JAVA_TOOL_OPTIONS": "-Xmx1g -XX:+UseZGC -Da=b"}, False),
+        ({"SPARK_SUBMIT_OPTS": "-XX:+UseSerialGC"}, False),
+    ],
+)
+def test_a_collector_is_chosen_where_nobody_else_has(monkeypatch, given, chosen):
+    for name in GIVEN:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert bool(session._collector()) is chosen
+
+
+def test_spark_s_own_configuration_is_not_contradicted(monkeypatch, tmp_path):
+    for name in GIVEN:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("SPARK_HOME", str(tmp_path))
+    assert session._collector()
+    (tmp_path / "conf").mkdir()
+    (tmp_path / "conf" / "spark-defaults.conf").write_text("spark.driver.extraJavaOptions -XX:+UseG1GC")
+    assert not session._collector()
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path / "conf"))
+    monkeypatch.delenv("SPARK_HOME")
+    assert not session._collector()
