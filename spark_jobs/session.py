@@ -34,7 +34,7 @@ REQUIRED_CONF: Final = {
 """What the consumer counts on in every Spark, wherever it runs."""
 
 # Measured: with these the reader is about twice as fast as with the Java client's defaults. Larger ones are no faster,
-# and dangerous: Spark keeps up to 64 consumers, each with a fetch or two in the heap. With 8 MiB and 10,000 records that
+# and dangerous: Spark keeps up to 64 consumers, each with a fetch or two in the heap. With 8 MiB and 10,000 records it
 # was 13 MB for each, of a heap that is 1 GB where nobody has said more.
 READER_OPTIONS: Final = {
     "max.poll.records": "2000",
