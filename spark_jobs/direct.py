@@ -37,24 +37,9 @@ SELECT c.relkind IN ('r', 'p') AND NOT c.relhasrules AND NOT c.relrowsecurity
 _OURS: Final = (psycopg.errors.DeadlockDetected, psycopg.errors.ProtocolViolation)
 _WHOLE: Final = ("smallint", "integer", "bigint")
 # Of which reading a text, as COPY does, and casting it from text, as the way through ``batch`` does, are one thing.
-_FROM_TEXT: Final = frozenset(
-    {
-        *(
-            "text",
-            "character varying",
-            "bpchar",
-            "numeric",
-            "uuid",
-            "json",
-            "jsonb",
-            "boolean",
-            "date",
-            "interval",
-            "inet",
-        ),
-        *(*_WHOLE, "real", "double precision", "timestamp without time zone", "timestamp with time zone"),
-    }
-)
+_TEXTS: Final = ("text", "character varying", "bpchar", "uuid", "json", "jsonb", "interval", "inet")
+_TIMES: Final = ("date", "timestamp without time zone", "timestamp with time zone")
+_FROM_TEXT: Final = frozenset({*_TEXTS, *_TIMES, *_WHOLE, "boolean", "numeric", "real", "double precision"})
 # Sent as the text that it is; and where the usual spelling is sent as the value, and any other takes the long way.
 _AS_TEXT: Final = frozenset({"character varying", "bpchar"})
 _STRICT: Final = frozenset({"uuid", "json", "jsonb"})
@@ -134,10 +119,12 @@ def direct_for(
     """
     if not isinstance(effect, Insert) or not isinstance(strategy, Dedup | Fingerprint):
         return None
+    # First: what is altered between this and the next question is seen by the task, which asks this one again.
+    _, seen = _look(cursor, effect.table, ())
     types = column_types(cursor, effect.table)
     pairs = effect.pairs(payload, types)
     kinds = {there: _sent_as(columns[here], types[there]) if here in columns else None for there, here in pairs.items()}
-    plain, seen = _look(cursor, effect.table, pairs)
+    plain, _ = _look(cursor, effect.table, pairs)
     if None in kinds.values() or not plain:
         return None
     return Direct(effect.table, pairs, {there: kind for there, kind in kinds.items() if kind is not None}, seen)

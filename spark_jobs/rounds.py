@@ -130,9 +130,7 @@ class Rounds:
             {partition: left - 1 for partition, left in known.items() if left > 1}
             for known in (self._suspects, self._slow)
         )
-        # The sink's tables may have been altered since the last round.
-        self._statements.clear()
-        self._directs.clear()
+        self._look_again()
         if self._job.keep_order:
             self._put_behind(state, span, self._store.dead_keys(self._job.topics))
         left = span
@@ -147,6 +145,7 @@ class Rounds:
     def retry(self, generation: int) -> Counts:
         """Apply the dead letters that somebody asked to have tried again, in their order, in one transaction."""
         counts = Counts()
+        self._look_again()
         while True:
             letters = self._store.retried(self._job.topics, RETRIED_AT_ONCE, keep_order=self._job.keep_order)
             if not letters:
@@ -184,6 +183,11 @@ class Rounds:
         if self._job.keep_order:
             found = found + _behind(letters, found)
         return [(at[culprit.place], culprit) for culprit in found]
+
+    def _look_again(self) -> None:
+        """Forget what the sink's tables were: somebody may have altered them since the last round."""
+        self._statements.clear()
+        self._directs.clear()
 
     # What one attempt does.
 

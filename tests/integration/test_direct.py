@@ -206,6 +206,19 @@ def test_a_table_that_was_altered_meanwhile_is_not_taken_for_what_it_was(sink):
         assert sink.run("SELECT v::text FROM s") == stored, change
 
 
+def test_a_table_that_is_altered_while_it_is_looked_at(sink, monkeypatch):
+    sink.run("CREATE TABLE s (v bigint)")
+
+    def altered(cursor, table):
+        found = column_types(cursor, table)
+        cursor.execute("ALTER TABLE s ALTER v TYPE numeric")
+        return found
+
+    monkeypatch.setattr("spark_jobs.direct.column_types", altered)
+    effect = Insert("s", {"v": "l"})
+    assert sink.apply(effect, {"l": [5]}, sink.direct(effect)) == ("roundabout", [])
+
+
 @pytest.mark.parametrize(
     "change",
     [
