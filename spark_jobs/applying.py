@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 from psycopg import sql
 
-from spark_jobs.copying import Unfit, beyond, copy_csv, copy_rows
+from spark_jobs.copying import Unfit, beyond, copy_csv, copy_rows, has_beyond
 from spark_jobs.errors import Reject
 from spark_jobs.strategies import Book, Place, Strategy
 
@@ -72,8 +72,7 @@ class Broken(Exception):
 def passing(error: psycopg.Error) -> bool:
     """Say whether the same may work on another try."""
     # psycopg counts limits of the program among what is operational; a value that is too long stays too long.
-    lost = psycopg.OperationalError | psycopg.InterfaceError
-    operational = isinstance(error, lost) and not (error.sqlstate or "").startswith("54")
+    operational = isinstance(error, psycopg.OperationalError) and not (error.sqlstate or "").startswith("54")
     return operational or error.sqlstate in _PASSING
 
 
@@ -116,6 +115,9 @@ class Applying:
         self._kept: list[pa.RecordBatch] = []
         self._ids: list[Ids] | None = None
         self._listed = sql.SQL(", ").join(map(_in_query, columns))
+        self._cast = sql.SQL(", ").join(
+            sql.SQL("{}::{}").format(_in_query(name), sql.SQL(kind)) for name, kind in columns.items()
+        )
         self._create("batch", columns)
 
     def copy(self, batches: Iterable[pa.RecordBatch]) -> None:
@@ -139,13 +141,10 @@ class Applying:
         incoming = sql.Identifier("outbox_batch_incoming")
         copy_csv(self._cursor, incoming, list(self._columns), self._kept_while(without_unfit(batches, names, found)))
         total = self._one("SELECT coalesce(max(incoming_at), 0) FROM outbox_batch_incoming")
-        cast = sql.SQL(", ").join(
-            sql.SQL("{}::{}").format(_in_query(name), sql.SQL(kind)) for name, kind in self._columns.items()
-        )
         insert = sql.SQL(
             "INSERT INTO batch ({}) SELECT {} FROM outbox_batch_incoming "
             "WHERE incoming_at BETWEEN %s AND %s ORDER BY incoming_at"
-        ).format(self._listed, cast)
+        ).format(self._listed, self._cast)
         for number, error in self._halves(1, total, lambda low, high: self._cursor.execute(insert, (low, high))):
             row = self._cursor.execute(
                 "SELECT message_topic, message_part, message_offset FROM outbox_batch_incoming WHERE incoming_at = %s",
@@ -161,11 +160,8 @@ class Applying:
 
         Raises Culprits for messages with values that do not fit; Broken when the rows are no messages.
         """
-        cast = sql.SQL(", ").join(
-            sql.SQL("{}::{}").format(_in_query(name), sql.SQL(kind)) for name, kind in self._columns.items()
-        )
         placed = "message_offset" in self._columns
-        insert = sql.SQL("INSERT INTO batch ({}) SELECT {} FROM {} WHERE ").format(self._listed, cast, staged)
+        insert = sql.SQL("INSERT INTO batch ({}) SELECT {} FROM {} WHERE ").format(self._listed, self._cast, staged)
         order = sql.SQL(" ORDER BY message_topic, message_part, message_offset" if placed else " ORDER BY staged_at")
         try:
             with self._cursor.connection.transaction():
@@ -403,7 +399,7 @@ def without_unfit(
         good = pa.array([True] * batch.num_rows, pa.bool_())
         for name in names:
             column = batch.column(name)
-            if pa.types.is_timestamp(column.type):
+            if has_beyond(column.type):
                 bad, why = beyond(column), f"column {name} holds a time beyond the years 1 to 9999"
                 good = pc.and_(good, pc.invert(bad))
                 _add_culprits(batch, bad, why, "22008", found)
@@ -425,9 +421,10 @@ def without_unfit(
 def _add_culprits(batch: pa.RecordBatch, bad: pa.Array, why: str, sqlstate: str, found: list[Culprit]) -> None:
     import pyarrow.compute as pc
 
+    known = {culprit.place for culprit in found}
     for row in pc.indices_nonzero(bad).to_pylist():
         place = tuple(batch.column(part)[row].as_py() for part in ("message_topic", "message_part", "message_offset"))
-        if all(known.place != place for known in found):
+        if place not in known:
             found.append(Culprit(place, "failed", why, sqlstate))
 
 

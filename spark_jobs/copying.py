@@ -23,7 +23,8 @@ TAIL: Final = b"\xff\xff"
 POSTGRES_DAY: Final = 10_957
 """2000-01-01, from where Postgres counts, in days since 1970-01-01."""
 
-_POSTGRES_MICROSECOND: Final = POSTGRES_DAY * 86_400_000_000
+_A_DAY: Final = 86_400_000_000
+_POSTGRES_MICROSECOND: Final = POSTGRES_DAY * _A_DAY
 # 0001-01-01 and the last microsecond of 9999.
 _FIRST: Final = -62_135_596_800_000_000
 _LAST: Final = 253_402_300_799_999_999
@@ -80,11 +81,11 @@ def _into(table: sql.Composable, columns: Sequence[str], form: str) -> sql.Compo
 
 
 def _as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Give bytes as bytea reads them. Raises Unfit for times of which Arrow would write another year."""
+    """Give bytes as bytea reads them. Raises Unfit for times and dates of which Arrow would write another year."""
     import pyarrow as pa
 
     for index, field in enumerate(batch.schema):
-        if pa.types.is_timestamp(field.type) and beyond(batch.column(index)).true_count:
+        if has_beyond(field.type) and beyond(batch.column(index)).true_count:
             raise Unfit("a time beyond the years 1 to 9999")
         if pa.types.is_binary(field.type):
             texts = [None if value is None else "\\x" + value.hex() for value in batch.column(index).to_pylist()]
@@ -209,16 +210,27 @@ def _truths(column: pa.Array) -> np.ndarray[Any, Any]:
 def _days(column: pa.Array) -> np.ndarray[Any, Any]:
     import pyarrow as pa
 
+    if beyond(column).true_count:
+        raise Unfit("a date beyond the years 1 to 9999")
     return _bytes_of(_values(column.cast(pa.int32())) - POSTGRES_DAY, ">i4")
 
 
 def beyond(column: pa.Array) -> pa.Array:
-    """Say which times are not of the years 1 to 9999: neither CSV nor anybody's calendar has them as they are."""
+    """Say which times or dates are not of the years 1 to 9999: neither CSV nor any calendar has them as they are."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    values = column.cast(pa.int64())
-    return pc.fill_null(pc.or_(pc.less(values, _FIRST), pc.greater(values, _LAST)), False)
+    dates = pa.types.is_date32(column.type)
+    values = column.cast(pa.int32() if dates else pa.int64())
+    first, last = (_FIRST // _A_DAY, _LAST // _A_DAY) if dates else (_FIRST, _LAST)
+    return pc.fill_null(pc.or_(pc.less(values, first), pc.greater(values, last)), False)
+
+
+def has_beyond(kind: pa.DataType) -> bool:
+    """Say whether ``beyond`` is to be asked of columns of this type."""
+    import pyarrow as pa
+
+    return bool(pa.types.is_timestamp(kind) or pa.types.is_date32(kind))
 
 
 def _moments(column: pa.Array) -> np.ndarray[Any, Any]:

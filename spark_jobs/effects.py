@@ -9,7 +9,7 @@ from typing import Final
 from psycopg import sql
 
 from spark_jobs.errors import JobError
-from spark_jobs.strategies import identifier
+from spark_jobs.strategies import identifier, refuse_cutting
 
 _INSERT: Final = "INSERT INTO {table} ({columns}) SELECT {values} FROM batch{messages}"
 _MESSAGES: Final = " WHERE NOT message_tombstone"
@@ -29,8 +29,6 @@ WITH latest AS (
 DELETE FROM {table} AS stored USING latest
  WHERE latest.message_tombstone AND stored.{conflict} = latest.message_key::{type}"""
 
-# Types that no cast and no assignment refuses a longer text for.
-_CUTTING: Final = frozenset({"name", '"char"'})
 Columns = Mapping[str, str] | Sequence[str] | None
 """Table column → column of ``batch``; or names that are the same in both; or None: all of the payload's."""
 
@@ -153,10 +151,7 @@ def _pairs(table: str, columns: Columns, payload: Sequence[str], types: Mapping[
     for name in pairs:
         if name not in types:
             raise JobError(f"{table} has no column {name}; map the job's columns to the table's with columns={{…}}")
-        if types[name] in _CUTTING:
-            raise JobError(
-                f"{table}: column {name} is of type {types[name]}, which cuts off a longer text; make it text"
-            )
+        refuse_cutting(table, name, types[name])
     return pairs
 
 

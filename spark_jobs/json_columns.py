@@ -18,12 +18,10 @@ from pyspark.sql import types as t
 
 from spark_jobs import json_payload, json_whole
 from spark_jobs.json_payload import HUGE, WHOLE, Convert
-from spark_jobs.json_whole import Finish, WholeReader
+from spark_jobs.json_whole import WHOLE_DOUBLE, Finish, WholeReader
 from spark_jobs.payload import Policy, Problem
 
 _NOTHING: Final[dict[str, Any]] = {}
-# Doubles hold every whole number up to here.
-_WHOLE_DOUBLE: Final = 2**53
 # A decimal number of up to 15 digits is told from all others by its double, and repr() gives it back.
 _DIGITS: Final = bytes(ord("0") if chr(byte) in "0123456789." else ord(" ") for byte in range(256))
 _LONG: Final = b"0" * 16
@@ -162,7 +160,7 @@ def _within(least: int, most: int) -> Callable[[Any], bool]:
 
 def _is_exact(value: Any) -> bool:
     if type(value) is int:
-        return -_WHOLE_DOUBLE <= value <= _WHOLE_DOUBLE
+        return -WHOLE_DOUBLE <= value <= WHOLE_DOUBLE
     return value is None or -HUGE < value < HUGE
 
 
@@ -238,7 +236,7 @@ def _each(name: str, convert: Convert, *, optional: bool) -> Take:
         for number, row in enumerate(batch.rows):
             value = given = row.get(name)
             if type(given) is float:
-                # For a column of decimals only: another does not take a Decimal, and the row is read by itself.
+                # What a column of decimals needs; to one of floats it is the same.
                 value = Decimal(repr(given)) if -HUGE < given < HUGE else None
             if value is not None:
                 try:

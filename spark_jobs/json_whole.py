@@ -38,7 +38,7 @@ _KINDS: Final[dict[type[t.DataType], pa.DataType]] = {
     t.DateType: pa.string(),
 }
 # From here on a double may stand for a whole number that it can't hold.
-_WHOLE_DOUBLE: Final = 2.0**53
+WHOLE_DOUBLE: Final = 2.0**53
 # Of what json_payload takes, the part that Arrow takes for the same: not the first and the last years, where an offset
 # may lead out of what Python can show.
 _YEAR: Final = r"(0[1-9]\d\d|[1-8]\d{3}|9[0-8]\d\d)"
@@ -89,7 +89,7 @@ class WholeReader:
             numbers = pc.fill_null(columns[name], 1.0).to_numpy(zero_copy_only=False)
             # What is not less: among them NaN and Infinity, which are numbers for Arrow and not for JSON. And -0: with
             # a point it is one, without it is the whole number 0.
-            alone |= ~(np.abs(numbers) < _WHOLE_DOUBLE) | (np.signbit(numbers) & (numbers == 0))
+            alone |= ~(np.abs(numbers) < WHOLE_DOUBLE) | (np.signbit(numbers) & (numbers == 0))
         return list(columns.values()), set(np.flatnonzero(alone).tolist())
 
     def _read(self, values: pa.Array) -> dict[str, pa.Array]:

@@ -305,7 +305,11 @@ class Rounds:
         for partition, one in told.items():
             if one.outcome == "applied":
                 self._count(state, partition, one)
-        self._slow |= {partition: SUSPECT_ROUNDS for partition, one in told.items() if one.outcome == "roundabout"}
+        straying = {partition: SUSPECT_ROUNDS for partition, one in told.items() if one.outcome == "roundabout"}
+        if straying:
+            # Perhaps because the table is another one now.
+            self._look_again()
+            self._slow |= straying
         state.lenient |= {partition for partition, one in told.items() if one.outcome == "uncopyable"}
         again = [partition for partition, one in told.items() if one.outcome in _AGAIN]
         silent = [partition for partition in span.ranges if partition not in told]

@@ -163,6 +163,7 @@ class Runner:
     def _begin(self) -> int:
         """Take the group over, once for the life of this runner."""
         if self._generation is None:
+            self._store.require_utf8()
             self._store.setup(self._job.setup)
             self._generation = self._store.take_over()
             self._report("group taken over", {"group": self._job.group, "generation": self._generation})

@@ -48,6 +48,15 @@ UNDECODED: Final = "outbox: a row that does not decode met a transform"
 _MOVING: Final = ("Exchange", "Coalesce", "CartesianProduct", "Union", "CollectLimit", "TakeOrdered", "GlobalLimit")
 # Not "$", which in Java also stands before a last newline.
 _UUID: Final = r"\A[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}\z"
+# META's types as Spark spells them: in the binary format they are told by nothing but their place.
+_META_KINDS: Final = {
+    name: {"uuid": "string", "text": "string", "integer": "int", "timestamptz": "timestamp"}.get(kind, kind)
+    for name, kind in META.items()
+}
+_JAVA_OPTIONS: Final = (
+    *("JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS", "_JAVA_OPTIONS"),
+    *("SPARK_SUBMIT_OPTS", "PYSPARK_SUBMIT_ARGS"),
+)
 _COLLECTOR: Final = re.compile(r"-XX:\+Use\w+GC\b")
 _NODE: Final = re.compile(r"^[\s:+\-|*()\d]*(\w+)")
 _PLAIN: Final = {
@@ -99,7 +108,11 @@ def start(
             "spark.sql.warehouse.dir": str(Path(tempfile.gettempdir()) / "outbox-spark-warehouse"),
         }
         if master.startswith("local"):
-            settings |= {"spark.driver.host": "127.0.0.1", "spark.driver.bindAddress": "127.0.0.1", **_collector()}
+            settings |= {
+                "spark.driver.host": "127.0.0.1",
+                "spark.driver.bindAddress": "127.0.0.1",
+                **_collector(conf or {}),
+            }
     if packages:
         settings["spark.jars.packages"] = packages
     elif jar_list := ",".join(str(jar) for jar in jars):
@@ -114,14 +127,12 @@ def start(
     return session
 
 
-def _collector() -> dict[str, str]:
+def _collector(conf: Mapping[str, str]) -> dict[str, str]:
     """Choose the garbage collector, where nobody else has: two of them in its options, and a JVM does not start.
 
     Fetches of MiBs are what G1 is slow with: it took up to half as much CPU again for reading a message.
     """
-    given = " ".join(
-        os.environ.get(name, "") for name in ("JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS", "SPARK_SUBMIT_OPTS")
-    )
+    given = " ".join([*conf.values(), *(os.environ.get(name, "") for name in _JAVA_OPTIONS)])
     folders = (os.environ.get("SPARK_CONF_DIR"), os.environ.get("SPARK_HOME") and f"{os.environ['SPARK_HOME']}/conf")
     configured = any(folder and (Path(folder) / "spark-defaults.conf").exists() for folder in folders)
     if configured or _COLLECTOR.search(given):
@@ -353,6 +364,12 @@ def copyable(rows: DataFrame) -> tuple[DataFrame, dict[str, str]]:
             continue
         if name in META:
             types[name] = META[name]
+            if kind == "void":
+                column = column.cast(_META_KINDS[name])
+            elif kind != _META_KINDS[name]:
+                raise JobError(
+                    f"transform: column {name} must stay {_META_KINDS[name]}, and is {kind}; name yours otherwise"
+                )
         elif (plain := _plain(kind)) is not None:
             types[name] = plain
         elif kind == "variant" or kind.startswith(("struct<", "map<", "array<")):

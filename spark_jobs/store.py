@@ -88,16 +88,25 @@ class Store:
 
     def connect(self) -> psycopg.Connection[Any]:
         """Connect for a transaction of the driver's."""
-        return psycopg.connect(self._url, application_name=f"outbox driver {self._group}"[:63], connect_timeout=10)
+        return psycopg.connect(
+            self._url,
+            # PgBouncer in transaction mode does not keep prepared statements.
+            prepare_threshold=None,
+            application_name=f"outbox driver {self._group}"[:63],
+            connect_timeout=10,
+            client_encoding="UTF8",
+        )
+
+    def require_utf8(self) -> None:
+        """Raise JobError for a sink that has not all characters that a message may have."""
+        with self.connect() as connection:
+            row = connection.execute("SHOW server_encoding").fetchone()
+        if row != ("UTF8",):
+            raise JobError(f"the sink's database is in {row and row[0]}, which has not all characters: it must be UTF8")
 
     def take_over(self) -> int:
         """Become the group's consumer. Gives the generation; whoever had the one before can commit nothing more."""
         with self.connect() as connection:
-            encoding = connection.info.parameter_status("server_encoding")
-            if encoding != "UTF8":
-                raise JobError(
-                    f"the sink's database is in {encoding}, which has not all that a message may: it must be UTF8"
-                )
             row = self._run(connection, _TAKE, owner=self._owner).fetchone()
             assert row is not None
             self._run(connection, _FENCE, generation=row[0])

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
     from spark_jobs.identity import Ids
 
-_REMEMBER: Final = "INSERT INTO {processed} (grp, day, message_id) SELECT %(grp)s, {day}, message_id FROM batch"
+_REMEMBER: Final = """
+INSERT INTO {processed} (grp, day, message_id)
+SELECT %(grp)s, {day}, message_id FROM batch ORDER BY {day}, message_id"""
 # A message that stands twice in one batch: the lower offset is the first time.
 _DROP_REPEATS: Final = """
 DELETE FROM batch AS later USING batch AS first
@@ -75,6 +77,7 @@ WITH RECURSIVE known AS (
 SELECT attname, format_type(type, CASE WHEN coalesce(nullif(typelem, 0), type) IN (
            'varchar'::regtype, 'bpchar'::regtype, 'bit'::regtype, 'varbit'::regtype) THEN -1 ELSE modifier END)
   FROM known JOIN pg_type ON pg_type.oid = type WHERE typtype <> 'd' ORDER BY attnum"""
+_CUTTING: Final = frozenset({"name", '"char"'})
 _LATEST: Final = "message_topic DESC, message_part DESC, message_offset DESC"
 
 Place = tuple[str, int, int]
@@ -204,6 +207,7 @@ class Version(_Comparing):
         for name in (*pairs.values(), stored):
             if name not in types:
                 raise JobError(f"Version: {self.table} has no column {name}")
+            refuse_cutting(self.table, name, types[name])
         return types, pairs, stored
 
 
@@ -319,6 +323,12 @@ def column_types(cursor: psycopg.Cursor[Any], table: str) -> dict[str, str]:
     if not found:
         raise JobError(f"the sink has no table {table}; make it, or give the job's setup the SQL that does")
     return found
+
+
+def refuse_cutting(table: str, name: str, kind: str) -> None:
+    """Raise JobError for a column of a type to which any cast or assignment cuts a text to fit, without a word."""
+    if kind in _CUTTING:
+        raise JobError(f"{table}: column {name} is of type {kind}, which cuts off a longer text; make it text")
 
 
 def _remember(cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:

@@ -385,7 +385,13 @@ def transaction(url: str, name: str) -> Iterator[psycopg.Cursor[Any]]:
     """
     # Not left to defaults that somebody may have changed: COPY sends UTF-8, and what is forgotten must be seen at once.
     opened = psycopg.connect(
-        url, application_name=name[:63], connect_timeout=10, tcp_user_timeout=30_000, client_encoding="UTF8"
+        url,
+        # PgBouncer in transaction mode does not keep prepared statements.
+        prepare_threshold=None,
+        application_name=name[:63],
+        connect_timeout=10,
+        tcp_user_timeout=30_000,
+        client_encoding="UTF8",
     )
     opened.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
     with closing(opened) as connection, connection:

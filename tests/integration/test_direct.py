@@ -26,7 +26,7 @@ from spark_jobs.errors import JobError
 from spark_jobs.job import META
 from spark_jobs.planner import Range
 from spark_jobs.store import Store
-from spark_jobs.strategies import Book, Dedup, Fingerprint, Natural, Strategy, column_types
+from spark_jobs.strategies import Book, Dedup, Fingerprint, Natural, Strategy, Version, column_types
 from spark_jobs.task import TaskPlan
 
 NOON = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
@@ -39,6 +39,7 @@ PAYLOAD: dict[str, tuple[str, pa.DataType]] = {
     "b": ("boolean", pa.bool_()),
     "at": ("timestamptz", pa.timestamp("us", "UTC")),
     "raw": ("bytea", pa.binary()),
+    "d": ("date", pa.date32()),
 }
 COLUMNS = {name: kind for name, (kind, _) in PAYLOAD.items()} | META
 # The sink's column, where it comes from, and values; those in the last list have to be refused.
@@ -67,6 +68,7 @@ KINDS: dict[str, tuple[str, str, list[Any], list[Any]]] = {
     "truth": ("boolean", "b", [True, False, None], []),
     "moment": ("timestamptz", "at", [NOON, NOON.replace(year=1, microsecond=5), NOON.replace(year=9999), None], []),
     "seconds": ("timestamptz(0)", "at", [NOON.replace(microsecond=500_000)], []),
+    "date": ("date", "d", [dt.date(1, 1, 1), dt.date(9999, 12, 31), None], []),
     "bytes": ("bytea", "raw", [b"\x00\xff", b"", None], []),
     "checked": ("integer CHECK (v < 100)", "i", [5], [100]),
     "generated": ("integer, w integer GENERATED ALWAYS AS (v * 2) STORED", "i", [5], []),
@@ -367,12 +369,17 @@ def test_a_percent_sign_in_a_name(sink):
 def test_times_that_no_calendar_has_are_refused(sink):
     sink.run("CREATE TABLE s (v timestamptz)")
     effect = Insert("s", {"v": "at"})
-    direct = sink.direct(effect)
     for value in (-(2**63), -(2**63) + 946_684_800_000_000, 2**63 - 1):
-        rows = {"at": pa.array([0, value], pa.int64()).cast(pa.timestamp("us", "UTC"))}
-        assert sink.apply(effect, rows, direct) == ("roundabout", [])
-        assert sink.apply(effect, rows, None) == ("uncopyable", [])
-        assert sink.apply(effect, rows, None, lenient=frozenset({("t", 0)})) == ("culprits", [sink.next + 1])
+        refused(sink, effect, {"at": pa.array([0, value], pa.int64()).cast(pa.timestamp("us", "UTC"))})
+    sink.run("DROP TABLE s; CREATE TABLE s (v date)")
+    for value in (-(2**31), -719_163, 2_932_897, 2**31 - 1):
+        refused(sink, Insert("s", {"v": "d"}), {"d": pa.array([0, value], pa.int32()).cast(pa.date32())})
+
+
+def refused(sink, effect, rows):
+    assert sink.apply(effect, rows, sink.direct(effect)) == ("roundabout", [])
+    assert sink.apply(effect, rows, None) == ("uncopyable", [])
+    assert sink.apply(effect, rows, None, lenient=frozenset({("t", 0)})) == ("culprits", [sink.next + 1])
 
 
 @pytest.mark.parametrize("kind", ["name", '"char"'])
@@ -380,6 +387,8 @@ def test_a_type_that_cuts_texts_off_is_refused(sink, kind):
     sink.run(f"CREATE TABLE s (v {kind})")
     with pytest.raises(JobError, match="cuts off"):
         sink.direct(Insert("s", {"v": "t"}))
+    with psycopg.connect(sink.url) as connection, pytest.raises(JobError, match="cuts off"):
+        Version("s", {"t": "v"}, "l", "v").check(connection.cursor())
 
 
 def test_a_sink_that_has_not_all_characters_is_refused(sink):
@@ -393,7 +402,7 @@ def test_a_sink_that_has_not_all_characters_is_refused(sink):
         url = psycopg.conninfo.make_conninfo(sink.url, dbname=name)
         try:
             with pytest.raises(JobError, match="LATIN1"):
-                Store(url, "consumer", "g", "test").take_over()
+                Store(url, "consumer", "g", "test").require_utf8()
         finally:
             connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
 

@@ -170,6 +170,15 @@ def test_a_row_that_does_not_decode_is_not_filtered_away_by_a_transform(bench):
     put(bench, b'{"order_id": 17}')
     with pytest.raises(BadMessage, match="order_id"):
         bench.once(replace(job, on_bad="halt"))
+    with pytest.raises(JobError, match="message_time must stay timestamp, and is bigint"):
+        bench.once(replace(job, transform=lambda rows: rows.withColumn("message_time", rows["message_offset"])))
+    put(bench, order("c", 1))
+    assert (
+        bench.once(
+            replace(job, transform=lambda rows: rows.selectExpr("* EXCEPT (message_key)", "NULL AS message_key"))
+        ).dead
+        == 1
+    )
 
 
 def test_too_many_bad_messages_end_the_job_instead(bench):

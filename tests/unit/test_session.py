@@ -6,7 +6,7 @@ import pytest
 
 from spark_jobs import session
 
-GIVEN = ("JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS", "SPARK_SUBMIT_OPTS", "SPARK_CONF_DIR", "SPARK_HOME")
+GIVEN = (*session._JAVA_OPTIONS, "SPARK_CONF_DIR", "SPARK_HOME")
 
 
 def test_all_the_consumers_that_spark_keeps_fit_into_its_heap():
@@ -22,6 +22,8 @@ def test_all_the_consumers_that_spark_keeps_fit_into_its_heap():
         ({"JDK_JAVA_OPTIONS": "-XX:+UseG1GC"}, False),
         ({"JAVA_TOOL_OPTIONS": "-Xmx1g -XX:+UseZGC -Da=b"}, False),
         ({"SPARK_SUBMIT_OPTS": "-XX:+UseSerialGC"}, False),
+        ({"_JAVA_OPTIONS": "-XX:+UseSerialGC"}, False),
+        ({"PYSPARK_SUBMIT_ARGS": "--driver-java-options -XX:+UseG1GC pyspark-shell"}, False),
     ],
 )
 def test_a_collector_is_chosen_where_nobody_else_has(monkeypatch, given, chosen):
@@ -29,17 +31,18 @@ def test_a_collector_is_chosen_where_nobody_else_has(monkeypatch, given, chosen)
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
-    assert bool(session._collector()) is chosen
+    assert bool(session._collector({})) is chosen
+    assert not session._collector({"spark.driver.extraJavaOptions": "-XX:+UseG1GC"})
 
 
 def test_spark_s_own_configuration_is_not_contradicted(monkeypatch, tmp_path):
     for name in GIVEN:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("SPARK_HOME", str(tmp_path))
-    assert session._collector()
+    assert session._collector({})
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "spark-defaults.conf").write_text("spark.driver.extraJavaOptions -XX:+UseG1GC")
-    assert not session._collector()
+    assert not session._collector({})
     monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path / "conf"))
     monkeypatch.delenv("SPARK_HOME")
-    assert not session._collector()
+    assert not session._collector({})
