@@ -134,6 +134,7 @@ def test_broker_and_postgres_restart_during_a_run(spark, private_postgres, priva
             return shown_to_kafka(bench) >= end
 
         until(process, tmp_path, shown, "the position to be shown")
+        until(process, tmp_path, lambda: "one more round" in bench.totals(), "its effect")
         process.terminate()
         assert process.wait(240) == 0
     finally:
