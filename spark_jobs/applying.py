@@ -316,10 +316,9 @@ class Applying:
     @staticmethod
     def _rejected(reject: Reject, rows: pa.Table) -> list[Place]:
         wanted = set(reject.message_ids)
-        places = zip(
-            *(rows[name].to_pylist() for name in ("message_topic", "message_part", "message_offset")), strict=True
-        )
-        found = [place for place, name in zip(places, rows["message_id"].to_pylist(), strict=True) if name in wanted]
+        found = [
+            place for place, name in zip(places_of(rows), rows["message_id"].to_pylist(), strict=True) if name in wanted
+        ]
         if not found:
             raise Broken(
                 f"the effect rejected {reject.message_ids[0]}, which is no message_id of its batch"
@@ -335,10 +334,7 @@ class Applying:
         table = pa.Table.from_batches(self._kept)
         left = self.places()
         if len(left) < table.num_rows:
-            places = zip(
-                *(table[name].to_pylist() for name in ("message_topic", "message_part", "message_offset")), strict=True
-            )
-            table = table.filter(pa.array([place in left for place in places], pa.bool_()))
+            table = table.filter(pa.array([place in left for place in places_of(table)], pa.bool_()))
         return table
 
     def _ids_while(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -380,6 +376,11 @@ def _in_query(name: str) -> sql.SQL:
     return sql.SQL(sql.Identifier(name).as_string(None).replace("%", "%%"))
 
 
+def places_of(rows: pa.RecordBatch | pa.Table) -> Iterator[Place]:
+    """Give the places of messages, row by row."""
+    return zip(*(rows.column(name).to_pylist() for name in META_PLACE), strict=True)
+
+
 def textual(columns: Mapping[str, str]) -> dict[str, str]:
     """Give types that take what the columns' own may refuse: text, but for what says which message it is."""
     return {name: META_PLACE.get(name, "text") for name in columns}
@@ -419,13 +420,9 @@ def without_unfit(
 
 
 def _add_culprits(batch: pa.RecordBatch, bad: pa.Array, why: str, sqlstate: str, found: list[Culprit]) -> None:
-    import pyarrow.compute as pc
-
     known = {culprit.place for culprit in found}
-    for row in pc.indices_nonzero(bad).to_pylist():
-        place = tuple(batch.column(part)[row].as_py() for part in ("message_topic", "message_part", "message_offset"))
-        if place not in known:
-            found.append(Culprit(place, "failed", why, sqlstate))
+    places = places_of(batch.filter(bad))
+    found.extend(Culprit(place, "failed", why, sqlstate) for place in places if place not in known)
 
 
 def _is_utf8(column: pa.Array) -> bool:

@@ -95,14 +95,34 @@ class _Remembering:
 
     def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:
         """Leave in ``batch`` only what was never applied. ``suspect``: repeats are likely, so do not try without."""
-        _remember(cursor, book, ids, suspect=suspect)
+        if not suspect:
+            try:
+                with cursor.connection.transaction():
+                    if ids is None:
+                        book.run(cursor, _REMEMBER)
+                    else:
+                        from spark_jobs import processed
+
+                        processed.copy_ids(cursor, book, ids)
+                return
+            except psycopg.errors.UniqueViolation:
+                # Something repeats. The savepoint took the ids back; find out which, the slower way.
+                pass
+        cursor.execute("ANALYZE batch")
+        cursor.execute(_DROP_REPEATS)
+        book.run(cursor, _REMEMBER_FRESH)
 
     def check(self, cursor: psycopg.Cursor[Any]) -> None:
         """Nothing of a row is compared with a table."""
 
     def too_old(self, cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:
         """Give the messages whose day the group has forgotten, each with an explanation."""
-        return _too_old(cursor, book)
+        # Most groups have forgotten nothing that could come again, and then no row has to be looked at.
+        if forgotten_before(cursor, book) is None:
+            return []
+        rows = book.run(cursor, _FORGOTTEN).fetchall()
+        why = "its id is of a day before {}, and such ids are no longer all remembered: it may have been applied before"
+        return [((topic, part, offset), why.format(before)) for topic, part, offset, before in rows]
 
 
 class _Comparing:
@@ -331,25 +351,6 @@ def refuse_cutting(table: str, name: str, kind: str) -> None:
         raise JobError(f"{table}: column {name} is of type {kind}, which cuts off a longer text; make it text")
 
 
-def _remember(cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:
-    if not suspect:
-        try:
-            with cursor.connection.transaction():
-                if ids is None:
-                    book.run(cursor, _REMEMBER)
-                else:
-                    from spark_jobs import processed
-
-                    processed.copy_ids(cursor, book, ids)
-            return
-        except psycopg.errors.UniqueViolation:
-            # Something repeats. The savepoint took the ids back; find out which, the slower way.
-            pass
-    cursor.execute("ANALYZE batch")
-    cursor.execute(_DROP_REPEATS)
-    book.run(cursor, _REMEMBER_FRESH)
-
-
 def forgotten_before(cursor: psycopg.Cursor[Any], book: Book) -> int | None:
     """Give the day, since 1970-01-01, before which the group's ids are no longer all remembered; None for no such day.
 
@@ -358,15 +359,6 @@ def forgotten_before(cursor: psycopg.Cursor[Any], book: Book) -> int | None:
     """
     row = book.run(cursor, _FORGOTTEN_BEFORE).fetchone()
     return None if row is None else row[0]
-
-
-def _too_old(cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:
-    # Most groups have forgotten nothing that could come again, and then no row has to be looked at.
-    if forgotten_before(cursor, book) is None:
-        return []
-    rows = book.run(cursor, _FORGOTTEN).fetchall()
-    why = "its id is of a day before {}, and such ids are no longer all remembered: it may have been applied before"
-    return [((topic, part, offset), why.format(before)) for topic, part, offset, before in rows]
 
 
 def _columns(what: str, names: Sequence[str]) -> None:

@@ -23,7 +23,7 @@ import psycopg
 from psycopg import sql
 
 from spark_jobs import letters
-from spark_jobs.applying import Applying, Broken, Culprit, Culprits, Uncopyable, passing, shown
+from spark_jobs.applying import Applying, Broken, Culprit, Culprits, Uncopyable, passing, places_of, shown
 from spark_jobs.decoding import PROBLEM
 from spark_jobs.direct import Direct, Roundabout
 from spark_jobs.errors import JobError
@@ -268,15 +268,13 @@ class Feed:
 
 
 def _at_fault(batch: pa.RecordBatch, row: int, name: str) -> Culprit:
-    topic, part, offset = (
-        batch.column(place)[row].as_py() for place in ("message_topic", "message_part", "message_offset")
-    )
+    (place,) = places_of(batch.slice(row, 1))
     reason, error = "rejected", f"column {name}, which the job's strategy needs, is NULL"
     if name == PROBLEM:
         reason, error = "undecodable", batch.column(PROBLEM)[row].as_py()
     elif name == "message_id":
         reason, error = "no-id", "there is no id: neither a header ce_id nor a header id"
-    return Culprit((topic, part, offset), reason, error)
+    return Culprit(place, reason, error)
 
 
 def culprits_text(found: Sequence[Culprit]) -> str:

@@ -13,21 +13,19 @@ from uuid import uuid4
 import psycopg
 import pyarrow as pa
 import pytest
+from consumer_group import ConsumerGroup
 from psycopg import sql
 from support import wait_until
 from uuid_utils import uuid7
 
-from relay import db
 from spark_jobs import task
 from spark_jobs.applying import Applying
 from spark_jobs.direct import Direct, direct_for
 from spark_jobs.effects import Insert, Upsert
 from spark_jobs.errors import JobError
 from spark_jobs.job import META
-from spark_jobs.planner import Range
 from spark_jobs.store import Store
 from spark_jobs.strategies import Book, Dedup, Fingerprint, Natural, Strategy, Version, column_types
-from spark_jobs.task import TaskPlan
 
 NOON = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
 PAYLOAD: dict[str, tuple[str, pa.DataType]] = {
@@ -79,16 +77,10 @@ NOT_DIRECT = {"texts", "bits", "mood", "numeric from double", "real", "seconds"}
 
 
 @dataclass
-class Sink:
+class Sink(ConsumerGroup):
     """A group, and a table ``s`` for each test."""
 
-    url: str
     next: int = 0
-
-    def run(self, query: str) -> list[Any]:
-        with psycopg.connect(self.url) as connection:
-            cursor = connection.execute(query)  # type: ignore[arg-type]
-            return cursor.fetchall() if cursor.description else []
 
     def direct(self, effect: object, strategy: Strategy | None = None) -> Direct | None:
         with psycopg.connect(self.url) as connection:
@@ -104,20 +96,7 @@ class Sink:
         with psycopg.connect(self.url) as connection:
             types = column_types(connection.cursor(), effect.table)
             statements = ";".join(one.as_string(connection) for one in effect.statements(payload, types))
-        made = TaskPlan(
-            url=self.url,
-            schema="consumer",
-            group="g",
-            generation=1,
-            ranges={("t", 0): Range("x", self.next, self.next + size)},
-            log_ends={},
-            columns=COLUMNS,
-            effect=statements,
-            strategy=Dedup(),
-            bisect=True,
-            max_dead=10,
-            direct=direct,
-        )
+        made = self.plan(0, self.next, size, COLUMNS, statements, direct=direct)
         made = replace(made, **plan)
         batch = pa.RecordBatch.from_pydict(
             {
@@ -145,15 +124,10 @@ class Sink:
 
 @pytest.fixture
 def sink(outbox_postgres) -> Sink:
-    db.upgrade_consumer(outbox_postgres.url)
     made = Sink(outbox_postgres.url)
+    made.begin([0])
     made.run("CREATE DOMAIN short AS varchar(3) CHECK (VALUE <> 'no'); CREATE DOMAIN shorter AS short")
     made.run("CREATE TYPE mood AS ENUM ('good', 'bad')")
-    made.run("INSERT INTO consumer.groups (grp, owner) VALUES ('g', 'test')")
-    made.run(
-        "INSERT INTO consumer.offsets (grp, topic, part, topic_id, next_offset, generation) "
-        "VALUES ('g', 't', 0, 'x', 0, 1)"
-    )
     return made
 
 

@@ -15,18 +15,15 @@ import numpy as np
 import psycopg
 import pyarrow as pa
 import pytest
+from consumer_group import ConsumerGroup
 
-from relay import db
 from spark_jobs import applying, direct, identity, processed, strategies, task
 from spark_jobs.applying import Culprit
 from spark_jobs.direct import Direct
 from spark_jobs.effects import Insert
-from spark_jobs.planner import Range
 from spark_jobs.strategies import Dedup
 from spark_jobs.tables import DAY_OF_ID
-from spark_jobs.task import TaskPlan
 
-TOPIC_ID = "topic-id"
 COLUMNS = {
     "n": "integer",
     "message_id": "uuid",
@@ -53,17 +50,11 @@ WAYS = ("batch", "direct", "lenient")
 
 
 @dataclass
-class Sink:
+class Sink(ConsumerGroup):
     """A group that stands at offset 0 in generation 1. ``told`` are the outcomes of all reports."""
 
-    url: str
     way: str = "batch"
     told: list[str] = field(default_factory=list)
-
-    def run(self, query: str) -> list[Any]:
-        with psycopg.connect(self.url) as connection:
-            cursor = connection.execute(query)
-            return cursor.fetchall() if cursor.description else []
 
     def apply(
         self,
@@ -78,18 +69,13 @@ class Sink:
         **plan: Any,
     ) -> dict[str, Any]:
         """Apply messages (id, n) from an offset on, as a task does, and again as the driver would. Gives the report."""
-        made = TaskPlan(
-            url=self.url,
-            schema="consumer",
-            group="g",
+        made = self.plan(
+            part,
+            start,
+            len(messages),
+            COLUMNS,
+            EFFECT,
             generation=generation,
-            ranges={("t", part): Range(TOPIC_ID, start, start + len(messages))},
-            log_ends={},
-            columns=COLUMNS,
-            effect=EFFECT,
-            strategy=Dedup(),
-            bisect=True,
-            max_dead=10,
             lenient=frozenset({("t", part)} if self.way == "lenient" else ()),
             direct=self.straight() if self.way == "direct" else None,
         )
@@ -135,16 +121,9 @@ class Sink:
 
 @pytest.fixture
 def sink(outbox_postgres) -> Sink:
-    url = outbox_postgres.url
-    db.upgrade_consumer(url)
-    made = Sink(url)
+    made = Sink(outbox_postgres.url)
+    made.begin([0, 1])
     made.run("CREATE TABLE numbers (n int CHECK (n < 100), place bigint)")
-    made.run("INSERT INTO consumer.groups (grp, owner) VALUES ('g', 'test')")
-    for part in (0, 1):
-        made.run(
-            "INSERT INTO consumer.offsets (grp, topic, part, topic_id, next_offset, generation) "
-            f"VALUES ('g', 't', {part}, '{TOPIC_ID}', 0, 1)"
-        )
     return made
 
 
