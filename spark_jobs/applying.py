@@ -391,7 +391,8 @@ def without_unfit(
 ) -> Iterator[pa.RecordBatch]:
     """Give the rows whose columns ``names`` are text for Postgres, and add the others to ``found``.
 
-    A NUL character or bytes that are no UTF-8 could not even be copied to find them there.
+    A NUL character or bytes that are no UTF-8 could not even be copied to find them there. Raises Broken when a row
+    does not say which message it is.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -420,6 +421,10 @@ def without_unfit(
 
 
 def _add_culprits(batch: pa.RecordBatch, bad: pa.Array, why: str, sqlstate: str, found: list[Culprit]) -> None:
+    if not bad.true_count:
+        return
+    if not set(META_PLACE) <= set(batch.schema.names):
+        raise Broken(f"{why}; it is a row of the transform, of no one message, so no message can be put aside for it")
     known = {culprit.place for culprit in found}
     places = places_of(batch.filter(bad))
     found.extend(Culprit(place, "failed", why, sqlstate) for place in places if place not in known)

@@ -29,7 +29,7 @@ from psycopg import sql
 
 from spark_jobs import session as spark
 from spark_jobs import task
-from spark_jobs.applying import Applying, Culprit, Culprits, textual, without_unfit
+from spark_jobs.applying import Applying, Broken, Culprit, Culprits, textual, without_unfit
 from spark_jobs.copying import copy_csv
 from spark_jobs.decoding import PROBLEM
 from spark_jobs.errors import ConsumerUnavailable, JobError
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame
 
-_REPORT: Final = "staged_by string, rows long, culprits string"
+_REPORT: Final = "staged_by string, rows long, culprits string, broken string"
 _OLDER: Final = r"""
 SELECT relname FROM pg_class
  WHERE relkind = 'r' AND relnamespace = to_regnamespace(%(schema)s)
@@ -65,12 +65,11 @@ class _StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """What the executors staged: under which names, and how many rows; and the messages that were at fault."""
+    """What the executors staged: under which names, and how many rows."""
 
     table: sql.Identifier
     names: list[str]
     rows: int
-    culprits: list[Culprit]
 
 
 class BatchRounds(Rounds):
@@ -120,10 +119,8 @@ class BatchRounds(Rounds):
         # With a shuffle only who the messages are: that is what dedup needs, and their content is read again.
         first = messages.select(*META, PROBLEM) if shuffled else result
         first, columns = spark.copyable(first)
-        staged = self._stage(first, columns, f"{generation}_m", self._job.strategy.required)
         with stopping("the round"):
-            if staged.culprits:
-                raise Culprits(staged.culprits)
+            staged = self._stage(first, columns, f"{generation}_m", self._job.strategy.required)
         plan = self._plan(span, state, generation, {} if shuffled else columns)
         plan = replace(plan, columns=columns, max_dead=max(self._job.max_dead, len(retried)))
         with stopping("the round"), task.transaction(self._url, f"outbox driver {self._job.group}") as cursor:
@@ -174,6 +171,7 @@ class BatchRounds(Rounds):
             )
 
     def _stage(self, rows: DataFrame, columns: Mapping[str, str], suffix: str, required: tuple[str, ...]) -> _Staged:
+        """Stage rows. Raises Culprits for messages, and Broken for rows of no one message, that can't be applied."""
         table = f"{self._stem()}_{suffix}"
         as_text = textual(columns)
         fields = sql.SQL(", ").join(
@@ -190,12 +188,16 @@ class BatchRounds(Rounds):
             connection.execute(sql.SQL("DELETE FROM {}").format(sql.Identifier(self._schema, table)))
         plan = _StagePlan(self._url, self._schema, table, self._job.group, tuple(columns), required)
         reports = rows.mapInArrow(lambda batches: _stage(plan, batches), _REPORT).collect()
+        broken = [row.broken for row in reports if row.broken]
+        if broken:
+            raise Broken(broken[0])
         culprits = [culprit for row in reports for culprit in task.culprits_from(row.culprits)]
+        if culprits:
+            raise Culprits(culprits)
         return _Staged(
             sql.Identifier(self._schema, table),
             [row.staged_by for row in reports],
             sum(row.rows for row in reports),
-            culprits,
         )
 
     def _prepare(self, generation: int) -> None:
@@ -236,15 +238,21 @@ def _stage(plan: _StagePlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.R
         for batch in without_unfit(feed, texts, found):
             yield batch.append_column("staged_by", pa.array([name] * batch.num_rows, pa.string()))
 
-    with task.transaction(plan.url, f"outbox consumer {plan.group}") as cursor:
-        copy_csv(cursor, table, [*plan.columns, "staged_by"], named())
-        found += feed.found
-        if found:
-            cursor.connection.rollback()
+    broken = ""
+    try:
+        with task.transaction(plan.url, f"outbox consumer {plan.group}") as cursor:
+            copy_csv(cursor, table, [*plan.columns, "staged_by"], named())
+            found += feed.found
+            if found:
+                cursor.connection.rollback()
+    except Broken as error:
+        # Another try of the task would find the same: the driver is to say so.
+        broken = str(error)
     yield pa.RecordBatch.from_pydict(
         {
             "staged_by": [name],
             "rows": pa.array([0 if found else feed.rows], pa.int64()),
             "culprits": [culprits_text(found)],
+            "broken": [broken],
         }
     )

@@ -383,6 +383,34 @@ def test_a_round_may_aggregate_over_partitions(bench):
         bench.once(replace(job, strategy=Natural(["customer"])))
 
 
+def test_text_that_postgres_refuses_after_a_shuffle_is_never_left_out(bench):
+    """A row that still says which message it is costs that message; of a sum nobody can say which one it was."""
+    job = replace(
+        bench.job,
+        atomic="batch",
+        setup="CREATE TABLE IF NOT EXISTS seen (order_id text, customer text)",
+        effect="INSERT INTO seen SELECT order_id, customer FROM batch",
+    )
+    put(bench, order("a", 1))
+    put(bench, order("b", 1, customer="nul\0"))
+    put(bench, order("c", 1))
+    totals = bench.once(replace(job, transform=lambda rows: rows.repartition(2)))
+    assert (totals.read, totals.applied, totals.dead) == (3, 2, 1)
+    assert bench.rows("SELECT order_id FROM seen ORDER BY 1") == [("a",), ("c",)]
+    ((why,),) = bench.rows("SELECT error FROM consumer.dead_letters")
+    assert "column customer holds a NUL character" in why
+    sums = replace(
+        job,
+        group="sums",
+        transform=lambda rows: rows.groupBy("customer").agg({"order_id": "count"}).toDF("customer", "orders"),
+        effect="INSERT INTO seen SELECT orders::text, customer FROM batch",
+    )
+    with pytest.raises(EffectFailed, match=r"column customer holds a NUL character.*of no one message"):
+        bench.once(sums)
+    assert bench.rows("SELECT count(*) FROM seen") == [(2,)]
+    assert bench.rows("SELECT DISTINCT next_offset FROM consumer.offsets WHERE grp = 'sums'") == [(0,)]
+
+
 @pytest.mark.parametrize("atomic", ["partition", "batch"])
 def test_the_generation_fences_both_ways_of_applying(bench, atomic):
     job = replace(bench.job, atomic=atomic)
