@@ -58,7 +58,7 @@ UPDATE {groups} AS g SET forgotten_before = greatest(g.forgotten_before, %(high)
  WHERE EXISTS (SELECT FROM {partition} AS p WHERE p.grp = g.grp)"""
 _DROP: Final = "DROP TABLE {partition}"
 
-# By group and day through the key: ids without a time, of which there may be very many, are not looked at.
+# By group and day through an index: ids without a time, of which there may be very many, are not looked at.
 STRAY: Final = """
 SELECT g.grp, d.day FROM {groups} AS g CROSS JOIN LATERAL (
        SELECT p.day FROM {default} AS p

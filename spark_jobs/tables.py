@@ -98,7 +98,8 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("day", sa.Date, nullable=False),
         sa.Column("message_id", pg.UUID(as_uuid=True), nullable=False),
         sa.Column("seen_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
-        sa.PrimaryKeyConstraint("grp", "day", "message_id", name="processed_messages_pkey"),
+        # The id first: it alone decides nearly every comparison on the way down the index.
+        sa.PrimaryKeyConstraint("message_id", "grp", "day", name="processed_messages_pkey"),
         schema=schema,
         postgresql_partition_by="RANGE (day)",
         comment="Ids of the messages whose effect is in the sink, by the day in the id.",
@@ -110,7 +111,9 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("day", sa.Date, nullable=False),
         sa.Column("message_id", pg.UUID(as_uuid=True), nullable=False),
         sa.Column("seen_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
-        sa.PrimaryKeyConstraint("grp", "day", "message_id", name="processed_messages_default_pkey"),
+        sa.PrimaryKeyConstraint("message_id", "grp", "day", name="processed_messages_default_pkey"),
+        # Which of its days can be forgotten is asked for by group.
+        sa.Index("processed_messages_default_days", "grp", "day", postgresql_where=sa.text("day > '1970-01-01'::date")),
         schema=schema,
         comment="Ids without a time, and of days that have no partition of their own.",
     )

@@ -31,6 +31,14 @@ def upgrade() -> None:
         sa.Column("seen_at", _TIME, nullable=False, server_default=sa.text("now()")),
         schema=schema,
     )
+    _key(schema, "message_id", "grp", "day")
+    op.create_index(
+        "processed_messages_default_days",
+        "processed_messages_default",
+        ["grp", "day"],
+        schema=schema,
+        postgresql_where=sa.text("day > '1970-01-01'::date"),
+    )
     op.create_table(
         "dead_letters",
         sa.Column("id", sa.BigInteger(), sa.Identity(always=True), nullable=False),
@@ -164,7 +172,20 @@ def downgrade() -> None:
     schema = context.config.attributes.get("schema", "consumer")
     for table in ("audit", "reservations", "losses", "dead_letters"):
         op.drop_table(table, schema=schema)
+    op.drop_index("processed_messages_default_days", "processed_messages_default", schema=schema)
+    _key(schema, "grp", "day", "message_id")
     op.drop_column("processed_messages", "seen_at", schema=schema)
     for name in (*reversed(_COUNTS), "log_end"):
         op.drop_column("offsets", name, schema=schema)
     op.drop_column("groups", "forgotten_before", schema=schema)
+
+
+def _key(schema: str, *columns: str) -> None:
+    """Give processed_messages and its partitions another order of the key's columns."""
+    tables = ("processed_messages", "processed_messages_default")
+    # The default partition's goes with the parent's, unless somebody has detached it.
+    for table in tables:
+        op.drop_constraint(f"{table}_pkey", table, schema=schema, if_exists=True)
+    # And it comes first, by its name: the parent's then takes it in.
+    for table in reversed(tables):
+        op.create_primary_key(f"{table}_pkey", table, list(columns), schema=schema)

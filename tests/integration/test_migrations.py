@@ -20,6 +20,7 @@ from psycopg import sql
 from outbox import ConfigurationError, Event, Outbox, SchemaError, outbox_tables
 from outbox.testing.fixtures import wait_for
 from relay import db, schema_check
+from spark_jobs.retention import Memory
 from spark_jobs.tables import consumer_tables
 
 
@@ -485,12 +486,27 @@ def test_the_consumers_tables_have_a_history_of_their_own(empty):
     db.upgrade_consumer(empty, "sink")
     db.upgrade_consumer(empty, "sink")
     assert differences() == []
+    # Ids stay remembered, those of a day of its own too.
+    Memory(empty, "sink", 1).make()
+    ids = "SELECT grp, day, message_id FROM sink.processed_messages ORDER BY 2"
+    with psycopg.connect(empty) as connection:
+        connection.execute(
+            "INSERT INTO sink.processed_messages (grp, day, message_id) "
+            "SELECT 'g', day, gen_random_uuid() FROM unnest(ARRAY[CURRENT_DATE, date '2001-01-01']) AS day"
+        )
+    known = rows(empty, ids)
+    db.downgrade(empty, "sink", "consumer_0001", history=db.CONSUMER, drop_rows=True)
+    assert rows(empty, ids) == known
+    db.upgrade_consumer(empty, "sink")
+    assert (rows(empty, ids), differences()) == (known, [])
     with psycopg.connect(empty) as connection:
         connection.execute("ALTER TABLE sink.offsets DROP CONSTRAINT offsets_not_negative")
         connection.execute("ALTER TABLE sink.processed_messages DETACH PARTITION sink.processed_messages_default")
     found = differences()
     assert any("offsets: constraint offsets_not_negative is missing" in line for line in found)
     assert any("processed_messages_default: table is" in line for line in found)
+    with psycopg.connect(empty) as connection:
+        connection.execute("TRUNCATE sink.processed_messages")
     db.downgrade(empty, "sink", history=db.CONSUMER)
     left = "SELECT relname FROM pg_class WHERE relnamespace = 'sink'::regnamespace AND relkind IN ('r', 'p')"
     assert {row[0] for row in rows(empty, left)} <= {"alembic_version", "processed_messages_default"}
