@@ -37,6 +37,9 @@ _UUID7: Final = (
     "52, 1), 53, 1), 'hex')::uuid"
 )
 
+# A btree takes rows of 2,704 bytes, and a key may have 4,000.
+_KEY_HASH: Final = "hashtextextended(aggregate_id, 0)"
+
 _BAD_HEADER: Final = (
     '@.value.type() != "string" || !(@.key like_regex "^[A-Za-z0-9._-]{1,100}$") || @.key starts with "ce_" || '
     + " || ".join(f'@.key == "{name}"' for name in sorted(RESERVED_HEADERS))
@@ -185,7 +188,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("next_attempt_at", sa.DateTime(timezone=True), nullable=False),
         sa.PrimaryKeyConstraint("lane", "id", name="failures_pkey"),
         sa.CheckConstraint("attempts >= 0", name="failures_attempts"),
-        sa.Index("failures_key", "lane", "aggregate_type", "aggregate_id"),
+        sa.Index("failures_key_hash", "lane", "aggregate_type", sa.text(_KEY_HASH)),
         schema=schema,
         comment="Events that could not be published as they are, and whose key waits. infinity: waits for a person.",
     )
@@ -207,7 +210,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         metadata,
         *_archive_columns(),
         sa.Index("published_event_id", "event_id"),
-        sa.Index("published_aggregate", "aggregate_type", "aggregate_id"),
+        sa.Index("published_key_hash", "aggregate_type", sa.text(_KEY_HASH)),
         schema=schema,
         postgresql_partition_by="RANGE (published_at)",
         comment="The archive: events that were published, by day. Kept for as long as relay.archive_days says.",
@@ -217,7 +220,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         metadata,
         *_archive_columns(),
         sa.Index("published_default_event_id", "event_id"),
-        sa.Index("published_default_aggregate", "aggregate_type", "aggregate_id"),
+        sa.Index("published_default_key_hash", "aggregate_type", sa.text(_KEY_HASH)),
         schema=schema,
         comment="Published events of days that have no partition of their own.",
     )

@@ -48,6 +48,10 @@ _ADVICE: Final = {
     "42501": "use the role that owns the database or these tables",
     "42P01": "make the tables with `outbox db upgrade`, or correct the schema's name",
     "42P07": "`outbox db upgrade` did not make this table; go on with the migrations that did",
+    "54000": (
+        "a key is too long for an index of that version: first prune the archive (`outbox db prune`), and retry or "
+        "discard what failed (`outbox failures`)"
+    ),
     "55P03": "long transactions use these tables; try again when they have ended",
     "57014": "it was cancelled, by hand or by the role's statement_timeout; raise that, and try again",
 }

@@ -72,7 +72,8 @@ _FETCH: Final = """
  WHERE lane = %(lane)s AND id > %(floor)s AND (id > %(after)s OR id <> ALL(%(pending)s::bigint[]))
  ORDER BY id LIMIT %(limit)s"""
 
-# Without the events that have failed, and without those of a key of which an earlier one has failed.
+# Without the events that have failed, and without those of a key of which an earlier one has failed. The hash is what
+# the index has (keys can be too long for one).
 _FETCH_AROUND: Final = """
 {columns}, NULL
   FROM {events} AS e
@@ -80,6 +81,7 @@ _FETCH_AROUND: Final = """
    AND NOT EXISTS (SELECT FROM {failures} AS f WHERE f.lane = %(lane)s AND f.id = e.id)
    AND (NOT EXISTS (SELECT FROM {failures} AS f
                      WHERE f.lane = %(lane)s AND f.aggregate_type = e.aggregate_type
+                       AND hashtextextended(f.aggregate_id, 0) = hashtextextended(e.aggregate_id, 0)
                        AND f.aggregate_id = e.aggregate_id AND f.id < e.id AND f.blocks)
         OR e.headers ? %(copy)s)
  ORDER BY id LIMIT %(limit)s"""
@@ -94,6 +96,7 @@ _FETCH_DUE: Final = """
               WHERE f.lane = %(lane)s AND f.next_attempt_at <= clock_timestamp() AND f.id <> ALL(%(pending)s::bigint[])
                 AND (NOT f.blocks OR NOT EXISTS (SELECT FROM {failures} AS g
                                       WHERE g.lane = f.lane AND g.aggregate_type = f.aggregate_type
+                                        AND hashtextextended(g.aggregate_id, 0) = hashtextextended(f.aggregate_id, 0)
                                         AND g.aggregate_id = f.aggregate_id AND g.id < f.id AND g.blocks))
               ORDER BY f.next_attempt_at, f.id LIMIT 1)"""
 

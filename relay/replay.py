@@ -32,7 +32,8 @@ chosen AS (
      WHERE (%(since)s::timestamptz IS NULL OR published_at >= %(since)s)
        AND (%(until)s::timestamptz IS NULL OR published_at < %(until)s)
        AND (%(type)s::text IS NULL OR aggregate_type = %(type)s)
-       AND (%(key)s::text IS NULL OR aggregate_id = %(key)s)
+       AND (%(key)s::text IS NULL OR (hashtextextended(aggregate_id, 0) = hashtextextended(%(key)s, 0)
+                                      AND aggregate_id = %(key)s))
        AND (%(ids)s::uuid[] IS NULL OR event_id = ANY(%(ids)s::uuid[]))
        AND (%(topic)s::text IS NULL OR topic = %(topic)s)
      ORDER BY event_id, id)"""

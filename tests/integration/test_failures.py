@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import json
+import random
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -234,6 +235,24 @@ def test_a_key_with_20000_blocked_events_holds_up_no_other(lane):
     retried(lane)
     assert turn(source) == ["a1"]
     assert turn(source, limit=3) == ["a2", "a3", "a4"]
+
+
+def test_the_longest_key_there_can_be_fails_dies_returns_is_archived_and_replayed(lane):
+    """4,000 bytes that no compression makes shorter: a btree has no room for them."""
+    key = "".join(random.Random(1).choices([chr(code) for code in range(0x20000, 0x2A6DF)], k=1000))
+    source = lane.source(attempts=2, archive=True)
+    with lane.database.connect() as connection:
+        Outbox().add_many(connection, [Event("Order", key, "long1"), Event("Order", key, "long2")])
+    lane.add("a1")
+    assert turn(source, "long1") == ["a1"]
+    hurry(lane)
+    assert turn(source, "long1") == []
+    assert lane.dead == ["long1"]
+    retried(lane)
+    assert turn(source) == ["long1"]
+    assert turn(source) == ["long2"]
+    assert json.loads(outbox(lane, "replay", "--aggregate", f"Order/{key}", "--yes", "--json"))["sent"] == 2
+    assert turn(source) == ["long1", "long2"]
 
 
 def test_two_failed_events_of_one_key_are_published_one_after_the_other(lane):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import random
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -20,6 +21,7 @@ from psycopg import sql
 from outbox import ConfigurationError, Event, Outbox, SchemaError, outbox_tables
 from outbox.testing.fixtures import wait_for
 from relay import db, schema_check
+from relay.retention import Retention
 from spark_jobs.retention import Memory
 from spark_jobs.tables import consumer_tables
 
@@ -138,6 +140,62 @@ def test_a_downgrade_asks_only_for_rows_that_it_would_drop(empty):
         connection.execute("DELETE FROM outbox.dead_letters")
     db.downgrade(empty, revision="outbox_0001")
     assert rows(empty, "SELECT count(*) FROM outbox.events") == [(1,)]
+    db.upgrade(empty)
+    assert schema_check.check(empty) == []
+
+
+def test_long_keys_have_room_in_every_partition_after_the_upgrade_and_stop_a_downgrade(empty):
+    """4,000 bytes that no compression makes shorter, and a btree has no room for."""
+    db.upgrade(empty)
+    db.downgrade(empty, revision="outbox_0003")
+    Retention(lambda: psycopg.connect(empty), "outbox", 1).prune(dry_run=False)
+    today = rows(empty, "SELECT 'published_' || to_char(now() AT TIME ZONE 'UTC', 'YYYY_MM_DD')")[0][0]
+    key = "".join(random.Random(1).choices([chr(code) for code in range(0x20000, 0x2A6DF)], k=1000))
+    event = "(lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, published_at)"
+    values = "SELECT 0, 1, gen_random_uuid(), 'Order', %s, 'T', now(), now()"
+    inserts = [f"INSERT INTO outbox.published {event} {values} - interval '{days} days'" for days in (0, 9)]
+    inserts.append(
+        "INSERT INTO outbox.failures SELECT 0, 1, gen_random_uuid(), 'Order', %s, true, 1, '', now(), now(), now()"
+    )
+
+    def refused() -> int:
+        with psycopg.connect(empty) as connection:
+            count = 0
+            for insert in inserts:
+                try:
+                    with connection.transaction():
+                        connection.execute(insert, (key,))
+                except psycopg.errors.ProgramLimitExceeded:
+                    count += 1
+            return count
+
+    indexes = (
+        "SELECT i.relname, i.relfilenode FROM pg_index x JOIN pg_class i ON i.oid = x.indexrelid"
+        " WHERE x.indrelid = ('outbox.' || %s)::regclass AND pg_get_indexdef(i.oid) LIKE '%%aggregate_type%%'"
+    )
+    assert refused() == 3
+    # One for which there was no time in the night of the upgrade.
+    with psycopg.connect(empty, autocommit=True) as connection:
+        connection.execute(
+            f"CREATE INDEX CONCURRENTLY made_before ON outbox.{today}"
+            " (aggregate_type, hashtextextended(aggregate_id, 0))"
+        )
+        made = connection.execute("SELECT relfilenode FROM pg_class WHERE relname = 'made_before'").fetchall()[0][0]
+    db.upgrade(empty)
+    assert schema_check.check(empty) == []
+    assert rows(empty, indexes, today) == [("made_before", made)]
+    assert refused() == 0
+    with pytest.raises(
+        SchemaError, match=r"exceeds btree .*a key is too long for an index of that version: first prune"
+    ):
+        db.downgrade(empty, revision="outbox_0003")
+    assert schema_check.check(empty) == []
+    assert rows(empty, "SELECT count(*) FROM outbox.published") == [(2,)]
+    with psycopg.connect(empty) as connection:
+        connection.execute("DELETE FROM outbox.published")
+        connection.execute("DELETE FROM outbox.failures")
+    db.downgrade(empty, revision="outbox_0003")
+    assert refused() == 3
     db.upgrade(empty)
     assert schema_check.check(empty) == []
 

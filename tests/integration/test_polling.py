@@ -281,6 +281,32 @@ def test_fetching_reads_the_index_in_order_and_stops(crowded, analyzed):
     assert plan["Shared Hit Blocks"] + plan["Shared Read Blocks"] < 3000, plan
 
 
+@pytest.mark.parametrize("analyzed", [False, True])
+@pytest.mark.parametrize("name", ["fetch_around", "fetch_due"])
+def test_whether_a_key_waits_is_looked_up_by_the_key(crowded, name, analyzed):
+    """Among thousands of failed events, for each event that is read."""
+    _, admin = crowded
+    admin.execute(
+        "INSERT INTO outbox.failures SELECT 1, (SELECT min(id) FROM outbox.events) - g, gen_random_uuid(), 'Order', "
+        "'gone-' || g, true, 1, '', now(), now(), now() - interval '1 hour' FROM generate_series(1, 5000) g"
+    )
+    # One that is due and stands behind all of these.
+    admin.execute(
+        "INSERT INTO outbox.failures SELECT lane, id, event_id, aggregate_type, aggregate_id, true, 1, '', now(), "
+        "now(), now() FROM outbox.events WHERE lane = 1 ORDER BY id LIMIT 1"
+    )
+    if analyzed:
+        admin.execute("ANALYZE outbox.failures")
+    bound = {"lane": 1, "floor": 0, "limit": 1000, "copy": "c", "pending": [], "after": 0}
+    try:
+        plan = explain(admin, getattr(Queries("outbox"), name), bound, KEEP_TO_THE_INDEX)
+    finally:
+        admin.execute("TRUNCATE outbox.failures")
+    assert plan["Actual Rows"] == (1 if name == "fetch_due" else 1000)
+    by_key = [node for node in nodes(plan) if node.get("Index Name") == "failures_key_hash"]
+    assert [node["Actual Rows"] + node.get("Rows Removed by Filter", 0) for node in by_key] in ([0], [1]), plan
+
+
 @pytest.mark.parametrize("archive", [False, True])
 @pytest.mark.parametrize("count", [1, 2000])
 def test_settling_finds_its_rows_by_the_primary_key(crowded, count, archive):
