@@ -15,6 +15,9 @@ the one before it, and never anything else:
 | below k - 1 | k                  | Postgres lost commits that it had made    | stop: events would be sent again    |
 | any         | another database's | two outboxes share a name, or a restored  | stop                                |
 |             |                    | dump                                      |                                     |
+| any         | of a timeline that | this is the primary from before a         | stop: there is one that goes on     |
+|             | this server never  | failover, or an older copy                |                                     |
+|             | came to            |                                           |                                     |
 """
 
 from __future__ import annotations
@@ -107,8 +110,12 @@ class Marker:
         return marker
 
 
-def resume(lane: int, last_batch: int | None, marker: Marker | None, system_identifier: str) -> Marker | None:
+def resume(
+    lane: int, last_batch: int | None, marker: Marker | None, system_identifier: str, timeline: int
+) -> Marker | None:
     """Say from which marker a lane goes on; None when there has never been one and an empty one is to be written.
+
+    ``system_identifier`` and ``timeline`` are those of the server that the lane's rows are on.
 
     Raises StateLost in every case in which publishing could double or lose: see the table above.
     """
@@ -118,6 +125,12 @@ def resume(lane: int, last_batch: int | None, marker: Marker | None, system_iden
             f"lane {lane}: the state topic's marker was written for the database {marker.system_identifier}, this is "
             f"{system_identifier}. If two outboxes share this Kafka, give each its own OUTBOX_NAME; if this database "
             f"was restored from a dump: {see}"
+        )
+    if marker is not None and marker.timeline > timeline:
+        raise StateLost(
+            f"lane {lane}: Kafka holds batch {marker.batch} from timeline {marker.timeline}, this server is on "
+            f"timeline {timeline}: it is the primary from before a failover, or an older copy, and another one has "
+            f"gone on. Connect to that one (OUTBOX_DATABASE_URL). If this is the one to go on with: {see}"
         )
     if last_batch is None:
         return marker

@@ -407,7 +407,7 @@ class PollingSource:
             if held is None:
                 raise self._lost(0)
             last_batch, system_identifier, timeline, insert_lsn = held
-            adopted = resume(lane, last_batch, marker, system_identifier)
+            adopted = resume(lane, last_batch, marker, system_identifier, timeline)
             if adopted is not None and adopted.stream is not None and adopted.stream.commit_lsn > insert_lsn:
                 raise StateLost(
                     f"lane {lane}: Kafka holds events from farther on in the WAL than this server has written: it has "

@@ -24,6 +24,11 @@ class At(NamedTuple):
     xid: int
 
 
+def last_before(lsn: int) -> At:
+    """Give the last place that an event can have before this position."""
+    return At(lsn - 1, 2**31 - 1, 0)
+
+
 class Claim(NamedTuple):
     """One event taken from a source, and where it stood there.
 

@@ -38,7 +38,7 @@ from outbox.errors import OutboxError, SchemaError
 from outbox.event import CE_ID, DEAD_LETTER, REPLAY
 from relay.database import TIMELINE, unavailable_on_error
 from relay.marker import Marker, StateLost, resume
-from relay.ports import At, Claim, Unavailable
+from relay.ports import At, Claim, Unavailable, last_before
 from relay.routing import NoRoute, Router
 from relay.sending import silent, text_of
 from relay.transactions import StateTopic
@@ -83,7 +83,6 @@ _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES ('reconcile', %
 
 
 # Behind every event of a transaction: what ``lanes.commit_number`` can hold.
-_LAST_NUMBER: Final = 2**31 - 1
 
 
 class _Lane(NamedTuple):
@@ -199,7 +198,7 @@ class Reconciler:
         marker: Marker | None = None
         try:
             marker = self._state.last_marker(lane)
-            resume(lane, seen.last_batch, marker, seen.system)
+            resume(lane, seen.last_batch, marker, seen.system, seen.timeline)
         except StateLost as error:
             return marker, str(error)
         if marker is None:
@@ -241,7 +240,7 @@ class Reconciler:
         end = self._end_of(marker.timeline, seen)
         if end is None:
             return None
-        return marker.stream if marker.stream.commit_lsn < end else At(end - 1, _LAST_NUMBER, 0)
+        return marker.stream if marker.stream.commit_lsn < end else last_before(end)
 
     def _take(self, lane: int) -> int:
         with unavailable_on_error(f"taking lane {lane}"):

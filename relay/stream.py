@@ -30,7 +30,7 @@ import datetime as dt
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -106,6 +106,10 @@ class Channel:
     def settled_up_to(self, lsn: int) -> bool:
         """Whether all lanes have settled all that stands before ``lsn``. Sees to it that it comes to be known."""
         return self._session.told_up_to(lsn)
+
+    def ended(self, timeline: int) -> int | None:
+        """Where another timeline ended in the history of this server; None when it is none of that, or goes on."""
+        return self._session.ends.get(timeline)
 
     def check(self) -> None:
         """Raise what ended the session, if it has ended."""
@@ -260,6 +264,7 @@ class _Session:
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
         self._channels: dict[int, Channel] = {}
         self._resume_lsn = 0
+        self.ends: Mapping[int, int] = {}
         self._timeline: int | None = None
         self._stopping = threading.Event()
         self._room = threading.Condition()
@@ -359,10 +364,11 @@ class _Session:
             state = slot.look()
             slot.check(state)
             slot.check_timeline(state, replication, self._resume_lsn)
-            if state.timeline_now != self._timeline:
+            if state.timeline_now is None or state.timeline_now != self._timeline:
                 raise Unavailable("the lanes and the stream are connected to different servers: a failover goes on")
             if state.lanes != len(self._leases):
                 raise Unavailable(f"the outbox has {state.lanes} lanes now, and not {len(self._leases)}")
+            self.ends = {switch.timeline: switch.lsn for switch in replication.switches(state.timeline_now)}
             self._told = state.flushed_lsn or 0
             self._events_oid = state.events_oid
             if state.active_pid is None:

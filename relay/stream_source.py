@@ -37,7 +37,7 @@ from relay.database import TIMELINE, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.marker import Marker
 from relay.polling import Floor, Identity, Pending, PollingSource, array
-from relay.ports import Claim, Published, Receipt, Refused
+from relay.ports import Claim, Published, Receipt, Refused, last_before
 from relay.slot import Snapshot, current_snapshot
 from relay.stream import UNREADABLE, Channel, Stream
 
@@ -58,6 +58,13 @@ SELECT streaming, commit_lsn, commit_number, EXISTS (SELECT FROM {failures} WHER
 
 _SET_STREAMING: Final = """
 UPDATE {lanes} SET streaming = %(streaming)s WHERE lane = %(lane)s AND epoch = %(epoch)s
+RETURNING lane, set_config('synchronous_commit', 'on', true)"""
+
+_PLACED: Final = """
+UPDATE {lanes} SET commit_lsn = greatest(commit_lsn, %(lsn)s),
+       commit_number = CASE WHEN %(lsn)s > coalesce(commit_lsn, -1) THEN %(number)s
+                            WHEN %(lsn)s = commit_lsn THEN greatest(commit_number, %(number)s) ELSE commit_number END
+ WHERE lane = %(lane)s AND epoch = %(epoch)s
 RETURNING lane, set_config('synchronous_commit', 'on', true)"""
 
 _HIGHEST: Final = "SELECT coalesce(max(id), 0) FROM {events} WHERE lane = %(lane)s"
@@ -94,6 +101,7 @@ class StreamSource(PollingSource):
         self._stream = stream
         self._wait_seconds = wait_seconds
         self._marker: Marker | None = None
+        self._unplaced = False
         self._channel: Channel | None = None
         self._streaming = False
         # Cursors give rows and no claims here: the place in the stream is still to be added.
@@ -111,14 +119,17 @@ class StreamSource(PollingSource):
         self._state, self._set_streaming, self._lowest, self._which, self._spill = (
             sql.SQL(text).format(**names) for text in (_STATE, _SET_STREAMING, _LOWEST, _WHICH, _SPILL)
         )
-        self._highest_id, self._up_to, self._old_ended = (
-            sql.SQL(text).format(**names) for text in (_HIGHEST, _ANY_UP_TO, _OLD_ENDED)
+        self._highest_id, self._up_to, self._old_ended, self._placed = (
+            sql.SQL(text).format(**names) for text in (_HIGHEST, _ANY_UP_TO, _OLD_ENDED, _PLACED)
         )
 
     def adopt(self, marker: Marker | None) -> tuple[Marker | None, Identity]:
         """Settle what the marker names, and go on in the stream behind it."""
         adopted, identity = super().adopt(marker)
         self._marker = adopted
+        self._unplaced = (
+            adopted is not None and adopted.stream is not None and adopted.timeline != identity.timeline
+        )
         return adopted, identity
 
     def fetch(self, limit: int) -> Sequence[Claim] | None:
@@ -127,6 +138,8 @@ class StreamSource(PollingSource):
         None while the stream is not read yet: other lanes have not joined it.
         """
         channel = self._channel or self._join()
+        if self._unplaced and not self._place(channel):
+            return None
         try:
             if self._streaming and (self._failures_came_up() or self._passed_by(channel)):
                 self._leave_stream(channel)
@@ -312,6 +325,29 @@ class StreamSource(PollingSource):
         if self._streaming and failures:
             self._leave_stream(channel)
         return channel
+
+    def _place(self, channel: Channel) -> bool:
+        """After a failover, write down up to where the marker says that this lane is on Kafka; say whether it is done.
+
+        ``adopt`` could not: it did not know how much of the old timeline is in this server's history, which the stream
+        looks at. Before the next batch, because its marker takes the place of the one that names the events without a
+        row: from then on only the place says that they are published.
+        """
+        if not channel.running:
+            channel.check()
+            return False
+        assert self._marker is not None
+        assert self._marker.stream is not None
+        end = channel.ended(self._marker.timeline)
+        if end is not None:
+            at = self._marker.stream if self._marker.stream.commit_lsn < end else last_before(end)
+            values = {"lsn": at.commit_lsn, "number": at.number, **self._mine()}
+            with unavailable_on_error(f"noting the place of lane {self._lease.lane}"):
+                row = self._connection.execute(self._placed, values).fetchone()
+            if row is None:
+                raise self._lost(0)
+        self._unplaced = False
+        return True
 
     def _leave_stream(self, channel: Channel) -> None:
         self.flush()

@@ -275,7 +275,7 @@ class TransactionalPublisher:
         system_identifier = ledger.check_epoch()
         marker = state.last_marker(lane)
         if marker is not None and marker.system_identifier != system_identifier:
-            resume(lane, None, marker, system_identifier)
+            resume(lane, None, marker, system_identifier, marker.timeline)
         self._sender = Sender(
             {**options, "transactional.id": transactional_id, "stats_cb": weakly(self._on_statistics)},
             router,

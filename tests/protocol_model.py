@@ -326,7 +326,7 @@ class RelayModel(_Saved):
     def _adopt(self) -> None:
         if self._lost("no_epoch_in_adopt"):
             return
-        marker = resume(0, self.pg.now.last_batch, self.marker, SYSTEM)
+        marker = resume(0, self.pg.now.last_batch, self.marker, SYSTEM, 1)
         if marker is None:
             self._start(self._marker(1, ()))
             return

@@ -13,13 +13,14 @@ from typing import Any
 
 import psycopg
 import pytest
+from standby import Standby
 from support import backlog, wait_until
 
 from outbox import Event, Outbox
 from outbox._message import message_prefix
 from outbox.errors import SchemaError
 from relay import db
-from relay.cdc import Cdc
+from relay.cdc import Cdc, CdcRefused
 from relay.config import SourceKind
 from relay.database import Connector
 from relay.dead_letters import DeadLetters, Selection
@@ -209,6 +210,11 @@ class Outboxed:
             loop._back_off(error)
             return True
 
+    def turned(self, lane: int) -> bool:
+        """One turn, of which only the effect counts."""
+        self.turn(lane)
+        return True
+
     def turns(self, count: int = 1) -> None:
         for _ in range(count):
             for lane in range(self.lanes):
@@ -282,6 +288,16 @@ class Outboxed:
     def read(self, count: int) -> None:
         """Wait until the stream has given so many events."""
         wait_until(lambda: sum(channel.put_count for channel in self.session()._channels.values()) >= count)
+
+    def fail_over(self, standby: Standby, url: str) -> None:
+        """The relay is gone, and so is the primary."""
+        wait_until(standby.caught_up, 60, "the standby to have all")
+        self.kill()
+        self.admin.close()
+        standby.primary.kill()
+        standby.promote()
+        self.url = url
+        self.admin = psycopg.connect(url, autocommit=True)
 
     def close(self) -> None:
         self.kill()
@@ -509,6 +525,74 @@ def test_messages_of_others_and_of_none_are_passed_by(outboxed):
             outbox.add(connection, Event("Order", "b", "b3"))
     box.published("b1", "b3")
     assert box.rows("SELECT count(*) FROM outbox.dead_letters") == [(0,)]
+
+
+# --- setting up, switching and repairing -----------------------------------------------------------------------------
+
+
+def test_a_place_in_another_servers_wal_is_not_gone_on_from(outboxed):
+    """Moved by dump and restore: the lanes' places are from a server that had written more WAL than this one."""
+    box = outboxed()
+    box.relay()
+    box.streams()
+    box.add("a1", message=True)
+    box.published("a1")
+    box.kill()
+    moved = "UPDATE outbox.lanes SET commit_lsn = commit_lsn + (1::bigint << 40)"
+    box.cdc.switch(SourceKind.POLLING, leave_messages=True)
+    box.cdc.drop()
+    box.admin.execute(moved)
+    box.cdc.setup()
+    box.cdc.switch(SourceKind.WAL)
+    box.relay()
+    box.streams()
+    box.add("a2", message=True)
+    box.add("a3")
+    box.published("a1", "a2", "a3")
+    # The book came along too.
+    box.kill()
+    box.admin.execute(moved)
+    with pytest.raises(CdcRefused, match="has not written so much"):
+        box.cdc.setup()
+    box.admin.execute("SELECT pg_drop_replication_slot(%s)", (box.names.slot,))
+    box.cdc.repair("moved")
+    box.relay()
+    box.streams()
+    box.add("a4", message=True)
+    box.published("a1", "a2", "a3", "a4")
+
+
+def test_going_back_to_polling_waits_for_a_message_of_an_open_transaction(outboxed, outbox_postgres_server):
+    box = outboxed()
+    box.relay()
+    box.streams()
+
+    def switched(seconds: float) -> Any:
+        done: list[Any] = []
+
+        def switch() -> None:
+            with psycopg.connect(box.url, autocommit=True) as own:
+                try:
+                    done.append(Cdc(own, box.names).switch(SourceKind.POLLING, wait_seconds=seconds))
+                except CdcRefused as error:
+                    done.append(str(error))
+
+        thread = threading.Thread(target=switch)
+        thread.start()
+        while thread.is_alive():
+            box.turns()
+        return done[0]
+
+    with psycopg.connect(outbox_postgres_server.url()) as elsewhere, psycopg.connect(box.url) as writer:
+        # A transaction of another database holds no event of ours.
+        elsewhere.execute("SELECT pg_current_xact_id()")
+        Outbox(**box.transport(message=True)).add(writer, Event("Order", "a", "a1"))
+        refused = switched(1)
+        assert f"server process {writer.info.backend_pid}" in refused
+        assert "--leave-messages" in refused
+        writer.commit()
+        assert switched(30) is True
+    assert box.kafka.names() == ["a1"]
 
 
 # --- the table, and back ---------------------------------------------------------------------------------------------
@@ -778,6 +862,46 @@ class Chance:
                 assert names == first
         assert box.held() == (0, 0)
         assert all(not channel._settled for channel in box.session()._channels.values())
+
+
+def test_a_message_of_the_last_batch_before_a_failover_is_never_published_again(private_postgres):
+    """Whatever the lane publishes next, and however long another lane keeps the slot from going on."""
+    primary = private_postgres({"fsync": "off", "autovacuum": "off"})
+    url = private_postgres.database(primary).url
+    box = Outboxed(url, "outbox_relay", 2)
+    a, b = (next(key for key in "abcdefghijk" if lane_of("Order", key, 2) == lane) for lane in range(2))
+    with Standby(primary, synced_slots=True) as standby:
+        box.relay(SKIP, 1, once=True)
+        box.streams()
+        box.kafka.bad = {a}
+        box.add(f"{a}1")
+        box.until(lambda: box.dead, "the dead letter")
+        box.kafka.bad = set()
+        box.streams()
+        standby.await_slot("outbox_relay")
+        # From here on lane 1 hangs, and with it the slot.
+        box.add(f"{b}1")
+        box.add(f"{a}2", message=True)
+        box.kafka.kill = lambda point: point == "after"
+        with pytest.raises(Killed):
+            wait_until(lambda: box.turned(0) and False, 20, "the kill")
+        box.kafka.kill = lambda point: False
+        box.fail_over(standby, url.replace(f":{primary.port}/", f":{standby.port}/"))
+        try:
+            box.relay(SKIP, 1, once=True)
+            box.turn(1)
+            wait_until(lambda: box.turned(0) and not box.sources[0]._unplaced, 20, "the place of lane 0")
+            # Its batch comes out of the table, and knows of no place in the WAL.
+            DeadLetters(box.admin, "outbox").retry(Selection())
+            wait_until(lambda: box.turned(0) and f"{a}1" in box.kafka.names(), 20, "the dead letter")
+            assert box.kafka.markers[0].stream is None
+            box.relay(SKIP, 1, once=True)
+            box.until(lambda: f"{b}1" in box.kafka.names(), "lane 1")
+            box.streams()
+            box.turns(5)
+            assert sorted(box.kafka.names()) == sorted([f"{a}1", f"{a}2", f"{b}1"])
+        finally:
+            box.close()
 
 
 @both

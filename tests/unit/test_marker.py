@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import uuid
+from dataclasses import replace
 
 import orjson
 import pytest
@@ -109,11 +110,11 @@ def test_a_marker_that_lacks_an_event_id_is_refused() -> None:
     ],
 )
 def test_a_lane_goes_on_from_its_marker(last_batch: int | None, batch: int) -> None:
-    assert resume(0, last_batch, _marker(batch), _SYSTEM) == _marker(batch)
+    assert resume(0, last_batch, _marker(batch), _SYSTEM, 1) == _marker(batch)
 
 
 def test_a_lane_that_has_never_been_relayed_has_no_marker() -> None:
-    assert resume(0, None, None, _SYSTEM) is None
+    assert resume(0, None, None, _SYSTEM, 1) is None
 
 
 @pytest.mark.parametrize(
@@ -129,13 +130,22 @@ def test_a_lane_that_has_never_been_relayed_has_no_marker() -> None:
 )
 def test_a_lane_stops_when_one_side_went_back(last_batch: int, batch: int | None, reason: str) -> None:
     with pytest.raises(StateLost, match=reason):
-        resume(5, last_batch, None if batch is None else _marker(batch), _SYSTEM)
+        resume(5, last_batch, None if batch is None else _marker(batch), _SYSTEM, 1)
 
 
 @pytest.mark.parametrize("last_batch", [None, 7, 8, 9])
 def test_a_lane_stops_at_the_marker_of_another_database(last_batch: int | None) -> None:
     with pytest.raises(StateLost, match="was written for the database 42"):
-        resume(5, last_batch, _marker(8, "42"), _SYSTEM)
+        resume(5, last_batch, _marker(8, "42"), _SYSTEM, 1)
+
+
+@pytest.mark.parametrize("last_batch", [None, 7, 8])
+def test_the_primary_from_before_a_failover_does_not_go_on(last_batch: int | None) -> None:
+    marker = replace(_marker(8), timeline=3)
+    for timeline in (3, 4):
+        assert resume(5, last_batch, marker, _SYSTEM, timeline) == marker
+    with pytest.raises(StateLost, match=r"lane 5: .*timeline 3, this server is on timeline 2.*OUTBOX_DATABASE_URL"):
+        resume(5, last_batch, marker, _SYSTEM, 2)
 
 
 @settings(deadline=None, derandomize=True, database=None)
@@ -146,7 +156,7 @@ def test_a_lane_goes_on_only_if_the_marker_is_the_settled_batch_or_the_next(
     marker = None if batch is None else _marker(batch)
     goes_on = last_batch is None or (batch is not None and batch - last_batch in {0, 1})
     try:
-        assert resume(0, last_batch, marker, _SYSTEM) == marker
+        assert resume(0, last_batch, marker, _SYSTEM, 1) == marker
         assert goes_on
     except StateLost:
         assert not goes_on
