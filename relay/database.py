@@ -23,12 +23,15 @@ _PASSING: Final = (
     errors.ObjectInUse,
     errors.IdleInTransactionSessionTimeout,
     errors.TransactionTimeout,
-    # A partition of the archive was attached between choosing it for a row and writing the row.
-    errors.CheckViolation,
 )
-# Somebody else's publication stands in the way of a DELETE: it publishes deletes, and the table's key, of which the
-# lane is a generated column, is not in it. (Postgres 18; see the doctor.)
-_PUBLISHED: Final = (errors.InvalidColumnReference, errors.ObjectNotInPrerequisiteState)
+# By what is written there, and so for as long as it is: features that are missing, data, constraints, triggers and
+# functions of others, limits of Postgres (54: psycopg takes it for a server that is away), damaged files. No server
+# that comes back mends these.
+_STANDING: Final = frozenset({"0A", "22", "23", "27", "38", "39", "54", "P0", "XX"})
+# One code says several things. The function that says it, and its file, have the same names on every server, whatever
+# language its messages are in.
+_REPLICA_IDENTITY: Final = "CheckCmdReplicaIdentity"
+_RECOVERY: Final = "xlogfuncs.c"
 # Changes of the schema under way, or rights not granted yet: also worth waiting for, but they need a person.
 _SCHEMA: Final = (
     errors.UndefinedTable,
@@ -44,26 +47,49 @@ TIMELINE: Final = "('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 
 
 @contextmanager
 def unavailable_on_error(doing: str) -> Iterator[None]:
-    """Turn a passing database error into Unavailable and a missing table or right into SchemaError."""
+    """Turn a passing database error into Unavailable, and one that needs a person into SchemaError.
+
+    What is left is a mistake in a statement, and goes on as it is.
+    """
     try:
         yield
     except _SCHEMA as error:
         raise SchemaError(
             f"Postgres, {doing}: {_first_line(error)}; see `outbox db check`, then run `outbox db upgrade` or grant it"
         ) from error
-    except errors.ReadOnlySqlTransaction as error:
+    except psycopg.Error as error:
+        explained = _explained(doing, error)
+        if explained is None:
+            raise
+        raise explained from error
+
+
+def _explained(doing: str, error: psycopg.Error) -> Unavailable | SchemaError | None:
+    text = f"Postgres, {doing}: {_first_line(error)}"
+    if isinstance(error, errors.ObjectNotInPrerequisiteState | errors.InvalidColumnReference):
+        # Somebody else's publication stands in the way of a DELETE: it publishes deletes, and the table's key, of which
+        # the lane is a generated column, is not in it. (Postgres 18; see the doctor.)
+        if error.diag.source_function == _REPLICA_IDENTITY:
+            return SchemaError(f"{text}: a publication of deletes has the outbox's table; see `outbox doctor`")
+        if isinstance(error, errors.InvalidColumnReference):
+            return SchemaError(f"{text}; see `outbox db check`")
+    if isinstance(error, errors.ReadOnlySqlTransaction) or error.diag.source_file == _RECOVERY:
         # A failover under way, or a provider that saves a full disk.
-        raise Unavailable(
-            f"Postgres, {doing}: {_first_line(error)}: this server is a standby that is not promoted, or is set to "
-            "read only; with several hosts in the URL, add target_session_attrs=read-write"
-        ) from error
-    except _PUBLISHED as error:
-        raise SchemaError(
-            f"Postgres, {doing}: {_first_line(error)}: a publication of deletes has the outbox's table; see "
-            "`outbox doctor`"
-        ) from error
-    except _PASSING as error:
-        raise Unavailable(f"Postgres, {doing}: {_first_line(error)}") from error
+        return Unavailable(
+            f"{text}: this server is a standby that is not promoted, or is set to read only; with several hosts in the "
+            "URL, add target_session_attrs=read-write"
+        )
+    if isinstance(error, errors.CheckViolation) and error.diag.constraint_name is None:
+        # No constraint's, but a partition's: one of the archive was attached between choosing it for a row and writing
+        # the row.
+        return Unavailable(text)
+    if (error.sqlstate or "")[:2] in _STANDING:
+        place = ".".join(name for name in (error.diag.schema_name, error.diag.table_name) if name)
+        return SchemaError(
+            f"{text}{f' (table {place})' if place else ''}: trying again does not mend it; see `outbox db check` and "
+            "the server's log"
+        )
+    return Unavailable(text) if isinstance(error, _PASSING) else None
 
 
 def _first_line(error: BaseException) -> str:

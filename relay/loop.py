@@ -11,8 +11,8 @@
 | Kafka fails                             | what was acknowledged is settled, the  | all of the batch is read again,   |
 |                                         | rest is read again later               | unless the marker has it          |
 | Postgres fails while fetching           | nothing was sent                       | the same                          |
-| Postgres fails while settling           | unknown whether the rows went: read    | its marker settles it             |
-|                                         | again, sent again if they stand        |                                   |
+| Postgres fails while settling           | unknown whether the rows went: settled | its marker settles it             |
+|                                         | again before anything else is read     |                                   |
 | the lane is lost while publishing       | settling is refused; the new holder    | fenced in Kafka: not committed,   |
 |                                         | sends the batch again                  | or the marker settles it          |
 | an event is refused                     | its key waits or it is skipped, as its route says; other keys go on      |
@@ -29,7 +29,18 @@ from typing import Final, Protocol
 
 from outbox.errors import SchemaError
 from relay.marker import StateLost
-from relay.ports import BatchRefused, Claim, LaneLost, Published, Publisher, Receipt, Refused, Source, Unavailable
+from relay.ports import (
+    BatchRefused,
+    Claim,
+    LaneLost,
+    Published,
+    Publisher,
+    Receipt,
+    Refused,
+    Result,
+    Source,
+    Unavailable,
+)
 
 # Clean batches after which a batch size that the broker's refusal had halved is doubled again.
 _GROW_AFTER: Final = 8
@@ -71,6 +82,8 @@ class LaneLoop:
 
     source and publisher are made afresh after every failure, the publisher after the source and before anything is
     fetched: a transactional one fences its predecessor and lets the source settle what that one committed.
+    What was acknowledged is settled, again if need be, before anything more is published: where settling never succeeds
+    the lane stands still, and does not send its batch again and again.
     ``secure`` says whether the lease still holds by this process's own clock; while it does not, nothing is fetched.
     ``stop`` ends the loop after the batch in hand.
     """
@@ -93,6 +106,7 @@ class LaneLoop:
         self._pace = pace
         self._source: Source | None = None
         self._publisher: Publisher | None = None
+        self._unsettled: list[Result] = []
         self._failures = 0
         self._limit = pace.batch_size
         self._clean = 0
@@ -122,11 +136,13 @@ class LaneLoop:
         """Move one batch; say whether there was anything to move."""
         if self._source is None:
             self._source = self._new_source()
+            self._settle_again(self._source)
         if not self._secure():
             return False
         if self._publisher is None:
             self._publisher = self._new_publisher(self._source)
         claims = self._source.fetch(self._limit)
+        self._unsettled = []
         if claims is None:
             return False
         if not claims:
@@ -135,9 +151,29 @@ class LaneLoop:
         receipt = self._publisher.publish(claims)
         if isinstance(receipt.failure, BatchRefused):
             receipt = self._narrow(claims[0], len(claims), receipt)
+        if receipt.batch is None:
+            self._unsettled = [result for result in receipt.results if isinstance(result[1], Published)]
         self._source.settle(receipt)
         self._report(receipt)
         return True
+
+    def _settle_again(self, source: Source) -> None:
+        """Settle what another source may not have. Rows that are gone already are no trouble.
+
+        If there is an event that can't be settled, those before it are, and the error names it.
+        """
+        size = len(self._unsettled)
+        while self._unsettled:
+            part = self._unsettled[:size]
+            try:
+                source.settle(Receipt(part))
+                source.flush()
+            except SchemaError as error:
+                if len(part) == 1:
+                    raise SchemaError(f"event {part[0][0].event_id} is published, and stays behind: {error}") from error
+                size = len(part) // 2
+            else:
+                del self._unsettled[:size]
 
     def _narrow(self, first: Claim, size: int, receipt: Receipt) -> Receipt:
         """Try half of a refused batch next; a refused batch of one names its event."""
@@ -160,6 +196,7 @@ class LaneLoop:
             # What Kafka has acknowledged must not be sent again only because something else failed.
             assert self._source is not None
             self._source.flush()
+            self._unsettled = []
             self._close()
         if isinstance(receipt.failure, BatchRefused):
             return

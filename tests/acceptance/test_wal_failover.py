@@ -22,6 +22,7 @@ from outbox import Event, Outbox
 from relay import db
 from relay.cdc import CdcRefused
 from relay.config import SourceKind
+from relay.database import TIMELINE, unavailable_on_error
 from relay.failpoints import VARIABLE
 from relay.lane_hash import lane_of
 from relay.lanes import Lease
@@ -123,6 +124,7 @@ def test_a_synchronous_standby_that_has_the_slot_goes_on(
     to_wal(url, settings)
     with Standby(primary, synced_slots=True) as standby:
         require_standby(primary)
+        a_standby_is_called_one(standby.url("outbox"))
         both = either(primary, standby, "outbox")
         with Load(both, kind, threads=2) as load:
             relay = outbox_relay(database_url=both, **settings)
@@ -140,6 +142,17 @@ def test_a_synchronous_standby_that_has_the_slot_goes_on(
         assert ask(both, "SELECT timeline FROM outbox.streams") == 2
         assert check(both, outbox_kafka.consume(topic)) == 0
         assert '"problem":null' in done(both, settings, "cdc", "status", "--json")
+
+
+def a_standby_is_called_one(url: str) -> None:
+    """Also by what a lane asks for when it joins the stream, and by the heartbeat: they ask for the WAL's end."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        for ask_it in (
+            lambda: connection.execute(f"SELECT {TIMELINE}"),
+            lambda: Slot(connection, SlotNames("outbox", "a", "b")).heartbeat(0),
+        ):
+            with pytest.raises(Unavailable, match="is a standby that is not promoted"), unavailable_on_error("asking"):
+                ask_it()
 
 
 @pytest.mark.parametrize("delivery", ["exactly-once", "at-least-once"])
@@ -275,6 +288,7 @@ def test_a_slot_that_the_failover_left_behind(
             more(load, 100)
             waiting = outbox_relay(database_url=aside, **settings)
             waiting.wait_for_log("is a standby that is not promoted")
+            a_standby_is_called_one(aside)
             with cdc(aside, settings) as commands:
                 for command in (
                     commands.setup,

@@ -5,14 +5,17 @@ from __future__ import annotations
 import datetime as dt
 import json
 import random
+import re
+import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 from psycopg import sql
-from support import backlog
+from support import backlog, wait_until
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
@@ -22,6 +25,7 @@ from relay.database import Connector
 from relay.dead_letters import DeadLetters, Selection
 from relay.failures import FailurePolicy, Failures
 from relay.lanes import LaneTable
+from relay.loop import LaneLoop, Pace
 from relay.polling import DeletingSource, PollingSource
 from relay.ports import PUBLISHED, Claim, Published, Receipt, Refused
 from relay.routing import OnFailure, Route, Router
@@ -253,6 +257,83 @@ def test_the_longest_key_there_can_be_fails_dies_returns_is_archived_and_replaye
     assert turn(source) == ["long2"]
     assert json.loads(outbox(lane, "replay", "--aggregate", f"Order/{key}", "--yes", "--json"))["sent"] == 2
     assert turn(source) == ["long1", "long2"]
+
+
+@pytest.mark.parametrize(
+    ("obstacle", "removed", "error"),
+    [
+        (
+            "CREATE INDEX mine ON outbox.published_default (headers)",
+            "DROP INDEX outbox.mine",
+            r"exceeds btree .*\(table outbox.published_default\): trying again does not mend it",
+        ),
+        (
+            "ALTER TABLE outbox.published ADD CONSTRAINT short CHECK (octet_length(headers::text) < 3000)",
+            "ALTER TABLE outbox.published DROP CONSTRAINT short",
+            r"violates check constraint .*\(table outbox.published_default\): trying again does not mend it",
+        ),
+        (
+            # The role's limit on statements is too short for this one: not told apart from somebody who cancels.
+            """
+            CREATE FUNCTION slow() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN
+                IF NEW.event_type = 'long' THEN RAISE query_canceled; END IF; RETURN NEW; END $$;
+            CREATE TRIGGER slow BEFORE INSERT ON outbox.published_default FOR EACH ROW EXECUTE FUNCTION slow()""",
+            "DROP FUNCTION slow CASCADE",
+            "query_canceled",
+        ),
+    ],
+    ids=["limit", "constraint", "cancelled"],
+)
+def test_what_can_not_be_settled_stops_the_lane_and_is_sent_once(lane, obstacle, removed, error):
+    sent: list[str] = []
+    errors: list[str] = []
+
+    class Kafka:
+        def publish(self, claims: Sequence[Claim]) -> Receipt:
+            sent.extend(map(name, claims))
+            return Receipt([(claim, PUBLISHED) for claim in claims])
+
+        def close(self) -> None: ...
+
+    class Watcher:
+        def published(self, count: int) -> None: ...
+        def recovered(self) -> None: ...
+        def unavailable(self, error: Exception, wait_seconds: float) -> None:
+            errors.append(str(error))
+            if len(errors) == 5:
+                stop.set()
+
+    stop = threading.Event()
+    loop = LaneLoop(
+        lambda: lane.source(archive=True),
+        lambda _source: Kafka(),
+        stop=stop,
+        secure=lambda: True,
+        observer=Watcher(),
+        pace=Pace(min_backoff_seconds=0.001, max_backoff_seconds=0.001),
+    )
+    lane.admin.execute(obstacle)
+    lane.add("a1")
+    text = "".join(random.Random(1).choices("abcdefghijklmnopqrstuvwxyz0123456789", k=5000))
+    with lane.database.connect() as connection:
+        bad = Outbox().add(connection, Event("Order", "b", "long", headers={"text": text}))
+    lane.add("c1")
+    loop.run()
+    assert sent == ["a1", "long", "c1"]
+    assert re.search(error, errors[-1])
+    if error != "query_canceled":
+        # Those before it are settled.
+        assert errors[-1].startswith(f"event {bad} is published, and stays behind: Postgres, settling lane 0: ")
+        assert lane.rows("SELECT event_type FROM outbox.published") == [("a1",)]
+    lane.admin.execute(removed)
+    stop.clear()
+    with ThreadPoolExecutor(1) as threads:
+        done = threads.submit(loop.run)
+        wait_until(lambda: lane.rows("SELECT count(*) FROM outbox.published") == [(3,)])
+        stop.set()
+        done.result(30)
+    assert sent == ["a1", "long", "c1"]
+    assert backlog(lane.database.url) == 0
 
 
 def test_two_failed_events_of_one_key_are_published_one_after_the_other(lane):
