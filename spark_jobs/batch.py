@@ -111,7 +111,7 @@ class BatchRounds(Rounds):
         self._prepare(generation)
         messages = spark.decoded(rows(()), self._job)
         result = spark.shaped(messages, self._job)
-        shuffled = self._job.transform is not None and spark.moves_rows(result)
+        shuffled = self._job.transform is not None and spark.moves_rows(result, messages)
         if shuffled and isinstance(self._job.strategy, Natural | Version):
             raise JobError(
                 "strategy: Natural and Version look at messages; with a shuffle there are none left to look at"

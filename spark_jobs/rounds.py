@@ -38,7 +38,7 @@ from spark_jobs.strategies import Place
 from spark_jobs.task import Late, TaskPlan
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql import Column, DataFrame, Row, SparkSession
 
 SUSPECT_ROUNDS: Final = 5
 """Repeats come in bursts: a partition that had one goes the slower way for that many rounds. So does one whose rows
@@ -197,21 +197,25 @@ class Rounds:
 
     def _attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
         rows = self._source(span)
+        tasks: Mapping[int, Partition] = {}
         if self._late is not None:
             rows = spark.left_in(rows, state.dead).select(*incoming.COLUMNS)
             columns: Mapping[str, str] = self._late.columns
         else:
-            rows = spark.chosen(rows, self._job, state.dead)
-            rows, columns = spark.copyable(spark.shaped(spark.decoded(rows, self._job), self._job))
+            rows = spark.shaped(spark.decoded(spark.chosen(rows, self._job, state.dead), self._job), self._job)
+            tasks = spark.tasks(rows, span.ranges)
+            rows, columns = spark.copyable(rows)
         plan = self._plan(span, state, generation, columns)
-        plan = replace(plan, late=self._late, direct=self._direct(columns))
+        plan = replace(plan, late=self._late, direct=self._direct(columns), tasks=tasks)
         reports = rows.mapInArrow(lambda batches: task.run(plan, batches), task.REPORT).collect()
-        return {(row.topic, row.part): Told(row.outcome, row.read, row.fresh, row.detail) for row in reports}
+        return reported(reports)
 
     def _attempt_retry(self, rows: DataFrame, letters: Sequence[Retried], state: State, generation: int) -> Told:
-        rows, columns = spark.copyable(spark.shaped(spark.decoded(spark.chosen(rows, self._job), self._job), self._job))
         from pyspark.sql import Row
 
+        rows = spark.shaped(spark.decoded(spark.chosen(rows, self._job), self._job), self._job)
+        spark.require_one_task(rows)
+        rows, columns = spark.copyable(rows)
         plan = replace(self._plan(Span({}, {}), state, generation, columns), max_dead=len(letters))
         ids = {one.place: (one.id, one.reason) for one in letters}
         reports = rows.mapInArrow(lambda batches: task.run_retry(plan, ids, batches), task.REPORT).collect()
@@ -418,6 +422,20 @@ class Rounds:
                 f"more than {self._job.max_dead} messages of one round can't be applied (max_dead), the last: {error}. "
                 "Nothing of their partitions was applied; if these messages are to become dead letters, raise max_dead"
             )
+
+
+def reported(reports: Iterable[Row]) -> dict[Partition, Told]:
+    """Give what the tasks of an attempt told, by partition. Raises EffectFailed when two of them name one partition."""
+    told: dict[Partition, Told] = {}
+    for row in reports:
+        partition = (row.topic, row.part)
+        if partition in told:
+            raise EffectFailed(
+                f"{row.topic}-{row.part}: two tasks had rows of it, so one of them may have moved its offset over rows "
+                "of the other: compare the sink with the topic, and set the group back with `outbox offsets` if need be"
+            )
+        told[partition] = Told(row.outcome, row.read, row.fresh, row.detail)
+    return told
 
 
 def _not_deterministic() -> EffectFailed:

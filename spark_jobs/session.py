@@ -45,7 +45,10 @@ READER_OPTIONS: Final = {
 _OURS: Final = frozenset({"isolation.level", "group.id", "enable.auto.commit", "auto.offset.reset"})
 UNDECODED: Final = "outbox: a row that does not decode met a transform"
 """In the text of Spark's error when that happened."""
+_AS_ONE: Final = "declare atomic='batch'"
 _MOVING: Final = ("Exchange", "Coalesce", "CartesianProduct", "Union", "CollectLimit", "TakeOrdered", "GlobalLimit")
+_READ: Final = re.compile(r"KafkaSourceRDDPartition\((\d+),KafkaOffsetRange\(([\w.-]+)-(\d+),(\d+),(\d+),")
+"""A part of a round as Spark's Kafka source has it: its number, topic, partition, first offset and end."""
 # Not "$", which in Java also stands before a last newline.
 _UUID: Final = r"\A[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}\z"
 # META's types as Spark spells them: in the binary format they are told by nothing but their place.
@@ -266,12 +269,12 @@ def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
         "message_topic", F.when(F.col(PROBLEM).isNull(), F.col("message_topic")).otherwise(fail)
     ).drop(PROBLEM)
     result = job.transform(guarded)
-    if moves_rows(result):
-        if job.atomic == "batch":
-            return result
+    if job.atomic == "batch" and moves_rows(result, guarded):
+        return result
+    if _shuffles(result):
         raise JobError(
             "transform: it moves rows between partitions (a join, an aggregation, distinct, repartition or sort), but "
-            "each partition is a transaction of its own; aggregate in the effect's SQL, or declare atomic='batch'"
+            f"each partition is a transaction of its own; aggregate in the effect's SQL, or {_AS_ONE}"
         )
     missing = [name for name in KEPT if name not in result.columns]
     if missing:
@@ -279,12 +282,57 @@ def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
     return result
 
 
-def moves_rows(rows: DataFrame) -> bool:
+def moves_rows(rows: DataFrame, source: DataFrame) -> bool:
+    """Say whether rows are in other partitions than in ``source``, or may be.
+
+    That is after a shuffle, and for rows that were made anew (``toPandas``, ``rdd``, ``checkpoint``), of which the plan
+    does not say where they come from.
+    """
+    here, there = (one._jdf.queryExecution().analyzed().collectLeaves() for one in (rows, source))  # noqa: SLF001
+    return not here.equals(there) or _shuffles(rows)
+
+
+def _shuffles(rows: DataFrame) -> bool:
     """Say whether the plan has a shuffle, or anything else that puts rows into other partitions."""
     plan = rows._jdf.queryExecution().executedPlan().toString()  # noqa: SLF001  the only way to see it
     # The nodes' names only: a column may be called ExchangeRate.
     nodes = (found[1] for line in plan.splitlines() if (found := _NODE.match(line)))
     return any(sign in node for node in nodes for sign in _MOVING)
+
+
+def tasks(rows: DataFrame, ranges: Mapping[Partition, Range]) -> dict[int, Partition]:
+    """Give which task applies which partition: each the whole range of one. Raises JobError where that is not so.
+
+    A plan does not show everything that moves rows, so this looks at what Spark is going to run: what a task reads is
+    known by its type and its offsets. Two tasks with rows of one partition would be a loss: the first moves the offset,
+    and the other one finds its range applied already.
+    """
+    rdd = rows._jdf.queryExecution().toRdd().toJavaRDD()  # noqa: SLF001
+    # As text, which is one call to the JVM and not five for each part.
+    text = rdd.partitions().toString()
+    read = [
+        ((topic, int(part)), int(number), int(first), int(end))
+        for number, topic, part, first, end in _READ.findall(text)
+    ]
+    spans = sorted((partition, first, end) for partition, _, first, end in read)
+    wanted = sorted((partition, span.start, span.end) for partition, span in ranges.items())
+    # Without any task there are no rows: Spark saw that all of them are filtered.
+    if rdd.getNumPartitions() not in {0, len(read)} or (rdd.getNumPartitions() and spans != wanted):
+        raise JobError(
+            "transform: what it gives does not come from one Kafka partition for each of Spark's tasks (it comes from "
+            f"{text[:100]}), but each partition is a transaction of its own; do without toPandas, rdd.repartition, "
+            f"rdd.coalesce and checkpoint, or {_AS_ONE}"
+        )
+    return {number: partition for partition, number, _, _ in read}
+
+
+def require_one_task(rows: DataFrame) -> None:
+    """Raise JobError where dead letters that are tried again, in one transaction, would not be in one task."""
+    if rows._jdf.queryExecution().toRdd().getNumPartitions() > 1:  # noqa: SLF001
+        raise JobError(
+            "transform: it spreads dead letters that are tried again over several tasks, but they are one transaction; "
+            f"do without toPandas and rdd.repartition, or {_AS_ONE}"
+        )
 
 
 def _meta(job: ConsumerJob) -> dict[str, Column]:

@@ -111,6 +111,7 @@ class TaskPlan:
     direct    where rows can go straight to; not those of ``suspects``, ``lenient`` and ``slow``.
     slow      partitions that found something the matter on the way straight to it.
     late      how to decode, for rows that are Kafka's own.
+    tasks     which of Spark's tasks has which partition, where a transform could have changed that.
     """
 
     url: str
@@ -130,6 +131,7 @@ class TaskPlan:
     late: Late | None = None
     direct: Direct | None = None
     slow: frozenset[Partition] = frozenset()
+    tasks: Mapping[int, Partition] = field(default_factory=dict)
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -179,8 +181,8 @@ def run(plan: TaskPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Record
         return
     named = ("message_topic", "message_part") if plan.late is None else ("topic", "partition")
     topic, part = (first.column(name)[0].as_py() for name in named)
-    partition = (topic, part)
-    rows = (batch for batch in itertools.chain([first], batches) if batch.num_rows)
+    partition = _mine(plan) or (topic, part)
+    rows = _of_one(partition, named, (batch for batch in itertools.chain([first], batches) if batch.num_rows))
     feed = Feed(plan.required, rows if plan.late is None else plan.late.decoding(rows))
     outcome, fresh, detail = "applied", 0, ""
     try:
@@ -192,6 +194,32 @@ def run(plan: TaskPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Record
     except Stop as stop:
         outcome, detail = stop.outcome, stop.detail
     yield report(partition, outcome, feed.rows, fresh, detail)
+
+
+def _mine(plan: TaskPlan) -> Partition | None:
+    """Give the partition that this task of Spark's reads; None where it is certain without."""
+    if not plan.tasks:
+        return None
+    from pyspark import TaskContext
+
+    context = TaskContext.get()
+    assert context is not None
+    return plan.tasks[context.partitionId()]
+
+
+def _of_one(partition: Partition, names: Sequence[str], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Give the batches. Raises Broken at a row of another partition, whose own task would find itself without it."""
+    import pyarrow.compute as pc
+
+    for batch in batches:
+        for name, value in zip(names, partition, strict=True):
+            column = batch.column(name)
+            if column.null_count or not pc.all(pc.equal(column, value)).as_py():
+                raise Broken(
+                    f"a row's {name} is not {value}: the transform mixes partitions, and each is a transaction of its "
+                    "own; leave the columns that say which message a row is as they are, or declare atomic='batch'"
+                )
+        yield batch
 
 
 def run_retry(

@@ -371,6 +371,22 @@ def test_a_value_that_is_beyond_a_limit_is_a_dead_letter_and_not_a_server_that_i
     assert outcomes(report) == [(7, "failed")]
 
 
+def test_rows_of_two_partitions_are_no_tasks(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their own task would find its range applied, and would leave out what it has itself."""
+    run = task.run
+
+    def mixed(plan: task.TaskPlan, batches: Any) -> Any:
+        (rows,) = batches
+        other = pa.array([1] * rows.num_rows, pa.int32())
+        return run(plan, iter([rows, rows.set_column(rows.schema.names.index("message_part"), "message_part", other)]))
+
+    monkeypatch.setattr(task, "run", mixed)
+    for sink.way in WAYS:
+        report = sink.apply([(event_id(1), 1)])
+        assert (report["outcome"], sink.numbers(), sink.position()) == ("broken", [], 0)
+        assert "message_part is not 0: the transform mixes partitions" in report["detail"]
+
+
 def test_a_shorter_range_that_was_committed_meanwhile_is_no_take_over(sink: Sink) -> None:
     """A task that its driver had given up on: the round is planned anew instead of ending the job."""
     sink.apply([(event_id(1), 1)])

@@ -9,9 +9,11 @@ from dataclasses import replace
 import pytest
 from uuid_utils.compat import uuid7
 
+from spark_jobs import session
 from spark_jobs.effects import Insert, Upsert
 from spark_jobs.errors import BadMessage, EffectFailed, Fenced, JobError, Reject
 from spark_jobs.job import ConsumerJob
+from spark_jobs.planner import Range
 from spark_jobs.strategies import Fingerprint, Natural, Version
 
 pytestmark = pytest.mark.spark
@@ -37,6 +39,15 @@ def order(order_id, seq, **changes):
 
 def retry(bench):
     bench.run("UPDATE consumer.dead_letters SET state = 'retry'")
+
+
+def waits_again(bench, group, key, first, last, state="retry"):
+    """Dead letters by hand, of these offsets: ``key`` is SQL that may use ``n``."""
+    bench.run(
+        "INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_id, message_key,"
+        f" message_headers, message_time, reason, error, state) SELECT '{group}', '{bench.topic}', 't', 0, n,"
+        f" gen_random_uuid(), {key}, '[]', now(), 'failed', 'x', '{state}' FROM generate_series({first}, {last}) AS n"
+    )
 
 
 def test_a_bad_message_costs_one_row_and_can_be_tried_again(bench):
@@ -381,6 +392,52 @@ def test_a_round_may_aggregate_over_partitions(bench):
     put(bench, order("newer", 1))
     with pytest.raises(JobError, match="Natural and Version"):
         bench.once(replace(job, strategy=Natural(["customer"])))
+
+
+def test_a_task_has_the_rows_of_one_partition_whatever_a_transform_does(bench, spark):
+    """Two tasks with rows of one partition: the first moves its offset, and the other one's rows would be lost."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    def again(rdd, rows):
+        return spark.createDataFrame(rdd, rows.schema)
+
+    for seq in range(4):
+        put(bench, order(f"o{seq}", 1), partition=seq % 2)
+    whole = {(bench.topic, part): Range("", 0, 2) for part in (0, 1)}
+    rows = session.source(spark, bench.job, whole, bench.topics.bootstrap_servers, {})
+    for stays in (
+        rows.filter("offset > 7").withColumn("key", F.explode(F.array("key", "key"))).sortWithinPartitions("value"),
+        again(rows.rdd.map(lambda row: row), rows),
+    ):
+        assert sorted(session.tasks(stays, whole).items()) == list(enumerate(sorted(whole)))
+    assert session.tasks(rows.filter("1 = 0"), whole) == {}
+    for moved in (rows.rdd.coalesce(1), rows.rdd.repartition(2), rows.collect()):
+        with pytest.raises(JobError, match=r"(?s)it comes from \[.*Partition.*atomic='batch'"):
+            session.tasks(again(moved, rows), whole)
+    with pytest.raises(JobError, match="one Kafka partition"):
+        session.tasks(rows, {(bench.topic, 0): Range("", 0, 2), (bench.topic, 1): Range("", 0, 1)})
+    # And a job is asked: for its rounds, for what it tries again, and by its tasks.
+    collected = replace(bench.job, transform=lambda rows: again(rows.collect(), rows))
+    with pytest.raises(JobError, match="one Kafka partition"):
+        bench.once(collected)
+    with pytest.raises(EffectFailed, match=r"message_part is not \d: the transform mixes partitions"):
+        bench.once(
+            replace(bench.job, transform=lambda rows: rows.withColumn("message_part", 1 - F.col("message_part")))
+        )
+    assert (bench.positions(), bench.totals()) == ({0: 0, 1: 0}, {})
+    # A whole round in one transaction may move rows, and need not keep which messages they were.
+    counted = replace(
+        bench.job,
+        atomic="batch",
+        transform=lambda rows: spark.createDataFrame([(len(rows.collect()),)], "n int"),
+        effect="INSERT INTO order_totals SELECT 'all', 'c', 's', n, 1, 1, 0 FROM batch",
+    )
+    assert bench.once(counted).applied == 4
+    assert bench.totals()["all"][0] == 4
+    waits_again(bench, bench.job.group, "NULL", 1, 2)
+    with pytest.raises(JobError, match="several tasks"):
+        bench.once(replace(collected, schema=None, effect="SELECT 1"))
+    assert bench.rows("SELECT state FROM consumer.dead_letters") == [("retry",)] * 2
 
 
 def test_text_that_postgres_refuses_after_a_shuffle_is_never_left_out(bench):

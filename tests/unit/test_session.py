@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 
 from spark_jobs import session
+from spark_jobs.errors import EffectFailed
+from spark_jobs.rounds import reported
 
 GIVEN = (*session._JAVA_OPTIONS, "SPARK_CONF_DIR", "SPARK_HOME")
 
@@ -46,3 +50,10 @@ def test_spark_s_own_configuration_is_not_contradicted(monkeypatch, tmp_path):
     monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path / "conf"))
     monkeypatch.delenv("SPARK_HOME")
     assert not session._collector({})
+
+
+def test_one_partition_is_told_of_by_one_task():
+    rows = [SimpleNamespace(topic="t", part=part, outcome="applied", read=2, fresh=1, detail="") for part in (0, 1)]
+    assert {place: one.read for place, one in reported(rows).items()} == {("t", 0): 2, ("t", 1): 2}
+    with pytest.raises(EffectFailed, match="t-1: two tasks had rows of it"):
+        reported([*rows, SimpleNamespace(**vars(rows[1]) | {"outcome": "already"})])
