@@ -27,6 +27,7 @@ demo: $(VENV)/.installed  ## orders → Postgres → Kafka → Spark, with a kil
 	@$(BIN)/outbox demo $(ARGS)
 
 test: $(VENV)/.installed  ## the whole test suite on real services
+	@$(BIN)/python tests/class_archives.py
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 chaos: $(VENV)/.installed  ## everything killed and stopped at random, eight runs of CHAOS_SECONDS (180) each

@@ -8,6 +8,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
+from class_archives import ARCHIVES, QUIET
+
+from outbox.testing import _broker
+
 # The two addresses choose the servers that the fixtures use; everything else would change what is tested.
 for _name in list(os.environ):
     if _name.startswith("OUTBOX_") and _name not in {
@@ -24,4 +28,9 @@ for _name in list(os.environ):
 os.environ.setdefault("OUTBOX_PATIENCE", "4")
 
 # Short lives: the second compiler of a JVM, which Spark and Kafka start with, takes half of all processor time.
-os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
+_options = ["-XX:TieredStopAtLevel=1"]
+if ARCHIVES["spark"].exists():
+    _options += [f'-XX:SharedArchiveFile="{ARCHIVES["spark"]}"', *QUIET]
+os.environ.setdefault("JDK_JAVA_OPTIONS", " ".join(_options))
+if ARCHIVES["kafka"].exists():
+    _broker._JVM = (*_broker._JVM, f"-XX:SharedArchiveFile={ARCHIVES['kafka']}")
