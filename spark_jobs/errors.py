@@ -60,3 +60,8 @@ class TopicRecreated(DataLost):
 
 class ConsumerUnavailable(ConsumerError):
     """Kafka or Postgres stayed away for too long. Nothing is lost; run the job again."""
+
+
+def storable(text: str) -> str:
+    """Give text as Postgres takes it: what a message or a provider holds may be neither text there nor in UTF-8."""
+    return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()

@@ -12,6 +12,7 @@ import psycopg
 from psycopg import sql
 
 from spark_jobs.applying import Culprit
+from spark_jobs.errors import storable
 from spark_jobs.strategies import Place
 
 # Twice for one place: its offsets were set back, and it failed once more.
@@ -78,8 +79,7 @@ def failed_again(cursor: psycopg.Cursor[Any], schema: str, group: str, letter: i
 
 def _why(culprit: Culprit) -> dict[str, Any]:
     # Text of an error may hold anything the message held.
-    error = culprit.error.replace("\0", "\ufffd")[:_LIMIT]
-    return {"reason": culprit.reason, "error": error, "sqlstate": culprit.sqlstate}
+    return {"reason": culprit.reason, "error": storable(culprit.error)[:_LIMIT], "sqlstate": culprit.sqlstate}
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from psycopg import sql
 from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
-from spark_jobs.errors import ConsumerError
+from spark_jobs.errors import ConsumerError, storable
 from spark_jobs.settling import Answer, Change, Rules, Standing, Step, effect_failed, first_step, settle
 
 # The later call of a key waits for the earlier one. What somebody else settles at this moment is not seen as settled
@@ -422,8 +422,8 @@ def _told(error: BaseException) -> str:
 
 
 def _storable(text: str | None) -> str | None:
-    """Postgres stores no NUL, and nobody reads a page."""
-    return None if text is None else text.replace("\0", "\N{SYMBOL FOR NULL}")[:_LONGEST_ERROR]
+    """Nobody reads a page."""
+    return None if text is None else storable(text)[:_LONGEST_ERROR]
 
 
 def _json(value: object) -> Jsonb:

@@ -26,7 +26,7 @@ from spark_jobs import letters
 from spark_jobs.applying import Applying, Broken, Culprit, Culprits, Uncopyable, passing, places_of, shown
 from spark_jobs.decoding import PROBLEM
 from spark_jobs.direct import Direct, Roundabout
-from spark_jobs.errors import JobError
+from spark_jobs.errors import JobError, storable
 from spark_jobs.letters import Letter
 from spark_jobs.planner import Partition, Range
 from spark_jobs.strategies import Book, Place, Strategy
@@ -166,7 +166,7 @@ class Stop(Exception):
     def __init__(self, outcome: str, detail: str) -> None:
         super().__init__(detail)
         self.outcome = outcome
-        self.detail = detail
+        self.detail = storable(detail)
 
 
 def run(plan: TaskPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -307,7 +307,7 @@ def _at_fault(batch: pa.RecordBatch, row: int, name: str) -> Culprit:
 
 def culprits_text(found: Sequence[Culprit]) -> str:
     """Give culprits as the JSON of a report."""
-    return json.dumps([[*culprit.place, culprit.reason, culprit.error, culprit.sqlstate] for culprit in found])
+    return json.dumps([[*one.place, one.reason, storable(one.error), one.sqlstate] for one in found])
 
 
 def culprits_from(text: str) -> list[Culprit]:

@@ -559,7 +559,7 @@ def test_answers_that_are_odd(sink, provider):
     odd: dict[str, Any] = {"nul": "a\0b", "nan": float("nan"), "set": {1}, "surrogate": "\ud800", "none": None}
     raised: dict[str, BaseException] = {
         "later": TryLater("not yet"),
-        "unknown": OutcomeUnknown("hm\0"),
+        "unknown": OutcomeUnknown("hm\0\ud800"),
         "bug": KeyError("x"),
         "exit": SystemExit(),
     }

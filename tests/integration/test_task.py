@@ -17,10 +17,12 @@ import pyarrow as pa
 import pytest
 from consumer_group import ConsumerGroup
 
-from spark_jobs import applying, direct, identity, processed, strategies, task
+from spark_jobs import applying, direct, identity, letters, processed, strategies, task
 from spark_jobs.applying import Culprit
 from spark_jobs.direct import Direct
 from spark_jobs.effects import Insert
+from spark_jobs.errors import Reject
+from spark_jobs.letters import Letter
 from spark_jobs.strategies import Dedup
 from spark_jobs.tables import DAY_OF_ID
 
@@ -369,6 +371,21 @@ def test_a_value_that_is_beyond_a_limit_is_a_dead_letter_and_not_a_server_that_i
     effect = f"INSERT INTO words SELECT CASE n WHEN 7 THEN ({incompressible}) ELSE n::text END FROM batch"
     report = sink.apply([(event_id(n), n) for n in range(10)], effect=effect)
     assert outcomes(report) == [(7, "failed")]
+
+
+def test_what_an_effect_says_may_be_no_text(sink: Sink) -> None:
+    """Half a surrogate pair, out of a message's JSON: on its way to the driver, and into the dead letter."""
+
+    def effect(_: object, rows: pa.Table) -> None:
+        raise Reject("bad name \ud800", *rows["message_id"].to_pylist())
+
+    for bisect, outcome in ((True, "culprits"), (False, "broken")):
+        report = sink.apply([(event_id(1), 1)], effect=effect, bisect=bisect)
+        assert (report["outcome"], "bad name ?" in report["detail"]) == (outcome, True)
+    culprit = Culprit(("t", 0, 0), "rejected", "bad\0name \ud800")
+    with psycopg.connect(sink.url) as connection:
+        letters.write(connection.cursor(), "consumer", "g", "id", [Letter(culprit, None, None, None, "[]", 0)])
+    assert sink.run("SELECT error FROM consumer.dead_letters") == [("bad\ufffdname ?",)]
 
 
 def test_rows_of_two_partitions_are_no_tasks(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
