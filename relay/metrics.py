@@ -3,66 +3,132 @@
 from __future__ import annotations
 
 import threading
-from typing import Final
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, Final
 
+import psycopg
 import structlog
-from prometheus_client import CollectorRegistry, Gauge, start_http_server
+from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client.core import GaugeMetricFamily
+from psycopg import sql
 
 from outbox.errors import ConfigurationError
-from relay.database import Connector
-from relay.slot import Slot, SlotNames, find_problem
+from relay.database import Connector, unavailable_on_error
+from relay.slot import Slot, SlotNames, SlotState, find_problem
 
 log = structlog.get_logger("relay")
 
 _MEBI: Final = 1 << 20
+# A look that takes longer than this has told nothing for too long.
+_STALE_SECONDS: Final = 60.0
+
+_LIMIT: Final = "SELECT set_config('statement_timeout', '5s', true)"
+
+_BOOK: Final = "SELECT slot, publication FROM {streams} ORDER BY created_at DESC LIMIT 1"
 
 
 class SlotWatch:
-    """Looks at the replication slot from time to time, whoever reads it: a standby sees a disk fill up too.
+    """Looks at the replication slot, whoever reads it: a standby, and a relay that polls, see a disk fill up too.
 
-    ``limit_bytes`` of WAL kept for the slot are worth waking somebody for.
+    ``look`` is to be called from time to time, from one thread. It takes no lock that others wait for, writes nothing,
+    and so waits for no standby. ``limit_bytes`` of WAL kept for the slot are worth waking somebody for. With
+    ``by_book`` the slot is the one that is in the outbox's book, and nothing is shown while there is none.
     """
 
-    def __init__(self, connect: Connector, names: SlotNames, limit_bytes: int, registry: CollectorRegistry) -> None:
+    def __init__(
+        self,
+        connect: Connector,
+        names: SlotNames,
+        limit_bytes: int,
+        registry: CollectorRegistry,
+        *,
+        by_book: bool = False,
+    ) -> None:
         self._connect = connect
         self._names = names
         self._limit = limit_bytes
+        self._by_book = by_book
         self._over = False
-
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"outbox_slot_{name}", text, registry=registry)
-
-        self._retained = gauge("retained_wal_bytes", "WAL that the server keeps for the outbox's replication slot.")
-        self._over_limit = gauge("retained_wal_over_limit", "1 when that is more than wal.retained_limit_bytes.")
-        self._safe = gauge("safe_wal_bytes", "WAL that may be written before the slot is lost; -1 without a limit.")
-        self._lag_bytes = gauge("lag_bytes", "WAL behind the position that the slot has confirmed.")
-        self._lag_seconds = gauge("lag_seconds", "Age of the last thing that the slot has confirmed; 0 at rest.")
-        self._healthy = gauge("healthy", "0 when events may have passed the slot by: see `outbox cdc status`.")
+        self._state: SlotState | None = None
+        self._healthy = False
+        self._looked_at = 0.0
+        self._looked = -_STALE_SECONDS
+        registry.register(self)
 
     def look(self) -> None:
         """Read slot and book once. Raises Unavailable or SchemaError."""
-        connection = self._connect()
         try:
-            state = Slot(connection, self._names).look()
-        finally:
-            connection.close()
-        problem = find_problem(state, self._names)
-        over = state.retained_bytes > self._limit
-        self._retained.set(state.retained_bytes)
-        self._over_limit.set(over)
-        self._safe.set(-1 if state.safe_wal_bytes is None else state.safe_wal_bytes)
-        self._lag_bytes.set(state.lag_bytes)
-        self._lag_seconds.set(state.lag_seconds)
-        self._healthy.set(problem is None)
+            with self._connect() as connection:
+                # Reads of their own: the second look at a slot must see what was written since the first.
+                connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+                with unavailable_on_error("looking at the slot"), connection.transaction():
+                    connection.execute(_LIMIT)
+                    names = self._find(connection)
+                    state = None if names is None else Slot(connection, names).look()
+        except BaseException:
+            self._healthy = False
+            raise
+        self._state = state
+        self._healthy = state is not None and names is not None and find_problem(state, names) is None
+        self._looked_at, self._looked = time.time(), time.monotonic()
+        self._tell(self._names.slot if names is None else names.slot)
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Nothing is asked of a server when this is registered."""
+        return iter(())
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Give what the last look has found; how old that is is among it."""
+        state, healthy = self._state, self._healthy and time.monotonic() - self._looked < _STALE_SECONDS
+
+        def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"outbox_slot_{name}", text, value=value)
+
+        if state is None and self._by_book:
+            return
+        yield gauge(
+            "healthy",
+            "0 when events may have passed the slot by, or nobody knows: see `outbox cdc status`.",
+            healthy,
+        )
+        yield gauge("last_look_timestamp_seconds", "When all this was read from the server.", self._looked_at)
+        if state is None:
+            return
+        safe = -1 if state.safe_wal_bytes is None else state.safe_wal_bytes
+        yield gauge(
+            "retained_wal_bytes", "WAL that the server keeps for the outbox's replication slot.", state.retained_bytes
+        )
+        yield gauge(
+            "retained_wal_over_limit",
+            "1 when that is more than wal.retained_limit_bytes.",
+            state.retained_bytes > self._limit,
+        )
+        yield gauge("safe_wal_bytes", "WAL that may be written before the slot is lost; -1 without a limit.", safe)
+        yield gauge("lag_bytes", "WAL behind the position that the slot has confirmed.", state.lag_bytes)
+        yield gauge("lag_seconds", "Age of the last thing that the slot has confirmed; 0 at rest.", state.lag_seconds)
+
+    def _find(self, connection: psycopg.Connection[Any]) -> SlotNames | None:
+        if not self._by_book:
+            return self._names
+        row = connection.execute(
+            sql.SQL(_BOOK).format(streams=sql.Identifier(self._names.schema, "streams"))
+        ).fetchone()
+        return None if row is None else replace(self._names, slot=row[0], publication=row[1])
+
+    def _tell(self, slot: str) -> None:
+        retained = 0 if self._state is None else self._state.retained_bytes
+        over = retained > self._limit
         if over and not self._over:
             log.error(
                 "the slot keeps more WAL than its limit: the server's disk fills up; see `outbox cdc status`",
-                slot=self._names.slot,
-                retained_mebibytes=state.retained_bytes // _MEBI,
+                slot=slot,
+                retained_mebibytes=retained // _MEBI,
                 limit_mebibytes=self._limit // _MEBI,
             )
         elif self._over and not over:
-            log.info("the slot keeps less WAL than its limit again", slot=self._names.slot)
+            log.info("the slot keeps less WAL than its limit again", slot=slot)
         self._over = over
 
 

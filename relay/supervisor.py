@@ -30,6 +30,18 @@ log = structlog.get_logger("relay")
 
 
 @dataclass(frozen=True, slots=True)
+class Upkeep:
+    """What a relay does beside publishing, each ``seconds``.
+
+    In a thread of its own, which waits for nothing but this: leases must be renewed while it waits for a lock, and an
+    alert must go out while everything else waits for a standby.
+    """
+
+    task: Callable[[], None]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """What a relay is made of. All times in seconds."""
 
@@ -46,9 +58,7 @@ class Plan:
     """Given the lease, the number of lanes, and the lane's source."""
     stream: Callable[[Sequence[Lease]], Stream] | None = None
     """Source wal: given the leases of all lanes. A relay without it polls."""
-    upkeep: Sequence[Callable[[], None]] = ()
-    """Called each ``upkeep_seconds``, in a thread of its own."""
-    upkeep_seconds: float = 60.0
+    upkeep: Sequence[Upkeep] = ()
     figures: Callable[[], Mapping[str, float]] = dict
     """For the last line of the log."""
 
@@ -112,12 +122,29 @@ class _LaneThread(threading.Thread):
         self._log.info("publishing again")
 
 
-def _keep(upkeep: Sequence[Callable[[], None]]) -> None:
-    for task in upkeep:
-        try:
-            task()
-        except (Unavailable, SchemaError) as error:
-            log.warning("upkeep has to wait", error=str(error))
+class _UpkeepThread(threading.Thread):
+    """Does it until ``stop``, whatever happens. What is in the way is said once."""
+
+    def __init__(self, upkeep: Upkeep, stop: threading.Event) -> None:
+        super().__init__(name="upkeep", daemon=True)
+        self._upkeep = upkeep
+        self._stop_now = stop
+        self._said: str | None = None
+
+    def run(self) -> None:
+        while True:
+            try:
+                self._upkeep.task()
+            except (Unavailable, SchemaError) as error:
+                if str(error) != self._said:
+                    log.warning("upkeep has to wait", error=str(error))
+                self._said = str(error)
+            except Exception:
+                log.exception("upkeep failed")
+            else:
+                self._said = None
+            if self._stop_now.wait(self._upkeep.seconds):
+                return
 
 
 def _shown(claim: Claim) -> dict[str, str]:
@@ -137,8 +164,6 @@ class Supervisor:
         self._published = 0
         # Renewed three times within a lease, and often enough to notice a newcomer soon.
         self._beat_seconds = min(plan.lease_seconds / 3, 1.0)
-        self._upkeep_at = time.monotonic()
-        self._upkeep: threading.Thread | None = None
 
     def run(self, stop: threading.Event, abandon: threading.Event) -> int:
         """Work until ``stop``; then finish what is in flight until done, the deadline, or ``abandon``.
@@ -146,6 +171,9 @@ class Supervisor:
         Gives the number of lanes whose batch in flight was abandoned: 0 for a clean stop.
         """
         log.info("relay started", instance=self._plan.instance, version=self._plan.version)
+        done = threading.Event()
+        for upkeep in self._plan.upkeep:
+            _UpkeepThread(upkeep, done).start()
         try:
             while not stop.is_set():
                 self._tick()
@@ -153,7 +181,10 @@ class Supervisor:
         except BaseException:
             self._shut_down(abandon)
             raise
-        return self._shut_down(abandon)
+        else:
+            return self._shut_down(abandon)
+        finally:
+            done.set()
 
     def _tick(self) -> None:
         try:
@@ -161,12 +192,6 @@ class Supervisor:
                 self._table = self._connect()
             self._keep(self._table)
             self._balance(self._table)
-            if self._plan.upkeep and time.monotonic() >= self._upkeep_at:
-                self._upkeep_at = time.monotonic() + self._plan.upkeep_seconds
-                # In a thread of its own: it may wait for locks, and the leases must be renewed meanwhile.
-                if self._upkeep is None or not self._upkeep.is_alive():
-                    self._upkeep = threading.Thread(target=_keep, args=(self._plan.upkeep,), daemon=True)
-                    self._upkeep.start()
             if self._failures:
                 self._failures = 0
                 log.info("Postgres is back")

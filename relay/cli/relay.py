@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated, Final
 
@@ -20,10 +20,11 @@ from relay.config import Settings, SourceKind, load
 
 if TYPE_CHECKING:
     from relay.database import Connector
-    from relay.supervisor import Supervisor
+    from relay.supervisor import Supervisor, Upkeep
 
 _IDLE_SECONDS: Final = 0.002
 _WATCH_SECONDS: Final = 10.0
+_ARCHIVE_SECONDS: Final = 60.0
 
 app = typer.Typer(help="Publish events from the outbox to Kafka.", no_args_is_help=True)
 
@@ -292,26 +293,34 @@ def build(settings: Settings) -> Supervisor:
             source=new_source,
             publisher=new_publisher,
             upkeep=_upkeep(settings, connect),
-            upkeep_seconds=_WATCH_SECONDS if wal else 60.0,
             figures=figures.summary if settings.delivery is Delivery.EXACTLY_ONCE else dict,
         )
     )
 
 
-def _upkeep(settings: Settings, connect: Connector) -> list[Callable[[], None]]:
+def _upkeep(settings: Settings, connect: Connector) -> list[Upkeep]:
     """Give what a relay does beside publishing, and open its metrics. Raises ConfigurationError for an address."""
     from prometheus_client import CollectorRegistry
 
     from relay.metrics import SlotWatch, serve
     from relay.retention import Retention
     from relay.slot import slot_names
+    from relay.supervisor import Upkeep
 
-    tasks: list[Callable[[], None]] = []
     registry = CollectorRegistry()
-    if settings.source is SourceKind.WAL:
-        tasks.append(SlotWatch(connect, slot_names(settings), settings.wal.retained_limit_bytes, registry).look)
+    # A slot that is not read, before a switch or after one, fills the disk as well; then polling relays are the only
+    # ones that see it.
+    watch = SlotWatch(
+        connect,
+        slot_names(settings),
+        settings.wal.retained_limit_bytes,
+        registry,
+        by_book=settings.source is not SourceKind.WAL,
+    )
+    tasks = [Upkeep(watch.look, _WATCH_SECONDS)]
     if settings.relay.archive_days > 0:
-        tasks.append(Retention(connect, settings.db_schema, settings.relay.archive_days).keep)
+        retention = Retention(connect, settings.db_schema, settings.relay.archive_days)
+        tasks.append(Upkeep(retention.keep, _ARCHIVE_SECONDS))
     if settings.relay.metrics_address is not None:
         serve(settings.relay.metrics_address, registry)
     return tasks

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import socket
+import threading
+import time
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
 import pytest
 from prometheus_client import CollectorRegistry
 from structlog.testing import capture_logs
 from support import wait_until
-from wal_support import cdc, run_outbox, streaming, to_wal, wal
+from wal_support import cdc, run_outbox, set_up, streaming, switch, wal
 
 from outbox.errors import ConfigurationError
 from outbox.testing._ports import free_ports
+from relay import metrics
 from relay.database import Connector
+from relay.loop import Pace
 from relay.metrics import SlotWatch, serve
 from relay.ports import Unavailable
 from relay.slot import SlotNames
+from relay.supervisor import Plan, Supervisor, Upkeep
 
 __all__ = ["wal"]
 
@@ -55,7 +61,23 @@ def test_the_limit_is_crossed_and_crossed_back(outbox_postgres, wal):
         assert look("lag_seconds") > 0
         # Once is enough.
         assert logged() == []
-        commands.repair("it is in the way")
+        # A server that went away after all was well: what was seen stays, and how old it is, and nobody calls it well.
+        seen_at = look("last_look_timestamp_seconds")
+        assert abs(seen_at - time.time()) < 60
+        watch._connect = Connector("postgresql://127.0.0.1:1/x", "test")
+        with pytest.raises(Unavailable):
+            watch.look()
+        assert (look("healthy"), look("retained_wal_over_limit")) == (0, 1)
+        assert look("last_look_timestamp_seconds") == seen_at
+        watch._connect = Connector(url, "test")
+        assert logged() == []
+        assert look("healthy") == 1
+        # A look that hangs.
+        watch._looked -= 61
+        assert look("healthy") == 0
+        assert logged() == []
+        commands.drop()
+        commands.setup()
         assert logged() == [("info", "the slot keeps less WAL than its limit again")]
         assert (look("healthy"), look("retained_wal_over_limit"), look("lag_seconds")) == (1, 0, 0)
         admin.execute("SELECT pg_drop_replication_slot(%s)", (names.slot,))
@@ -69,14 +91,80 @@ def test_a_server_that_is_away_is_not_a_healthy_slot():
     with pytest.raises(Unavailable):
         watch.look()
     assert registry.get_sample_value("outbox_slot_healthy") == 0
+    assert registry.get_sample_value("outbox_slot_last_look_timestamp_seconds") == 0
+
+
+def test_the_alert_of_a_relay_that_polls_and_whose_control_loop_hangs(outbox_postgres, wal, monkeypatch):
+    """A slot that nobody reads yet, and commits that do not come back, as without a synchronous standby."""
+    monkeypatch.setattr(metrics, "_LIMIT", metrics._LIMIT.replace("5s", "200ms"))
+    url = outbox_postgres.url
+    registry = CollectorRegistry()
+    # The settings of a relay that polls need not name the slot.
+    names = SlotNames("outbox", "of-no-outbox", "p")
+    watch = SlotWatch(Connector(url, "watch"), names, MEBI, registry, by_book=True)
+
+    def look(metric):
+        return registry.get_sample_value(f"outbox_slot_{metric}")
+
+    def away(*_):
+        raise Unavailable("no lane is needed here")
+
+    plan = Plan(
+        instance="me",
+        version="0",
+        schema="outbox",
+        lease_seconds=60.0,
+        shutdown_seconds=1.0,
+        pace=Pace(),
+        connect=Connector(url, "control loop"),
+        source=away,
+        publisher=away,
+        upkeep=[Upkeep(watch.look, 0.05)],
+    )
+    watch.look()
+    assert look("healthy") is None
+    set_up(url, wal)
+    stop = threading.Event()
+    hanging = (
+        "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'control loop' AND wait_event_type = 'Lock'"
+    )
+    with (
+        ThreadPoolExecutor(1) as threads,
+        psycopg.connect(url) as other,
+        psycopg.connect(url, autocommit=True) as admin,
+    ):
+        other.execute("LOCK TABLE outbox.relays IN ACCESS EXCLUSIVE MODE")
+        running = threads.submit(Supervisor(plan).run, stop, threading.Event())
+        try:
+            wait_until(lambda: admin.execute(hanging).fetchone() == (1,), what="the control loop to hang")
+            wait_until(lambda: look("healthy") == 1, what="a look")
+            # So does a look, and says so.
+            other.execute("SAVEPOINT before")
+            other.execute("LOCK TABLE outbox.streams IN ACCESS EXCLUSIVE MODE")
+            wait_until(lambda: look("healthy") == 0, what="the watch to say that it sees nothing")
+            other.execute("ROLLBACK TO before")
+            admin.execute(
+                "SELECT count(pg_logical_emit_message(true, 'x', repeat('x', 600000))) FROM generate_series(1, 3)"
+            )
+            wait_until(lambda: look("retained_wal_over_limit") == 1, what="the alert")
+            assert look("healthy") == 1
+            assert admin.execute(hanging).fetchone() == (1,)
+        finally:
+            stop.set()
+            other.rollback()
+        running.result(60)
+    with cdc(url, wal) as commands:
+        commands.drop()
+    watch.look()
+    assert look("healthy") is None
 
 
 def test_a_relay_serves_them(outbox_postgres, outbox_kafka, outbox_relay, wal):
     url, (port,) = outbox_postgres.url, free_ports(1)
-    to_wal(url, wal)
-    relay = outbox_relay(**wal, relay__metrics_address=f"127.0.0.1:{port}")
+    set_up(url, wal)
+    address = {"relay__metrics_address": f"127.0.0.1:{port}"}
 
-    def metrics():
+    def shown():
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
                 lines = answer.read().decode().splitlines()
@@ -84,18 +172,26 @@ def test_a_relay_serves_them(outbox_postgres, outbox_kafka, outbox_relay, wal):
             return {}
         return dict(line.rsplit(" ", 1) for line in lines if line.startswith("outbox_"))
 
+    # One that polls, for as long as the slot waits to be read.
+    relay = outbox_relay(**wal | {"source": "polling"}, **address)
+    wait_until(lambda: float(shown().get("outbox_slot_healthy", 0)) == 1, 30, "the slot to be looked at")
+    relay.terminate()
+    assert relay.wait() == 0
+    switch(url, wal, "wal")
+    relay = outbox_relay(**wal, **address)
     wait_until(lambda: streaming(url), 30, "the lanes to stream")
-    wait_until(lambda: float(metrics().get("outbox_slot_healthy", 0)) == 1, 30, "the slot to be looked at")
-    assert set(metrics()) == {
+    wait_until(lambda: float(shown().get("outbox_slot_healthy", 0)) == 1, 30, "the slot to be looked at")
+    assert set(shown()) == {
         "outbox_slot_retained_wal_bytes",
         "outbox_slot_retained_wal_over_limit",
         "outbox_slot_safe_wal_bytes",
         "outbox_slot_lag_bytes",
         "outbox_slot_lag_seconds",
         "outbox_slot_healthy",
+        "outbox_slot_last_look_timestamp_seconds",
     }
     # A second relay can't have the same port: it says so, and ends.
-    other = outbox_relay(**wal, relay__metrics_address=f"127.0.0.1:{port}")
+    other = outbox_relay(**wal, **address)
     assert other.wait() == 2
     assert f"relay.metrics_address=127.0.0.1:{port}: " in other.log()
     assert "Traceback" not in other.log()
