@@ -49,7 +49,8 @@ _LONGEST_NAME: Final = 200
 # Nothing is locked but the new rows: there is no unique index on event_id, so nobody waits here and nobody in a circle.
 _INSERT: Final = """
 INSERT INTO {events} (event_id, aggregate_type, aggregate_id, event_type, payload, headers)
-SELECT {event_id}, {aggregate_type}, {aggregate_id}::text, {event_type}, {payload}::jsonb, {headers}
+SELECT CASE count(*) OVER (PARTITION BY message_id{part}) WHEN 1 THEN {event_id} ELSE {twice} END,
+       {aggregate_type}, {aggregate_id}::text, {event_type}, {payload}::jsonb, {headers}
   FROM {rows}
  WHERE {where}
  ORDER BY message_topic, message_part, message_offset{part}"""
@@ -59,6 +60,10 @@ _ID: Final = """
  THEN overlay(overlay(overlay({digest} placing left(replace(message_id::text, '-', ''), 12) from 1)
                       placing '7' from 13) placing '8' from 17)
  ELSE overlay(overlay({digest} placing '8' from 13) placing '8' from 17) END)::uuid"""
+# Which fails: two events of one id are one to whoever reads them, and the other one's content would be lost.
+_TWICE: Final = (
+    "concat('more than one row of message ', message_id, ': Produce needs a part that tells them apart')::uuid"
+)
 _DIGEST: Final = (
     "left(encode(sha256(convert_to({name}, 'UTF8') || decode('00', 'hex') || uuid_send(message_id) || {part}), 'hex'), "
     "32)"
@@ -86,6 +91,7 @@ class Produce:
                     ``batch``'s columns message_id, message_topic, message_part and message_offset.
     where           SQL condition over the rows.
     part            SQL expression that tells the events apart which one message gives rise to, such as a line's number.
+                    Two rows of a message with the same part, or without any, are an error.
     headers         SQL expression that gives a jsonb object of text by text, or NULL.
     traced          carries the trace on: the rows have the columns of ``Traced``.
     schema          of the outbox, in the sink's database.
@@ -123,7 +129,7 @@ class Produce:
     def insert(self) -> str:
         """Give one INSERT without a semicolon, to stand alone or after ``WITH … AS (…)``. It has no placeholders."""
         # A constant would be taken for a column's number.
-        order = sql.SQL("") if self.part is None else sql.SQL(", coalesce({})").format(_expression(self.part))
+        part = sql.SQL("") if self.part is None else sql.SQL(", coalesce({})").format(_expression(self.part))
         return (
             sql.SQL(_INSERT)
             .format(
@@ -136,7 +142,8 @@ class Produce:
                 headers=self._headers(),
                 rows=identifier(self.rows),
                 where=_expression(self.where),
-                part=order,
+                part=part,
+                twice=sql.SQL(_TWICE),
             )
             .as_string(None)
         )

@@ -96,6 +96,20 @@ def test_several_events_of_one_message(sink):
     ]
 
 
+def test_two_events_of_one_id_are_refused(sink):
+    """As of a message whose lines are a row each: downstream the second would be a repeat of the first."""
+    message = sink.message(body=1)
+    sink.message(message, body=2, extra="{}")
+    sink.message(body=3, extra="{}")
+    for wrong in (PRODUCE, replace(PRODUCE, part="'same'")):
+        said = f"more than one row of message {message}: Produce needs a part"
+        with pytest.raises(psycopg.errors.InvalidTextRepresentation, match=said), sink.connection.transaction():
+            sink.connection.execute(wrong.insert().encode())
+    sink.connection.execute(replace(PRODUCE, part="body", where="body IS NOT NULL").insert().encode())
+    sink.connection.execute(replace(PRODUCE, where="extra IS NOT NULL").insert().encode())
+    assert [row[0] for row in sink.events("payload")] == [1, 2, 3, 2, 3]
+
+
 def test_events_stand_in_the_order_of_offsets_and_not_of_rows(sink):
     offsets = list(range(500))
     random.Random(1).shuffle(offsets)
