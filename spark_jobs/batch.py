@@ -134,7 +134,7 @@ class BatchRounds(Rounds):
             applying = plan.applying(cursor)
             self._take(applying, staged)
             read = applying.per_partition()
-            before = applying.places() if shuffled else set()
+            before = applying.places() if shuffled or retried else set()
             applying.reduce(suspect=bool(retried or plan.suspects), forgiven=task.forgiven(retried))
             fresh = applying.per_partition()
             if fresh and shuffled:
@@ -143,7 +143,7 @@ class BatchRounds(Rounds):
             if fresh:
                 applying.apply()
             if retried:
-                task.resolve(cursor, plan, retried, fresh)
+                task.resolve(cursor, plan, retried, fresh, before)
             for partition in sorted(span.ranges):
                 task.settle(cursor, plan, partition, read=read.get(partition, 0), fresh=fresh.get(partition, 0))
         self._empty(staged)

@@ -27,6 +27,7 @@ from psycopg.types.json import Jsonb
 
 from outbox.errors import ConfigurationError
 from spark_jobs.errors import ConsumerError
+from spark_jobs.letters import CONTENTS, DESCRIBED
 from spark_jobs.sink import clear_errors
 
 REASONS: Final = ("undecodable", "no-id", "too-old", "failed", "rejected", "behind")
@@ -83,14 +84,7 @@ WITH wanted AS MATERIALIZED (
 gone AS (DELETE FROM {dead_letters} AS d USING wanted WHERE d.id = wanted.id RETURNING d.*),
 noted AS (
     INSERT INTO {audit} (what, why, details)
-    SELECT 'discard dead letter', %(why)s, jsonb_build_object(
-               'id', id, 'group', grp, 'topic', topic, 'topic_id', topic_id, 'part', part, 'offset', message_offset,
-               'message_id', message_id, 'message_time', message_time, 'reason', reason, 'error', error,
-               'sqlstate', sqlstate, 'attempts', attempts, 'died_at', died_at)
-           || CASE WHEN %(keep_message)s THEN jsonb_build_object(
-               'key_base64', translate(encode(message_key, 'base64'), E'\\n', ''),
-               'value_base64', translate(encode(message_value, 'base64'), E'\\n', ''),
-               'headers', message_headers) ELSE '{{}}' END
+    SELECT 'discard dead letter', %(why)s, {described} || CASE WHEN %(keep_message)s THEN {contents} ELSE '{{}}' END
       FROM gone ORDER BY topic, part, message_offset, id)
 SELECT id, grp, topic, part, message_offset, message_id::text, message_key, reason FROM gone
  ORDER BY topic, part, message_offset, id"""
@@ -158,6 +152,8 @@ class DeadLetters:
         self._names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in _TABLES}
         self._names["chosen"] = sql.SQL(_CHOSEN)
         self._names["same_key"] = sql.SQL(_SAME_KEY)
+        self._names["described"] = sql.SQL(DESCRIBED)
+        self._names["contents"] = sql.SQL(CONTENTS)
 
     def list(self, selection: Selection, limit: int = 100) -> Sequence[dict[str, Any]]:
         """Give up to ``limit`` dead letters, the oldest first; keys, but neither values nor headers."""

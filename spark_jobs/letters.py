@@ -29,6 +29,21 @@ _AGAIN: Final = """
 UPDATE {letters} SET state = 'dead', attempts = attempts + 1, reason = %(reason)s, error = %(error)s,
                      sqlstate = %(sqlstate)s, last_failed_at = now()
  WHERE id = %(letter)s AND grp = %(grp)s"""
+_LEAVE_OUT: Final = """
+INSERT INTO {audit} (what, why, details)
+SELECT 'leave out dead letter', 'tried again, and the types or the transform that its job has today leave it out',
+       {described} || {contents}
+  FROM {letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s) ORDER BY id"""
+DESCRIBED: Final = """jsonb_build_object(
+               'id', id, 'group', grp, 'topic', topic, 'topic_id', topic_id, 'part', part, 'offset', message_offset,
+               'message_id', message_id, 'message_time', message_time, 'reason', reason, 'error', error,
+               'sqlstate', sqlstate, 'attempts', attempts, 'died_at', died_at)"""
+"""What ``audit`` keeps of a dead letter that goes without its effect; SQL over its row."""
+CONTENTS: Final = """jsonb_build_object(
+               'key_base64', translate(encode(message_key, 'base64'), E'\\n', ''),
+               'value_base64', translate(encode(message_value, 'base64'), E'\\n', ''),
+               'headers', message_headers)"""
+"""The message itself, so that a mistake can be mended."""
 _LIMIT: Final = 2000
 
 
@@ -75,6 +90,17 @@ def failed_again(cursor: psycopg.Cursor[Any], schema: str, group: str, letter: i
     """Count another attempt of a dead letter."""
     query = sql.SQL(_AGAIN).format(letters=sql.Identifier(schema, "dead_letters"))
     cursor.execute(query, {**_why(culprit), "letter": letter, "grp": group})
+
+
+def leave_out(cursor: psycopg.Cursor[Any], schema: str, group: str, ids: Sequence[int]) -> None:
+    """Note dead letters that are about to be deleted without an effect: their job passes over such messages today."""
+    query = sql.SQL(_LEAVE_OUT).format(
+        audit=sql.Identifier(schema, "audit"),
+        letters=sql.Identifier(schema, "dead_letters"),
+        described=sql.SQL(DESCRIBED),
+        contents=sql.SQL(CONTENTS),
+    )
+    cursor.execute(query, {"grp": group, "ids": list(ids)})
 
 
 def _why(culprit: Culprit) -> dict[str, Any]:

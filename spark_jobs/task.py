@@ -15,6 +15,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, LiteralString
@@ -361,11 +362,12 @@ def _apply_retried(plan: TaskPlan, retried: Mapping[Place, Wish], feed: Feed) ->
         else:
             applying.copy(feed)
         feed.close()
+        taken = applying.places()
         applying.reduce(suspect=True, forgiven=forgiven(retried))
         fresh = applying.per_partition()
         if fresh:
             applying.apply()
-        resolve(cursor, plan, retried, fresh)
+        resolve(cursor, plan, retried, fresh, taken)
     return sum(fresh.values())
 
 
@@ -385,9 +387,18 @@ def hold(cursor: psycopg.Cursor[Any], plan: TaskPlan, retried: Mapping[Place, Wi
 
 
 def resolve(
-    cursor: psycopg.Cursor[Any], plan: TaskPlan, retried: Mapping[Place, Wish], fresh: Mapping[Partition, int]
+    cursor: psycopg.Cursor[Any],
+    plan: TaskPlan,
+    retried: Mapping[Place, Wish],
+    fresh: Mapping[Partition, int],
+    taken: AbstractSet[Place],
 ) -> None:
-    """Delete dead letters whose effect is in the sink now, and count them."""
+    """Delete dead letters whose effect is in the sink now, and count them.
+
+    taken  those that the job has not left out. For the others there is no effect, and a note in ``audit``.
+    """
+    if left_out := [number for place, (number, _) in retried.items() if place not in taken]:
+        letters.leave_out(cursor, plan.schema, plan.group, left_out)
     _on_letters(cursor, plan, _RESOLVED, retried)
     for (topic, part), applied in sorted(fresh.items()):
         counts = {"grp": plan.group, "topic": topic, "part": part, "applied": applied, "duplicates": 0, "dead": 0}

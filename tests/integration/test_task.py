@@ -388,6 +388,22 @@ def test_what_an_effect_says_may_be_no_text(sink: Sink) -> None:
     assert sink.run("SELECT error FROM consumer.dead_letters") == [("bad\ufffdname ?",)]
 
 
+def test_a_dead_letter_that_its_job_leaves_out_today_leaves_a_note(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of two that are tried again one is not among the rows: a filter, or another list of types."""
+    culprits = [Culprit(("t", 0, offset), "failed", "why") for offset in (0, 1)]
+    with psycopg.connect(sink.url) as connection:
+        found = [Letter(one, event_id(one.place[2]), b"k", b"payment", "[]", 0) for one in culprits]
+        letters.write(connection.cursor(), "consumer", "g", "id", found)
+    sink.run("UPDATE consumer.dead_letters SET state = 'retry'")
+    ids = dict(sink.run("SELECT message_offset, id FROM consumer.dead_letters"))
+    wishes = {one.place: (ids[one.place[2]], one.reason) for one in culprits}
+    monkeypatch.setattr(task, "run", lambda plan, rows: task.run_retry(plan, wishes, rows))
+    assert (sink.apply([(event_id(0), 7)])["outcome"], sink.numbers()) == ("applied", [7])
+    assert sink.run("SELECT count(*) FROM consumer.dead_letters") == [(0,)]
+    kept = "what, details ->> 'offset', convert_from(decode(details ->> 'value_base64', 'base64'), 'UTF8')"
+    assert sink.run(f"SELECT {kept} FROM consumer.audit") == [("leave out dead letter", "1", "payment")]
+
+
 def test_rows_of_two_partitions_are_no_tasks(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their own task would find its range applied, and would leave out what it has itself."""
     run = task.run
