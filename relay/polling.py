@@ -48,7 +48,7 @@ from psycopg.types.json import set_json_loads
 
 from outbox.errors import SchemaError
 from outbox.event import DEAD_LETTER
-from relay.database import TIMELINE, unavailable_on_error
+from relay.database import FURTHER, TIMELINE, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.failures import Failures
 from relay.lanes import Lease
@@ -178,8 +178,7 @@ SELECT (SELECT system_identifier::text FROM pg_control_system()) FROM {lanes}
  WHERE lane = %(lane)s AND epoch = %(epoch)s"""
 
 _LAST_BATCH: Final = """
-UPDATE {lanes} SET last_batch = %(batch)s, commit_lsn = coalesce(%(commit_lsn)s, commit_lsn),
-       commit_number = coalesce(%(commit_number)s, commit_number) WHERE lane = %(lane)s"""
+UPDATE {lanes} SET last_batch = %(batch)s, {further} WHERE lane = %(lane)s"""
 
 # The index gives a lane in id order. Without fresh statistics the planner may sort the whole backlog for each batch
 # instead; a new outbox has none, and a relay has no right to ANALYZE.
@@ -211,7 +210,7 @@ class Queries:
         tables = ("events", "lanes", "failures", "published")
         names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in tables}
         names["columns"] = sql.SQL(_COLUMNS)
-        names["timeline"] = sql.SQL(TIMELINE)
+        names["timeline"], names["further"] = sql.SQL(TIMELINE), sql.SQL(FURTHER)
         names["synchronous"] = sql.SQL(_SYNCHRONOUS)
         names["there"] = sql.SQL(_THERE).format(**names)
         names["lease"] = sql.SQL(_LEASE).format(**names)
@@ -239,7 +238,7 @@ def _claim_row(_cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], Claim]
     return Claim._make
 
 
-def _position(at: At | None) -> dict[str, int | None]:
+def position(at: At | None) -> dict[str, int | None]:
     return {"commit_lsn": None if at is None else at.commit_lsn, "commit_number": None if at is None else at.number}
 
 
@@ -430,7 +429,7 @@ class PollingSource:
                     )
                 self._failures.forget(self._connection, lane, ids)
                 self._connection.execute(
-                    self._queries.last_batch, {"lane": lane, "batch": adopted.batch, **_position(stream)}
+                    self._queries.last_batch, {"lane": lane, "batch": adopted.batch, **position(stream)}
                 )
         self._pending = None
         return adopted, Identity(system_identifier, timeline)
@@ -496,7 +495,7 @@ class PollingSource:
             "lane": self._lease.lane,
             "epoch": self._lease.epoch,
             "batch": pending.batch,
-            **_position(pending.at),
+            **position(pending.at),
         }
 
     def _lost(self, unsettled: int) -> LaneLost:

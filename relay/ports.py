@@ -25,7 +25,7 @@ class At(NamedTuple):
 
 
 def last_before(lsn: int) -> At:
-    """Give the last place that an event can have before this position."""
+    """Give the last place that an event can have before this position: a number is an int in the table."""
     return At(lsn - 1, 2**31 - 1, 0)
 
 

@@ -36,8 +36,9 @@ from psycopg.types.json import Jsonb
 
 from outbox.errors import OutboxError, SchemaError
 from outbox.event import CE_ID, DEAD_LETTER, REPLAY
-from relay.database import TIMELINE, unavailable_on_error
+from relay.database import FURTHER, TIMELINE, unavailable_on_error
 from relay.marker import Marker, StateLost, resume
+from relay.polling import position
 from relay.ports import At, Claim, Unavailable, last_before
 from relay.routing import NoRoute, Router
 from relay.sending import silent, text_of
@@ -74,15 +75,10 @@ _FORGET: Final = "DELETE FROM {failures} WHERE lane = %s AND id = ANY(%s::bigint
 
 _DONE: Final = """
 UPDATE {lanes} SET last_batch = %(batch)s, owner = NULL, lease_until = '-infinity',
-       commit_lsn = greatest(commit_lsn, %(lsn)s),
-       commit_number = CASE WHEN %(lsn)s > coalesce(commit_lsn, -1) THEN %(number)s
-                            WHEN %(lsn)s = commit_lsn THEN greatest(commit_number, %(number)s) ELSE commit_number END
+       {further}
  WHERE lane = %(lane)s AND epoch = %(epoch)s RETURNING 1"""
 
 _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES ('reconcile', %s, %s)"
-
-
-# Behind every event of a transaction: what ``lanes.commit_number`` can hold.
 
 
 class _Lane(NamedTuple):
@@ -148,7 +144,7 @@ class Reconciler:
         self._ended: dict[int, int] | None = None
         tables = ("events", "lanes", "failures", "audit")
         self._names: dict[str, sql.Composable] = {table: sql.Identifier(schema, table) for table in tables}
-        self._names["timeline"] = sql.SQL(TIMELINE)
+        self._names["timeline"], self._names["further"] = sql.SQL(TIMELINE), sql.SQL(FURTHER)
 
     def look(self) -> list[LaneState]:
         """Compare every lane. Raises Unavailable when Postgres or Kafka is away, SchemaError on a standby."""
@@ -414,13 +410,7 @@ class Reconciler:
             self._connection.execute(sql.SQL(_FORGET).format(**self._names), (lane, ids))
 
     def _release(self, lane: int, epoch: int, fresh: Marker) -> None:
-        values = {
-            "lane": lane,
-            "epoch": epoch,
-            "batch": fresh.batch,
-            "lsn": None if fresh.stream is None else fresh.stream.commit_lsn,
-            "number": None if fresh.stream is None else fresh.stream.number,
-        }
+        values = {"lane": lane, "epoch": epoch, "batch": fresh.batch, **position(fresh.stream)}
         with unavailable_on_error(f"releasing lane {lane}"):
             done = self._connection.execute(sql.SQL(_DONE).format(**self._names), values).fetchone()
         if done is None:

@@ -33,10 +33,10 @@ import structlog
 from psycopg import sql
 from psycopg.rows import tuple_row
 
-from relay.database import TIMELINE, unavailable_on_error
+from relay.database import FURTHER, TIMELINE, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.marker import Marker
-from relay.polling import Floor, Identity, Pending, PollingSource, array
+from relay.polling import Floor, Identity, Pending, PollingSource, array, position
 from relay.ports import Claim, Published, Receipt, Refused, last_before
 from relay.slot import Snapshot, current_snapshot
 from relay.stream import UNREADABLE, Channel, Stream
@@ -61,10 +61,7 @@ UPDATE {lanes} SET streaming = %(streaming)s WHERE lane = %(lane)s AND epoch = %
 RETURNING lane, set_config('synchronous_commit', 'on', true)"""
 
 _PLACED: Final = """
-UPDATE {lanes} SET commit_lsn = greatest(commit_lsn, %(lsn)s),
-       commit_number = CASE WHEN %(lsn)s > coalesce(commit_lsn, -1) THEN %(number)s
-                            WHEN %(lsn)s = commit_lsn THEN greatest(commit_number, %(number)s) ELSE commit_number END
- WHERE lane = %(lane)s AND epoch = %(epoch)s
+UPDATE {lanes} SET {further} WHERE lane = %(lane)s AND epoch = %(epoch)s
 RETURNING lane, set_config('synchronous_commit', 'on', true)"""
 
 _HIGHEST: Final = "SELECT coalesce(max(id), 0) FROM {events} WHERE lane = %(lane)s"
@@ -115,7 +112,7 @@ class StreamSource(PollingSource):
         self._failures_at = 0.0
         tables = ("events", "lanes", "failures", "streams")
         names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in tables}
-        names["timeline"] = sql.SQL(TIMELINE)
+        names["timeline"], names["further"] = sql.SQL(TIMELINE), sql.SQL(FURTHER)
         self._state, self._set_streaming, self._lowest, self._which, self._spill = (
             sql.SQL(text).format(**names) for text in (_STATE, _SET_STREAMING, _LOWEST, _WHICH, _SPILL)
         )
@@ -127,9 +124,7 @@ class StreamSource(PollingSource):
         """Settle what the marker names, and go on in the stream behind it."""
         adopted, identity = super().adopt(marker)
         self._marker = adopted
-        self._unplaced = (
-            adopted is not None and adopted.stream is not None and adopted.timeline != identity.timeline
-        )
+        self._unplaced = adopted is not None and adopted.stream is not None and adopted.timeline != identity.timeline
         return adopted, identity
 
     def fetch(self, limit: int) -> Sequence[Claim] | None:
@@ -341,9 +336,8 @@ class StreamSource(PollingSource):
         end = channel.ended(self._marker.timeline)
         if end is not None:
             at = self._marker.stream if self._marker.stream.commit_lsn < end else last_before(end)
-            values = {"lsn": at.commit_lsn, "number": at.number, **self._mine()}
             with unavailable_on_error(f"noting the place of lane {self._lease.lane}"):
-                row = self._connection.execute(self._placed, values).fetchone()
+                row = self._connection.execute(self._placed, {**position(at), **self._mine()}).fetchone()
             if row is None:
                 raise self._lost(0)
         self._unplaced = False
