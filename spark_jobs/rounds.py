@@ -18,7 +18,6 @@ read once more, whole, and the next attempt of those ranges puts them aside in t
 from __future__ import annotations
 
 import functools
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
@@ -31,20 +30,22 @@ from spark_jobs.direct import Direct
 from spark_jobs.effects import Insert, Upsert
 from spark_jobs.errors import BadMessage, ConsumerError, ConsumerUnavailable, EffectFailed, Fenced
 from spark_jobs.job import META, ConsumerJob
-from spark_jobs.letters import Letter, Retried
+from spark_jobs.letters import Letter, Retried, behind
 from spark_jobs.planner import Partition, Range
 from spark_jobs.store import Store
 from spark_jobs.strategies import Place
 from spark_jobs.task import Late, TaskPlan
 
 if TYPE_CHECKING:
-    from pyspark.sql import Column, DataFrame, Row, SparkSession
+    from pyspark.sql import DataFrame, Row, SparkSession
 
 SUSPECT_ROUNDS: Final = 5
 """Repeats come in bursts: a partition that had one goes the slower way for that many rounds. So does one whose rows
 could not go straight into the sink's table."""
 RETRIED_AT_ONCE: Final = 100
 """Dead letters in one transaction; the driver holds them whole, so not too many."""
+FAILED_ALONE: Final = 10
+"""So many dead letters may end the effect in one round, each tried alone: where all do, new messages come first."""
 _AGAIN: Final = frozenset({"roundabout", "uncopyable", "culprits"})
 _ERRORS: Final[dict[str, type[ConsumerError]]] = {
     "fenced": Fenced,
@@ -143,23 +144,43 @@ class Rounds:
         return state.counts
 
     def retry(self, generation: int) -> Counts:
-        """Apply the dead letters that somebody asked to have tried again, in their order, in one transaction."""
+        """Apply the dead letters that somebody asked to have tried again, in their order, in one transaction.
+
+        Where that ends the effect without a word about which it was, in ever fewer at once: what was dead already must
+        not keep the group from its new messages.
+        """
         counts = Counts()
         self._look_again()
-        while True:
-            letters = self._store.retried(self._job.topics, RETRIED_AT_ONCE, keep_order=self._job.keep_order)
+        most, alone = RETRIED_AT_ONCE, 0
+        while alone < FAILED_ALONE:
+            letters = self._store.retried(self._job.topics, most, keep_order=self._job.keep_order)
             if not letters:
-                return counts
+                break
             blocked = [
                 (one, Culprit(one.place, "behind", "an earlier dead letter of its key still waits"))
                 for one in letters
                 if one.behind
             ]
-            culprits = blocked or self._retry(letters, generation, counts)
+            try:
+                culprits = blocked or self._retry(letters, generation, counts)
+                most = min(2 * most, RETRIED_AT_ONCE)
+            except EffectFailed as error:
+                if len(letters) > 1:
+                    most = len(letters) // 2
+                    continue
+                culprits = [(letters[0], Culprit(letters[0].place, "failed", str(error)))]
+                alone += 1
             self._store.failed_again([(one.id, culprit) for one, culprit in culprits], generation)
+        return counts
 
     def _retry(self, letters: Sequence[Retried], generation: int, counts: Counts) -> list[tuple[Retried, Culprit]]:
-        """Try dead letters once. Gives those that failed again; when there are none, all of them are settled."""
+        """Try dead letters once. Gives those that failed again; when there are none, all of them are settled.
+
+        Raises EffectFailed when nobody knows which it is: then nothing was applied.
+        """
+        from py4j.protocol import Py4JError
+        from pyspark.errors import PySparkException
+
         made = self._session.sparkContext.parallelize([one.row() for one in letters], 1)
         rows = self._session.createDataFrame(made, Retried.SCHEMA, verifySchema=False)
         at = {one.place: one for one in letters}
@@ -167,9 +188,11 @@ class Rounds:
             told = self._attempt_retry(rows, letters, State(), generation)
             if told.outcome == "uncopyable":
                 told = self._attempt_retry(rows, letters, State(lenient={("", 0)}), generation)
-        except Exception as error:
+        except (PySparkException, Py4JError) as error:
             if spark.UNDECODED not in str(error):
-                raise
+                if spark.is_away(error):
+                    raise
+                raise spark.failed(error) from error
             found = self._undecoded(rows)
             if not found:
                 raise _not_deterministic() from error
@@ -387,10 +410,10 @@ class Rounds:
         """Find the messages of these keys; of one with a place those that come after it."""
         if not keys:
             return
-        rows = spark.chosen(self._source(span), self._job, state.dead)
-        wanted = functools.reduce(operator.or_, (_after(topic, key, place) for (topic, key), place in keys.items()))
-        # The whole condition before the limit: messages in front of the dead letter must not use it up.
-        rows = rows.filter(wanted).select("topic", "partition", "offset").limit(self._job.max_dead + 1)
+        rows = spark.chosen(self._source(span), self._job, state.dead).select("topic", "partition", "offset", "key")
+        rows = rows.mapInArrow(lambda batches: behind(keys, batches), "topic string, partition int, offset long")
+        # Not before: messages in front of the dead letter must not use it up.
+        rows = rows.limit(self._job.max_dead + 1)
         why = "an earlier message of its key is a dead letter"
         found = {place: Culprit(place, "behind", why) for place in map(tuple, rows.collect())}
         if found:
@@ -454,11 +477,3 @@ def _behind(letters: Sequence[Retried], failed: Sequence[Culprit]) -> list[Culpr
         if earlier and one.place not in first:
             found.append(Culprit(one.place, "behind", f"behind the dead letter {earlier[0]} of its key"))
     return found
-
-
-def _after(topic: str, key: bytes, place: Place | None) -> Column:
-    """Give a condition on Kafka's columns: the key's messages; of those in the place's partition the later ones."""
-    from pyspark.sql import functions as F  # noqa: N812
-
-    found = (F.col("topic") == topic) & (F.col("key") == F.lit(bytearray(key)))
-    return found if place is None else found & ((F.col("partition") != place[1]) | (F.col("offset") > place[2]))

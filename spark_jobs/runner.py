@@ -27,12 +27,13 @@ from typing import TYPE_CHECKING, Any, Final
 
 from spark_jobs.batch import BatchRounds
 from spark_jobs.blockers import Watch
-from spark_jobs.errors import ConsumerUnavailable, DataLost, EffectFailed
+from spark_jobs.errors import ConsumerUnavailable, DataLost
 from spark_jobs.job import ConsumerJob
 from spark_jobs.kafka import KafkaView, TopicMissing
 from spark_jobs.planner import Extent, Partition, find_losses, halt, new_partitions, plan
 from spark_jobs.retention import KEEP_DAYS
 from spark_jobs.rounds import Counts, Reading, Rounds, Span
+from spark_jobs.session import failed, first_line, is_away
 from spark_jobs.sink import AWAY
 from spark_jobs.store import Store
 
@@ -271,9 +272,9 @@ class Runner:
             try:
                 return step()
             except (*AWAY, ConsumerUnavailable, PySparkException, Py4JError) as error:
-                shown = _first_line(error)
-                if isinstance(error, PySparkException | Py4JError) and not _passing(str(error)):
-                    raise EffectFailed(f"Spark can't run the job: {shown}") from error
+                shown = first_line(error)
+                if isinstance(error, PySparkException | Py4JError) and not is_away(error):
+                    raise failed(error) from error
                 began = began or time.monotonic()
                 if patience is not None and time.monotonic() - began > patience:
                     raise ConsumerUnavailable(
@@ -284,28 +285,3 @@ class Runner:
                 self._report("waiting for a server", {"error": shown, "wait_seconds": round(delay, 1)})
                 if stop.wait(delay * random.uniform(0.5, 1.0)):  # noqa: S311  jitter
                     return True
-
-
-# What in a Spark error speaks of a server, a network or an executor that is away. Anything else would fail again.
-_AWAY: Final = (
-    "org.apache.kafka.",
-    "psycopg.OperationalError",
-    "spark_jobs.registry.RegistryUnavailable",
-    "psycopg.errors.",
-    "java.net.",
-    "java.util.concurrent.TimeoutException",
-    "ExecutorLostFailure",
-    "Python worker exited unexpectedly",
-    "Connection refused",
-)
-
-
-def _passing(text: str) -> bool:
-    return any(sign in text for sign in _AWAY)
-
-
-def _first_line(error: BaseException) -> str:
-    """The line of a Spark error that says what happened: Python's own last line if there is one, else the first."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    python = [line for line in lines if line.startswith(("psycopg.", "spark_jobs.", "Caused by:"))]
-    return (python or lines or [type(error).__name__])[-1 if python else 0][:400]

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from spark_jobs.decoding import PROBLEM, LateDecoder, nullable
-from spark_jobs.errors import JobError
+from spark_jobs.errors import EffectFailed, JobError
 from spark_jobs.job import KEPT, META, ConsumerJob
 from spark_jobs.planner import Partition, Range
 from spark_jobs.strategies import Fingerprint, Place, uuid8
@@ -62,6 +62,18 @@ _JAVA_OPTIONS: Final = (
 )
 _COLLECTOR: Final = re.compile(r"-XX:\+Use\w+GC\b")
 _NODE: Final = re.compile(r"^[\s:+\-|*()\d]*(\w+)")
+# What in a Spark error speaks of a server, a network or an executor that is away. Anything else would fail again.
+_AWAY: Final = (
+    "org.apache.kafka.",
+    "psycopg.OperationalError",
+    "spark_jobs.registry.RegistryUnavailable",
+    "psycopg.errors.",
+    "java.net.",
+    "java.util.concurrent.TimeoutException",
+    "ExecutorLostFailure",
+    "Python worker exited unexpectedly",
+    "Connection refused",
+)
 _PLAIN: Final = {
     "string": "text",
     "bigint": "bigint",
@@ -198,14 +210,10 @@ def places(named: Iterable[Place]) -> Column | None:
     """Give a condition on Kafka's columns that is true for these messages; None when there are none."""
     from pyspark.sql import functions as F  # noqa: N812
 
-    grouped: dict[Partition, list[int]] = {}
-    for topic, part, offset in named:
-        grouped.setdefault((topic, part), []).append(offset)
-    condition: Column | None = None
-    for (topic, part), offsets in sorted(grouped.items()):
-        here = (F.col("topic") == topic) & (F.col("partition") == part) & F.col("offset").isin(sorted(offsets))
-        condition = here if condition is None else condition | here
-    return condition
+    # One list, however many: of some hundred conditions, one within the other, Spark's stack overflows.
+    texts = [f"{topic}/{part}/{offset}" for topic, part, offset in sorted(named)]
+    place = F.concat_ws("/", "topic", F.col("partition").cast("string"), F.col("offset").cast("string"))
+    return place.isin(texts) if texts else None
 
 
 def decoded(rows: DataFrame, job: ConsumerJob) -> DataFrame:
@@ -450,3 +458,20 @@ def raw(rows: DataFrame, job: ConsumerJob) -> DataFrame:
         F.to_json(headers, {"ignoreNullFields": "false"}).alias("headers"),
         F.unix_micros(_time()).alias("time"),
     )
+
+
+def is_away(error: BaseException) -> bool:
+    """Say whether a Spark error is of a server, a network or an executor that is away: the same may work later."""
+    return any(sign in str(error) for sign in _AWAY)
+
+
+def failed(error: BaseException) -> EffectFailed:
+    """Give what ends a job whose Spark error is of its own making."""
+    return EffectFailed(f"Spark can't run the job: {first_line(error)}")
+
+
+def first_line(error: BaseException) -> str:
+    """Give the line of a Spark error that says what happened: Python's last one if there is one, else the first."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    python = [line for line in lines if line.startswith(("psycopg.", "spark_jobs.", "Caused by:"))]
+    return (python or lines or [type(error).__name__])[-1 if python else 0][:400]

@@ -163,6 +163,38 @@ def test_with_keep_order_no_message_overtakes_a_dead_letter_of_its_key(bench):
     assert (totals.applied, bench.totals()["a"]) == (4, (5040, 5, 5, 0, "s5"))
 
 
+def test_hundreds_of_dead_letters_and_one_that_ends_the_effect_keep_no_group_from_its_messages(bench):
+    def effect(cursor, rows):
+        if 13 in rows["n"].to_pylist():
+            raise ValueError("thirteen")
+        cursor.executemany("INSERT INTO numbers VALUES (%s)", [(n,) for n in rows["n"].to_pylist()])
+
+    job = ConsumerJob("many", [bench.topic], effect, schema="n int", keep_order=True)
+    bench.run("CREATE TABLE numbers (n int)")
+    producer = bench.producer()
+    for number in range(350):
+        headers = [("ce_id", str(uuid7()).encode())]
+        producer.produce(bench.topic, b'{"n": "bad"}', f"key{number}", headers=headers, partition=number % 2)
+    assert producer.flush(30) == 0
+    put(bench, {"n": 1}, "good", partition=0)
+    put(bench, {"n": 2}, "key0", partition=0)
+    totals = bench.once(job)
+    assert (totals.applied, totals.dead, letters(bench)[175]) == (1, 351, (176, "behind"))
+    # Tried again, each alone in the end: one keeps neither those after it back, nor what is new.
+    for number in (13, 15, 17):
+        bench.run(
+            f"UPDATE consumer.dead_letters SET state = 'retry', message_value = '{{\"n\": {number}}}' "
+            f"WHERE message_key = 'key{number}'"
+        )
+    put(bench, {"n": 3}, "good", partition=0)
+    put(bench, {"n": 4}, "key13", partition=1)
+    totals = bench.once(job)
+    assert (totals.applied, totals.dead) == (3, 1)
+    assert bench.rows("SELECT n FROM numbers ORDER BY 1") == [(1,), (3,), (15,), (17,)]
+    again = "SELECT convert_from(message_key, 'UTF8'), reason, state, error LIKE '%ValueError: thirteen%' "
+    assert bench.rows(again + "FROM consumer.dead_letters WHERE attempts = 2") == [("key13", "failed", "dead", True)]
+
+
 def test_a_row_that_does_not_decode_is_not_filtered_away_by_a_transform(bench):
     """Its columns are NULL: a filter on them would drop it without a word."""
     job = replace(
