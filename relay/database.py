@@ -52,9 +52,13 @@ FURTHER: Final = """commit_lsn = greatest(commit_lsn, %(commit_lsn)s::bigint),
 """SQL for SET: a lane's place in the WAL goes on to another one, or stays; it never goes back. NULL for no place."""
 
 
+class StandingError(SchemaError):
+    """Postgres refuses by what is written there, and will for as long as nobody changes something."""
+
+
 @contextmanager
 def unavailable_on_error(doing: str) -> Iterator[None]:
-    """Turn a passing database error into Unavailable, and one that needs a person into SchemaError.
+    """Turn a passing database error into Unavailable, and one that needs a person into SchemaError or StandingError.
 
     What is left is a mistake in a statement, and goes on as it is.
     """
@@ -92,7 +96,7 @@ def _explained(doing: str, error: psycopg.Error) -> Unavailable | SchemaError | 
         return Unavailable(text)
     if (error.sqlstate or "")[:2] in _STANDING:
         place = ".".join(name for name in (error.diag.schema_name, error.diag.table_name) if name)
-        return SchemaError(
+        return StandingError(
             f"{text}{f' (table {place})' if place else ''}: trying again does not mend it; see `outbox db check` and "
             "the server's log"
         )

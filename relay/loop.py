@@ -158,7 +158,8 @@ class LaneLoop:
         return True
 
     def _settle_again(self, source: Source) -> None:
-        """Settle what another source may not have. Rows that are gone already are no trouble.
+        """Settle what another source may not have. Rows that are gone already are no trouble; an event without a row
+        may be sent once more, because its place in the stream is not known here.
 
         If there is an event that can't be settled, those before it are, and the error names it.
         """
@@ -170,7 +171,8 @@ class LaneLoop:
                 source.flush()
             except SchemaError as error:
                 if len(part) == 1:
-                    raise SchemaError(f"event {part[0][0].event_id} is published, and stays behind: {error}") from error
+                    text = f"event {part[0][0].event_id} is published, and stays behind: {error}"
+                    raise type(error)(text) from error
                 size = len(part) // 2
             else:
                 del self._unsettled[:size]

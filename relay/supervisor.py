@@ -19,7 +19,7 @@ from typing import Protocol
 import structlog
 
 from outbox.errors import SchemaError
-from relay.database import Connector
+from relay.database import Connector, StandingError
 from relay.lanes import LaneTable, Lease, next_step
 from relay.loop import LaneLoop, Pace
 from relay.marker import StateLost
@@ -113,7 +113,8 @@ class _LaneThread(threading.Thread):
         self._log.error("events may be lost, as at-most-once allows", events=count)
 
     def unavailable(self, error: Exception, wait_seconds: float) -> None:
-        if isinstance(error, StateLost):
+        if isinstance(error, StateLost | StandingError):
+            # Not before a person has seen to it does it go on, by itself then.
             self._log.error("lane stopped", error=str(error))
         else:
             self._log.warning("waiting for a server", error=str(error), wait_seconds=round(wait_seconds, 2))

@@ -21,13 +21,13 @@ from typer.testing import CliRunner
 from outbox import Event, Outbox
 from relay import db
 from relay.cli.app import app
-from relay.database import Connector
+from relay.database import Connector, StandingError
 from relay.dead_letters import DeadLetters, Selection
 from relay.failures import FailurePolicy, Failures
 from relay.lanes import LaneTable
 from relay.loop import LaneLoop, Pace
 from relay.polling import DeletingSource, PollingSource
-from relay.ports import PUBLISHED, Claim, Published, Receipt, Refused
+from relay.ports import PUBLISHED, Claim, Published, Receipt, Refused, Unavailable
 from relay.routing import OnFailure, Route, Router
 
 BLOCK = Router({"Order": Route("orders")})
@@ -287,6 +287,7 @@ def test_the_longest_key_there_can_be_fails_dies_returns_is_archived_and_replaye
 def test_what_can_not_be_settled_stops_the_lane_and_is_sent_once(lane, obstacle, removed, error):
     sent: list[str] = []
     errors: list[str] = []
+    kinds: set[type] = set()
 
     class Kafka:
         def publish(self, claims: Sequence[Claim]) -> Receipt:
@@ -300,6 +301,7 @@ def test_what_can_not_be_settled_stops_the_lane_and_is_sent_once(lane, obstacle,
         def recovered(self) -> None: ...
         def unavailable(self, error: Exception, wait_seconds: float) -> None:
             errors.append(str(error))
+            kinds.add(type(error))
             if len(errors) == 5:
                 stop.set()
 
@@ -321,6 +323,7 @@ def test_what_can_not_be_settled_stops_the_lane_and_is_sent_once(lane, obstacle,
     loop.run()
     assert sent == ["a1", "long", "c1"]
     assert re.search(error, errors[-1])
+    assert kinds == {Unavailable if error == "query_canceled" else StandingError}
     if error != "query_canceled":
         # Those before it are settled.
         assert errors[-1].startswith(f"event {bad} is published, and stays behind: Postgres, settling lane 0: ")
