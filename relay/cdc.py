@@ -5,6 +5,8 @@
 | setting up, slot not made yet    | at most a publication            | run it again                                 |
 | setting up, slot made            | a slot that no book knows; it    | run it again with ``--repair``               |
 |                                  | holds WAL                        |                                              |
+| repairing, publication made anew | a publication that the book does | run it again                                 |
+|                                  | not know: relays stop            |                                              |
 | repairing, old slot dropped      | the book, no slot: relays stop   | run it again                                 |
 | repairing, new slot made         | a slot above the book: they stop | run it again                                 |
 | switching                        | one transaction: before or after | look (``outbox cdc status``)                 |
@@ -21,14 +23,16 @@ import psycopg
 from psycopg import errors, sql
 from psycopg.types.json import Jsonb
 
+from outbox._message import message_prefix
 from outbox.errors import OutboxError, SchemaError
 from relay.config import SourceKind
 from relay.database import TIMELINE, unavailable_on_error
-from relay.slot import Slot, SlotNames, SlotState, find_problem, not_set_up
+from relay.slot import Slot, SlotNames, SlotState, find_problem, not_set_up, slot_fault
 from relay.wal import lsn_text
 
 _FAILOVER_FROM: Final = 170000
 _GENERATED_FROM: Final = 180000
+_ABSENT_FROM: Final = 180000
 
 _BOOK: Final = """
 INSERT INTO {streams} AS b (slot, publication, publication_version, system_identifier, timeline, opened_xid,
@@ -44,11 +48,21 @@ SELECT %(slot)s::text, %(publication)s::text, %(version)s, c.system_identifier::
        timeline = excluded.timeline, opened_xid = excluded.opened_xid,
        flushed_lsn = excluded.flushed_lsn, flushed_at = clock_timestamp()"""
 
+# The slot is kept, and with it what is known of the lanes' places. Rows of transactions that are open yet may have been
+# written while they were not published: lanes read the table until these have ended.
+_BOOK_KEPT: Final = """
+UPDATE {streams} SET publication = %(publication)s::text, publication_version = %(version)s, timeline = {timeline},
+       opened_xid = pg_current_xact_id()::text::bigint
+ WHERE slot = %(slot)s::text"""
+
 # A relay that had looked at its lanes before must look again: the epoch is over.
 _READ_THE_TABLE: Final = """
-UPDATE {lanes} SET streaming = false, commit_lsn = NULL, commit_number = NULL, epoch = epoch + 1, owner = NULL,
-       lease_until = '-infinity'
+UPDATE {lanes} SET streaming = false, epoch = epoch + 1, owner = NULL, lease_until = '-infinity'
  WHERE source = 'wal'"""
+
+# Of every lane, also one that is polled: a new slot gives nothing that is older, and a place in the WAL of the server
+# that the tables were moved from would have all events up to it passed by.
+_FORGET_PLACES: Final = "UPDATE {lanes} SET commit_lsn = NULL, commit_number = NULL WHERE commit_lsn IS NOT NULL"
 
 # What is known of the lane's place in the stream stays true, and what has no row must not be published again.
 # Owners see it when they renew: they settle what is under way and let go. Nobody's epoch ends, so nothing is repeated.
@@ -58,6 +72,22 @@ _TO_POLLING: Final = "UPDATE {lanes} SET source = 'polling' WHERE source <> 'pol
 
 _LANES: Final = """
 SELECT lane, source, streaming, owner, epoch, commit_lsn FROM {lanes} ORDER BY lane"""
+
+# Transactions that were open when another one, which is over now, drew its id. Of another database only if it says so.
+_OPEN_BEFORE: Final = """
+SELECT coalesce('server process ' || a.pid, 'prepared transaction ' || quote_literal(p.gid), 'transaction ' || x.xid)
+  FROM pg_snapshot_xip(pg_current_snapshot()) AS x (xid)
+  LEFT JOIN pg_stat_activity AS a ON a.backend_xid = x.xid::xid
+  LEFT JOIN pg_prepared_xacts AS p ON p.transaction = x.xid::xid
+ WHERE x.xid < %(xid)s::text::xid8 AND coalesce(a.datname, p.database, current_database()) = current_database()
+ ORDER BY x.xid"""
+
+# pgoutput's message: M, flags (1: of a transaction), where it stands, and the prefix that ends with a zero byte.
+_UNREAD: Final = """
+SELECT count(*) FILTER (WHERE substr(data, 1, 2) = '\\x4d01'::bytea
+                          AND substr(data, 11, octet_length(%(prefix)s::bytea)) = %(prefix)s::bytea)
+  FROM pg_logical_slot_peek_binary_changes(%(slot)s::text, NULL, NULL, 'proto_version', '1',
+                                           'publication_names', %(publications)s::text, 'messages', 'true')"""
 
 _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%s, %s, %s)"
 
@@ -151,10 +181,12 @@ class Cdc:
         self._make()
         return True
 
-    def repair(self, reason: str) -> None:
-        """Make the slot anew, and have every lane read the table once before it streams again. Raises CdcRefused.
+    def repair(self, reason: str, *, lose_messages: bool = False) -> bool:
+        """Have every lane read the table once before it streams again; say whether the slot was kept.
 
-        Events without a row (``transport="message"``) that the old slot had not given are lost with it.
+        It is when it gives all that it had to, and only the publication was at fault. Otherwise it is made anew, and
+        events without a row (``transport="message"``) that are in it still are lost. With ``lose_messages`` it is made
+        anew whatever is in it. Raises CdcRefused when there are such events, or it can't be seen that there are none.
         """
         state = self._slot.look()
         self._require_server(state)
@@ -164,9 +196,22 @@ class Cdc:
                 f"the slot {self._names.slot!r} is being read, by process {state.active_pid} of the server: nothing to "
                 "repair; to make it anew all the same, stop the relays first"
             )
+        if not lose_messages and state.known and slot_fault(state, self._names) is None:
+            self._publish()
+            if self._readable():
+                self._keep(reason)
+                return True
+        unread = self._messages(state)
+        if unread != 0 and not lose_messages:
+            held = "it can't be seen whether there are any" if unread is None else f"it has {unread}, not all published"
+            raise CdcRefused(
+                f"the slot {self._names.slot!r} has to be made anew, and events without a row (transport='message') in "
+                f"it would be lost: {held}. To go on without them, use --lose-messages"
+            )
         if state.there:
             self._drop_slot()
-        self._make(reason)
+        self._make(reason, unread)
+        return False
 
     def drop(self) -> None:
         """Drop slot, publication and book. Raises CdcRefused while lanes are read from the WAL."""
@@ -187,9 +232,9 @@ class Cdc:
     ) -> bool:
         """Move every lane to a source; say whether any was at another. Relays follow within seconds.
 
-        To polling, once the stream has given every event without a row that was written before, or at once with
-        ``leave_messages``: they wait in the slot then, and are lost if it is. Raises CdcRefused when the stream is not
-        whole (to wal), or does not get there within ``wait_seconds`` (to polling).
+        To polling, once the stream has given every event without a row that was written before, be it by a transaction
+        that is still open; or at once with ``leave_messages``: they wait in the slot then, and are lost if it is.
+        Raises CdcRefused when the stream is not whole, or does not get there within ``wait_seconds`` (to polling).
         """
         state = self._slot.look()
         self._require_primary(state)
@@ -210,22 +255,48 @@ class Cdc:
             return [LaneState(*row) for row in self._connection.execute(self._query(_LANES)).fetchall()]
 
     def _await_messages(self, state: SlotState, seconds: float) -> None:
-        target, deadline = state.current_lsn, time.monotonic() + seconds
-        # Nothing else might move the slot past the target for as long as the heartbeats pause.
-        while (state.confirmed_lsn or 0) < target:
-            problem = find_problem(state, self._names)
-            if problem is not None and state.message_at is None:
+        """Wait until relays have published every event without a row that is written by now."""
+        deadline = time.monotonic() + seconds
+        with unavailable_on_error("drawing a transaction id"):
+            row = self._connection.execute("SELECT pg_current_xact_id()::text").fetchone()
+        assert row is not None
+        target: int | None = None
+        while True:
+            self._require_messages(state)
+            # Where an event comes in the stream is decided when its transaction is committed, and not when it writes.
+            waits_for = self._open_before(row[0]) if target is None else None
+            if waits_for is None and target is None:
+                target = self._slot.look().current_lsn
+            if target is not None and (state.confirmed_lsn or 0) >= target:
                 return
-            if problem is not None or time.monotonic() > deadline:
-                why = f"the slot stands at {lsn_text(state.confirmed_lsn or 0)}, and not at {lsn_text(target)}"
+            if time.monotonic() > deadline:
                 raise CdcRefused(
-                    'polling can\'t see events without a row (transport="message"), and some may not be published yet: '
-                    f"{problem or why}. Let a relay with source=wal get there first, and have writers use "
-                    'transport="table"; or use --leave-messages, if there are none or they may stay where they are'
+                    _not_published(
+                        f"{waits_for} was begun before, is open still, and may have written some"
+                        if target is None
+                        else f"the slot stands at {lsn_text(state.confirmed_lsn or 0)}, and not at {lsn_text(target)}"
+                    )
                 )
+            # Nothing else might move the slot past the target for as long as the heartbeats pause.
             self._slot.heartbeat(0)
             time.sleep(0.2)
             state = self._slot.look()
+
+    def _require_messages(self, state: SlotState) -> None:
+        problem = find_problem(state, self._names)
+        if problem is None:
+            return
+        if not state.there or state.wal_status == "lost":
+            raise CdcRefused(
+                f"{problem}. Events without a row (transport='message') that the slot had not given are lost with it; "
+                "use --leave-messages to go to polling without them"
+            )
+        raise CdcRefused(_not_published(str(problem)))
+
+    def _open_before(self, xid: str) -> str | None:
+        with unavailable_on_error("looking for open transactions"):
+            row = self._connection.execute(_OPEN_BEFORE, {"xid": xid}).fetchone()
+        return None if row is None else str(row[0])
 
     @staticmethod
     def _require_primary(state: SlotState) -> None:
@@ -280,7 +351,30 @@ class Cdc:
                 f"the slot {self._names.slot!r} is not this outbox's ({whose}): choose another name (OUTBOX_WAL__SLOT)"
             )
 
-    def _make(self, reason: str | None = None) -> None:
+    def _make(self, reason: str | None = None, unread: int | None = None) -> None:
+        self._publish()
+        with unavailable_on_error("making the slot"):
+            self._make_slot()
+        bound = self._bound() | {"version": self._slot.look().publication_version_now}
+        with unavailable_on_error("writing the book"), self._connection.transaction():
+            self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
+            self._connection.execute(self._query(_BOOK), bound)
+            self._connection.execute(self._query(_READ_THE_TABLE))
+            self._connection.execute(self._query(_FORGET_PLACES))
+            if reason is None:
+                self._note("cdc setup", None)
+            else:
+                self._note("cdc repair", reason, slot_kept=False, messages_lost_at_most=unread)
+
+    def _keep(self, reason: str) -> None:
+        bound = self._bound() | {"version": self._slot.look().publication_version_now}
+        with unavailable_on_error("writing the book"), self._connection.transaction():
+            self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
+            self._connection.execute(self._query(_BOOK_KEPT), bound)
+            self._connection.execute(self._query(_READ_THE_TABLE))
+            self._note("cdc repair", reason, slot_kept=True)
+
+    def _publish(self) -> None:
         bound = self._bound()
         try:
             with unavailable_on_error("making the publication"), self._connection.transaction():
@@ -301,14 +395,34 @@ class Cdc:
                 f"{_reason(error)}: making the publication needs the rights of the tables' owner, and CREATE on the "
                 "database"
             ) from error
-        with unavailable_on_error("making the slot"):
-            self._make_slot()
-        bound["version"] = self._slot.look().publication_version_now
-        with unavailable_on_error("writing the book"), self._connection.transaction():
-            self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
-            self._connection.execute(self._query(_BOOK), bound)
-            self._connection.execute(self._query(_READ_THE_TABLE))
-            self._note("cdc setup" if reason is None else "cdc repair", reason)
+
+    def _readable(self) -> bool:
+        # Up to Postgres 17 a slot can't be read past a place where its publication was not there.
+        if self._connection.info.server_version >= _ABSENT_FROM:
+            return True
+        return self._unread(self._names.publication) is not None
+
+    def _messages(self, state: SlotState) -> int | None:
+        """Count the events without a row that the slot would give; None when that can't be seen."""
+        if not state.there or state.wal_status == "lost":
+            return 0
+        # Without a publication there are no rows to be read. Postgres up to 15 wants one.
+        found = self._unread("")
+        return self._unread(self._names.publication) if found is None else found
+
+    def _unread(self, publication: str) -> int | None:
+        values = {
+            "slot": self._names.slot,
+            "prefix": message_prefix(self._names.schema).encode() + b"\0",
+            "publications": sql.Identifier(publication).as_string(None) if publication else "",
+        }
+        with unavailable_on_error("reading the slot"):
+            try:
+                row = self._connection.execute(_UNREAD, values).fetchone()
+            except (errors.UndefinedObject, errors.InvalidParameterValue):
+                return None
+        assert row is not None
+        return int(row[0])
 
     def _make_slot(self) -> None:
         # A failover slot is kept on standbys too, from Postgres 17 on.
@@ -334,8 +448,8 @@ class Cdc:
         except SchemaError as error:
             raise SchemaError(f"{_reason(error)}: {_NEEDS_REPLICATION}") from error
 
-    def _note(self, what: str, why: str | None) -> None:
-        details = {"slot": self._names.slot, "publication": self._names.publication}
+    def _note(self, what: str, why: str | None, **more: int | None) -> None:
+        details = {"slot": self._names.slot, "publication": self._names.publication} | more
         self._connection.execute(self._query(_AUDIT), (what, why, Jsonb(details)))
 
     def _bound(self) -> dict[str, Any]:
@@ -343,6 +457,14 @@ class Cdc:
 
     def _query(self, text: LiteralString) -> sql.Composed:
         return sql.SQL(text).format(**self._tables)
+
+
+def _not_published(why: str) -> str:
+    return (
+        'polling can\'t see events without a row (transport="message"), and some may not be published yet: '
+        f"{why}. Let a relay with source=wal get there first, and have writers use "
+        'transport="table"; or use --leave-messages, if there are none or they may stay where they are'
+    )
 
 
 def _reason(error: SchemaError) -> str:

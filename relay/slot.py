@@ -27,7 +27,18 @@ from relay.ports import Unavailable
 from relay.wal import Replication, lsn_text
 
 RECONCILE: Final = "run `outbox relay reconcile --apply --reason '…'`"
-REPAIR: Final = "run `outbox cdc setup --repair --reason '…'`: a new slot, and the table is read once before it"
+REPAIR: Final = (
+    "run `outbox cdc setup --repair --reason '…'`: the table is read once, and then the slot again; a new one, where "
+    "this one has not all"
+)
+
+_WAL_REMOVED: Final = "WAL that was not read is dropped (see max_slot_wal_keep_size)"
+# What pg_replication_slots.invalidation_reason says, from Postgres 17 on.
+_INVALIDATED: Final = {
+    "idle_timeout": "nobody read it for longer than idle_replication_slot_timeout",
+    "wal_level_insufficient": "wal_level was not logical for a time",
+    "rows_removed": "rows of the catalog that it needed are removed (on a standby: see hot_standby_feedback)",
+}
 
 # An outbox at rest writes no heartbeat for less WAL than this: each would be more WAL, to be archived for ever.
 IDLE_BYTES: Final = 16 * 1024
@@ -60,7 +71,9 @@ SELECT current_setting('wal_level') AS wal_level, current_setting('server_encodi
        pg_is_in_recovery() AS recovering,
        CASE WHEN NOT pg_is_in_recovery()
             THEN {timeline} END AS timeline_now,
-       to_regclass(%(events)s)::oid::bigint AS events_oid
+       to_regclass(%(events)s)::oid::bigint AS events_oid,
+       (SELECT c.system_identifier::text FROM pg_control_system() AS c) AS system_identifier_now, b.opened_xid,
+       to_jsonb(s) ->> 'invalidation_reason' AS invalidation_reason
   FROM (SELECT 1) AS one
   LEFT JOIN {streams} AS b ON b.slot = %(slot)s::text
   LEFT JOIN pg_replication_slots AS s ON s.slot_name = %(slot)s::text"""
@@ -129,6 +142,9 @@ class SlotState(NamedTuple):
     recovering: bool
     timeline_now: int | None
     events_oid: int | None
+    system_identifier_now: str
+    opened_xid: int | None
+    invalidation_reason: str | None
 
     @property
     def retained_bytes(self) -> int:
@@ -275,6 +291,10 @@ class Slot:
         if row is None or not row[0]:
             raise Unavailable("the stream's lanes are another relay's now")
 
+    def snapshot(self) -> Snapshot:
+        """Take a snapshot."""
+        return current_snapshot(self._connection)
+
     def heartbeat(self, told_lsn: int) -> None:
         """Write a message that comes back through the stream, if other WAL was written meanwhile."""
         values = {"prefix": heartbeat_prefix(self._names.schema), "lsn": told_lsn, "bytes": IDLE_BYTES}
@@ -295,27 +315,43 @@ def find_problem(state: SlotState, names: SlotNames) -> Exception | None:
         return SchemaError(setting_up)
     if state.events_oid is None:
         return SchemaError(f"there is no table {names.schema}.events: was it renamed? See `outbox db check`")
-    lost = None
+    lost = slot_fault(state, names)
+    if lost is None and state.publication_version_now is None:
+        lost = f"the publication {publication!r} is gone, or does not have {names.schema}.events"
+    elif lost is None and (state.publication_version_now != state.publication_version or not state.publishes):
+        lost = f"the publication {publication!r} was changed: events may not have been in it meanwhile"
+    return None if lost is None else StreamLost(f"{lost}; {REPAIR}")
+
+
+def slot_fault(state: SlotState, names: SlotNames) -> str | None:
+    """Say why the slot does not give all that it had to; None when it does, whatever became of the publication."""
+    slot = names.slot
     if not state.there:
-        lost = (
+        return (
             f"slot {slot!r} is gone: somebody dropped it, or a failover left it behind (sync_replication_slots on the "
             "standby keeps it, from Postgres 17 on)"
         )
-    elif state.plugin != "pgoutput" or not state.here:
-        lost = f"slot {slot!r} is another one now (plugin {state.plugin!r}, or another database's)"
-    elif state.wal_status == "lost":
-        lost = f"slot {slot!r} is invalidated: WAL that was not read is dropped (see max_slot_wal_keep_size)"
-    elif state.publication_version_now is None:
-        lost = f"the publication {publication!r} is gone, or does not have {names.schema}.events"
-    elif state.publication_version_now != state.publication_version or not state.publishes:
-        lost = f"the publication {publication!r} was changed: events may not have been in it meanwhile"
-    elif (state.confirmed_lsn or 0) > (state.flushed_lsn or 0):
-        lost = (
+    if state.plugin != "pgoutput" or not state.here:
+        return f"slot {slot!r} is another one now (plugin {state.plugin!r}, or another database's)"
+    if state.wal_status == "lost":
+        return f"slot {slot!r} is invalidated: {_INVALIDATED.get(state.invalidation_reason or '', _WAL_REMOVED)}"
+    if state.system_identifier_now != state.system_identifier:
+        return (
+            f"slot {slot!r} was made on the database {state.system_identifier}, this is {state.system_identifier_now}"
+        )
+    if (state.settled_lsn or 0) > state.current_lsn:
+        return (
+            f"this outbox has used the stream up to {lsn_text(state.settled_lsn or 0)}, and this server has not "
+            f"written so much, only up to {lsn_text(state.current_lsn)}: its tables were copied from another one, or "
+            "it is an older copy"
+        )
+    if (state.confirmed_lsn or 0) > (state.flushed_lsn or 0):
+        return (
             f"slot {slot!r} stands at {lsn_text(state.confirmed_lsn or 0)}, and this outbox has used the stream up to "
             f"{lsn_text(state.flushed_lsn or 0)}: somebody advanced it or made it anew, or a failover took commits "
             "back; events may be passed by"
         )
-    return None if lost is None else StreamLost(f"{lost}; {REPAIR}")
+    return None
 
 
 def not_set_up(state: SlotState, slot: str) -> str | None:
@@ -345,8 +381,12 @@ class Snapshot:
         self._xmin, self._xmax = int(xmin), int(xmax)
         self._running = frozenset(map(int, running.split(","))) if running else frozenset()
 
+    def full(self, xid: int) -> int:
+        """Give the 64-bit id of the transaction with this 32-bit id."""
+        # The epoch that brings it nearest: a transaction that is decoded now is less than 2^31 others old.
+        return self._xmax + ((xid - self._xmax + (1 << 31)) % (1 << 32)) - (1 << 31)
+
     def sees(self, xid: int) -> bool:
         """Whether the transaction with this 32-bit id is visible."""
-        # The epoch that brings it nearest: a transaction that is decoded now is less than 2^31 others old.
-        full = self._xmax + ((xid - self._xmax + (1 << 31)) % (1 << 32)) - (1 << 31)
+        full = self.full(xid)
         return full < self._xmin or (full < self._xmax and full not in self._running)

@@ -16,7 +16,9 @@ What is held is bounded: when the lanes are behind, reading stops, and feedback 
 |                                          | that one walsender is ended                                             |
 | the slot is above the book               | stop: somebody moved it, or made it anew; events could be missed        |
 | the slot is gone, or lost its WAL        | stop; `outbox cdc setup --repair` makes a new one, lanes read the table |
-| the publication was changed              | stop, the same: what was not published meanwhile is missing             |
+| the publication was changed              | stop: what was not published meanwhile is missing. The repair keeps the |
+|                                          | slot, lanes read the table up to there; rows that lack columns in the   |
+|                                          | stream since are passed by                                              |
 | another timeline that left ours before   | stop: this server does not have what was published                      |
 | where we were                            |                                                                         |
 
@@ -44,7 +46,7 @@ from relay.lane_hash import lane_of
 from relay.lanes import Lease
 from relay.pgoutput import Begin, Commit, Insert, Message, Relation, Value, decode, insert_head, two_numbers
 from relay.ports import At, Claim, Unavailable
-from relay.slot import REPAIR, Slot, SlotNames, heartbeat_prefix
+from relay.slot import REPAIR, Slot, SlotNames, Snapshot, heartbeat_prefix
 from relay.wal import Replication, SlotInUse, lsn_text
 
 UNREADABLE: Final = "unreadable-message"
@@ -279,10 +281,14 @@ class _Session:
         self._transaction: Begin | None = None
         self._number = 0
         self._columns: _Columns | None = None
+        self._lacking: SchemaError | None = None
         self._head = _NEVER
         self._events_oid: int | None = None
+        self._opened_xid = 0
         self._other_oids: set[int] = set()
         self._check: Callable[[], None] = lambda: None
+        self._snapshot: Callable[[], Snapshot]
+        self._described: Snapshot
         self._message_count = 0
         self._messages_seen = False
         self._read_for: dict[int, list[Claim]] = {}
@@ -355,7 +361,7 @@ class _Session:
 
     def _start(self, slot: Slot, replication: Replication) -> None:
         """See that the stream is whole, and begin; end whoever reads the slot still. Our lanes were its lanes."""
-        self._check = lambda: slot.check(slot.look())
+        self._check, self._snapshot = lambda: slot.check(slot.look()), slot.snapshot
         self._check()
         # Its samples are not text in every encoding; by now it is UTF8.
         slot.check_hash()
@@ -371,6 +377,7 @@ class _Session:
             self.ends = {switch.timeline: switch.lsn for switch in replication.switches(state.timeline_now)}
             self._told = state.flushed_lsn or 0
             self._events_oid = state.events_oid
+            self._opened_xid = state.opened_xid or 0
             if state.active_pid is None:
                 try:
                     replication.start(self._names.slot, self._names.publication)
@@ -446,12 +453,23 @@ class _Session:
         # The server describes the table again when the publication was changed: what was written meanwhile may be
         # missing, and what comes now must not pass it by.
         self._check()
-        self._columns = _Columns(relation)
-        self._head = insert_head(relation.oid, 2) if self._columns.two_numbers else _NEVER
+        self._columns, self._lacking, self._head = None, None, _NEVER
+        try:
+            self._columns = _Columns(relation)
+        except SchemaError as error:
+            self._lacking, self._described = error, self._snapshot()
+        else:
+            self._head = insert_head(relation.oid, 2) if self._columns.two_numbers else _NEVER
 
     def _insert(self, relation: int, new: Sequence[Value]) -> None:
         if relation in self._other_oids:
             return
+        if self._lacking is not None and self._transaction is not None:
+            # Written before the slot was set up or the publication repaired: no lane streams before it has read all
+            # such rows from the table.
+            if self._described.full(self._transaction.xid) < self._opened_xid:
+                return
+            raise self._lacking
         if relation != self._events_oid or self._columns is None:
             raise SchemaError("the stream has a row of a table that it did not describe")
         claim, lane = self._columns.claim(new, self._next(), len(self._leases))

@@ -41,6 +41,10 @@ _SETTINGS: Final = (
 
 _NEEDS: Final = {
     "wal_level": "set wal_level = logical and restart the server, or use source=polling",
+    "publication": (
+        "up to Postgres 17 the slot can't be read past a place where its publication was not there: `outbox cdc setup "
+        "--repair --reason '…'` makes a new one"
+    ),
     "permission": (
         "the relay's role needs REPLICATION: ALTER ROLE … REPLICATION (or, as some hosts have it, a role to grant); "
         "source=polling needs no such right"
@@ -199,6 +203,8 @@ class Replication:
             text = _line(error)
             if error.sqlstate is not None and not isinstance(error, psycopg.OperationalError):
                 need = _NEEDS["wal_level"] if "wal_level" in text else "see `outbox cdc status`"
+                if isinstance(error, errors.UndefinedObject) and "publication" in text:
+                    need = _NEEDS["publication"]
                 raise SchemaError(f"Postgres, replication: {text}: {need}") from error
             # Before the connection stands there is no SQLSTATE to go by.
             if "replication" in text.lower() and ("permission" in text or "superuser" in text):

@@ -22,7 +22,12 @@ app = typer.Typer(help="Set the WAL up as the source of the outbox.", no_args_is
 @app.command()
 @failing_clearly
 def setup(
-    repair: Annotated[bool, typer.Option("--repair", help="Make the slot anew after it lost events.")] = False,
+    repair: Annotated[
+        bool, typer.Option("--repair", help="Have the table read once, and the slot made anew if it has not all.")
+    ] = False,
+    lose_messages: Annotated[
+        bool, typer.Option("--lose-messages", help="With --repair: a new slot, whatever is in the old one.")
+    ] = False,
     reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
     database_url: DatabaseUrl = None,
 ) -> None:
@@ -30,12 +35,15 @@ def setup(
 
     Needs the rights of the tables' owner, CREATE on the database, and REPLICATION.
     """
+    if lose_messages and not repair:
+        raise ConfigurationError("--lose-messages goes with --repair: nothing was changed")
     if repair:
         require_reason(reason, "what happened; it is kept in the audit")
     with _cdc(database_url) as (cdc, settings):
         if repair:
-            cdc.repair(reason or "")
-            typer.echo(f"Slot {settings.wal.slot!r} is new. Each lane reads the table once before it streams again.")
+            kept = cdc.repair(reason or "", lose_messages=lose_messages)
+            typer.echo(f"Slot {settings.wal.slot!r} is {'kept, with all that is in it' if kept else 'new'}.")
+            typer.echo("Each lane reads the table once before it streams again.")
         elif cdc.setup():
             typer.echo(f"Slot {settings.wal.slot!r} and publication {settings.wal.publication!r} are there.")
             typer.echo("The slot keeps WAL from now on: go on with `outbox relay switch wal`, or `outbox cdc drop`.")

@@ -562,6 +562,61 @@ def test_a_place_in_another_servers_wal_is_not_gone_on_from(outboxed):
     box.published("a1", "a2", "a3", "a4")
 
 
+@both
+def test_a_repair_after_a_change_of_the_publication_keeps_what_is_in_the_slot(outboxed, once):
+    """The slot has every event without a row still; rows that were not published meanwhile are read from the table."""
+    box = outboxed()
+    box.relay(once=once)
+    box.streams()
+    box.add("m1", message=True)
+    box.published("m1")
+    ((columns,),) = box.rows("SELECT string_agg(attname, ', ') FROM pg_publication_tables, unnest(attnames) AS attname")
+    box.kafka.away = True
+    expected = ["m1"]
+    changes = [
+        "ALTER PUBLICATION outbox_relay SET (publish = 'update')",
+        "ALTER PUBLICATION outbox_relay SET (publish = 'insert')",
+        "ALTER PUBLICATION outbox_relay SET TABLE outbox.events (id)",
+    ]
+    if box.admin.info.server_version >= 180000:
+        # Before, the slot can't be read past that.
+        changes += [
+            "DROP PUBLICATION outbox_relay",
+            f"CREATE PUBLICATION outbox_relay FOR TABLE outbox.events ({columns}) WITH (publish = 'insert')",
+        ]
+    with psycopg.connect(box.url) as writer:
+        for number, change in enumerate(changes):
+            box.admin.execute(change)
+            box.add(f"m{number + 2}", message=True)
+            box.add(f"r{number}")
+            Outbox().add(writer, Event("Order", "o", f"o{number}", {"n": number}))
+            expected += [f"m{number + 2}", f"r{number}", f"o{number}"]
+        with pytest.raises(CdcRefused, match=r"was changed.*--leave-messages"):
+            box.cdc.switch(SourceKind.POLLING)
+        box.kill()
+        assert box.cdc.repair("somebody changed it")
+        writer.commit()
+    assert box.rows("SELECT details ->> 'slot_kept' FROM outbox.audit WHERE what = 'cdc repair'") == [("true",)]
+    box.kafka.away = False
+    box.relay(once=once)
+    box.streams()
+    box.add("m7", message=True)
+    box.add("r7")
+    box.until(lambda: len(box.kafka.names()) >= len(expected) + 2, f"{expected} after {box.kafka.names()}")
+    box.turns(5)
+    assert sorted(box.kafka.names()) == sorted([*expected, "m7", "r7"])
+    assert box.kafka.names("m") == sorted(box.kafka.names("m"))
+    # Where nothing is wrong a repair takes nothing away either.
+    box.kafka.away = True
+    box.add("m8", message=True)
+    box.kill()
+    assert box.cdc.repair("to be sure")
+    box.kafka.away = False
+    box.relay(once=once)
+    box.until(lambda: "m8" in box.kafka.names(), "what the slot had")
+    assert len(set(box.kafka.names())) == len(box.kafka.names())
+
+
 def test_going_back_to_polling_waits_for_a_message_of_an_open_transaction(outboxed, outbox_postgres_server):
     box = outboxed()
     box.relay()
