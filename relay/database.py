@@ -47,7 +47,8 @@ TIMELINE: Final = "('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 
 
 FURTHER: Final = """commit_lsn = greatest(commit_lsn, %(commit_lsn)s::bigint),
        commit_number = CASE WHEN %(commit_lsn)s::bigint > coalesce(commit_lsn, -1) THEN %(commit_number)s::int
-                            WHEN %(commit_lsn)s::bigint = commit_lsn THEN greatest(commit_number, %(commit_number)s::int)
+                            WHEN %(commit_lsn)s::bigint = commit_lsn
+                            THEN greatest(commit_number, %(commit_number)s::int)
                             ELSE commit_number END"""
 """SQL for SET: a lane's place in the WAL goes on to another one, or stays; it never goes back. NULL for no place."""
 
