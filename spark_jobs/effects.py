@@ -13,21 +13,43 @@ from spark_jobs.strategies import identifier, refuse_cutting
 
 _INSERT: Final = "INSERT INTO {table} ({columns}) SELECT {values} FROM batch{messages}"
 _MESSAGES: Final = " WHERE NOT message_tombstone"
-_LATEST: Final = ", message_topic DESC, message_part DESC, message_offset DESC"
-# One row for each key, the latest: a second one in the same statement would be refused. In the order of keys, so that
-# two transactions never wait for each other in a circle.
+_LATEST: Final = "message_topic DESC NULLS LAST, message_part DESC NULLS LAST, message_offset DESC NULLS LAST"
+# In the order of keys, so that two transactions never wait for each other in a circle. A second row of a key in the
+# same statement is refused, so there is one for each key, the latest. Of two rows of one message none is the latest,
+# nor of two of no message: these are refused, and never left out.
 _UPSERT: Final = """
-WITH latest AS (
-    SELECT DISTINCT ON ({key}) * FROM batch{messages} ORDER BY {key}{order})
 INSERT INTO {table} AS stored ({columns})
-SELECT {values} FROM latest ORDER BY {key}
+SELECT {values} FROM {rows}{messages} ORDER BY {key}
     ON CONFLICT ({conflict}) {action}"""
+_RANKED: Final = """(
+    SELECT *, rank() OVER (PARTITION BY {key} ORDER BY {order}) AS outbox_batch_rank FROM batch{messages}) AS latest
+ WHERE outbox_batch_rank = 1"""
+# A row that a tombstone follows is deleted again.
+_NOT_ENDED: Final = """
+   AND NOT EXISTS (
+       SELECT FROM batch AS gone
+        WHERE gone.message_tombstone AND gone.message_key::{type} = batch.{here}::{type}
+          AND (gone.message_topic, gone.message_part, gone.message_offset)
+            > (batch.message_topic, batch.message_part, batch.message_offset))"""
+# A key that begins anew in the same batch is deleted before that, any other after the updates: as if it had been one
+# message after the other.
 _DELETE: Final = """
-WITH latest AS (
-    SELECT DISTINCT ON (message_key) * FROM batch
-     ORDER BY message_key, message_topic DESC, message_part DESC, message_offset DESC)
-DELETE FROM {table} AS stored USING latest
- WHERE latest.message_tombstone AND stored.{conflict} = latest.message_key::{type}"""
+DELETE FROM {table} AS stored USING batch AS gone
+ WHERE gone.message_tombstone AND stored.{conflict} = gone.message_key::{type}
+   AND {begun} (
+       SELECT FROM batch
+        WHERE NOT batch.message_tombstone AND batch.{here}::{type} = gone.message_key::{type}
+          AND (batch.message_topic, batch.message_part, batch.message_offset)
+            > (gone.message_topic, gone.message_part, gone.message_offset))"""
+# Neither newer than anything nor older: it would stay away, or stay for good.
+_VERSIONED: Final = """
+BEGIN
+    IF EXISTS (SELECT FROM (SELECT * FROM batch{messages}) AS rows WHERE {version} IS NULL) THEN
+        RAISE EXCEPTION USING MESSAGE = {why};
+    END IF;
+END"""
+PLACED: Final = frozenset({"message_topic", "message_part", "message_offset", "message_tombstone"})
+"""The columns that rows have which are messages; a transform that shuffles need not keep them."""
 
 Columns = Mapping[str, str] | Sequence[str] | None
 """Table column → column of ``batch``; or names that are the same in both; or None: all of the payload's."""
@@ -49,7 +71,7 @@ class Insert:
     ) -> list[sql.Composed]:
         """Give the SQL for a batch whose payload has these columns and a table of these types. Raises JobError.
 
-        placed  the rows of ``batch`` are messages, with META's columns; not so after an aggregation.
+        placed  the rows of ``batch`` are messages, with the columns of PLACED; not so after an aggregation.
         """
         pairs = self.pairs(payload, types)
         return [
@@ -57,7 +79,7 @@ class Insert:
                 table=identifier(self.table),
                 columns=_listed(pairs.keys()),
                 values=_cast(pairs, types),
-                messages=sql.SQL(_MESSAGES if placed else ""),
+                messages=_messages(payload, placed),
             )
         ]
 
@@ -73,10 +95,14 @@ class Upsert:
     table    of the sink, ``name`` or ``schema.name``; it needs a unique index over exactly the key's columns.
     key      the key's columns in the table.
     columns  see Columns; the key's must be among them.
-    version  a column of the table: a row is only updated by one with a higher version.
+    version  a column of the table: a row is only updated by one with a higher version. A message without one is
+             refused; a stored row without one is older than any.
     keep     columns of the table that are written when a row is inserted and never updated, as ``created_at``.
     deletes  a tombstone (a message without a payload) deletes the row whose key is the message's Kafka key. For keys
              of one column. Without it tombstones are passed over.
+
+    Of a key's messages in a batch the latest counts, or the one of the highest version. Two rows of one message with
+    one key are refused; so are, after a shuffle that loses which message a row is, any two rows with one key.
     """
 
     table: str
@@ -97,8 +123,13 @@ class Upsert:
     ) -> list[sql.Composed]:
         """Give the SQL for a batch whose payload has these columns and a table of these types. Raises JobError.
 
-        placed  the rows of ``batch`` are messages, with META's columns; not so after an aggregation.
+        placed  the rows of ``batch`` are messages, with the columns of PLACED; not so after an aggregation.
         """
+        if self.deletes and not placed:
+            raise JobError(
+                f"Upsert: deletes needs to know which rows are tombstones, and when they came: keep the columns "
+                f"{', '.join(sorted(PLACED))} in the transform's result, and message_key"
+            )
         pairs = _pairs(self.table, self.columns, payload, types)
         for name in (*self.key, *self.keep, *([self.version] if self.version else [])):
             if name not in pairs:
@@ -110,31 +141,75 @@ class Upsert:
                 sql.SQL(", ").join(sql.SQL("{0} = excluded.{0}").format(sql.Identifier(name)) for name in changed)
             )
             if self.version:
-                action += sql.SQL(" WHERE excluded.{0} > stored.{0}").format(sql.Identifier(self.version))
-        newest = sql.Composed([sql.SQL(_LATEST if placed else "")])
-        if self.version:
-            version = _cast({self.version: pairs[self.version]}, types)
-            newest = sql.SQL(", {} DESC NULLS LAST").format(version) + newest
-        made = [
-            sql.SQL(_UPSERT).format(
+                newer = " WHERE stored.{0} IS NULL OR excluded.{0} > stored.{0}"
+                action += sql.SQL(newer).format(sql.Identifier(self.version))
+        # As the table has them: two spellings of one key must not meet in one statement.
+        key = _cast({name: pairs[name] for name in self.key}, types)
+        messages = _messages(payload, placed)
+        upsert = sql.SQL(_UPSERT).format(
+            table=identifier(self.table),
+            columns=_listed(pairs.keys()),
+            values=_cast(pairs, types),
+            rows=self._latest(key, pairs, types, messages, placed=placed),
+            messages=sql.SQL("") if placed or self.version else messages,
+            key=key,
+            conflict=_listed(self.key),
+            action=action,
+        )
+        return [*self._versioned(pairs, messages), *self._with_deletes(upsert, pairs, types)]
+
+    def _latest(
+        self,
+        key: sql.Composable,
+        pairs: Mapping[str, str],
+        types: Mapping[str, str],
+        messages: sql.Composable,
+        *,
+        placed: bool,
+    ) -> sql.Composable:
+        """Give what to select from: the latest rows of each key, where it can be told which they are."""
+        order = [_cast({self.version: pairs[self.version]}, types) + sql.SQL(" DESC")] if self.version else []
+        if placed:
+            order.append(sql.Composed([sql.SQL(_LATEST)]))
+        if not order:
+            return sql.SQL("batch")
+        if self.deletes:
+            messages = messages + sql.SQL(_NOT_ENDED).format(**self._compared(pairs, types))
+        return sql.SQL(_RANKED).format(key=key, order=sql.SQL(", ").join(order), messages=messages)
+
+    def _versioned(self, pairs: Mapping[str, str], messages: sql.Composable) -> list[sql.Composed]:
+        """Give what refuses a row without a version."""
+        if not self.version:
+            return []
+        here = pairs[self.version]
+        why = f"column {here}, by which Upsert tells what is newer, is NULL"
+        body = sql.SQL(_VERSIONED).format(messages=messages, version=sql.Identifier(here), why=sql.Literal(why))
+        return [sql.SQL("DO {}").format(sql.Literal(body.as_string(None)))]
+
+    def _with_deletes(
+        self, upsert: sql.Composed, pairs: Mapping[str, str], types: Mapping[str, str]
+    ) -> list[sql.Composed]:
+        if not self.deletes:
+            return [upsert]
+        before, after = (
+            sql.SQL(_DELETE).format(
                 table=identifier(self.table),
-                columns=_listed(pairs.keys()),
-                values=_cast(pairs, types),
-                # As the table has them: two spellings of one key must not meet in one statement.
-                key=_cast({name: pairs[name] for name in self.key}, types),
-                conflict=_listed(self.key),
-                order=newest,
-                messages=sql.SQL(_MESSAGES if placed else ""),
-                action=action,
+                conflict=sql.Identifier(self.key[0]),
+                begun=sql.SQL(begun),
+                **self._compared(pairs, types),
             )
-        ]
-        if self.deletes and placed:
-            made.append(
-                sql.SQL(_DELETE).format(
-                    table=identifier(self.table), conflict=sql.Identifier(self.key[0]), type=_type(types[self.key[0]])
-                )
-            )
-        return made
+            for begun in ("EXISTS", "NOT EXISTS")
+        )
+        return [before, upsert, after]
+
+    def _compared(self, pairs: Mapping[str, str], types: Mapping[str, str]) -> dict[str, sql.Composable]:
+        """Give how a tombstone's key is compared with a row's."""
+        return {"here": sql.Identifier(pairs[self.key[0]]), "type": _type(types[self.key[0]])}
+
+
+def _messages(payload: Sequence[str], placed: bool) -> sql.SQL:
+    """Give the condition that passes tombstones over, where there is still something that says so."""
+    return sql.SQL(_MESSAGES if placed or "message_tombstone" in payload else "")
 
 
 def _pairs(table: str, columns: Columns, payload: Sequence[str], types: Mapping[str, str]) -> dict[str, str]:

@@ -36,8 +36,18 @@ META: Final = {
 KEPT: Final = ("message_id", "message_topic", "message_part", "message_offset", "message_tombstone")
 """Columns that a transform has to keep."""
 
+OWN: Final = "outbox_batch_"
+"""What the names of columns begin with that the consumer adds to ``batch`` for itself."""
+
 Declared = TypeVar("Declared")
 _TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
+# Comments, texts and quoted names: what may hold a semicolon that ends no statement.
+_QUOTED: Final = re.compile(
+    r"""--[^\n]*|/\*.*?\*/|\b[eE]'(?:[^'\\]|\\.|'')*'|'(?:[^']|'')*'|"(?:[^"]|"")*"|\$(\w*)\$.*?\$\1\$""", re.DOTALL
+)
+_ENDING: Final = re.compile(
+    r"\s*(BEGIN|START\s+TRANSACTION|COMMIT|END|ROLLBACK|ABORT|SAVEPOINT|RELEASE|PREPARE\s+TRANSACTION)\b", re.IGNORECASE
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +107,21 @@ class ConsumerJob:
         if isinstance(self.types, str) or self.types == []:
             raise JobError(f"types: must be a list of event types, or None for all, not {self.types!r}")
         self._check_choices()
+        self._check_effect()
+
+    def _check_effect(self) -> None:
+        if isinstance(self.effect, str):
+            for statement in _QUOTED.sub(" ", self.effect).split(";"):
+                if found := _ENDING.match(statement):
+                    raise JobError(
+                        f"effect: {found[1].upper()} is not for an effect: it runs in the transaction that moves the "
+                        "offsets and remembers the ids, and the consumer begins and ends that one"
+                    )
+        if isinstance(self.effect, Upsert) and self.effect.deletes and isinstance(self.strategy, Fingerprint):
+            raise JobError(
+                "strategy: with Fingerprint all tombstones of a key are one and the same message, so only the first "
+                "would delete; Upsert(deletes=True) goes with Dedup, Natural and Version"
+            )
 
     def _check_topics(self) -> None:
         if not self.topics or isinstance(self.topics, str):
@@ -127,9 +152,17 @@ class ConsumerJob:
         """Give the payload's columns before the transform. Raises JobError for a name that is the consumer's own."""
         names = self.decoder.names()
         for name in names:
-            if name in META or name == PROBLEM or name.startswith("message_raw_"):
+            if name in META or name == PROBLEM or name.startswith(("message_raw_", OWN)):
                 raise JobError(f"schema: the name {name} is the consumer's own")
         return names
+
+    @property
+    def reducing(self) -> Strategy:
+        """The strategy as the effect needs it: to one that passes tombstones over, they end nothing."""
+        deletes = isinstance(self.effect, Upsert) and self.effect.deletes
+        if isinstance(self.strategy, Version) and isinstance(self.effect, Insert | Upsert) and not deletes:
+            return replace(self.strategy, tombstones=False)
+        return self.strategy
 
     def with_topics(self, topics: Sequence[str]) -> ConsumerJob:
         """The same job over other topics."""

@@ -263,7 +263,7 @@ class Rounds:
             log_ends=dict(span.log_ends),
             columns=columns,
             effect=self._effect(columns, placed=placed),
-            strategy=self._job.strategy,
+            strategy=self._job.reducing,
             bisect=self._job.on_bad == "dead-letter",
             max_dead=self._job.max_dead,
             dead={partition: state.letters(partition) for partition in span.ranges if state.letters(partition)},
@@ -280,11 +280,12 @@ class Rounds:
             # Nothing is applied with such a plan, only stepped over.
             return ""
         payload = tuple(name for name in columns if not placed or name not in META)
-        if payload not in self._statements:
+        known = (str(placed), *payload)
+        if known not in self._statements:
             types = self._store.column_types(effect.table)
             made = [one.as_string(None) for one in effect.statements(payload, types, placed=placed)]
-            self._statements[payload] = ";\n".join(made)
-        return self._statements[payload]
+            self._statements[known] = ";\n".join(made)
+        return self._statements[known]
 
     def _direct(self, columns: Mapping[str, str]) -> Direct | None:
         if not isinstance(self._job.effect, Insert):

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Final
 
 from spark_jobs.decoding import PROBLEM, LateDecoder, nullable
 from spark_jobs.errors import EffectFailed, JobError
-from spark_jobs.job import KEPT, META, ConsumerJob
+from spark_jobs.job import KEPT, META, OWN, ConsumerJob
 from spark_jobs.planner import Partition, Range
-from spark_jobs.strategies import Fingerprint, Place, uuid8
+from spark_jobs.strategies import WHOLE_TIMES, Fingerprint, Place, uuid8
 from spark_jobs.task import Late
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ _META_KINDS: Final = {
     name: {"uuid": "string", "text": "string", "integer": "int", "timestamptz": "timestamp"}.get(kind, kind)
     for name, kind in META.items()
 }
+_SYSTEM: Final = frozenset({"ctid", "tableoid", "xmin", "xmax", "cmin", "cmax"})
 _JAVA_OPTIONS: Final = (
     *("JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS", "_JAVA_OPTIONS"),
     *("SPARK_SUBMIT_OPTS", "PYSPARK_SUBMIT_ARGS"),
@@ -418,6 +419,8 @@ def copyable(rows: DataFrame) -> tuple[DataFrame, dict[str, str]]:
         if name == PROBLEM:
             picked.append(column)
             continue
+        if name.startswith(OWN) or name in _SYSTEM:
+            raise JobError(f"column {name}: the name is the consumer's or Postgres's own; name yours otherwise")
         if name in META:
             types[name] = META[name]
             if kind == "void":
@@ -430,9 +433,12 @@ def copyable(rows: DataFrame) -> tuple[DataFrame, dict[str, str]]:
             types[name] = plain
         elif kind == "variant" or kind.startswith(("struct<", "map<", "array<")):
             types[name] = "jsonb"
-            column = F.to_json(column)
+            column = F.to_json(column, WHOLE_TIMES)
         else:
             raise JobError(f"column {name}: {kind} has no counterpart in Postgres; cast it in the transform")
+        if name == "message_tombstone":
+            # A row that a join has added is none; and NULL is neither what is passed over nor what is not.
+            column = F.coalesce(column, F.lit(False))
         picked.append(column.alias(name))
     return rows.select(*picked), types
 

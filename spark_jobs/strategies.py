@@ -49,17 +49,28 @@ _FORGOTTEN_BEFORE: Final = "SELECT forgotten_before - date '1970-01-01' FROM {gr
 _FORGOTTEN: Final = """
 SELECT message_topic, message_part, message_offset, groups.forgotten_before FROM batch, {groups} AS groups
  WHERE groups.grp = %(grp)s AND {day} < groups.forgotten_before AND {day} <> date '1970-01-01'"""
-# A tombstone has no payload, so no key of the payload's: Kafka's key is its.
+# A tombstone has no payload, so no key of the payload's: Kafka's key is its. Rows of one message have one rank: which
+# of them is the newest nobody can say, so all are kept.
 _KEEP_NEWEST: Final = """
 DELETE FROM batch USING (
-    SELECT ctid AS place, row_number() OVER (
-               PARTITION BY {key}, CASE WHEN message_tombstone THEN message_key END ORDER BY {order}) AS rank
-      FROM batch) AS ranked
+    SELECT batch.ctid AS place, rank() OVER (
+               PARTITION BY {key}, CASE WHEN message_tombstone THEN message_key END{life} ORDER BY {order}) AS rank
+      FROM batch{ends}) AS ranked
  WHERE ranked.place = batch.ctid AND ranked.rank > 1"""
-# Not one that comes after a tombstone of its key: the row it is older than is about to be deleted.
+# What stands before a key's last tombstone is no older or newer than what comes after it: there the key begins anew.
+_LIFE: Final = ", NOT message_tombstone AND outbox_end.outbox_batch_key IS NOT NULL"
+_ENDS: Final = """ LEFT JOIN (
+           SELECT DISTINCT ON (message_key) message_key AS outbox_batch_key, message_topic AS outbox_batch_topic,
+                  message_part AS outbox_batch_part, message_offset AS outbox_batch_offset
+             FROM batch WHERE message_tombstone
+            ORDER BY message_key, message_topic DESC, message_part DESC, message_offset DESC) AS outbox_end
+        ON outbox_end.outbox_batch_key = message_key AND (message_topic, message_part, message_offset)
+         < (outbox_end.outbox_batch_topic, outbox_end.outbox_batch_part, outbox_end.outbox_batch_offset)"""
 _DROP_OLD: Final = """
 DELETE FROM batch USING {table} AS stored
- WHERE {same} AND stored.{stored} >= batch.{version}
+ WHERE {same} AND stored.{stored} >= batch.{version}{living}"""
+# Not one that comes after a tombstone of its key: the row it is older than is about to be deleted.
+_LIVING: Final = """
    AND NOT EXISTS (
        SELECT FROM batch AS gone
         WHERE gone.message_tombstone AND gone.message_key = batch.message_key
@@ -78,6 +89,12 @@ SELECT attname, format_type(type, CASE WHEN coalesce(nullif(typelem, 0), type) I
            'varchar'::regtype, 'bpchar'::regtype, 'bit'::regtype, 'varbit'::regtype) THEN -1 ELSE modifier END)
   FROM known JOIN pg_type ON pg_type.oid = type WHERE typtype <> 'd' ORDER BY attnum"""
 _CUTTING: Final = frozenset({"name", '"char"'})
+WHOLE_TIMES: Final = {
+    "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss[.SSSSSS]XXX",
+    "timestampNTZFormat": "yyyy-MM-dd'T'HH:mm:ss[.SSSSSS]",
+}
+"""Options for Spark's to_json, which writes milliseconds otherwise: two times would be one."""
+
 _LATEST: Final = "message_topic DESC, message_part DESC, message_offset DESC"
 
 Place = tuple[str, int, int]
@@ -165,25 +182,30 @@ class Natural(_Comparing):
         return tuple(self.key)
 
     def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002  one shape for all
-        """Leave in ``batch`` the last message of each key."""
+        """Leave in ``batch`` the last message of each key, with all of its rows."""
         keys = sql.SQL(", ").join(map(sql.Identifier, self.key))
-        cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=sql.SQL(_LATEST)))
+        nothing = sql.SQL("")
+        cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=sql.SQL(_LATEST), life=nothing, ends=nothing))
 
 
 @dataclass(frozen=True, slots=True)
 class Version(_Comparing):
     """Only what is newer than the stored version is applied. Of a key's messages in a batch the newest is kept.
 
-    table    of the sink, as ``name`` or ``schema.name``: where the stored version stands.
-    key      columns of ``batch``; in the table they have the same names, or those of a mapping batch column → column.
-    version  a column of ``batch`` that rises with every change of a key.
-    stored   the version's column in the table; the same name if not given.
+    table       of the sink, as ``name`` or ``schema.name``: where the stored version stands.
+    key         columns of ``batch``; in the table they have the same names, or those of a mapping batch column →
+                column.
+    version     a column of ``batch`` that rises with every change of a key.
+    stored      the version's column in the table; the same name if not given.
+    tombstones  the effect deletes a key's row on its tombstone: versions begin anew after one, and what comes after it
+                is compared with nothing before it. A job knows itself what its Upsert or Insert does.
     """
 
     table: str
     key: Sequence[str] | Mapping[str, str]
     version: str
     stored: str | None = None
+    tombstones: bool = True
 
     def __post_init__(self) -> None:
         if not self.table or not self.version:
@@ -202,13 +224,19 @@ class Version(_Comparing):
         casts = {here: _cast(here, types[there]) for here, there in pairs.items()}
         version = _cast(self.version, types[stored])
         order = version + sql.SQL(" DESC, " + _LATEST)
-        cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=sql.SQL(", ").join(casts.values()), order=order))
+        life, ends, living = map(sql.SQL, (_LIFE, _ENDS, _LIVING) if self.tombstones else ("", "", ""))
+        keys = sql.SQL(", ").join(casts.values())
+        cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=order, life=life, ends=ends))
         same = sql.SQL(" AND ").join(
             sql.SQL("stored.{} = batch.").format(sql.Identifier(there)) + casts[here] for here, there in pairs.items()
         )
         cursor.execute(
             sql.SQL(_DROP_OLD).format(
-                table=identifier(self.table), same=same, stored=sql.Identifier(stored), version=version
+                table=identifier(self.table),
+                same=same,
+                stored=sql.Identifier(stored),
+                version=version,
+                living=living,
             )
         )
 
@@ -236,8 +264,8 @@ class Fingerprint(_Remembering):
     """For sources without ids: the id is made of the content (SHA-256), then as Dedup.
 
     columns  what makes a message the same, of the decoded columns. None given: Kafka's key and value, as bytes.
-    time     a timestamp column of the content; goes with ``columns``. With it ids hold a time and can be forgotten by
-             day; without it they are kept for good.
+    time     a timestamp column of the content; goes with ``columns``, and is one of what makes a message the same. With
+             it ids hold a time and can be forgotten by day; without it they are kept for good.
     """
 
     columns: Sequence[str] = ()
@@ -260,8 +288,10 @@ class Fingerprint(_Remembering):
         from pyspark.sql import functions as F  # noqa: N812
 
         if self.columns:
+            names = [*self.columns, *([self.time] if self.time is not None and self.time not in self.columns else [])]
             # ignoreNullFields off: a NULL and a column that is not there are two contents.
-            content = F.to_json(F.struct(*map(F.col, self.columns)), {"ignoreNullFields": "false"}).cast("binary")
+            options = {**WHOLE_TIMES, "ignoreNullFields": "false"}
+            content = F.to_json(F.struct(*map(F.col, names)), options).cast("binary")
         else:
             # NULL and empty are two contents, and the key's length keeps key and value apart.
             content = F.concat(

@@ -23,7 +23,7 @@ from spark_jobs.applying import Applying
 from spark_jobs.direct import Direct, direct_for
 from spark_jobs.effects import Insert, Upsert
 from spark_jobs.errors import JobError
-from spark_jobs.job import META
+from spark_jobs.job import META, ConsumerJob
 from spark_jobs.store import Store
 from spark_jobs.strategies import Book, Dedup, Fingerprint, Natural, Strategy, Version, column_types
 
@@ -91,6 +91,7 @@ class Sink(ConsumerGroup):
     ) -> tuple[str, list[int]]:
         """Apply rows at the next offsets. Gives the outcome, and culprits' offsets or the number of fresh rows."""
         size = len(next(iter(rows.values())))
+        places = rows.get("message_offset") or range(self.next, self.next + size)
         columns = plan.get("columns", COLUMNS)
         payload = [name for name in columns if name not in META]
         with psycopg.connect(self.url) as connection:
@@ -107,8 +108,8 @@ class Sink(ConsumerGroup):
                 "message_id": rows.get("message_id") or [str(uuid7()) for _ in range(size)],
                 "message_topic": ["t"] * size,
                 "message_part": pa.array([0] * size, pa.int32()),
-                "message_offset": pa.array(range(self.next, self.next + size), pa.int64()),
-                "message_key": ["k"] * size,
+                "message_offset": pa.array(places, pa.int64()),
+                "message_key": rows.get("message_key") or ["k"] * size,
                 "message_type": ["x"] * size,
                 "message_time": pa.array([NOON] * size, pa.timestamp("us", "UTC")),
                 "message_tombstone": rows.get("message_tombstone") or [False] * size,
@@ -459,3 +460,85 @@ def test_where_it_is_the_same(sink):
     assert sink.apply(effect, unusual, None) == ("applied", [1])
     with pytest.raises(JobError, match="no table nowhere"):
         sink.direct(Insert("nowhere", ["t"]))
+
+
+UPSERT = Upsert("s", ["i"], ["i", "l", "t"], version="l", deletes=True)
+# What is stored of a key, and versions that come; None is a tombstone.
+STORED = ((), (9,), (None,))
+COMING = [
+    (5, 3),
+    (1,),
+    (5, None),
+    (5, None, 1),
+    (None, 1, None),
+    (None, 7, None, 2, 3),
+    (None,),
+    (None, 4),
+    (2, 8, None, 6),
+]
+
+
+def test_a_batch_leaves_what_its_messages_leave_one_by_one(sink):
+    """A tombstone ends what stands before it and nothing after it; a stored row may have no version."""
+    keys = dict(enumerate((stored, coming) for stored in STORED for coming in COMING))
+    messages = [(key, number) for number in range(5) for key, (_, coming) in keys.items() if number < len(coming)]
+    versions = [keys[key][1][number] for key, number in messages]
+    rows = {
+        "i": [None if version is None else key for (key, _), version in zip(messages, versions, strict=True)],
+        "l": versions,
+        "t": [None if version is None else f"v{version}" for version in versions],
+        "message_tombstone": [version is None for version in versions],
+        "message_key": [str(key) for key, _ in messages],
+    }
+    left: dict[int, tuple[int | None, str]] = {}
+    for key, (stored, coming) in keys.items():
+        if stored:
+            left[key] = (stored[0], "stored")
+        for version in coming:
+            if version is None:
+                left.pop(key, None)
+            elif version > (left.get(key, (None, ""))[0] or 0):
+                left[key] = (version, f"v{version}")
+    for strategy in (Dedup(), Version("s", {"i": "i"}, "l")):
+        sink.run("DROP TABLE IF EXISTS s; CREATE TABLE s (i int PRIMARY KEY, l bigint, t text)")
+        with psycopg.connect(sink.url) as connection:
+            for key, (stored, _) in keys.items():
+                for version in stored:
+                    connection.execute("INSERT INTO s VALUES (%s, %s, 'stored')", (key, version))
+        assert sink.apply(UPSERT, rows, None, strategy=strategy)[0] == "applied"
+        assert {i: (version, text) for i, version, text in sink.run("SELECT * FROM s")} == left, strategy
+    sink.run("TRUNCATE s")
+    assert sink.apply(Upsert("s", ["i"], ["i", "l"], deletes=True), rows, None, strategy=Natural(["i"]))[0] == "applied"
+    last = {key: coming[-1] for key, (_, coming) in keys.items() if coming[-1] is not None}
+    assert dict(sink.run("SELECT i, l FROM s")) == last
+
+
+def test_where_tombstones_are_passed_over_they_end_nothing(sink):
+    sink.run("CREATE TABLE s (i int PRIMARY KEY, l bigint); INSERT INTO s VALUES (2, 5)")
+    version = Version("s", {"i": "i"}, "l")
+    job = ConsumerJob("g", ["t"], Upsert("s", ["i"], ["i", "l"]), strategy=version)
+    rows = {
+        "i": [1, None, 1, None, 2],
+        "l": [5, None, 1, None, 1],
+        "message_tombstone": [False, True, False, True, False],
+        "message_key": ["1", "1", "1", "2", "2"],
+    }
+    assert sink.apply(job.effect, rows, None, strategy=job.reducing) == ("applied", [3])
+    assert sink.run("SELECT * FROM s ORDER BY i") == [(1, 5), (2, 5)]
+    assert replace(job, effect=UPSERT).reducing == replace(job, effect="SELECT 1").reducing == version
+
+
+def test_what_an_upsert_can_not_tell_the_newest_of_is_refused(sink):
+    """A message without a version; and one with two rows of one key."""
+    sink.run("CREATE TABLE s (i int PRIMARY KEY, l bigint, t text)")
+    none = {"i": [1, 2], "l": [1, None], "t": ["a", "b"]}
+    assert sink.apply(UPSERT, none, None) == ("culprits", [1])
+    two = {"i": [1, 2, 2, 2], "l": [1, 1, 2, 2], "t": ["a", "b", "c", "d"], "message_offset": [0, 1, 2, 2]}
+    for effect in (UPSERT, Upsert("s", ["i"], ["i", "t"])):
+        for strategy in (Dedup(), Natural(["i"]), Version("s", {"i": "i"}, "l")):
+            assert sink.apply(effect, two, None, strategy=strategy) == ("culprits", [2])
+    assert sink.run("SELECT * FROM s") == []
+    with psycopg.connect(sink.url) as connection:
+        types = column_types(connection.cursor(), "s")
+    with pytest.raises(JobError, match=r"deletes needs.*message_tombstone"):
+        UPSERT.statements(["i", "l", "t"], types, placed=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import json
 import random
 import uuid
 
@@ -11,6 +12,7 @@ import pytest
 from spark_jobs import identity, incoming
 from spark_jobs import session as spark_session
 from spark_jobs.effects import Insert
+from spark_jobs.errors import JobError
 from spark_jobs.framing import HEADER
 from spark_jobs.incoming import Incoming
 from spark_jobs.job import META, ConsumerJob
@@ -129,3 +131,27 @@ def test_ids_have_the_day_and_the_order_that_the_database_sees(outbox_postgres):
         ).fetchall()
     assert identity.days(ids).tolist() == [day for _, day in rows]
     assert [one.tobytes() for one in identity.in_order(ids)] == [one.bytes for (one,) in ordered]
+
+
+def test_times_are_whole_in_what_is_made_of_them(spark):
+    """Two payments of one millisecond are two; and jsonb has the microseconds that the message has."""
+    rows = spark.range(2).selectExpr(
+        "'a' AS account",
+        "timestamp_micros(1769860800000001 + id) AS at",
+        "timestamp_micros(1769860800000001 + id)::timestamp_ntz AS local",
+        "named_struct('at', timestamp_micros(1769860800000001 + id), 'local', localtimestamp()) AS nested",
+    )
+    ways = {
+        "columns": Fingerprint(["account", "at"]),
+        "local": Fingerprint(["account", "local"]),
+        "nested": Fingerprint(["account", "nested"]),
+        "time": Fingerprint(["account"], time="at"),
+    }
+    ids = rows.select(*(way.message_id().alias(name) for name, way in ways.items())).collect()
+    assert {name for name in ways if ids[0][name] == ids[1][name]} == set()
+    (nested, _) = (json.loads(row.nested) for row in spark_session.copyable(rows)[0].collect())
+    assert nested["at"] == "2026-01-31T12:00:00.000001Z"
+    assert len(nested["local"].partition(".")[2]) == 6
+    for name in ("outbox_batch_staged_by", "ctid"):
+        with pytest.raises(JobError, match=f"column {name}: the name is"):
+            spark_session.copyable(rows.withColumnRenamed("account", name))

@@ -1,0 +1,79 @@
+"""What a job may say, and what it is told at once when it may not."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import pytest
+
+from spark_jobs.effects import Upsert
+from spark_jobs.errors import JobError
+from spark_jobs.job import META, ConsumerJob
+from spark_jobs.strategies import Fingerprint
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+
+class Named:
+    """A decoder of which only the columns' names matter."""
+
+    def __init__(self, *names: str) -> None:
+        self._names = names
+
+    def names(self) -> tuple[str, ...]:
+        return self._names
+
+    def decode(self, rows: DataFrame) -> DataFrame:
+        return rows
+
+
+def job(effect: object, **declared: object) -> ConsumerJob:
+    return ConsumerJob("g", ["t"], effect, **declared)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    "effect",
+    [
+        "INSERT INTO t SELECT 1 FROM batch; COMMIT",
+        "INSERT INTO t SELECT 1 FROM batch;\n-- done\n commit work;",
+        "BEGIN; SELECT 1",
+        "start  transaction; SELECT 1",
+        "SELECT 1; /* ; */ END",
+        "SELECT ';'; ROLLBACK",
+        "SELECT E'\\';' ; SAVEPOINT a",
+        "SELECT $a$;$a$; RELEASE a",
+        "ABORT",
+        "PREPARE TRANSACTION 'a'",
+    ],
+)
+def test_an_effect_does_not_end_its_transaction(effect):
+    with pytest.raises(JobError, match="is not for an effect"):
+        job(effect)
+
+
+@pytest.mark.parametrize(
+    "effect",
+    [
+        "INSERT INTO t VALUES ('; COMMIT', E'\\'; COMMIT', $$; COMMIT$$, $x$ ; ROLLBACK; $x$)",
+        'SELECT "; COMMIT" FROM batch -- ; COMMIT\n',
+        "SELECT CASE WHEN a THEN 1 END; UPDATE t SET commit = 1; /* ; COMMIT */ SELECT 1",
+        "DO $$ BEGIN PERFORM 1; END $$; PREPARE transactions AS SELECT 1; COMMENT ON TABLE t IS 'a'",
+        "SELECT 'it''s; ROLLBACK'; INSERT INTO ends SELECT 1; SELECT '\\'; SELECT 1",
+    ],
+)
+def test_what_only_looks_so_is_taken(effect):
+    assert job(effect).effect == effect
+
+
+def test_with_fingerprint_every_tombstone_of_a_key_is_the_same_message():
+    with pytest.raises(JobError, match="only the first would delete"):
+        job(Upsert("s", ["k"], deletes=True), strategy=Fingerprint())
+    assert job(Upsert("s", ["k"]), strategy=Fingerprint()).reducing == Fingerprint()
+
+
+def test_names_that_are_the_consumers_own():
+    for name in ("outbox_batch_held_at", "message_raw_key", *META):
+        with pytest.raises(JobError, match=f"the name {name} is the consumer's own"):
+            job("SELECT 1", schema=Named("a", name)).payload_columns()
+    assert job("SELECT 1", schema=Named("held_at", "outbox_id")).payload_columns() == ("held_at", "outbox_id")
