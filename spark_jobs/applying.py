@@ -8,6 +8,7 @@ along, and one bad row costs one row.
 |----------------------------------------------|----------------------------------------------------------------------|
 | COPY: a value that the column's type refuses | Uncopyable; again with all columns as text, cast part by part        |
 | the effect: see _DATA                        | the batch in halves, each under a savepoint, in the order of offsets |
+| parts fail together, but none by itself      | nothing: every message has been applied once, in smaller batches     |
 | the effect raises Reject                     | it says so itself                                                    |
 | its id is of a day that is forgotten         | by a query, after the ids went in                                    |
 | anything else of the database                | nothing to find: the job ends (EffectFailed), or is tried again      |
@@ -38,9 +39,13 @@ if TYPE_CHECKING:
 _DATA: Final = ("21", "22", "23", "44", "54", "P0001", "P0004")
 # A session that was ended, or a server that is read-only since a failover: another try may find another server.
 _PASSING: Final = frozenset({"25006", "25P03", "25P04"})
+# psycopg counts among what is operational: limits of the program, where a value that is too long stays too long; and a
+# savepoint that is gone, because the effect has ended the transaction.
+_STAYING: Final = ("54", "3B")
 META_PLACE: Final = {"message_topic": "text", "message_part": "integer", "message_offset": "bigint"}
 """The columns that say which message a row is, with their types."""
 IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
+_PLACE: Final = "message_topic, message_part, message_offset"
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +59,11 @@ class Culprit:
 
 
 class Culprits(Exception):
-    """Ends the transaction: these messages have to be taken out first."""
+    """Ends the transaction: these messages have to be taken out first. Each is named once, however many rows it has."""
 
     def __init__(self, found: Sequence[Culprit]) -> None:
-        super().__init__(f"{len(found)} messages can't be applied; the first: {found[0]}")
-        self.found = found
+        self.found = list({culprit.place: culprit for culprit in reversed(found)}.values())[::-1]
+        super().__init__(f"{len(self.found)} messages can't be applied; the first: {self.found[0]}")
 
 
 class Uncopyable(Exception):
@@ -71,8 +76,7 @@ class Broken(Exception):
 
 def passing(error: psycopg.Error) -> bool:
     """Say whether the same may work on another try."""
-    # psycopg counts limits of the program among what is operational; a value that is too long stays too long.
-    operational = isinstance(error, psycopg.OperationalError) and not (error.sqlstate or "").startswith("54")
+    operational = isinstance(error, psycopg.OperationalError) and not (error.sqlstate or "").startswith(_STAYING)
     return operational or error.sqlstate in _PASSING
 
 
@@ -112,7 +116,9 @@ class Applying:
         self._effect = effect
         self._bisecting = bisect
         self._max_dead = max_dead
+        self._placed = set(META_PLACE) <= set(columns)
         self._kept: list[pa.RecordBatch] = []
+        self._staged: tuple[sql.Identifier, list[str]] | None = None
         self._ids: list[Ids] | None = None
         self._listed = sql.SQL(", ").join(map(_in_query, columns))
         self._cast = sql.SQL(", ").join(
@@ -137,21 +143,10 @@ class Applying:
         as_text = textual(self._columns)
         names = [name for name, kind in as_text.items() if kind == "text"]
         # Under names that no table of the sink has: a temporary table hides others.
-        self._create("outbox_batch_incoming", {**as_text, "incoming_at": "bigint GENERATED ALWAYS AS IDENTITY"})
+        self._create("outbox_batch_incoming", as_text)
         incoming = sql.Identifier("outbox_batch_incoming")
         copy_csv(self._cursor, incoming, list(self._columns), self._kept_while(without_unfit(batches, names, found)))
-        total = self._one("SELECT coalesce(max(incoming_at), 0) FROM outbox_batch_incoming")
-        insert = sql.SQL(
-            "INSERT INTO batch ({}) SELECT {} FROM outbox_batch_incoming "
-            "WHERE incoming_at BETWEEN %s AND %s ORDER BY incoming_at"
-        ).format(self._listed, self._cast)
-        for number, error in self._halves(1, total, lambda low, high: self._cursor.execute(insert, (low, high))):
-            row = self._cursor.execute(
-                "SELECT message_topic, message_part, message_offset FROM outbox_batch_incoming WHERE incoming_at = %s",
-                (number,),
-            ).fetchone()
-            assert row is not None
-            found.append(Culprit((row[0], row[1], row[2]), "failed", shown(error), error.sqlstate))
+        found += self._fill(incoming)
         if found:
             raise Culprits(found)
 
@@ -160,37 +155,42 @@ class Applying:
 
         Raises Culprits for messages with values that do not fit; Broken when the rows are no messages.
         """
-        placed = "message_offset" in self._columns
-        insert = sql.SQL("INSERT INTO batch ({}) SELECT {} FROM {} WHERE ").format(self._listed, self._cast, staged)
-        order = sql.SQL(" ORDER BY message_topic, message_part, message_offset" if placed else " ORDER BY staged_at")
+        self._staged = staged, list(names)
+        source, order = self._taken()
+        insert = sql.SQL("INSERT INTO batch ({}) SELECT {} FROM {} ORDER BY {}")
         try:
             with self._cursor.connection.transaction():
-                taken = self._cursor.execute(insert + sql.SQL("staged_by = ANY(%s)") + order, (list(names),)).rowcount
-            if taken > 1000:
-                self._cursor.execute("ANALYZE batch")
-            return taken
+                taken = self._cursor.execute(insert.format(self._listed, self._cast, source, order), ()).rowcount
         except psycopg.Error as error:
             if passing(error):
                 raise
-            if not (self._bisecting and placed and by_data(error)):
+            if not (self._bisecting and self._placed and by_data(error)):
                 raise Broken(shown(error)) from error
-        rows = self._cursor.execute(
-            sql.SQL(
-                "SELECT message_topic, message_part, message_offset, staged_at FROM {} WHERE staged_by = ANY(%s)"
-            ).format(staged)
-            + order,
-            (list(names),),
-        ).fetchall()
-        some = insert + sql.SQL("staged_at = ANY(%s)") + order
+            found = self._fill(source)
+            if found:
+                raise Culprits(found) from error
+            taken = self.count()
+        if taken > 1000:
+            self._cursor.execute("ANALYZE batch")
+        return taken
 
-        def part(low: int, high: int) -> None:
-            self._cursor.execute(some, ([row[3] for row in rows[low - 1 : high]],))
+    def _taken(self) -> tuple[sql.Composable, sql.Composable]:
+        """Give what was taken from the staging table, and in which order it was there.
 
-        found = [
-            Culprit(rows[number - 1][:3], "failed", shown(error), error.sqlstate)
-            for number, error in self._halves(1, len(rows), part)
-        ]
-        raise Culprits(found)
+        That of the messages; or of a result that is none any more: as the transform left it, one task after the other.
+        """
+        assert self._staged is not None
+        staged, names = self._staged
+        mine = sql.Literal(names)
+        source = sql.SQL("(SELECT * FROM {} WHERE outbox_batch_staged_by = ANY({}::text[])) AS staged").format(
+            staged, mine
+        )
+        first = (
+            sql.SQL(_PLACE)
+            if self._placed
+            else sql.SQL("array_position({}::text[], outbox_batch_staged_by)").format(mine)
+        )
+        return source, first + sql.SQL(", outbox_batch_staged_at")
 
     def places(self) -> set[Place]:
         """Give the places of the messages in ``batch``."""
@@ -244,29 +244,48 @@ class Applying:
 
     def _bisect(self, do: Callable[[], object]) -> list[Culprit]:
         """Do it over ever smaller parts of ``batch``, in the order of offsets; give the messages that make it fail."""
-        self._cursor.execute(
-            "CREATE TEMPORARY TABLE outbox_batch_held ON COMMIT DROP AS SELECT batch.*, "
-            "row_number() OVER (ORDER BY message_topic, message_part, message_offset) AS held_at FROM batch"
-        )
-        places = self._cursor.execute(
-            "SELECT message_topic, message_part, message_offset FROM outbox_batch_held ORDER BY held_at"
-        ).fetchall()
-        refill = sql.SQL(
-            "INSERT INTO batch ({0}) SELECT {0} FROM outbox_batch_held WHERE held_at BETWEEN %s AND %s ORDER BY held_at"
-        ).format(self._listed)
+        refill = self._refilling("batch", self._listed)
 
         def part(low: int, high: int) -> None:
             self._cursor.execute("DELETE FROM batch")
             self._cursor.execute(refill, (low, high))
             do()
 
+        return self._message_by_message(sql.Identifier("batch"), part)
+
+    def _fill(self, source: sql.Composable) -> list[Culprit]:
+        """Fill ``batch`` from rows of text; give the messages with values that do not fit."""
+        fill = self._refilling("batch", self._cast)
+        return self._message_by_message(source, lambda low, high: self._cursor.execute(fill, (low, high)))
+
+    def _refilling(self, table: str, values: sql.Composable) -> sql.Composed:
+        return sql.SQL(
+            "INSERT INTO {} ({}) SELECT {} FROM outbox_batch_held "
+            "WHERE outbox_batch_held_at BETWEEN %s AND %s ORDER BY outbox_batch_held_at"
+        ).format(sql.Identifier(table), self._listed, values)
+
+    def _message_by_message(self, source: sql.Composable, do: Callable[[int, int], object]) -> list[Culprit]:
+        """Put rows into outbox_batch_held, and do it for ever smaller parts of these; give the messages that fail.
+
+        The rows of one message are never parted: what is done for some of them only is neither applied nor refused.
+        """
+        self._cursor.execute("DROP TABLE IF EXISTS pg_temp.outbox_batch_held")
+        self._cursor.execute(
+            sql.SQL(
+                "CREATE TEMPORARY TABLE outbox_batch_held ON COMMIT DROP AS "
+                "SELECT *, dense_rank() OVER (ORDER BY {}) AS outbox_batch_held_at FROM {}"
+            ).format(sql.SQL(_PLACE), source)
+        )
+        self._cursor.execute("CREATE INDEX ON outbox_batch_held (outbox_batch_held_at)")
+        listed = sql.SQL("SELECT DISTINCT {0} FROM outbox_batch_held ORDER BY {0}").format(sql.SQL(_PLACE))
+        places = self._cursor.execute(listed).fetchall()
         return [
             Culprit(places[number - 1], "failed", shown(error), error.sqlstate)
-            for number, error in self._halves(1, len(places), part)
+            for number, error in self._halves(1, len(places), do)
         ]
 
     def _halves(self, low: int, high: int, do: Callable[[int, int], object]) -> Iterator[tuple[int, psycopg.Error]]:
-        """Do it for rows ``low`` to ``high``, in ever smaller parts where it fails; give the single rows that do."""
+        """Do it for messages ``low`` to ``high``, in ever smaller parts where it fails; give the single ones."""
         found = 0
         parts = [(low, high)] if low <= high else []
         while parts:
@@ -294,8 +313,10 @@ class Applying:
     def _run(self) -> None:
         """Run the effect over ``batch``, under a savepoint, with what it deferred."""
         if isinstance(self._effect, str):
+            # Not as it stands: within EXECUTE the server itself refuses to COMMIT, and to ROLLBACK.
+            body = sql.SQL("BEGIN EXECUTE {}; END").format(sql.Literal(self._effect)).as_string(self._cursor)
             with self._cursor.connection.transaction():
-                self._cursor.execute(self._effect.encode())
+                self._cursor.execute(sql.SQL("DO {}").format(sql.Literal(body)))
                 self._cursor.execute(IMMEDIATE)
             return
         rows = self._rows()
@@ -315,6 +336,11 @@ class Applying:
 
     @staticmethod
     def _rejected(reject: Reject, rows: pa.Table) -> list[Place]:
+        if not {"message_id", *META_PLACE} <= set(rows.column_names):
+            raise Broken(
+                f"the effect rejected {reject.message_ids[0]} ({reject.why}), but the transform's rows are of no one "
+                f"message, so none can be put aside: keep message_id, {_PLACE}, or raise another error"
+            ) from reject
         wanted = set(reject.message_ids)
         found = [
             place for place, name in zip(places_of(rows), rows["message_id"].to_pylist(), strict=True) if name in wanted
@@ -326,15 +352,22 @@ class Applying:
         return found
 
     def _rows(self) -> pa.Table:
-        """The rows of ``batch`` as Arrow: those that were copied and are still there, or read from the table."""
+        """The rows of ``batch`` as Arrow, in their order: what came in, as far as it is still there."""
         import pyarrow as pa
 
+        if not self._kept and self._staged is not None:
+            self._kept = read_rows(self._cursor, self._columns, *self._taken()).to_batches()
         if not self._kept:
-            return read_batch(self._cursor, self._columns)
+            return read_rows(self._cursor, self._columns, sql.SQL("batch"), sql.SQL("ctid"))
         table = pa.Table.from_batches(self._kept)
+        if not self._placed:
+            return table
         left = self.places()
         if len(left) < table.num_rows:
             table = table.filter(pa.array([place in left for place in places_of(table)], pa.bool_()))
+        if not self._strategy.remembers and self.count() < table.num_rows:
+            # Of a message with several rows some were older than others': the database knows which.
+            table = read_rows(self._cursor, self._columns, sql.SQL("batch"), sql.SQL(_PLACE + ", ctid"))
         return table
 
     def _ids_while(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
@@ -448,8 +481,10 @@ def _decodes(value: bytes) -> bool:
     return True
 
 
-def read_batch(cursor: psycopg.Cursor[Any], columns: Mapping[str, str]) -> pa.Table:
-    """Give the rows of ``batch`` as an Arrow table: uuid and jsonb as text, the rest as what it is."""
+def read_rows(
+    cursor: psycopg.Cursor[Any], columns: Mapping[str, str], source: sql.Composable, order: sql.Composable
+) -> pa.Table:
+    """Give rows, of these types or as text, as an Arrow table: uuid and jsonb as text, the rest as what it is."""
     import pyarrow as pa
 
     kinds: dict[str, pa.DataType] = {
@@ -465,10 +500,12 @@ def read_batch(cursor: psycopg.Cursor[Any], columns: Mapping[str, str]) -> pa.Ta
         "bytea": pa.binary(),
     }
     listed = sql.SQL(", ").join(
-        sql.SQL("{}::text").format(sql.Identifier(name)) if kind in {"uuid", "jsonb"} else sql.Identifier(name)
+        sql.SQL("{}::{}{}").format(
+            sql.Identifier(name), sql.SQL(kind), sql.SQL("::text" if kind in {"uuid", "jsonb"} else "")
+        )
         for name, kind in columns.items()
     )
-    rows = cursor.execute(sql.SQL("SELECT {} FROM batch").format(listed)).fetchall()
+    rows = cursor.execute(sql.SQL("SELECT {} FROM {} ORDER BY {}").format(listed, source, order)).fetchall()
     arrays = {}
     for index, (name, kind) in enumerate(columns.items()):
         values = [row[index] for row in rows]

@@ -18,6 +18,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,6 +33,7 @@ from spark_jobs import task
 from spark_jobs.applying import Applying, Broken, Culprit, Culprits, textual, without_unfit
 from spark_jobs.copying import copy_csv
 from spark_jobs.decoding import PROBLEM
+from spark_jobs.effects import PLACED, Upsert
 from spark_jobs.errors import ConsumerUnavailable, JobError
 from spark_jobs.job import META
 from spark_jobs.letters import Retried
@@ -77,6 +79,11 @@ class BatchRounds(Rounds):
 
     _prepared: int | None = None
 
+    @functools.cached_property
+    def _made(self) -> dict[str, dict[str, str]]:
+        """The staging tables that this driver has made, with their columns."""
+        return {}
+
     def _attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
         def rows(without: Iterable[Place]) -> DataFrame:
             return spark.chosen(self._source(span), self._job, {*state.dead, *without})
@@ -112,10 +119,8 @@ class BatchRounds(Rounds):
         messages = spark.decoded(rows(()), self._job)
         result = spark.shaped(messages, self._job)
         shuffled = self._job.transform is not None and spark.moves_rows(result, messages)
-        if shuffled and isinstance(self._job.strategy, Natural | Version):
-            raise JobError(
-                "strategy: Natural and Version look at messages; with a shuffle there are none left to look at"
-            )
+        if shuffled:
+            self._check_shuffled(result)
         # With a shuffle only who the messages are: that is what dedup needs, and their content is read again.
         first = messages.select(*META, PROBLEM) if shuffled else result
         first, columns = spark.copyable(first)
@@ -156,11 +161,38 @@ class BatchRounds(Rounds):
         """Run the transform over what is fresh, and put its result in the place of the messages."""
         result, columns = spark.copyable(spark.shaped(spark.decoded(rows, self._job), self._job))
         staged = self._stage(result, columns, f"{generation}_r", ())
-        with_effect = replace(plan, columns=columns, effect=self._effect(columns, placed=False), bisect=False)
+        gone = self._tombstones(cursor)
+        with_effect = replace(plan, columns=columns, effect=self._effect_after(columns), bisect=False)
         cursor.execute("DROP TABLE batch")
         applying = with_effect.applying(cursor)
         self._take(applying, staged)
+        lost = gone - self._tombstones(cursor)
+        if lost:
+            raise Broken(
+                f"the transform has left out the tombstone {min(lost)}, and with it its delete: join from the left, "
+                "and keep the rows with message_tombstone in every filter"
+            )
         return applying
+
+    def _check_shuffled(self, result: DataFrame) -> None:
+        """Raise JobError for what can't work after a shuffle, before anything is staged."""
+        if isinstance(self._job.strategy, Natural | Version):
+            raise JobError(
+                "strategy: Natural and Version look at messages; with a shuffle there are none left to look at"
+            )
+        self._effect_after(spark.copyable(result)[1])
+
+    def _effect_after(self, columns: Mapping[str, str]) -> Any:
+        """Give the effect for what a shuffle has left. Its rows may still be messages, and then have their order."""
+        return self._effect(columns, placed=set(columns) >= PLACED)
+
+    def _tombstones(self, cursor: psycopg.Cursor[Any]) -> set[Place]:
+        """Give the tombstones in ``batch`` that the effect deletes by."""
+        effect = self._job.effect
+        if not isinstance(effect, Upsert) or not effect.deletes:
+            return set()
+        query = "SELECT message_topic, message_part, message_offset FROM batch WHERE message_tombstone"
+        return set(cursor.execute(query).fetchall())
 
     def _take(self, applying: Applying, staged: _Staged) -> None:
         taken = applying.take(staged.table, staged.names)
@@ -177,15 +209,20 @@ class BatchRounds(Rounds):
         fields = sql.SQL(", ").join(
             sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in as_text.items()
         )
+        named = sql.Identifier(self._schema, table)
         with self._store.connect() as connection:
-            connection.execute(
-                sql.SQL(
-                    "CREATE UNLOGGED TABLE IF NOT EXISTS {} ({}, staged_by text, "
-                    "staged_at bigint GENERATED ALWAYS AS IDENTITY)"
-                ).format(sql.Identifier(self._schema, table), fields)
-            )
+            # Columns may be other ones in each round, as after a pivot.
+            if self._made.get(table) != as_text:
+                connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(named))
+                connection.execute(
+                    sql.SQL(
+                        "CREATE UNLOGGED TABLE {} ({}, outbox_batch_staged_by text, "
+                        "outbox_batch_staged_at bigint GENERATED ALWAYS AS IDENTITY)"
+                    ).format(named, fields)
+                )
             # Of attempts that ended without COMMIT; what a task that nobody waits for still adds, the next one takes.
-            connection.execute(sql.SQL("DELETE FROM {}").format(sql.Identifier(self._schema, table)))
+            connection.execute(sql.SQL("DELETE FROM {}").format(named))
+        self._made[table] = as_text
         plan = _StagePlan(self._url, self._schema, table, self._job.group, tuple(columns), required)
         reports = rows.mapInArrow(lambda batches: _stage(plan, batches), _REPORT).collect()
         broken = [row.broken for row in reports if row.broken]
@@ -195,7 +232,7 @@ class BatchRounds(Rounds):
         if culprits:
             raise Culprits(culprits)
         return _Staged(
-            sql.Identifier(self._schema, table),
+            named,
             [row.staged_by for row in reports],
             sum(row.rows for row in reports),
         )
@@ -217,7 +254,7 @@ class BatchRounds(Rounds):
     def _empty(self, staged: _Staged) -> None:
         with self._store.connect() as connection:
             connection.execute(
-                sql.SQL("DELETE FROM {} WHERE staged_by = ANY(%s)").format(staged.table), (staged.names,)
+                sql.SQL("DELETE FROM {} WHERE outbox_batch_staged_by = ANY(%s)").format(staged.table), (staged.names,)
             )
 
     def _stem(self) -> str:
@@ -236,12 +273,12 @@ def _stage(plan: _StagePlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.R
 
     def named() -> Iterator[pa.RecordBatch]:
         for batch in without_unfit(feed, texts, found):
-            yield batch.append_column("staged_by", pa.array([name] * batch.num_rows, pa.string()))
+            yield batch.append_column("outbox_batch_staged_by", pa.array([name] * batch.num_rows, pa.string()))
 
     broken = ""
     try:
         with task.transaction(plan.url, f"outbox consumer {plan.group}") as cursor:
-            copy_csv(cursor, table, [*plan.columns, "staged_by"], named())
+            copy_csv(cursor, table, [*plan.columns, "outbox_batch_staged_by"], named())
             found += feed.found
             if found:
                 cursor.connection.rollback()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime as dt
 import itertools
+import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,6 +17,7 @@ import psycopg
 import pyarrow as pa
 import pytest
 from consumer_group import ConsumerGroup
+from psycopg import sql
 
 from spark_jobs import applying, direct, identity, letters, processed, strategies, task
 from spark_jobs.applying import Culprit
@@ -23,7 +25,7 @@ from spark_jobs.direct import Direct
 from spark_jobs.effects import Insert
 from spark_jobs.errors import Reject
 from spark_jobs.letters import Letter
-from spark_jobs.strategies import Dedup
+from spark_jobs.strategies import Book, Dedup
 from spark_jobs.tables import DAY_OF_ID
 
 COLUMNS = {
@@ -458,3 +460,167 @@ def test_a_version_that_is_none_costs_one_message_and_9_is_less_than_10(sink: Si
     assert outcomes(bad) == [(2, "failed")]
     good = sink.apply(messages, **version, keys=["1", "01", "1"], types=["9", "10", "8"])
     assert (good["outcome"], sink.run("SELECT key, version, n FROM states")) == ("applied", [(1, 10, 1)])
+
+
+def lines(
+    sink: Sink, rows: list[tuple[int, str | None]], columns: dict[str, str] | None = None, **plan: Any
+) -> dict[str, Any]:
+    """Apply messages as a transform leaves them that gives several rows for each: (offset, line)."""
+    columns = {"line": "text", **(columns or {}), **{name: kind for name, kind in COLUMNS.items() if name != "n"}}
+    size = len(rows)
+    made = replace(sink.plan(0, 0, 100, columns, "SELECT 1"), **plan)
+    batch = pa.RecordBatch.from_pydict(
+        {
+            **{name: [line for _, line in rows] for name in columns if not name.startswith("message_")},
+            "message_id": [event_id(offset) for offset, _ in rows],
+            "message_topic": ["t"] * size,
+            "message_part": pa.array([0] * size, pa.int32()),
+            "message_offset": pa.array([offset for offset, _ in rows], pa.int64()),
+            "message_key": ["k"] * size,
+            "message_type": ["x"] * size,
+            "message_time": pa.array([NOON] * size, pa.timestamp("us", "UTC")),
+            "message_tombstone": [line is None for _, line in rows],
+        }
+    )
+    (report,) = task.run(made, iter([batch]))
+    found: dict[str, Any] = report.to_pylist()[0]
+    sink.run("UPDATE consumer.offsets SET next_offset = 0; DELETE FROM consumer.processed_messages")
+    return found
+
+
+def credit(cursor: psycopg.Cursor[Any], rows: pa.Table) -> None:
+    cursor.execute(
+        "INSERT INTO balance AS b SELECT unnest(%s::text[]), 10 ON CONFLICT (line) DO UPDATE SET n = b.n + excluded.n",
+        [rows["line"].to_pylist()],
+    )
+
+
+def test_the_rows_of_one_message_stay_together(sink: Sink) -> None:
+    """Parts of a batch may pass of which the whole does not: whatever is done for a message is done for all of it."""
+    sink.run("CREATE TABLE balance (line text PRIMARY KEY, n int)")
+    two = [(offset, line) for offset in range(3) for line in ("debit", "credit")]
+    assert lines(sink, two, effect=credit)["outcome"] == "applied"
+    assert sink.run("SELECT * FROM balance ORDER BY 1") == [("credit", 30), ("debit", 30)]
+    sink.run("CREATE TABLE lines (line text PRIMARY KEY, place bigint)")
+    swap = "DELETE FROM lines; INSERT INTO lines SELECT line, message_offset FROM batch"
+    assert lines(sink, two, effect=swap)["outcome"] == "applied"
+    assert sink.run("SELECT * FROM lines ORDER BY 1") == [("credit", 2), ("debit", 2)]
+    # The last message of a key has rows, and not a row.
+    natural = lines(sink, [(0, "c"), (1, "a"), (1, "b")], effect=swap, strategy=strategies.Natural(["message_key"]))
+    assert (natural["outcome"], natural["fresh"]) == ("applied", 2)
+    assert sink.run("SELECT line FROM lines ORDER BY 1") == [("a",), ("b",)]
+    # A function gets what SQL gets: of the first message one row is left.
+    seen: list[list[str]] = []
+    mixed = [(0, "a"), (0, "b"), (1, "a")]
+    strategy = strategies.Natural(["line"])
+    lines(sink, mixed, effect=lambda _, rows: seen.append(rows["line"].to_pylist()), strategy=strategy)
+    assert seen == [["b", "a"]]
+
+
+def test_a_message_counts_once_however_many_of_its_rows_are_at_fault(sink: Sink) -> None:
+    sink.run("CREATE TABLE lines (line text CHECK (line <> 'bad'), n int)")
+    rows = [(0, "1"), (1, "bad"), (1, "bad"), (1, "bad"), (2, "bad"), (2, "2"), (3, "3")]
+    bad = [(1, "failed"), (2, "failed")]
+    assert outcomes(lines(sink, rows, effect="INSERT INTO lines SELECT line FROM batch", max_dead=2)) == bad
+    lenient: dict[str, Any] = {"lenient": frozenset({("t", 0)}), "columns": {"line": "integer"}, "max_dead": 2}
+    assert outcomes(lines(sink, rows, **lenient)) == bad
+
+    def refuse(_: object, table: pa.Table) -> None:
+        raise Reject("no", *[row["message_id"] for row in table.to_pylist() if row["line"] == "bad"])
+
+    assert outcomes(lines(sink, rows, effect=refuse)) == [(1, "rejected"), (2, "rejected")]
+
+
+def test_a_payload_may_have_any_name_that_is_not_refused(sink: Sink) -> None:
+    names = dict.fromkeys(("incoming_at", "held_at", "staged_at", "rank", "place"), "text")
+    rows = [(0, "1"), (1, "bad"), (2, "nul\0"), (3, "4")]
+    sink.run("CREATE TABLE lines (line text CHECK (line <> 'bad'), held_at text)")
+    effect = "INSERT INTO lines SELECT line, held_at FROM batch"
+    lenient = frozenset({("t", 0)})
+    assert outcomes(lines(sink, rows, names, effect=effect, lenient=lenient)) == [(2, "failed")]
+    del rows[2]
+    assert outcomes(lines(sink, rows, names, effect=effect, lenient=lenient)) == [(1, "failed")]
+    assert outcomes(lines(sink, rows, names, effect=effect)) == [(1, "failed")]
+
+
+def test_an_effect_can_not_end_the_transaction(sink: Sink) -> None:
+    """Else offsets would be committed without dead letters and counts; or the effect without the offsets."""
+    insert = "INSERT INTO numbers VALUES (1, 1)"
+    for effect in (
+        f"{insert}; COMMIT",
+        f"COMMIT; {insert}",
+        f"{insert}; ROLLBACK",
+        f"{insert}; DO 'BEGIN COMMIT; END'",
+    ):
+        report = sink.apply([(event_id(1), 1)], effect=effect)
+        assert (report["outcome"], sink.numbers(), sink.position()) == ("broken", [], 0), effect
+        assert sink.run("SELECT count(*) FROM consumer.processed_messages") == [(0,)]
+    # A function can, and must not: it is told so, and not taken for a server that is away.
+    report = sink.apply([(event_id(1), 1)], effect=lambda cursor, _: cursor.execute("COMMIT"))
+    assert report["outcome"] == "broken"
+    assert "savepoint" in report["detail"]
+
+
+STAGED = {"line": "text", "n": "numeric(6,2)", **{name: kind for name, kind in COLUMNS.items() if name != "n"}}
+
+
+def staged(
+    sink: Sink, columns: dict[str, str], rows: list[tuple[str, str, int, str]], effect: Any, **limits: Any
+) -> None:
+    """Apply rows (task, line, offset, n) as executors have staged them."""
+    listed = ", ".join(f"{name} text" for name in columns if name not in applying.META_PLACE)
+    sink.run(
+        f"DROP TABLE IF EXISTS staged; CREATE TABLE staged ({listed}, message_topic text, message_part int, "
+        "message_offset bigint, outbox_batch_staged_by text, "
+        "outbox_batch_staged_at bigint GENERATED ALWAYS AS IDENTITY)"
+    )
+    with psycopg.connect(sink.url) as connection:
+        cursor = connection.cursor()
+        cursor.executemany(
+            "INSERT INTO staged (outbox_batch_staged_by, line, message_offset, n, message_topic, message_part) "
+            "VALUES (%s, %s, %s, %s, 't', 0)",
+            rows,
+        )
+        options = {"bisect": True, "max_dead": 2, **limits}
+        one = applying.Applying(cursor, Book("consumer", "g"), columns, strategies.Natural(["n"]), effect, **options)
+        assert one.take(sql.Identifier("staged"), ["b", "a"]) == len(rows)
+        one.apply()
+
+
+def test_rows_that_were_staged_come_in_their_order(sink: Sink) -> None:
+    """That of the messages; or that of the transform's result, where the rows are no messages any more."""
+    seen: list[list[str]] = []
+
+    def look(_: object, rows: pa.Table) -> None:
+        seen.append(rows["line"].to_pylist())
+
+    # Wide and narrow ones: a table fills the gaps that wide ones leave with what comes later.
+    wide = [
+        ("ab"[number % 3 % 2], f"{number}-" + "x" * (number * 379 % 1900), number // 2, "1") for number in range(600)
+    ]
+    shuffled = random.Random(7).sample(wide, len(wide))
+    staged(sink, STAGED, shuffled, look)
+    assert [int(line.partition("-")[0]) // 2 for line in seen[0]] == [number // 2 for number in range(600)]
+    no_messages = {"line": "text", "n": "numeric(6,2)"}
+    staged(sink, no_messages, shuffled, look)
+    assert seen[1] == [line for task in "ba" for by, line, *_ in shuffled if by == task]
+
+    def refuse(*_: object) -> None:
+        raise Reject("not today", "some id")
+
+    with pytest.raises(applying.Broken, match=r"some id \(not today\).*of no one message"):
+        staged(sink, no_messages, shuffled[:2], refuse)
+
+
+def test_what_does_not_fit_of_staged_rows_is_found_message_by_message(sink: Sink) -> None:
+    rows = [("a", "x", 0, "1"), ("b", "x", 1, "?"), ("a", "y", 1, "?"), ("a", "z", 1, "?"), ("b", "x", 2, "12345")]
+    with pytest.raises(applying.Culprits) as caught:
+        staged(sink, STAGED, rows, "SELECT 1")
+    assert [culprit.place[2] for culprit in caught.value.found] == [1, 2]
+    # All of them fail together and none of them alone: then they are all there, once.
+    sink.run(
+        "CREATE SEQUENCE tries; CREATE DOMAIN later AS text CHECK (nextval('tries') > 1); CREATE TABLE lines (n bigint)"
+    )
+    good = [("a", "x", number, "1") for number in range(5)]
+    staged(sink, {**STAGED, "line": "later"}, good, "INSERT INTO lines SELECT message_offset FROM batch")
+    assert sink.run("SELECT n FROM lines ORDER BY n") == [(number,) for number in range(5)]

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import threading
 from dataclasses import replace
 
 import pytest
+from pyspark.sql import functions
 from uuid_utils.compat import uuid7
 
 from spark_jobs import session
@@ -498,6 +500,57 @@ def test_text_that_postgres_refuses_after_a_shuffle_is_never_left_out(bench):
         bench.once(sums)
     assert bench.rows("SELECT count(*) FROM seen") == [(2,)]
     assert bench.rows("SELECT DISTINCT next_offset FROM consumer.offsets WHERE grp = 'sums'") == [(0,)]
+
+
+def test_rows_that_are_still_messages_after_a_shuffle(bench, spark):
+    """The latest of a key counts there too, tombstones delete, and what can't be told is refused."""
+    names = spark.createDataFrame([(1, "one"), (2, "two"), (3, "three"), (3, "drei")], "id long, name string")
+    number = itertools.count()
+
+    def joined(how):
+        # With another column each time, as a pivot has them.
+        return lambda rows: rows.join(functions.broadcast(names), "id", how).withColumn(
+            f"n{next(number)}", functions.lit(1)
+        )
+
+    states = Upsert("states", ["id"], ["id", "state", "name"], deletes=True)
+    job = ConsumerJob(
+        group="states",
+        topics=[bench.topic],
+        schema="id long, state string",
+        atomic="batch",
+        transform=joined("left"),
+        effect=states,
+        setup="CREATE TABLE IF NOT EXISTS states (id bigint PRIMARY KEY, state text, name text)",
+    )
+    for state in range(5):
+        for key in (1, 2):
+            put(bench, {"id": key, "state": f"s{state}"}, str(key), partition=key - 1)
+    put(bench, None, "2", partition=1)
+    runner = bench.runner(job)
+    runner.once(threading.Event())
+    assert bench.rows("SELECT * FROM states") == [(1, "s4", "one")]
+    put(bench, {"id": 2, "state": "another"}, "2", partition=1)
+    runner.once(threading.Event())
+    assert bench.rows("SELECT state FROM states ORDER BY id") == [("s4",), ("another",)]
+    with pytest.raises(EffectFailed, match=r"left out the tombstone .*'s?, 1, 5.*join from the left"):
+        bench.once(replace(job, group="inner", transform=joined("inner")))
+
+    def lost(rows):
+        return joined("left")(rows).drop("message_part")
+
+    with pytest.raises(JobError, match="deletes needs to know"):
+        bench.once(replace(job, group="lost", transform=lost))
+    updates = replace(states, deletes=False)
+    with pytest.raises(EffectFailed, match="CardinalityViolation"):
+        bench.once(replace(job, group="lost", transform=lost, effect=updates))
+    # Two rows of one message with one key: none of them is the latest.
+    put(bench, {"id": 3, "state": "a"}, "3", partition=0)
+    with pytest.raises(EffectFailed, match="CardinalityViolation"):
+        bench.once(replace(job, effect=updates))
+    assert bench.rows("SELECT id, state FROM states ORDER BY id") == [(1, "s4"), (2, "another")]
+    moved = "SELECT grp, sum(next_offset) FROM consumer.offsets WHERE grp IN ('inner', 'lost', 'states') GROUP BY 1"
+    assert dict(bench.rows(moved)) == {"inner": 0, "lost": 0, "states": 12}
 
 
 @pytest.mark.parametrize("atomic", ["partition", "batch"])
