@@ -106,6 +106,9 @@ _HEARTBEAT: Final = """
 SELECT pg_logical_emit_message(false, %(prefix)s, '')
  WHERE pg_current_wal_insert_lsn() - '0/0'::pg_lsn > %(lsn)s::numeric + %(bytes)s"""
 
+NO_TRANSACTION: Final = 0
+"""The id of none: what has it is visible at once."""
+
 _SNAPSHOT: Final = "SELECT pg_current_snapshot()::text"
 
 
@@ -388,5 +391,7 @@ class Snapshot:
 
     def sees(self, xid: int) -> bool:
         """Whether the transaction with this 32-bit id is visible."""
+        if xid == NO_TRANSACTION:
+            return True
         full = self.full(xid)
         return full < self._xmin or (full < self._xmax and full not in self._running)

@@ -17,8 +17,9 @@ What is held is bounded: when the lanes are behind, reading stops, and feedback 
 | the slot is above the book               | stop: somebody moved it, or made it anew; events could be missed        |
 | the slot is gone, or lost its WAL        | stop; `outbox cdc setup --repair` makes a new one, lanes read the table |
 | the publication was changed              | stop: what was not published meanwhile is missing. The repair keeps the |
-|                                          | slot, lanes read the table up to there; rows that lack columns in the   |
-|                                          | stream since are passed by                                              |
+|                                          | slot, lanes read the table up to there; what the stream says of such    |
+|                                          | rows is passed by, when it lacks columns                                |
+| an event's message is of no transaction  | a dead letter: whoever wrote it may have rolled back                    |
 | another timeline that left ours before   | stop: this server does not have what was published                      |
 | where we were                            |                                                                         |
 
@@ -46,7 +47,7 @@ from relay.lane_hash import lane_of
 from relay.lanes import Lease
 from relay.pgoutput import Begin, Commit, Insert, Message, Relation, Value, decode, insert_head, two_numbers
 from relay.ports import At, Claim, Unavailable
-from relay.slot import REPAIR, Slot, SlotNames, Snapshot, heartbeat_prefix
+from relay.slot import NO_TRANSACTION, REPAIR, Slot, SlotNames, Snapshot, heartbeat_prefix
 from relay.wal import Replication, SlotInUse, lsn_text
 
 UNREADABLE: Final = "unreadable-message"
@@ -476,19 +477,24 @@ class _Session:
         self._add(claim, lane)
 
     def _message(self, message: Message) -> None:
-        if not message.transactional:
-            if message.prefix == self._heartbeat_prefix:
-                self._end = message.lsn, None
-            return
+        if not message.transactional and message.prefix in {self._heartbeat_prefix, self._prefix}:
+            # What comes next begins here.
+            self._end = message.lsn, None
         if message.prefix != self._prefix:
             return
-        at = self._next()
-        assert self._transaction is not None
-        committed = self._transaction.committed_at.isoformat(timespec="microseconds").replace("+00:00", "Z")
+        if message.transactional:
+            at = self._next()
+            assert self._transaction is not None
+            committed = self._transaction.committed_at.isoformat(timespec="microseconds").replace("+00:00", "Z")
+        else:
+            # The last byte of its record: the next one may be a transaction's commit.
+            at, committed = At(message.lsn - 1, 1, NO_TRANSACTION), ""
         self._message_count += 1
         self._messages_seen = True
         number = -self._message_count
         try:
+            if not message.transactional:
+                raise MessageError("was written with transactional = false: its transaction may have been rolled back")
             event = _message.decode(message.content)
         except MessageError as error:
             place, kept = f"{lsn_text(at.commit_lsn)}/{at.number}", message.content[:_UNREADABLE_BYTES]

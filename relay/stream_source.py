@@ -82,7 +82,7 @@ SELECT ARRAY(SELECT id FROM {events} WHERE lane = %(lane)s AND id = ANY(%(next_i
 # As bytes, whatever it was: the value of the message, to the byte. Its content type is JSON where none is given.
 _SPILL: Final = """
 INSERT INTO {events} (event_id, aggregate_type, aggregate_id, event_type, payload_bytes, headers, created_at)
-SELECT e.event_id, e.kind, e.key, e.type, e.payload, e.headers, e.created_at
+SELECT e.event_id, e.kind, e.key, e.type, e.payload, e.headers, coalesce(e.created_at, clock_timestamp())
   FROM unnest(%(event_ids)s::uuid[], %(kinds)s::text[], %(keys)s::text[], %(types)s::text[], %(payloads)s::bytea[],
               %(headers)s::jsonb[], %(times)s::timestamptz[]) WITH ORDINALITY
        AS e(event_id, kind, key, type, payload, headers, created_at, n)
@@ -501,7 +501,7 @@ class StreamSource(PollingSource):
                 "headers": [
                     None if claim.headers is None else orjson.dumps(claim.headers).decode() for claim in claims
                 ],
-                "times": [claim.time for claim in claims],
+                "times": [claim.time or None for claim in claims],
             },
         )
         return [claim._replace(position=row[0], at=None) for claim, row in zip(claims, cursor.fetchall(), strict=True)]

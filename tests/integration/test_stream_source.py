@@ -454,9 +454,9 @@ def test_while_kafka_is_away_nothing_is_lost_and_nothing_counted(outboxed, once)
 # --- what is no event ------------------------------------------------------------------------------------------------
 
 
-def foreign(box: Outboxed, content: bytes) -> None:
+def foreign(box: Outboxed, content: bytes, *, transactional: bool = True) -> None:
     prefix = message_prefix("outbox")
-    box.admin.execute("SELECT pg_logical_emit_message(true, %s, %s::bytea)", (prefix, content))
+    box.admin.execute("SELECT pg_logical_emit_message(%s, %s, %s::bytea)", (transactional, prefix, content))
 
 
 @pytest.mark.parametrize("failing", [False, True], ids=["streaming", "table"])
@@ -509,13 +509,43 @@ def test_whatever_a_foreign_program_writes_stops_nothing(outboxed):
     assert unreadable > count // 2
 
 
+@pytest.mark.parametrize("failing", [False, True], ids=["streaming", "table"])
+def test_an_event_outside_of_its_transaction_becomes_a_dead_letter(outboxed, failing):
+    """Whoever writes with transactional = false has it published although he may roll back: nobody may rely on that."""
+    box = outboxed()
+    box.relay()
+    box.streams()
+    if failing:
+        box.kafka.bad = {"z"}
+        box.add("z1")
+        box.until(lambda: box.failed() == ["z"], "a failure")
+    box.kafka.away = True
+    # The commit's record is the next one in the WAL: a place of its own all the same.
+    with box.admin.transaction():
+        Outbox(**box.transport(message=True)).add(box.admin, Event("Order", "a", "a1"))
+        foreign(box, b"{}\n not of a transaction", transactional=False)
+    box.add("a2", message=True)
+    dead = "SELECT aggregate_type, event_type, convert_from(payload_bytes, 'UTF8') FROM outbox.dead_letters"
+    box.until(lambda: box.rows(dead), "the dead letter")
+    ((kind, reason, payload),) = box.rows(dead)
+    assert (kind, payload) == ("unreadable-message", "{}\n not of a transaction")
+    assert "transactional = false" in reason
+    # Whoever goes on passes by what is done with, and no more.
+    box.relay()
+    box.kafka.away = False
+    box.published("a1", "a2")
+    assert len(box.rows(dead)) == 1
+    end = box.rows("SELECT (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint")[0][0]
+    box.cdc._slot.heartbeat(0)
+    box.until(lambda: box.cdc.status().slot.confirmed_lsn >= end, "the slot to move on")
+
+
 def test_messages_of_others_and_of_none_are_passed_by(outboxed):
     box = outboxed()
     box.relay()
     box.streams()
     box.add("a1", message=True, commit=False)
     box.admin.execute("SELECT pg_logical_emit_message(true, 'outbox.other', 'x')")
-    box.admin.execute("SELECT pg_logical_emit_message(false, %s, 'x')", (message_prefix("outbox"),))
     with psycopg.connect(box.url) as connection:
         outbox = Outbox(**box.transport(message=True))
         outbox.add(connection, Event("Order", "b", "b1"))
