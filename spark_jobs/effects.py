@@ -100,6 +100,8 @@ class Upsert:
     keep     columns of the table that are written when a row is inserted and never updated, as ``created_at``.
     deletes  a tombstone (a message without a payload) deletes the row whose key is the message's Kafka key. For keys
              of one column. Without it tombstones are passed over.
+             A transform's filter over the payload's columns drops tombstones, which have NULL there; nothing would be
+             deleted then. Let them pass: ``message_tombstone OR …``.
 
     Of a key's messages in a batch the latest counts, or the one of the highest version. Two rows of one message with
     one key are refused; so are, after a shuffle that loses which message a row is, any two rows with one key.
