@@ -145,6 +145,8 @@ class BatchRounds(Rounds):
             if fresh and shuffled:
                 repeats = before - applying.places()
                 applying = self._transformed(cursor, rows(repeats), plan, generation)
+                if span.ranges:
+                    self._require_all(rows(repeats), len(before - repeats))
             if fresh:
                 applying.apply()
             if retried:
@@ -173,6 +175,17 @@ class BatchRounds(Rounds):
                 "and keep the rows with message_tombstone in every filter"
             )
         return applying
+
+    def _require_all(self, rows: DataFrame, messages: int) -> None:
+        """Raise ConsumerUnavailable unless the transform has read all messages whose ids are about to be remembered.
+
+        Of what is there now still it has: compaction takes messages away and brings none back.
+        """
+        if self._reading.compacted(self._job.topics) and (left := rows.count()) != messages:
+            raise ConsumerUnavailable(
+                f"Kafka compacted a topic between two reads: of {messages} messages {left} are left; the round is "
+                "tried again"
+            )
 
     def _check_shuffled(self, result: DataFrame) -> None:
         """Raise JobError for what can't work after a shuffle, before anything is staged."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec  # type: ignore[attr-defined]
 
 from spark_jobs.errors import ConsumerError, ConsumerUnavailable
 from spark_jobs.planner import Extent, Partition
@@ -115,6 +115,16 @@ class KafkaView:
         except KafkaException as error:
             raise _unavailable(error) from error
         return {partition: None if offset < 0 else offset for partition, offset in found.items()}
+
+    def compacted(self, topics: Iterable[str]) -> bool:
+        """Say whether Kafka may compact one of the topics. True as well where it does not tell: it is a right."""
+        asked = self._admin.describe_configs(
+            [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics], request_timeout=self._seconds
+        )
+        try:
+            return any("compact" in str(one.result()["cleanup.policy"].value) for one in asked.values())
+        except KafkaException:
+            return True
 
     def _survey(self, topics: Sequence[str], high_watermarks: bool) -> Survey:
         from confluent_kafka import TopicCollection

@@ -18,7 +18,7 @@ read once more, whole, and the next attempt of those ranges puts them aside in t
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -56,10 +56,14 @@ _ERRORS: Final[dict[str, type[ConsumerError]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the executors reach Kafka: addresses, and the Java client's options."""
+    """How the executors reach Kafka: addresses, and the Java client's options.
+
+    compacted  says whether messages of these topics may go away between two reads.
+    """
 
     bootstrap_servers: str
     options: Mapping[str, str]
+    compacted: Callable[[Sequence[str]], bool]
 
 
 @dataclass(frozen=True, slots=True)

@@ -112,7 +112,7 @@ class Runner:
         self._store = Store(options.url, options.schema, job.group, owner)
         self._generation: int | None = None
         kind = BatchRounds if job.atomic == "batch" else Rounds
-        reading = Reading(options.kafka["bootstrap.servers"], options.reader)
+        reading = Reading(options.kafka["bootstrap.servers"], options.reader, self._kafka.compacted)
         self._rounds = kind(session, job, reading, options.url, options.schema, self._store)
         self._day_made_at: float | None = None
         self._pinned: dict[Partition, int] = {}
