@@ -51,7 +51,10 @@ from spark_jobs.sink import AWAY, clear_errors, first_line
 _NAME: Final = re.compile(r"[a-zA-Z0-9._-]{1,100}")
 _RESERVE: Final = """
 INSERT INTO {reservations} (grp, name, message_id, topic, part, message_offset, order_key, request)
-SELECT {grp}, {name}, message_id, message_topic, message_part, message_offset, ({order_by})::text, {request}
+SELECT {grp}, {name},
+       CASE count(*) OVER (PARTITION BY message_topic, message_part, message_offset) WHEN 1 THEN message_id
+            ELSE concat('more than one row of message ', message_id, ': External makes one call for each')::uuid END,
+       message_topic, message_part, message_offset, ({order_by})::text, {request}
   FROM batch WHERE {where} ORDER BY message_topic, message_part, message_offset
     ON CONFLICT (grp, name, message_id) DO NOTHING"""
 _MARGIN: Final = 5.0
@@ -123,7 +126,8 @@ Connect = Callable[[], psycopg.Connection[Any]]
 class External:
     """One kind of call to one provider, beside a ConsumerJob whose effect is, or contains, ``reserve()``.
 
-    name, group     names it among the group's reservations; ``group`` is the ConsumerJob's.
+    name, group     names it among the group's reservations; ``group`` is the ConsumerJob's. It makes one call for a
+                    message: where a transform makes several rows of one, ``where`` has to leave one of them.
     request         SQL expression over ``batch`` that gives jsonb: what the call needs to know.
     call            makes the call, with ``key`` as its Idempotency-Key. Gives the response, to be kept as JSON; raises
                     Refused, TryLater or OutcomeUnknown. Any other exception counts as OutcomeUnknown.

@@ -62,6 +62,11 @@ def test_each_reservation_is_called_once_and_settled_with_its_sql(sink, provider
     again = sink.rows("SELECT message_id, topic, part, message_offset, order_key FROM consumer.reservations")
     sink.write(external, [(*row, "Ordered", False, "other", 1) for row in again])
     sink.write(external, [(external_support.uuid7(), "t", 0, 99, "k", "Ordered", True, None, None)])
+    # Two rows that a transform made of one message: the second call would be left out.
+    lines = [(external_support.uuid7(), "t", 0, 100, "k", "Ordered", False, name, 1) for name in ("line1", "line2")]
+    lines[1] = (lines[0][0], *lines[1][1:])
+    with pytest.raises(psycopg.DataError, match=f"more than one row of message {lines[0][0]}"):
+        sink.write(external, lines)
     assert sink.drain(external) == {"attempts": 20, "confirmed": 20}
     assert provider.standing() == Counter(names)
     assert sorted(request[2] for request in provider.requests()) == sorted(map(str, ids))
