@@ -49,23 +49,23 @@ _FORGOTTEN_BEFORE: Final = "SELECT forgotten_before - date '1970-01-01' FROM {gr
 _FORGOTTEN: Final = """
 SELECT message_topic, message_part, message_offset, groups.forgotten_before FROM batch, {groups} AS groups
  WHERE groups.grp = %(grp)s AND {day} < groups.forgotten_before AND {day} <> date '1970-01-01'"""
+# What stands before a key's last tombstone is undone by it, whatever its version: after it the key begins anew.
+_DROP_ENDED: Final = """
+DELETE FROM batch USING (
+    SELECT DISTINCT ON (message_key) message_key, message_topic, message_part, message_offset
+      FROM batch WHERE message_tombstone
+     ORDER BY message_key, message_topic DESC, message_part DESC, message_offset DESC) AS ended
+ WHERE ended.message_key = batch.message_key
+   AND (batch.message_topic, batch.message_part, batch.message_offset)
+     < (ended.message_topic, ended.message_part, ended.message_offset)"""
 # A tombstone has no payload, so no key of the payload's: Kafka's key is its. Rows of one message have one rank: which
 # of them is the newest nobody can say, so all are kept.
 _KEEP_NEWEST: Final = """
 DELETE FROM batch USING (
-    SELECT batch.ctid AS place, rank() OVER (
-               PARTITION BY {key}, CASE WHEN message_tombstone THEN message_key END{life} ORDER BY {order}) AS rank
-      FROM batch{ends}) AS ranked
+    SELECT ctid AS place, rank() OVER (
+               PARTITION BY {key}, CASE WHEN message_tombstone THEN message_key END ORDER BY {order}) AS rank
+      FROM batch) AS ranked
  WHERE ranked.place = batch.ctid AND ranked.rank > 1"""
-# What stands before a key's last tombstone is no older or newer than what comes after it: there the key begins anew.
-_LIFE: Final = ", NOT message_tombstone AND outbox_end.outbox_batch_key IS NOT NULL"
-_ENDS: Final = """ LEFT JOIN (
-           SELECT DISTINCT ON (message_key) message_key AS outbox_batch_key, message_topic AS outbox_batch_topic,
-                  message_part AS outbox_batch_part, message_offset AS outbox_batch_offset
-             FROM batch WHERE message_tombstone
-            ORDER BY message_key, message_topic DESC, message_part DESC, message_offset DESC) AS outbox_end
-        ON outbox_end.outbox_batch_key = message_key AND (message_topic, message_part, message_offset)
-         < (outbox_end.outbox_batch_topic, outbox_end.outbox_batch_part, outbox_end.outbox_batch_offset)"""
 _DROP_OLD: Final = """
 DELETE FROM batch USING {table} AS stored
  WHERE {same} AND stored.{stored} >= batch.{version}{living}"""
@@ -184,8 +184,7 @@ class Natural(_Comparing):
     def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002  one shape for all
         """Leave in ``batch`` the last message of each key, with all of its rows."""
         keys = sql.SQL(", ").join(map(sql.Identifier, self.key))
-        nothing = sql.SQL("")
-        cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=sql.SQL(_LATEST), life=nothing, ends=nothing))
+        cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=sql.SQL(_LATEST)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,8 +196,9 @@ class Version(_Comparing):
                 column.
     version     a column of ``batch`` that rises with every change of a key.
     stored      the version's column in the table; the same name if not given.
-    tombstones  the effect deletes a key's row on its tombstone: versions begin anew after one, and what comes after it
-                is compared with nothing before it. A job knows itself what its Upsert or Insert does.
+    tombstones  the effect deletes a key's row on its tombstone, and then writes what came after it: versions begin
+                anew there, and what stands before a key's last tombstone in a batch is left out. An effect that
+                passes tombstones over needs False. A job knows itself what its Upsert or Insert does.
     """
 
     table: str
@@ -224,9 +224,10 @@ class Version(_Comparing):
         casts = {here: _cast(here, types[there]) for here, there in pairs.items()}
         version = _cast(self.version, types[stored])
         order = version + sql.SQL(" DESC, " + _LATEST)
-        life, ends, living = map(sql.SQL, (_LIFE, _ENDS, _LIVING) if self.tombstones else ("", "", ""))
         keys = sql.SQL(", ").join(casts.values())
-        cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=order, life=life, ends=ends))
+        if self.tombstones:
+            cursor.execute(_DROP_ENDED)
+        cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=order))
         same = sql.SQL(" AND ").join(
             sql.SQL("stored.{} = batch.").format(sql.Identifier(there)) + casts[here] for here, there in pairs.items()
         )
@@ -236,7 +237,7 @@ class Version(_Comparing):
                 same=same,
                 stored=sql.Identifier(stored),
                 version=version,
-                living=living,
+                living=sql.SQL(_LIVING if self.tombstones else ""),
             )
         )
 
