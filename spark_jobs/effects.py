@@ -24,23 +24,29 @@ SELECT {values} FROM {rows}{messages} ORDER BY {key}
 _RANKED: Final = """(
     SELECT *, rank() OVER (PARTITION BY {key} ORDER BY {order}) AS outbox_batch_rank FROM batch{messages}) AS latest
  WHERE outbox_batch_rank = 1"""
+# Of each key its last tombstone alone, or else each row of a key would be compared with each of its tombstones.
+_GONE: Final = """(
+        SELECT DISTINCT ON (message_key::{type}) message_key::{type} AS outbox_batch_key,
+               message_topic AS outbox_batch_topic, message_part AS outbox_batch_part,
+               message_offset AS outbox_batch_offset
+          FROM batch WHERE message_tombstone AND message_key IS NOT NULL
+         ORDER BY message_key::{type}, message_topic DESC, message_part DESC, message_offset DESC) AS gone"""
+_THEN: Final = "(gone.outbox_batch_topic, gone.outbox_batch_part, gone.outbox_batch_offset)"
 # A row that a tombstone follows is deleted again.
 _NOT_ENDED: Final = """
    AND NOT EXISTS (
-       SELECT FROM batch AS gone
-        WHERE gone.message_tombstone AND gone.message_key::{type} = batch.{here}::{type}
-          AND (gone.message_topic, gone.message_part, gone.message_offset)
-            > (batch.message_topic, batch.message_part, batch.message_offset))"""
+       SELECT FROM {gone}
+        WHERE gone.outbox_batch_key = batch.{here}::{type}
+          AND {then} > (batch.message_topic, batch.message_part, batch.message_offset))"""
 # A key that begins anew in the same batch is deleted before that, any other after the updates: as if it had been one
 # message after the other.
 _DELETE: Final = """
-DELETE FROM {table} AS stored USING batch AS gone
- WHERE gone.message_tombstone AND stored.{conflict} = gone.message_key::{type}
+DELETE FROM {table} AS stored USING {gone}
+ WHERE stored.{conflict} = gone.outbox_batch_key
    AND {begun} (
        SELECT FROM batch
-        WHERE NOT batch.message_tombstone AND batch.{here}::{type} = gone.message_key::{type}
-          AND (batch.message_topic, batch.message_part, batch.message_offset)
-            > (gone.message_topic, gone.message_part, gone.message_offset))"""
+        WHERE NOT batch.message_tombstone AND batch.{here}::{type} = gone.outbox_batch_key
+          AND (batch.message_topic, batch.message_part, batch.message_offset) > {then})"""
 # Neither newer than anything nor older: it would stay away, or stay for good.
 _VERSIONED: Final = """
 BEGIN
@@ -206,7 +212,13 @@ class Upsert:
 
     def _compared(self, pairs: Mapping[str, str], types: Mapping[str, str]) -> dict[str, sql.Composable]:
         """Give how a tombstone's key is compared with a row's."""
-        return {"here": sql.Identifier(pairs[self.key[0]]), "type": _type(types[self.key[0]])}
+        kind = _type(types[self.key[0]])
+        return {
+            "here": sql.Identifier(pairs[self.key[0]]),
+            "type": kind,
+            "gone": sql.SQL(_GONE).format(type=kind),
+            "then": sql.SQL(_THEN),
+        }
 
 
 def _messages(payload: Sequence[str], placed: bool) -> sql.SQL:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import itertools
 import random
 import threading
 from dataclasses import dataclass, replace
@@ -551,3 +552,47 @@ def test_what_an_upsert_can_not_tell_the_newest_of_is_refused(sink):
         types = column_types(connection.cursor(), "s")
     with pytest.raises(JobError, match=r"deletes needs.*message_tombstone"):
         UPSERT.statements(["i", "l", "t"], types, placed=False)
+
+
+class Explaining(psycopg.Cursor[Any]):
+    """Counts the rows that steps of DELETE and INSERT give or throw away."""
+
+    seen: list[int]
+
+    def execute(self, query: Any, params: Any = None, **options: Any) -> Explaining:
+        query = query if isinstance(query, sql.Composable) else sql.SQL(query)
+        if not query.as_string(self).lstrip().startswith(("DELETE", "INSERT")):
+            return super().execute(query, params, **options)
+        super().execute(sql.SQL("EXPLAIN (ANALYZE, FORMAT JSON) ") + query, params, **options)
+        ((plan,),) = self.fetchall()
+        self.seen.append(_rows(plan[0]["Plan"]))
+        return self
+
+
+def _rows(plan: dict[str, Any]) -> int:
+    lost = sum(number for name, number in plan.items() if name.startswith("Rows Removed by"))
+    return int((plan["Actual Rows"] + lost) * plan["Actual Loops"]) + sum(map(_rows, plan.get("Plans", [])))
+
+
+def test_messages_of_a_hot_key_are_not_compared_each_with_each(sink):
+    """2000 of a key, half of them tombstones, take rows by the thousand and not by the million."""
+    sink.run("CREATE TABLE s (i int PRIMARY KEY, l bigint); INSERT INTO s SELECT generate_series(0, 99), 1")
+    book, version = Book("consumer", "g"), Version("s", {"i": "i"}, "l")
+    upsert = sink.statements(Upsert("s", ["i"], ["i", "l"], deletes=True), list(PAYLOAD)).split(";")
+    for keys, tombstone in itertools.product((1, 40), ("n % 2 = 0", "n % 2 = 1", "n <= 1000", "n > 1000")):
+        with psycopg.connect(sink.url, cursor_factory=Explaining) as connection:
+            cursor = connection.cursor()
+            cursor.seen = []
+            Applying(cursor, book, COLUMNS, version, "SELECT 1", bisect=True, max_dead=1)
+            fill = sql.SQL(
+                "WITH made AS (SELECT n, {} AS gone FROM generate_series(1, 2000) AS n) "
+                "INSERT INTO batch (i, l, message_topic, message_part, message_offset, message_key, message_tombstone) "
+                "SELECT CASE WHEN NOT gone THEN n % {} END, n, 't', 0, n, (n % {})::text, gone FROM made"
+            ).format(sql.SQL(tombstone), keys, keys)
+            cursor.execute(fill)
+            for statement in upsert:
+                cursor.execute(statement)
+            version.reduce(cursor, book, None, suspect=False)
+            assert len(cursor.seen) == 6
+            assert max(cursor.seen) < 40_000, (keys, tombstone, cursor.seen)
+            connection.rollback()
