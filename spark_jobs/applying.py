@@ -192,6 +192,11 @@ class Applying:
         )
         return source, first + sql.SQL(", outbox_batch_staged_at")
 
+    @property
+    def placed(self) -> bool:
+        """The rows say which messages they are."""
+        return self._placed
+
     def places(self) -> set[Place]:
         """Give the places of the messages in ``batch``."""
         return set(self._cursor.execute("SELECT message_topic, message_part, message_offset FROM batch").fetchall())

@@ -5,7 +5,7 @@
 | 1    | executors | rows into the group's staging table, each attempt of a task under a name of its own      |
 | 2    | driver    | BEGIN; all offsets move; the rows of the attempts that reported are counted; dedup       |
 | 3    | executors | only with a shuffle: the transform, over what is no repeat; its result is staged as well |
-| 4    | driver    | the effect; counts; COMMIT; what was staged is deleted                                   |
+| 4    | driver    | counts; the effect; COMMIT; what was staged is deleted                                   |
 
 | crash point                         | result                                                                       |
 |-------------------------------------|------------------------------------------------------------------------------|
@@ -22,6 +22,7 @@ import functools
 import hashlib
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -91,6 +92,7 @@ class BatchRounds(Rounds):
         try:
             return self._apply(rows, span, state, generation, {})
         except Stop as stop:
+            self._clear_away(stop, generation)
             # One transaction, one answer: the first partition gives it, the others are tried again with it.
             told = dict.fromkeys(span.ranges, Told("culprits", detail="[]"))
             return told | {min(span.ranges): Told(stop.outcome, detail=stop.detail)}
@@ -103,6 +105,7 @@ class BatchRounds(Rounds):
         try:
             told = self._apply(chosen, Span({}, {}), state, generation, ids)
         except Stop as stop:
+            self._clear_away(stop, generation)
             return Told(stop.outcome, detail=stop.detail)
         return Told("applied", sum(one.read for one in told.values()), sum(one.fresh for one in told.values()))
 
@@ -142,17 +145,19 @@ class BatchRounds(Rounds):
             before = applying.places() if shuffled or retried else set()
             applying.reduce(suspect=bool(retried or plan.suspects), forgiven=task.forgiven(retried))
             fresh = applying.per_partition()
+            taken = before
             if fresh and shuffled:
                 repeats = before - applying.places()
                 applying = self._transformed(cursor, rows(repeats), plan, generation)
                 if span.ranges:
                     self._require_all(rows(repeats), len(before - repeats))
+                if retried:
+                    taken = repeats | _kept(applying, before)
+            if retried:
+                task.resolve(cursor, plan, retried, fresh, taken)
+            _settle(cursor, plan, read, fresh)
             if fresh:
                 applying.apply()
-            if retried:
-                task.resolve(cursor, plan, retried, fresh, before)
-            for partition in sorted(span.ranges):
-                task.settle(cursor, plan, partition, read=read.get(partition, 0), fresh=fresh.get(partition, 0))
         self._empty(staged)
         return {
             partition: Told("applied", read.get(partition, 0), fresh.get(partition, 0))
@@ -227,12 +232,13 @@ class BatchRounds(Rounds):
             # Columns may be other ones in each round, as after a pivot.
             if self._made.get(table) != as_text:
                 connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(named))
-                connection.execute(
-                    sql.SQL(
-                        "CREATE UNLOGGED TABLE {} ({}, outbox_batch_staged_by text, "
-                        "outbox_batch_staged_at bigint GENERATED ALWAYS AS IDENTITY)"
-                    ).format(named, fields)
-                )
+            # Each time: a younger driver drops what the older ones have. That the group is its own, the offsets say.
+            connection.execute(
+                sql.SQL(
+                    "CREATE UNLOGGED TABLE IF NOT EXISTS {} ({}, outbox_batch_staged_by text, "
+                    "outbox_batch_staged_at bigint GENERATED ALWAYS AS IDENTITY)"
+                ).format(named, fields)
+            )
             # Of attempts that ended without COMMIT; what a task that nobody waits for still adds, the next one takes.
             connection.execute(sql.SQL("DELETE FROM {}").format(named))
         self._made[table] = as_text
@@ -252,8 +258,16 @@ class BatchRounds(Rounds):
 
     def _prepare(self, generation: int) -> None:
         """Drop what older generations of the group have left."""
-        if self._prepared == generation:
-            return
+        if self._prepared != generation:
+            self._drop_before(generation)
+            self._prepared = generation
+
+    def _clear_away(self, stop: Stop, generation: int) -> None:
+        """Drop what this driver has staged, when the group was taken over: its successor has looked already."""
+        if stop.outcome == "fenced":
+            self._drop_before(generation + 1)
+
+    def _drop_before(self, generation: int) -> None:
         with self._store.connect() as connection:
             values = {
                 "schema": sql.Identifier(self._schema).as_string(connection),
@@ -261,17 +275,32 @@ class BatchRounds(Rounds):
                 "generation": generation,
             }
             for (name,) in connection.execute(_OLDER, values).fetchall():
-                connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(self._schema, name)))
-        self._prepared = generation
+                # The driver whose they are may be dropping them too.
+                connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(sql.Identifier(self._schema, name)))
 
     def _empty(self, staged: _Staged) -> None:
-        with self._store.connect() as connection:
+        # Gone when a younger driver has dropped it: the next transaction here finds that out, and says so.
+        with self._store.connect() as connection, suppress(psycopg.errors.UndefinedTable):
             connection.execute(
                 sql.SQL("DELETE FROM {} WHERE outbox_batch_staged_by = ANY(%s)").format(staged.table), (staged.names,)
             )
 
     def _stem(self) -> str:
         return f"staged_{hashlib.sha256(self._job.group.encode()).hexdigest()[:12]}"
+
+
+def _settle(
+    cursor: psycopg.Cursor[Any], plan: TaskPlan, read: Mapping[Partition, int], fresh: Mapping[Partition, int]
+) -> None:
+    for partition in sorted(plan.ranges):
+        task.settle(cursor, plan, partition, read=read.get(partition, 0), fresh=fresh.get(partition, 0))
+
+
+def _kept(applying: Applying, messages: set[Place]) -> set[Place]:
+    """Give which messages a transform has kept; of rows that do not say which they are made of, all or none."""
+    if applying.placed:
+        return applying.places()
+    return messages if applying.count() else set()
 
 
 def _stage(plan: _StagePlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -44,8 +44,8 @@ SUSPECT_ROUNDS: Final = 5
 could not go straight into the sink's table."""
 RETRIED_AT_ONCE: Final = 100
 """Dead letters in one transaction; the driver holds them whole, so not too many."""
-FAILED_ALONE: Final = 10
-"""So many dead letters may end the effect in one round, each tried alone: where all do, new messages come first."""
+FAILED_ALONE: Final = 3
+"""So many dead letters may end the effect in one round, each tried alone: then new messages come first."""
 _AGAIN: Final = frozenset({"roundabout", "uncopyable", "culprits"})
 _ERRORS: Final[dict[str, type[ConsumerError]]] = {
     "fenced": Fenced,
@@ -91,12 +91,16 @@ class Told:
 
 @dataclass
 class Counts:
-    """What a round did. read = applied + duplicates + dead, but for what another attempt had applied before."""
+    """What a round did. read = applied + duplicates + dead, but for what another attempt had applied before.
+
+    left  there may be more dead letters to try again.
+    """
 
     read: int = 0
     applied: int = 0
     duplicates: int = 0
     dead: int = 0
+    left: bool = False
 
 
 @dataclass
@@ -127,6 +131,7 @@ class Rounds:
         self._slow: dict[Partition, int] = {}
         self._statements: dict[tuple[str, ...], str] = {}
         self._directs: dict[tuple[tuple[str, str], ...], Direct | None] = {}
+        self._most_retried = RETRIED_AT_ONCE
 
     def apply(self, span: Span, generation: int) -> Counts:
         """Apply the ranges. Raises Fenced, EffectFailed, BadMessage; and what Spark raises when a server is away."""
@@ -150,15 +155,19 @@ class Rounds:
     def retry(self, generation: int) -> Counts:
         """Apply the dead letters that somebody asked to have tried again, in their order, in one transaction.
 
-        Where that ends the effect without a word about which it was, in ever fewer at once: what was dead already must
-        not keep the group from its new messages.
+        Where that ends the effect without a word about which it was, in ever fewer at once. What was dead already must
+        not keep the group from its new messages: after a few such letters the others are for the next round.
         """
         counts = Counts()
         self._look_again()
-        most, alone = RETRIED_AT_ONCE, 0
-        while alone < FAILED_ALONE:
-            letters = self._store.retried(self._job.topics, most, keep_order=self._job.keep_order)
+        alone = 0
+        while True:
+            letters = self._store.retried(self._job.topics, self._most_retried, keep_order=self._job.keep_order)
             if not letters:
+                self._most_retried = RETRIED_AT_ONCE
+                break
+            if alone == FAILED_ALONE:
+                counts.left = True
                 break
             blocked = [
                 (one, Culprit(one.place, "behind", "an earlier dead letter of its key still waits"))
@@ -167,10 +176,10 @@ class Rounds:
             ]
             try:
                 culprits = blocked or self._retry(letters, generation, counts)
-                most = min(2 * most, RETRIED_AT_ONCE)
+                self._most_retried = min(2 * self._most_retried, RETRIED_AT_ONCE)
             except EffectFailed as error:
                 if len(letters) > 1:
-                    most = len(letters) // 2
+                    self._most_retried = len(letters) // 2
                     continue
                 culprits = [(letters[0], Culprit(letters[0].place, "failed", str(error)))]
                 alone += 1
@@ -230,7 +239,8 @@ class Rounds:
             columns: Mapping[str, str] = self._late.columns
         else:
             rows = spark.shaped(spark.decoded(spark.chosen(rows, self._job, state.dead), self._job), self._job)
-            tasks = spark.tasks(rows, span.ranges)
+            if self._job.transform is not None:
+                tasks = spark.tasks(rows, span.ranges)
             rows, columns = spark.copyable(rows)
         plan = self._plan(span, state, generation, columns)
         plan = replace(plan, late=self._late, direct=self._direct(columns), tasks=tasks)

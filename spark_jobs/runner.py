@@ -188,7 +188,7 @@ class Runner:
         self._report("planned", {"messages": sum(waiting), "partitions": len(waiting)})
 
     def _round(self, targets: Mapping[Partition, Extent] | None) -> bool:
-        """Apply one batch, up to ``targets`` if given. Says whether there was anything to read."""
+        """Apply one batch, up to ``targets`` if given. Says whether there may be more to do."""
         generation = self._begin()
         ids, known = self._look(generation)
         extents = known
@@ -214,7 +214,7 @@ class Runner:
             self._count(retried, began)
         if not ranges:
             self._store.require(generation)
-            return False
+            return retried.left
         log_ends = {partition: known[partition].end for partition in ranges}
         began = time.monotonic()
         counts = self._rounds.apply(Span(ranges, log_ends), generation)

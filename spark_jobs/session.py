@@ -30,6 +30,8 @@ REQUIRED_CONF: Final = {
     "spark.sql.execution.arrow.maxRecordsPerBatch": "10000",
     "spark.sql.execution.arrow.useLargeVarTypes": "false",
     "spark.sql.adaptive.enabled": "false",
+    # Spark's own list. Without kafka in it another reader comes, whose tasks do not say what they read; see tasks.
+    "spark.sql.sources.useV1SourceList": "avro,csv,json,kafka,orc,parquet,text",
 }
 """What the consumer counts on in every Spark, wherever it runs."""
 

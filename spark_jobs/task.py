@@ -1,4 +1,6 @@
-"""One Kafka partition, one Postgres transaction: fence, copy, dedup, apply, count, commit.
+"""One Kafka partition, one Postgres transaction: fence, copy, dedup, count, apply, commit.
+
+The books are written before the effect: a function that ends the transaction, which it must not, commits them with it.
 
 | crash point                                          | result                                                       |
 |------------------------------------------------------|--------------------------------------------------------------|
@@ -328,16 +330,15 @@ def _apply(plan: TaskPlan, partition: Partition, feed: Feed) -> int | None:
             return None
         direct = plan.direct_for(partition)
         if direct is None:
-            fresh = _apply_batch(cursor, plan, partition, feed)
-        else:
-            fresh = direct.apply(cursor, plan.book, plan.strategy, feed)
-            feed.close()
+            return _apply_batch(cursor, plan, partition, feed)
+        fresh = direct.apply(cursor, plan.book, plan.strategy, feed)
+        feed.close()
         settle(cursor, plan, partition, read=feed.rows, fresh=fresh)
     return fresh
 
 
 def _apply_batch(cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partition, feed: Feed) -> int:
-    """Apply rows through ``batch``. Gives the number of fresh ones."""
+    """Apply rows through ``batch``, and count them. Gives the number of fresh ones."""
     applying = plan.applying(cursor)
     if partition in plan.lenient:
         applying.copy_leniently(feed)
@@ -346,6 +347,7 @@ def _apply_batch(cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partiti
     feed.close()
     applying.reduce(suspect=partition in plan.suspects)
     fresh = applying.count()
+    settle(cursor, plan, partition, read=feed.rows, fresh=fresh)
     if fresh:
         applying.apply()
     return fresh
@@ -365,9 +367,9 @@ def _apply_retried(plan: TaskPlan, retried: Mapping[Place, Wish], feed: Feed) ->
         taken = applying.places()
         applying.reduce(suspect=True, forgiven=forgiven(retried))
         fresh = applying.per_partition()
+        resolve(cursor, plan, retried, fresh, taken)
         if fresh:
             applying.apply()
-        resolve(cursor, plan, retried, fresh, taken)
     return sum(fresh.values())
 
 
@@ -393,7 +395,7 @@ def resolve(
     fresh: Mapping[Partition, int],
     taken: AbstractSet[Place],
 ) -> None:
-    """Delete dead letters whose effect is in the sink now, and count them.
+    """Delete dead letters whose effect goes into the sink with this transaction, and count them.
 
     taken  those that the job has not left out. For the others there is no effect, and a note in ``audit``.
     """

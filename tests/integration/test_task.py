@@ -543,7 +543,12 @@ def test_a_payload_may_have_any_name_that_is_not_refused(sink: Sink) -> None:
     assert outcomes(lines(sink, rows, names, effect=effect)) == [(1, "failed")]
 
 
-def test_an_effect_can_not_end_the_transaction(sink: Sink) -> None:
+def commit(cursor: psycopg.Cursor[Any], _: object) -> None:
+    cursor.execute(EFFECT)
+    cursor.execute("COMMIT")
+
+
+def test_an_effect_can_not_end_the_transaction(sink: Sink, monkeypatch: pytest.MonkeyPatch) -> None:
     """Else offsets would be committed without dead letters and counts; or the effect without the offsets."""
     insert = "INSERT INTO numbers VALUES (1, 1)"
     for effect in (
@@ -556,9 +561,19 @@ def test_an_effect_can_not_end_the_transaction(sink: Sink) -> None:
         assert (report["outcome"], sink.numbers(), sink.position()) == ("broken", [], 0), effect
         assert sink.run("SELECT count(*) FROM consumer.processed_messages") == [(0,)]
     # A function can, and must not: it is told so, and not taken for a server that is away.
-    report = sink.apply([(event_id(1), 1)], effect=lambda cursor, _: cursor.execute("COMMIT"))
-    assert report["outcome"] == "broken"
-    assert "savepoint" in report["detail"]
+    # What it has committed is in the books all the same: the counts, and what was put aside with it.
+    letter = Letter(Culprit(("t", 0, 1), "failed", "why"), event_id(2), b"k", b"2", "[]", 0)
+    report = sink.apply([(event_id(1), 1)], effect=commit, dead={("t", 0): [letter]})
+    assert (report["outcome"], "savepoint" in report["detail"], sink.position()) == ("broken", True, 1)
+    assert sink.run("SELECT message_id::text FROM consumer.dead_letters") == [(event_id(2),)]
+    assert sink.run("SELECT applied, duplicates, dead FROM consumer.offsets WHERE part = 0") == [(1, 0, 1)]
+    # And what was tried again is no dead letter any more.
+    ((number,),) = sink.run("UPDATE consumer.dead_letters SET state = 'retry' RETURNING id")
+    monkeypatch.setattr(task, "run", lambda plan, rows: task.run_retry(plan, {("t", 0, 1): (number, "failed")}, rows))
+    assert sink.apply([(event_id(2), 2)], start=1, effect=commit)["outcome"] == "broken"
+    assert sink.run("SELECT count(*) FROM consumer.dead_letters") == [(0,)]
+    assert sink.run("SELECT applied FROM consumer.offsets WHERE part = 0") == [(2,)]
+    assert sink.numbers() == [1, 2]
 
 
 STAGED = {"line": "text", "n": "numeric(6,2)", **{name: kind for name, kind in COLUMNS.items() if name != "n"}}

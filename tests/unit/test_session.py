@@ -52,6 +52,11 @@ def test_spark_s_own_configuration_is_not_contradicted(monkeypatch, tmp_path):
     assert not session._collector({})
 
 
+def test_the_source_whose_tasks_say_what_they_read_is_asked_for():
+    """Where Spark's own configuration has another list, a job with a transform would be refused."""
+    assert "kafka" in session.REQUIRED_CONF["spark.sql.sources.useV1SourceList"].split(",")
+
+
 def test_one_partition_is_told_of_by_one_task():
     rows = [SimpleNamespace(topic="t", part=part, outcome="applied", read=2, fresh=1, detail="") for part in (0, 1)]
     assert {place: one.read for place, one in reported(rows).items()} == {("t", 0): 2, ("t", 1): 2}
