@@ -27,6 +27,7 @@ from outbox._message import message_prefix
 from outbox.errors import OutboxError, SchemaError
 from relay.config import SourceKind
 from relay.database import TIMELINE, unavailable_on_error
+from relay.ports import Unavailable
 from relay.slot import Slot, SlotNames, SlotState, find_problem, not_set_up, slot_fault
 from relay.wal import lsn_text
 
@@ -201,7 +202,7 @@ class Cdc:
             if self._readable():
                 self._keep(reason)
                 return True
-        unread = self._messages(state)
+        unread = self._messages(state, lose_messages=lose_messages)
         if unread != 0 and not lose_messages:
             held = "it can't be seen whether there are any" if unread is None else f"it has {unread}, not all published"
             raise CdcRefused(
@@ -402,13 +403,19 @@ class Cdc:
             return True
         return self._unread(self._names.publication) is not None
 
-    def _messages(self, state: SlotState) -> int | None:
+    def _messages(self, state: SlotState, *, lose_messages: bool) -> int | None:
         """Count the events without a row that the slot would give; None when that can't be seen."""
         if not state.there or state.wal_status == "lost":
             return 0
-        # Without a publication there are no rows to be read. Postgres up to 15 wants one.
-        found = self._unread("")
-        return self._unread(self._names.publication) if found is None else found
+        try:
+            # Without a publication there are no rows to be read. Postgres up to 15 wants one.
+            found = self._unread("")
+            return self._unread(self._names.publication) if found is None else found
+        except (Unavailable, SchemaError):
+            if lose_messages:
+                # Then the count is for the audit only. A time-out, say, must not stand in the way for good.
+                return None
+            raise
 
     def _unread(self, publication: str) -> int | None:
         values = {

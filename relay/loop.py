@@ -142,7 +142,7 @@ class LaneLoop:
         if self._publisher is None:
             self._publisher = self._new_publisher(self._source)
         claims = self._source.fetch(self._limit)
-        self._unsettled = []
+        self._forget_rows()
         if claims is None:
             return False
         if not claims:
@@ -152,20 +152,22 @@ class LaneLoop:
         if isinstance(receipt.failure, BatchRefused):
             receipt = self._narrow(claims[0], len(claims), receipt)
         if receipt.batch is None:
-            self._unsettled = [result for result in receipt.results if isinstance(result[1], Published)]
+            published = [result for result in receipt.results if isinstance(result[1], Published)]
+            self._unsettled = published or self._unsettled
         self._source.settle(receipt)
         self._report(receipt)
         return True
 
     def _settle_again(self, source: Source) -> None:
-        """Settle what another source may not have. Rows that are gone already are no trouble; an event without a row
-        may be sent once more, because its place in the stream is not known here.
+        """Settle what another source may not have. Rows that are gone already are no trouble, and by its id the source
+        passes by an event without a row.
 
         If there is an event that can't be settled, those before it are, and the error names it.
         """
-        size = len(self._unsettled)
-        while self._unsettled:
-            part = self._unsettled[:size]
+        left = self._unsettled
+        size = len(left)
+        while left:
+            part = left[:size]
             try:
                 source.settle(Receipt(part))
                 source.flush()
@@ -175,7 +177,12 @@ class LaneLoop:
                     raise type(error)(text) from error
                 size = len(part) // 2
             else:
-                del self._unsettled[:size]
+                left = left[size:]
+        self._forget_rows()
+
+    def _forget_rows(self) -> None:
+        """Take note that what was published is settled. Of events without a row the next source must still hear."""
+        self._unsettled = [result for result in self._unsettled if result[0].position < 0]
 
     def _narrow(self, first: Claim, size: int, receipt: Receipt) -> Receipt:
         """Try half of a refused batch next; a refused batch of one names its event."""
@@ -198,7 +205,7 @@ class LaneLoop:
             # What Kafka has acknowledged must not be sent again only because something else failed.
             assert self._source is not None
             self._source.flush()
-            self._unsettled = []
+            self._forget_rows()
             self._close()
         if isinstance(receipt.failure, BatchRefused):
             return
@@ -216,11 +223,14 @@ class LaneLoop:
 
     def _finish(self) -> None:
         """Settle the last batch before the lane is given up. If that fails, it is as after a kill."""
-        if self._source is not None:
-            try:
+        try:
+            if self._source is not None:
                 self._source.flush()
-            except (Unavailable, SchemaError) as error:
-                self._observer.unavailable(error, 0.0)
+            elif any(claim.position > 0 for claim, _ in self._unsettled):
+                self._source = self._new_source()
+                self._settle_again(self._source)
+        except (Unavailable, SchemaError) as error:
+            self._observer.unavailable(error, 0.0)
 
     def _succeeded(self) -> None:
         if self._failures:

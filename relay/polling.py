@@ -174,7 +174,7 @@ SELECT last_batch, (SELECT system_identifier::text FROM pg_control_system()),
   FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s FOR UPDATE"""
 
 _STILL_HELD: Final = """
-SELECT (SELECT system_identifier::text FROM pg_control_system()) FROM {lanes}
+SELECT (SELECT system_identifier::text FROM pg_control_system()), {timeline} FROM {lanes}
  WHERE lane = %(lane)s AND epoch = %(epoch)s"""
 
 _LAST_BATCH: Final = """
@@ -384,15 +384,15 @@ class PollingSource:
             with unavailable_on_error(f"settling lane {self._lease.lane}"):
                 self._settle()
 
-    def check_epoch(self) -> str:
-        """Give the database's system identifier. Raises LaneLost when the lane has another owner already."""
+    def check_epoch(self) -> Identity:
+        """Say which Postgres this is. Raises LaneLost when the lane has another owner already."""
         with unavailable_on_error(f"looking at lane {self._lease.lane}"):
             held = self._connection.execute(
                 self._queries.still_held, {"lane": self._lease.lane, "epoch": self._lease.epoch}
             ).fetchone()
         if held is None:
             raise self._lost(0)
-        return str(held[0])
+        return Identity(*held)
 
     def adopt(self, marker: Marker | None) -> tuple[Marker | None, Identity]:
         """Settle what the last marker says is on Kafka, if the epoch still holds. For exactly-once, before any fetch.

@@ -67,6 +67,8 @@ _UNREADABLE_BYTES: Final = 990_000
 
 Connect = Callable[[], psycopg.Connection[Any]]
 Position = tuple[int, int]
+Vouched = tuple[int, int]
+"""What a marker vouches for: a timeline, and the position on it up to which its lane is published."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,19 +227,19 @@ class Stream:
         self._closed = False
 
     def join(
-        self, lane: int, resume: Position, repeated: Collection[str], timeline: int, published_lsn: int = 0
+        self, lane: int, resume: Position, repeated: Collection[str], timeline: int, published: Vouched | None = None
     ) -> Channel:
         """Give the lane's channel, from behind ``resume`` on. Raises Unavailable when the stream is closed.
 
-        ``timeline`` is that of the server which the lane asks: it must be the one that is read. ``published_lsn`` is
-        what the lane's marker has: a server without it is not the one that was read.
+        ``timeline`` is that of the server which the lane asks: it must be the one that is read. ``published`` is
+        what the lane's marker says: a server without it is not the one that was read.
         """
         with self._lock:
             if self._closed:
                 raise Unavailable("the stream is closed")
             if self._session is None or self._session.error is not None:
                 self._session = self._new_session()
-            return self._session.join(lane, resume, repeated, timeline, published_lsn)
+            return self._session.join(lane, resume, repeated, timeline, published)
 
     def close(self) -> None:
         """Tell the server what is done with, and let go of the slot. Safe to call twice."""
@@ -267,6 +269,8 @@ class _Session:
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
         self._channels: dict[int, Channel] = {}
         self._resume_lsn = 0
+        # Asked for when a lane needs it only: the file of a timeline's history may be gone.
+        self._asks_history = False
         self.ends: Mapping[int, int] = {}
         self._timeline: int | None = None
         self._stopping = threading.Event()
@@ -302,7 +306,7 @@ class _Session:
         self._moved_at = time.monotonic()
 
     def join(
-        self, lane: int, resume: Position, repeated: Collection[str], timeline: int, published_lsn: int
+        self, lane: int, resume: Position, repeated: Collection[str], timeline: int, published: Vouched | None
     ) -> Channel:
         if timeline != (self._timeline or timeline):
             # After a failover a connection can still hang on the old server. What it has read may be lost.
@@ -310,12 +314,20 @@ class _Session:
             self._stopping.set()
             raise self.error
         self._timeline = timeline
+        if published is not None and published[0] != timeline and not self._asks_history:
+            if self._thread.is_alive():
+                self.error = Unavailable(
+                    f"lane {lane} was published on timeline {published[0]}: the stream begins anew"
+                )
+                self._stopping.set()
+                raise self.error
+            self._asks_history = True
         channel = self._channels.get(lane)
         if channel is not None:
             channel.rewind(resume, repeated)
             return channel
         channel = self._channels[lane] = Channel(self, resume, repeated)
-        self._resume_lsn = max(self._resume_lsn, resume[0], published_lsn)
+        self._resume_lsn = max(self._resume_lsn, resume[0], 0 if published is None else published[1])
         if len(self._channels) == len(self._leases):
             self._thread.start()
         return channel
@@ -375,7 +387,8 @@ class _Session:
                 raise Unavailable("the lanes and the stream are connected to different servers: a failover goes on")
             if state.lanes != len(self._leases):
                 raise Unavailable(f"the outbox has {state.lanes} lanes now, and not {len(self._leases)}")
-            self.ends = {switch.timeline: switch.lsn for switch in replication.switches(state.timeline_now)}
+            if self._asks_history:
+                self.ends = {switch.timeline: switch.lsn for switch in replication.switches(state.timeline_now)}
             self._told = state.flushed_lsn or 0
             self._events_oid = state.events_oid
             self._opened_xid = state.opened_xid or 0

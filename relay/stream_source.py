@@ -99,6 +99,8 @@ class StreamSource(PollingSource):
         self._wait_seconds = wait_seconds
         self._marker: Marker | None = None
         self._unplaced = False
+        # Events without a row that are published, and whose place may not be settled.
+        self._published: list[str] = []
         self._channel: Channel | None = None
         self._streaming = False
         # Cursors give rows and no claims here: the place in the stream is still to be added.
@@ -151,6 +153,12 @@ class StreamSource(PollingSource):
         """
         batch, self._batch = self._batch, ()
         if not batch:
+            # What a source before this one has published, so nothing of it was joined to the stream yet.
+            self._published += [
+                claim.event_id
+                for claim, outcome in receipt.results
+                if claim.position < 0 and isinstance(outcome, Published)
+            ]
             return super().settle(receipt)
         if len(receipt.results) == len(batch) and all(isinstance(outcome, Published) for _, outcome in receipt.results):
             self._pending = Pending.of(receipt, batch[-1].at)
@@ -308,15 +316,15 @@ class StreamSource(PollingSource):
             raise self._lost(0)
         self._streaming, commit_lsn, commit_number, failures, timeline = row
         resume = (-1, -1) if commit_lsn is None else (commit_lsn, commit_number)
-        repeated: list[str] = []
+        repeated = self._published
         if self._marker is not None:
             # Of what stands behind the marker's own position, the rows are settled; the others have only their ids.
             pairs = zip(self._marker.positions, self._marker.event_ids, strict=True)
             repeated = [event_id for position, event_id in pairs if position < 0]
-        published = None if self._marker is None else self._marker.stream
-        channel = self._channel = self._stream.join(
-            self._lease.lane, resume, repeated, timeline, 0 if published is None else published.commit_lsn
-        )
+        published = None
+        if self._marker is not None and self._marker.stream is not None:
+            published = self._marker.timeline, self._marker.stream.commit_lsn
+        channel = self._channel = self._stream.join(self._lease.lane, resume, repeated, timeline, published)
         if self._streaming and failures:
             self._leave_stream(channel)
         return channel

@@ -64,8 +64,8 @@ _STATE_TUNING: Final = {"segment.bytes": str(16 << 20), "min.cleanable.dirty.rat
 class Ledger(Protocol):
     """What the publisher asks of the source: Postgres' side of a take-over. See polling.PollingSource."""
 
-    def check_epoch(self) -> str:
-        """Give the database's system identifier. Raises LaneLost when the lane has another owner."""
+    def check_epoch(self) -> Identity:
+        """Say which Postgres this is. Raises LaneLost when the lane has another owner."""
         ...
 
     def adopt(self, marker: Marker | None) -> tuple[Marker | None, Identity]:
@@ -271,11 +271,10 @@ class TransactionalPublisher:
         self._suspicious = False
         self._add_partitions = 0
         self._closed = False
-        # Not needed for safety: a zombie, or an outbox that took this name, need not fence the rightful relay.
-        system_identifier = ledger.check_epoch()
-        marker = state.last_marker(lane)
-        if marker is not None and marker.system_identifier != system_identifier:
-            resume(lane, None, marker, system_identifier, marker.timeline)
+        # Not needed for safety: a zombie, an outbox that took this name, or the relay of a primary from before a
+        # failover need not fence the rightful relay, again and again.
+        here = ledger.check_epoch()
+        resume(lane, None, state.last_marker(lane), here.system_identifier, here.timeline)
         self._sender = Sender(
             {**options, "transactional.id": transactional_id, "stats_cb": weakly(self._on_statistics)},
             router,

@@ -5,8 +5,8 @@ of them for a moment at the end; writers of events wait for nothing. The indexes
 a second or a few for a million events. Relays wait for that long with what they have published, and go on afterwards.
 An archive that is too large for such a pause can have the index built on each of its partitions beforehand, while
 everything runs (``CREATE INDEX CONCURRENTLY ON … (aggregate_type, hashtextextended(aggregate_id, 0))``): this revision
-takes over those that it finds. Relays of the version before work with these indexes too, and relays of this one without
-them; both are slower while a lane has thousands of failures.
+takes over those that it finds, and drops those of which the build did not come to its end. Relays of the version before
+work with these indexes too, and relays of this one without them; both are slower while a lane has many failures.
 
 Going back is refused while a key is there that the old indexes have no room for.
 
@@ -24,9 +24,36 @@ depends_on = None
 _HASH = "hashtextextended(aggregate_id, 0)"
 
 
+# A build that was cancelled leaves an index that is never used, and would make the whole one invalid.
+_BUILT_BEFOREHAND = """
+DO $$
+DECLARE
+    made record;
+BEGIN
+    FOR made IN
+        SELECT x.indexrelid::regclass AS name, x.indisvalid AS valid
+          FROM pg_inherits AS i JOIN pg_index AS x ON x.indrelid = i.inhrelid
+         WHERE i.inhparent = {published}::regclass
+           AND (NOT x.indisvalid
+                OR x.indrelid = {default}::regclass AND x.indexrelid IS DISTINCT FROM to_regclass({index}))
+           AND position('(aggregate_type, hashtextextended(aggregate_id, ' IN pg_get_indexdef(x.indexrelid)) > 0
+    LOOP
+        IF NOT made.valid THEN
+            EXECUTE 'DROP INDEX ' || made.name;
+        ELSIF to_regclass({index}) IS NULL THEN
+            EXECUTE 'ALTER INDEX ' || made.name || ' RENAME TO published_default_key_hash';
+        END IF;
+    END LOOP;
+END
+$$"""
+
+
 def upgrade() -> None:
     schema = context.config.attributes.get("schema", "outbox")
     _hold_back(schema)
+    names = {"published": "published", "default": "published_default", "index": "published_default_key_hash"}
+    literals = {key: "'" + _quoted(schema, name).replace("'", "''") + "'" for key, name in names.items()}
+    op.execute(_BUILT_BEFOREHAND.format(**literals))
     hashed = sa.text(_HASH)
     op.create_index("failures_key_hash", "failures", ["lane", "aggregate_type", hashed], schema=schema)
     # The default partition's first, so that it has the name; the parent's takes it over, and makes the others.

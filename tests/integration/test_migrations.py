@@ -196,8 +196,19 @@ def test_long_keys_have_room_in_every_partition_after_the_upgrade_and_stop_a_dow
         connection.execute("DELETE FROM outbox.failures")
     db.downgrade(empty, revision="outbox_0003")
     assert refused() == 3
+    # A build that was cancelled, and one under a name of its own.
+    hashed = "(aggregate_type, hashtextextended(aggregate_id, 0))"
+    with psycopg.connect(empty) as writer, psycopg.connect(empty, autocommit=True) as connection:
+        writer.execute(f"LOCK TABLE outbox.{today} IN ROW EXCLUSIVE MODE")
+        connection.execute("SET statement_timeout = '100ms'")
+        with pytest.raises(psycopg.errors.QueryCanceled):
+            connection.execute(f"CREATE INDEX CONCURRENTLY ON outbox.{today} {hashed}")
+        writer.rollback()
+        connection.execute("SET statement_timeout = 0")
+        connection.execute(f"CREATE INDEX CONCURRENTLY mine ON outbox.published_default {hashed}")
     db.upgrade(empty)
     assert schema_check.check(empty) == []
+    assert rows(empty, "SELECT count(*) FROM pg_index WHERE NOT indisvalid") == [(0,)]
 
 
 @pytest.mark.parametrize("drop_rows", [False, True])

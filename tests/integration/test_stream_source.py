@@ -19,7 +19,7 @@ from support import backlog, wait_until
 from outbox import Event, Outbox
 from outbox._message import message_prefix
 from outbox.errors import SchemaError
-from relay import db
+from relay import cdc, db
 from relay.cdc import Cdc, CdcRefused
 from relay.config import SourceKind
 from relay.database import Connector
@@ -449,6 +449,56 @@ def test_while_kafka_is_away_nothing_is_lost_and_nothing_counted(outboxed, once)
     box.kafka.away = False
     box.published(*sent)
     assert box.held() == (0, 0)
+
+
+def test_what_is_published_is_not_sent_again_because_it_can_not_be_settled(outboxed):
+    """At-least-once, rows and events without one: neither again and again, nor an older one after a newer one."""
+    box = outboxed()
+    box.relay()
+    box.streams()
+    box.kafka.bad = {"b"}
+    box.admin.execute("ALTER TABLE outbox.failures ADD CONSTRAINT mine CHECK (aggregate_id <> 'b')")
+    box.add("a1", "b1", "c1", message=True)
+    box.add("d1")
+    box.until(lambda: "c1" in box.kafka.names(), "those beside the refused one")
+    box.turns(10)
+    assert sorted(box.kafka.names()) in (["a1", "c1"], ["a1", "c1", "d1"])
+    box.admin.execute("ALTER TABLE outbox.failures DROP CONSTRAINT mine")
+    box.kafka.bad = set()
+    box.until(lambda: {"b1", "d1"} <= set(box.kafka.names()), "the others")
+    box.streams()
+    assert sorted(box.kafka.names()) == ["a1", "b1", "c1", "d1"]
+    box.admin.execute("""
+        CREATE FUNCTION stop() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE query_canceled; END $$;
+        CREATE TRIGGER stop BEFORE DELETE ON outbox.events FOR EACH ROW EXECUTE FUNCTION stop()""")
+    with psycopg.connect(box.url) as connection:
+        Outbox(**box.transport(message=True)).add(connection, Event("Order", "a", "a2"))
+        Outbox().add(connection, Event("Order", "a", "a3"))
+    box.until(lambda: "a3" in box.kafka.names(), "both")
+    box.turns(5)
+    box.admin.execute("DROP FUNCTION stop CASCADE")
+    box.until(lambda: backlog(box.url) == 0, "the row to be settled")
+    box.turns(5)
+    assert box.kafka.names("a") == ["a1", "a2", "a3"]
+
+
+@pytest.mark.parametrize("error", ["22000", "57014"], ids=["unreadable", "takes too long"])
+def test_a_repair_that_may_lose_messages_does_not_depend_on_reading_them(outboxed, monkeypatch, error):
+    box = outboxed()
+    box.admin.execute(
+        "CREATE FUNCTION peek() RETURNS bigint LANGUAGE plpgsql AS "
+        f"$$ BEGIN RAISE EXCEPTION 'not now' USING ERRCODE = '{error}'; END $$"
+    )
+    monkeypatch.setattr(cdc, "_UNREAD", "SELECT peek()")
+    box.add("a1")
+    box.rows("SELECT pg_replication_slot_advance(%s, pg_current_wal_lsn())", box.names.slot)
+    with pytest.raises((Unavailable, SchemaError), match="not now"):
+        box.cdc.repair("its slot is too far behind")
+    box.cdc.repair("its slot is too far behind", lose_messages=True)
+    assert box.rows("SELECT details ->> 'messages_lost_at_most' FROM outbox.audit WHERE what = 'cdc repair'") == [
+        (None,)
+    ]
+    assert box.cdc.status().problem is None
 
 
 # --- what is no event ------------------------------------------------------------------------------------------------

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import psycopg
 import pytest
 
 from outbox import Event, Outbox
 from relay import db
+from relay.cli.wiring import build_router, build_topics
+from relay.config import client_options, delivery_seconds, load, producer_options, state_topic_name
 from relay.database import Connector
 from relay.failures import FailurePolicy, Failures
 from relay.lanes import LaneTable
@@ -14,6 +18,7 @@ from relay.marker import Marker, StateLost
 from relay.polling import PollingSource
 from relay.ports import PUBLISHED, LaneLost, Receipt, Unavailable
 from relay.routing import Router
+from relay.transactions import StateTopic, TransactionalPublisher, TransactionFigures
 
 
 class Lane:
@@ -183,3 +188,44 @@ def test_a_relay_that_sleeps_in_a_transaction_does_not_hold_its_lane(lane):
 
     with pytest.raises(Unavailable, match="idle-in-transaction"):
         sleep_in_it()
+
+
+def test_the_relay_of_a_primary_from_before_a_failover_leaves_the_other_one_alone(lane, outbox_kafka):
+    """It stops, and tries again for as long as it runs: it must not fence the one that goes on each time."""
+    settings = load(
+        database_url=lane.url,
+        name=outbox_kafka.name("outbox"),
+        delivery="exactly-once",
+        create_topics=True,
+        kafka={"bootstrap.servers": outbox_kafka.bootstrap_servers},
+    )
+    state = StateTopic(client_options(settings), state_topic_name(settings), replication=settings.state_replication)
+
+    def publisher(source: PollingSource) -> TransactionalPublisher:
+        return TransactionalPublisher(
+            producer_options(settings),
+            build_router(settings),
+            build_topics(settings),
+            "test",
+            delivery_seconds(settings),
+            transactional_id=f"{settings.name}.relay.0",
+            lane=0,
+            epoch=source._lease.epoch,
+            lanes=1,
+            state=state,
+            ledger=source,
+            figures=TransactionFigures(),
+        )
+
+    kind = outbox_kafka.name("Order")
+    with psycopg.connect(lane.url) as connection:
+        Outbox().add_many(connection, [Event(kind, key, "T", {}) for key in "ab"])
+    source = lane.take()
+    first, second = source.fetch(10)
+    after = publisher(source)
+    after._identity = replace(after._identity, timeline=2)
+    assert after.publish([first]).failure is None
+    with pytest.raises(StateLost, match="the primary from before a failover"):
+        publisher(lane.take())
+    assert after.publish([second]).failure is None
+    after.close()

@@ -152,6 +152,16 @@ def test_a_failure_while_settling_settles_again_and_sends_nothing_twice(error):
     assert table.rows == []
 
 
+def test_a_stop_while_it_waits_settles_what_is_published():
+    table = Table([1, 2])
+    table.fail_settle.append(Unavailable("database gone"))
+    stop = threading.Event()
+    topic, watcher = Topic(stop, table), Watcher()
+    watcher.unavailable = lambda *_: stop.set()
+    LaneLoop(table, topic, stop=stop, secure=lambda: True, observer=watcher, pace=PACE).run()
+    assert (topic.log, table.rows) == ([1, 2], [])
+
+
 def test_what_a_marker_settles_is_not_settled_again():
     def committed(claims, log) -> Receipt:
         log += [item.position for item in claims]
