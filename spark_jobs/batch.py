@@ -168,16 +168,17 @@ class BatchRounds(Rounds):
         """Run the transform over what is fresh, and put its result in the place of the messages."""
         result, columns = spark.copyable(spark.shaped(spark.decoded(rows, self._job), self._job))
         staged = self._stage(result, columns, f"{generation}_r", ())
-        gone = self._tombstones(cursor)
+        upsert = self._job.effect if isinstance(self._job.effect, Upsert) else None
+        if upsert:
+            upsert.note(cursor)
         with_effect = replace(plan, columns=columns, effect=self._effect_after(columns), bisect=False)
         cursor.execute("DROP TABLE batch")
         applying = with_effect.applying(cursor)
         self._take(applying, staged)
-        lost = gone - self._tombstones(cursor)
-        if lost:
+        if upsert and (lost := upsert.missed(cursor, tuple(columns), self._store.column_types(upsert.table))):
             raise Broken(
-                f"the transform has left out the tombstone {min(lost)}, and with it its delete: join from the left, "
-                "and keep the rows with message_tombstone in every filter"
+                f"the transform has left out the tombstone {lost}, and with it the delete of a row that is there: join "
+                "from the left, and keep the rows with message_tombstone in every filter"
             )
         return applying
 
@@ -202,15 +203,9 @@ class BatchRounds(Rounds):
 
     def _effect_after(self, columns: Mapping[str, str]) -> Any:
         """Give the effect for what a shuffle has left. Its rows may still be messages, and then have their order."""
-        return self._effect(columns, placed=set(columns) >= PLACED)
-
-    def _tombstones(self, cursor: psycopg.Cursor[Any]) -> set[Place]:
-        """Give the tombstones in ``batch`` that the effect deletes by."""
         effect = self._job.effect
-        if not isinstance(effect, Upsert) or not effect.deletes:
-            return set()
-        query = "SELECT message_topic, message_part, message_offset FROM batch WHERE message_tombstone"
-        return set(cursor.execute(query).fetchall())
+        needed = PLACED | {"message_key"} if isinstance(effect, Upsert) and effect.deletes else PLACED
+        return self._effect(columns, placed=set(columns) >= needed, shuffled=True)
 
     def _take(self, applying: Applying, staged: _Staged) -> None:
         taken = applying.take(staged.table, staged.names)

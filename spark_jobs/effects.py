@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
+import psycopg
 from psycopg import sql
 
 from spark_jobs.errors import JobError
-from spark_jobs.strategies import identifier, refuse_cutting
+from spark_jobs.strategies import Place, identifier, refuse_cutting
 
 _INSERT: Final = "INSERT INTO {table} ({columns}) SELECT {values} FROM batch{messages}"
 _MESSAGES: Final = " WHERE NOT message_tombstone"
@@ -47,6 +48,39 @@ DELETE FROM {table} AS stored USING {gone}
        SELECT FROM batch
         WHERE NOT batch.message_tombstone AND batch.{here}::{type} = gone.outbox_batch_key
           AND (batch.message_topic, batch.message_part, batch.message_offset) > {then})"""
+# Tombstones that a transform was given, and then those of them that it has left out.
+_NOTE: Final = """
+CREATE TEMPORARY TABLE outbox_batch_gone ON COMMIT DROP AS
+SELECT DISTINCT message_topic, message_part, message_offset, message_key FROM batch
+ WHERE message_tombstone AND message_key IS NOT NULL"""
+_LEFT_OUT: Final = """
+DELETE FROM outbox_batch_gone AS gone USING batch
+ WHERE batch.message_tombstone AND (batch.message_topic, batch.message_part, batch.message_offset)
+     = (gone.message_topic, gone.message_part, gone.message_offset)"""
+# What is no key of the table's is another's tombstone.
+_FOREIGN: Final = """
+DECLARE
+    gone record;
+BEGIN
+    FOR gone IN SELECT ctid AS place, message_key FROM outbox_batch_gone LOOP
+        BEGIN
+            PERFORM gone.message_key::{type};
+        EXCEPTION WHEN data_exception OR integrity_constraint_violation THEN
+            DELETE FROM outbox_batch_gone WHERE ctid = gone.place;
+        END;
+    END LOOP;
+END"""
+_MISSED: Final = """
+SELECT message_topic, message_part, message_offset FROM outbox_batch_gone AS gone
+ WHERE EXISTS (SELECT FROM {table} AS stored WHERE stored.{conflict} = gone.message_key::{type})
+ UNION
+SELECT message_topic, message_part, message_offset FROM outbox_batch_gone AS gone
+ WHERE EXISTS (
+       SELECT FROM batch
+        WHERE NOT batch.message_tombstone AND batch.{here}::{type} = gone.message_key::{type}
+          AND (batch.message_topic, batch.message_part, batch.message_offset)
+            < (gone.message_topic, gone.message_part, gone.message_offset))
+ ORDER BY 1, 2, 3 LIMIT 1"""
 # Neither newer than anything nor older: it would stay away, or stay for good.
 _VERSIONED: Final = """
 BEGIN
@@ -58,7 +92,8 @@ PLACED: Final = frozenset({"message_topic", "message_part", "message_offset", "m
 """The columns that rows have which are messages; a transform that shuffles need not keep them."""
 
 Columns = Mapping[str, str] | Sequence[str] | None
-"""Table column → column of ``batch``; or names that are the same in both; or None: all of the payload's."""
+"""Table column → column of ``batch``; or names that are the same in both; or None: all of the payload's. After
+a shuffle None is all that it leaves; of the columns about messages those that the table has too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,6 +200,22 @@ class Upsert:
             action=action,
         )
         return [*self._versioned(pairs, messages), *self._with_deletes(upsert, pairs, types)]
+
+    def note(self, cursor: psycopg.Cursor[Any]) -> None:
+        """Note the tombstones in ``batch`` before a transform's result takes its place."""
+        if self.deletes:
+            cursor.execute(_NOTE)
+
+    def missed(self, cursor: psycopg.Cursor[Any], payload: Sequence[str], types: Mapping[str, str]) -> Place | None:
+        """Give the first noted tombstone that is not in ``batch`` any more and has a row to delete."""
+        if not self.deletes:
+            return None
+        cursor.execute(_LEFT_OUT)
+        compared = self._compared(_pairs(self.table, self.columns, payload, types), types)
+        foreign = sql.SQL(_FOREIGN).format(**compared).as_string(cursor)
+        cursor.execute(sql.SQL("DO {}").format(sql.Literal(foreign)))
+        names = {"table": identifier(self.table), "conflict": sql.Identifier(self.key[0])}
+        return cursor.execute(sql.SQL(_MISSED).format(**names, **compared)).fetchone()
 
     def _latest(
         self,

@@ -286,17 +286,18 @@ class Rounds:
             slow=frozenset(self._slow),
         )
 
-    def _effect(self, columns: Mapping[str, str], *, placed: bool) -> Any:
+    def _effect(self, columns: Mapping[str, str], *, placed: bool, shuffled: bool = False) -> Any:
         effect = self._job.effect
         if not isinstance(effect, Insert | Upsert):
             return effect
         if not columns:
             # Nothing is applied with such a plan, only stepped over.
             return ""
-        payload = tuple(name for name in columns if not placed or name not in META)
-        known = (str(placed), *payload)
+        known = (str(placed), str(shuffled), *columns)
         if known not in self._statements:
             types = self._store.column_types(effect.table)
+            # A shuffle's result is all the payload there is: what it holds of the messages goes where there is a place.
+            payload = [name for name in columns if not placed or name not in META or (shuffled and name in types)]
             made = [one.as_string(None) for one in effect.statements(payload, types, placed=placed)]
             self._statements[known] = ";\n".join(made)
         return self._statements[known]
