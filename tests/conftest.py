@@ -9,8 +9,13 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent))
 
 from class_archives import ARCHIVES, QUIET
+from hypothesis import settings
 
 from outbox.testing import _broker
+
+# The same examples in every run: what fails, fails for everybody.
+settings.register_profile("tests", derandomize=True, database=None)
+settings.load_profile("tests")
 
 # The two addresses choose the servers that the fixtures use; everything else would change what is tested.
 for _name in list(os.environ):

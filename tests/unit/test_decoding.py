@@ -287,8 +287,10 @@ def test_policies_are_checked(name):
         Json("a long", **{name: "perhaps"})
 
 
+# VARIANT takes numbers of up to 38 digits.
+INTEGERS = st.integers(1 - 10**38, 10**38 - 1)
 VALUES = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    st.none() | st.booleans() | INTEGERS | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=3),
     max_leaves=8,
 )
