@@ -24,9 +24,9 @@ class At(NamedTuple):
     xid: int
 
 
-def last_before(lsn: int) -> At:
-    """Give the last place that an event can have before this position: a number is an int in the table."""
-    return At(lsn - 1, 2**31 - 1, 0)
+def up_to(at: At, end_lsn: int) -> At:
+    """Give the place, or the last one that an event can have before ``end_lsn``: a number is an int in the table."""
+    return at if at.commit_lsn < end_lsn else At(end_lsn - 1, 2**31 - 1, 0)
 
 
 class Claim(NamedTuple):

@@ -39,7 +39,7 @@ from outbox.event import CE_ID, DEAD_LETTER, REPLAY
 from relay.database import FURTHER, TIMELINE, unavailable_on_error
 from relay.marker import Marker, StateLost, resume
 from relay.polling import position
-from relay.ports import At, Claim, Unavailable, last_before
+from relay.ports import At, Claim, Unavailable, up_to
 from relay.routing import NoRoute, Router
 from relay.sending import silent, text_of
 from relay.transactions import StateTopic
@@ -236,7 +236,7 @@ class Reconciler:
         end = self._end_of(marker.timeline, seen)
         if end is None:
             return None
-        return marker.stream if marker.stream.commit_lsn < end else last_before(end)
+        return up_to(marker.stream, end)
 
     def _take(self, lane: int) -> int:
         with unavailable_on_error(f"taking lane {lane}"):

@@ -37,7 +37,7 @@ from relay.database import FURTHER, TIMELINE, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.marker import Marker
 from relay.polling import Floor, Identity, Pending, PollingSource, array, position
-from relay.ports import Claim, Published, Receipt, Refused, last_before
+from relay.ports import Claim, Published, Receipt, Refused, up_to
 from relay.slot import Snapshot, current_snapshot
 from relay.stream import UNREADABLE, Channel, Stream
 
@@ -343,7 +343,7 @@ class StreamSource(PollingSource):
         assert self._marker.stream is not None
         end = channel.ended(self._marker.timeline)
         if end is not None:
-            at = self._marker.stream if self._marker.stream.commit_lsn < end else last_before(end)
+            at = up_to(self._marker.stream, end)
             with unavailable_on_error(f"noting the place of lane {self._lease.lane}"):
                 row = self._connection.execute(self._placed, {**position(at), **self._mine()}).fetchone()
             if row is None:

@@ -116,7 +116,8 @@ class Applying:
         self._effect = effect
         self._bisecting = bisect
         self._max_dead = max_dead
-        self._placed = set(META_PLACE) <= set(columns)
+        self.placed = set(META_PLACE) <= set(columns)
+        """The rows say which messages they are."""
         self._kept: list[pa.RecordBatch] = []
         self._staged: tuple[sql.Identifier, list[str]] | None = None
         self._ids: list[Ids] | None = None
@@ -164,7 +165,7 @@ class Applying:
         except psycopg.Error as error:
             if passing(error):
                 raise
-            if not (self._bisecting and self._placed and by_data(error)):
+            if not (self._bisecting and self.placed and by_data(error)):
                 raise Broken(shown(error)) from error
             found = self._fill(source)
             if found:
@@ -187,15 +188,10 @@ class Applying:
         )
         first = (
             sql.SQL(_PLACE)
-            if self._placed
+            if self.placed
             else sql.SQL("array_position({}::text[], outbox_batch_staged_by)").format(mine)
         )
         return source, first + sql.SQL(", outbox_batch_staged_at")
-
-    @property
-    def placed(self) -> bool:
-        """The rows say which messages they are."""
-        return self._placed
 
     def places(self) -> set[Place]:
         """Give the places of the messages in ``batch``."""
@@ -365,7 +361,7 @@ class Applying:
         if not self._kept:
             return read_rows(self._cursor, self._columns, sql.SQL("batch"), sql.SQL("ctid"))
         table = pa.Table.from_batches(self._kept)
-        if not self._placed:
+        if not self.placed:
             return table
         left = self.places()
         if len(left) < table.num_rows:

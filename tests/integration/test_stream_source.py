@@ -509,8 +509,8 @@ def foreign(box: Outboxed, content: bytes, *, transactional: bool = True) -> Non
     box.admin.execute("SELECT pg_logical_emit_message(%s, %s, %s::bytea)", (transactional, prefix, content))
 
 
-@pytest.mark.parametrize("failing", [False, True], ids=["streaming", "table"])
-def test_a_message_that_is_no_event_becomes_a_dead_letter_and_stops_nothing(outboxed, failing):
+def begun(outboxed: Callable[..., Outboxed], *, failing: bool) -> Outboxed:
+    """Give an outbox whose lane streams, or reads its table because it has a failure."""
     box = outboxed()
     box.relay()
     box.streams()
@@ -518,6 +518,12 @@ def test_a_message_that_is_no_event_becomes_a_dead_letter_and_stops_nothing(outb
         box.kafka.bad = {"z"}
         box.add("z1")
         box.until(lambda: box.failed() == ["z"], "a failure")
+    return box
+
+
+@pytest.mark.parametrize("failing", [False, True], ids=["streaming", "table"])
+def test_a_message_that_is_no_event_becomes_a_dead_letter_and_stops_nothing(outboxed, failing):
+    box = begun(outboxed, failing=failing)
     box.add("a1", message=True)
     foreign(box, b"\x00\xff no event")
     foreign(box, b"{}\n")
@@ -562,13 +568,7 @@ def test_whatever_a_foreign_program_writes_stops_nothing(outboxed):
 @pytest.mark.parametrize("failing", [False, True], ids=["streaming", "table"])
 def test_an_event_outside_of_its_transaction_becomes_a_dead_letter(outboxed, failing):
     """Whoever writes with transactional = false has it published although he may roll back: nobody may rely on that."""
-    box = outboxed()
-    box.relay()
-    box.streams()
-    if failing:
-        box.kafka.bad = {"z"}
-        box.add("z1")
-        box.until(lambda: box.failed() == ["z"], "a failure")
+    box = begun(outboxed, failing=failing)
     box.kafka.away = True
     # The commit's record is the next one in the WAL: a place of its own all the same.
     with box.admin.transaction():
