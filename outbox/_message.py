@@ -35,6 +35,10 @@ VERSION: Final = 1
 DEFAULT_SLOT: Final = "outbox_relay"
 """The replication slot that the relay reads from, unless it is told another."""
 
+MAX_MESSAGE_BYTES: Final = MAX_EVENT_BYTES + 20_000
+"""Nothing longer is looked at. An event's limit counts the payload, the key and the headers; the rest of the line is
+its types and the names of the fields, and a key in the longest form that JSON has for it."""
+
 _NEEDED: Final = ("version", "event_id", "aggregate_type", "aggregate_id", "event_type", "payload")
 _FIELDS: Final = frozenset({*_NEEDED, "headers"})
 _UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
@@ -60,12 +64,12 @@ class EventMessage(NamedTuple):
 
 
 def message_prefix(schema: str) -> str:
-    """Give the prefix that sets the messages of the outbox in this schema apart from all others in the WAL."""
+    """Return the prefix that sets the messages of the outbox in this schema apart from all others in the WAL."""
     return f"outbox.{schema}"
 
 
 def encode(message: EventMessage) -> bytes:
-    """Give the content of an event's message. Takes what Event and ``_payload`` have let pass; checks nothing."""
+    """Return the content of an event's message. Takes what Event and ``_payload`` have let pass; checks nothing."""
     head: dict[str, Any] = {
         "version": VERSION,
         "event_id": message.event_id,
@@ -82,7 +86,13 @@ def encode(message: EventMessage) -> bytes:
 
 
 def decode(content: bytes) -> EventMessage:
-    """Read the content of a message. Raises MessageError, which says what is wrong, for anything but an event."""
+    """Read the content of a message. Raises MessageError, which says what is wrong, for anything but an event.
+
+    The length is looked at first: any role of the database can write a message of a gigabyte, unless EXECUTE on
+    pg_logical_emit_message was revoked from PUBLIC, and to parse that would take the relay's memory and minutes.
+    """
+    if len(content) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"has {len(content):,} bytes; no event takes more than {MAX_MESSAGE_BYTES:,}")
     line, newline, rest = content.partition(b"\n")
     if not newline:
         raise MessageError(f"no line ends in its {len(content):,} bytes")

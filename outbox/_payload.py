@@ -37,7 +37,7 @@ class Encoded(NamedTuple):
 
 
 def encode(event: Event) -> Encoded:
-    """Give the event's payload as the row will hold it.
+    """Return the event's payload as the row will hold it.
 
     Raises PayloadError when the payload has no faithful form; the error names the place inside it where it can.
     """
@@ -69,7 +69,7 @@ def check_size(aggregate_id: str, payload: Encoded, headers: bytes | None, limit
 
 
 def largest_size(encoded: bytes) -> int:
-    """Give a number of bytes that jsonb's text form of this JSON does not pass; quickly.
+    """Return a number of bytes that jsonb's text form of this JSON does not pass; quickly.
 
     jsonb is stored parsed and printed anew: a space after every comma and colon, numbers without exponent.
     """
@@ -78,7 +78,7 @@ def largest_size(encoded: bytes) -> int:
 
 
 def exact_size(encoded: bytes) -> int:
-    """Give the number of bytes of jsonb's text form of this JSON, which the table's CHECK counts; slowly."""
+    """Return the number of bytes of jsonb's text form of this JSON, which the table's CHECK counts; slowly."""
     return _jsonb_length(orjson.loads(encoded))
 
 
@@ -176,7 +176,7 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, object]]:
 
 
 def _any_not_finite(value: Any) -> bool:
-    """Say whether ``_find`` would find such a number, ten times as fast: a null in the payload is nothing unusual."""
+    """Return whether ``_find`` would find such a number, ten times as fast: nulls in a payload are nothing unusual."""
     kind = type(value)
     if kind in _WITHOUT_FLOATS:
         return False

@@ -89,7 +89,7 @@ def emit_many(*, lock_key: bool) -> sa.Select[tuple[int]]:
 
 @cache
 def psycopg_sql(statement: sa.ClauseElement) -> str:
-    """Give one of these statements as psycopg takes it, with ``%(name)s`` for what it binds."""
+    """Return one of these statements as psycopg takes it, with ``%(name)s`` for what it binds."""
     return str(statement.compile(dialect=_DIALECT))
 
 

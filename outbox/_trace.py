@@ -9,7 +9,7 @@ from outbox.event import TRACEPARENT
 
 
 def current() -> dict[str, str]:
-    """Give ``traceparent`` and ``tracestate`` of the active span; nothing without one.
+    """Return ``traceparent`` and ``tracestate`` of the active span; nothing without one.
 
     OpenTelemetry is never imported here: where it has not been imported, no span can be active.
     """
@@ -23,7 +23,7 @@ def current() -> dict[str, str]:
 
 
 def merged(trace: Mapping[str, str], headers: Mapping[str, str]) -> dict[str, str]:
-    """Give an event's headers with the trace beside them. A trace of the event's own wins, and wins whole:
+    """Return an event's headers with the trace beside them. A trace of the event's own wins, and wins whole:
     ``tracestate`` belongs to one ``traceparent``.
     """
     return dict(headers) if TRACEPARENT in headers else {**trace, **headers}

@@ -48,6 +48,8 @@ IDEMPOTENCY_KEY: Final = "idempotency-key"
 RESERVED_HEADERS: Final = frozenset({ID, EVENT_TYPE, AGGREGATE_TYPE, IDEMPOTENCY_KEY})
 """Names the relay sets itself, as is every name that begins with ``ce_`` or ``outbox-``. An event can't bring them."""
 
+RELAY_HEADER_PREFIX: Final = "outbox-"
+"""Begins the names below, and no name of an event's own headers: the relay goes by them."""
 DEAD_LETTER: Final = "outbox-dead-letter"
 """On a copy in a dead-letter topic: why the event could not be published."""
 ATTEMPTS: Final = "outbox-attempts"
@@ -123,7 +125,7 @@ def check_header(name: object, value: object) -> None:
     shown = f"headers[{name!r}]"
     if not isinstance(name, str) or not _HEADER_NAME.fullmatch(name):
         raise EventError(shown, "a header's name is 1 to 100 of A-Z a-z 0-9 . _ -")
-    if name in RESERVED_HEADERS or name.startswith(("ce_", "outbox-")):
+    if name in RESERVED_HEADERS or name.startswith(("ce_", RELAY_HEADER_PREFIX)):
         raise EventError(shown, "is a name the relay sets itself; choose another")
     if name == CONTENT_TYPE:
         raise EventError(shown, "is given as the event's content_type, not among its headers")

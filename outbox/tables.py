@@ -21,6 +21,7 @@ from outbox.event import (
     MAX_AGGREGATE_TYPE,
     MAX_EVENT_BYTES,
     MAX_EVENT_TYPE,
+    RELAY_HEADER_PREFIX,
     RESERVED_HEADERS,
 )
 
@@ -104,6 +105,9 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("payload_bytes", pg.BYTEA),
         sa.Column("headers", pg.JSONB(none_as_null=True)),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        # Put there by the relay or an operator's command: a copy of a dead letter, a replay, a retry. Writers have no
+        # right to set it, and need none: see docs/migrations.md.
+        sa.Column("from_relay", sa.Boolean, nullable=False, server_default=sa.text("false")),
         # (lane, id) and not (id): a relay reads one lane in id order, and this index gives just that.
         sa.PrimaryKeyConstraint("lane", "id", name="events_pkey"),
         sa.CheckConstraint(
@@ -120,6 +124,12 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.CheckConstraint(
             f"jsonb_typeof(headers) = 'object' AND NOT jsonb_path_exists(headers, '$.keyvalue() ? ({_BAD_HEADER})')",
             name="events_headers_text",
+        ),
+        # The relay knows copies of dead letters and replays by these headers.
+        sa.CheckConstraint(
+            "from_relay OR NOT jsonb_path_exists(headers, "
+            f"'$.keyvalue() ? (@.key starts with \"{RELAY_HEADER_PREFIX}\")')",
+            name="events_relay_headers",
         ),
         sa.CheckConstraint(
             "octet_length(aggregate_id) + coalesce(octet_length(payload::text), octet_length(payload_bytes), 0)"
@@ -150,11 +160,17 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         # number in that transaction.
         sa.Column("commit_lsn", sa.BigInteger),
         sa.Column("commit_number", sa.BigInteger),
+        # Exactly-once: under which id the lane may have been written; whoever takes it over fences that first. NULL:
+        # nobody needs to be fenced. Empty: the ids of relays before outbox_0005.
+        sa.Column("transactional_id", sa.Text),
+        # Raised together with epoch. Relays before outbox_0005 raise epoch alone, which the constraint refuses.
+        sa.Column("protocol_epoch", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.PrimaryKeyConstraint("lane", name="lanes_pkey"),
         sa.CheckConstraint(f"lane BETWEEN 0 AND {MAX_LANES - 1}", name="lanes_lane_range"),
         sa.CheckConstraint("epoch >= 0 AND last_batch >= 0", name="lanes_counters"),
         sa.CheckConstraint("source IN ('polling', 'wal')", name="lanes_source"),
         sa.CheckConstraint("(commit_lsn IS NULL) = (commit_number IS NULL)", name="lanes_position"),
+        sa.CheckConstraint("protocol_epoch = epoch", name="lanes_protocol"),
         schema=schema,
         comment="Who publishes each lane. The epoch rises with every change of owner: the fencing token.",
     )

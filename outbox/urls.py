@@ -1,37 +1,145 @@
-"""One database, two spellings of its address: libpq's URL and SQLAlchemy's."""
+"""One database, two spellings of its address: libpq's URL and SQLAlchemy's.
+
+libpq reads an address as nothing else does: ``#`` and ``?`` may stand in a password, ``/`` and ``@`` may not. So an
+address is read with libpq's own parser, and only what that parser takes for host, port and database is ever shown.
+No error raised here holds a part of the address, nor does an exception in its chain: a password may be in any part
+that is not understood.
+"""
 
 from __future__ import annotations
 
-from urllib.parse import urlsplit
+from typing import Final
+from urllib.parse import quote
 
 from outbox.errors import ConfigurationError
 
-_SCHEMES = {"postgresql", "postgres", "postgresql+psycopg", "postgresql+psycopg2", "postgresql+asyncpg"}
+_SCHEMES: Final = frozenset(
+    {"postgresql", "postgres", "postgresql+psycopg", "postgresql+psycopg2", "postgresql+asyncpg"}
+)
+
+_UNREADABLE: Final = (
+    "the database URL can't be read; it must look like postgresql://user:password@host:port/database, special "
+    "characters in it written as %40 and so on"
+)
+_AMBIGUOUS: Final = (
+    "the database URL can't be read: it has an @ where none belongs; in user, password and database write / as %2F, "
+    "@ as %40 and % as %25"
+)
+_PORT: Final = (
+    "the port in the database URL must be a number from 1 to 65535; in a password write / as %2F and @ as %40"
+)
 
 
 def libpq_url(url: str) -> str:
-    """Give the address as libpq (psycopg) reads it: ``postgresql://…``.
+    """Return the address as libpq (psycopg) reads it: ``postgresql://…``, or ``host=… dbname=…`` as it is.
 
-    Raises ConfigurationError when the scheme is not one of Postgres's.
+    Raises ConfigurationError when libpq can't read it. The error has nothing of the address in it but the scheme.
     """
-    scheme, separator, rest = url.partition("://")
-    if not separator or scheme not in _SCHEMES:
-        raise ConfigurationError(
-            f"the database URL must start with postgresql://, this one starts with {scheme[:24]!r}"
-            if separator
-            else "the database URL must look like postgresql://user@host:port/database"
-        )
-    return f"postgresql://{rest}"
+    address = _with_libpq_scheme(url)
+    _parameters(address)
+    return address
 
 
 def sqlalchemy_url(url: str, driver: str = "psycopg") -> str:
-    """Give the address as SQLAlchemy reads it, for the driver named: ``postgresql+psycopg://…``."""
-    return libpq_url(url).replace("postgresql://", f"postgresql+{driver}://", 1)
+    """Return the address as SQLAlchemy reads it, for the driver named: ``postgresql+psycopg://…``."""
+    return _compose(f"postgresql+{driver}", _parameters(_with_libpq_scheme(url)))
+
+
+def with_database(url: str, database: str) -> str:
+    """Return the address of another database on the same server, as libpq reads it."""
+    return _compose("postgresql", _parameters(_with_libpq_scheme(url)) | {"dbname": database}, sockets_in_host=True)
 
 
 def display_url(url: str) -> str:
-    """Give the address without user, password and options, for logs and screens."""
-    parts = urlsplit(libpq_url(url))
-    # Not parts.port: libpq takes several hosts with a port each.
-    hosts = parts.netloc.rpartition("@")[2] or "local"
-    return f"postgresql://{hosts}{parts.path}"
+    """Return the address without user, password and options, for logs and screens.
+
+    Raises ConfigurationError when libpq can't read it.
+    """
+    found = _parameters(_with_libpq_scheme(url))
+    hosts = found.get("host") or found.get("hostaddr") or ""
+    if not hosts:
+        shown = f"service {found['service']}" if "service" in found else "local"
+    else:
+        shown = ",".join(
+            (f"[{host}]" if ":" in host else host) + (f":{port}" if port else "") for host, port in _hosts(found, hosts)
+        )
+    database = found.get("dbname")
+    if database is None:
+        return f"postgresql://{shown}"
+    # To libpq's other functions such a name is a whole address.
+    return f"postgresql://{shown}/{'…' if '=' in database or '://' in database else database}"
+
+
+def _with_libpq_scheme(url: str) -> str:
+    scheme, separator, rest = url.partition("://")
+    # In `host=h options=a://b`, or `password=a://b`, the separator belongs to a value.
+    if separator and "=" not in scheme:
+        if scheme in _SCHEMES:
+            return f"postgresql://{rest}"
+        if scheme.replace("+", "").isalnum() and len(scheme) <= 24:
+            raise ConfigurationError(f"the database URL must start with postgresql://, this one starts with {scheme!r}")
+    elif "=" in url:
+        return url
+    raise ConfigurationError("the database URL must look like postgresql://user:password@host:port/database")
+
+
+def _parameters(address: str) -> dict[str, str]:
+    """Read an address with libpq's parser."""
+    # psycopg needs libpq, which a service that only writes through asyncpg may not have.
+    import psycopg
+    from psycopg.conninfo import conninfo_to_dict
+
+    found: dict[str, str] | None = None
+    # libpq, written in C, reads up to a NUL.
+    if "\0" not in address:
+        try:
+            found = {name: str(value) for name, value in conninfo_to_dict(address).items() if value is not None}
+        except (psycopg.Error, UnicodeError):
+            pass
+    # Not raised in the handler: the error that is handled would be its context, and that one quotes the address.
+    if found is None:
+        raise ConfigurationError(_UNREADABLE)
+    if address.startswith("postgresql://"):
+        # libpq takes the first @ for the end of the password, and a / before it for the end of the host: the rest of
+        # such a password would become a host, a port or a database, which are shown.
+        rest = address.removeprefix("postgresql://")
+        at, slash = rest.find("@"), rest.find("/")
+        if "@" in (rest[at + 1 :] if slash < 0 or at < slash else rest):
+            raise ConfigurationError(_AMBIGUOUS)
+    # A whole address as the host's name, or a part of one. The name of an abstract socket begins with an @.
+    if any("@" in host[1:] or "://" in host for host in found.get("host", "").split(",")):
+        raise ConfigurationError(_AMBIGUOUS)
+    for port in found.get("port", "").split(","):
+        if port and not (port.isascii() and port.isdecimal() and 0 < int(port) < 65536):
+            raise ConfigurationError(_PORT)
+    return found
+
+
+def _hosts(found: dict[str, str], hosts: str) -> list[tuple[str, str]]:
+    """Return each host with its port; one port counts for all hosts."""
+    names, ports = hosts.split(","), found.get("port", "").split(",")
+    if len(ports) == 1:
+        ports *= len(names)
+    return list(zip(names, ports + [""] * (len(names) - len(ports)), strict=False))
+
+
+def _compose(scheme: str, found: dict[str, str], *, sockets_in_host: bool = False) -> str:
+    """Write an address. SQLAlchemy takes several hosts, and the directory of a socket, only behind the ``?``."""
+    rest = dict(found)
+    user, password, database = (rest.pop(name, None) for name in ("user", "password", "dbname"))
+    text = f"{scheme}://"
+    if user is not None or password is not None:
+        text += quote(user or "", safe="") + ("" if password is None else f":{quote(password, safe='')}") + "@"
+    host = rest.get("host", "")
+    if host and (sockets_in_host or not ("," in host or host.startswith(("/", "@")))):
+        text += ",".join(
+            (f"[{name}]" if ":" in name else quote(name, safe="")) + (f":{port}" if port else "")
+            for name, port in _hosts(found, host)
+        )
+        del rest["host"]
+        rest.pop("port", None)
+    if database is not None or rest:
+        text += "/" + quote(database or "", safe="")
+    if rest:
+        text += "?" + "&".join(f"{name}={quote(value, safe='/,')}" for name, value in rest.items())
+    return text

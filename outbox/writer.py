@@ -132,7 +132,7 @@ class _Writer:
         )
 
     def _checked(self, event: Event, trace: Mapping[str, str]) -> tuple[_payload.Encoded, dict[str, str], bytes | None]:
-        """Give payload and headers as they will be written; the headers also as JSON, if there are any."""
+        """Return payload and headers as they will be written; the headers also as JSON, if there are any."""
         if not isinstance(event, Event):
             raise EventError("event", f"must be an outbox.Event, not {type(event).__name__}")
         payload = _payload.encode(event)
@@ -310,7 +310,7 @@ def _is_async(target: object) -> bool:
 
 
 def _state_unknown(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
-    """Whether only the server can tell if a transaction is open: in autocommit mode, with a pipeline under way.
+    """Return whether only the server can tell if a transaction is open: in autocommit mode, with a pipeline under way.
 
     A nested pipeline block waits for the answers to what was sent before it.
     """

@@ -58,7 +58,8 @@ UPDATE {streams} SET publication = %(publication)s::text, publication_version = 
 
 # A relay that had looked at its lanes before must look again: the epoch is over.
 _READ_THE_TABLE: Final = """
-UPDATE {lanes} SET streaming = false, epoch = epoch + 1, owner = NULL, lease_until = '-infinity'
+UPDATE {lanes} SET streaming = false, epoch = epoch + 1, protocol_epoch = epoch + 1, owner = NULL,
+       lease_until = '-infinity'
  WHERE source = 'wal'"""
 
 # Of every lane, also one that is polled: a new slot gives nothing that is older, and a place in the WAL of the server

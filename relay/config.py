@@ -3,11 +3,13 @@
 Nested names take two underscores: ``OUTBOX_RELAY__BATCH_SIZE`` or ``[relay] batch_size``. Kafka's own options pass
 through to librdkafka: ``OUTBOX_KAFKA__LINGER_MS`` or ``[kafka] "linger.ms"``. Those that would break the promise of
 the chosen delivery are refused. The file is ``outbox.toml`` in the working directory, or what OUTBOX_CONFIG names.
+A name that is not known is an error in the environment and in the file: a misspelt setting must not become a default.
 """
 
 from __future__ import annotations
 
 import os
+import tomllib
 from collections.abc import Set as AbstractSet
 from enum import StrEnum
 from pathlib import Path
@@ -18,12 +20,16 @@ from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
+    SettingsError,
     TomlConfigSettingsSource,
 )
 
 from outbox.errors import ConfigurationError
 from outbox.urls import libpq_url
+from relay import environment, settings_errors
+from relay.kafka.headers import HeaderSet
 from relay.routing import DEFAULT_TEMPLATE, STATE_SUFFIX, OnFailure, topic_problem
+from relay.settings_errors import conflict
 
 
 class Delivery(StrEnum):
@@ -41,6 +47,9 @@ class SourceKind(StrEnum):
     WAL = "wal"
 
 
+_ADDRESS: Final = "host:port, such as 0.0.0.0:9100"
+
+
 class RelaySettings(BaseModel):
     """How one relay process works. All times are in seconds."""
 
@@ -52,12 +61,15 @@ class RelaySettings(BaseModel):
     lease_seconds: float = Field(15.0, ge=1.0, le=3600)
     """After a kill -9 its lanes are taken over when this has passed."""
     max_idle_seconds: float = Field(0.1, ge=0.001, le=60)
-    """An idle lane looks at least this often."""
+    """An idle worker asks at least this often."""
+    watch_seconds: float = Field(0.003, ge=0, le=1)
+    """How often an idle worker's statement looks, inside Postgres, whether anything was committed. 0: the relay asks by
+    itself, more and more rarely up to ``max_idle_seconds``; so it is behind a pooler in any case."""
     max_backoff_seconds: float = Field(5.0, ge=0.1, le=300)
     """Longest wait between tries while Postgres or Kafka is away."""
     shutdown_seconds: float = Field(25.0, ge=0.1, le=3600)
     """After SIGTERM: how long the batches in flight may take."""
-    metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$")
+    metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=_ADDRESS)
     """Answer Prometheus there: ``host:port``. Not at all, if not given."""
     archive_days: int = Field(0, ge=0, le=3650)
     """Keep published events in ``published`` for so many days; 0 deletes them at once."""
@@ -68,13 +80,19 @@ class WalSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    slot: str = Field("outbox_relay", pattern=r"^[a-z0-9_]{1,63}$")
+    slot: str = Field(
+        "outbox_relay", pattern=r"^[a-z0-9_]{1,63}$", description="1 to 63 of the characters a-z, 0-9 and _"
+    )
     """Unique on the server, over all its databases."""
     publication: str = Field("outbox_relay", min_length=1, max_length=63)
     heartbeat_seconds: float = Field(10.0, ge=0.1, le=3600)
     """At rest: how often the slot is moved on behind what others write."""
     retained_limit_bytes: int = Field(1 << 30, ge=1 << 20)
     """More WAL than this kept for the slot is an alert."""
+    messages: bool = False
+    """Publish events that are messages in the WAL (``Outbox(transport="message")``). Off unless set: Postgres lets
+    every role of the database write messages, so grant that to the writers alone first (``outbox db roles``). A relay
+    does not start without this setting where messages were published before: with false they become dead letters."""
 
 
 class RouteSettings(BaseModel):
@@ -108,7 +126,7 @@ class ConsumerSettings(BaseModel):
 
     keep_days: int = Field(14, ge=1, le=3650)
     """Ids of applied messages are remembered for so many whole days: longer than Kafka keeps the messages."""
-    metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$")
+    metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=_ADDRESS)
     """Answer Prometheus there: ``host:port``. Not at all, if not given."""
 
 
@@ -117,8 +135,8 @@ class SparkSettings(BaseModel):
 
     model_config = ConfigDict(extra="forbid")
 
-    kafka: dict[str, str] = Field(default_factory=dict)
-    conf: dict[str, str] = Field(default_factory=dict)
+    kafka: dict[str, str] = Field(default_factory=dict, repr=False)
+    conf: dict[str, str] = Field(default_factory=dict, repr=False)
 
     @field_validator("kafka", "conf", mode="before")
     @classmethod
@@ -148,12 +166,16 @@ class Settings(BaseSettings):
     topic_template: str = DEFAULT_TEMPLATE
     routes: dict[str, RouteSettings] | None = None
     """Aggregate type to topic (or to a table with more). When given, no other aggregate type is published."""
-    name: str = Field("outbox", pattern=r"^[a-zA-Z0-9._-]{1,100}$")
+    name: str = Field(
+        "outbox", pattern=r"^[a-zA-Z0-9._-]{1,100}$", description="1 to 100 letters, digits, dots, - and _"
+    )
     """Exactly-once: unique among the outboxes of one Kafka. Begins the state topic's name and each transactional.id."""
     state_replication: int = Field(-1, ge=-1)
     """Replication factor of the state topic when the relay creates it; -1 leaves it to the broker."""
     ce_source: str = Field("/outbox", min_length=1)
     """CloudEvents ``source`` of every event: which system these events come from."""
+    headers: HeaderSet = HeaderSet.BOTH
+    """Which headers a message carries: those of CloudEvents, the plain names of Debezium's consumers, or both."""
     kafka: dict[str, str] = Field(default_factory=dict, repr=False)
     relay: RelaySettings = Field(default_factory=RelaySettings)
     failures: FailureSettings = Field(default_factory=FailureSettings)
@@ -162,8 +184,8 @@ class Settings(BaseSettings):
     spark: SparkSettings = Field(default_factory=SparkSettings)
     spark_packages: str | None = None
     """Maven coordinates for Spark, instead of the jars that are fetched and checked here."""
-    log_format: str = Field("auto", pattern="^(auto|console|json)$")
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$")
+    log_format: str = Field("auto", pattern="^(auto|console|json)$", description="auto, console or json")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
 
     @field_validator("kafka", mode="before")
     @classmethod
@@ -189,19 +211,23 @@ class Settings(BaseSettings):
     def _checked(self) -> Self:
         for name in self.kafka:
             if name in _OURS:
-                raise ValueError(f"kafka option {name!r} is set by the relay itself; remove it")
+                raise conflict(("kafka", name), "is set by the relay itself; remove it")
         problem = topic_problem(self.name)
         if problem:
-            raise ValueError(f"name {self.name!r}: {problem}")
+            raise conflict(("name",), f"begins the names of topics, and {self.name!r} can't: {problem}")
         if self.delivery is Delivery.EXACTLY_ONCE and self.relay.batch_size > MAX_TRANSACTION:
-            raise ValueError(
-                f"relay.batch_size={self.relay.batch_size}: with exactly-once it is at most {MAX_TRANSACTION}, so that "
-                "the batch's marker stays below Kafka's message size"
+            raise conflict(
+                ("relay", "batch_size"),
+                f"must be at most {MAX_TRANSACTION} with exactly-once, so that the batch's marker stays below Kafka's "
+                f"message size; got {self.relay.batch_size}",
             )
         if self.delivery is Delivery.AT_MOST_ONCE and self.relay.archive_days:
-            raise ValueError("relay.archive_days: at-most-once does not know what was published, so it has no archive")
+            raise conflict(
+                ("relay", "archive_days"),
+                f"must be 0 with at-most-once, which does not know what was published; got {self.relay.archive_days}",
+            )
         if self.delivery is Delivery.AT_MOST_ONCE and self.source is SourceKind.WAL:
-            raise ValueError("source=wal goes with at-least-once and exactly-once; for at-most-once use polling")
+            raise conflict(("source",), "must be polling with at-most-once; got 'wal'")
         return self
 
     @classmethod
@@ -217,13 +243,13 @@ class Settings(BaseSettings):
         return (init_settings, env_settings, _TomlFile(settings_cls, _config_file()))
 
     def require_database(self) -> str:
-        """Give the database URL. Raises ConfigurationError when there is none."""
+        """Return the database URL. Raises ConfigurationError when there is none."""
         if self.database_url is None:
             raise ConfigurationError("no database: set OUTBOX_DATABASE_URL=postgresql://user@host:port/database")
         return self.database_url
 
     def require_kafka(self) -> str:
-        """Give the bootstrap servers. Raises ConfigurationError when there are none."""
+        """Return the bootstrap servers. Raises ConfigurationError when there are none."""
         servers = self.kafka.get("bootstrap.servers")
         if not servers:
             raise ConfigurationError("no Kafka: set OUTBOX_KAFKA__BOOTSTRAP_SERVERS=host:port")
@@ -238,7 +264,9 @@ class _TomlFile(TomlConfigSettingsSource):
         known = set(Settings.model_fields) - {"db_schema"} | {"schema"}
         unknown = sorted(set(self.toml_data) - known)
         if unknown:
-            raise ConfigurationError(f"{self.toml_file_path}: unknown setting {unknown[0]!r}")
+            near = environment.nearest_key(unknown[0], sorted(known))
+            hint = f"did you mean {near}?" if near else f"known are {', '.join(sorted(known))}"
+            raise ConfigurationError(f"{self.toml_file_path}: {unknown[0]} is not a setting: {hint}")
         if "schema" in self.toml_data:
             values["OUTBOX_SCHEMA"] = self.toml_data["schema"]
         return values
@@ -271,17 +299,33 @@ def _text(value: object) -> object:
     return str(value) if isinstance(value, int | float) else value
 
 
+def check_environment() -> None:
+    """Raise ConfigurationError for a variable ``OUTBOX_…`` that nothing reads. ``load`` does it too."""
+    environment.check(os.environ, Settings)
+
+
 def load(**given: Any) -> Settings:
     """Read the settings. ``given`` wins over environment and file. Raises ConfigurationError naming each mistake."""
+    check_environment()
+    given = {name: value for name, value in given.items() if value is not None}
+    file = _config_file()
     try:
-        return Settings(**{name: value for name, value in given.items() if value is not None})
+        return Settings(**given)
     except ValidationError as error:
-        problems = "; ".join(
-            f"{'.'.join(str(part) for part in problem['loc']) or 'settings'}: "
-            f"{problem['msg'].removeprefix('Value error, ')}"
-            for problem in error.errors(include_input=False, include_url=False)
+        problems = settings_errors.explain(
+            error, Settings, settings_errors.Origin(given, os.environ, file, _content(file))
         )
-        raise ConfigurationError(problems) from None
+    except SettingsError as error:
+        # What a variable holds is not in this text, but it is in the cause.
+        problems = f"{error}: it must be a JSON object"
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        problems = f"{file} can't be read: {error}"
+    # Not raised in a handler: the errors above quote their input, which may be a password.
+    raise ConfigurationError(problems)
+
+
+def _content(file: Path | None) -> dict[str, Any]:
+    return {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
 
 
 _OURS: Final = frozenset(
@@ -338,7 +382,7 @@ _DELIVERY: Final[dict[Delivery, dict[str, str]]] = {
 
 
 def producer_options(settings: Settings) -> dict[str, str]:
-    """Give librdkafka's options for the chosen delivery: the user's over ours.
+    """Return librdkafka's options for the chosen delivery: the user's over ours.
 
     Raises ConfigurationError for an option that would break the promise.
     """
@@ -361,7 +405,10 @@ def producer_options(settings: Settings) -> dict[str, str]:
         # As the Java client places keys (murmur2), so that all producers of a topic agree.
         "partitioner": "murmur2_random",
         "compression.type": "lz4",
-        "linger.ms": "1",
+        # For large requests while a backlog is drained; a turn's end sends what lingers at once.
+        "linger.ms": "5",
+        # A turn is bounded by its bytes; more than a turn is never queued.
+        "queue.buffering.max.kbytes": "65536",
         # The broker's default limit; librdkafka's own is lower than what the outbox accepts plus our headers.
         "message.max.bytes": "1048588",
         "log.connection.close": "false",
@@ -382,12 +429,12 @@ def _refuse_given(settings: Settings, names: AbstractSet[str]) -> None:
 
 
 def state_topic_name(settings: Settings) -> str:
-    """Give the name of the topic that holds the markers of exactly-once."""
+    """Return the name of the topic that holds the markers of exactly-once."""
     return settings.name + STATE_SUFFIX
 
 
 def delivery_seconds(settings: Settings) -> float:
-    """Give how long a batch may wait for its acknowledgements: ``delivery.timeout.ms``, or two thirds of the lease.
+    """Return how long a batch may wait for its acknowledgements: ``delivery.timeout.ms``, or two thirds of the lease.
 
     Raises ConfigurationError unless it is shorter than the lease.
     """
@@ -400,14 +447,14 @@ def delivery_seconds(settings: Settings) -> float:
             raise ConfigurationError(
                 f"kafka option {name}={given} must be a number above 0 and below the lease of {lease * 1000:.0f} ms: "
                 "a message still under way when the lane changes hands would be sent twice. Lower it, or raise "
-                "relay.lease_seconds"
+                "OUTBOX_RELAY__LEASE_SECONDS"
             )
         return int(given) / 1000
     return lease * 2 / 3
 
 
 def client_options(settings: Settings) -> dict[str, str]:
-    """Give the options that any Kafka client needs to reach the brokers: addresses and credentials, no tuning."""
+    """Return the options that any Kafka client needs to reach the brokers: addresses and credentials, no tuning."""
     settings.require_kafka()
     return {
         name: value

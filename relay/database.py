@@ -11,7 +11,7 @@ from psycopg import errors
 
 from outbox.errors import SchemaError
 from outbox.urls import display_url, libpq_url
-from relay.ports import Unavailable
+from relay.ports import DatabaseUnavailable, Unavailable
 
 # Conditions that pass by themselves: Postgres is starting or stopping, is full, was told to cancel, or chose this
 # transaction as a victim. (https://www.postgresql.org/docs/current/errcodes-appendix.html, classes 08, 40, 53, 55, 57)
@@ -87,21 +87,21 @@ def _explained(doing: str, error: psycopg.Error) -> Unavailable | SchemaError | 
             return SchemaError(f"{text}; see `outbox db check`")
     if isinstance(error, errors.ReadOnlySqlTransaction) or error.diag.source_file == _RECOVERY:
         # A failover under way, or a provider that saves a full disk.
-        return Unavailable(
+        return DatabaseUnavailable(
             f"{text}: this server is a standby that is not promoted, or is set to read only; with several hosts in the "
             "URL, add target_session_attrs=read-write"
         )
     if isinstance(error, errors.CheckViolation) and error.diag.constraint_name is None:
         # No constraint's, but a partition's: one of the archive was attached between choosing it for a row and writing
         # the row.
-        return Unavailable(text)
+        return DatabaseUnavailable(text)
     if (error.sqlstate or "")[:2] in _STANDING:
         place = ".".join(name for name in (error.diag.schema_name, error.diag.table_name) if name)
         return StandingError(
             f"{text}{f' (table {place})' if place else ''}: trying again does not mend it; see `outbox db check` and "
             "the server's log"
         )
-    return Unavailable(text) if isinstance(error, _PASSING) else None
+    return DatabaseUnavailable(text) if isinstance(error, _PASSING) else None
 
 
 def _first_line(error: BaseException) -> str:
@@ -116,6 +116,31 @@ NOTICE_DEAD_HOSTS: Final[Mapping[str, Any]] = {
     "tcp_user_timeout": 20_000,
 }
 """Options of every connection: one to a host that has vanished ends within seconds."""
+
+
+# A statement that waits longer than this for a lock, or takes longer altogether, is given up and tried again: a relay
+# that hangs in one would keep its lanes without publishing them.
+_LOCK_SECONDS: Final = 10
+_STATEMENT_SECONDS: Final = 120
+
+
+def begin_session(connection: psycopg.Connection[Any]) -> bool:
+    """Set limits for a session, and let the driver keep plans in it; return False behind a pooler.
+
+    A pooler in transaction mode gives each transaction to another server process: what is set for a session would be
+    left to strangers. It is recognized by the process that was announced at the start, which is not the one that
+    answers.
+    """
+    row = connection.execute("SELECT pg_backend_pid()").fetchone()
+    assert row is not None
+    if row[0] != connection.info.backend_pid:
+        return False
+    connection.execute(
+        "SELECT set_config('lock_timeout', %s, false), set_config('statement_timeout', %s, false)",
+        (f"{_LOCK_SECONDS}s", f"{_STATEMENT_SECONDS}s"),
+    )
+    connection.prepare_threshold = 5
+    return True
 
 
 class Connector:
@@ -140,4 +165,4 @@ class Connector:
                 **NOTICE_DEAD_HOSTS,
             )
         except psycopg.OperationalError as error:
-            raise Unavailable(f"Postgres at {display_url(self._url)}: {_first_line(error)}") from error
+            raise DatabaseUnavailable(f"Postgres at {display_url(self._url)}: {_first_line(error)}") from error

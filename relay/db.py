@@ -23,7 +23,6 @@ from alembic.operations import Operations
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
 from alembic.util import CommandError
-from psycopg import conninfo
 from psycopg import sql as quoting
 
 import outbox
@@ -46,6 +45,7 @@ _ADVICE: Final = {
     "3F000": "make the tables with `outbox db upgrade`, or correct the schema's name",
     "40P01": "other transactions use these tables; try again when they have ended",
     "42501": "use the role that owns the database or these tables",
+    "42704": "make the role first (CREATE ROLE … LOGIN), or correct its name",
     "42P01": "make the tables with `outbox db upgrade`, or correct the schema's name",
     "42P07": "`outbox db upgrade` did not make this table; go on with the migrations that did",
     "54000": (
@@ -76,6 +76,12 @@ CONSUMER: Final = History(
     "consumer",
     {"offsets": "consumer_0001", "dead_letters": "consumer_0002", "reservations": "consumer_0002"},
 )
+
+
+EVERYBODY_EMITS: Final = """
+SELECT coalesce(bool_or(has_function_privilege('public', oid, 'EXECUTE')), false) FROM pg_proc
+ WHERE proname = 'pg_logical_emit_message' AND pronamespace = 'pg_catalog'::regnamespace"""
+"""Whether every role of the database may write messages into the WAL, as Postgres has it by default."""
 
 
 def upgrade(url: str, schema: str = "outbox", lanes: int | None = None) -> None:
@@ -150,7 +156,7 @@ def sql(
     *,
     history: History = OUTBOX,
 ) -> str:
-    """Give the SQL of an upgrade, for Flyway or psql: the same text for the same version and arguments.
+    """Return the SQL of an upgrade, for Flyway or psql: the same text for the same version and arguments.
 
     start and end are revisions; without start it begins with nothing there. Raises ConfigurationError when one is not
     known, when start comes after end, and for a schema or number of lanes that can't be.
@@ -173,20 +179,20 @@ def sql(
 
 
 def revisions(history: History = OUTBOX) -> list[str]:
-    """Give the revisions, the oldest first."""
+    """Return the revisions, the oldest first."""
     script = ScriptDirectory.from_config(_config(history, history.schema, DEFAULT_LANES, create_schema=False))
     return [revision.revision for revision in script.walk_revisions()][::-1]
 
 
 def current(connection: sa.Connection, schema: str) -> tuple[str, ...] | None:
-    """Give the revisions in the version table of that schema, none after a downgrade to base; None without a table."""
+    """Return the revisions in the schema's version table, none after a downgrade to base; None without a table."""
     if not sa.inspect(connection).has_table("alembic_version", schema=schema):
         return None
     return MigrationContext.configure(connection, opts={"version_table_schema": schema}).get_current_heads()
 
 
 def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
-    """Give the outbox another number of lanes. It must be drained, and no relay may hold a lane.
+    """Return the outbox another number of lanes. It must be drained, and no relay may hold a lane.
 
     Raises ConfigurationError for a number or schema that can't be. Raises SchemaError when events, failures or dead
     letters are left, when a lease is alive, or when others keep the tables locked.
@@ -233,7 +239,24 @@ def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
         # An epoch never goes down: a relay that sleeps through all this must not find its old one again.
         highest = connection.execute(sa.select(sa.func.coalesce(sa.func.max(table.c.epoch), 0))).scalar_one()
         connection.execute(sa.delete(table))
-        connection.execute(sa.insert(table), [{"lane": lane, "epoch": highest + 1} for lane in range(lanes)])
+        epochs = {"epoch": highest + 1, "protocol_epoch": highest + 1}
+        connection.execute(sa.insert(table), [{"lane": lane, **epochs} for lane in range(lanes)])
+
+
+def grant(url: str, statements: Sequence[str], *, messages: bool) -> None:
+    """Execute grants in one transaction.
+
+    With ``messages``, raises SchemaError when everybody may still write messages into the WAL afterwards: only the
+    owner of a function can take that right away, and to others Postgres gives no more than a warning.
+    """
+    with _transaction(url) as connection:
+        for statement in statements:
+            connection.exec_driver_sql(statement.replace("%", "%%"))
+        if messages and connection.execute(sa.text(EVERYBODY_EMITS)).scalar_one():
+            raise SchemaError(
+                "everybody may still write messages into the WAL, and nothing was granted: EXECUTE on "
+                "pg_logical_emit_message can be revoked by a superuser alone; run this as one, or with --no-messages"
+            )
 
 
 def check_name(schema: str) -> None:
@@ -254,14 +277,10 @@ def check_name(schema: str) -> None:
 def connected(url: str) -> Iterator[sa.Connection]:
     """Open a connection, READ COMMITTED whatever the server's default is.
 
-    Raises ConfigurationError when the URL can't be read, SchemaError in place of every error of the database.
+    Raises ConfigurationError when the address can't be read, SchemaError in place of every error of the database.
     """
     address = libpq_url(url)
-    _check_address(address)
-    try:
-        shown = display_url(url)
-    except ValueError:  # several hosts
-        shown = "the database"
+    shown = display_url(address)
 
     def connect() -> psycopg.Connection[Any]:
         # By libpq, so that the URL means here what it means to the relay.
@@ -344,19 +363,6 @@ def _refuse_unknown(there: Sequence[str], known: Sequence[str], schema: str) -> 
         )
 
 
-def _check_address(address: str) -> None:
-    """The message has nothing of the URL in it: a password may be in the part that can't be read."""
-    try:
-        ports = str(conninfo.conninfo_to_dict(address).get("port") or "").split(",")
-    except (psycopg.Error, UnicodeError):
-        raise ConfigurationError(
-            "the database URL can't be read; it must look like postgresql://user:password@host:port/database, "
-            "special characters in it written as %40 and so on"
-        ) from None
-    if not all(port == "" or (port.isdecimal() and 0 < int(port) < 65536) for port in ports):
-        raise ConfigurationError("the port in the database URL must be a number from 1 to 65535")
-
-
 @contextmanager
 def _transaction(url: str) -> Iterator[sa.Connection]:
     """A transaction in which nobody else changes a schema, and which sees every row or fails."""
@@ -392,5 +398,5 @@ def _count(connection: sa.Connection, schema: str, name: str) -> int:
 
 
 def _lanes(schema: str) -> Any:
-    names = ("lane", "epoch", "lease_until", "source")
+    names = ("lane", "epoch", "protocol_epoch", "lease_until", "source")
     return sa.table("lanes", *map(sa.column, names), schema=schema)

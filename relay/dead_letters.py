@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, MutableSequence, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, LiteralString
+from functools import partial
+from typing import Any, Final, LiteralString, TypeVar
 
 import psycopg
-from psycopg import sql
+from psycopg import errors, sql
 from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
@@ -24,7 +26,14 @@ SELECT * FROM (
     SELECT d.lane, d.id, d.event_id::text, d.aggregate_type, d.aggregate_id, d.event_type,
            CASE WHEN f.id IS NULL THEN 'dead' ELSE 'dead, its key waits' END,
            d.attempts, d.last_error, d.first_failed_at, NULL
-      FROM {dead_letters} AS d LEFT JOIN {failures} AS f ON f.lane = d.lane AND f.id = d.id) AS failed
+      FROM {dead_letters} AS d LEFT JOIN {failures} AS f ON f.lane = d.lane AND f.id = d.id
+     UNION ALL
+    SELECT f.lane, f.id, f.event_id::text, f.aggregate_type, f.aggregate_id, NULL,
+           CASE WHEN f.blocks THEN 'its event was deleted, its key waits' ELSE 'its event was deleted' END,
+           f.attempts, f.last_error, f.first_failed_at, nullif(f.next_attempt_at, 'infinity')
+      FROM {failures} AS f
+     WHERE NOT EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id)
+       AND NOT EXISTS (SELECT FROM {dead_letters} AS d WHERE d.lane = f.lane AND d.id = f.id)) AS failed
  WHERE (%(ids)s::uuid[] IS NULL OR event_id = ANY(%(ids)s::text[]))
    AND (%(type)s::text IS NULL OR aggregate_type = %(type)s)
  ORDER BY first_failed_at, id LIMIT %(limit)s"""
@@ -38,18 +47,36 @@ _BEHIND: Final = """
 SELECT count(*) FROM {events}
  WHERE lane = %(lane)s AND aggregate_type = %(aggregate_type)s AND aggregate_id = %(aggregate_id)s AND id > %(id)s"""
 
-_CHOSEN: Final = """(%(ids)s::uuid[] IS NULL OR event_id = ANY(%(ids)s::uuid[]))
-   AND (%(type)s::text IS NULL OR aggregate_type = %(type)s)"""
+_CHOSEN: Final = """(%(ids)s::uuid[] IS NULL OR {of}.event_id = ANY(%(ids)s::uuid[]))
+   AND (%(type)s::text IS NULL OR {of}.aggregate_type = %(type)s)"""
+
+# Which rows of a table a command is about. Each is read in pieces, in the order of the primary key.
+_DEAD: Final = "{dead_letters} AS r WHERE {chosen}"
+_WAITING: Final = """{failures} AS r WHERE {chosen} AND r.next_attempt_at < 'infinity'
+   AND EXISTS (SELECT FROM {events} AS e WHERE e.lane = r.lane AND e.id = r.id)"""
+# Only one that will not be due before a batch is over (see _LIMITS): a relay may be sending one that is.
+_WAITING_LONGER: Final = """{failures} AS r WHERE {chosen}
+   AND r.next_attempt_at > clock_timestamp() + interval '5 seconds'
+   AND EXISTS (SELECT FROM {events} AS e WHERE e.lane = r.lane AND e.id = r.id)"""
+_WITHOUT_EVENT: Final = """{failures} AS r WHERE {chosen}
+   AND NOT EXISTS (SELECT FROM {events} AS e WHERE e.lane = r.lane AND e.id = r.id)
+   AND NOT EXISTS (SELECT FROM {dead_letters} AS d WHERE d.lane = r.lane AND d.id = r.id)"""
+
+_PICK: Final = """
+SELECT r.lane, r.id, r.event_id::text FROM {rows} AND (r.lane, r.id) > (%(lane)s, %(id)s)
+ ORDER BY r.lane, r.id LIMIT %(limit)s"""
+
+_COUNT: Final = "SELECT count(*) FROM {rows}"
 
 # Under its old id, so that it comes before the later events of its key; and in failures, so that those wait for it (a
 # copy for a dead-letter topic holds nobody up), and so that the relay looks for it below where it has got to.
 _PUT_BACK: Final = """
 WITH gone AS (
-    DELETE FROM {dead_letters} WHERE {chosen} RETURNING *),
+    DELETE FROM {dead_letters} WHERE lane = %(lane)s AND id = ANY(%(rows)s::bigint[]) RETURNING *),
 back AS (
     INSERT INTO {events} (id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers,
-                          created_at) OVERRIDING SYSTEM VALUE
-    SELECT id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at
+                          created_at, from_relay) OVERRIDING SYSTEM VALUE
+    SELECT id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at, true
       FROM gone),
 due AS (
     INSERT INTO {failures} (lane, id, event_id, aggregate_type, aggregate_id, blocks, attempts, last_error,
@@ -61,32 +88,76 @@ SELECT event_id::text FROM gone"""
 
 _HURRY: Final = """
 UPDATE {failures} SET next_attempt_at = clock_timestamp()
- WHERE next_attempt_at < 'infinity' AND {chosen} RETURNING event_id::text"""
+ WHERE lane = %(lane)s AND id = ANY(%(rows)s::bigint[]) AND next_attempt_at < 'infinity' RETURNING event_id::text"""
 
-# Only one that will not be due before this is over (see _TIMEOUT): a relay may be sending one that is.
-_DISCARD: Final = """
-WITH dead AS (
-    DELETE FROM {dead_letters} WHERE {chosen} RETURNING lane, id, event_id, aggregate_type, aggregate_id, event_type,
-                                                        attempts, last_error),
-waiting AS (
+_DISCARD_DEAD: Final = """
+WITH gone AS (
+    DELETE FROM {dead_letters} WHERE lane = %(lane)s AND id = ANY(%(rows)s::bigint[]) RETURNING *),
+free AS (DELETE FROM {failures} AS f USING gone WHERE f.lane = gone.lane AND f.id = gone.id),
+{kept}"""
+
+_DISCARD_WAITING: Final = """
+WITH gone AS (
     DELETE FROM {events} AS e USING {failures} AS f
-     WHERE f.lane = e.lane AND f.id = e.id AND f.next_attempt_at > clock_timestamp() + interval '5 seconds'
-       AND (%(ids)s::uuid[] IS NULL OR f.event_id = ANY(%(ids)s::uuid[]))
-       AND (%(type)s::text IS NULL OR f.aggregate_type = %(type)s)
-    RETURNING e.lane, e.id, e.event_id, e.aggregate_type, e.aggregate_id, e.event_type, f.attempts, f.last_error),
-gone AS (SELECT * FROM dead UNION ALL SELECT * FROM waiting),
-free AS (DELETE FROM {failures} AS f USING gone WHERE f.lane = gone.lane AND f.id = gone.id)
-SELECT event_id::text, aggregate_type, aggregate_id, event_type, attempts, last_error FROM gone"""
+     WHERE e.lane = %(lane)s AND e.id = ANY(%(rows)s::bigint[]) AND f.lane = e.lane AND f.id = e.id
+       AND f.next_attempt_at > clock_timestamp() + interval '5 seconds'
+    RETURNING e.*, f.attempts, f.last_error),
+free AS (DELETE FROM {failures} AS f USING gone WHERE f.lane = gone.lane AND f.id = gone.id),
+{kept}"""
 
-_TIMEOUT: Final = (
-    "SELECT set_config('statement_timeout', '2s', true), set_config('idle_in_transaction_session_timeout', '2s', true)"
-)
+_DISCARD_WITHOUT_EVENT: Final = """
+WITH gone AS (
+    DELETE FROM {failures} AS f WHERE lane = %(lane)s AND id = ANY(%(rows)s::bigint[])
+       AND NOT EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id)
+       AND NOT EXISTS (SELECT FROM {dead_letters} AS d WHERE d.lane = f.lane AND d.id = f.id)
+    RETURNING lane, id, event_id, aggregate_type, aggregate_id, NULL::text AS event_type, NULL::jsonb AS payload,
+              NULL::bytea AS payload_bytes, NULL::jsonb AS headers, NULL::timestamptz AS created_at, attempts,
+              last_error),
+{kept}"""
+
+# The whole event, so that a mistake can be mended. It had its place in a row, so it has one in this row too.
+_KEPT: Final = """kept AS (
+    INSERT INTO {audit} (what, why, details)
+    SELECT 'discard', %(why)s, jsonb_build_object(
+               'lane', lane, 'id', id, 'event_id', event_id, 'aggregate_type', aggregate_type,
+               'aggregate_id', aggregate_id, 'event_type', event_type, 'attempts', attempts, 'last_error', last_error,
+               'created_at', created_at)
+           || CASE WHEN %(contents)s::boolean
+                   THEN jsonb_build_object('headers', headers, 'payload', payload, 'payload_base64',
+                                           translate(encode(payload_bytes, 'base64'), E'\n', ''))
+                   ELSE '{{}}' END
+      FROM gone ORDER BY id)
+SELECT event_id::text, event_type FROM gone ORDER BY id"""
+
+# A batch holds rows that relays may want to settle: not for long. Below the server's deadlock_timeout, so that it is
+# always the batch that gives way, and not a relay.
+_LIMITS: Final = """
+SELECT set_config('statement_timeout', '2s', true), set_config('lock_timeout', '500ms', true),
+       set_config('idle_in_transaction_session_timeout', '2s', true)"""
+
+BATCH: Final = 1000
+"""Failed events that one transaction retries or discards at most."""
+_QUICK_SECONDS: Final = 0.5
+
+_Done = TypeVar("_Done")
 
 _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%s, %s, %s)"
 
 
 class NoSuchFailure(OutboxError):
     """There is no failed event of that description."""
+
+
+class FailuresLocked(OutboxError):
+    """Some failed events are held by another transaction and were left as they are. ``event_ids`` names them."""
+
+    def __init__(self, event_ids: Sequence[str]) -> None:
+        shown = ", ".join(event_ids[:5]) + (", …" if len(event_ids) > 5 else "")
+        super().__init__(
+            f"{len(event_ids)} failed events are locked by another transaction (a relay that settles them, or another "
+            f"command) and were left as they are: {shown}. Run the command again"
+        )
+        self.event_ids = list(event_ids)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,12 +168,24 @@ class Selection:
     aggregate_type: str | None = None
 
     def bound(self) -> dict[str, Any]:
-        """Give the values that the statements bind."""
+        """Return the values that the statements bind."""
         return {"ids": list(self.event_ids) if self.event_ids else None, "type": self.aggregate_type}
 
 
+class Batches(list[_Done]):
+    """What a command did, and in ``locked`` the event ids that it could not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.locked: list[str] = []
+
+
+_RETRIED: Final = (("waiting", _WAITING), ("dead", _DEAD))
+_DISCARDED: Final = (("dead", _DEAD), ("waiting", _WAITING_LONGER), ("without_event", _WITHOUT_EVENT))
+
+
 class DeadLetters:
-    """The failed events of one outbox. ``connection`` is in autocommit; each call is one transaction.
+    """The failed events of one outbox. ``connection`` is in autocommit.
 
     All raise Unavailable when Postgres is away and SchemaError without the tables or the rights.
     """
@@ -111,15 +194,15 @@ class DeadLetters:
         self._connection = connection
         names = ("events", "failures", "dead_letters", "audit")
         self._names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in names}
-        self._names["chosen"] = sql.SQL(_CHOSEN)
+        self._names["kept"] = sql.SQL(_KEPT).format(**self._names)
 
     def list(self, selection: Selection, limit: int = 100) -> Sequence[dict[str, Any]]:
-        """Give up to ``limit`` failed events, the oldest failure first; no payloads."""
+        """Return up to ``limit`` failed events, the oldest failure first; no payloads."""
         with unavailable_on_error("listing failures"):
             return self._run(_LIST, selection.bound() | {"limit": limit})
 
     def show(self, event_id: str) -> dict[str, Any]:
-        """Give everything about one failed event; ``payload`` is JSON text, as it is sent. Raises NoSuchFailure."""
+        """Return everything about one failed event; ``payload`` is JSON text, as it is sent. Raises NoSuchFailure."""
         with unavailable_on_error("reading a failure"):
             found = self._run(_LIST, Selection([event_id]).bound() | {"limit": 1})
             if not found:
@@ -132,28 +215,121 @@ class DeadLetters:
             behind = self._run(_BEHIND, failure)
             return failure | (event[0] if event else {}) | {"events_behind_it": behind[0]["count"]}
 
-    def retry(self, selection: Selection) -> Sequence[str]:
-        """Have events tried again now; dead ones return to the outbox, in their old place. Gives their event ids."""
-        with unavailable_on_error("retrying failures"), self._connection.transaction():
-            self._connection.execute(_TIMEOUT)
-            back = self._run(_PUT_BACK, selection.bound() | {"copy": DEAD_LETTER})
-            rows = [*back, *self._run(_HURRY, selection.bound())]
-            ids = list(dict.fromkeys(row["event_id"] for row in rows))
-            if ids:
-                self._audit("retry", None, {"event_ids": ids})
-        return ids
+    def count(self, selection: Selection, *, discard: bool) -> dict[str, int]:
+        """Return how many events ``discard``, or else ``retry``, would take; changes nothing."""
+        with unavailable_on_error("counting failures"):
+            return {
+                name: int(self._run(_COUNT, selection.bound(), rows=self._rows(rows))[0]["count"])
+                for name, rows in (_DISCARDED if discard else _RETRIED)
+            }
 
-    def discard(self, selection: Selection, reason: str) -> Sequence[dict[str, Any]]:
-        """Delete failed events for good; who and why is kept in ``audit``. Gives what was deleted.
+    def retry(
+        self, selection: Selection, *, batch: int = BATCH, progress: Callable[[int], None] | None = None
+    ) -> Batches[str]:
+        """Retry events now; dead ones return to the outbox, in their old place. Return their event ids.
 
-        An event that is due within five seconds is left alone: a relay may be sending it.
+        Up to ``batch`` events are one transaction, with a line in ``audit``; ``progress`` is called with the number of
+        events done after each. A run that is killed has done whole batches, and the next run goes on with the rest.
         """
-        with unavailable_on_error("discarding failures"), self._connection.transaction():
-            self._connection.execute(_TIMEOUT)
-            gone = self._run(_DISCARD, selection.bound())
-            for event in gone:
-                self._audit("discard", reason, event)
-        return gone
+        done: Batches[str] = Batches()
+        bound = selection.bound()
+
+        def again(lane: int, ids: Sequence[int], query: LiteralString) -> Sequence[str]:
+            found = self._run(query, {"lane": lane, "rows": ids, "copy": DEAD_LETTER})
+            event_ids = [row["event_id"] for row in found]
+            if event_ids:
+                self._audit("retry", None, {"event_ids": event_ids})
+            return event_ids
+
+        with unavailable_on_error("retrying failures"):
+            # The waiting ones first: those that are put back wait too, and are due already.
+            for (_, rows), query in zip(_RETRIED, (_HURRY, _PUT_BACK), strict=True):
+                for ids in self._batches(rows, bound, partial(again, query=query), batch, done.locked):
+                    done.extend(ids)
+                    if progress is not None:
+                        progress(len(done))
+        return done
+
+    def discard(
+        self,
+        selection: Selection,
+        reason: str,
+        *,
+        keep_payload: bool = True,
+        batch: int = BATCH,
+        progress: Callable[[int], None] | None = None,
+    ) -> Batches[dict[str, Any]]:
+        """Delete failed events for good, in batches as ``retry`` does. Gives the id and type of what was deleted.
+
+        ``audit`` keeps who and why, and the whole event, or with ``keep_payload=False`` all but its payload and
+        headers. An event that is due within five seconds is left alone: a relay may be sending it.
+        """
+        done: Batches[dict[str, Any]] = Batches()
+        bound = selection.bound()
+
+        def drop(lane: int, ids: Sequence[int], query: LiteralString) -> Sequence[dict[str, Any]]:
+            return self._run(query, {"lane": lane, "rows": ids, "why": reason, "contents": keep_payload})
+
+        queries = (_DISCARD_DEAD, _DISCARD_WAITING, _DISCARD_WITHOUT_EVENT)
+        with unavailable_on_error("discarding failures"):
+            for (_, rows), query in zip(_DISCARDED, queries, strict=True):
+                for gone in self._batches(rows, bound, partial(drop, query=query), batch, done.locked):
+                    done.extend(gone)
+                    if progress is not None:
+                        progress(len(done))
+        return done
+
+    def _batches(
+        self,
+        rows: LiteralString,
+        bound: dict[str, Any],
+        change: Callable[[int, Sequence[int]], Sequence[_Done]],
+        most: int,
+        locked: MutableSequence[str],
+    ) -> Iterator[Sequence[_Done]]:
+        """Change the rows in transactions of up to ``most``; give what each changed.
+
+        A batch that can't have a row's lock, or takes too long, is tried again with half of the rows. One row that
+        stays locked goes to ``locked``, and is passed over.
+        """
+        picked = self._rows(rows)
+        lane, last = -1, -1
+        quick, suspects = most, 0
+        while True:
+            # Half of those among which one is locked, until it is found.
+            limit = min(max(suspects // 2, 1), quick) if suspects else quick
+            found = self._run(_PICK, bound | {"lane": lane, "id": last, "limit": limit}, rows=picked)
+            if not found:
+                return
+            # One lane at a time, so that the statements can look rows up by the primary key.
+            here = [row for row in found if row["lane"] == found[0]["lane"]]
+            changed: Sequence[_Done] = ()
+            began = time.monotonic()
+            try:
+                with self._connection.transaction():
+                    self._connection.execute(_LIMITS)
+                    changed = change(here[0]["lane"], [row["id"] for row in here])
+            except (errors.LockNotAvailable, errors.DeadlockDetected):
+                suspects = len(here)
+                if suspects > 1:
+                    continue
+                locked.append(here[0]["event_id"])
+            except errors.QueryCanceled:
+                if len(here) == 1:
+                    raise
+                quick, suspects = len(here) // 2, 0
+                continue
+            else:
+                if time.monotonic() - began < _QUICK_SECONDS:
+                    quick = min(quick * 2, most)
+            suspects = max(suspects - len(here), 0)
+            lane, last = here[-1]["lane"], here[-1]["id"]
+            if changed:
+                yield changed
+
+    def _rows(self, rows: LiteralString) -> sql.Composed:
+        chosen = sql.SQL(_CHOSEN).format(of=sql.Identifier("r"))
+        return sql.SQL(rows).format(**self._names, chosen=chosen)
 
     def _audit(self, what: str, why: str | None, details: dict[str, Any]) -> None:
         self._connection.execute(sql.SQL(_AUDIT).format(**self._names), (what, why, Jsonb(details)))

@@ -8,11 +8,11 @@ from enum import StrEnum
 from typing import Any, Final
 
 import psycopg
-from confluent_kafka import KafkaException
-from confluent_kafka.admin import AdminClient, ConfigResource  # type: ignore[attr-defined]
-from psycopg import sql
+from confluent_kafka import KafkaError, KafkaException, TopicCollection
+from confluent_kafka.admin import AclOperation, AdminClient, ConfigResource  # type: ignore[attr-defined]
+from psycopg import errors, sql
 
-from outbox.errors import OutboxError
+from outbox.errors import OutboxError, SchemaError
 from relay.cdc import Cdc
 from relay.config import (
     Delivery,
@@ -24,7 +24,10 @@ from relay.config import (
     state_topic_name,
 )
 from relay.database import Connector, unavailable_on_error
-from relay.sending import silent, text_of
+from relay.db import EVERYBODY_EMITS
+from relay.kafka.client import silent, text_of
+from relay.ports import Unavailable
+from relay.settlement import lanes_text
 from relay.slot import slot_names
 
 _SECONDS: Final = 10.0
@@ -36,6 +39,30 @@ SELECT p.pubname FROM pg_publication AS p JOIN pg_publication_tables AS t ON t.p
    AND NOT 'lane' = ANY(t.attnames)
  ORDER BY p.pubname"""
 
+# The sequence behind events.id, and the highest id of each table that keeps one.
+_IDENTITY: Final = """
+SELECT s.seqcache, has_sequence_privilege(s.seqrelid, 'SELECT'), n.nspname, c.relname
+  FROM pg_sequence AS s JOIN pg_class AS c ON c.oid = s.seqrelid JOIN pg_namespace AS n ON n.oid = c.relnamespace
+ WHERE s.seqrelid = pg_get_serial_sequence({name}, 'id')::regclass"""
+_NEXT: Final = "SELECT last_value + CASE WHEN is_called THEN 1 ELSE 0 END FROM {sequence}"
+_HIGHEST: Final = """
+SELECT max((SELECT max(id) FROM {table} AS t WHERE t.lane = l.lane)) FROM generate_series(0, 255) AS l(lane)"""
+_HIGHEST_PUBLISHED: Final = "SELECT max(id) FROM {table}"
+_ARCHIVE_TIMEOUT: Final = "SELECT set_config('statement_timeout', '5s', true)"
+
+_WITHOUT_EVENT: Final = """
+SELECT count(*) FROM {failures} AS f
+ WHERE NOT EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id)
+   AND NOT EXISTS (SELECT FROM {dead_letters} AS d WHERE d.lane = f.lane AND d.id = f.id)"""
+
+# The relay and operators have DELETE; a superuser has every right.
+_POSERS: Final = """
+SELECT r.rolname FROM pg_roles AS r
+ WHERE NOT r.rolsuper AND r.rolname NOT LIKE 'pg\\_%%'
+   AND has_column_privilege(r.oid, {name}::regclass, 'from_relay', 'INSERT')
+   AND NOT has_table_privilege(r.oid, {name}::regclass, 'DELETE')
+ ORDER BY r.rolname"""
+
 # Counted no further than it takes to say "many".
 _WITHOUT_TIME: Final = """
 SELECT count(*) FROM (SELECT FROM {processed} WHERE day = date '1970-01-01' LIMIT %(most)s) AS counted"""
@@ -43,6 +70,9 @@ _OPEN_LOSSES: Final = """
 SELECT grp, topic, count(*) FROM {losses} WHERE accepted_at IS NULL GROUP BY grp, topic ORDER BY grp, topic"""
 _MANY: Final = 1_000_000
 _DAY_MS: Final = 86_400_000
+
+# No request tells a broker's version. A setting that came with 4.3 tells whether it is older.
+_SINCE_4_3: Final = "cordoned.log.dirs"
 
 _Config = Callable[[str], str]
 
@@ -116,6 +146,7 @@ def _postgres(connection: psycopg.Connection[Any], settings: Settings) -> Iterat
         row = connection.execute(query).fetchone()
     assert row is not None
     version, fsync, synchronous = row
+    yield from _identity(connection, settings)
     yield Finding(Level.OK, "Postgres", f"version {version}")
     if fsync != "on":
         yield Finding(
@@ -141,10 +172,21 @@ def _postgres(connection: psycopg.Connection[Any], settings: Settings) -> Iterat
     yield Finding(Level.OK, "tables", f"schema {settings.db_schema} is as this version expects")
     yield from _publications(connection, settings)
     yield from _sources(connection, settings)
+    yield from _rights(connection, settings)
     waiting, dead = (_count(connection, settings, name) for name in ("failures", "dead_letters"))
     if waiting or dead:
         yield Finding(
             Level.WARNING, "failures", f"{waiting} events wait, {dead} dead letters", "see `outbox failures list`"
+        )
+    names = {name: sql.Identifier(settings.db_schema, name) for name in ("events", "failures", "dead_letters")}
+    with unavailable_on_error("looking for failures without an event"):
+        without = connection.execute(sql.SQL(_WITHOUT_EVENT).format(**names)).fetchone()
+    if without is not None and without[0]:
+        yield Finding(
+            Level.WARNING,
+            "failures without an event",
+            f"the events of {without[0]} failures were deleted by hand, and the later events of their keys may wait",
+            "`outbox failures list` shows them, `outbox failures discard EVENT_ID --reason …` frees the keys",
         )
     with unavailable_on_error("looking at the backlog"):
         oldest = connection.execute(
@@ -170,6 +212,84 @@ def _publications(connection: psycopg.Connection[Any], settings: Settings) -> It
             "refuses every DELETE, so the relay can settle nothing",
             f"ALTER PUBLICATION {sql.Identifier(name).as_string(connection)} SET (publish_generated_columns = stored), "
             "or leave the table out of it",
+        )
+
+
+def _identity(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
+    """Check that ids rise from one event to the next, and none is given twice: the relay reads a key in that order."""
+    events = sql.Identifier(settings.db_schema, "events")
+    name = events.as_string(connection)
+    with unavailable_on_error("looking at the ids of events"):
+        there = connection.execute("SELECT to_regclass(%s) IS NOT NULL", (name,)).fetchone()
+        if there != (True,):
+            return
+        row = connection.execute(sql.SQL(_IDENTITY).format(name=sql.Literal(name))).fetchone()
+    if row is None:
+        return
+    cache, readable, *sequence = row
+    if cache > 1:
+        yield Finding(
+            Level.FAILURE,
+            "ids of events, cache",
+            f"each session takes {cache} ids at once (CACHE {cache}): an event can get a lower id than an earlier one "
+            "of its key, and be published before it",
+            f"ALTER TABLE {name} ALTER COLUMN id SET CACHE 1",
+        )
+    if not readable:
+        return
+    with unavailable_on_error("looking at the ids of events"):
+        next_id = connection.execute(sql.SQL(_NEXT).format(sequence=sql.Identifier(*sequence))).fetchone()
+    assert next_id is not None
+    for table in ("events", "failures", "dead_letters", "published"):
+        highest = _highest_id(connection, settings, table)
+        if highest is not None and highest >= next_id[0]:
+            yield Finding(
+                Level.FAILURE,
+                "ids of events",
+                f"the next event gets the id {next_id[0]}, and {settings.db_schema}.{table} has ids up to {highest}: "
+                "TRUNCATE … RESTART IDENTITY, a sequence that was set back, or a copy that left it out. Ids are given "
+                "twice, and running relays pass lower ones by",
+                f"stop the relays; ALTER TABLE {name} ALTER COLUMN id RESTART WITH {highest + 1}; start them again",
+            )
+            return
+
+
+def _highest_id(connection: psycopg.Connection[Any], settings: Settings, table: str) -> int | None:
+    """Return the highest id of a table; None when it is empty, not there, or an archive too large to look through."""
+    query = _HIGHEST_PUBLISHED if table == "published" else _HIGHEST
+    identifier = sql.Identifier(settings.db_schema, table)
+    try:
+        with unavailable_on_error(f"looking at the ids of {table}"), connection.transaction():
+            connection.execute(_ARCHIVE_TIMEOUT)
+            row = connection.execute(sql.SQL(query).format(table=identifier)).fetchone()
+    except (Unavailable, SchemaError) as error:
+        if isinstance(error.__cause__, errors.QueryCanceled | errors.UndefinedTable | errors.InsufficientPrivilege):
+            return None
+        raise
+    return None if row is None else row[0]
+
+
+def _rights(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
+    """Who could write what only the relay may."""
+    name = sql.Identifier(settings.db_schema, "events").as_string(connection)
+    with unavailable_on_error("looking at rights"):
+        posers = connection.execute(sql.SQL(_POSERS).format(name=sql.Literal(name))).fetchall()
+        emits = connection.execute(EVERYBODY_EMITS).fetchone()
+    for (role,) in posers:
+        yield Finding(
+            Level.WARNING,
+            f"role {role}",
+            f"may set from_relay in {settings.db_schema}.events, so that its rows can pose as copies of dead letters "
+            "and pass a blocked key by",
+            f"`outbox db roles writer={role} --apply` grants INSERT on the other columns alone",
+        )
+    if settings.wal.messages and emits == (True,):
+        yield Finding(
+            Level.WARNING,
+            "messages",
+            "wal.messages is on, and every role of this database may write messages: the relay publishes them",
+            "`outbox db roles writer=ROLE relay=ROLE --messages --apply` as a superuser; it revokes EXECUTE on "
+            "pg_logical_emit_message from PUBLIC, and grants it to these roles",
         )
 
 
@@ -201,6 +321,28 @@ def _sources(connection: psycopg.Connection[Any], settings: Settings) -> Iterato
             f"keeps {status.slot.retained_bytes >> 20} MiB of WAL, and nobody reads it",
             "`outbox relay switch wal`, or `outbox cdc drop`",
         )
+    tables = [lane.lane for lane in status.lanes if lane.source == "wal" and not lane.streaming]
+    if tables:
+        yield Finding(
+            Level.WARNING,
+            f"{about}, lanes",
+            f"{lanes_text(tables)}: read from the table and not streamed, because of failures, to catch up, or because "
+            "a lane can't be taken over",
+            "`outbox failures list`; the relay's log and /readyz name what a lane waits for",
+        )
+    if status.slot.message_at is not None and settings.source is SourceKind.WAL and not settings.wal.messages:
+        meant = "messages" in settings.wal.model_fields_set
+        yield Finding(
+            Level.WARNING if meant else Level.FAILURE,
+            "messages",
+            f"events without a row were published, the last at {status.slot.message_at.isoformat(timespec='seconds')}, "
+            + (
+                "and wal.messages is false: they become dead letters"
+                if meant
+                else "and wal.messages is not set: a relay with these settings does not start"
+            ),
+            "set OUTBOX_WAL__MESSAGES=true; or, when no service uses transport='message' any more, false",
+        )
     if status.slot.retained_bytes > settings.wal.retained_limit_bytes:
         yield Finding(
             Level.FAILURE,
@@ -221,7 +363,7 @@ def _count(connection: psycopg.Connection[Any], settings: Settings, table: str) 
 
 
 def _has_consumers(connection: psycopg.Connection[Any], settings: Settings) -> bool:
-    """Whether the consumers' tables are in this database: sinks are often elsewhere."""
+    """Return whether the consumers' tables are in this database: sinks are often elsewhere."""
     names = [
         sql.Identifier(settings.consumer_schema, name).as_string(connection)
         for name in ("offsets", "losses", "processed_messages")
@@ -270,7 +412,7 @@ def _consumers(connection: psycopg.Connection[Any], settings: Settings) -> Itera
 
 
 def _remembered(name: str, keep_days: int, config: _Config) -> Iterator[Finding]:
-    """Whether a topic's messages can outlive the memory of their ids: then a re-read makes dead letters of them."""
+    """Check whether messages can outlive the memory of their ids: then a re-read makes dead letters of them."""
     if config("cleanup.policy") == "compact":
         kept, ms = "its messages for as long as they are the last of their keys", -1
     else:
@@ -306,33 +448,94 @@ def _kafka(settings: Settings, options: Mapping[str, str], lanes: int, consumed:
         entries = admin.describe_configs([resource], request_timeout=_SECONDS)[resource].result()
         return lambda entry: str(entries[entry].value)
 
+    yield from _topics(settings, admin, metadata, consumed, config)
+    if settings.delivery is Delivery.EXACTLY_ONCE:
+        yield from _transactions(settings, options, lanes, admin, metadata, config)
+        if state_topic_name(settings) in metadata.topics:
+            yield from _may_write(admin, state_topic_name(settings))
+
+
+def _topics(
+    settings: Settings,
+    admin: AdminClient,
+    metadata: Any,
+    consumed: Sequence[str],
+    config: Callable[[Any, str], _Config],
+) -> Iterator[Finding]:
     for aggregate_type, route in sorted((settings.routes or {}).items()):
         topic = metadata.topics.get(route.topic)
         if topic is None:
             level = Level.OK if settings.create_topics else Level.FAILURE
-            do = "" if settings.create_topics else "create it, or set OUTBOX_CREATE_TOPICS=true"
+            do = (
+                ""
+                if settings.create_topics
+                else "create it, or set OUTBOX_CREATE_TOPICS=true; if it is there, grant DESCRIBE on it"
+            )
             yield Finding(level, f"topic {route.topic}", f"does not exist yet ({aggregate_type})", do)
             continue
-        yield from _topic(route.topic, topic, config(ConfigResource.Type.TOPIC, route.topic))
+        yield from _may_write(admin, route.topic)
+        try:
+            yield from _topic(route.topic, topic, config(ConfigResource.Type.TOPIC, route.topic))
+        except KafkaException as error:
+            # A relay can do without this right on the topics of events.
+            if error.args[0].code() != KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                raise
+            yield Finding(
+                Level.WARNING,
+                f"topic {route.topic}, settings",
+                "these credentials may not read its settings, so they were not looked at",
+                "grant DESCRIBE_CONFIGS on the topic, or run this with other credentials",
+            )
+    for name in sorted(_dead_letter_topics(settings)):
+        if name in metadata.topics:
+            yield from _may_write(admin, name)
     for name in consumed:
         if name in metadata.topics:
             yield from _remembered(name, settings.consumer.keep_days, config(ConfigResource.Type.TOPIC, name))
-    if settings.delivery is Delivery.EXACTLY_ONCE:
-        yield from _transactions(settings, options, lanes, metadata, config)
+
+
+def _dead_letter_topics(settings: Settings) -> set[str]:
+    given = [settings.failures.dead_letter_topic]
+    given += [route.dead_letter_topic for route in (settings.routes or {}).values()]
+    return {topic for topic in given if topic is not None}
+
+
+def _may_write(admin: AdminClient, name: str) -> Iterator[Finding]:
+    """Return whether the credentials may write to a topic, as far as the broker tells it."""
+    described = admin.describe_topics(
+        TopicCollection([name]), include_authorized_operations=True, request_timeout=_SECONDS
+    )[name].result()
+    operations = described.authorized_operations
+    if operations and AclOperation.WRITE not in operations:
+        yield Finding(
+            Level.FAILURE,
+            f"topic {name}, rights",
+            f"these credentials may not write to it, only {', '.join(sorted(each.name for each in operations))}",
+            "grant WRITE on the topic to the relay's user",
+        )
 
 
 def _transactions(
-    settings: Settings, options: Mapping[str, str], lanes: int, metadata: Any, config: Callable[[Any, str], _Config]
+    settings: Settings,
+    options: Mapping[str, str],
+    lanes: int,
+    admin: AdminClient,
+    metadata: Any,
+    config: Callable[[Any, str], _Config],
 ) -> Iterator[Finding]:
-    broker = str(next(iter(metadata.brokers)))
-    limit = int(config(ConfigResource.Type.BROKER, broker)("transaction.max.timeout.ms"))
-    asked = int(options["transaction.timeout.ms"])
-    if asked > limit:
+    try:
+        yield from _brokers(admin, metadata)
+        yield from _transaction_timeout(settings, options, metadata, config)
+    except KafkaException as error:
+        # A relay can do without this right.
+        if error.args[0].code() != KafkaError.CLUSTER_AUTHORIZATION_FAILED:
+            raise
         yield Finding(
-            Level.FAILURE,
-            "transaction.timeout.ms",
-            f"{asked} is above the broker's transaction.max.timeout.ms of {limit}",
-            "lower kafka.transaction.timeout.ms, or raise the broker's limit",
+            Level.WARNING,
+            "Kafka's settings",
+            "these credentials may not read the brokers' settings, so neither their version nor "
+            "transaction.max.timeout.ms was looked at",
+            "grant DESCRIBE_CONFIGS on the cluster, or run this with other credentials",
         )
     state = state_topic_name(settings)
     found = metadata.topics.get(state)
@@ -352,6 +555,51 @@ def _transactions(
             yield Finding(
                 Level.FAILURE, f"state topic {state}", f"{name}={value} could lose markers", f"set {name}={wanted}"
             )
+
+
+def _transaction_timeout(
+    settings: Settings, options: Mapping[str, str], metadata: Any, config: Callable[[Any, str], _Config]
+) -> Iterator[Finding]:
+    """Find out whether brokers let a transaction take as long as the relay asks for."""
+    broker = str(next(iter(metadata.brokers)))
+    limit = int(config(ConfigResource.Type.BROKER, broker)("transaction.max.timeout.ms"))
+    asked = int(options["transaction.timeout.ms"])
+    if asked > limit:
+        yield Finding(
+            Level.FAILURE,
+            "transaction.timeout.ms",
+            f"{asked} is above the broker's transaction.max.timeout.ms of {limit}: no transaction can begin",
+            f"{_lower_timeout(settings, limit)}, or raise the broker's limit",
+        )
+
+
+def _lower_timeout(settings: Settings, limit: int) -> str:
+    """Return what to lower so that a transaction's timeout fits the broker's limit."""
+    if "transaction.timeout.ms" in settings.kafka:
+        return "lower kafka.transaction.timeout.ms"
+    # Three times as long as a batch may take, and that is two thirds of the lease unless it is given.
+    if delivery_seconds(settings) < settings.relay.lease_seconds * 2 / 3:
+        return f"it is three times the delivery timeout: set kafka.delivery.timeout.ms to {limit // 3} or less"
+    return f"it is twice the lease: set OUTBOX_RELAY__LEASE_SECONDS to {limit // 2000} or less"
+
+
+def _brokers(admin: AdminClient, metadata: Any) -> Iterator[Finding]:
+    """Warn of brokers that can lose the end of a transaction (KAFKA-20734)."""
+    resources = [ConfigResource(ConfigResource.Type.BROKER, str(broker)) for broker in sorted(metadata.brokers)]
+    answers = admin.describe_configs(resources, request_timeout=_SECONDS)
+    newer = [resource.name for resource, answer in answers.items() if _SINCE_4_3 in answer.result()]
+    if newer:
+        yield Finding(
+            Level.WARNING,
+            "Kafka's version",
+            f"broker {', '.join(sorted(newer))} is 4.3 or newer (it has the setting {_SINCE_4_3}; which release it is, "
+            "brokers do not tell): 4.3.1 and 4.4.0 can lose the markers of a transaction when a broker restarts "
+            "(KAFKA-20734), and readers in read_committed then wait for its end for good",
+            "run 4.2.1, or a release whose notes name KAFKA-20734 as fixed; where it has happened, the lane stops, and "
+            "`outbox relay reconcile` names the partition",
+        )
+    else:
+        yield Finding(Level.OK, "Kafka's version", f"older than 4.3 (no broker has the setting {_SINCE_4_3})")
 
 
 def _topic(name: str, topic: Any, config: _Config) -> Iterator[Finding]:

@@ -56,6 +56,15 @@ NAMES: Final = frozenset(
         "stream.spilled",
         # failures
         "failure.recorded",
+        # outbox relay reconcile
+        "reconcile.taken",
+        "reconcile.fenced",
+        "reconcile.searched",
+        "reconcile.settling",
+        "reconcile.settled",
+        "reconcile.decided",
+        "reconcile.marking",
+        "reconcile.marked",
     }
 )
 

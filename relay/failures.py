@@ -51,12 +51,14 @@ RETURNING id, attempts"""
 
 # A copy's error header says why. What does not fit into a row beside it stays behind: the payload, then the headers.
 _COPY: Final = """
-INSERT INTO {events} (event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at)
+INSERT INTO {events} (event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at,
+                      from_relay)
 SELECT event_id, aggregate_type, aggregate_id, event_type, CASE WHEN fits THEN payload END,
        CASE WHEN fits THEN payload_bytes END,
        CASE WHEN bare <= %(limit)s THEN coalesce(headers, '{{}}') ELSE '{{}}' END
        || jsonb_build_object(%(error)s::text, left(last_error, %(room)s), %(attempts)s::text, attempts::text)
-       || CASE WHEN fits THEN '{{}}'::jsonb ELSE jsonb_build_object(%(omitted)s::text, 'true') END, created_at
+       || CASE WHEN fits THEN '{{}}'::jsonb ELSE jsonb_build_object(%(omitted)s::text, 'true') END, created_at,
+       true
   FROM (SELECT *, bare + coalesce(octet_length(payload::text), octet_length(payload_bytes), 0) <= %(limit)s AS fits
           FROM (SELECT *, octet_length(aggregate_id) + coalesce(octet_length(headers::text), 0) AS bare
                   FROM {dead_letters} WHERE lane = %(lane)s AND id = ANY(%(ids)s::bigint[])) AS dead) AS sized

@@ -25,7 +25,7 @@ SAMPLES: Final = (
 
 @lru_cache(maxsize=65_536)
 def lane_of(aggregate_type: str, aggregate_id: str, lanes: int) -> int:
-    """Give the lane, 0 to ``lanes`` - 1, as tables.lane_expression does."""
+    """Return the lane, 0 to ``lanes`` - 1, as tables.lane_expression does."""
     return abs(hash_text(aggregate_id, _type_hash(aggregate_type))) % lanes
 
 
@@ -35,7 +35,7 @@ def _type_hash(aggregate_type: str) -> int:
 
 
 def hash_text(text: str, seed: int) -> int:
-    """Give ``hashtextextended(text, seed)`` of a database in UTF-8: a signed 64-bit number."""
+    """Return ``hashtextextended(text, seed)`` of a database in UTF-8: a signed 64-bit number."""
     data = text.encode()
     length = len(data)
     a = b = c = (0x9E3779B9 + length + 3923095) & _MASK

@@ -10,13 +10,14 @@ settling write names the epoch it was fetched under, so a relay that slept throu
 | relay is killed                          | leases run out, others take the lanes, epoch + 1                        |
 | relay sleeps (SIGSTOP) past its lease    | the lane is taken; on waking its renewal and its settling match no row  |
 | Postgres is away longer than the lease   | the first to renew or take it when it is back has it; the epoch decides |
-| relay joins                              | whoever holds more than a fair share gives one up between batches       |
+| relay joins                              | whoever holds more than a fair share gives the rest up between batches  |
 | two relays reach for one lane            | the second skips the locked row and takes another, or none              |
+| a lane's row is locked by someone else   | that lane is not renewed, the others are; its lease may run out         |
+| killed after taking a lane               | the row still names the former transactional.id: the next one fences it |
 """
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
@@ -27,31 +28,49 @@ from psycopg import sql
 
 from outbox.errors import SchemaError
 from relay.database import unavailable_on_error
+from relay.lease import Lease
 
 # Synchronous, whatever the role's setting: a crash that took an epoch back would give it to another relay once more.
 _ACQUIRE: Final = """
-UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1,
+UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1, protocol_epoch = epoch + 1,
        lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
- WHERE lane = (SELECT lane FROM {lanes} WHERE lease_until < clock_timestamp() AND source = %(source)s
-                ORDER BY lease_until, lane FOR UPDATE SKIP LOCKED LIMIT 1)
-RETURNING lane, epoch, set_config('synchronous_commit', 'on', true)"""
+ WHERE lane IN (SELECT lane FROM {lanes} WHERE lease_until < clock_timestamp() AND source = %(source)s
+                 ORDER BY lease_until, lane FOR UPDATE SKIP LOCKED LIMIT %(count)s)
+RETURNING lane, epoch, transactional_id, last_batch, set_config('synchronous_commit', 'on', true)"""
 
 # All or none: the WAL is one stream. A lane that is locked is being taken by another, or settled by its owner.
 _ACQUIRE_ALL: Final = """
-UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1,
+UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1, protocol_epoch = epoch + 1,
        lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
  WHERE (SELECT count(*) FROM (SELECT FROM {lanes} WHERE lease_until < clock_timestamp() AND source = %(source)s
                                FOR UPDATE SKIP LOCKED) AS free) = (SELECT count(*) FROM {lanes})
-RETURNING lane, epoch, set_config('synchronous_commit', 'on', true)"""
+RETURNING lane, epoch, transactional_id, last_batch, set_config('synchronous_commit', 'on', true)"""
 
+# Below what the worker leaves of a lease before it prolongs it itself (settlement.RENEW_PART), and early enough for
+# several tries.
+_DUE_PART: Final = 0.6
+
+# A row that somebody else has locked is passed by: it must not keep the other leases from being prolonged.
 _RENEW: Final = """
-UPDATE {lanes} AS l SET lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
-  FROM unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS mine(lane, epoch)
- WHERE l.lane = mine.lane AND l.epoch = mine.epoch
-RETURNING l.lane, l.source"""
+WITH mine AS (
+    SELECT l.lane, l.source FROM {lanes} AS l
+      JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch)
+           ON l.lane = m.lane AND l.epoch = m.epoch),
+free AS (
+    SELECT l.lane FROM {lanes} AS l
+      JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[], %(due)s::boolean[]) AS m(lane, epoch, due)
+           ON l.lane = m.lane AND l.epoch = m.epoch AND m.due
+       FOR NO KEY UPDATE OF l SKIP LOCKED),
+renewed AS (
+    UPDATE {lanes} AS l SET lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
+      FROM free WHERE l.lane = free.lane RETURNING l.lane)
+SELECT mine.lane, mine.source, renewed.lane IS NOT NULL FROM mine LEFT JOIN renewed ON renewed.lane = mine.lane"""
 
 _RELEASE: Final = """
-UPDATE {lanes} SET owner = NULL, lease_until = '-infinity' WHERE lane = %(lane)s AND epoch = %(epoch)s"""
+UPDATE {lanes} AS l SET owner = NULL, lease_until = '-infinity',
+       transactional_id = CASE WHEN m.clean THEN NULL ELSE l.transactional_id END
+  FROM unnest(%(lanes)s::smallint[], %(epochs)s::bigint[], %(clean)s::boolean[]) AS m(lane, epoch, clean)
+ WHERE l.lane = m.lane AND l.epoch = m.epoch"""
 
 _BEAT: Final = """
 INSERT INTO {relays} (instance, version, source, alive_until)
@@ -72,41 +91,6 @@ SELECT r.instance, count(l.lane), (SELECT count(*) FROM {lanes}),
        ON l.owner = r.instance AND l.lease_until >= clock_timestamp() AND l.source = %(source)s
  WHERE (r.alive_until >= clock_timestamp() AND r.source = %(source)s) OR r.instance = %(me)s
  GROUP BY r.instance"""
-
-
-class Lease:
-    """One lane held by this relay. ``renewed`` and ``secure`` may be called from any thread.
-
-    ``ttl_seconds`` counts from when the renewal was asked for, on this process's own clock, so it always ends before
-    the database's reading of the same lease does.
-    """
-
-    def __init__(self, lane: int, epoch: int, ttl_seconds: float, asked_at: float) -> None:
-        self.lane = lane
-        self.epoch = epoch
-        self.ttl_seconds = ttl_seconds
-        self._lock = threading.Lock()
-        self._until = asked_at + ttl_seconds
-
-    def renewed(self, asked_at: float) -> None:
-        """Take note that Postgres prolonged the lease; ``asked_at`` is time.monotonic() before it was asked."""
-        with self._lock:
-            self._until = max(self._until, asked_at + self.ttl_seconds)
-
-    @property
-    def secure(self) -> bool:
-        """Whether the lease can't have run out yet. If not, nothing may be published before it is renewed."""
-        with self._lock:
-            return time.monotonic() < self._until
-
-    @property
-    def remaining_seconds(self) -> float:
-        """For how long the lease holds at least."""
-        with self._lock:
-            return self._until - time.monotonic()
-
-    def __repr__(self) -> str:
-        return f"Lease(lane={self.lane}, epoch={self.epoch})"
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,26 +123,20 @@ class Step:
 
 
 def next_step(census: Census, me: str) -> Step:
-    """Say how many lanes to take or to give up, from what every relay can see alike.
+    """Return how many lanes to take or to give up, from what every relay can see alike.
 
-    Shares differ by one at most: with L lanes and R relays each holds L // R or one more. A relay below the floor
-    takes free lanes; one at the floor takes another only when nobody is below it. Only the relay with the most lanes
-    (the greatest name among equals) gives up, and one at a time, so that two never give up for the same newcomer.
+    Shares differ by one at most: with L lanes and R relays each holds L // R or one more. Those with the most lanes
+    (the greatest name among equals) keep one more. Every relay works out the same shares from the same census, gives up
+    all that it has above its share, and takes free lanes up to it.
     """
     relays = max(len(census.held), 1)
     floor, rest = divmod(census.lanes, relays)
+    ranked = sorted(census.held, key=lambda name: (census.held[name], name), reverse=True)
     mine = census.held.get(me, 0)
-    someone_short = any(held < floor for held in census.held.values())
-    if census.free:
-        if mine < floor:
-            return Step(acquire=min(floor - mine, census.free))
-        if rest and mine == floor and not someone_short:
-            return Step(acquire=1)
-        return Step()
-    fullest = max(census.held, key=lambda name: (census.held[name], name), default=None)
-    if fullest == me and mine - min(census.held.values()) > 1:
-        return Step(release=1)
-    return Step()
+    share = floor + (1 if me in ranked[:rest] else 0)
+    if mine > share:
+        return Step(release=mine - share)
+    return Step(acquire=min(share - mine, census.free))
 
 
 class LaneTable:
@@ -185,17 +163,24 @@ class LaneTable:
         self._source = source
 
     def beat(self) -> None:
-        """Say that this relay is alive, and forget those long dead."""
+        """Write that this relay is alive."""
         values = {"me": self._me, "version": self._version, "ttl": self._ttl, "source": self._source}
         self._run(_BEAT, values, "saying it is alive")
+
+    def forget_dead(self) -> None:
+        """Delete relays that are long dead."""
         self._run(_FORGET, {}, "forgetting dead relays")
 
     def leave(self) -> None:
-        """Say that this relay is gone."""
+        """Record that this relay is gone."""
         self._run(_LEAVE, {"me": self._me}, "signing off")
 
     def renew(self, leases: Collection[Lease]) -> Renewal:
-        """Prolong these leases; give those that are lost, and those that are prolonged to be given up in order."""
+        """Prolong these leases; return those that are lost, and those that are prolonged to be given up in order.
+
+        A lane whose row is locked just now is neither prolonged nor lost. Nor is one that was prolonged lately, as the
+        worker does when it settles: the two must not stand in each other's way.
+        """
         if not leases:
             return Renewal()
         asked_at = time.monotonic()
@@ -205,12 +190,14 @@ class LaneTable:
                 "ttl": self._ttl,
                 "lanes": [lease.lane for lease in leases],
                 "epochs": [lease.epoch for lease in leases],
+                "due": [lease.remaining_seconds < lease.ttl_seconds * _DUE_PART for lease in leases],
             },
             "renewing leases",
         )
-        kept = dict(rows)
+        kept = {lane: source for lane, source, _ in rows}
+        renewed = {lane for lane, _, prolonged in rows if prolonged}
         for lease in leases:
-            if lease.lane in kept:
+            if lease.lane in renewed:
                 lease.renewed(asked_at)
         return Renewal(
             [lease for lease in leases if lease.lane not in kept],
@@ -227,29 +214,40 @@ class LaneTable:
         _, _, total, lanes, free = rows[0]
         return Census(held={row[0]: row[1] for row in rows}, lanes=lanes, free=free, total=total)
 
-    def acquire(self) -> Lease | None:
-        """Take the lane that has been free for longest, or None when none is free."""
-        asked_at = time.monotonic()
-        rows = self._run(_ACQUIRE, {"me": self._me, "ttl": self._ttl, "source": self._source}, "taking a lane")
-        if not rows:
-            return None
-        lane, epoch, _ = rows[0]
-        return Lease(lane, epoch, self._ttl, asked_at)
+    def acquire(self, count: int = 1) -> list[Lease]:
+        """Take up to ``count`` lanes, those first that have been free for longest."""
+        values = {"me": self._me, "ttl": self._ttl, "source": self._source, "count": count}
+        return self._taken(_ACQUIRE, values, "taking lanes")
 
     def acquire_all(self) -> list[Lease]:
         """Take all lanes of the outbox, or none: when one is held, or belongs to another source."""
-        asked_at = time.monotonic()
         values = {"me": self._me, "ttl": self._ttl, "source": self._source}
-        rows = self._run(_ACQUIRE_ALL, values, "taking the lanes")
-        return sorted((Lease(lane, epoch, self._ttl, asked_at) for lane, epoch, _ in rows), key=lambda held: held.lane)
+        return self._taken(_ACQUIRE_ALL, values, "taking the lanes")
 
-    def release(self, lease: Lease) -> None:
-        """Make the lane free at once. Does nothing when it is already somebody else's."""
-        self._run(_RELEASE, {"lane": lease.lane, "epoch": lease.epoch}, f"releasing lane {lease.lane}")
+    def release(self, leases: Collection[Lease], *, clean: Collection[int] = ()) -> None:
+        """Make lanes free at once. Does nothing for those that are already somebody else's.
+
+        ``clean`` are the lanes of which no Kafka transaction can be open: whoever takes them need not fence this relay.
+        """
+        values = {
+            "lanes": [lease.lane for lease in leases],
+            "epochs": [lease.epoch for lease in leases],
+            "clean": [lease.lane in clean for lease in leases],
+        }
+        self._run(_RELEASE, values, "releasing lanes")
 
     def close(self) -> None:
         """Close the connection."""
         self._connection.close()
+
+    def _taken(self, query: str, values: Mapping[str, object], doing: str) -> list[Lease]:
+        asked_at = time.monotonic()
+        rows = self._run(query, values, doing)
+        leases = [
+            Lease(lane, epoch, self._ttl, asked_at, former_id, last_batch)
+            for lane, epoch, former_id, last_batch, _ in rows
+        ]
+        return sorted(leases, key=lambda lease: lease.lane)
 
     def _run(self, query: str, values: Mapping[str, object], doing: str) -> Sequence[Any]:
         with unavailable_on_error(doing), self._connection.cursor() as cursor:

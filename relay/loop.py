@@ -1,91 +1,151 @@
-"""One lane's loop: fetch, publish, settle. Knows neither SQL nor Kafka.
+"""A worker's loop: one turn for all its lanes. Knows neither SQL nor Kafka.
+
+A turn: read the lanes and settle the turn before; publish what was read; take note of what became of it. The order of
+a key holds because a lane has one holder, and a turn publishes a lane's events in order and all of them before the
+next turn does.
 
 | what happens                            | at-least-once                          | exactly-once                      |
 |-----------------------------------------|----------------------------------------|-----------------------------------|
-| killed before publishing                | nothing was sent; the next holder of   | the same                          |
-|                                         | the lane reads the same rows           |                                   |
+| killed before publishing                | nothing was sent; the next holders of  | the same                          |
+|                                         | the lanes read the same rows           |                                   |
 | killed while publishing                 | some may stand in Kafka; they are sent | aborted: no reader saw them       |
-|                                         | again (at most one batch)              |                                   |
-| killed when acknowledged, not settled   | the batch is sent again                | its marker settles it             |
+|                                         | again (at most one batch of each lane) |                                   |
+| killed when acknowledged, not settled   | the batches are sent again             | their markers settle them         |
 | killed after settling                   | nothing to repeat                      | the same                          |
-| Kafka fails                             | what was acknowledged is settled, the  | all of the batch is read again,   |
-|                                         | rest is read again later               | unless the marker has it          |
-| Postgres fails while fetching           | nothing was sent                       | the same                          |
-| Postgres fails while settling           | unknown whether the rows went: settled | its marker settles it             |
+| Kafka fails                             | what was acknowledged is settled, the  | all of the turn is read again,    |
+|                                         | rest is read again later               | unless the markers have it        |
+| Postgres fails while reading            | nothing was sent                       | the same                          |
+| Postgres fails while settling           | unknown whether the rows went: settled | the markers settle them           |
 |                                         | again before anything else is read     |                                   |
-| the lane is lost while publishing       | settling is refused; the new holder    | fenced in Kafka: not committed,   |
-|                                         | sends the batch again                  | or the marker settles it          |
+| a lane is lost while publishing         | settling is refused for it; the new    | fenced in Kafka: not committed,   |
+|                                         | holder sends its batch again           | or the marker settles it          |
 | an event is refused                     | its key waits or it is skipped, as its route says; other keys go on      |
-| a batch is refused, and not why         | it is halved until one event is left: that one is refused                  |
+| something is refused, and not what      | narrowed down: the lanes that the broker names, or each, have turns of   |
+|                                         | their own; there the batch is halved until one event is left             |
+| a turn does not finish in time          | the next one is half as large                                            |
+| one lane can't be taken over or settled | it is tried again by itself, with backoff; the others go on              |
 """
 
 from __future__ import annotations
 
 import random
 import threading
-from collections.abc import Callable
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
-from outbox.errors import SchemaError
+from outbox.errors import OutboxError, SchemaError
+from relay.lease import HeldLanes, Lease
 from relay.marker import StateLost
 from relay.ports import (
     BatchRefused,
     Claim,
+    Fetched,
     LaneLost,
+    Late,
     Published,
     Publisher,
     Receipt,
     Refused,
     Result,
+    Sent,
     Source,
     Unavailable,
 )
 
-# Clean batches after which a batch size that the broker's refusal had halved is doubled again.
+# Clean turns after which a size that was halved is doubled again.
 _GROW_AFTER: Final = 8
+# A turn's events over all lanes, in batches of one lane: what four lanes may have at once.
+_LANES_AT_ONCE: Final = 4
+# For how long lanes that are asked back are kept to settle what is published of them, where a server is away.
+_SETTLE_SECONDS: Final = 10.0
 
 
 class Observer(Protocol):
-    """Told what the loop does. Must not raise and must not wait."""
+    """Is told what the loop does. Must not raise and must not wait."""
 
     def published(self, count: int) -> None:
         """``count`` events were acknowledged."""
         ...
 
-    def refused(self, claim: Claim, reason: str) -> None:
+    def refused(self, lane: int, claim: Claim, reason: str) -> None:
         """The event can't be published as it is."""
         ...
 
-    def unavailable(self, error: Exception, wait_seconds: float) -> None:
+    def unavailable(self, lanes: Collection[int], error: Exception, wait_seconds: float) -> None:
         """A server is away, or a person is needed; the loop tries again after the wait."""
         ...
 
-    def recovered(self) -> None:
+    def recovered(self, lanes: Collection[int]) -> None:
         """The first success after ``unavailable``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How many events a batch has, and how long to wait: in seconds."""
+    """How many events of a lane a turn has, and how long to wait: in seconds."""
 
     batch_size: int = 2000
-    min_idle_seconds: float = 0.002
     max_idle_seconds: float = 0.1
     min_backoff_seconds: float = 0.1
     max_backoff_seconds: float = 5.0
 
 
-class LaneLoop:
-    """Publishes one lane until told to stop or until the lane is lost.
+@dataclass(slots=True)
+class _Backoff:
+    """Waits that double, with jitter: after an outage not everybody must come back in the same moment."""
+
+    pace: Pace
+    failures: int = 0
+    until: float = 0.0
+
+    def failed(self) -> float:
+        """Record a failure; return how long to wait."""
+        doubled: float = self.pace.min_backoff_seconds * 2.0 ** float(min(self.failures, 20))
+        delay = min(doubled, self.pace.max_backoff_seconds)
+        self.failures += 1
+        self.until = time.monotonic() + delay * random.uniform(0.5, 1.0)  # noqa: S311
+        return delay
+
+    def succeeded(self) -> bool:
+        """Record a success; return whether it is the first after a failure."""
+        first, self.failures, self.until = self.failures > 0, 0, 0.0
+        return first
+
+    @property
+    def waits(self) -> bool:
+        """Return whether it is too early to try again."""
+        return time.monotonic() < self.until
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What the loop knows of one lane.
+
+    ``taken`` is how many events the last turn had of it. ``suspect``: something in its last batch was refused, and it
+    has turns of its own until that is found; ``limit`` is then how many events such a turn takes. ``unsettled`` is what
+    Kafka has acknowledged (without a transaction) and Postgres may not know.
+    """
+
+    lease: Lease
+    backoff: _Backoff
+    joined: bool = False
+    taken: int = 0
+    suspect: bool = False
+    limit: int = 0
+    clean: int = 0
+    unsettled: list[Result] = field(default_factory=list)
+
+
+class WorkerLoop:
+    """Publishes the lanes that it is given until told to stop.
 
     source and publisher are made afresh after every failure, the publisher after the source and before anything is
-    fetched: a transactional one fences its predecessor and lets the source settle what that one committed.
+    read: a transactional one fences its predecessor and lets the source settle what that one committed.
     What was acknowledged is settled, again if need be, before anything more is published: where settling never succeeds
-    the lane stands still, and does not send its batch again and again.
-    ``secure`` says whether the lease still holds by this process's own clock; while it does not, nothing is fetched.
-    ``stop`` ends the loop after the batch in hand.
+    a lane stands still, and does not send its batch again and again.
+    ``stop`` ends the loop after the turn in hand; lanes are let go of by then.
     """
 
     def __init__(
@@ -93,168 +153,385 @@ class LaneLoop:
         source: Callable[[], Source],
         publisher: Callable[[Source], Publisher],
         *,
+        held: HeldLanes,
         stop: threading.Event,
-        secure: Callable[[], bool],
         observer: Observer,
         pace: Pace,
     ) -> None:
         self._new_source = source
         self._new_publisher = publisher
+        self._held = held
         self._stop = stop
-        self._secure = secure
         self._observer = observer
         self._pace = pace
         self._source: Source | None = None
         self._publisher: Publisher | None = None
-        self._unsettled: list[Result] = []
-        self._failures = 0
+        self._lanes: dict[int, _Lane] = {}
+        self._backoff = _Backoff(pace)
         self._limit = pace.batch_size
         self._clean = 0
+        self._suspects_turn = False
+        self.failing_since: float | None = None
+        """When the failure began that nothing has succeeded since, by time.monotonic(); None while all is well."""
+        self.turned_at = time.monotonic()
+        """When the last turn ended, or an idle loop last looked, by time.monotonic()."""
+        self.has_succeeded = False
+        """Whether there has been a turn without a failure."""
 
     def run(self) -> None:
-        """Run until stopped. Raises LaneLost when another relay has the lane."""
-        idle = self._pace.min_idle_seconds
+        """Run until stopped, then let go of all lanes."""
         try:
             while not self._stop.is_set():
+                self.turned_at = time.monotonic()
                 try:
-                    moved = self._turn()
-                except LaneLost:
-                    raise
+                    if not self._turn():
+                        self._idle()
                 except (Unavailable, SchemaError, StateLost) as error:
                     self._back_off(error)
-                    continue
-                if moved:
-                    idle = self._pace.min_idle_seconds
-                else:
-                    self._stop.wait(idle)
-                    idle = min(idle * 2, self._pace.max_idle_seconds)
             self._finish()
         finally:
             self._close()
 
+    # A turn
+
     def _turn(self) -> bool:
-        """Move one batch; say whether there was anything to move."""
-        if self._source is None:
-            self._source = self._new_source()
-            self._settle_again(self._source)
-        if not self._secure():
+        """Move one batch of each lane that has one; return whether there was anything to move."""
+        self._take_and_let_go()
+        if not self._lanes:
+            # A stream ends with the lanes that it is read for; a connection is made again when lanes come.
+            self._close()
             return False
+        source = self._opened()
         if self._publisher is None:
-            self._publisher = self._new_publisher(self._source)
-        claims = self._source.fetch(self._limit)
-        self._forget_rows()
-        if claims is None:
+            self._publisher = self._new_publisher(source)
+        self._join(self._publisher)
+        limits = self._limits()
+        if not limits:
             return False
-        if not claims:
-            self._succeeded()
+        source.leave_out(self._publisher.paused())
+        fetched = source.fetch(limits)
+        for number in limits.keys() & self._lanes.keys():
+            self._lanes[number].taken = len(fetched.batches.get(number, ()))
+        self._forget_rows(limits.keys() - fetched.failed.keys())
+        self._give_up_failed(fetched)
+        fine = limits.keys() - fetched.failed.keys()
+        if not fetched.batches:
+            if fetched.known:
+                self._succeeded(fine)
             return False
-        receipt = self._publisher.publish(claims)
-        if isinstance(receipt.failure, BatchRefused):
-            receipt = self._narrow(claims[0], len(claims), receipt)
-        if receipt.batch is None:
-            published = [result for result in receipt.results if isinstance(result[1], Published)]
-            self._unsettled = published or self._unsettled
-        self._source.settle(receipt)
-        self._report(receipt)
+        sent = self._publisher.publish(fetched.batches)
+        self._settle(source, self._narrowed(fetched, sent), fine)
         return True
 
-    def _settle_again(self, source: Source) -> None:
-        """Settle what another source may not have. Rows that are gone already are no trouble, and by its id the source
-        passes by an event without a row.
+    def _take_and_let_go(self) -> None:
+        for lease in self._held.leases:
+            known = self._lanes.get(lease.lane)
+            if known is None or known.lease is not lease:
+                # The lease may have run out, and have been taken again: what is published stays to be settled.
+                unsettled = [] if known is None else known.unsettled
+                self._lanes[lease.lane] = _Lane(lease, _Backoff(self._pace), unsettled=unsettled)
+                if self._source is not None:
+                    self._source.hold(lease)
+        if any(self._unsettled_rows(number) for number in self._held.recalled & self._lanes.keys()):
+            self._settle_recalled()
+        recalled = self._held.recalled & self._lanes.keys()
+        if recalled:
+            self._let_go(recalled)
 
-        If there is an event that can't be settled, those before it are, and the error names it.
-        """
-        left = self._unsettled
-        size = len(left)
-        while left:
-            part = left[:size]
-            try:
-                source.settle(Receipt(part))
-                source.flush()
-            except SchemaError as error:
-                if len(part) == 1:
-                    text = f"event {part[0][0].event_id} is published, and stays behind: {error}"
-                    raise type(error)(text) from error
-                size = len(part) // 2
-            else:
-                left = left[size:]
-        self._forget_rows()
-
-    def _forget_rows(self) -> None:
-        """Take note that what was published is settled. Of events without a row the next source must still hear."""
-        self._unsettled = [result for result in self._unsettled if result[0].position < 0]
-
-    def _narrow(self, first: Claim, size: int, receipt: Receipt) -> Receipt:
-        """Try half of a refused batch next; a refused batch of one names its event."""
-        if size > 1:
-            self._clean = 0
-            self._limit = size // 2
-            return receipt
-        return Receipt([(first, Refused(str(receipt.failure)))], spent=True)
-
-    def _report(self, receipt: Receipt) -> None:
-        published = 0
-        for claim, outcome in receipt.results:
-            if isinstance(outcome, Published):
-                published += 1
-            else:
-                self._observer.refused(claim, outcome.reason)
-        if published:
-            self._observer.published(published)
-        if receipt.failure is not None or receipt.spent:
-            # What Kafka has acknowledged must not be sent again only because something else failed.
-            assert self._source is not None
-            self._source.flush()
-            self._forget_rows()
+    def _settle_recalled(self) -> None:
+        """Settle what their next holders would send again; but do not keep lanes for ever where that fails."""
+        try:
+            self._opened()
+        except (Unavailable, SchemaError):
+            if self.failing_since is None or time.monotonic() - self.failing_since < _SETTLE_SECONDS:
+                raise
             self._close()
-        if isinstance(receipt.failure, BatchRefused):
-            return
-        if receipt.failure is not None:
-            raise receipt.failure
-        self._widen()
-        self._succeeded()
 
-    def _widen(self) -> None:
+    def _opened(self) -> Source:
+        """Return the source; a new one first settles what the one before may not have."""
+        if self._source is None:
+            source = self._source = self._new_source()
+            for lane in self._lanes.values():
+                source.hold(lane.lease)
+        for number, lane in list(self._lanes.items()):
+            if lane.unsettled and not lane.joined and not lane.backoff.waits:
+                self._settle_again(self._source, number, lane)
+        return self._source
+
+    def _join(self, publisher: Publisher) -> None:
+        due = [
+            lane.lease
+            for lane in self._lanes.values()
+            if not lane.joined and not lane.backoff.waits and not self._unsettled_rows(lane.lease.lane)
+        ]
+        due = [lease for lease in due if lease.secure]
+        if not due:
+            return
+        failed = publisher.join(due)
+        for lease in due:
+            if lease.lane not in failed:
+                self._lanes[lease.lane].joined = True
+        self._give_up(failed)
+
+    def _limits(self) -> dict[int, int]:
+        """Return the lanes of this turn with how many events each may have."""
+        ready = {number: lane for number, lane in self._lanes.items() if lane.joined and lane.lease.secure}
+        suspects = [number for number, lane in ready.items() if lane.suspect]
+        good = [number for number in ready if number not in suspects]
+        self._suspects_turn = bool(suspects) and (not self._suspects_turn or not good)
+        if self._suspects_turn:
+            # One by one, each in turn.
+            number = min(suspects, key=lambda each: self._lanes[each].clean)
+            self._lanes[number].clean += 1
+            return {number: self._lanes[number].limit}
+        if not good:
+            return {}
+        return self._shares(good)
+
+    def _shares(self, numbers: Sequence[int]) -> dict[int, int]:
+        """Return how many events each lane may have: lanes that fill their share have what the others leave of theirs.
+
+        Of 256 lanes one has the hottest key: it must not wait because the other 255 might have events too. Where they
+        suddenly have, this turn has twice as many events as others at most.
+        """
+        most = self._limit * _LANES_AT_ONCE
+        even = max(min(self._limit, most // len(numbers)), 1)
+        full = [number for number in numbers if self._lanes[number].taken >= even]
+        if not full:
+            return dict.fromkeys(numbers, even)
+        left = most - sum(self._lanes[number].taken for number in numbers if self._lanes[number].taken < even)
+        more = max(min(self._limit, left // len(full)), even)
+        return dict.fromkeys(numbers, even) | dict.fromkeys(full, more)
+
+    def _give_up_failed(self, fetched: Fetched) -> None:
+        for lane in fetched.failed:
+            if lane in self._lanes:
+                self._lanes[lane].joined = False
+        self._give_up(fetched.failed)
+
+    def _give_up(self, failed: Mapping[int, OutboxError]) -> None:
+        """See to lanes that can't be worked on: those that are lost are another relay's, the others are tried later."""
+        by_text: dict[str, tuple[OutboxError, list[int], float]] = {}
+        for number, error in failed.items():
+            lane = self._lanes.get(number)
+            if lane is None:
+                continue
+            if isinstance(error, LaneLost):
+                self._observer.unavailable([number], error, 0.0)
+                self._drop(number, clean=False, lost=True)
+                continue
+            delay = lane.backoff.failed()
+            known = by_text.setdefault(str(error), (error, [], delay))
+            known[1].append(number)
+        for error, lanes, delay in by_text.values():
+            self._observer.unavailable(lanes, error, delay)
+
+    # What became of a turn
+
+    def _narrowed(self, fetched: Fetched, sent: Sent) -> Sent:
+        """Halve what was too large, single out what was refused; a batch of one that is refused names its event."""
+        batches = fetched.batches
+        if isinstance(sent.failure, Late):
+            half = max(max(map(len, batches.values())) // 2, 1)
+            if self._suspects_turn:
+                for number in batches:
+                    self._lanes[number].limit = half
+            else:
+                self._clean = 0
+                self._limit = half
+        if not isinstance(sent.failure, BatchRefused):
+            return sent
+        blamed = [lane for lane in sent.blamed if lane in batches] or list(batches)
+        receipts = dict(sent.receipts)
+        for number in blamed:
+            lane, size = self._lanes[number], len(batches[number])
+            alone = len(batches) == 1
+            lane.limit = max(size // 2, 1) if alone or len(blamed) < len(batches) else size
+            lane.suspect = True
+            if alone and size == 1:
+                lane.suspect = False
+                receipts[number] = Receipt([(batches[number][0], Refused(str(sent.failure)))])
+        return Sent(receipts, sent.failure, sent.blamed)
+
+    def _settle(self, source: Source, sent: Sent, fine: Collection[int]) -> None:
+        for number, receipt in sent.receipts.items():
+            if receipt.batch is None and (lane := self._lanes.get(number)) is not None:
+                published = [result for result in receipt.results if isinstance(result[1], Published)]
+                lane.unsettled = published or lane.unsettled
+        failed = source.settle(sent.receipts)
+        self._report(sent)
+        if sent.failure is not None or sent.renew:
+            # What Kafka has acknowledged must not be sent again only because something else failed.
+            failed = {**failed, **source.flush(list(sent.receipts))}
+            self._forget_rows(sent.receipts.keys() - failed.keys())
+            self._close_publisher()
+        for number in failed.keys() & self._lanes.keys():
+            self._lanes[number].joined = False
+        self._give_up(failed)
+        if sent.failure is None:
+            self._grow(sent)
+            self._succeeded([number for number in fine if number not in failed])
+        elif not isinstance(sent.failure, BatchRefused):
+            raise sent.failure
+
+    def _report(self, sent: Sent) -> None:
+        count = 0
+        for number, receipt in sent.receipts.items():
+            for claim, outcome in receipt.results:
+                if isinstance(outcome, Published):
+                    count += 1
+                else:
+                    self._observer.refused(number, claim, outcome.reason)
+        if count:
+            self._observer.published(count)
+
+    def _grow(self, sent: Sent) -> None:
+        """After clean turns, let what was halved grow; a suspect that had several is like the others again."""
+        if self._suspects_turn:
+            for number in sent.receipts:
+                lane = self._lanes.get(number)
+                if lane is None:
+                    continue
+                lane.limit = min(lane.limit * 2, self._pace.batch_size)
+                lane.suspect = lane.limit < self._pace.batch_size
+                if not lane.suspect:
+                    lane.clean = 0
+            return
         if self._limit < self._pace.batch_size:
             self._clean += 1
             if self._clean >= _GROW_AFTER:
                 self._clean = 0
                 self._limit = min(self._limit * 2, self._pace.batch_size)
 
-    def _finish(self) -> None:
-        """Settle the last batch before the lane is given up. If that fails, it is as after a kill."""
-        try:
-            if self._source is not None:
-                self._source.flush()
-            elif any(claim.position > 0 for claim, _ in self._unsettled):
-                self._source = self._new_source()
-                self._settle_again(self._source)
-        except (Unavailable, SchemaError) as error:
-            self._observer.unavailable(error, 0.0)
+    def _succeeded(self, fine: Collection[int]) -> None:
+        """Record a turn of these lanes that did not fail. Others may wait all the same."""
+        self.failing_since, self.has_succeeded = None, True
+        back = [number for number in fine if number in self._lanes and self._lanes[number].backoff.succeeded()]
+        if self._backoff.succeeded():
+            back = [number for number, lane in self._lanes.items() if not lane.backoff.failures]
+        if back:
+            self._observer.recovered(back)
 
-    def _succeeded(self) -> None:
-        if self._failures:
-            self._failures = 0
-            self._observer.recovered()
+    def _idle(self) -> None:
+        """Wait until there may be something to do."""
+        self._serve()
+        lanes = [number for number, lane in self._lanes.items() if lane.joined and lane.lease.secure]
+        seconds = self._pace.max_idle_seconds
+        if self._source is None or not lanes:
+            self._stop.wait(min(seconds, 0.05))
+            return
+        waits = [lane.backoff.until - time.monotonic() for lane in self._lanes.values() if not lane.joined]
+        if waits:
+            seconds = min(seconds, max(min(waits), 0.01))
+        while not self._source.wait(lanes, seconds, self._stop):
+            self.turned_at = time.monotonic()
+            self._serve()
+            if self._stop.is_set() or waits or self._changed():
+                return
+
+    def _serve(self) -> None:
+        if self._publisher is not None:
+            self._publisher.serve()
+
+    def _changed(self) -> bool:
+        """Return whether lanes were given or recalled, or the lease of one is no longer sure."""
+        return (
+            bool(self._held.recalled)
+            or {lease.lane for lease in self._held.leases} != self._lanes.keys()
+            or not all(lane.lease.secure for lane in self._lanes.values())
+        )
+
+    # Failures
 
     def _back_off(self, error: Exception) -> None:
         self._close()
-        delay = self._delay()
-        self._observer.unavailable(error, delay)
-        self._failures += 1
-        # Jitter: after an outage the lanes must not all come back in the same moment.
-        self._stop.wait(delay * random.uniform(0.5, 1.0))  # noqa: S311
+        if self.failing_since is None:
+            self.failing_since = time.monotonic()
+        delay = self._backoff.failed()
+        self._observer.unavailable(list(self._lanes), error, delay)
+        self._stop.wait(max(self._backoff.until - time.monotonic(), 0.0))
 
-    def _delay(self) -> float:
-        doubled: float = self._pace.min_backoff_seconds * 2.0 ** float(min(self._failures, 20))
-        return min(doubled, self._pace.max_backoff_seconds)
+    def _settle_again(self, source: Source, number: int, lane: _Lane) -> None:
+        """Settle what another source may not have. Rows that are gone already are no trouble, and by its id the source
+        passes by an event without a row.
+
+        If there is an event that can't be settled, those before it are, and the error names it.
+        """
+        left = lane.unsettled
+        size = len(left)
+        while left:
+            part = left[:size]
+            try:
+                failed = {**source.settle({number: Receipt(part)}), **source.flush([number])}
+            except SchemaError as error:
+                source.drop(number)
+                source.hold(lane.lease)
+                if len(part) > 1:
+                    size = len(part) // 2
+                    continue
+                text = f"event {part[0][0].event_id} is published, and stays behind: {error}"
+                failed = {number: type(error)(text)}
+            if failed:
+                lane.unsettled = left
+                self._give_up(failed)
+                return
+            left = left[size:]
+        self._forget_rows([number])
+
+    def _unsettled_rows(self, number: int) -> bool:
+        """Return whether Postgres may not know of rows of the lane that they are published."""
+        return any(claim.has_row for claim, _ in self._lanes[number].unsettled)
+
+    def _forget_rows(self, lanes: Collection[int]) -> None:
+        """Record that what was published is settled. Of events without a row the next source must still hear."""
+        for number in lanes:
+            lane = self._lanes.get(number)
+            if lane is not None and lane.unsettled:
+                lane.unsettled = [result for result in lane.unsettled if not result[0].has_row]
+
+    # Letting go
+
+    def _let_go(self, lanes: Collection[int]) -> None:
+        """Settle what is pending of these lanes, and give them back."""
+        failed: Mapping[int, OutboxError] = {}
+        clean = self._source is not None and self._publisher is not None
+        if self._source is not None:
+            failed = self._source.flush(lanes)
+        for number in list(lanes):
+            lost = isinstance(failed.get(number), LaneLost)
+            joined = self._lanes[number].joined
+            self._drop(number, clean=clean and joined and number not in failed, lost=lost)
+
+    def _drop(self, number: int, *, clean: bool, lost: bool) -> None:
+        if self._source is not None:
+            self._source.drop(number)
+        del self._lanes[number]
+        self._held.let_go(number, clean=clean, lost=lost)
+
+    def _finish(self) -> None:
+        """Settle the last turn before the lanes are given up. If that fails, it is as after a kill."""
+        try:
+            if self._source is None and any(map(self._unsettled_rows, self._lanes)):
+                self._opened()
+            self._let_go(list(self._lanes))
+        except (Unavailable, SchemaError) as error:
+            self._observer.unavailable(list(self._lanes), error, 0.0)
+            for number in list(self._lanes):
+                self._drop(number, clean=False, lost=False)
 
     def _close(self) -> None:
         source, self._source = self._source, None
-        publisher, self._publisher = self._publisher, None
         try:
-            if publisher is not None:
-                publisher.close()
+            self._close_publisher()
         finally:
             if source is not None:
                 source.close()
+            for lane in self._lanes.values():
+                lane.joined = False
+
+    def _close_publisher(self) -> None:
+        publisher, self._publisher = self._publisher, None
+        for lane in self._lanes.values():
+            lane.joined = False
+        if publisher is not None:
+            publisher.close()

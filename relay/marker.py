@@ -42,13 +42,21 @@ class StateLost(OutboxError):
 
 
 @dataclass(frozen=True, slots=True)
+class Identity:
+    """Which Postgres a batch was read from."""
+
+    system_identifier: str
+    timeline: int
+
+
+@dataclass(frozen=True, slots=True)
 class Marker:
     """One committed batch of one lane.
 
     ``positions`` are the rows' ids and ``event_ids`` (as text, in the same order) guard against an id that was used
     again. ``system_identifier`` and ``timeline`` say which Postgres they were read from. Of events that came from the
     WAL, ``stream`` is where the last one stands of which all before it are done with; a negative position is an event
-    without a row.
+    without a row. ``writer`` is what the transactional ids begin with under which it was written, if that is known.
     """
 
     batch: int
@@ -58,9 +66,10 @@ class Marker:
     positions: Sequence[int] = ()
     event_ids: Sequence[str] = ()
     stream: At | None = None
+    writer: str | None = None
 
     def encode(self) -> bytes:
-        """Give the record's value: JSON, positions as differences, event ids as base64 of 16 bytes each."""
+        """Return the record's value: JSON, positions as differences, event ids as base64 of 16 bytes each."""
         steps = [b - a for a, b in zip((0, *self.positions), self.positions, strict=False)]
         raw = bytes.fromhex("".join(self.event_ids).replace("-", ""))
         return orjson.dumps(
@@ -73,6 +82,7 @@ class Marker:
                 "positions": steps,
                 "event_ids": base64.b64encode(raw).decode(),
                 "stream": None if self.stream is None else list(self.stream),
+                "writer": self.writer,
             }
         )
 
@@ -96,6 +106,7 @@ class Marker:
                 positions=tuple(accumulate(map(int, fields["positions"]))),
                 event_ids=tuple(str(uuid.UUID(bytes=raw[at : at + 16])) for at in range(0, len(raw), 16)),
                 stream=None if stream is None else At(*map(int, stream)),
+                writer=None if fields.get("writer") is None else str(fields["writer"]),
             )
         except (ValueError, KeyError, TypeError) as error:
             raise StateLost(

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import replace
-from typing import Any, Final
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
+import orjson
 import psycopg
 import structlog
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry, make_wsgi_app
 from prometheus_client.core import GaugeMetricFamily
 from psycopg import sql
 
 from outbox.errors import ConfigurationError
 from relay.database import Connector, unavailable_on_error
+from relay.health import Health, Reason
 from relay.slot import Slot, SlotNames, SlotState, find_problem
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
 
 log = structlog.get_logger("relay")
 
@@ -80,7 +88,7 @@ class SlotWatch:
         return iter(())
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Give what the last look has found; how old that is is among it."""
+        """Return what the last look has found; how old that is is among it."""
         state, healthy = self._state, self._healthy and time.monotonic() - self._looked < _STALE_SECONDS
 
         def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
@@ -132,14 +140,81 @@ class SlotWatch:
         self._over = over
 
 
-def serve(address: str, registry: CollectorRegistry, setting: str = "relay.metrics_address") -> threading.Thread:
-    """Answer Prometheus at ``host:port``, from a thread of its own.
+class RelayMetrics:
+    """Shows what a worker's lanes wait for, whether it is ready, and how many topics can't be written to."""
+
+    def __init__(
+        self, health: Callable[[], Health], topics: Callable[[], Collection[str]], registry: CollectorRegistry
+    ) -> None:
+        self._health = health
+        self._topics = topics
+        registry.register(self)
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Return nothing: names are not looked for before they are collected."""
+        return iter(())
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Return the worker's health as it is now; every reason is there, those that nothing waits for with 0."""
+        health = self._health()
+        yield GaugeMetricFamily("outbox_relay_ready", "1 when /readyz answers 200.", value=health.ready)
+        yield GaugeMetricFamily("outbox_relay_lanes", "Lanes that this worker holds.", value=health.lanes)
+        waiting = GaugeMetricFamily(
+            "outbox_relay_lanes_waiting", "Lanes whose last attempt failed, by reason.", labels=["reason"]
+        )
+        seconds = GaugeMetricFamily(
+            "outbox_relay_lane_wait_seconds", "How long the first of these lanes has waited.", labels=["reason"]
+        )
+        waits = {wait.reason: wait for wait in health.waits}
+        for reason in Reason:
+            wait = waits.get(reason)
+            waiting.add_metric([reason], 0 if wait is None else len(wait.lanes))
+            seconds.add_metric([reason], 0.0 if wait is None else wait.seconds)
+        yield waiting
+        yield seconds
+        yield GaugeMetricFamily(
+            "outbox_relay_topics_unusable",
+            "Topics that are missing or may not be written to; their events wait.",
+            value=len(self._topics()),
+        )
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  its name where it is inherited from
+        """Log nothing: probes come each few seconds."""
+
+
+def serve(
+    address: str,
+    registry: CollectorRegistry,
+    setting: str = "OUTBOX_RELAY__METRICS_ADDRESS",
+    health: Callable[[], Health] | None = None,
+) -> threading.Thread:
+    """Answer Prometheus at ``host:port``, from a thread of its own; with ``health`` also ``/readyz``.
 
     Raises ConfigurationError when it can't, naming the setting.
     """
     host, _, port = address.rpartition(":")
+    metrics = make_wsgi_app(registry)
+
+    def application(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        if health is None or environ["PATH_INFO"] != "/readyz":
+            shown: Iterable[bytes] = metrics(environ, start)
+            return shown
+        now = health()
+        start("200 OK" if now.ready else "503 Service Unavailable", [("Content-Type", "application/json")])
+        return [orjson.dumps(now, default=list) + b"\n"]
+
     try:
-        _, thread = start_http_server(int(port), addr=host.strip("[]"), registry=registry)
+        family, _, _, _, sockaddr = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        server_class: type[WSGIServer] = type("Server", (_Server,), {"address_family": family})
+        server = make_server(str(sockaddr[0]), int(port), application, server_class, _Quiet)
     except (OSError, ValueError, OverflowError) as error:
         raise ConfigurationError(f"{setting}={address}: {error}") from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
     return thread

@@ -269,7 +269,7 @@ def _whole_insert(data: bytes) -> Insert | None:
 
 
 def insert_head(relation: int, columns: int) -> bytes:
-    """Give how every Insert of a table begins whose first column is text and not NULL; for ``two_numbers``."""
+    """Return how every Insert of a table begins whose first column is text and not NULL; for ``two_numbers``."""
     return _INSERT_HEAD.pack(b"I", relation, b"N", columns) + b"t"
 
 

@@ -49,10 +49,10 @@ _REPLAY: Final = """
 WITH {chosen},
 sent AS (
     INSERT INTO {events} (event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers,
-                          created_at)
+                          created_at, from_relay)
     SELECT event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes,
            coalesce(headers, '{{}}') || jsonb_build_object(
-               %(mark)s::text, to_char(now() AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"')), created_at
+               %(mark)s::text, to_char(now() AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS"Z"')), created_at, true
       FROM chosen WHERE fits ORDER BY place RETURNING 1)
 SELECT count(*) AS events FROM sent"""
 
@@ -85,7 +85,7 @@ class Replay:
         self._names["chosen"] = sql.SQL(_CHOSEN).format(**self._names)
 
     def count(self, chosen: Range) -> dict[str, Any]:
-        """Say what a replay would send: events, keys, topics, first and last time; ``too_large`` are left out."""
+        """Return what a replay would send: events, keys, topics, first and last time; ``too_large`` are left out."""
         with unavailable_on_error("counting archived events"):
             return self._run(_COUNT, chosen)
 

@@ -5,6 +5,11 @@ no partition go to the default one: publishing does not depend on upkeep. Making
 rights of the tables' owner; a relay without them says so once a day when something is due, and `outbox db prune` can do
 it from cron instead. Partitions that a person made (of a month, say) stay for as long as any of their days is kept, and
 no other is made for their days.
+
+The day is the database's, and a clock can be wrong: one that jumps ahead by years would make everything old at once. So
+nothing is dropped by itself that would have had to go more than MOST_OVERDUE_DAYS ago. Where upkeep runs, each day is
+dropped within hours of its time, and a longer delay means that the clock jumped, that nobody kept the archive for days,
+or that fewer days are kept than before. A person can tell these apart: ``outbox db prune --force``.
 """
 
 from __future__ import annotations
@@ -18,6 +23,7 @@ import psycopg
 import structlog
 from psycopg import errors, sql
 
+from outbox.errors import OutboxError
 from relay.database import unavailable_on_error
 
 log = structlog.get_logger("relay")
@@ -25,6 +31,9 @@ log = structlog.get_logger("relay")
 _LOCK: Final = 0x6F7574626F780002
 """Advisory lock of the archive's upkeep. Transaction-level: PgBouncer leaks session locks."""
 _AHEAD: Final = 3
+MOST_OVERDUE_DAYS: Final = 3
+"""What should have been dropped longer ago is dropped only when a person says so. Relays that rest over a weekend are
+no reason to ask one, and a clock that is wrong costs no more than these days."""
 
 # What each partition covers, from and to; NULL for MINVALUE, MAXVALUE and infinity.
 _RANGES: Final = """
@@ -52,7 +61,8 @@ INSERT INTO {partition} SELECT * FROM moved""",
 
 _READABLE: Final = "SELECT has_table_privilege({default}, 'SELECT')"
 
-_STRAY: Final = "SELECT count(*) FROM {default} WHERE published_at < {before}"
+_STRAY: Final = """
+SELECT count(*), min((published_at AT TIME ZONE 'UTC')::date) FROM {default} WHERE published_at < {before}"""
 
 _DROP_STRAY: Final = "DELETE FROM {default} WHERE published_at < {before}"
 
@@ -61,18 +71,37 @@ _DROP_STRAY: Final = "DELETE FROM {default} WHERE published_at < {before}"
 class Plan:
     """What is to be done: days to make a partition for, partitions to drop, and old rows outside of any.
 
-    ``oldest`` is the oldest day (UTC) that is kept.
+    ``oldest`` is the oldest day (UTC) that is kept. ``overdue_days`` is how long ago the first of what is to be dropped
+    should have been.
     """
 
     oldest: dt.date
     create: Sequence[dt.date]
     drop: Sequence[str]
     stray_rows: int
+    overdue_days: int = 0
+
+    @property
+    def held_back(self) -> bool:
+        """Return whether nothing may be dropped before a person has looked at the clock."""
+        return self.overdue_days > MOST_OVERDUE_DAYS
 
     @property
     def empty(self) -> bool:
-        """Whether there is nothing to do."""
+        """Return whether there is nothing to do."""
         return not self.create and not self.drop and not self.stray_rows
+
+
+class ArchiveOverdue(OutboxError):
+    """Nothing was dropped from the archive: what is old has been old for too long to trust the clock."""
+
+    def __init__(self, plan: Plan) -> None:
+        super().__init__(
+            f"the archive is kept as it is: {len(plan.drop)} partitions and {plan.stray_rows} rows outside of any are "
+            f"from before {plan.oldest}, and the first of them should have been dropped {plan.overdue_days} days ago. "
+            "Either the database's clock is wrong, or nobody kept the archive for days, or fewer days are kept than "
+            "before. See `outbox db prune --dry-run`; when it is right, run `outbox db prune --force`"
+        )
 
 
 class Retention:
@@ -93,21 +122,36 @@ class Retention:
                 return
             try:
                 with connection.transaction():
-                    done = self._run(connection)
+                    done = self._run(connection, force=False)
             except (psycopg.ProgrammingError, psycopg.IntegrityError, errors.LockNotAvailable) as error:
                 # No rights, a table of that name, a lock that others keep: whatever it is, publishing goes on.
-                self._say_once(error)
+                if self._first_today():
+                    log.warning(
+                        "the archive's partitions could not be kept; rows go to the default partition meanwhile. "
+                        "Run `outbox db prune` as the tables' owner",
+                        error=str(error).partition("\n")[0],
+                    )
                 return
-            if not done.empty:
-                log.info("archive kept", created=[str(day) for day in done.create], dropped=list(done.drop))
+        if done.held_back and self._first_today():
+            log.error("old partitions of the archive are not dropped", error=str(ArchiveOverdue(done)))
+        dropped = [] if done.held_back else list(done.drop)
+        if done.create or dropped or (done.stray_rows and not done.held_back):
+            log.info("archive kept", created=[str(day) for day in done.create], dropped=dropped)
 
-    def prune(self, *, dry_run: bool) -> Plan:
-        """Do, or with ``dry_run`` only say, what is due. Raises SchemaError without the owner's rights."""
+    def prune(self, *, dry_run: bool, force: bool = False) -> Plan:
+        """Do, or with ``dry_run`` only say, what is due. Raises SchemaError without the owner's rights.
+
+        Raises ArchiveOverdue, without ``force``, when what is due has been for long. The coming days' partitions are
+        made then all the same.
+        """
         with unavailable_on_error("keeping the archive"), self._connect() as connection, connection.transaction():
             if dry_run:
                 return self._plan(connection)
             connection.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
-            return self._run(connection)
+            plan = self._run(connection, force=force)
+        if plan.held_back and not force:
+            raise ArchiveOverdue(plan)
+        return plan
 
     def _locked(self, connection: psycopg.Connection[Any]) -> bool:
         row = connection.execute("SELECT pg_try_advisory_xact_lock(%s)", (_LOCK,)).fetchone()
@@ -126,36 +170,43 @@ class Retention:
             start, end = _midnight(day), _midnight(day + dt.timedelta(days=1))
             return any((low is None or low < end) and (high is None or high > start) for _, low, high in ranges)
 
-        stray = 0
+        stray, first_stray = 0, None
         # Without the right to see them there is none to delete them either.
         if self._value(connection, _READABLE, **names):
             before = sql.Literal(_midnight(oldest))
-            stray = self._value(connection, _STRAY, default=self._default, before=before)
+            stray, first_stray = self._row(connection, _STRAY, default=self._default, before=before)
+        old = [(name, high.astimezone(dt.UTC).date()) for name, _, high in ranges if high and high <= _midnight(oldest)]
+        due = [day for _, day in old] + ([] if first_stray is None else [first_stray + dt.timedelta(days=1)])
         return Plan(
             oldest=oldest,
             create=[
                 day for day in (today + dt.timedelta(days=ahead) for ahead in range(_AHEAD + 1)) if not covered(day)
             ],
-            drop=[name for name, _, high in ranges if high is not None and high <= _midnight(oldest)],
+            drop=[name for name, _ in old],
             stray_rows=stray,
+            overdue_days=(oldest - min(due)).days if due else 0,
         )
 
     @staticmethod
-    def _value(connection: psycopg.Connection[Any], query: LiteralString, **names: sql.Composable) -> Any:
+    def _row(connection: psycopg.Connection[Any], query: LiteralString, **names: sql.Composable) -> Any:
         row = connection.execute(sql.SQL(query).format(**names)).fetchone()
         assert row is not None
-        return row[0]
+        return row
 
-    def _run(self, connection: psycopg.Connection[Any]) -> Plan:
+    def _value(self, connection: psycopg.Connection[Any], query: LiteralString, **names: sql.Composable) -> Any:
+        return self._row(connection, query, **names)[0]
+
+    def _run(self, connection: psycopg.Connection[Any], *, force: bool) -> Plan:
         # Dropping and making want locks that every archiving relay waits behind: not for long.
         connection.execute("SET LOCAL lock_timeout = '2s'")
         connection.execute("SET LOCAL idle_in_transaction_session_timeout = '5s'")
         plan = self._plan(connection)
-        for name in plan.drop:
-            connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(self._schema, name)))
-        if plan.stray_rows:
-            before = sql.Literal(_midnight(plan.oldest))
-            connection.execute(sql.SQL(_DROP_STRAY).format(default=self._default, before=before))
+        if force or not plan.held_back:
+            for name in plan.drop:
+                connection.execute(sql.SQL("DROP TABLE {}").format(sql.Identifier(self._schema, name)))
+            if plan.stray_rows:
+                before = sql.Literal(_midnight(plan.oldest))
+                connection.execute(sql.SQL(_DROP_STRAY).format(default=self._default, before=before))
         if plan.create:
             connection.execute(sql.SQL(_HOLD_BACK).format(parent=self._parent))
         for day in plan.create:
@@ -170,15 +221,11 @@ class Retention:
                 connection.execute(sql.SQL(statement).format(**names))
         return plan
 
-    def _say_once(self, error: psycopg.Error) -> None:
+    def _first_today(self) -> bool:
+        """Return whether this is the first thing to complain of on this day, by the relay's own clock."""
         today = dt.datetime.now(dt.UTC).date()
-        if self._said_on != today:
-            self._said_on = today
-            log.warning(
-                "the archive's partitions could not be kept; rows go to the default partition meanwhile. "
-                "Run `outbox db prune` as the tables' owner",
-                error=str(error).partition("\n")[0],
-            )
+        first, self._said_on = self._said_on != today, today
+        return first
 
 
 def _midnight(day: dt.date) -> dt.datetime:

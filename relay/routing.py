@@ -41,7 +41,7 @@ class Route:
 
 
 def topic_problem(topic: str) -> str | None:
-    """Say why Kafka or the relay can't use this topic name, or None when it is fine."""
+    """Return why Kafka or the relay can't use this topic name, or None when it is fine."""
     if not _TOPIC.fullmatch(topic) or topic in {".", ".."}:
         return "a topic's name is 1 to 249 of a-z A-Z 0-9 . _ -, and not . or .."
     if topic.startswith("__"):
@@ -86,7 +86,7 @@ class Router:
         self._dead_letter_topic = dead_letter_topic
 
     def route(self, aggregate_type: str) -> Route:
-        """Give the route. Raises NoRoute, naming what to change."""
+        """Return the route. Raises NoRoute, naming what to change."""
         route = self._routes.get(aggregate_type)
         if route is not None:
             return route
@@ -101,8 +101,18 @@ class Router:
         route = self._routes[aggregate_type] = Route(topic, self._on_failure, self._dead_letter_topic)
         return route
 
+    def may_write(self, topic: str) -> bool:
+        """Return whether events, or copies of dead ones, can go to this topic."""
+        if any(topic in {route.topic, route.dead_letter_topic} for route in self._routes.values()):
+            return True
+        if self._listed:
+            return False
+        before, after = self._template.split("{aggregate_type}", 1)
+        made = len(topic) > len(before) + len(after) and topic.startswith(before) and topic.endswith(after)
+        return topic_problem(topic) is None and (made or topic == self._dead_letter_topic)
+
     def topic(self, claim: Claim) -> str:
-        """Give the topic of an event. Raises NoRoute."""
+        """Return the topic of an event. Raises NoRoute."""
         route = self.route(claim.aggregate_type)
         if claim.headers is not None and DEAD_LETTER in claim.headers:
             if route.dead_letter_topic is None:
@@ -111,7 +121,7 @@ class Router:
         return route.topic
 
     def on_failure(self, claim: Claim) -> OnFailure:
-        """Say what the key of a failed event does. Copies for a dead-letter topic never hold anything up."""
+        """Return what the key of a failed event does. Copies for a dead-letter topic never hold anything up."""
         if claim.headers is not None and DEAD_LETTER in claim.headers:
             return OnFailure.SKIP
         try:
@@ -120,7 +130,7 @@ class Router:
             return self._on_failure
 
     def dead_letter_topic(self, claim: Claim) -> str | None:
-        """Give the topic for a copy of this event when it has failed for good; None when there is to be none."""
+        """Return the topic for a copy of this event when it has failed for good; None when there is to be none."""
         if claim.headers is not None and DEAD_LETTER in claim.headers:
             return None
         try:

@@ -133,7 +133,7 @@ def _compare(connection: sa.Connection, schema: str, build: Build, history: db.H
 
 
 def differences(expected: Mapping[tuple[str, str, str], str], found: Things, schema: str) -> list[str]:
-    """Say in words how the two differ."""
+    """Return in words how the two differ."""
     lines = []
     missing = {table for table, kind, _ in expected if kind == "table"} - {t for t, kind, _ in found if kind == "table"}
     lines += [f"{schema}.{table}: the table is missing" for table in sorted(missing)]

@@ -21,9 +21,9 @@ from outbox.errors import ConfigurationError, SchemaError
 from relay.config import Settings
 from relay.database import TIMELINE, unavailable_on_error
 from relay.lane_hash import SAMPLES, lane_of
-from relay.lanes import Lease
+from relay.lease import Lease
 from relay.marker import StateLost
-from relay.ports import Unavailable
+from relay.ports import DatabaseUnavailable
 from relay.wal import Replication, lsn_text
 
 RECONCILE: Final = "run `outbox relay reconcile --apply --reason '…'`"
@@ -175,7 +175,7 @@ class SlotNames:
 
 
 def slot_names(settings: Settings) -> SlotNames:
-    """Give the names that these settings have."""
+    """Return the names that these settings have."""
     return SlotNames(settings.db_schema, settings.wal.slot, settings.wal.publication)
 
 
@@ -202,7 +202,7 @@ class Slot:
         }
 
     def look(self) -> SlotState:
-        """Give what server and book say."""
+        """Return what server and book say."""
         state = self._look_once()
         if (state.confirmed_lsn or 0) <= (state.flushed_lsn or 0):
             return state
@@ -239,7 +239,9 @@ class Slot:
                 f"{REPAIR}"
             )
         if now != state.timeline_now:
-            raise Unavailable(f"two servers take writes, or a failover goes on: timelines {now}, {state.timeline_now}")
+            raise DatabaseUnavailable(
+                f"two servers take writes, or a failover goes on: timelines {now}, {state.timeline_now}"
+            )
         if now == state.timeline:
             return
         # Two of them are where a commit's record begins. One that begins where we parted is not in this history.
@@ -282,7 +284,7 @@ class Slot:
             noted = self._connection.execute(self._note, values).fetchone()
         if noted is None:
             self.check(self.look())
-            raise Unavailable("the stream's lanes are another relay's now")
+            raise DatabaseUnavailable("the stream's lanes are another relay's now")
 
     def hold(self) -> None:
         """Raise Unavailable when the lanes are not ours any more, or the server shuts down.
@@ -292,7 +294,7 @@ class Slot:
         with unavailable_on_error("looking at the lanes"):
             row = self._connection.execute(self._held, self._bound).fetchone()
         if row is None or not row[0]:
-            raise Unavailable("the stream's lanes are another relay's now")
+            raise DatabaseUnavailable("the stream's lanes are another relay's now")
 
     def snapshot(self) -> Snapshot:
         """Take a snapshot."""
@@ -306,12 +308,12 @@ class Slot:
 
 
 def heartbeat_prefix(schema: str) -> str:
-    """Give the prefix of heartbeats in the WAL."""
+    """Return the prefix of heartbeats in the WAL."""
     return f"{_message.message_prefix(schema)}.heartbeat"
 
 
 def find_problem(state: SlotState, names: SlotNames) -> Exception | None:
-    """Say why the stream can't be relied on; None when it can."""
+    """Return why the stream can't be relied on; None when it can."""
     slot, publication = names.slot, names.publication
     setting_up = not_set_up(state, slot)
     if setting_up is not None:
@@ -327,7 +329,7 @@ def find_problem(state: SlotState, names: SlotNames) -> Exception | None:
 
 
 def slot_fault(state: SlotState, names: SlotNames) -> str | None:
-    """Say why the slot does not give all that it had to; None when it does, whatever became of the publication."""
+    """Return why the slot does not give all that it had to; None when it does, whatever became of the publication."""
     slot = names.slot
     if not state.there:
         return (
@@ -358,7 +360,7 @@ def slot_fault(state: SlotState, names: SlotNames) -> str | None:
 
 
 def not_set_up(state: SlotState, slot: str) -> str | None:
-    """Say what has to be set up before there can be a stream; None when all is."""
+    """Return what has to be set up before there can be a stream; None when all is."""
     if state.wal_level != "logical":
         return f"wal_level is {state.wal_level!r}: set wal_level = logical and restart Postgres, or use source=polling"
     if state.encoding != "UTF8":
@@ -385,12 +387,12 @@ class Snapshot:
         self._running = frozenset(map(int, running.split(","))) if running else frozenset()
 
     def full(self, xid: int) -> int:
-        """Give the 64-bit id of the transaction with this 32-bit id."""
+        """Return the 64-bit id of the transaction with this 32-bit id."""
         # The epoch that brings it nearest: a transaction that is decoded now is less than 2^31 others old.
         return self._xmax + ((xid - self._xmax + (1 << 31)) % (1 << 32)) - (1 << 31)
 
     def sees(self, xid: int) -> bool:
-        """Whether the transaction with this 32-bit id is visible."""
+        """Return whether the transaction with this 32-bit id is visible."""
         if xid == NO_TRANSACTION:
             return True
         full = self.full(xid)

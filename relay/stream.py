@@ -11,6 +11,8 @@ What is held is bounded: when the lanes are behind, reading stops, and feedback 
 |                                          | row any more                                                            |
 | killed between book and feedback         | the same: the book (``streams.flushed_lsn``) is only ever ahead         |
 | the connection breaks, or Postgres dies  | the session ends, and with it what is held; lanes settle, and join anew |
+| a lane can't be taken over               | the others are streamed without it. Its rows are let go of, because     |
+|                                          | they are in the table; what has no row is held, and holds the slot      |
 | Kafka is away                            | channels fill up, reading stops, feedback goes on, the WAL is kept      |
 | an old relay still reads the slot        | its lanes are lost to it, with exactly-once it is fenced in Kafka; then |
 |                                          | that one walsender is ended                                             |
@@ -38,17 +40,21 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import psycopg
+import structlog
 from uuid_utils.compat import uuid7
 
 from outbox import _message
-from outbox.errors import MessageError, SchemaError
+from outbox.errors import ConfigurationError, MessageError, SchemaError
 from relay.failpoints import failpoint
 from relay.lane_hash import lane_of
-from relay.lanes import Lease
+from relay.lease import Lease
 from relay.pgoutput import Begin, Commit, Insert, Message, Relation, Value, decode, insert_head, two_numbers
 from relay.ports import At, Claim, Unavailable
-from relay.slot import NO_TRANSACTION, REPAIR, Slot, SlotNames, Snapshot, heartbeat_prefix
+from relay.settlement import lanes_text
+from relay.slot import NO_TRANSACTION, REPAIR, Slot, SlotNames, SlotState, Snapshot, heartbeat_prefix
 from relay.wal import Replication, SlotInUse, lsn_text
+
+log = structlog.get_logger("relay")
 
 UNREADABLE: Final = "unreadable-message"
 """The aggregate type of what some other program wrote under our prefix. It becomes a dead letter."""
@@ -59,6 +65,7 @@ _WAIT_SECONDS: Final = 0.2
 _TAKE_OVER_SECONDS: Final = 10.0
 _CLOSE_SECONDS: Final = 10.0
 _OVERHEAD_BYTES: Final = 500
+_SAY_SECONDS: Final = 60.0
 _ENDS: Final = 1000
 # Begins no message.
 _NEVER: Final = b"\0"
@@ -78,6 +85,10 @@ class StreamLimits:
     max_events: int = 30_000
     max_bytes: int = 64 * 1024 * 1024
     heartbeat_seconds: float = 10.0
+    messages: bool = True
+    """Whether messages in the WAL are events. Any role of the database can write one."""
+    refuses_messages: bool = False
+    """Whether that they are not is meant: they become dead letters, also where some were published before."""
 
 
 class Channel:
@@ -89,7 +100,7 @@ class Channel:
 
     def __init__(self, session: _Session, resume: Position, repeated: Collection[str]) -> None:
         self._session = session
-        self._arrived = threading.Condition()
+        self._lock = threading.Lock()
         self._waiting: deque[Claim] = deque()
         self._taken: deque[Claim] = deque()
         self._settled: set[At | None] = set()
@@ -100,7 +111,7 @@ class Channel:
 
     @property
     def running(self) -> bool:
-        """Whether the stream is being read: who read it before does so no more."""
+        """Return whether the stream is being read: who read it before does so no more."""
         return self._session.running.is_set()
 
     @property
@@ -109,7 +120,7 @@ class Channel:
         return self._session.read_lsn
 
     def settled_up_to(self, lsn: int) -> bool:
-        """Whether all lanes have settled all that stands before ``lsn``. Sees to it that it comes to be known."""
+        """Return whether all lanes have settled all that stands before ``lsn``, and have it found out if unknown."""
         return self._session.told_up_to(lsn)
 
     def ended(self, timeline: int) -> int | None:
@@ -122,23 +133,25 @@ class Channel:
             raise self._session.error
 
     def wants(self, claim: Claim) -> bool:
-        """Whether the event is new to this lane."""
+        """Return whether the event is new to this lane."""
         assert claim.at is not None
         # A row may bear the id of an event that was published before: a replay does.
         return claim.at[:2] > self._resume and (claim.position > 0 or claim.event_id not in self._repeated)
 
     def put(self, claims: Sequence[Claim]) -> None:
         """Add events, in order."""
-        with self._arrived:
+        with self._lock:
             self._waiting.extend(claims)
             self.put_count += len(claims)
-            self._arrived.notify_all()
 
-    def take(self, limit: int, wait_seconds: float = 0.0) -> list[Claim]:
-        """Give the next events in order, up to ``limit``; wait for the first. Raises what ended the session."""
-        with self._arrived:
-            if not self._waiting and wait_seconds > 0 and self._session.error is None:
-                self._arrived.wait(wait_seconds)
+    @property
+    def waiting(self) -> bool:
+        """Return whether there is something to take."""
+        return bool(self._waiting)
+
+    def take(self, limit: int) -> list[Claim]:
+        """Return the next events in order, up to ``limit``. Raises what ended the session."""
+        with self._lock:
             self.check()
             claims = [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
             self._taken.extend(claims)
@@ -150,15 +163,9 @@ class Channel:
         self._session.freed(popped)
         return claims
 
-    def wait(self, seconds: float) -> None:
-        """Wait until there is something to take, or the session has ended."""
-        with self._arrived:
-            if not self._waiting and self._session.error is None:
-                self._arrived.wait(seconds)
-
     def put_back(self, claims: Sequence[Claim]) -> None:
         """Give back the last events that were taken: they come again."""
-        with self._arrived:
+        with self._lock:
             while claims:
                 claim = self._taken.pop()
                 self._waiting.appendleft(claim)
@@ -167,7 +174,7 @@ class Channel:
 
     def rewind(self, resume: Position, repeated: Collection[str]) -> None:
         """Begin again with the first event that is not done with."""
-        with self._arrived:
+        with self._lock:
             self._resume = max(self._resume, resume)
             self._repeated |= frozenset(repeated)
             self._taken.extend(self._waiting)
@@ -177,10 +184,10 @@ class Channel:
         self._session.freed(popped)
 
     def done(self, claims: Sequence[Claim]) -> None:
-        """Take note that these are settled, durably."""
+        """Record that these are settled, durably."""
         if not claims:
             return
-        with self._arrived:
+        with self._lock:
             taken, count, first, last = self._taken, len(claims), claims[0], claims[-1]
             if not self._settled and len(taken) >= count and (taken[0].at, taken[count - 1].at) == (first.at, last.at):
                 popped = [taken.popleft() for _ in range(count)]
@@ -189,11 +196,6 @@ class Channel:
                 self._settled.update(claim.at for claim in claims)
                 popped = self._pop_settled()
         self._session.freed(popped)
-
-    def wake(self) -> None:
-        """Let a waiting ``take`` see that the session has ended."""
-        with self._arrived:
-            self._arrived.notify_all()
 
     def _pop_settled(self) -> list[Claim]:
         taken, settled = self._taken, self._settled
@@ -210,7 +212,8 @@ class Stream:
     """What a relay that reads the WAL shares among its lanes. Safe to use from their threads.
 
     ``leases`` are all lanes of the outbox. ``replicate`` makes a replication connection, ``connect`` a plain one.
-    A session begins when every lane has joined: by then each has fenced its predecessor.
+    A session begins when every lane has joined: by then each has fenced its predecessor. Or when ``begin_without``
+    names those that can't be taken over: what is read for them is held until they join, or let go of by the source.
     """
 
     def __init__(
@@ -229,7 +232,7 @@ class Stream:
     def join(
         self, lane: int, resume: Position, repeated: Collection[str], timeline: int, published: Vouched | None = None
     ) -> Channel:
-        """Give the lane's channel, from behind ``resume`` on. Raises Unavailable when the stream is closed.
+        """Return the lane's channel, from behind ``resume`` on. Raises Unavailable when the stream is closed.
 
         ``timeline`` is that of the server which the lane asks: it must be the one that is read. ``published`` is
         what the lane's marker says: a server without it is not the one that was read.
@@ -240,6 +243,31 @@ class Stream:
             if self._session is None or self._session.error is not None:
                 self._session = self._new_session()
             return self._session.join(lane, resume, repeated, timeline, published)
+
+    def begin_without(self, lanes: Collection[int]) -> None:
+        """Begin, if nobody but these lanes has not joined. Their channels hold all that the stream gives for them."""
+        with self._lock:
+            if self._session is not None:
+                self._session.begin_without(lanes)
+
+    def channel(self, lane: int) -> Channel | None:
+        """Return the lane's channel if the stream is being read, also that of a lane which has not joined."""
+        with self._lock:
+            session = self._session
+        return None if session is None else session.channel(lane)
+
+    def wait(self, lanes: Collection[int], seconds: float) -> bool:
+        """Wait until one of the lanes has something to take, or the session has ended; return whether that is so."""
+        with self._lock:
+            session = self._session
+        if session is None:
+            return True
+        return session.wait(lanes, seconds)
+
+    def absent(self) -> Collection[int]:
+        """Return the lanes that have not joined: before they have, nothing is read."""
+        with self._lock:
+            return () if self._session is None else self._session.absent()
 
     def close(self) -> None:
         """Tell the server what is done with, and let go of the slot. Safe to call twice."""
@@ -268,6 +296,8 @@ class _Session:
         self._limits = limits
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
         self._channels: dict[int, Channel] = {}
+        # Those that have a channel and did not ask for it.
+        self._not_joined: set[int] = set()
         self._resume_lsn = 0
         # Asked for when a lane needs it only: the file of a timeline's history may be gone.
         self._asks_history = False
@@ -275,8 +305,11 @@ class _Session:
         self._timeline: int | None = None
         self._stopping = threading.Event()
         self._room = threading.Condition()
+        self._arrived = threading.Condition()
         self._held_events = 0
         self._held_bytes = 0
+        self._full_since: float | None = None
+        self._full_events = 0
         self.running = threading.Event()
         self.error: Exception | None = None
 
@@ -322,23 +355,53 @@ class _Session:
                 self._stopping.set()
                 raise self.error
             self._asks_history = True
+        self._resume_lsn = max(self._resume_lsn, resume[0], 0 if published is None else published[1])
         channel = self._channels.get(lane)
         if channel is not None:
             channel.rewind(resume, repeated)
+            self._not_joined.discard(lane)
             return channel
         channel = self._channels[lane] = Channel(self, resume, repeated)
-        self._resume_lsn = max(self._resume_lsn, resume[0], 0 if published is None else published[1])
         if len(self._channels) == len(self._leases):
             self._thread.start()
         return channel
 
+    def begin_without(self, lanes: Collection[int]) -> None:
+        absent = set(self.absent())
+        begun = self._thread.ident is not None or self.error is not None
+        if begun or not absent or not self._channels or not absent <= set(lanes):
+            return
+        log.warning("the stream is read without lanes that can't be taken over", lanes=lanes_text(absent))
+        for lane in absent:
+            self._channels[lane] = Channel(self, (-1, -1), ())
+        self._not_joined = absent
+        self._thread.start()
+
+    def channel(self, lane: int) -> Channel | None:
+        return self._channels.get(lane) if self.running.is_set() else None
+
     def freed(self, claims: Sequence[Claim]) -> None:
-        """Take note that these are held no more."""
+        """Record that these are held no more."""
         if claims:
             with self._room:
                 self._held_bytes -= self._size(claims)
                 self._held_events -= len(claims)
                 self._room.notify_all()
+
+    def absent(self) -> Collection[int]:
+        absent = self._not_joined
+        return [lease.lane for lease in self._leases if lease.lane not in self._channels or lease.lane in absent]
+
+    def wait(self, lanes: Collection[int], seconds: float) -> bool:
+        with self._arrived:
+            if not self._anything(lanes):
+                self._arrived.wait(seconds)
+            return self._anything(lanes)
+
+    def _anything(self, lanes: Collection[int]) -> bool:
+        # A lane that is not read now may have something for long.
+        channels = [self._channels[lane] for lane in lanes if lane in self._channels]
+        return self.error is not None or any(channel.waiting for channel in channels)
 
     def told_up_to(self, lsn: int) -> bool:
         self._asked = max(self._asked, lsn)
@@ -369,8 +432,8 @@ class _Session:
                 replication.close()
             if connection is not None:
                 connection.close()
-            for channel in list(self._channels.values()):
-                channel.wake()
+            with self._arrived:
+                self._arrived.notify_all()
 
     def _start(self, slot: Slot, replication: Replication) -> None:
         """See that the stream is whole, and begin; end whoever reads the slot still. Our lanes were its lanes."""
@@ -378,7 +441,9 @@ class _Session:
         self._check()
         # Its samples are not text in every encoding; by now it is UTF8.
         slot.check_hash()
+        self._check_messages(slot.look())
         deadline = time.monotonic() + _TAKE_OVER_SECONDS
+        self._await_all(slot)
         while True:
             state = slot.look()
             slot.check(state)
@@ -407,6 +472,29 @@ class _Session:
             self._stopping.wait(0.02)
         failpoint("stream.started")
 
+    def _check_messages(self, state: SlotState) -> None:
+        """Raise ConfigurationError where messages were published before, and would be dead letters from now on."""
+        if self._limits.messages or self._limits.refuses_messages or state.message_at is None:
+            return
+        raise ConfigurationError(
+            "this outbox has events without a row (transport='message'; the last was published at "
+            f"{state.message_at.isoformat(timespec='seconds')}), and OUTBOX_WAL__MESSAGES is not set: true publishes "
+            "them, false makes dead letters of them"
+        )
+
+    def _await_all(self, slot: Slot) -> None:
+        """After a failover, wait for the lanes that have not joined.
+
+        Only their markers know up to where they were published on the old timeline. Once the new one is noted, nothing
+        compares it with what is published any more.
+        """
+        if not self._not_joined or slot.look().timeline == self._timeline:
+            return
+        log.warning("after a failover the stream is read when all lanes have joined", absent=lanes_text(self.absent()))
+        while self._not_joined:
+            if self._stopping.wait(_WAIT_SECONDS):
+                raise Unavailable("the stream is closed")
+
     def _stream(self, slot: Slot, replication: Replication) -> None:
         replication.feedback(self._told)
         due = time.monotonic() + _STATUS_SECONDS
@@ -423,9 +511,25 @@ class _Session:
     def _has_room(self) -> bool:
         with self._room:
             if self._held_events < self._limits.max_events and self._held_bytes < self._limits.max_bytes:
+                self._full_since = None
                 return True
             self._room.wait(_WAIT_SECONDS)
-            return False
+        self._say_what_is_held()
+        return False
+
+    def _say_what_is_held(self) -> None:
+        """Log which lanes keep the others waiting, if nothing moves: what is settled elsewhere makes no room then."""
+        now = time.monotonic()
+        if self._full_since is None or self._held_events != self._full_events:
+            self._full_since, self._full_events = now, self._held_events
+        elif now - self._full_since >= _SAY_SECONDS:
+            self._full_since = now
+            lanes = [lane for lane, channel in self._channels.items() if channel.put_count > channel.done_count]
+            log.warning(
+                "the stream waits: it holds as many events as it may, and none is settled",
+                lanes=lanes_text(lanes),
+                events=self._held_events,
+            )
 
     # Reading
 
@@ -503,9 +607,10 @@ class _Session:
             # The last byte of its record: the next one may be a transaction's commit.
             at, committed = At(message.lsn - 1, 1, NO_TRANSACTION), ""
         self._message_count += 1
-        self._messages_seen = True
         number = -self._message_count
         try:
+            if not self._limits.messages:
+                raise MessageError("is an event's message, and this relay takes none: see OUTBOX_WAL__MESSAGES")
             if not message.transactional:
                 raise MessageError("was written with transactional = false: its transaction may have been rolled back")
             event = _message.decode(message.content)
@@ -513,6 +618,7 @@ class _Session:
             place, kept = f"{lsn_text(at.commit_lsn)}/{at.number}", message.content[:_UNREADABLE_BYTES]
             claim = Claim(number, str(uuid7()), UNREADABLE, place, str(error)[:200], committed, kept, None, at)
         else:
+            self._messages_seen = True
             claim = Claim(number, *event[:4], committed, event.payload, event.headers, at)
         self._add(claim, lane_of(claim.aggregate_type, claim.aggregate_id, len(self._leases)))
 
@@ -532,6 +638,9 @@ class _Session:
                 self._held_events += len(claims)
                 self._held_bytes += self._size(claims)
             self._channels[lane].put(claims)
+        if self._read_for:
+            with self._arrived:
+                self._arrived.notify_all()
         self._read_for = {}
         if self._end is not None:
             # The last of the ends that were read at once will do. Events of the transaction behind it are counted
@@ -596,7 +705,7 @@ class _Columns:
         """Whether a row is its id and its lane, and nothing else."""
 
     def claim(self, row: Sequence[Value], at: At, lanes: int) -> tuple[Claim, int]:
-        """Give an event that has its row's id and its place alone, and its lane: the row has the rest."""
+        """Return an event that has its row's id and its place alone, and its lane: the row has the rest."""
         values: Sequence[Any] = row
         if len(self._key) == 1:
             lane = int(values[self._key[0]])

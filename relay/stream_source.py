@@ -1,4 +1,4 @@
-"""Source over the WAL: one lane, from the stream; from the table where the stream can't serve it.
+"""Source over the WAL: the lanes of a worker from the stream; from the table where the stream can't serve one.
 
 The stream says which events there are, and in which order; what is in them is read from their rows. So an event of the
 stream is published only when Postgres shows it: its row is there (or, without a row, its transaction is visible). A
@@ -22,10 +22,11 @@ last was caught up with; so whoever takes the lane over goes on in the same stat
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final, assert_never
 
 import orjson
@@ -33,31 +34,50 @@ import structlog
 from psycopg import sql
 from psycopg.rows import tuple_row
 
+from outbox.errors import OutboxError
 from relay.database import FURTHER, TIMELINE, unavailable_on_error
 from relay.failpoints import failpoint
-from relay.marker import Marker
-from relay.polling import Floor, Identity, Pending, PollingSource, array, position
-from relay.ports import Claim, Published, Receipt, Refused, up_to
+from relay.failures import Failures
+from relay.lease import Lease
+from relay.marker import Identity, Marker
+from relay.polling.low_water_mark import LOWEST
+from relay.polling.source import COLUMNS, SIZE, PollingSource
+from relay.ports import Claim, Fetched, Kind, LaneLost, Published, Receipt, Refused, up_to
+from relay.settlement import Pending, Settlement, array, lanes_text, names_of, position
 from relay.slot import Snapshot, current_snapshot
 from relay.stream import UNREADABLE, Channel, Stream
 
 log = structlog.get_logger("relay")
 
 _LOOK_SECONDS: Final = 1.0
+# A lane that could not be read for so long does not hold up the others any more.
+_ABSENT_SECONDS: Final = 10.0
 _DROP: Final = 5000
 _SWEEP_SECONDS: Final = 60.0
+_SAY_SECONDS: Final = 10.0
 _FIRST_PAUSE_SECONDS: Final = 0.005
 _LAST_PAUSE_SECONDS: Final = 0.1
-# A lease with less left than this part of it is prolonged with the next batch.
-_RENEW_PART: Final = 0.7
+# Rows are asked for by their ids, before anything is known of their size.
+_FIRST_ROWS: Final = 64
 
 _STATE: Final = """
-SELECT streaming, commit_lsn, commit_number, EXISTS (SELECT FROM {failures} WHERE lane = %(lane)s),
+SELECT l.lane, streaming, commit_lsn, commit_number, EXISTS (SELECT FROM {failures} AS f WHERE f.lane = l.lane),
        {timeline}
-  FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s"""
+  FROM {lanes} AS l
+  JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch) ON l.lane = m.lane AND l.epoch = m.epoch"""
+
+_STILL_HELD: Final = """
+SELECT l.lane FROM {lanes} AS l
+  JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch) ON l.lane = m.lane AND l.epoch = m.epoch"""
 
 _SET_STREAMING: Final = """
 UPDATE {lanes} SET streaming = %(streaming)s WHERE lane = %(lane)s AND epoch = %(epoch)s
+RETURNING lane, set_config('synchronous_commit', 'on', true)"""
+
+# Without waiting for a lock on the row: the other lanes would wait as well.
+_LEAVE_UNLOCKED: Final = """
+UPDATE {lanes} SET streaming = false
+ WHERE lane = (SELECT lane FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s FOR NO KEY UPDATE SKIP LOCKED)
 RETURNING lane, set_config('synchronous_commit', 'on', true)"""
 
 _PLACED: Final = """
@@ -67,6 +87,9 @@ RETURNING lane, set_config('synchronous_commit', 'on', true)"""
 _HIGHEST: Final = "SELECT coalesce(max(id), 0) FROM {events} WHERE lane = %(lane)s"
 
 _ANY_UP_TO: Final = "SELECT EXISTS (SELECT FROM {events} WHERE lane = %(lane)s AND id <= %(id)s)"
+
+_MORE: Final = """
+SELECT count(*) FROM (SELECT FROM {events} WHERE lane = %(lane)s AND id > %(id)s LIMIT %(most)s) AS more"""
 
 _OLD_ENDED: Final = """
 SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint >= coalesce(max(opened_xid), 0) FROM {streams}"""
@@ -79,7 +102,19 @@ SELECT ARRAY(SELECT id FROM {events} WHERE lane = %(lane)s AND id = ANY(%(next_i
        pg_current_snapshot()::text
   FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s"""
 
-# As bytes, whatever it was: the value of the message, to the byte. Its content type is JSON where none is given.
+# Of each lane as many as fit into the bytes, and one at least; ``cut`` is the number of the first that does not fit.
+# OFFSET 0 keeps the planner from joining the other way around, which compares each row of the table with each id.
+_READ: Final = """
+SELECT e.*, s.lane, s.cut
+  FROM (SELECT *, min(n) FILTER (WHERE before >= %(max_bytes)s) OVER (PARTITION BY lane) AS cut
+          FROM (SELECT a.lane, a.id, a.n,
+                       sum(e.size) OVER (PARTITION BY a.lane ORDER BY a.n ROWS UNBOUNDED PRECEDING) - e.size AS before
+                  FROM unnest(%(lanes)s::smallint[], %(ids)s::bigint[], %(numbers)s::int[]) AS a(lane, id, n)
+                 CROSS JOIN LATERAL (SELECT {size} AS size FROM {events} AS e
+                                      WHERE e.lane = a.lane AND e.id = a.id OFFSET 0) AS e) AS sized) AS s
+ CROSS JOIN LATERAL (SELECT {columns} FROM {events} AS e WHERE e.lane = s.lane AND e.id = s.id OFFSET 0) AS e
+ WHERE s.before < %(max_bytes)s"""
+
 _SPILL: Final = """
 INSERT INTO {events} (event_id, aggregate_type, aggregate_id, event_type, payload_bytes, headers, created_at)
 SELECT e.event_id, e.kind, e.key, e.type, e.payload, e.headers, coalesce(e.created_at, clock_timestamp())
@@ -90,181 +125,452 @@ SELECT e.event_id, e.kind, e.key, e.type, e.payload, e.headers, coalesce(e.creat
 RETURNING id"""
 
 
-class StreamSource(PollingSource):
-    """One lane of a relay that reads the WAL. ``wait_seconds`` is how long ``fetch`` waits for the first event."""
+@dataclass(slots=True)
+class _Lane:
+    """One lane: where its events come from, and what is under way."""
 
-    def __init__(self, connect: Any, schema: str, *args: Any, stream: Stream, wait_seconds: float, **options: Any):
-        super().__init__(connect, schema, *args, **options)
+    lease: Lease
+    marker: Marker | None = None
+    unplaced: bool = False
+    # Events without a row that are published, and whose place may not be settled.
+    published: list[str] = field(default_factory=list)
+    channel: Channel | None = None
+    streaming: bool = False
+    target_lsn: int | None = None
+    horizon: int | None = None
+    swept_at: float = field(default_factory=time.monotonic)
+    orphan: tuple[int, int] | None = None
+    batch: Sequence[Claim] = ()
+    rows: int = _FIRST_ROWS
+    row_bytes: float = 0.0
+    read_at: float = field(default_factory=time.monotonic)
+    absent: bool = False
+
+
+class StreamSource:
+    """The lanes of a worker that reads the WAL. See ports.Source for the contract.
+
+    What comes from the table is read by a polling source, on the same connection. ``stream`` is the one of these lanes.
+    """
+
+    def __init__(self, connect: Any, schema: str, failures: Failures, *, stream: Stream, on_dead: Any, **options: Any):
         self._stream = stream
-        self._wait_seconds = wait_seconds
-        self._marker: Marker | None = None
-        self._unplaced = False
-        # Events without a row that are published, and whose place may not be settled.
-        self._published: list[str] = []
-        self._channel: Channel | None = None
-        self._streaming = False
-        # Cursors give rows and no claims here: the place in the stream is still to be added.
+        self._failures = failures
+        self._on_dead = on_dead
+        self._table = PollingSource(
+            connect,
+            schema,
+            failures,
+            on_dead=on_dead,
+            on_settled=self._note_settled,
+            watch_seconds=0.0,
+            read_ahead=False,
+            **options,
+        )
+        self._connection = self._table.connection
+        self._settlement: Settlement = self._table.settlement
+        self._turn_bytes = self._table.turn_bytes
+        self._lanes: dict[int, _Lane] = {}
+        # Cursors return rows and no claims here: the place in the stream is still to be added.
         self._rows = self._connection.cursor(binary=True, row_factory=tuple_row)
-        self._target_lsn: int | None = None
-        self._horizon: int | None = None
         self._pause = _FIRST_PAUSE_SECONDS
-        self._swept_at = time.monotonic()
-        self._orphan: tuple[int, int] | None = None
-        self._batch: Sequence[Claim] = ()
-        self._failures_at = 0.0
-        tables = ("events", "lanes", "failures", "streams")
-        names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in tables}
+        self._looked_at = 0.0
+        self._fetched_at = 0.0
+        self._step = _FIRST_PAUSE_SECONDS
+        self._leaves_out = False
+        self._troubled: set[int] = set()
+        self._first = 0
+        self._warned_at = time.monotonic()
+        names = names_of(schema)
         names["timeline"], names["further"] = sql.SQL(TIMELINE), sql.SQL(FURTHER)
-        self._state, self._set_streaming, self._lowest, self._which, self._spill = (
-            sql.SQL(text).format(**names) for text in (_STATE, _SET_STREAMING, _LOWEST, _WHICH, _SPILL)
+        names["columns"] = sql.SQL(COLUMNS.replace("id, event_id", "e.id, e.event_id", 1))
+        names["size"] = sql.SQL(SIZE)
+        self._state, self._set_streaming, self._lowest, self._which, self._spill, self._by_ids = (
+            sql.SQL(text).format(**names) for text in (_STATE, _SET_STREAMING, _LOWEST, _WHICH, _SPILL, _READ)
         )
-        self._highest_id, self._up_to, self._old_ended, self._placed = (
-            sql.SQL(text).format(**names) for text in (_HIGHEST, _ANY_UP_TO, _OLD_ENDED, _PLACED)
+        self._highest_id, self._up_to, self._old_ended, self._placed, self._more, self._still_held = (
+            sql.SQL(text).format(**names) for text in (_HIGHEST, _ANY_UP_TO, _OLD_ENDED, _PLACED, _MORE, _STILL_HELD)
         )
+        self._leave_unlocked = sql.SQL(_LEAVE_UNLOCKED).format(**names)
 
-    def adopt(self, marker: Marker | None) -> tuple[Marker | None, Identity]:
+    @property
+    def store(self) -> StreamSource:
+        """Itself: it takes lanes over as well."""
+        return self
+
+    def lane_count(self) -> int:
+        """Return how many lanes the outbox has."""
+        return self._table.lane_count()
+
+    def identity(self, leases: Sequence[Lease]) -> tuple[Identity | None, dict[int, OutboxError]]:
+        """Return which Postgres this is, and the lanes that have another owner."""
+        return self._table.identity(leases)
+
+    def adopt(self, lease: Lease, marker: Marker | None, own_id: str | None) -> tuple[Marker | None, Identity]:
         """Settle what the marker names, and go on in the stream behind it."""
-        adopted, identity = super().adopt(marker)
-        self._marker = adopted
-        self._unplaced = adopted is not None and adopted.stream is not None and adopted.timeline != identity.timeline
+        adopted, identity = self._table.adopt(lease, marker, own_id)
+        lane = self._lanes[lease.lane]
+        lane.marker = adopted
+        lane.unplaced = adopted is not None and adopted.stream is not None and adopted.timeline != identity.timeline
+        # Whatever was taken from it is read again behind the marker.
+        lane.channel, lane.batch = None, ()
+        lane.horizon = lane.target_lsn = None
         return adopted, identity
 
-    def fetch(self, limit: int) -> Sequence[Claim] | None:
-        """Settle what is pending and give the next events; wait a little for the first.
+    def hold(self, lease: Lease) -> None:
+        """Begin to read a lane."""
+        self._table.hold(lease)
+        self._lanes[lease.lane] = _Lane(lease)
 
-        None while the stream is not read yet: other lanes have not joined it.
+    def drop(self, lane: int) -> None:
+        """Forget a lane."""
+        self._table.drop(lane)
+        self._lanes.pop(lane, None)
+
+    def leave_out(self, kinds: frozenset[Kind]) -> None:
+        """Do not return events of these kinds; in the stream they are known only once they are read."""
+        self._table.leave_out(kinds)
+        self._leaves_out = bool(kinds)
+
+    def fetch(self, limits: Mapping[int, int]) -> Fetched:
+        """Settle what is pending and return the next events.
+
+        ``known`` is False while the stream is not read yet: other lanes have not joined it.
         """
-        channel = self._channel or self._join()
-        if self._unplaced and not self._place(channel):
-            return None
+        self._fetched_at = time.monotonic()
         try:
-            if self._streaming and (self._failures_came_up() or self._passed_by(channel)):
-                self._leave_stream(channel)
-            return self._from_stream(channel, limit) if self._streaming else self._from_table(channel, limit)
+            return self._fetch(limits)
         except Exception:
             # The stream may have ended while Postgres and Kafka are well: what is published must not be sent again.
-            self.flush()
+            self.flush(list(self._lanes))
             raise
 
-    def settle(self, receipt: Receipt) -> None:
-        """Take note of what was published. Refused events, and with them the lane, go over to the table.
+    def settle(self, receipts: Mapping[int, Receipt]) -> dict[int, OutboxError]:
+        """Record what was published. Refused events, and with them the lane, go over to the table.
 
         So does a batch of which the publisher has published nothing because it can't be published as it is.
         """
-        batch, self._batch = self._batch, ()
-        if not batch:
-            # What a source before this one has published, so nothing of it was joined to the stream yet.
-            self._published += [
-                claim.event_id
-                for claim, outcome in receipt.results
-                if claim.position < 0 and isinstance(outcome, Published)
-            ]
-            return super().settle(receipt)
-        if len(receipt.results) == len(batch) and all(isinstance(outcome, Published) for _, outcome in receipt.results):
-            self._pending = Pending.of(receipt, batch[-1].at)
-            return None
-        refused: list[tuple[Claim, str]] = []
-        published = set()
-        for claim, outcome in receipt.results:
-            match outcome:
-                case Published():
-                    published.add(claim.position)
-                case Refused():
-                    refused.append((claim, outcome.reason))
-                case _:
-                    assert_never(outcome)
-        if refused or (receipt.spent and not receipt.results):
-            return self._resolve(batch, receipt, published, refused)
-        if receipt.results or receipt.batch is not None:
-            reached = None
-            for claim in batch:
-                if claim.position not in published:
-                    break
-                reached = claim.at
-            self._pending = Pending.of(receipt, reached)
-        return None
+        failed: dict[int, OutboxError] = {}
+        from_table: dict[int, Receipt] = {}
+        for number, lane in self._lanes.items():
+            batch, lane.batch = lane.batch, ()
+            receipt = receipts.get(number)
+            if batch:
+                error = self._settle_stream(number, lane, batch, receipt or Receipt())
+                if error is not None:
+                    failed[number] = error
+            elif receipt is not None:
+                from_table[number] = _of_rows(lane, receipt)
+        return failed | self._table.settle(from_table)
+
+    def flush(self, lanes: Collection[int]) -> dict[int, OutboxError]:
+        """Settle what is pending of these lanes."""
+        return self._table.flush(lanes)
+
+    def wait(self, lanes: Collection[int], seconds: float, stop: threading.Event) -> bool:
+        """Wait until the stream has events, or a lane in the table may have."""
+        if not lanes:
+            stop.wait(seconds)
+            return False
+        if any(not self._lanes[lane].streaming for lane in lanes):
+            # What the table has at last, a read only shows.
+            self._stream.wait(lanes, min(self._step, seconds))
+            self._step = min(self._step * 2, seconds)
+            return True
+        return self._stream.wait(lanes, seconds) or time.monotonic() - self._fetched_at >= _LOOK_SECONDS
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._table.close()
+
+    # One turn
+
+    def _fetch(self, limits: Mapping[int, int]) -> Fetched:
+        failed = self._join([lane for lane in limits if self._lanes[lane].channel is None])
+        left = [number for number in limits if number not in failed]
+        placed = self._each(left, failed, self._place)
+        known = len(placed) == len(left)
+        ready = []
+        for number in placed:
+            channel = self._lanes[number].channel
+            assert channel is not None
+            known = known and channel.running
+            if not self._lanes[number].unplaced:
+                ready.append(number)
+        if not known:
+            self._say_who_is_absent()
+        self._look_for_trouble([number for number in ready if self._lanes[number].streaming])
+        ready = self._each(ready, failed, self._leave_where_needed)
+        batches: dict[int, Sequence[Claim]] = {}
+        streaming = {number: limits[number] for number in ready if self._lanes[number].streaming}
+        if streaming:
+            batches |= self._from_stream(streaming, failed)
+        table = {number: limits[number] for number in ready if number not in streaming}
+        if table:
+            batches |= self._from_table(table, failed)
+        if batches:
+            self._pause = self._step = _FIRST_PAUSE_SECONDS
+        self._see_to_absent(limits.keys() - failed.keys())
+        return Fetched(batches, failed, known or bool(batches))
+
+    def _each(
+        self, numbers: Collection[int], failed: dict[int, OutboxError], step: Callable[[_Lane, Channel], None]
+    ) -> list[int]:
+        """Take a step with each lane; return the lanes without those that turn out to be lost."""
+        for number in numbers:
+            lane = self._lanes[number]
+            assert lane.channel is not None
+            try:
+                step(lane, lane.channel)
+            except LaneLost as error:
+                failed[number] = error
+        return [number for number in numbers if number not in failed]
+
+    def _say_who_is_absent(self) -> None:
+        """Return which lanes the stream waits for, now and then: until then only tables are read."""
+        now = time.monotonic()
+        absent = self._stream.absent()
+        if absent and now - self._warned_at >= _SAY_SECONDS:
+            self._warned_at = now
+            log.warning("the stream is not read before all lanes have joined it", absent=lanes_text(absent))
+
+    # Lanes that can't be read
+
+    def _see_to_absent(self, present: Collection[int]) -> None:
+        """Keep lanes that are ours and can't be taken over (their state is lost, say) from holding up the others.
+
+        There is one stream: what is not done with in one channel is held, keeps the slot where it is, and at last
+        fills the stream. So such a lane is put into the state ``table``, durably, and what the stream gives of its
+        rows is let go of, as in that state: they are in the table, and leave it only when they are settled. That holds
+        before the lane is taken over too: what its former holder has published is settled by the marker then, by its
+        ids, and everything else is read from the table.
+
+        An event without a row is not let go of. It is in the WAL alone, and a transaction that is not decided yet may
+        have published it: to write it into the table could double it. So the slot stays in front of the first one of
+        such a lane, and the others go on until the stream holds as much as it may.
+        """
+        now = time.monotonic()
+        for number in present:
+            lane = self._lanes[number]
+            lane.read_at, lane.absent = now, False
+        absent = [number for number, lane in self._lanes.items() if now - lane.read_at >= _ABSENT_SECONDS]
+        if not absent:
+            return
+        self._stream.begin_without(absent)
+        for number in absent:
+            channel = self._stream.channel(number)
+            # What is published must be settled before the lane changes its state; the loop sees to that first.
+            if channel is not None and not self._settlement.lanes[number].pending and self._leave(number, channel):
+                self._let_go_of_rows(channel)
+
+    def _leave(self, number: int, channel: Channel) -> bool:
+        """Put an absent lane into the state ``table``; return whether it is, now or since before."""
+        lane = self._lanes[number]
+        if lane.absent:
+            return True
+        with unavailable_on_error(f"noting the state of lane {number}"):
+            row = self._connection.execute(self._leave_unlocked, _mine(lane)).fetchone()
+        # None: locked, or another relay's. The stream holds what it gives for the lane, and this is tried again.
+        if row is not None:
+            lane.absent, lane.streaming, lane.batch = True, False, ()
+            lane.horizon = lane.target_lsn = None
+            channel.rewind((-1, -1), ())
+            self._table.read_all_again(number)
+            log.warning("the lane can't be read; its rows wait in the table, the others go on", lane=number)
+        return row is not None
+
+    def _let_go_of_rows(self, channel: Channel) -> None:
+        """Let go of rows that are visible, up to the first event without a row."""
+        while claims := channel.take(_DROP):
+            snapshot = current_snapshot(self._connection)
+            kept = [n for n, claim in enumerate(claims) if not claim.has_row or not _is_visible(snapshot, claim)]
+            count = kept[0] if kept else len(claims)
+            channel.put_back(claims[count:])
+            channel.done(claims[:count])
+            if kept:
+                break
+
+    def _look_for_trouble(self, numbers: Collection[int]) -> None:
+        """See which lanes have failures, now and then: a person may put a dead letter back."""
+        now = time.monotonic()
+        self._troubled = set()
+        if numbers and now - self._looked_at >= _LOOK_SECONDS:
+            self._looked_at = now
+            self._troubled = self._table.look_for_failures(numbers)
+
+    def _leave_where_needed(self, lane: _Lane, channel: Channel) -> None:
+        """Read a lane from the table that has failures, or of which the table has what the stream did not give."""
+        if lane.streaming and (lane.lease.lane in self._troubled or self._passed_by(lane, channel)):
+            self._leave_stream(lane, channel)
 
     # From the stream
 
-    def _from_stream(self, channel: Channel, limit: int) -> Sequence[Claim] | None:
-        announced: Sequence[Claim] = channel.take(limit)
-        if not announced:
-            self.flush()
-            announced = channel.take(limit, self._wait_seconds)
-            if not announced:
-                return () if channel.running else None
-        with unavailable_on_error(f"reading lane {self._lease.lane}"):
-            rows = self._read([claim.position for claim in announced if claim.position > 0])
-            claims = self._filled(channel, announced, rows)
-        if claims:
-            self._batch = claims
-            self._pause = _FIRST_PAUSE_SECONDS
+    def _from_stream(self, limits: Mapping[int, int], failed: dict[int, OutboxError]) -> dict[int, Sequence[Claim]]:
+        announced = self._announced(limits)
+        batches: dict[int, Sequence[Claim]] = {}
+        with unavailable_on_error(f"reading {lanes_text(limits)}"):
+            rows, cuts, lost = self._read(announced)
+            failed |= lost
+
+            def fill(lane: _Lane, _channel: Channel) -> None:
+                number = lane.lease.lane
+                lane.batch = self._filled(lane, announced[number], rows.get(number, {}), cuts.get(number))
+                self._note_size(lane, len(announced[number]))
+                if lane.batch:
+                    batches[number] = lane.batch
+
+            self._each([number for number in announced if number not in lost], failed, fill)
+            for number in lost.keys() & announced.keys():
+                # The lane's row is locked, say. What was announced comes again.
+                self._put_back(self._lanes[number], announced[number])
+        if batches:
             failpoint("batch.fetched")
-        return claims
+        return batches
 
-    def _read(self, ids: Sequence[int]) -> dict[int, Sequence[Any]]:
-        """Settle what is pending and give those of the rows that are there, by id."""
+    def _announced(self, limits: Mapping[int, int]) -> dict[int, Sequence[Claim]]:
+        """Take the next events of each lane; of as many lanes as a turn has room for, by the size of their last ones.
+
+        Each lane gives one event at least, however large. So with large ones the lanes take turns.
+        """
+        announced: dict[int, Sequence[Claim]] = {}
+        expected = 0.0
+        after, self._first = self._first, 0
+        for number in sorted(limits, key=lambda number: (number < after, number)):
+            lane = self._lanes[number]
+            assert lane.channel is not None
+            if expected >= self._turn_bytes:
+                self._first = number
+                break
+            if taken := lane.channel.take(min(limits[number], lane.rows)):
+                announced[number] = taken
+                expected += lane.row_bytes
+        share = self._turn_bytes // max(len(announced), 1)
+        for number, claims in announced.items():
+            # Rows are cut where they are read; what has none is here already.
+            before = 0
+            for n, claim in enumerate(claims):
+                if before > share:
+                    channel = self._lanes[number].channel
+                    assert channel is not None
+                    channel.put_back(claims[n:])
+                    announced[number] = claims[:n]
+                    break
+                before += len(claim.value) if claim.value is not None else 0
+        return announced
+
+    def _read(
+        self, announced: Mapping[int, Sequence[Claim]]
+    ) -> tuple[dict[int, dict[int, Sequence[Any]]], dict[int, int], dict[int, OutboxError]]:
+        """Settle what is pending, and return those of the rows that are there, by lane and id.
+
+        Where there is nothing to settle, this reads only: what comes from the WAL is durable, and a commit could wait
+        for a standby.
+        """
+        settled = sorted({*self._settlement.unsettled, *filter(self._settlement.prolongs, announced)})
+        checked = [lane for lane in announced if lane not in set(settled)]
+        named = [(lane, claim.position, n) for lane, claims in announced.items() for n, claim in enumerate(claims)]
+        named = [each for each in named if each[1] > 0]
         asked_at = time.monotonic()
-        pending = self._pending
-        settles = pending is not None or self._lease.remaining_seconds < self._lease.ttl_seconds * _RENEW_PART
-        if settles:
-            failpoint("batch.settling")
-            values = self._settling_values(pending or Pending()) | {"next_ids": array(ids)}
-            rows = self._rows.execute(self._queries.settle_and_read, values).fetchall()
-            self._settled(bool(rows), asked_at)
+        going = {lane: {c.position for c in self._settlement.lanes[lane].pending.rows} for lane in announced}
+        settling, checking = self._connection.cursor(), self._connection.cursor()
+        with self._connection.pipeline() as pipeline:
+            if named:
+                values = {
+                    "lanes": array([each[0] for each in named]),
+                    "ids": array([each[1] for each in named]),
+                    "numbers": array([each[2] for each in named]),
+                    "max_bytes": max(self._turn_bytes // max(len(announced), 1), 1),
+                }
+                self._rows.execute(self._by_ids, values)
+                pipeline.sync()
+            if checked:
+                epochs = [self._lanes[lane].lease.epoch for lane in checked]
+                checking.execute(self._still_held, {"lanes": checked, "epochs": epochs})
+                pipeline.sync()
+            if settled:
+                failpoint("batch.settling")
+                self._settlement.send(settling, settled)
+                pipeline.sync()
+        found = self._rows.fetchall() if named else []
+        failed: dict[int, OutboxError] = {}
+        if checked:
+            held = {row[0] for row in checking.fetchall()}
+            failed |= {lane: self._lost(self._lanes[lane]) for lane in checked if lane not in held}
+        if settled:
+            failed |= self._settlement.answered(settling, settled, asked_at)
             failpoint("batch.settled")
-        else:
-            # Reads only: what comes from the WAL is durable, and the lease is prolonged elsewhere.
-            rows = self._rows.execute(self._queries.read, {"next_ids": array(ids), **self._mine()}).fetchall()
-            if not rows:
-                raise self._lost(0)
-        there: dict[int, Sequence[Any]] = {row[0]: row for row in rows}
-        there.pop(None, None)  # type: ignore[call-overload]
-        if pending is not None:
-            # The statement that deletes them still sees them.
-            for id_ in there.keys() & set(pending.ids):
-                del there[id_]
-        return there
+        rows: dict[int, dict[int, Sequence[Any]]] = {}
+        cuts: dict[int, int] = {}
+        for row in found:
+            lane = row[8]
+            # What goes with this turn was still there when it was read.
+            if row[0] not in going[lane]:
+                rows.setdefault(lane, {})[row[0]] = row
+            if row[9] is not None:
+                cuts[lane] = row[9]
+        return rows, cuts, failed
 
-    def _filled(self, channel: Channel, announced: Sequence[Claim], rows: dict[int, Sequence[Any]]) -> Sequence[Claim]:
-        """Give what can be published, up to the first that is not visible yet. Those that are gone are done with."""
+    def _filled(  # noqa: C901  one event after the other, and all that each can be
+        self, lane: _Lane, announced: Sequence[Claim], rows: dict[int, Sequence[Any]], cut: int | None
+    ) -> Sequence[Claim]:
+        """Return what can be published, up to the first that is not visible yet. Those that are gone are done with."""
+        channel, number_of_lane = lane.channel, lane.lease.lane
+        assert channel is not None
+        if cut is not None:
+            # The others did not fit.
+            channel.put_back(announced[cut:])
+            announced = announced[:cut]
         if len(rows) == len(announced):
             # All are there, and none is announced twice.
-            return [Claim._make((*rows[claim.position], claim.at)) for claim in announced]
+            return [Claim._make((*rows[claim.position][:8], claim.at, number_of_lane)) for claim in announced]
         kept: list[Claim] = []
         gone: list[Claim] = []
         again: tuple[AbstractSet[int], Snapshot] | None = None
         for number, claim in enumerate(announced):
             row = rows.pop(claim.position, None)
             if row is not None:
-                kept.append(Claim._make((*row, claim.at)))
+                kept.append(Claim._make((*row[:8], claim.at, number_of_lane)))
                 continue
             if again is None:
-                again = self._look_again(announced[number:])
+                again = self._look_again(lane, announced[number:])
             assert claim.at is not None
             if claim.position in again[0] or not again[1].sees(claim.at.xid):
                 channel.put_back(announced[number:])
                 if not kept:
                     self._wait_for_visibility()
                 break
-            if claim.position > 0:
+            if claim.has_row:
                 gone.append(claim)
             elif claim.aggregate_type != UNREADABLE:
-                kept.append(claim)
-            elif kept:
+                kept.append(claim._replace(lane=number_of_lane))
+            elif not kept:
+                self._bury(lane, channel, claim)
+            else:
                 channel.put_back(announced[number:])
                 break
-            else:
-                self._bury(channel, claim)
         channel.done(gone)
         return kept
 
-    def _look_again(self, claims: Sequence[Claim]) -> tuple[AbstractSet[int], Snapshot]:
-        """Give those whose rows are there now, and a snapshot that is as old."""
-        ids = array([claim.position for claim in claims if claim.position > 0])
-        row = self._connection.execute(self._which, {"next_ids": ids, **self._mine()}).fetchone()
+    def _put_back(self, lane: _Lane, claims: Sequence[Claim]) -> None:
+        assert lane.channel is not None
+        lane.channel.put_back(claims)
+
+    def _note_size(self, lane: _Lane, asked: int) -> None:
+        """Ask for as many rows next time as fit into the bytes by the size of these."""
+        if not lane.batch:
+            return
+        total = sum(len(claim.value) if claim.value is not None else 0 for claim in lane.batch)
+        lane.row_bytes = total / len(lane.batch)
+        fitting = int(self._turn_bytes / 4 / max(lane.row_bytes, 1.0))
+        if asked >= lane.rows or fitting < lane.rows:
+            lane.rows = max(min(lane.rows * 4, fitting, 50_000), 1)
+
+    def _look_again(self, lane: _Lane, claims: Sequence[Claim]) -> tuple[AbstractSet[int], Snapshot]:
+        """Return those whose rows are there now, and a snapshot that is as old."""
+        ids = array([claim.position for claim in claims if claim.has_row])
+        row = self._connection.execute(self._which, {"next_ids": ids, **_mine(lane)}).fetchone()
         if row is None:
-            raise self._lost(0)
+            raise self._lost(lane)
         return set(row[0]), Snapshot(row[1])
 
     def _wait_for_visibility(self) -> None:
@@ -272,131 +578,143 @@ class StreamSource(PollingSource):
         time.sleep(self._pause)
         self._pause = min(self._pause * 2, _LAST_PAUSE_SECONDS)
 
-    def _failures_came_up(self) -> bool:
-        """Whether the lane has failures. Looked at now and then: a person may put a dead letter back."""
-        now = time.monotonic()
-        if now - self._failures_at < _LOOK_SECONDS:
-            return False
-        self._failures_at = now
-        with unavailable_on_error(f"looking for failures of lane {self._lease.lane}"):
-            row = self._connection.execute(self._queries.any_failures, {"lane": self._lease.lane}).fetchone()
-        return row is not None and bool(row[0])
-
-    def _passed_by(self, channel: Channel) -> bool:
-        """Whether the table has an event that the stream has not given. It should never; if so, the table is read.
+    def _passed_by(self, lane: _Lane, channel: Channel) -> bool:
+        """Return whether the table has an event that the stream has not given. It never should; then the table is read.
 
         Such an event would wait for ever, and nobody would know.
         """
         now = time.monotonic()
-        if now - self._swept_at < _SWEEP_SECONDS:
+        if now - lane.swept_at < _SWEEP_SECONDS:
             return False
-        self._swept_at = now
-        settled = self._orphan is not None and channel.settled_up_to(self._orphan[1])
-        with unavailable_on_error(f"sweeping lane {self._lease.lane}"):
-            row = self._connection.execute(self._lowest, self._mine()).fetchone()
-        assert row is not None
-        lowest, lsn = row
+        lane.swept_at = now
+        settled = lane.orphan is not None and channel.settled_up_to(lane.orphan[1])
+        lowest, lsn = self._ask(lane, self._lowest)
         if lowest is None:
-            self._orphan = None
-        elif self._orphan is None or self._orphan[0] != lowest:
-            self._orphan = lowest, lsn
+            lane.orphan = None
+        elif lane.orphan is None or lane.orphan[0] != lowest:
+            lane.orphan = lowest, lsn
             channel.settled_up_to(lsn)
         elif settled:
-            log.error("the stream has passed an event by; the table is read", lane=self._lease.lane, id=lowest)
-            self._orphan = None
+            log.error("the stream has passed an event by; the table is read", lane=lane.lease.lane, id=lowest)
+            lane.orphan = None
             return True
         return False
 
     # Between stream and table
 
-    def _join(self) -> Channel:
-        with unavailable_on_error(f"looking at lane {self._lease.lane}"):
-            row = self._connection.execute(self._state, self._mine()).fetchone()
-        if row is None:
-            raise self._lost(0)
-        self._streaming, commit_lsn, commit_number, failures, timeline = row
-        resume = (-1, -1) if commit_lsn is None else (commit_lsn, commit_number)
-        repeated = self._published
-        if self._marker is not None:
-            # Of what stands behind the marker's own position, the rows are settled; the others have only their ids.
-            pairs = zip(self._marker.positions, self._marker.event_ids, strict=True)
-            repeated = [event_id for position, event_id in pairs if position < 0]
-        published = None
-        if self._marker is not None and self._marker.stream is not None:
-            published = self._marker.timeline, self._marker.stream.commit_lsn
-        channel = self._channel = self._stream.join(self._lease.lane, resume, repeated, timeline, published)
-        if self._streaming and failures:
-            self._leave_stream(channel)
-        return channel
+    def _join(self, numbers: Collection[int]) -> dict[int, OutboxError]:
+        if not numbers:
+            return {}
+        lanes = [self._lanes[number] for number in numbers]
+        with unavailable_on_error(f"looking at {lanes_text(numbers)}"):
+            rows = self._connection.execute(
+                self._state,
+                {"lanes": list(numbers), "epochs": [lane.lease.epoch for lane in lanes]},
+            ).fetchall()
+        states = {row[0]: row[1:] for row in rows}
+        failed: dict[int, OutboxError] = {}
+        for number, lane in zip(numbers, lanes, strict=True):
+            state = states.get(number)
+            if state is None:
+                failed[number] = self._lost(lane)
+                continue
+            lane.streaming, commit_lsn, commit_number, failures, timeline = state
+            resume = (-1, -1) if commit_lsn is None else (commit_lsn, commit_number)
+            repeated = lane.published
+            if lane.marker is not None:
+                # Of what stands behind the marker's own position, the rows are settled; the others have only their ids.
+                pairs = zip(lane.marker.positions, lane.marker.event_ids, strict=True)
+                repeated = [event_id for position, event_id in pairs if position < 0]
+            published = None
+            if lane.marker is not None and lane.marker.stream is not None:
+                published = lane.marker.timeline, lane.marker.stream.commit_lsn
+            lane.channel = self._stream.join(number, resume, repeated, timeline, published)
+            if lane.streaming and failures:
+                self._each([number], failed, self._leave_stream)
+        return failed
 
-    def _place(self, channel: Channel) -> bool:
-        """After a failover, write down up to where the marker says that this lane is on Kafka; say whether it is done.
+    def _place(self, lane: _Lane, channel: Channel) -> None:
+        """After a failover, write down up to where the marker says the lane is on Kafka, as soon as that can be known.
 
         ``adopt`` could not: it did not know how much of the old timeline is in this server's history, which the stream
         looks at. Before the next batch, because its marker takes the place of the one that names the events without a
         row: from then on only the place says that they are published.
         """
+        if not lane.unplaced:
+            return
         if not channel.running:
             channel.check()
-            return False
-        assert self._marker is not None
-        assert self._marker.stream is not None
-        end = channel.ended(self._marker.timeline)
+            return
+        assert lane.marker is not None
+        assert lane.marker.stream is not None
+        end = channel.ended(lane.marker.timeline)
         if end is not None:
-            at = up_to(self._marker.stream, end)
-            with unavailable_on_error(f"noting the place of lane {self._lease.lane}"):
-                row = self._connection.execute(self._placed, {**position(at), **self._mine()}).fetchone()
-            if row is None:
-                raise self._lost(0)
-        self._unplaced = False
-        return True
+            at = up_to(lane.marker.stream, end)
+            self._change(lane, self._placed, **position(at))
+        lane.unplaced = False
 
-    def _leave_stream(self, channel: Channel) -> None:
-        self.flush()
-        self._write_streaming(False)
+    def _leave_stream(self, lane: _Lane, channel: Channel) -> None:
+        self._flush_one(lane)
+        self._write_streaming(lane, streaming=False)
         channel.rewind((-1, -1), ())
-        self._around = True
+        self._table.read_all_again(lane.lease.lane)
 
-    def _enter_stream(self) -> None:
-        self._write_streaming(True)
-        self._horizon, self._target_lsn = None, None
-        self._failures_at = time.monotonic()
+    def _enter_stream(self, lane: _Lane) -> None:
+        self._write_streaming(lane, streaming=True)
+        lane.horizon, lane.target_lsn = None, None
 
-    def _write_streaming(self, streaming: bool) -> None:
-        with unavailable_on_error(f"noting the state of lane {self._lease.lane}"):
-            row = self._connection.execute(self._set_streaming, {"streaming": streaming, **self._mine()}).fetchone()
-        if row is None:
-            raise self._lost(0)
-        self._streaming = streaming
+    def _write_streaming(self, lane: _Lane, *, streaming: bool) -> None:
+        self._change(lane, self._set_streaming, streaming=streaming)
+        lane.streaming = streaming
         failpoint("stream.entered" if streaming else "stream.left")
 
     # From the table
 
-    def _from_table(self, channel: Channel, limit: int) -> Sequence[Claim]:
-        if self._horizon is None:
-            self._drop(channel)
+    def _from_table(self, limits: Mapping[int, int], failed: dict[int, OutboxError]) -> dict[int, Sequence[Claim]]:
+        left = self._each(limits, failed, self._make_room)
+        fetched = self._table.fetch({number: limits[number] for number in left})
+        failed |= fetched.failed
+        batches = dict(fetched.batches)
+
+        def step(lane: _Lane, channel: Channel) -> None:
+            number = lane.lease.lane
+            rows = batches.get(number, ())
+            if self._table.has_failures(number) or self._leaves_out:
+                # Events stay in the table, and others must not wait for them.
+                lane.horizon = lane.target_lsn = None
+            elif lane.horizon is None:
+                if self._nearly_empty(lane, rows, limits[number]):
+                    self._catch_up(lane, channel)
+            elif not rows or rows[0].position > lane.horizon:
+                # What was read just now comes again, from the stream; or after what hides below the mark.
+                batches.pop(number, None)
+                if self._ask(lane, self._up_to, id=lane.horizon)[0]:
+                    self._table.read_all_again(number)
+                else:
+                    self._enter_stream(lane)
+
+        ours = self._each([number for number in left if number not in failed], failed, step)
+        return {number: batch for number, batch in batches.items() if number in set(ours)}
+
+    def _make_room(self, lane: _Lane, channel: Channel) -> None:
+        """Take from the stream what need not be kept."""
+        if lane.horizon is None:
+            self._drop(lane, channel)
         else:
             # The next session begins when all lanes have joined it: the others must not wait for our table.
             channel.check()
-        rows = self._poll(limit)
-        if self._around:
-            self._horizon = self._target_lsn = None
-        elif self._horizon is None:
-            # Not before the table is nearly empty: what is kept meanwhile takes room in the stream from other lanes.
-            if len(rows) < limit:
-                self._catch_up(channel)
-        elif not rows or rows[0].position > self._horizon:
-            # What was read just now comes again, from the stream; or after what hides below the floor.
-            if self._any_up_to(self._horizon):
-                self._floor = Floor()
-            else:
-                self._enter_stream()
-            return ()
-        if not rows and self._horizon is None:
-            channel.wait(self._wait_seconds)
-        return rows
 
-    def _catch_up(self, channel: Channel) -> None:
+    def _nearly_empty(self, lane: _Lane, rows: Sequence[Claim], limit: int) -> bool:
+        """Return whether the table has little beside these. What is kept from then on takes room in the stream.
+
+        Fewer rows than were asked for prove nothing: large ones are read by their bytes.
+        """
+        if len(rows) >= limit:
+            return False
+        last = rows[-1].position if rows else LOWEST
+        return bool(len(rows) + self._ask(lane, self._more, id=last, most=limit)[0] < limit)
+
+    def _catch_up(self, lane: _Lane, channel: Channel) -> None:
         """Stop dropping, if the stream is ours and has been read nearly to its end.
 
         Ours: whoever read it before may have dropped what nobody has published. To its end: until a slot that was not
@@ -404,12 +722,12 @@ class StreamSource(PollingSource):
         """
         if not channel.running:
             return
-        if self._target_lsn is None:
-            self._target_lsn = self._ask(self._lowest)[1]
-        if channel.read_lsn >= self._target_lsn and self._old_ones_have_ended():
-            self._horizon = self._highest()
+        if lane.target_lsn is None:
+            lane.target_lsn = self._ask(lane, self._lowest)[1]
+        if channel.read_lsn >= (lane.target_lsn or 0) and self._ask(lane, self._old_ended)[0]:
+            lane.horizon = int(self._ask(lane, self._highest_id)[0])
 
-    def _drop(self, channel: Channel) -> None:
+    def _drop(self, lane: _Lane, channel: Channel) -> None:
         """Let go of events whose rows are in the table for all to see; write those that have no row there."""
         claims = channel.take(_DROP)
         if not claims:
@@ -426,74 +744,137 @@ class StreamSource(PollingSource):
         if not dropped:
             self._wait_for_visibility()
             return
-        self._pause = _FIRST_PAUSE_SECONDS
-        if any(claim.position < 0 for claim in dropped):
-            self.flush()
-            self._write_to_table(dropped)
+        self._pause = self._step = _FIRST_PAUSE_SECONDS
+        if any(not claim.has_row for claim in dropped):
+            self._flush_one(lane)
+            self._write_to_table(lane, dropped)
         channel.done(dropped)
 
-    def _highest(self) -> int:
-        return int(self._ask(self._highest_id)[0])
-
-    def _any_up_to(self, id_: int) -> bool:
-        """Whether the table has an event up to an id, be it below the floor."""
-        return bool(self._ask(self._up_to, id=id_)[0])
-
-    def _old_ones_have_ended(self) -> bool:
-        """Whether no transaction is open that could have committed before the slot begins, and is not visible yet."""
-        return bool(self._ask(self._old_ended)[0])
-
-    def _ask(self, query: sql.Composed, **more: int) -> Any:
-        with unavailable_on_error(f"looking at lane {self._lease.lane}"):
-            row = self._connection.execute(query, self._mine() | more).fetchone()
+    def _ask(self, lane: _Lane, query: sql.Composed, **more: int) -> Any:
+        with unavailable_on_error(f"looking at lane {lane.lease.lane}"):
+            row = self._connection.execute(query, _mine(lane) | more).fetchone()
         assert row is not None
         return row
 
-    # To the table
+    def _change(self, lane: _Lane, query: sql.Composed, **values: Any) -> None:
+        with unavailable_on_error(f"noting the state of lane {lane.lease.lane}"):
+            row = self._connection.execute(query, {**values, **_mine(lane)}).fetchone()
+        if row is None:
+            raise self._lost(lane)
+
+    # What became of a batch
+
+    def _settle_stream(self, number: int, lane: _Lane, batch: Sequence[Claim], receipt: Receipt) -> OutboxError | None:
+        settlement = self._settlement.lanes[number]
+        if len(receipt.results) == len(batch) and all(isinstance(outcome, Published) for _, outcome in receipt.results):
+            settlement.pending = Pending.of(receipt, batch[-1].at)
+            return None
+        refused: list[tuple[Claim, str]] = []
+        published = set()
+        for claim, outcome in receipt.results:
+            match outcome:
+                case Published():
+                    published.add(claim.position)
+                case Refused():
+                    refused.append((claim, outcome.reason))
+                case _:
+                    assert_never(outcome)
+        if refused or receipt.needs_rows or receipt.left_out:
+            return self._resolve(lane, batch, receipt, published, refused)
+        if receipt.results or receipt.batch is not None:
+            reached = None
+            for claim in batch:
+                if claim.position not in published:
+                    break
+                reached = claim.at
+            settlement.pending = Pending.of(receipt, reached)
+        # What is not known to be published comes again. What is has to be done with before that.
+        failed = self._settlement.settle([number]) if settlement.pending else {}
+        if lane.channel is not None:
+            lane.channel.rewind((-1, -1), ())
+        return failed.get(number)
 
     def _resolve(
-        self, batch: Sequence[Claim], receipt: Receipt, published: set[int], refused: list[tuple[Claim, str]]
-    ) -> None:
+        self,
+        lane: _Lane,
+        batch: Sequence[Claim],
+        receipt: Receipt,
+        published: set[int],
+        refused: list[tuple[Claim, str]],
+    ) -> OutboxError | None:
         """Settle what is published, record what is refused, and leave the rest of the batch to the table."""
-        lane = self._lease.lane
-        asked_at = time.monotonic()
-        pending = self._pending = replace(Pending.of(receipt, batch[-1].at), claims=())
-        left = [claim for claim in batch if claim.position < 0 and claim.position not in published]
+        number = lane.lease.lane
+        left = [claim for claim in batch if not claim.has_row and claim.position not in published]
         dead: list[Claim] = []
-        with self._transaction(f"settling lane {lane}"):
-            held = self._connection.execute(self._queries.settle, self._settling_values(pending)).fetchone()
-            if held is not None:
-                rows = {claim.position: row for claim, row in zip(left, self._spilled(left), strict=True)}
-                moved = [(rows.get(claim.position, claim), reason) for claim, reason in refused]
-                dead = self._failures.record(self._connection, lane, moved) if moved else []
-                self._connection.execute(self._set_streaming, {"streaming": False, **self._mine()})
-        self._settled(held is not None, asked_at)
-        self._streaming, self._around = False, True
-        assert self._channel is not None
-        self._channel.done(batch)
-        for claim in dead:
-            self._on_dead(claim)
 
-    def _bury(self, channel: Channel, claim: Claim) -> None:
+        def leave() -> None:
+            rows = {claim.position: row for claim, row in zip(left, self._spilled(left), strict=True)}
+            moved = [(rows.get(claim.position, claim), reason) for claim, reason in refused]
+            if moved:
+                dead.extend(self._failures.record(self._connection, number, moved))
+            self._connection.execute(self._set_streaming, {"streaming": False, **_mine(lane)})
+
+        pending = replace(Pending.of(receipt, batch[-1].at), claims=())
+        error = self._settle_with(lane, pending, f"settling lane {number}", leave)
+        if error is not None:
+            return error
+        lane.streaming = False
+        self._table.read_all_again(number)
+        assert lane.channel is not None
+        lane.channel.done(batch)
+        for claim in dead:
+            self._on_dead(number, claim)
+        return None
+
+    def _bury(self, lane: _Lane, channel: Channel, claim: Claim) -> None:
         """Keep what can't be read as a dead letter."""
-        self._write_to_table([claim])
+        self._write_to_table(lane, [claim])
         channel.done([claim])
 
-    def _write_to_table(self, claims: Sequence[Claim]) -> None:
-        """Give events without a row one, and note that the stream is used up to the last of the claims."""
-        lane, at = self._lease.lane, claims[-1].at
-        with self._transaction(f"writing events of lane {lane}"):
-            values = self._settling_values(Pending(at=at))
-            held = self._connection.execute(self._queries.settle, values).fetchone()
-            if held is None:
-                raise self._lost(0)
-            rows = self._spilled([claim for claim in claims if claim.position < 0])
-            unreadable = [row for row in rows if row.aggregate_type == UNREADABLE]
+    def _write_to_table(self, lane: _Lane, claims: Sequence[Claim]) -> None:
+        """Return events without a row one, and note that the stream is used up to the last of the claims."""
+        number = lane.lease.lane
+        unreadable: list[Claim] = []
+
+        def write() -> None:
+            rows = self._spilled([claim for claim in claims if not claim.has_row])
+            unreadable.extend(row for row in rows if row.aggregate_type == UNREADABLE)
             if unreadable:
-                self._failures.bury_at_once(self._connection, lane, unreadable)
+                self._failures.bury_at_once(self._connection, number, unreadable)
+
+        error = self._settle_with(lane, Pending(at=claims[-1].at), f"writing events of lane {number}", write)
+        if error is not None:
+            raise error
         failpoint("stream.spilled")
         for row in unreadable:
-            self._on_dead(row)
+            self._on_dead(number, row)
+
+    def _settle_with(self, lane: _Lane, pending: Pending, doing: str, more: Callable[[], None]) -> OutboxError | None:
+        """Settle, and do more in the same transaction. Return what is wrong with the lane, if it is not held.
+
+        Where that fails nothing of it stays pending: a place must not be settled without what goes with it.
+        """
+        number = lane.lease.lane
+        settled = self._settlement.lanes[number]
+        before, settled.pending = settled.pending, pending
+        asked_at = time.monotonic()
+        try:
+            with self._table.transaction(lane.lease, doing):
+                cursor = self._connection.cursor()
+                self._settlement.send(cursor, [number], in_transaction=True)
+                if cursor.rowcount:
+                    more()
+            failed = self._settlement.answered(cursor, [number], asked_at)
+        except BaseException:
+            settled.pending = before
+            raise
+        if failed:
+            settled.pending = before
+        return failed.get(number)
+
+    def _flush_one(self, lane: _Lane) -> None:
+        for error in self.flush([lane.lease.lane]).values():
+            raise error
 
     def _spilled(self, claims: Sequence[Claim]) -> list[Claim]:
         if not claims:
@@ -514,11 +895,34 @@ class StreamSource(PollingSource):
         )
         return [claim._replace(position=row[0], at=None) for claim, row in zip(claims, cursor.fetchall(), strict=True)]
 
-    def _settled(self, held: bool, asked_at: float) -> None:
-        pending = self._pending
-        super()._settled(held, asked_at)
-        if pending is not None and self._channel is not None:
-            self._channel.done([claim for claim in pending.claims if claim.at is not None])
+    def _note_settled(self, lane: int, pending: Pending) -> None:
+        known = self._lanes.get(lane)
+        if known is not None and known.channel is not None:
+            known.channel.done([claim for claim in pending.claims if claim.at is not None])
 
-    def _mine(self) -> dict[str, int]:
-        return {"lane": self._lease.lane, "epoch": self._lease.epoch}
+    def _lost(self, lane: _Lane) -> LaneLost:
+        return self._settlement.lost(lane.lease.lane)
+
+
+def _of_rows(lane: _Lane, receipt: Receipt) -> Receipt:
+    """Return what a receipt says of rows. It may tell again of events without a row: a channel joined later must know.
+
+    A channel that is joined knows; to be told of what it no longer holds would stay with it.
+    """
+    if all(claim.has_row for claim, _ in receipt.results):
+        return receipt
+    if lane.channel is None:
+        results: Sequence[tuple[Claim, Any]] = receipt.results
+        lane.published += [
+            claim.event_id for claim, outcome in results if not claim.has_row and isinstance(outcome, Published)
+        ]
+    return replace(receipt, results=[result for result in receipt.results if result[0].has_row])
+
+
+def _is_visible(snapshot: Snapshot, claim: Claim) -> bool:
+    assert claim.at is not None
+    return snapshot.sees(claim.at.xid)
+
+
+def _mine(lane: _Lane) -> dict[str, int]:
+    return {"lane": lane.lease.lane, "epoch": lane.lease.epoch}

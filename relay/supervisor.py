@@ -1,32 +1,43 @@
-"""One relay process: takes lanes, runs a thread for each, keeps the leases, gives lanes up, stops in two stages.
+"""One worker process: takes lanes, keeps the leases, gives lanes up, stops in two stages.
 
-The control loop (this thread) talks to Postgres over a connection of its own; each lane's thread has its own
-connection and its own producer, so a lane that waits holds up no other. While Postgres is away the lanes' threads wait
-by themselves and the control loop reconnects; the leases are renewed as soon as it is back, unless taken by then.
+The control loop (this thread) talks to Postgres over a connection of its own; the worker's loop, in a thread of its
+own, has another one and the producers, for all lanes together. While Postgres is away the worker's loop waits by itself
+and the control loop reconnects; the leases are renewed as soon as it is back, unless taken by then.
 
-Stopping: the first signal lets the batches in flight finish, at most ``shutdown_seconds``; then the lanes are released.
-A second signal, or the deadline, leaves what is in flight to the next holder of the lane, who sends it again.
+A relay that can't publish anything for two leases and more gives its lanes up when another relay is alive: that one may
+reach the brokers. It is no living relay for a minute then, so that the others share all lanes, and tries again.
+
+Stopping: the first signal lets the turn in flight finish, at most ``shutdown_seconds``; then the lanes are released.
+A second signal, or the deadline, leaves what is in flight to the next holders of the lanes, who send it again.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import structlog
 
 from outbox.errors import SchemaError
-from relay.database import Connector, StandingError
-from relay.lanes import LaneTable, Lease, next_step
-from relay.loop import LaneLoop, Pace
+from relay.database import Connector, StandingError, begin_session, unavailable_on_error
+from relay.health import STANDING_LEASES, Health, WorkerHealth
+from relay.lanes import Census, LaneTable, next_step
+from relay.lease import HeldLanes, Lease, LetGo
+from relay.loop import Pace, WorkerLoop
 from relay.marker import StateLost
 from relay.ports import Claim, LaneLost, Publisher, Source, Unavailable
-from relay.stream import Stream
+from relay.settlement import lanes_text
 
 log = structlog.get_logger("relay")
+
+# A relay that gave its lanes up because it can't publish stays away from free ones for so long.
+_STAY_AWAY_SECONDS: Final = 60.0
+# A wait that lasts longer than this is an error, and is logged again each time as long.
+_STANDING_SECONDS: Final = 60.0
+_FORGET_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,75 +63,116 @@ class Plan:
     shutdown_seconds: float
     pace: Pace
     connect: Connector
-    source: Callable[[Lease, Events, Stream | None], Source]
-    """Given the lease, whom to tell, and the stream if there is one."""
-    publisher: Callable[[Lease, int, Source], Publisher]
-    """Given the lease, the number of lanes, and the lane's source."""
-    stream: Callable[[Sequence[Lease]], Stream] | None = None
-    """Source wal: given the leases of all lanes. A relay without it polls."""
+    source: Callable[[Events], Source]
+    """Given whom to tell."""
+    publisher: Callable[[Source], Publisher]
+    """Given the worker's source."""
+    all_lanes: Callable[[Sequence[Lease]], None] | None = None
+    """Source wal: given the leases of all lanes when they are taken. A relay without it polls."""
+    let_go_all: Callable[[], None] = lambda: None
+    """Source wal: called when the worker has let go of all lanes."""
     upkeep: Sequence[Upkeep] = ()
     figures: Callable[[], Mapping[str, float]] = dict
     """For the last line of the log."""
 
 
 class Events(Protocol):
-    """What sources tell, besides what they give to the loop."""
+    """What sources tell, besides what they return to the loop."""
 
-    def dead(self, claim: Claim) -> None:
+    def dead(self, lane: int, claim: Claim) -> None:
         """The event failed for good: it is in dead_letters."""
         ...
 
-    def lost(self, count: int) -> None:
+    def lost(self, lane: int, count: int) -> None:
         """At-most-once: so many events may not have reached Kafka, and will not be sent again."""
         ...
 
 
-class _LaneThread(threading.Thread):
-    """One lane's loop in a thread. ``error`` holds what ended it, if anything did."""
+class _Log:
+    """Writes what the worker's loop tells into the log, and keeps it in its health.
 
-    def __init__(self, lease: Lease, lanes: int, plan: Plan, stream: Stream | None) -> None:
-        super().__init__(name=f"lane-{lease.lane}", daemon=True)
-        self.lease = lease
-        self.stopping = threading.Event()
-        self.error: BaseException | None = None
-        self._log = log.bind(lane=lease.lane, epoch=lease.epoch)
-        self._loop = LaneLoop(
-            lambda: plan.source(lease, self, stream),
-            lambda source: plan.publisher(lease, lanes, source),
-            stop=self.stopping,
-            secure=lambda: lease.secure,
-            observer=self,
-            pace=plan.pace,
-        )
+    What a lane waits for is logged once, and again each minute that it lasts.
+    """
+
+    def __init__(self, health: WorkerHealth) -> None:
         self.count = 0
-
-    def run(self) -> None:
-        try:
-            self._loop.run()
-        except BaseException as error:  # noqa: BLE001  the supervisor reports and decides
-            self.error = error
+        self._health = health
+        self._said: dict[int, tuple[str, float]] = {}
 
     def published(self, count: int) -> None:
         self.count += count
 
-    def refused(self, claim: Claim, reason: str) -> None:
-        self._log.warning("event refused", **_shown(claim), reason=reason)
+    def refused(self, lane: int, claim: Claim, reason: str) -> None:
+        log.warning("event refused", lane=lane, **_shown(claim), reason=reason)
 
-    def dead(self, claim: Claim) -> None:
-        self._log.error("event is a dead letter now; see `outbox failures show`", **_shown(claim))
+    def dead(self, lane: int, claim: Claim) -> None:
+        log.error("event is a dead letter now; see `outbox failures show`", lane=lane, **_shown(claim))
 
-    def lost(self, count: int) -> None:
-        self._log.error("events may be lost, as at-most-once allows", events=count)
+    def lost(self, lane: int, count: int) -> None:
+        log.error("events may be lost, as at-most-once allows", lane=lane, events=count)
 
-    def unavailable(self, error: Exception, wait_seconds: float) -> None:
+    def unavailable(self, lanes: Collection[int], error: Exception, wait_seconds: float) -> None:
+        if isinstance(error, LaneLost):
+            self._forget(lanes)
+            log.warning("lane lost", lanes=_listed(lanes), error=str(error))
+            return
+        seconds = self._health.waits(lanes, error)
         if isinstance(error, StateLost | StandingError):
-            # Not before a person has seen to it does it go on, by itself then.
-            self._log.error("lane stopped", error=str(error))
+            # It does not go on before a person has seen to it; then it does by itself.
+            if self._is_due(lanes, str(error)):
+                log.error("lane stopped", lanes=_listed(lanes), error=str(error))
+        elif seconds >= _STANDING_SECONDS:
+            # Not by its text, which may be another one each time.
+            if self._is_due(lanes, type(error).__name__):
+                log.error("still waiting", lanes=_listed(lanes), error=str(error), seconds=round(seconds))
         else:
-            self._log.warning("waiting for a server", error=str(error), wait_seconds=round(wait_seconds, 2))
+            log.warning(
+                "waiting for a server", lanes=_listed(lanes), error=str(error), wait_seconds=round(wait_seconds, 2)
+            )
 
-    def recovered(self) -> None:
-        self._log.info("publishing again")
+    def recovered(self, lanes: Collection[int]) -> None:
+        self._forget(lanes)
+        log.info("publishing again", lanes=_listed(lanes))
+
+    def _is_due(self, lanes: Collection[int], what: str) -> bool:
+        """Return whether one of the lanes has something to be logged that was not within the last minute."""
+        now = time.monotonic()
+        due = [
+            lane
+            for lane in lanes
+            if (said := self._said.get(lane)) is None or said[0] != what or now - said[1] >= _STANDING_SECONDS
+        ]
+        self._said.update(dict.fromkeys(lanes if due else (), (what, now)))
+        return bool(due)
+
+    def _forget(self, lanes: Collection[int]) -> None:
+        self._health.goes_on(lanes)
+        for lane in lanes:
+            self._said.pop(lane, None)
+
+
+class _WorkerThread(threading.Thread):
+    """The worker's loop in a thread. ``error`` holds what ended it, if anything did."""
+
+    def __init__(self, plan: Plan, held: HeldLanes, health: WorkerHealth) -> None:
+        super().__init__(name="worker", daemon=True)
+        self.stopping = threading.Event()
+        self.error: BaseException | None = None
+        self.observer = _Log(health)
+        self.loop = WorkerLoop(
+            lambda: plan.source(self.observer),
+            plan.publisher,
+            held=held,
+            stop=self.stopping,
+            observer=self.observer,
+            pace=plan.pace,
+        )
+
+    def run(self) -> None:
+        try:
+            self.loop.run()
+        except BaseException as error:  # noqa: BLE001  the supervisor reports and decides
+            self.error = error
 
 
 class _UpkeepThread(threading.Thread):
@@ -152,33 +204,49 @@ def _shown(claim: Claim) -> dict[str, str]:
     return {"event_id": claim.event_id, "aggregate_type": claim.aggregate_type, "event_type": claim.event_type}
 
 
+def _listed(lanes: Collection[int]) -> str:
+    return lanes_text(lanes).partition(" ")[2]
+
+
 class Supervisor:
-    """Runs one relay until ``stop`` is set. Raises nothing for servers that are away: it waits as long as it takes."""
+    """Runs one worker until ``stop`` is set. Raises nothing for servers that are away: it waits as long as it takes."""
 
     def __init__(self, plan: Plan) -> None:
         self._plan = plan
-        self._threads: dict[int, _LaneThread] = {}
-        self._stream: Stream | None = None
+        self._held = HeldLanes()
+        self._health = WorkerHealth(STANDING_LEASES * plan.lease_seconds)
+        self._worker = _WorkerThread(plan, self._held, self._health)
         self._waits = False
         self._table: LaneTable | None = None
         self._failures = 0
-        self._published = 0
-        # Renewed three times within a lease, and often enough to notice a newcomer soon.
-        self._beat_seconds = min(plan.lease_seconds / 3, 1.0)
+        # Often enough to notice a newcomer soon.
+        self._tick_seconds = min(plan.lease_seconds / 3, 1.0)
+        self._beat_at = self._forget_at = -1e9
+        self._away_until = 0.0
+        self._expired_said_at = -_STANDING_SECONDS
+
+    def health(self) -> Health:
+        """Return what the lanes wait for, and whether the relay is ready. From any thread, at any time."""
+        return self._health.look(self._held.leases, self._worker.loop.turned_at, away=self._away)
 
     def run(self, stop: threading.Event, abandon: threading.Event) -> int:
         """Work until ``stop``; then finish what is in flight until done, the deadline, or ``abandon``.
 
-        Gives the number of lanes whose batch in flight was abandoned: 0 for a clean stop.
+        Return the number of lanes whose batch in flight was abandoned: 0 for a clean stop.
         """
         log.info("relay started", instance=self._plan.instance, version=self._plan.version)
         done = threading.Event()
         for upkeep in self._plan.upkeep:
             _UpkeepThread(upkeep, done).start()
+        self._worker.start()
         try:
             while not stop.is_set():
                 self._tick()
-                stop.wait(self._beat_seconds)
+                if self._worker.error is not None:
+                    # Not a server that is away: a mistake in the settings, or a bug. End: the process manager starts
+                    # us again, and the lanes are free for others in the meantime.
+                    raise self._worker.error
+                stop.wait(self._tick_seconds)
         except BaseException:
             self._shut_down(abandon)
             raise
@@ -193,6 +261,7 @@ class Supervisor:
                 self._table = self._connect()
             self._keep(self._table)
             self._balance(self._table)
+            self._health.ticked(started=self._worker.loop.has_succeeded or not self._held.leases)
             if self._failures:
                 self._failures = 0
                 log.info("Postgres is back")
@@ -204,8 +273,11 @@ class Supervisor:
 
     def _connect(self) -> LaneTable:
         plan = self._plan
-        source = "polling" if plan.stream is None else "wal"
-        return LaneTable(plan.connect(), plan.schema, plan.instance, plan.version, plan.lease_seconds, source)
+        source = "polling" if plan.all_lanes is None else "wal"
+        connection = plan.connect()
+        with unavailable_on_error("beginning a session"):
+            begin_session(connection)
+        return LaneTable(connection, plan.schema, plan.instance, plan.version, plan.lease_seconds, source)
 
     def _disconnect(self) -> None:
         table, self._table = self._table, None
@@ -213,126 +285,159 @@ class Supervisor:
             table.close()
 
     def _keep(self, table: LaneTable) -> None:
-        """Say that we are alive, prolong the leases, and see to threads that have ended."""
-        table.beat()
-        renewal = table.renew([thread.lease for thread in self._threads.values()])
-        for lease in renewal.lost:
-            thread = self._threads[lease.lane]
-            if not thread.stopping.is_set():
-                log.warning("lane lost", lane=lease.lane, epoch=lease.epoch)
-            thread.stopping.set()
-        for lease in renewal.switched:
-            if not self._threads[lease.lane].stopping.is_set():
-                log.info("lane goes over to the other source", lane=lease.lane)
-            self._threads[lease.lane].stopping.set()
-        ended = [lane for lane, thread in self._threads.items() if not thread.is_alive()]
-        if self._stream is not None:
-            ended = self._end_together(ended)
-        for lane in ended:
-            thread = self._threads[lane]
-            del self._threads[lane]
-            self._published += thread.count
-            if isinstance(thread.error, LaneLost):
-                log.warning("lane lost", lane=lane, epoch=thread.lease.epoch, error=str(thread.error))
-                continue
-            table.release(thread.lease)
-            if thread.error is not None:
-                # Not a server that is away: a mistake in the settings, or a bug. Say it, and end: the process
-                # manager restarts us, and the lanes are free for others in the meantime.
-                raise thread.error
-            log.info("lane released", lane=lane, epoch=thread.lease.epoch)
+        """Write that we are alive, prolong the leases, and release what the worker has let go of."""
+        now = time.monotonic()
+        let_go = self._held.take_let_go()
+        if let_go:
+            self._release(table, let_go)
+        # Three times within a lease; a third of a beat early, because ticks are not exact.
+        if now - self._beat_at >= self._plan.lease_seconds / 3 - self._tick_seconds / 3:
+            self._beat_at = now
+            if not self._away:
+                table.beat()
+            self._renew(table)
+        if now - self._forget_at >= _FORGET_SECONDS:
+            self._forget_at = now
+            table.forget_dead()
 
-    def _end_together(self, ended: list[int]) -> list[int]:
-        """The stream is read for all lanes or for none: if one ends, all do."""
-        if not ended and not any(thread.stopping.is_set() for thread in self._threads.values()):
-            return []
-        for thread in self._threads.values():
-            thread.stopping.set()
-        if len(ended) < len(self._threads):
-            return []
-        self._close_stream()
-        return ended
+    def _renew(self, table: LaneTable) -> None:
+        renewal = table.renew(self._held.leases)
+        if renewal.lost:
+            log.warning("lane lost", lanes=_listed([lease.lane for lease in renewal.lost]))
+        if renewal.switched:
+            log.info("lanes go over to the other source", lanes=_listed([lease.lane for lease in renewal.switched]))
+        gone = [lease.lane for lease in (*renewal.lost, *renewal.switched)]
+        if gone and self._plan.all_lanes is not None:
+            # The stream is read for all lanes or for none.
+            self._held.recall_all()
+        else:
+            self._held.recall(gone)
+        self._say_what_expired()
 
-    def _close_stream(self) -> None:
-        stream, self._stream = self._stream, None
-        if stream is not None:
-            stream.close()
+    def _say_what_expired(self) -> None:
+        """Log lanes that are ours and whose leases can't be prolonged: the loop leaves them out without a word."""
+        recalled = self._held.recalled
+        expired = [lease for lease in self._held.leases if lease.remaining_seconds < 0 and lease.lane not in recalled]
+        now = time.monotonic()
+        if expired and now - self._expired_said_at >= _STANDING_SECONDS:
+            self._expired_said_at = now
+            log.error(
+                "the leases of lanes have run out, and another session has their rows locked; see pg_stat_activity",
+                lanes=_listed([lease.lane for lease in expired]),
+                seconds=round(max(-lease.remaining_seconds for lease in expired)),
+            )
+
+    def _release(self, table: LaneTable, let_go: Sequence[LetGo]) -> None:
+        ours = [gone for gone in let_go if not gone.lost]
+        if ours:
+            table.release([gone.lease for gone in ours], clean=[gone.lease.lane for gone in ours if gone.clean])
+            log.info("lanes released", lanes=_listed([gone.lease.lane for gone in ours]))
+        if self._plan.all_lanes is not None:
+            if self._held.leases:
+                self._held.recall_all()
+            else:
+                self._plan.let_go_all()
 
     def _balance(self, table: LaneTable) -> None:
         census = table.census()
-        if (waits := census.lanes == 0) != self._waits:
-            self._waits = waits
-            if waits:
-                log.warning("this outbox is read from another source; this relay waits. See `outbox relay switch`")
-        if self._plan.stream is not None:
-            self._take_all(table, self._plan.stream)
+        if census.total and not census.lanes and not self._waits:
+            log.warning("this outbox is read from another source; this relay waits. See `outbox relay switch`")
+        self._waits = bool(census.total and not census.lanes)
+        if self._cannot_publish(table, census):
+            return
+        if self._plan.all_lanes is not None:
+            self._take_all(table)
             return
         step = next_step(census, self._plan.instance)
-        for _ in range(step.acquire):
-            lease = table.acquire()
-            if lease is None:
-                break
-            log.info("lane acquired", lane=lease.lane, epoch=lease.epoch)
-            self._begin(lease, census.total)
-        for thread in list(self._threads.values())[: step.release]:
-            thread.stopping.set()
+        if step.acquire:
+            self._give(table.acquire(step.acquire))
+        if step.release:
+            lanes = [lease.lane for lease in self._held.leases if lease.lane not in self._held.recalled]
+            self._held.recall(lanes[: step.release - len(self._held.recalled)])
 
-    def _take_all(self, table: LaneTable, stream: Callable[[Sequence[Lease]], Stream]) -> None:
-        if self._threads:
+    def _cannot_publish(self, table: LaneTable, census: Census) -> bool:
+        """Release the lanes after a while without success, if another relay may do better; return whether we stay away.
+
+        Somebody else is a living relay. After a minute this one takes lanes again, and tries as long as before.
+        """
+        now = time.monotonic()
+        since = self._worker.loop.failing_since
+        others = len(census.held.keys() - {self._plan.instance})
+        patience = max(2 * self._plan.lease_seconds, 10.0)
+        if since is not None and others and now - since >= patience and self._held.leases and not self._away:
+            log.error("nothing could be published; the lanes are left to another relay", seconds=round(now - since))
+            self._held.recall_all()
+            self._away_until = now + _STAY_AWAY_SECONDS
+            # The others share all lanes among themselves when this relay does not count.
+            table.leave()
+        return self._away
+
+    @property
+    def _away(self) -> bool:
+        return time.monotonic() < self._away_until
+
+    def _take_all(self, table: LaneTable) -> None:
+        if self._held.leases or self._plan.all_lanes is None:
             return
         leases = table.acquire_all()
         if leases:
-            log.info("lanes acquired", lanes=len(leases), epochs=[lease.epoch for lease in leases])
-            self._stream = stream(leases)
-            for lease in leases:
-                self._begin(lease, len(leases))
+            self._plan.all_lanes(leases)
+            self._give(leases)
 
-    def _begin(self, lease: Lease, lanes: int) -> None:
-        thread = _LaneThread(lease, lanes, self._plan, self._stream)
-        self._threads[lease.lane] = thread
-        thread.start()
+    def _give(self, leases: Sequence[Lease]) -> None:
+        if leases:
+            # What they waited for when they were ours before is over.
+            self._health.goes_on([lease.lane for lease in leases])
+            log.info("lanes acquired", lanes=len(leases), epochs={lease.lane: lease.epoch for lease in leases[:16]})
+            if not self._held.leases:
+                self._worker.loop.failing_since = None
+            self._held.give(leases)
 
     def _shut_down(self, abandon: threading.Event) -> int:
-        log.info("relay stopping", lanes=len(self._threads))
+        log.info("relay stopping", lanes=len(self._held.leases))
         deadline = time.monotonic() + self._plan.shutdown_seconds
-        for thread in self._threads.values():
-            thread.stopping.set()
+        self._worker.stopping.set()
         next_beat = 0.0
-        while any(thread.is_alive() for thread in self._threads.values()):
+        while self._worker.is_alive():
             if abandon.is_set() or time.monotonic() >= deadline:
                 break
-            # The leases must hold while the last batches go out.
+            # The leases must hold while the last turn goes out.
             if time.monotonic() >= next_beat:
                 self._tick_while_stopping()
-                next_beat = time.monotonic() + self._beat_seconds
-            abandon.wait(0.01)
-        left = [thread for thread in self._threads.values() if thread.is_alive()]
+                next_beat = time.monotonic() + self._tick_seconds
+            self._worker.join(0.01)
+        left = self._held.leases if self._worker.is_alive() else []
         if not left:
-            self._close_stream()
-        for thread in left:
+            self._plan.let_go_all()
+        else:
             log.error(
-                "a batch in flight was abandoned; it stays in the outbox and will be sent again",
-                lane=thread.lease.lane,
+                "a turn in flight was abandoned; its events stay in the outbox and will be sent again",
+                lanes=_listed([lease.lane for lease in left]),
             )
-        self._sign_off([thread for thread in self._threads.values() if not thread.is_alive()])
-        published = self._published + sum(thread.count for thread in self._threads.values())
-        log.info("relay stopped", published=published, **self._plan.figures())
+        self._sign_off()
+        log.info("relay stopped", published=self._worker.observer.count, **self._plan.figures())
         return len(left)
 
     def _tick_while_stopping(self) -> None:
         try:
             if self._table is not None:
-                self._table.renew([thread.lease for thread in self._threads.values() if thread.is_alive()])
+                self._table.renew(self._held.leases)
         except (Unavailable, SchemaError) as error:
             log.warning("could not renew leases while stopping", error=str(error))
             self._disconnect()
 
-    def _sign_off(self, ended: list[_LaneThread]) -> None:
+    def _sign_off(self) -> None:
         try:
             if self._table is None:
                 self._table = self._connect()
-            for thread in ended:
-                self._table.release(thread.lease)
+            ours = [gone for gone in self._held.take_let_go() if not gone.lost]
+            if not self._worker.is_alive():
+                # What ended the worker with an error left it no time to let go.
+                ours += [LetGo(lease, clean=False) for lease in self._held.leases]
+            if ours:
+                self._table.release(
+                    [gone.lease for gone in ours], clean=[gone.lease.lane for gone in ours if gone.clean]
+                )
             self._table.leave()
         except (Unavailable, SchemaError) as error:
             # The leases run out by themselves.

@@ -23,7 +23,7 @@ from psycopg.pq import ExecStatus
 from outbox.errors import SchemaError
 from outbox.urls import display_url, libpq_url
 from relay.database import NOTICE_DEAD_HOSTS
-from relay.ports import Unavailable
+from relay.ports import DatabaseUnavailable, Unavailable
 
 _KEEPALIVE: Final = Struct(">cQqB")
 _FEEDBACK: Final = Struct(">cQQQqB")
@@ -65,7 +65,7 @@ class Switch:
 
 
 def lsn_text(lsn: int) -> str:
-    """Give a position in the WAL as Postgres writes it: ``16/B374D848``."""
+    """Return a position in the WAL as Postgres writes it: ``16/B374D848``."""
     return f"{lsn >> 32:X}/{lsn & 0xFFFFFFFF:X}"
 
 
@@ -107,12 +107,12 @@ class Replication:
             raise
 
     def identify(self) -> tuple[str, int]:
-        """Give the system identifier and the timeline."""
+        """Return the system identifier and the timeline."""
         row = self._command("IDENTIFY_SYSTEM")
         return row[0], int(row[1])
 
     def switches(self, timeline: int) -> list[Switch]:
-        """Give where each timeline before this one ended, oldest first. Timeline 1 has none before it."""
+        """Return where each timeline before this one ended, oldest first. Timeline 1 has none before it."""
         if timeline == 1:
             return []
         content = self._command(f"TIMELINE_HISTORY {int(timeline)}")[1]
@@ -128,7 +128,7 @@ class Replication:
         self._command(command.as_string(self._connection), ExecStatus.COPY_BOTH)
 
     def read(self, limit: int) -> list[bytes]:
-        """Give up to ``limit`` of the messages that have arrived, in pgoutput's form; does not wait."""
+        """Return up to ``limit`` of the messages that have arrived, in pgoutput's form; does not wait."""
         take = self._pgconn.get_copy_data
         messages: list[bytes] = []
         last = b""
@@ -158,7 +158,7 @@ class Replication:
         return bool(self._arrived.poll(seconds * 1000))
 
     def feedback(self, flushed: int) -> None:
-        """Tell the server that the WAL up to ``flushed`` is not needed again, and that we are alive."""
+        """Report to the server that the WAL up to ``flushed`` is not needed again, and that we are alive."""
         now = int((time.time() - _POSTGRES_EPOCH) * 1_000_000)
         with self._explained():
             self._pgconn.put_copy_data(_FEEDBACK.pack(b"r", flushed, flushed, flushed, now, 0))
@@ -180,7 +180,7 @@ class Replication:
         if result.status == ExecStatus.COMMAND_OK and wanted == ExecStatus.TUPLES_OK:
             return []
         if result.status != wanted:
-            raise Unavailable(f"Postgres answered {command.split(maxsplit=1)[0]} with {result.status!r}")
+            raise DatabaseUnavailable(f"Postgres answered {command.split(maxsplit=1)[0]} with {result.status!r}")
         if wanted != ExecStatus.TUPLES_OK or result.ntuples == 0:
             return []
         return [(result.get_value(0, column) or b"").decode() for column in range(result.nfields)]
@@ -189,7 +189,7 @@ class Replication:
         result = self._pgconn.get_result()
         if result is not None and result.status == ExecStatus.FATAL_ERROR:
             raise psycopg.errors.error_from_result(result)
-        raise Unavailable("Postgres has ended the stream: it is shutting down, or was told to end it")
+        raise DatabaseUnavailable("Postgres has ended the stream: it is shutting down, or was told to end it")
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
@@ -209,7 +209,7 @@ class Replication:
             # Before the connection stands there is no SQLSTATE to go by.
             if "replication" in text.lower() and ("permission" in text or "superuser" in text):
                 raise SchemaError(f"Postgres, replication: {text}: {_NEEDS['permission']}") from error
-            raise Unavailable(f"Postgres at {display_url(self._url)}, replication: {text}") from error
+            raise DatabaseUnavailable(f"Postgres at {display_url(self._url)}, replication: {text}") from error
 
 
 def _line(error: BaseException) -> str:

@@ -75,18 +75,18 @@ class Broken(Exception):
 
 
 def passing(error: psycopg.Error) -> bool:
-    """Say whether the same may work on another try."""
+    """Return whether the same may work on another try."""
     operational = isinstance(error, psycopg.OperationalError) and not (error.sqlstate or "").startswith(_STAYING)
     return operational or error.sqlstate in _PASSING
 
 
 def by_data(error: psycopg.Error) -> bool:
-    """Say whether it is the rows' fault."""
+    """Return whether it is the rows' fault."""
     return (error.sqlstate or "").startswith(_DATA)
 
 
 def shown(error: BaseException) -> str:
-    """Give an error's kind and its first line."""
+    """Return an error's kind and its first line."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
@@ -176,7 +176,7 @@ class Applying:
         return taken
 
     def _taken(self) -> tuple[sql.Composable, sql.Composable]:
-        """Give what was taken from the staging table, and in which order it was there.
+        """Return what was taken from the staging table, and in which order it was there.
 
         That of the messages; or of a result that is none any more: as the transform left it, one task after the other.
         """
@@ -194,7 +194,7 @@ class Applying:
         return source, first + sql.SQL(", outbox_batch_staged_at")
 
     def places(self) -> set[Place]:
-        """Give the places of the messages in ``batch``."""
+        """Return the places of the messages in ``batch``."""
         return set(self._cursor.execute("SELECT message_topic, message_part, message_offset FROM batch").fetchall())
 
     def reduce(self, *, suspect: bool, forgiven: AbstractSet[Place] = frozenset()) -> None:
@@ -221,11 +221,11 @@ class Applying:
             raise Culprits(culprits)
 
     def count(self) -> int:
-        """Give the number of rows in ``batch``."""
+        """Return the number of rows in ``batch``."""
         return int(self._one("SELECT count(*) FROM batch"))
 
     def per_partition(self) -> dict[tuple[str, int], int]:
-        """Give the number of rows in ``batch`` of each topic and partition."""
+        """Return the number of rows in ``batch`` of each topic and partition."""
         rows = self._cursor.execute("SELECT message_topic, message_part, count(*) FROM batch GROUP BY 1, 2").fetchall()
         return {(topic, part): count for topic, part, count in rows}
 
@@ -406,24 +406,24 @@ class Applying:
 
 
 def _in_query(name: str) -> sql.SQL:
-    """Give an identifier for a query that is run with parameters, where a percent sign has to stand twice."""
+    """Return an identifier for a query that is run with parameters, where a percent sign has to stand twice."""
     return sql.SQL(sql.Identifier(name).as_string(None).replace("%", "%%"))
 
 
 def places_of(rows: pa.RecordBatch | pa.Table) -> Iterator[Place]:
-    """Give the places of messages, row by row."""
+    """Return the places of messages, row by row."""
     return zip(*(rows.column(name).to_pylist() for name in META_PLACE), strict=True)
 
 
 def textual(columns: Mapping[str, str]) -> dict[str, str]:
-    """Give types that take what the columns' own may refuse: text, but for what says which message it is."""
+    """Return types that take what the columns' own may refuse: text, but for what says which message it is."""
     return {name: META_PLACE.get(name, "text") for name in columns}
 
 
 def without_unfit(
     batches: Iterable[pa.RecordBatch], names: Sequence[str], found: list[Culprit]
 ) -> Iterator[pa.RecordBatch]:
-    """Give the rows whose columns ``names`` are text for Postgres, and add the others to ``found``.
+    """Return the rows whose columns ``names`` are text for Postgres, and add the others to ``found``.
 
     A NUL character or bytes that are no UTF-8 could not even be copied to find them there. Raises Broken when a row
     does not say which message it is.
@@ -485,7 +485,7 @@ def _decodes(value: bytes) -> bool:
 def read_rows(
     cursor: psycopg.Cursor[Any], columns: Mapping[str, str], source: sql.Composable, order: sql.Composable
 ) -> pa.Table:
-    """Give rows, of these types or as text, as an Arrow table: uuid and jsonb as text, the rest as what it is."""
+    """Return rows, of these types or as text, as an Arrow table: uuid and jsonb as text, the rest as what it is."""
     import pyarrow as pa
 
     kinds: dict[str, pa.DataType] = {

@@ -60,12 +60,12 @@ class Plan:
     policy: Policy
 
     def fields(self) -> t.StructType:
-        """Give the columns. Raises JobError for a schema that has no counterpart."""
+        """Return the columns. Raises JobError for a schema that has no counterpart."""
         kind, _ = _record(_parsed(self.reader))
         return kind
 
     def __call__(self) -> Reader:
-        """Give the reader."""
+        """Return the reader."""
         parsed = _parsed(self.reader)
         _, convert = _record(parsed)
         names = [field["name"] for field in parsed["fields"]]
@@ -202,7 +202,7 @@ def _record(parsed: Any) -> tuple[t.StructType, Convert]:
 def _typed(  # noqa: C901  one case for each type
     schema: Any, named: Mapping[str, Any], path: str, inside: tuple[str, ...]
 ) -> tuple[t.DataType, Convert, bool]:
-    """Give the type in Spark, the function from fastavro's value to Arrow's, and whether it may be null."""
+    """Return the type in Spark, the function from fastavro's value to Arrow's, and whether it may be null."""
     if isinstance(schema, list):
         return _union(schema, named, path, inside)
     if isinstance(schema, str):
@@ -313,7 +313,7 @@ def _decimal(schema: Mapping[str, Any], path: str) -> tuple[t.DataType, Convert,
 def _differences(
     writer_names: Mapping[str, Any], writer: Any, reader_names: Mapping[str, Any], reader: Any, path: str
 ) -> Iterator[tuple[str, str]]:
-    """Give the fields that only one of two schemas has: path, and ``unknown`` or ``missing``."""
+    """Return the fields that only one of two schemas has: path, and ``unknown`` or ``missing``."""
     written, wanted = _inner(writer, writer_names), _inner(reader, reader_names)
     if written is None or wanted is None or written["type"] != wanted["type"]:
         return

@@ -30,7 +30,7 @@ import psycopg
 from psycopg import sql
 
 from spark_jobs import session as spark
-from spark_jobs import task
+from spark_jobs import task, task_input
 from spark_jobs.applying import Applying, Broken, Culprit, Culprits, textual, without_unfit
 from spark_jobs.copying import copy_csv
 from spark_jobs.decoding import PROBLEM
@@ -42,6 +42,7 @@ from spark_jobs.planner import Partition
 from spark_jobs.rounds import Rounds, Span, State, Told
 from spark_jobs.strategies import Natural, Place, Version
 from spark_jobs.task import Feed, Stop, TaskPlan, Wish, culprits_text, stopping
+from spark_jobs.task_input import NO_INPUT, TaskInput
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -131,7 +132,8 @@ class BatchRounds(Rounds):
             staged = self._stage(first, columns, f"{generation}_m", self._job.strategy.required)
         plan = self._plan(span, state, generation, {} if shuffled else columns)
         plan = replace(plan, columns=columns, max_dead=max(self._job.max_dead, len(retried)))
-        with stopping("the round"), task.transaction(self._url, f"outbox driver {self._job.group}") as cursor:
+        name = f"outbox driver {self._job.group}"
+        with stopping("the round"), task.transaction(self._url, name, NO_INPUT) as cursor:
             # The transaction stays open while executors work for it.
             cursor.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
             for partition in sorted(span.ranges):
@@ -202,7 +204,7 @@ class BatchRounds(Rounds):
         self._effect_after(spark.copyable(result)[1])
 
     def _effect_after(self, columns: Mapping[str, str]) -> Any:
-        """Give the effect for what a shuffle has left. Its rows may still be messages, and then have their order."""
+        """Return the effect for what a shuffle has left. Its rows may still be messages, and then have their order."""
         effect = self._job.effect
         needed = PLACED | {"message_key"} if isinstance(effect, Upsert) and effect.deletes else PLACED
         return self._effect(columns, placed=set(columns) >= needed, shuffled=True)
@@ -238,7 +240,7 @@ class BatchRounds(Rounds):
             connection.execute(sql.SQL("DELETE FROM {}").format(named))
         self._made[table] = as_text
         plan = _StagePlan(self._url, self._schema, table, self._job.group, tuple(columns), required)
-        reports = rows.mapInArrow(lambda batches: _stage(plan, batches), _REPORT).collect()
+        reports = rows.mapInArrow(lambda batches: _stage(plan, task_input.from_spark(batches)), _REPORT).collect()
         broken = [row.broken for row in reports if row.broken]
         if broken:
             raise Broken(broken[0])
@@ -292,13 +294,13 @@ def _settle(
 
 
 def _kept(applying: Applying, messages: set[Place]) -> set[Place]:
-    """Give which messages a transform has kept; of rows that do not say which they are made of, all or none."""
+    """Return which messages a transform has kept; of rows that do not say which they are made of, all or none."""
     if applying.placed:
         return applying.places()
     return messages if applying.count() else set()
 
 
-def _stage(plan: _StagePlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def _stage(plan: _StagePlan, batches: TaskInput) -> Iterator[pa.RecordBatch]:
     """Be the function of mapInArrow: COPY one partition's rows, under a name that no other attempt has."""
     import pyarrow as pa
 
@@ -314,7 +316,7 @@ def _stage(plan: _StagePlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.R
 
     broken = ""
     try:
-        with task.transaction(plan.url, f"outbox consumer {plan.group}") as cursor:
+        with task.transaction(plan.url, f"outbox consumer {plan.group}", batches) as cursor:
             copy_csv(cursor, table, [*plan.columns, "outbox_batch_staged_by"], named())
             found += feed.found
             if found:

@@ -9,6 +9,8 @@ from typing import Any, Final, Self
 
 import psycopg
 
+from outbox.urls import libpq_url
+
 _WAITING: Final = """
 SELECT waiting.application_name, by.pid,
        coalesce(nullif(blocker.application_name, ''), 'no application_name'), coalesce(blocker.usename, '?'),
@@ -43,12 +45,12 @@ class Blocker:
 
 
 def names(group: str) -> tuple[str, str]:
-    """Give the application names of the group's sessions: the driver's and its tasks'."""
+    """Return the application names of the group's sessions: the driver's and its tasks'."""
     return f"outbox driver {group}"[:63], f"outbox consumer {group}"[:63]
 
 
 def look(connection: psycopg.Connection[Any], group: str, after: float = 1.0) -> list[Blocker]:
-    """Give the sessions for which one of the group's has been waiting longer than ``after`` seconds."""
+    """Return the sessions for which one of the group's has been waiting longer than ``after`` seconds."""
     rows = connection.execute(_WAITING, {"names": list(names(group)), "after": after}).fetchall()
     return [Blocker(*row) for row in rows]
 
@@ -92,7 +94,7 @@ class Watch:
         while not self._stop.wait(self._look_seconds):
             try:
                 with psycopg.connect(
-                    self._url,
+                    libpq_url(self._url),
                     autocommit=True,
                     application_name=f"outbox watch {self._group}"[:63],
                     connect_timeout=10,

@@ -81,7 +81,7 @@ def _into(table: sql.Composable, columns: Sequence[str], form: str) -> sql.Compo
 
 
 def _as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Give bytes as bytea reads them. Raises Unfit for times and dates of which Arrow would write another year."""
+    """Return bytes as bytea reads them. Raises Unfit for times and dates of which Arrow would write another year."""
     import pyarrow as pa
 
     for index, field in enumerate(batch.schema):
@@ -94,7 +94,7 @@ def _as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Give the batch in parts that are not too large. Not equal ones: a few rows may be most of it."""
+    """Return the batch in parts that are not too large. Not equal ones: a few rows may be most of it."""
     if batch.num_rows < 2 or batch.nbytes <= _AT_ONCE:
         yield batch
         return
@@ -134,7 +134,7 @@ def _rows(batch: pa.RecordBatch, fixed: Mapping[str, Spell], texts: Mapping[str,
 
 
 def _merged(pieces: Sequence[pa.Array | np.ndarray[Any, Any]]) -> Iterator[pa.Array]:
-    """Give neighbours of a fixed width as one piece."""
+    """Return neighbours of a fixed width as one piece."""
     import numpy as np
 
     widths: list[np.ndarray[Any, Any]] = []
@@ -192,7 +192,7 @@ def _spell(kind: str) -> Spell | bytes | None:
 
 
 def _values(column: pa.Array) -> np.ndarray[Any, Any]:
-    """Give values as numpy has them, zeros for NULLs."""
+    """Return values as numpy has them, zeros for NULLs."""
     import pyarrow.compute as pc
 
     found: np.ndarray[Any, Any] = (pc.fill_null(column, 0) if column.null_count else column).to_numpy(
@@ -216,7 +216,7 @@ def _days(column: pa.Array) -> np.ndarray[Any, Any]:
 
 
 def beyond(column: pa.Array) -> pa.Array:
-    """Say which times or dates are not of the years 1 to 9999: neither CSV nor any calendar has them as they are."""
+    """Return which times or dates are not of the years 1 to 9999: neither CSV nor any calendar has them as they are."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -227,7 +227,7 @@ def beyond(column: pa.Array) -> pa.Array:
 
 
 def has_beyond(kind: pa.DataType) -> bool:
-    """Say whether ``beyond`` is to be asked of columns of this type."""
+    """Return whether ``beyond`` is to be asked of columns of this type."""
     import pyarrow as pa
 
     return bool(pa.types.is_timestamp(kind) or pa.types.is_date32(kind))

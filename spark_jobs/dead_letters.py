@@ -127,7 +127,7 @@ class Selection:
             raise ConfigurationError(f"reason {self.reason!r}: must be one of {', '.join(REASONS)}")
 
     def bound(self) -> dict[str, Any]:
-        """Give the values that the statements bind."""
+        """Return the values that the statements bind."""
         ids = list(self.ids) if self.ids is not None else None
         return {"ids": ids, "grp": self.group, "topic": self.topic, "reason": self.reason}
 
@@ -156,12 +156,12 @@ class DeadLetters:
         self._names["contents"] = sql.SQL(CONTENTS)
 
     def list(self, selection: Selection, limit: int = 100) -> Sequence[dict[str, Any]]:
-        """Give up to ``limit`` dead letters, the oldest first; keys, but neither values nor headers."""
+        """Return up to ``limit`` dead letters, the oldest first; keys, but neither values nor headers."""
         with clear_errors("listing dead letters"):
             return self._run(_LIST, selection.bound() | {"limit": limit})
 
     def show(self, dead_letter: int) -> dict[str, Any]:
-        """Give the whole row, and of its key how many wait ``behind_it`` and which one it ``waits_for``.
+        """Return the whole row, and of its key how many wait ``behind_it`` and which one it ``waits_for``.
 
         Raises NoSuchDeadLetter.
         """
@@ -223,7 +223,7 @@ _TABLES: Final = ("dead_letters", "audit")
 
 
 def readable(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Give a row for people and scripts: bytes as what they are, and what they are beside them.
+    """Return a row for people and scripts: bytes as what they are, and what they are beside them.
 
     ``key`` and header values are text, or hexadecimal digits (``…_encoding``: utf-8 or hex). ``value`` is JSON as it
     stands in the message, as an orjson.Fragment, so that no number is rounded; or text; or base64.

@@ -42,11 +42,11 @@ class Decoder(Protocol):
     """Adds the payload's columns to rows of Spark's Kafka source."""
 
     def names(self) -> tuple[str, ...]:
-        """Give the names of the columns that ``decode`` adds, PROBLEM not among them. Raises JobError."""
+        """Return the names of the columns that ``decode`` adds, PROBLEM not among them. Raises JobError."""
         ...
 
     def decode(self, rows: DataFrame) -> DataFrame:
-        """Give ``rows`` (key, value, topic, partition, offset, timestamp, headers), its own columns, and PROBLEM.
+        """Return ``rows`` (key, value, topic, partition, offset, timestamp, headers), its own columns, and PROBLEM.
 
         Narrow: a row stays a row and stays where it is. A column of ``rows`` that is named as one of the payload's is
         replaced by it; what is needed of it has to be taken before, under another name. A row without a value (a
@@ -60,7 +60,7 @@ class LateDecoder(Protocol):
     """A decoder that can also do its work in the task itself, which saves the rows a way there and back."""
 
     def late(self) -> tuple[StructType, Plan] | None:
-        """Give the fields and the plan; None when this has to be done in Spark. Raises JobError."""
+        """Return the fields and the plan; None when this has to be done in Spark. Raises JobError."""
         ...
 
 
@@ -69,7 +69,7 @@ class Raw:
     """The payload as it is, in a column ``payload``."""
 
     def names(self) -> tuple[str, ...]:
-        """Give ``payload``."""
+        """Return ``payload``."""
         return ("payload",)
 
     def decode(self, rows: DataFrame) -> DataFrame:
@@ -93,12 +93,12 @@ class _Planned(ABC):
     def _plan(self) -> Plan: ...
 
     def names(self) -> tuple[str, ...]:
-        """Give the fields' names, or ``payload`` for VARIANT. Raises JobError, and RegistryUnavailable."""
+        """Return the fields' names, or ``payload`` for VARIANT. Raises JobError, and RegistryUnavailable."""
         fields = self._fields
         return ("payload",) if fields is None else tuple(fields.fieldNames())
 
     def late(self) -> tuple[StructType, Plan] | None:
-        """Give the fields and the plan. None for VARIANT, which is Spark's to parse. See LateDecoder."""
+        """Return the fields and the plan. None for VARIANT, which is Spark's to parse. See LateDecoder."""
         fields = self._fields
         return None if fields is None else (fields, self._plan)
 
@@ -312,14 +312,14 @@ class Protobuf(_Planned):
 
 
 def decoder_of(schema: str | Decoder | None) -> Decoder:
-    """Give the decoder that a job's ``schema`` stands for. Raises JobError."""
+    """Return the decoder that a job's ``schema`` stands for. Raises JobError."""
     if schema is None:
         return Raw()
     return Json(schema) if isinstance(schema, str) else schema
 
 
 def _declared(schema: str) -> StructType | None:
-    """Give a DDL's fields, None for VARIANT."""
+    """Return a DDL's fields, None for VARIANT."""
     from pyspark.errors import PySparkException
     from pyspark.sql.types import DataType, StructType
 
@@ -385,7 +385,7 @@ def _with(rows: DataFrame, fields: StructType, plan: Plan) -> DataFrame:
 
 
 def schema_header() -> Column:
-    """Give the value of the header that names a message's schema, over the rows' ``headers``."""
+    """Return the value of the header that names a message's schema, over the rows' ``headers``."""
     from pyspark.sql import functions as F  # noqa: N812
 
     return F.get(F.filter("headers", lambda header: header["key"] == HEADER), F.lit(0))["value"]

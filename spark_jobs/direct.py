@@ -113,7 +113,7 @@ class Direct:
 def direct_for(
     cursor: psycopg.Cursor[Any], effect: object, strategy: Strategy, columns: Mapping[str, str], payload: Sequence[str]
 ) -> Direct | None:
-    """Give where rows can go straight to; None when that would not be the same as the way through ``batch``.
+    """Return where rows can go straight to; None when that would not be the same as the way through ``batch``.
 
     columns  of ``batch``, with their types in Postgres; ``payload`` are those that are the payload's.
     """
@@ -131,14 +131,14 @@ def direct_for(
 
 
 def _look(cursor: psycopg.Cursor[Any], table: str, columns: Iterable[str]) -> tuple[bool, str]:
-    """Say whether COPY into these columns of a table is the same as INSERT, and give all that this depends on."""
+    """Return whether COPY into these columns of a table is the same as INSERT, and give all that this depends on."""
     values = {"table": identifier(table).as_string(cursor), "columns": list(columns)}
     row = cursor.execute(_LOOK, values).fetchone()
     return (False, "") if row is None else (bool(row[0]), str(row[1]))
 
 
 def _sent_as(here: str, there: str) -> str | None:
-    """Give the type as which values of type ``here`` are sent to a column of type ``there``.
+    """Return the type as which values of type ``here`` are sent to a column of type ``there``.
 
     OTHERWISE when they have to be read as text, which is then the same as the cast on the way through ``batch``; None
     where it would not be.

@@ -110,7 +110,7 @@ class Insert:
     def statements(
         self, payload: Sequence[str], types: Mapping[str, str], *, placed: bool = True
     ) -> list[sql.Composed]:
-        """Give the SQL for a batch whose payload has these columns and a table of these types. Raises JobError.
+        """Return the SQL for a batch whose payload has these columns and a table of these types. Raises JobError.
 
         placed  the rows of ``batch`` are messages, with the columns of PLACED; not so after an aggregation.
         """
@@ -125,7 +125,7 @@ class Insert:
         ]
 
     def pairs(self, payload: Sequence[str], types: Mapping[str, str]) -> dict[str, str]:
-        """Give the table's columns that are written, each with the one of ``batch``. Raises JobError."""
+        """Return the table's columns that are written, each with the one of ``batch``. Raises JobError."""
         return _pairs(self.table, self.columns, payload, types)
 
 
@@ -164,7 +164,7 @@ class Upsert:
     def statements(
         self, payload: Sequence[str], types: Mapping[str, str], *, placed: bool = True
     ) -> list[sql.Composed]:
-        """Give the SQL for a batch whose payload has these columns and a table of these types. Raises JobError.
+        """Return the SQL for a batch whose payload has these columns and a table of these types. Raises JobError.
 
         placed  the rows of ``batch`` are messages, with the columns of PLACED; not so after an aggregation.
         """
@@ -207,7 +207,7 @@ class Upsert:
             cursor.execute(_NOTE)
 
     def missed(self, cursor: psycopg.Cursor[Any], payload: Sequence[str], types: Mapping[str, str]) -> Place | None:
-        """Give the first noted tombstone that is not in ``batch`` any more and has a row to delete."""
+        """Return the first noted tombstone that is not in ``batch`` any more and has a row to delete."""
         if not self.deletes:
             return None
         cursor.execute(_LEFT_OUT)
@@ -226,7 +226,7 @@ class Upsert:
         *,
         placed: bool,
     ) -> sql.Composable:
-        """Give what to select from: the latest rows of each key, where it can be told which they are."""
+        """Return what to select from: the latest rows of each key, where it can be told which they are."""
         order = [_cast({self.version: pairs[self.version]}, types) + sql.SQL(" DESC")] if self.version else []
         if placed:
             order.append(sql.Composed([sql.SQL(_LATEST)]))
@@ -237,7 +237,7 @@ class Upsert:
         return sql.SQL(_RANKED).format(key=key, order=sql.SQL(", ").join(order), messages=messages)
 
     def _versioned(self, pairs: Mapping[str, str], messages: sql.Composable) -> list[sql.Composed]:
-        """Give what refuses a row without a version."""
+        """Return what refuses a row without a version."""
         if not self.version:
             return []
         here = pairs[self.version]
@@ -262,7 +262,7 @@ class Upsert:
         return [before, upsert, after]
 
     def _compared(self, pairs: Mapping[str, str], types: Mapping[str, str]) -> dict[str, sql.Composable]:
-        """Give how a tombstone's key is compared with a row's."""
+        """Return how a tombstone's key is compared with a row's."""
         kind = _type(types[self.key[0]])
         return {
             "here": sql.Identifier(pairs[self.key[0]]),
@@ -273,7 +273,7 @@ class Upsert:
 
 
 def _messages(payload: Sequence[str], placed: bool) -> sql.SQL:
-    """Give the condition that passes tombstones over, where there is still something that says so."""
+    """Return the condition that passes tombstones over, where there is still something that says so."""
     return sql.SQL(_MESSAGES if placed or "message_tombstone" in payload else "")
 
 

@@ -46,6 +46,14 @@ class Reject(Exception):
         self.message_ids = message_ids
 
 
+class InputCut(ConsumerError):
+    """A task's rows ended before all of them had come: something upstream failed. Nothing of it was committed."""
+
+
+class InputUnproven(ConsumerError):
+    """Where a task runs, nothing proves that its rows were all of them. Nothing of it was committed."""
+
+
 class DataLost(ConsumerError):
     """Kafka no longer has messages that the group has not read; ``losses`` says which."""
 
@@ -63,5 +71,5 @@ class ConsumerUnavailable(ConsumerError):
 
 
 def storable(text: str) -> str:
-    """Give text as Postgres takes it: what a message or a provider holds may be neither text there nor in UTF-8."""
+    """Return text as Postgres takes it: what a message or a provider holds may be neither text there nor in UTF-8."""
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()

@@ -201,7 +201,7 @@ class External:
         return self.lease or self.timeout * (2 if self.ask else 1) * 1.5 + _MARGIN
 
     def reserve(self) -> str:
-        """Give the SQL that reserves, for a ConsumerJob's effect; alone, or after other statements and a semicolon."""
+        """Return the SQL that reserves, for a ConsumerJob's effect, alone or after other statements and a semicolon."""
         composed = sql.SQL(_RESERVE).format(
             reservations=sql.Identifier(self.schema, "reservations"),
             grp=sql.Literal(self.group),
@@ -524,7 +524,7 @@ class Caller:
         self._tries = 0
 
     def _away(self, error: Exception) -> float:
-        """Give the seconds to wait for a database that is away. Raises ConsumerUnavailable when it takes too long."""
+        """Return the seconds to wait for a database that is away. Raises ConsumerUnavailable when it takes too long."""
         now = time.monotonic()
         self._away_since = self._away_since or now
         shown = first_line(error)
@@ -541,7 +541,7 @@ class Caller:
 
 
 def effect_of(effect: Effect | None, claim: Claim, response: object) -> SqlEffect | None:
-    """Give what is to be done with a cursor for a settlement; None for nothing."""
+    """Return what is to be done with a cursor for a settlement; None for nothing."""
     if effect is None:
         return None
     if callable(effect):

@@ -193,7 +193,7 @@ def _json(read: bytes) -> Any:
 
 
 def _retry_after(headers: email.message.Message) -> float | None:
-    """Give the header's seconds, or the seconds to its date by the server's own clock; None for what is neither."""
+    """Return the header's seconds, or the seconds to its date by the server's own clock; None for what is neither."""
     value = (headers.get("Retry-After") or "").strip()
     if value.isdecimal():
         return float(value)

@@ -50,7 +50,7 @@ def parsed(texts: pa.Array) -> tuple[Ids, Any]:
 
 
 def days(ids: Ids) -> Any:
-    """Give the days since 1970-01-01 that UUIDs hold: those of version 7 (RFC 9562); for all others it is day 0."""
+    """Return the days since 1970-01-01 that UUIDs hold: those of version 7 (RFC 9562); for all others it is day 0."""
     wide = np.zeros((len(ids), 8), np.uint8)
     wide[:, 2:] = ids[:, :6]
     found = (wide.view(">u8").ravel() // _DAY).astype(np.int32)
@@ -59,12 +59,12 @@ def days(ids: Ids) -> Any:
 
 
 def in_order(ids: Ids) -> Any:
-    """Give the UUIDs sorted by their days, and those of a day as the database sorts them."""
+    """Return the UUIDs sorted by their days, and those of a day as the database sorts them."""
     halves = ids.view(">u8")
     return ids[np.lexsort((halves[:, 1], halves[:, 0], days(ids)))]
 
 
 def uuid8(content: bytes) -> str:
-    """Give a UUID of version 8 (RFC 9562: contents of one's own) from a SHA-256 of the content."""
+    """Return a UUID of version 8 (RFC 9562: contents of one's own) from a SHA-256 of the content."""
     digits = hashlib.sha256(content).hexdigest()
     return f"{digits[:8]}-{digits[8:12]}-8{digits[12:15]}-8{digits[15:18]}-{digits[18:30]}"

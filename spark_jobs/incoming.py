@@ -39,7 +39,7 @@ class Incoming:
     fingerprint: bool
 
     def taken(self, batch: pa.RecordBatch) -> tuple[dict[str, pa.Array], pa.Array, pa.Array]:
-        """Give META's columns, the payloads, and the headers that name a payload's schema, from a batch of COLUMNS."""
+        """Return META's columns, the payloads, and the headers that name a payload's schema, of a batch of COLUMNS."""
         headers = _Headers(batch.column("headers"))
         kinds = _text(headers.first("ce_type", "event-type"))
         if self.types is not None:
@@ -69,7 +69,7 @@ class _Headers:
         self._owners = pc.list_parent_indices(column).to_numpy(zero_copy_only=False)
 
     def first(self, name: str, otherwise: str | None = None) -> pa.Array:
-        """Give the value of each message's first header of this name; ``otherwise`` where it has none or is null."""
+        """Return the value of each message's first header of this name; ``otherwise`` where it has none or is null."""
         at = np.flatnonzero(pc.equal(self._names, name).to_numpy(zero_copy_only=False))
         owners = self._owners[at]
         if len(at) != self._rows or not np.array_equal(owners, np.arange(self._rows)):
@@ -85,13 +85,13 @@ class _Headers:
 
 
 def _shown(when: pa.Array) -> pa.Array:
-    """Give times within what Postgres and Python can show: a producer may have meant microseconds."""
+    """Return times within what Postgres and Python can show: a producer may have meant microseconds."""
     limited = pc.max_element_wise(pc.min_element_wise(when.cast(pa.int64()), _LAST_TIME), _FIRST_TIME)
     return limited.cast(when.type)
 
 
 def _text(column: pa.Array) -> pa.Array:
-    """Give bytes as text that Postgres takes: no NUL, and what is no UTF-8 replaced."""
+    """Return bytes as text that Postgres takes: no NUL, and what is no UTF-8 replaced."""
     try:
         text = column.cast(pa.string())
     except pa.ArrowInvalid:
@@ -125,6 +125,6 @@ def _fingerprints(batch: pa.RecordBatch) -> pa.Array:
 
 
 def content(key: bytes | None, value: bytes | None) -> bytes:
-    """Give what a message without an id is told by: NULL and empty are two contents, and so are key and value."""
+    """Return what a message without an id is told by: NULL and empty are two contents, and so are key and value."""
     length = b"-" if key is None else b"%d" % len(key)
     return b"%s:%s%s%s" % (length, key or b"", b"-" if value is None else b"+", value or b"")

@@ -149,7 +149,7 @@ class ConsumerJob:
         return decoder_of(self.schema)
 
     def payload_columns(self) -> tuple[str, ...]:
-        """Give the payload's columns before the transform. Raises JobError for a name that is the consumer's own."""
+        """Return the payload's columns before the transform. Raises JobError for a name that is the consumer's own."""
         names = self.decoder.names()
         for name in names:
             if name in META or name == PROBLEM or name.startswith(("message_raw_", OWN)):

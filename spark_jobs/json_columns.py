@@ -52,7 +52,7 @@ class _Batch:
             self.rows.append(row)
 
     def taken(self, name: str) -> list[Any]:
-        """Give a field's values."""
+        """Return a field's values."""
         return [row.get(name) for row in self.rows]
 
 
@@ -122,7 +122,7 @@ def _is_nested(kind: t.DataType) -> bool:
 
 
 def _take(declared: t.StructField, policy: Policy) -> Take:
-    """Give what takes a field's values out of many rows."""
+    """Return what takes a field's values out of many rows."""
     name, kind = declared.name, declared.dataType
     # A field that is not there and one that is null look the same here.
     optional = declared.nullable and policy.missing == "null"
@@ -208,7 +208,7 @@ def _decimals(name: str, kind: t.DecimalType, each: Take, *, optional: bool) -> 
 
 
 def _altered(value: float, payload: bytes | None) -> bool:
-    """Say whether a double may stand for another number: a whole one beyond 64 bits, or one too small for a double."""
+    """Return whether a double may stand for another number: a whole one beyond 64 bits, or one too small for it."""
     return bool(value) or _EXPONENT.search(payload or b"") is not None
 
 

@@ -44,7 +44,7 @@ _WIDE: Final = Context(prec=120)
 
 
 def reader(declared: t.StructType, policy: Policy) -> Reader:
-    """Give the reader for a declared schema. Raises JobError for a type that JSON has no counterpart for."""
+    """Return the reader for a declared schema. Raises JobError for a type that JSON has no counterpart for."""
     convert = _fields(declared, "", policy)
     names = declared.fieldNames()
     exact = has_decimal(declared)
@@ -101,7 +101,7 @@ def parse(value: bytes, *, exact: bool) -> dict[str, Any]:
 
 
 def may_repeat(value: bytes, parsed: dict[str, Any]) -> bool:
-    """Say whether a name may stand twice in one object of a payload, of which a parser shows one only.
+    """Return whether a name may stand twice in one object of a payload, of which a parser shows one only.
 
     Every field has a colon, and so does many a text: who asks has compared their numbers, which costs less.
     """
@@ -156,7 +156,7 @@ def has_decimal(kind: t.DataType) -> bool:
 
 
 def _fields(declared: t.StructType, path: str, policy: Policy) -> Convert:
-    """Give the function from a JSON object to a dict with all declared fields."""
+    """Return the function from a JSON object to a dict with all declared fields."""
     lowered = [name.lower() for name in declared.fieldNames()]
     for name in declared.fieldNames():
         if lowered.count(name.lower()) > 1:
@@ -188,7 +188,7 @@ def _fields(declared: t.StructType, path: str, policy: Policy) -> Convert:
 
 
 def slot_of(field: t.StructField, policy: Policy, path: str = "") -> Convert:
-    """Give what converts a field's values, NULL among them. Raises JobError."""
+    """Return what converts a field's values, NULL among them. Raises JobError."""
     name = path + field.name
     return _slot(_converter(field.dataType, name, policy), field.nullable, name, policy)
 
@@ -316,7 +316,7 @@ def _floating(path: str, *, single: bool) -> Convert:
 
 
 def decimal_that_fits(value: Decimal, precision: int, scale: int) -> Decimal | None:
-    """Give the value with exactly ``scale`` digits after the point, None when it has more digits than fit."""
+    """Return the value with exactly ``scale`` digits after the point, None when it has more digits than fit."""
     if not value:
         return Decimal(0).scaleb(-scale)
     _, digits, exponent = value.as_tuple()

@@ -26,7 +26,7 @@ class Plan:
     policy: Policy
 
     def __call__(self) -> Reader:
-        """Give the reader."""
+        """Return the reader."""
         inner = (
             json_payload.variant_reader if self.declared is None else json_payload.reader(self.declared, self.policy)
         )
@@ -49,7 +49,7 @@ class Plan:
 
 
 def _validator(client: Client, name: int | uuid.UUID) -> Any:
-    """Give the validator of a schema, or the Problem that there is none."""
+    """Return the validator of a schema, or the Problem that there is none."""
     from jsonschema import Draft7Validator
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for

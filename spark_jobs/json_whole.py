@@ -61,7 +61,7 @@ class WholeReader:
 
     @staticmethod
     def of(declared: t.StructType, policy: Policy) -> WholeReader | None:
-        """Give one for a schema of plain fields, None for any other."""
+        """Return one for a schema of plain fields, None for any other."""
         plain = declared.fields and all(type(one.dataType) in _KINDS for one in declared.fields)
         return WholeReader(declared, policy) if plain else None
 
@@ -116,7 +116,7 @@ class WholeReader:
 
 
 def times(texts: pa.Array) -> pa.Array:
-    """Give times that are all written in the common way. Raises pa.ArrowInvalid when one is not."""
+    """Return times that are all written in the common way. Raises pa.ArrowInvalid when one is not."""
     return _of_the_form(texts, _TIME).cast(pa.timestamp("us", "UTC"))
 
 

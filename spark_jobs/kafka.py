@@ -74,7 +74,7 @@ class KafkaView:
     def look(
         self, topics: Sequence[str], *, high_watermarks: bool = False
     ) -> tuple[dict[str, str], dict[Partition, Extent]]:
-        """Give each topic's id and each partition's extent for a read_committed reader.
+        """Return each topic's id and each partition's extent for a read_committed reader.
 
         high_watermarks   ask for these too: one more request to each broker, so not on every round.
 
@@ -105,7 +105,7 @@ class KafkaView:
             time.sleep(0.2)
 
     def at_time(self, partitions: Iterable[Partition], when: dt.datetime) -> dict[Partition, int | None]:
-        """Give the offset of the first message at or after a time; None where all are older.
+        """Return the offset of the first message at or after a time; None where all are older.
 
         Raises ConsumerUnavailable when the brokers do not answer.
         """
@@ -117,7 +117,7 @@ class KafkaView:
         return {partition: None if offset < 0 else offset for partition, offset in found.items()}
 
     def compacted(self, topics: Iterable[str]) -> bool:
-        """Say whether Kafka may compact one of the topics. True as well where it does not tell: it is a right."""
+        """Return whether Kafka may compact one of the topics. True as well where it does not tell: it is a right."""
         asked = self._admin.describe_configs(
             [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics], request_timeout=self._seconds
         )

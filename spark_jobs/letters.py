@@ -92,7 +92,7 @@ def write(cursor: psycopg.Cursor[Any], schema: str, group: str, topic_id: str, l
 def behind(
     keys: Mapping[tuple[str, bytes], Place | None], batches: Iterable[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    """Give the places of messages that come after a dead letter of their key.
+    """Return the places of messages that come after a dead letter of their key.
 
     keys  with their topics, and the place of the dead letter. Only later messages of its partition are behind it, and
           all in other partitions; without a place all of the key are.
@@ -162,7 +162,7 @@ class Retried:
     behind: bool
 
     def row(self) -> tuple[Any, ...]:
-        """Give the row of SCHEMA."""
+        """Return the row of SCHEMA."""
         headers = [
             (header["key"], None if header["value"] is None else bytearray(base64.b64decode(header["value"])))
             for header in self.headers
@@ -171,5 +171,5 @@ class Retried:
         return (key, value, *self.place, self.time, headers)
 
     def same_key(self, other: Retried) -> bool:
-        """Say whether both are of one key of one topic."""
+        """Return whether both are of one key of one topic."""
         return self.key is not None and (self.place[0], self.key) == (other.place[0], other.key)

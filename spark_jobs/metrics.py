@@ -91,7 +91,7 @@ class ConsumerMetrics:
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Give all figures as they are now."""
+        """Return all figures as they are now."""
         self._sink_answer.ask()
         self._kafka_answer.ask()
         yield from self._own()
@@ -213,7 +213,7 @@ class _Asked(Generic[T]):
             threading.Thread(target=self._run, args=(self._asked,), name=f"metrics-{self._name}", daemon=True).start()
 
     def wait(self) -> T | None:
-        """Give the answer; None when the server is away."""
+        """Return the answer; None when the server is away."""
         asked = self._asked
         assert asked is not None
         try:

@@ -133,7 +133,7 @@ class Move:
 
     @property
     def changes(self) -> bool:
-        """Whether anything is different afterwards."""
+        """Return whether anything is different afterwards."""
         return (self.before, self.topic_id_before) != (self.after, self.topic_id)
 
 
@@ -188,7 +188,7 @@ def move(part: int, stored: Stored | None, there: Extent, topic_id: str, after: 
 
 
 def after_losses(stored: Stored | None, there: Extent, topic_id: str, losses: Sequence[tuple[str, int]]) -> int | None:
-    """Give the nearest offset from which a partition can go on, given its open losses as (kind, first_offset).
+    """Return the nearest offset from which a partition can go on, given its open losses as (kind, first_offset).
 
     Pure. Whether a loss was recorded does not matter. None: there is no row, and none is needed.
     """
@@ -212,7 +212,7 @@ class Offsets:
         self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "audit")}
 
     def show(self, group: str | None = None) -> tuple[list[Group], str | None]:
-        """Give one group or all, and why Kafka's figures are missing, if they are. Raises NoSuchGroup."""
+        """Return one group or all, and why Kafka's figures are missing, if they are. Raises NoSuchGroup."""
         with clear_errors("reading the offsets"), self._connection.transaction():
             groups, positions, losses = (self._rows(query, grp=group) for query in (_GROUPS, _POSITIONS, _LOSSES))
         if group is not None and not groups:

@@ -165,7 +165,7 @@ class _Found:
             raise JobError(f"{path}: there is no such file or folder to include")
 
     def distributions(self) -> set[str]:
-        """Give what has to be installed for the modules that are not packed."""
+        """Return what has to be installed for the modules that are not packed."""
         known = importlib.metadata.packages_distributions()
         return {re.sub(r"[-_.]+", "-", known.get(top, [top])[0]).lower() for top in self._installed}
 
@@ -192,14 +192,14 @@ def _of_decoder(schema: object) -> Iterator[str]:
 
 
 def _modules_of(job: ConsumerJob) -> list[str]:
-    """Give the modules of the job's functions, which need not be where the job is."""
+    """Return the modules of the job's functions, which need not be where the job is."""
     parts: list[object] = [job.effect, job.transform, job.schema]
     owners = [part if hasattr(part, "__qualname__") else type(part) for part in parts if part is not None]
     return [str(owner.__module__) for owner in owners]
 
 
 def _imports(source: bytes, path: Path, inside: str) -> Iterator[str]:
-    """Give the modules that a file imports anywhere, but for those that only type checkers see."""
+    """Return the modules that a file imports anywhere, but for those that only type checkers see."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError) as error:
@@ -233,7 +233,7 @@ def _spec(dotted: str) -> importlib.machinery.ModuleSpec | None:
 
 
 def _local(path: Path) -> bool:
-    """Whether a module is the user's own and not installed. One that is installed as editable counts as local."""
+    """Return whether a module is the user's own and not installed; an editable installation counts as local."""
     paths = sysconfig.get_paths()
     roots = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     roots |= {*site.getsitepackages(), site.getusersitepackages()}

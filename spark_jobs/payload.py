@@ -25,7 +25,7 @@ class ManyReader(Protocol):
         ...
 
     def many(self, payloads: pa.Array) -> tuple[Sequence[list[Any] | pa.Array], set[int]]:
-        """Give the columns, as lists or as Arrow has them, and the numbers of the rows still to be read one by one."""
+        """Return the columns, as lists or as Arrow has them, and the numbers of the rows left to be read one by one."""
         ...
 
 

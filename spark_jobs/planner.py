@@ -98,7 +98,7 @@ def new_partitions(
     topic_ids: Mapping[str, str],
     group: str = "GROUP",
 ) -> list[Partition]:
-    """Give the partitions that Kafka has and the group does not know.
+    """Return the partitions that Kafka has and the group does not know.
 
     Raises DataLost for one that begins above 0, and like ``plan`` for the others: one error names everything.
     """
@@ -114,7 +114,7 @@ def plan(
     max_records: int | None = None,
     group: str = "GROUP",
 ) -> dict[Partition, Range]:
-    """Give a range for each partition that has something to read; ``max_records`` in all, shared out evenly.
+    """Return a range for each partition that has something to read; ``max_records`` in all, shared out evenly.
 
     Raises TopicRecreated or DataLost when the stored offsets do not fit what Kafka has; ``group`` is for their text.
     """
@@ -130,7 +130,7 @@ def plan(
 def find_losses(
     stored: Mapping[Partition, Stored], extents: Mapping[Partition, Extent], topic_ids: Mapping[str, str]
 ) -> list[Loss]:
-    """Give what the group can't read any more of the partitions that it knows, in their order."""
+    """Return what the group can't read any more of the partitions that it knows, in their order."""
     losses = []
     for (topic, part), here in sorted(stored.items()):
         there = extents.get((topic, part))

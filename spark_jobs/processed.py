@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def ids_of(texts: pa.Array) -> Ids:
-    """Give the ids of a batch, to be kept while it goes by. Raises Unfit for a text that is no UUID as 8-4-4-4-12."""
+    """Return the ids of a batch, to be kept while it goes by. Raises Unfit for a text that is no UUID as 8-4-4-4-12."""
     ids, wrong = identity.parsed(texts)
     if wrong.any():
         raise Unfit("an id that is no UUID")
@@ -43,7 +43,7 @@ def copy_ids(cursor: psycopg.Cursor[Any], book: Book, batches: Sequence[Ids]) ->
 
 
 def any_before(batches: Sequence[Ids], day: int) -> bool:
-    """Say whether an id is of a day before this one, in days since 1970-01-01. Day 0 is that of ids without a time."""
+    """Return whether an id's day is before this one, in days since 1970-01-01. Ids without a time have day 0."""
     found = identity.days(_joined(batches))
     return bool(((found < day) & (found != 0)).any())
 

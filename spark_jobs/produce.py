@@ -127,7 +127,7 @@ class Produce:
         identifier(self.rows)
 
     def insert(self) -> str:
-        """Give one INSERT without a semicolon, to stand alone or after ``WITH … AS (…)``. It has no placeholders."""
+        """Return one INSERT without a semicolon, to stand alone or after ``WITH … AS (…)``. It has no placeholders."""
         # A constant would be taken for a column's number.
         part = sql.SQL("") if self.part is None else sql.SQL(", coalesce({})").format(_expression(self.part))
         return (
@@ -160,7 +160,7 @@ class Produce:
 
 
 def derived_id(message_id: UUID, name: str, part: str = "") -> UUID:
-    """Give the id of the event that ``Produce`` makes of a message: for effects that are functions, and for tests.
+    """Return the id of the event that ``Produce`` makes of a message: for effects that are functions, and for tests.
 
     part  the text of Produce's ``part``. Without it a message has one event under a name.
     """
@@ -182,7 +182,7 @@ class Traced:
     schema: str | Decoder | None
 
     def names(self) -> tuple[str, ...]:
-        """Give the payload's names and these two. Raises JobError when the payload has one of them itself."""
+        """Return the payload's names and these two. Raises JobError when the payload has one of them itself."""
         inner = decoder_of(self.schema).names()
         for name in inner:
             if name.lower() in {TRACEPARENT, TRACESTATE}:

@@ -34,7 +34,7 @@ SELECT g.grp, o.topic, o.part, o.next_offset, o.log_end,
 
 
 def progress(connection: psycopg.Connection[Any], schema: str, group: str | None = None) -> list[dict[str, Any]]:
-    """Give the rows of PROGRESS, of one group or of all. Raises ConsumerUnavailable and SchemaError."""
+    """Return the rows of PROGRESS, of one group or of all. Raises ConsumerUnavailable and SchemaError."""
     names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "dead_letters")}
     with clear_errors("reading the progress of the groups"), connection.cursor(row_factory=dict_row) as cursor:
         return cursor.execute(sql.SQL(PROGRESS).format(**names), {"grp": group}).fetchall()

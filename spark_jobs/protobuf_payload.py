@@ -54,12 +54,12 @@ class Plan:
     policy: Policy
 
     def fields(self) -> t.StructType:
-        """Give the columns. Raises JobError for a message that has no counterpart."""
+        """Return the columns. Raises JobError for a message that has no counterpart."""
         kind, _ = _struct(self._class().DESCRIPTOR, "", (), self.policy)
         return kind
 
     def __call__(self) -> Reader:
-        """Give the reader."""
+        """Return the reader."""
         from google.protobuf.message import DecodeError
 
         message = self._class()
@@ -136,7 +136,7 @@ class _Names:
 
 
 def from_registry(schema: Schema, message: str | None) -> tuple[bytes, str]:
-    """Give the FileDescriptorSet of a registered schema, and the message: the first one, unless it is named."""
+    """Return the FileDescriptorSet of a registered schema, and the message: the first one, unless it is named."""
     from google.protobuf import descriptor_pb2
 
     if schema.kind != "PROTOBUF":
@@ -151,7 +151,7 @@ def from_registry(schema: Schema, message: str | None) -> tuple[bytes, str]:
 
 
 def from_descriptor(files: Iterable[Any]) -> bytes:
-    """Give the FileDescriptorSet of FileDescriptors and all that they import."""
+    """Return the FileDescriptorSet of FileDescriptors and all that they import."""
     from google.protobuf import descriptor_pb2
 
     found: dict[str, Any] = {}
@@ -240,7 +240,7 @@ def _struct(
 
 
 def _field(field: Any, path: str, inside: tuple[str, ...], policy: Policy) -> tuple[t.DataType, Convert]:
-    """Give the type in Spark, and the function from the message that has the field to the value."""
+    """Return the type in Spark, and the function from the message that has the field to the value."""
     name = field.name
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         key_kind, key = _value(field.message_type.fields_by_name["key"], f"{path}{{}}", inside, policy)

@@ -50,7 +50,7 @@ class Registry:
             raise JobError("registry: must be a URL")
 
     def client(self, form: str | None = None) -> Client:
-        """Give the process's client; the same one every time. ``form``: "serialized" for Protobuf."""
+        """Return the process's client; the same one every time. ``form``: "serialized" for Protobuf."""
         key = (self.url, form, *sorted((name, str(value)) for name, value in self.options.items()))
         if key not in _clients:
             _clients[key] = Client(self, form)
@@ -76,7 +76,7 @@ class Client:
             raise JobError(f"registry: {error}") from error
 
     def schema(self, name: int | uuid.UUID) -> Schema:
-        """Give the schema of an id or GUID. Raises Problem when there is none, and RegistryUnavailable."""
+        """Return the schema of an id or GUID. Raises Problem when there is none, and RegistryUnavailable."""
         if name not in self._schemas:
             from confluent_kafka.schema_registry import SchemaRegistryError
 
@@ -96,7 +96,7 @@ class Client:
         return self._schemas[name]
 
     def latest(self, subject: str) -> Schema:
-        """Give a subject's latest schema. Raises JobError when there is none, and RegistryUnavailable."""
+        """Return a subject's latest schema. Raises JobError when there is none, and RegistryUnavailable."""
         from confluent_kafka.schema_registry import SchemaRegistryError
 
         try:

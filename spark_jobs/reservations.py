@@ -257,7 +257,7 @@ class Reservations:
             ) from error
 
     def next_due(self, connection: psycopg.Connection[Any]) -> float | None:
-        """Give the seconds until the first that needs no person is due; below 0 if it waits for another one.
+        """Return the seconds until the first that needs no person is due; below 0 if it waits for another one.
 
         None: nothing is left, but for people to decide.
         """
@@ -325,14 +325,14 @@ class Desk:
         self._names = {table: sql.Identifier(schema, table) for table in ("reservations", "audit")}
 
     def find(self, chosen: Chosen, states: Sequence[str] = ("stuck",), most: int = 100) -> list[dict[str, Any]]:
-        """Give the reservations in these states, and those in conflict; the oldest first."""
+        """Return the reservations in these states, and those in conflict; the oldest first."""
         query = sql.SQL(_LIST).format(**self._names)
         values = {"grp": chosen.group, "name": chosen.name, "states": list(states), "most": most}
         with self._connection.cursor(row_factory=dict_row) as cursor:
             return cursor.execute(query, values).fetchall()
 
     def counts(self, chosen: Chosen) -> dict[str, int]:
-        """Give the number of reservations in each state."""
+        """Return the number of reservations in each state."""
         query = sql.SQL("SELECT state, count(*) FROM {reservations} {chosen} GROUP BY state").format(
             **self._names, chosen=sql.SQL(_CHOSEN)
         )
@@ -427,7 +427,7 @@ def _storable(text: str | None) -> str | None:
 
 
 def _json(value: object) -> Jsonb:
-    """Give a response as jsonb takes it. What is no JSON is kept as text: that it was confirmed matters more."""
+    """Return a response as jsonb takes it. What is no JSON is kept as text: that it was confirmed matters more."""
     try:
         text = json.dumps(value, allow_nan=False, default=str, ensure_ascii=False)
         text.encode()

@@ -25,6 +25,7 @@ from typing import Any, Final, LiteralString
 import psycopg
 from psycopg import errors, sql
 
+from outbox.urls import libpq_url
 from spark_jobs.sink import first_line
 
 KEEP_DAYS: Final = 14
@@ -87,7 +88,7 @@ class Upkeep:
 
     @property
     def worth_telling(self) -> bool:
-        """Whether anything happened, or could not."""
+        """Return whether anything happened, or could not."""
         return bool(self.made or self.dropped or self.deleted_rows or self.problem)
 
     def as_dict(self) -> dict[str, Any]:
@@ -234,7 +235,7 @@ class Memory:
         return connection.execute(sql.SQL(_RANGES).format(parent=parent)).fetchall()
 
     def _connect(self) -> psycopg.Connection[Any]:
-        return psycopg.connect(self._url, application_name="outbox upkeep", connect_timeout=10)
+        return psycopg.connect(libpq_url(self._url), application_name="outbox upkeep", connect_timeout=10)
 
     def _run(
         self,

@@ -22,7 +22,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from spark_jobs import incoming, task
+from spark_jobs import incoming, task, task_input
 from spark_jobs import session as spark
 from spark_jobs.applying import Culprit
 from spark_jobs.decoding import PROBLEM
@@ -244,7 +244,7 @@ class Rounds:
             rows, columns = spark.copyable(rows)
         plan = self._plan(span, state, generation, columns)
         plan = replace(plan, late=self._late, direct=self._direct(columns), tasks=tasks)
-        reports = rows.mapInArrow(lambda batches: task.run(plan, batches), task.REPORT).collect()
+        reports = rows.mapInArrow(lambda batches: task.run(plan, task_input.from_spark(batches)), task.REPORT).collect()
         return reported(reports)
 
     def _attempt_retry(self, rows: DataFrame, letters: Sequence[Retried], state: State, generation: int) -> Told:
@@ -255,10 +255,12 @@ class Rounds:
         rows, columns = spark.copyable(rows)
         plan = replace(self._plan(Span({}, {}), state, generation, columns), max_dead=len(letters))
         ids = {one.place: (one.id, one.reason) for one in letters}
-        reports = rows.mapInArrow(lambda batches: task.run_retry(plan, ids, batches), task.REPORT).collect()
+        reports = rows.mapInArrow(
+            lambda batches: task.run_retry(plan, ids, task_input.from_spark(batches)), task.REPORT
+        ).collect()
         if not reports:
             # Spark saw that there are no rows: all were filtered, and are settled all the same.
-            (made,) = task.run_retry(plan, ids, iter(()))
+            (made,) = task.run_retry(plan, ids, task_input.in_memory(()))
             reports = [Row(**made.to_pylist()[0])]
         (row,) = reports
         return Told(row.outcome, row.read, row.fresh, row.detail)
@@ -317,7 +319,7 @@ class Rounds:
         )
 
     def _try(self, span: Span, state: State, generation: int) -> tuple[dict[Partition, Told] | None, list[Culprit]]:
-        """Give what was told, and the culprits. Nothing is told when a row that does not decode ended the attempt."""
+        """Return what was told, and the culprits. Nothing is told when a row that does not decode ended the attempt."""
         try:
             told = self._attempt(span, state, generation)
         except Exception as error:
@@ -464,7 +466,7 @@ class Rounds:
 
 
 def reported(reports: Iterable[Row]) -> dict[Partition, Told]:
-    """Give what the tasks of an attempt told, by partition. Raises EffectFailed when two of them name one partition."""
+    """Return what an attempt's tasks reported, by partition. Raises EffectFailed when two name one partition."""
     told: dict[Partition, Told] = {}
     for row in reports:
         partition = (row.topic, row.part)
@@ -484,7 +486,7 @@ def _not_deterministic() -> EffectFailed:
 
 
 def _behind(letters: Sequence[Retried], failed: Sequence[Culprit]) -> list[Culprit]:
-    """Give the letters that come after one of their key which failed."""
+    """Return the letters that come after one of their key which failed."""
     at = {one.place: one for one in letters}
     first = {culprit.place: at[culprit.place] for culprit in failed}
     found = []

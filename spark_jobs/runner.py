@@ -57,10 +57,10 @@ class Options:
     keep_days    how long ids are remembered; see retention.
     """
 
-    url: str
-    kafka: Mapping[str, str]
+    url: str = field(repr=False)
+    kafka: Mapping[str, str] = field(repr=False)
     schema: str = "consumer"
-    reader: Mapping[str, str] = field(default_factory=dict)
+    reader: Mapping[str, str] = field(default_factory=dict, repr=False)
     max_records: int | None = 200_000
     idle_seconds: float = 0.2
     patience: float = 60.0

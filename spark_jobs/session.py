@@ -70,6 +70,7 @@ _AWAY: Final = (
     "org.apache.kafka.",
     "psycopg.OperationalError",
     "spark_jobs.registry.RegistryUnavailable",
+    "spark_jobs.errors.InputCut",
     "psycopg.errors.",
     "java.net.",
     "java.util.concurrent.TimeoutException",
@@ -159,7 +160,7 @@ def _collector(conf: Mapping[str, str]) -> dict[str, str]:
 
 
 def submitted() -> bool:
-    """Whether spark-submit started this process: then Spark's JVM is there already."""
+    """Return whether spark-submit started this process: then Spark's JVM is there already."""
     return "PYSPARK_GATEWAY_PORT" in os.environ
 
 
@@ -170,7 +171,7 @@ def source(
     bootstrap_servers: str,
     kafka: Mapping[str, str],
 ) -> DataFrame:
-    """Give the messages of the ranges as Spark's Kafka source has them, one Spark partition for each Kafka partition.
+    """Return the messages of the ranges as Spark's Kafka source has them, one Spark partition for each Kafka partition.
 
     Both ends are pinned: ``latest`` would be looked up anew by every action. Raises JobError for options that would
     break the promise.
@@ -195,14 +196,14 @@ def source(
 
 
 def chosen(rows: DataFrame, job: ConsumerJob, without: Iterable[Place] = ()) -> DataFrame:
-    """Give the messages that the job is to apply: of its types, and ``without`` those named."""
+    """Return the messages that the job is to apply: of its types, and ``without`` those named."""
     if job.types is not None:
         rows = rows.filter(_header("ce_type", "event-type").isin(list(job.types)))
     return left_in(rows, without)
 
 
 def left_in(rows: DataFrame, without: Iterable[Place]) -> DataFrame:
-    """Give the messages ``without`` those named."""
+    """Return the messages ``without`` those named."""
     from pyspark.sql import functions as F  # noqa: N812  the name everybody knows it by
 
     left_out = places(without)
@@ -210,7 +211,7 @@ def left_in(rows: DataFrame, without: Iterable[Place]) -> DataFrame:
 
 
 def places(named: Iterable[Place]) -> Column | None:
-    """Give a condition on Kafka's columns that is true for these messages; None when there are none."""
+    """Return a condition on Kafka's columns that is true for these messages; None when there are none."""
     from pyspark.sql import functions as F  # noqa: N812
 
     # One list, however many: of some hundred conditions, one within the other, Spark's stack overflows.
@@ -220,7 +221,7 @@ def places(named: Iterable[Place]) -> Column | None:
 
 
 def decoded(rows: DataFrame, job: ConsumerJob) -> DataFrame:
-    """Give the payload's columns, those of META, and PROBLEM."""
+    """Return the payload's columns, those of META, and PROBLEM."""
     from pyspark.sql import functions as F  # noqa: N812
 
     payload = job.payload_columns()
@@ -237,7 +238,7 @@ def decoded(rows: DataFrame, job: ConsumerJob) -> DataFrame:
 
 
 def late(job: ConsumerJob) -> Late | None:
-    """Give how a task makes rows of ``batch`` from Kafka's own; None for a job that needs Spark for it.
+    """Return how a task makes rows of ``batch`` from Kafka's own; None for a job that needs Spark for it.
 
     That is one with a transform, with nested fields (Spark writes their JSON), or with ids made of the content.
     """
@@ -294,7 +295,7 @@ def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
 
 
 def moves_rows(rows: DataFrame, source: DataFrame) -> bool:
-    """Say whether rows are in other partitions than in ``source``, or may be.
+    """Return whether rows are in other partitions than in ``source``, or may be.
 
     That is after a shuffle, and for rows that were made anew (``toPandas``, ``rdd``, ``checkpoint``), of which the plan
     does not say where they come from.
@@ -304,7 +305,7 @@ def moves_rows(rows: DataFrame, source: DataFrame) -> bool:
 
 
 def _shuffles(rows: DataFrame) -> bool:
-    """Say whether the plan has a shuffle, or anything else that puts rows into other partitions."""
+    """Return whether the plan has a shuffle, or anything else that puts rows into other partitions."""
     plan = rows._jdf.queryExecution().executedPlan().toString()  # noqa: SLF001  the only way to see it
     # The nodes' names only: a column may be called ExchangeRate.
     nodes = (found[1] for line in plan.splitlines() if (found := _NODE.match(line)))
@@ -312,7 +313,7 @@ def _shuffles(rows: DataFrame) -> bool:
 
 
 def tasks(rows: DataFrame, ranges: Mapping[Partition, Range]) -> dict[int, Partition]:
-    """Give which task applies which partition: each the whole range of one. Raises JobError where that is not so.
+    """Return which task applies which partition: each the whole range of one. Raises JobError where that is not so.
 
     A plan does not show everything that moves rows, so this looks at what Spark is going to run: what a task reads is
     known by its type and its offsets. Two tasks with rows of one partition would be a loss: the first moves the offset,
@@ -408,7 +409,7 @@ def _by_topic(values: Mapping[Partition, int], *, as_list: bool = False) -> dict
 
 
 def copyable(rows: DataFrame) -> tuple[DataFrame, dict[str, str]]:
-    """Give the rows in a form that COPY takes, and the columns of ``batch`` with their types in Postgres.
+    """Return the rows in a form that COPY takes, and the columns of ``batch`` with their types in Postgres.
 
     Nested values and VARIANT become jsonb. Raises JobError for a type that has no counterpart.
     """
@@ -446,7 +447,7 @@ def copyable(rows: DataFrame) -> tuple[DataFrame, dict[str, str]]:
 
 
 def raw(rows: DataFrame, job: ConsumerJob) -> DataFrame:
-    """Give what a dead letter keeps of messages: their place, id, key, value, headers as JSON, and time."""
+    """Return what a dead letter keeps of messages: their place, id, key, value, headers as JSON, and time."""
     from pyspark.sql import functions as F  # noqa: N812
 
     headers = F.transform(
@@ -469,17 +470,22 @@ def raw(rows: DataFrame, job: ConsumerJob) -> DataFrame:
 
 
 def is_away(error: BaseException) -> bool:
-    """Say whether a Spark error is of a server, a network or an executor that is away: the same may work later."""
+    """Return whether a Spark error is of a server, a network or an executor that is away: the same may work later."""
     return any(sign in str(error) for sign in _AWAY)
 
 
 def failed(error: BaseException) -> EffectFailed:
-    """Give what ends a job whose Spark error is of its own making."""
+    """Return what ends a job whose Spark error is of its own making."""
     return EffectFailed(f"Spark can't run the job: {first_line(error)}")
 
 
 def first_line(error: BaseException) -> str:
-    """Give the line of a Spark error that says what happened: Python's last one if there is one, else the first."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    """Return the line of a Spark error that says what happened: Python's last one if there is one, else the first."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
     python = [line for line in lines if line.startswith(("psycopg.", "spark_jobs.", "Caused by:"))]
+    if not python:
+        # What a transform raised: the line under the frames of Python's traceback, which are indented.
+        _, found, trace = text.partition("Traceback (most recent call last):\n")
+        python = [line for line in trace.splitlines() if line[:1].strip()][:1] if found else []
     return (python or lines or [type(error).__name__])[-1 if python else 0][:400]

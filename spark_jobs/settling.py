@@ -169,7 +169,7 @@ def effect_failed(row: Standing, change: Change, error: str, rules: Rules, chanc
 
 
 def pause(used: int, retry_after: float | None, rules: Rules, chance: float) -> float:
-    """Give the seconds to the next attempt: doubled each time, at least what the provider asked for, at most a day."""
+    """Return the seconds to the next attempt: doubled each time, no less than the provider asked for, at most a day."""
     backoff = min(rules.longest_wait, rules.first_wait * 2.0 ** min(max(used - 1, 0), 60)) * (0.5 + 0.5 * chance)
     # Never less than was asked for, and not all at the same moment.
     asked = 0.0 if retry_after is None else retry_after * (1 + 0.1 * chance)

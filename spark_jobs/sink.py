@@ -10,7 +10,7 @@ import psycopg
 from psycopg import errors
 
 from outbox.errors import SchemaError
-from outbox.urls import display_url
+from outbox.urls import display_url, libpq_url
 from spark_jobs.errors import ConsumerUnavailable
 
 AWAY: Final = (
@@ -36,7 +36,7 @@ def connect(url: str, application_name: str, connect_seconds: int = 10) -> psyco
     """Connect, in autocommit. Raises ConsumerUnavailable when the server can't be reached."""
     try:
         return psycopg.connect(
-            url,
+            libpq_url(url),
             autocommit=True,
             # PgBouncer in transaction mode does not keep prepared statements.
             prepare_threshold=None,
@@ -72,5 +72,5 @@ def clear_errors(doing: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Give the line of Postgres's error that says what happened."""
+    """Return the line of Postgres's error that says what happened."""
     return str(error).strip().partition("\n")[0] or type(error).__name__

@@ -12,6 +12,7 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
+from outbox.urls import libpq_url
 from spark_jobs import letters
 from spark_jobs.applying import Culprit
 from spark_jobs.direct import Direct, direct_for
@@ -89,7 +90,7 @@ class Store:
     def connect(self) -> psycopg.Connection[Any]:
         """Connect for a transaction of the driver's."""
         return psycopg.connect(
-            self._url,
+            libpq_url(self._url),
             # PgBouncer in transaction mode does not keep prepared statements.
             prepare_threshold=None,
             application_name=f"outbox driver {self._group}"[:63],
@@ -121,7 +122,7 @@ class Store:
             connection.execute(statements.encode())
 
     def stored(self, topics: Iterable[str]) -> dict[Partition, Stored]:
-        """Give how far the group is."""
+        """Return how far the group is."""
         with self.connect() as connection:
             rows = self._run(connection, _STORED, topics=list(topics)).fetchall()
         return {(topic, part): Stored(topic_id, offset) for topic, part, topic_id, offset in rows}
@@ -134,13 +135,13 @@ class Store:
                 self._run(connection, _ADD, topic=topic, part=part, topic_id=topic_ids[topic], generation=generation)
 
     def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
-        """Give the keys of the group's dead letters, with their topics."""
+        """Return the keys of the group's dead letters, with their topics."""
         with self.connect() as connection:
             rows = self._run(connection, _DEAD_KEYS, topics=list(topics)).fetchall()
         return {(topic, bytes(key)): None for topic, key in rows}
 
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[Retried]:
-        """Give dead letters that are to be tried again: those of one partition, in their messages' order.
+        """Return dead letters that are to be tried again: those of one partition, in their messages' order.
 
         With ``keep_order`` also those that are behind a message which no longer stands in their way.
         """
@@ -163,12 +164,12 @@ class Store:
     def direct(
         self, effect: object, strategy: Strategy, columns: Mapping[str, str], payload: Sequence[str]
     ) -> Direct | None:
-        """Give where rows can go straight to, if there is such a place; see direct.direct_for."""
+        """Return where rows can go straight to, if there is such a place; see direct.direct_for."""
         with self.connect() as connection:
             return direct_for(connection.cursor(), effect, strategy, columns, payload)
 
     def column_types(self, table: str) -> dict[str, str]:
-        """Give the columns of a table of the sink with their types. Raises JobError when there is no such table."""
+        """Return the columns of a table of the sink with their types. Raises JobError when there is no such table."""
         with self.connect() as connection:
             return column_types(connection.cursor(), table)
 

@@ -133,7 +133,7 @@ class _Remembering:
         """Nothing of a row is compared with a table."""
 
     def too_old(self, cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:
-        """Give the messages whose day the group has forgotten, each with an explanation."""
+        """Return the messages whose day the group has forgotten, each with an explanation."""
         # Most groups have forgotten nothing that could come again, and then no row has to be looked at.
         if forgotten_before(cursor, book) is None:
             return []
@@ -281,11 +281,11 @@ class Fingerprint(_Remembering):
 
     @property
     def decoded(self) -> bool:
-        """Whether the id is made of decoded columns, and not of Kafka's own key and value."""
+        """Return whether the id is made of decoded columns, and not of Kafka's own key and value."""
         return bool(self.columns)
 
     def message_id(self) -> Column:
-        """Give the id as a Spark column: a UUID of version 7 with ``time``, of version 8 without."""
+        """Return the id as a Spark column: a UUID of version 7 with ``time``, of version 8 without."""
         from pyspark.sql import functions as F  # noqa: N812
 
         if self.columns:
@@ -330,7 +330,7 @@ class Book:
 
 
 def uuid8(digest: Column) -> Column:
-    """Give a UUID of version 8 (RFC 9562: contents of one's own) from a hash in hexadecimal digits."""
+    """Return a UUID of version 8 (RFC 9562: contents of one's own) from a hash in hexadecimal digits."""
     from pyspark.sql import functions as F  # noqa: N812
 
     return _uuid(digest, 8, F.substring(digest, 13, 18))
@@ -354,7 +354,7 @@ def _uuid(head: Column, version: int, rest: Column) -> Column:
 
 
 def identifier(name: str) -> sql.Identifier:
-    """Give ``table`` or ``schema.table`` as an identifier. Raises JobError for anything else."""
+    """Return ``table`` or ``schema.table`` as an identifier. Raises JobError for anything else."""
     parts = name.split(".")
     if not 1 <= len(parts) <= 2 or not all(parts):
         raise JobError(f"table: {name!r} must be NAME or SCHEMA.NAME")
@@ -366,7 +366,7 @@ def _cast(name: str, kind: str) -> sql.Composed:
 
 
 def column_types(cursor: psycopg.Cursor[Any], table: str) -> dict[str, str]:
-    """Give the columns of a table of the sink with their types. Raises JobError when there is no such table."""
+    """Return the columns of a table of the sink with their types. Raises JobError when there is no such table."""
     if table == "batch":
         raise JobError("table: batch is the name of the rows to apply; say which schema the sink's table is in")
     name = identifier(table).as_string(cursor)
@@ -383,7 +383,7 @@ def refuse_cutting(table: str, name: str, kind: str) -> None:
 
 
 def forgotten_before(cursor: psycopg.Cursor[Any], book: Book) -> int | None:
-    """Give the day, since 1970-01-01, before which the group's ids are no longer all remembered; None for no such day.
+    """Return the day since 1970-01-01 before which the group's ids are not all remembered; None for no such day.
 
     To be asked after the ids went in: the table is locked against DROP by then, so nothing can be forgotten between
     this and COMMIT.

@@ -100,7 +100,7 @@ class Submission:
                 )
 
     def lines(self) -> list[list[str]]:
-        """Give the command in pieces that belong together: the program, each option with its value, the entry."""
+        """Return the command in pieces that belong together: the program, each option with its value, the entry."""
         options = {
             "--master": self.master,
             "--deploy-mode": self.deploy_mode,
@@ -115,16 +115,16 @@ class Submission:
         return [[self.program], *given, *conf, [self.entry], list(self.arguments)]
 
     def command(self) -> list[str]:
-        """Give the command as a list of arguments."""
+        """Return the command as a list of arguments."""
         return [word for line in self.lines() for word in line]
 
     def shown(self) -> str:
-        """Give the command for a shell, an option a line."""
+        """Return the command for a shell, an option a line."""
         return " \\\n  ".join(shlex.join(line) for line in self.lines())
 
 
 def holds_secret(name: str, value: str) -> bool:
-    """Whether a property of Spark looks as if it must not be seen by everybody."""
+    """Return whether a property of Spark looks as if it must not be seen by everybody."""
     if _URL_WITH_PASSWORD.search(value):
         return True
     return _SECRET.search(name) is not None and _REFERENCE.match(name) is None

@@ -10,6 +10,7 @@ The books are written before the effect: a function that ends the transaction, w
 | the group was taken over meanwhile                   | the generation differs: nothing is written, Fenced           |
 | a zombie past the take-over                          | the same; the take-over itself waits for a running COMMIT    |
 | a message is at fault                                | rolled back and named; the driver runs the range without it  |
+| something upstream fails: the rows end too early     | InputCut, rolled back; the retry reads the same range        |
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any, Final, LiteralString
 import psycopg
 from psycopg import sql
 
+from outbox.urls import libpq_url
 from spark_jobs import letters
 from spark_jobs.applying import Applying, Broken, Culprit, Culprits, Uncopyable, passing, places_of, shown
 from spark_jobs.decoding import PROBLEM
@@ -33,6 +35,7 @@ from spark_jobs.errors import JobError, storable
 from spark_jobs.letters import Letter
 from spark_jobs.planner import Partition, Range
 from spark_jobs.strategies import Book, Place, Strategy
+from spark_jobs.task_input import NO_INPUT, NoInput, TaskInput
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -89,7 +92,7 @@ class Late:
     incoming: Incoming
 
     def decoding(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Give the batches as Spark would have decoded them."""
+        """Return the batches as Spark would have decoded them."""
         import pyarrow as pa
 
         from spark_jobs.payload import columns
@@ -117,7 +120,7 @@ class TaskPlan:
     tasks     which of Spark's tasks has which partition, where a transform could have changed that.
     """
 
-    url: str
+    url: str = field(repr=False)
     schema: str
     group: str
     generation: int
@@ -147,7 +150,7 @@ class TaskPlan:
         return Book(self.schema, self.group)
 
     def direct_for(self, partition: Partition) -> Direct | None:
-        """Give where a partition's rows can go straight to."""
+        """Return where a partition's rows can go straight to."""
         return None if partition in self.suspects | self.lenient | self.slow else self.direct
 
     def applying(self, cursor: psycopg.Cursor[Any]) -> Applying:
@@ -172,7 +175,7 @@ class Stop(Exception):
         self.detail = storable(detail)
 
 
-def run(plan: TaskPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+def run(plan: TaskPlan, batches: TaskInput) -> Iterator[pa.RecordBatch]:
     """Be the function of mapInArrow: take one partition's rows, apply them, report.
 
     Failures that a retry can mend (a server that is away) are raised and Spark tries again; what would fail again is
@@ -189,7 +192,7 @@ def run(plan: TaskPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Record
     feed = Feed(plan.required, rows if plan.late is None else plan.late.decoding(rows))
     outcome, fresh, detail = "applied", 0, ""
     try:
-        applied = _apply(plan, partition, feed)
+        applied = _apply(plan, partition, feed, batches)
         if applied is None:
             outcome = "already"
         else:
@@ -200,7 +203,7 @@ def run(plan: TaskPlan, batches: Iterator[pa.RecordBatch]) -> Iterator[pa.Record
 
 
 def _mine(plan: TaskPlan) -> Partition | None:
-    """Give the partition that this task of Spark's reads; None where it is certain without."""
+    """Return the partition that this task of Spark's reads; None where it is certain without."""
     if not plan.tasks:
         return None
     from pyspark import TaskContext
@@ -211,7 +214,7 @@ def _mine(plan: TaskPlan) -> Partition | None:
 
 
 def _of_one(partition: Partition, names: Sequence[str], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Give the batches. Raises Broken at a row of another partition, whose own task would find itself without it."""
+    """Return the batches. Raises Broken at a row of another partition, whose own task would find itself without it."""
     import pyarrow.compute as pc
 
     for batch in batches:
@@ -225,9 +228,7 @@ def _of_one(partition: Partition, names: Sequence[str], batches: Iterable[pa.Rec
         yield batch
 
 
-def run_retry(
-    plan: TaskPlan, retried: Mapping[Place, Wish], batches: Iterator[pa.RecordBatch]
-) -> Iterator[pa.RecordBatch]:
+def run_retry(plan: TaskPlan, retried: Mapping[Place, Wish], batches: TaskInput) -> Iterator[pa.RecordBatch]:
     """Be the function of mapInArrow for dead letters that are tried again: all of them in one transaction.
 
     retried  the dead letters by their messages' places. Those without a row were filtered: they are settled too.
@@ -235,14 +236,14 @@ def run_retry(
     feed = Feed(plan.required, batches)
     outcome, fresh, detail = "applied", 0, ""
     try:
-        fresh = _apply_retried(plan, retried, feed)
+        fresh = _apply_retried(plan, retried, feed, batches)
     except Stop as stop:
         outcome, detail = stop.outcome, stop.detail
     yield report(("", 0), outcome, feed.rows, fresh, detail)
 
 
 def report(partition: Partition, outcome: str, read: int, fresh: int, detail: str) -> pa.RecordBatch:
-    """Give a row of REPORT."""
+    """Return a row of REPORT."""
     import pyarrow as pa
 
     return pa.RecordBatch.from_pydict(
@@ -309,7 +310,7 @@ def _at_fault(batch: pa.RecordBatch, row: int, name: str) -> Culprit:
 
 
 def culprits_text(found: Sequence[Culprit]) -> str:
-    """Give culprits as the JSON of a report."""
+    """Return culprits as the JSON of a report."""
     return json.dumps([[*one.place, one.reason, storable(one.error), one.sqlstate] for one in found])
 
 
@@ -321,12 +322,14 @@ def culprits_from(text: str) -> list[Culprit]:
     ]
 
 
-def _apply(plan: TaskPlan, partition: Partition, feed: Feed) -> int | None:
+def _apply(plan: TaskPlan, partition: Partition, feed: Feed, batches: TaskInput) -> int | None:
     """Apply a partition's rows. Gives the number of fresh ones, None when the range was applied before."""
     span = plan.ranges[partition]
     where = f"{partition[0]}-{partition[1]} offsets {span.start} to {span.end - 1}"
-    with stopping(where), transaction(plan.url, f"outbox consumer {plan.group}") as cursor:
+    with stopping(where), transaction(plan.url, f"outbox consumer {plan.group}", batches) as cursor:
         if not move(cursor, plan, partition):
+            # Not committed, because the input is not read.
+            cursor.connection.rollback()
             return None
         direct = plan.direct_for(partition)
         if direct is None:
@@ -353,10 +356,11 @@ def _apply_batch(cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partiti
     return fresh
 
 
-def _apply_retried(plan: TaskPlan, retried: Mapping[Place, Wish], feed: Feed) -> int:
+def _apply_retried(plan: TaskPlan, retried: Mapping[Place, Wish], feed: Feed, batches: TaskInput) -> int:
     """Apply dead letters. Gives the number of fresh rows; the rest had been applied before."""
-    with stopping("dead letters"), transaction(plan.url, f"outbox consumer {plan.group}") as cursor:
+    with stopping("dead letters"), transaction(plan.url, f"outbox consumer {plan.group}", batches) as cursor:
         if not hold(cursor, plan, retried):
+            cursor.connection.rollback()
             return 0
         applying = plan.applying(cursor)
         if plan.lenient:
@@ -374,7 +378,7 @@ def _apply_retried(plan: TaskPlan, retried: Mapping[Place, Wish], feed: Feed) ->
 
 
 def forgiven(retried: Mapping[Place, Wish]) -> frozenset[Place]:
-    """Give the messages that were too old, and that a person wants applied all the same."""
+    """Return the messages that were too old, and that a person wants applied all the same."""
     return frozenset(place for place, (_, reason) in retried.items() if reason == "too-old")
 
 
@@ -416,15 +420,18 @@ def _on_letters(
 
 
 @contextmanager
-def transaction(url: str, name: str) -> Iterator[psycopg.Cursor[Any]]:
+def transaction(url: str, name: str, batches: TaskInput | NoInput) -> Iterator[psycopg.Cursor[Any]]:
     """Open a connection and give a cursor; COMMIT at the end, ROLLBACK on an error, and closed whatever happens.
+
+    batches  what the transaction applies. Raises InputCut instead of COMMIT where nothing proves that they were all of
+             the task's rows. A transaction that was rolled back by the caller needs no proof.
 
     Where this machine vanishes, the server ends the transaction within a minute instead of after its default of two
     hours: until then the offsets' rows would stay locked, and a take-over would wait for them.
     """
     # Not left to defaults that somebody may have changed: COPY sends UTF-8, and what is forgotten must be seen at once.
     opened = psycopg.connect(
-        url,
+        libpq_url(url),
         # PgBouncer in transaction mode does not keep prepared statements.
         prepare_threshold=None,
         application_name=name[:63],
@@ -437,6 +444,8 @@ def transaction(url: str, name: str) -> Iterator[psycopg.Cursor[Any]]:
         cursor = connection.cursor()
         cursor.execute(_KEEPALIVES)
         yield cursor
+        if connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
+            batches.require_whole()
 
 
 class stopping:  # noqa: N801  reads as what it does
@@ -501,7 +510,7 @@ def settle(cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partition, *,
 
 def step_over(plan: TaskPlan, partitions: Sequence[Partition]) -> None:
     """Move over ranges in which there was nothing to apply, in one transaction; their dead letters go aside with it."""
-    with transaction(plan.url, f"outbox driver {plan.group}") as cursor:
+    with transaction(plan.url, f"outbox driver {plan.group}", NO_INPUT) as cursor:
         for partition in sorted(partitions):
             if move(cursor, plan, partition):
                 settle(cursor, plan, partition, read=0, fresh=0)

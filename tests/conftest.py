@@ -1,10 +1,15 @@
-"""Settings of the person who runs the tests are not the tests'."""
+"""What all tests share: which of them run in one process, property tests, and an environment without user settings."""
 
 from __future__ import annotations
 
 import os
+import secrets
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -13,9 +18,19 @@ from hypothesis import settings
 
 from outbox.testing import _broker
 
-# The same examples in every run: what fails, fails for everybody.
-settings.register_profile("tests", derandomize=True, database=None)
-settings.load_profile("tests")
+if TYPE_CHECKING:
+    from outbox.testing.fixtures import DatabaseServer
+
+HERE = Path(__file__).parent
+
+# Assertions in what tests share show values too, as those in test files do.
+_scripts = {"conftest", "class_archives", "impatient", "mutant"}
+pytest.register_assert_rewrite(*sorted({path.stem for path in HERE.glob("*.py")} - _scripts))
+
+# The same examples in every run, or those of a seed.
+settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
+settings.register_profile("seeded", database=None, deadline=None, print_blob=True)
+settings.load_profile("fixed")
 
 # The two addresses choose the servers that the fixtures use; everything else would change what is tested.
 for _name in list(os.environ):
@@ -39,3 +54,85 @@ if ARCHIVES["spark"].exists():
 os.environ.setdefault("JDK_JAVA_OPTIONS", " ".join(_options))
 if ARCHIVES["kafka"].exists():
     _broker._JVM = (*_broker._JVM, f"-XX:SharedArchiveFile={ARCHIVES['kafka']}")
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_configure(config: pytest.Config) -> None:
+    """Draw a seed for property tests when it is asked for, as CI does. xdist's workers get that of their controller."""
+    option = config.option
+    if hasattr(config, "workerinput"):
+        option.hypothesis_seed = config.workerinput["property_seed"]
+    elif option.hypothesis_seed == "random":
+        option.hypothesis_seed = str(secrets.randbelow(2**32))
+    if option.hypothesis_seed is not None and option.hypothesis_profile is None:
+        # Hypothesis ignores a seed where it is to take the same examples always.
+        option.hypothesis_profile = "seeded"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["property_seed"] = node.config.option.hypothesis_seed
+
+
+def pytest_report_header(config: pytest.Config) -> str:
+    """Return how to repeat what the property tests do."""
+    seed = config.option.hypothesis_seed
+    profile = config.option.hypothesis_profile
+    if seed is None and profile not in {None, "fixed"}:
+        return f"property tests: by the profile {profile}"
+    if seed is None:
+        return "property tests: the same examples in every run (others: --hypothesis-seed=random)"
+    return f"property tests: drawn from a seed, the same again with --hypothesis-seed={seed}"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Return the scheduler of --dist loadgroup: it knows our groups without marks.
+
+    xdist's own reads them from test ids that it changes, which pytest 9.2 does not let it: each test would be alone.
+    """
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    assert hasattr(LoadScopeScheduling, "_split_scope"), "another xdist: see how it finds the group of a test"
+
+    class Groups(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group(nodeid)
+
+    return Groups(config, log)
+
+
+def group(nodeid: str) -> str:
+    """Return which group a test belongs to. One process runs all tests of a group, one after the other.
+
+    spark    every test of that folder: a Spark session is the most expensive thing here, and takes all processors.
+    kit      tests of the test kit and of the wheel, which start and end servers of their own and need no others.
+    Otherwise, the tests of one file are a group.
+    """
+    path = Path(nodeid.partition("::")[0])
+    if path.parent.name == "spark":
+        return "spark"
+    if path.name == "test_wheel.py" or path.name.startswith("test_sandbox_"):
+        return "kit"
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def _leave_nothing() -> Iterator[None]:
+    """Close what a test left open, and forget where it let the log go: pytest's capture has closed that file."""
+    yield
+    if structlog := sys.modules.get("structlog"):
+        structlog.reset_defaults()
+    if support := sys.modules.get("support"):
+        support.close_connections()
+
+
+@pytest.fixture(scope="session")
+def _outbox_template(_outbox_template: str, outbox_postgres_server: DatabaseServer) -> str:
+    """The same database with the consumers' tables as well: consumers' tests need not make them one by one."""
+    from relay.db import upgrade_consumer
+
+    upgrade_consumer(outbox_postgres_server.url(_outbox_template))
+    return _outbox_template

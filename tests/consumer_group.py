@@ -38,7 +38,7 @@ class ConsumerGroup:
             )
 
     def plan(self, part: int, start: int, size: int, columns: Mapping[str, str], effect: str, **other: Any) -> TaskPlan:
-        """Give the plan for a range of one partition."""
+        """Return the plan for a range of one partition."""
         return TaskPlan(
             url=self.url,
             schema="consumer",

@@ -18,6 +18,7 @@ _CHUNK: Final = 1 << 16
 _CONNECT_TIMEOUT: Final = 20.0
 
 PRODUCE: Final = 0
+FETCH: Final = 1
 LIST_OFFSETS: Final = 2
 METADATA: Final = 3
 CREATE_TOPICS: Final = 19
@@ -256,7 +257,7 @@ class TcpProxy:
                 self._close(connection)
 
     def _swallows(self, connection: Connection) -> bool:
-        """Whether what just came is lost."""
+        """Return whether what just came is lost."""
         with self._changed:
             if connection.client_gone or not (self._dark or connection.lossy):
                 return False
@@ -271,6 +272,7 @@ class Action:
     name: str
     seconds: float | None = None
     edit: Callable[[bytes], bytes] | None = None
+    hook: Callable[[], object] | None = None
 
 
 drop_request: Final = Action("drop_request")
@@ -298,8 +300,23 @@ def delay_response(seconds: float | None = None) -> Action:
 
 
 def edit_response(edit: Callable[[bytes], bytes]) -> Action:
-    """Give the client what ``edit`` makes of the answer; both without the size."""
+    """Return the client what ``edit`` makes of the answer; both without the size."""
     return Action("edit_response", edit=edit)
+
+
+def before_request(hook: Callable[[], object]) -> Action:
+    """Call ``hook`` before the broker gets the request, by which time there may be no broker any more."""
+    return Action("before_request", hook=hook)
+
+
+def after_request(hook: Callable[[], object]) -> Action:
+    """Call ``hook`` as soon as the request is on its way to the broker, and before the client gets an answer."""
+    return Action("after_request", hook=hook)
+
+
+def instead_of_response(hook: Callable[[], object]) -> Action:
+    """Call ``hook`` when the broker has answered, swallow the answer and close the client's connection."""
+    return Action("instead_of_response", hook=hook)
 
 
 @dataclass(eq=False, slots=True)
@@ -317,7 +334,7 @@ class Fired:
 
     @property
     def held(self) -> bool:
-        """Whether its request or answer waits, or will wait."""
+        """Return whether its request or answer waits, or will wait."""
         return self.action.name in {"delay_request", "delay_response"} and not (self.released or self.done)
 
 
@@ -441,10 +458,15 @@ class KafkaProxy(TcpProxy):
         elif fired.action == duplicate_request:
             self._to_target(connection, frame + frame)
         else:
-            if fired.action.name == "delay_request":
+            hook, name = fired.action.hook, fired.action.name
+            if name == "delay_request":
                 self._close_client(connection)
                 self._hold(connection, fired)
+            elif name == "before_request" and hook is not None:
+                hook()
             self._to_target(connection, frame)
+            if name == "after_request" and hook is not None:
+                hook()
 
     def _from_target(self, connection: Connection, data: bytes) -> None:
         assert isinstance(connection, KafkaConnection)
@@ -469,7 +491,11 @@ class KafkaProxy(TcpProxy):
         elif fired.action.edit is not None:
             edited = fired.action.edit(fired.response)
             self._to_client(connection, struct.pack(">i", len(edited)) + edited)
+        elif fired.action.name in {"before_request", "after_request"}:
+            self._to_client(connection, frame)
         elif fired.action != duplicate_request:
+            if fired.action.hook is not None:
+                fired.action.hook()
             self._close(connection)
         with self._changed:
             fired.done = True

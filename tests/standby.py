@@ -80,7 +80,7 @@ class Standby(PostgresServer):
         wait_until(lambda: not ask(self.url(), "SELECT pg_is_in_recovery()"), what="the promotion")
 
     def caught_up(self) -> bool:
-        """Whether it has replayed all that the primary has written."""
+        """Return whether it has replayed all that the primary has written."""
         end = ask(self.primary.url(), "SELECT pg_current_wal_lsn()::text")
         return ask(self.url(), "SELECT pg_last_wal_replay_lsn() >= %s::pg_lsn", end)
 
@@ -103,7 +103,7 @@ class Standby(PostgresServer):
 
 
 def ask(url: str, query: str, *values: Any) -> Any:
-    """Give the first column of the first row, in autocommit."""
+    """Return the first column of the first row, in autocommit."""
     with psycopg.connect(url, autocommit=True) as connection:
         row = connection.execute(query, values).fetchone()
     return None if row is None else row[0]

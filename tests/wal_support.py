@@ -11,7 +11,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from support import Load, wait_until
+from support import Load, look_up, wait_until
 
 from relay.cdc import Cdc, Status
 from relay.config import SourceKind
@@ -24,6 +24,7 @@ def wal(outbox_kafka) -> dict[str, Any]:
     name = outbox_kafka.name("outbox")
     return {
         "source": "wal",
+        "wal__messages": True,
         "name": name,
         "wal__slot": name.lower().replace("-", "_").replace(".", "_"),
         "relay__lease_seconds": 1.0,
@@ -73,18 +74,14 @@ def to_wal(url: str, settings: Mapping[str, Any]) -> None:
 
 
 def streaming(url: str) -> bool:
-    with psycopg.connect(url, autocommit=True) as connection:
-        return connection.execute("SELECT bool_and(streaming) FROM outbox.lanes").fetchone()[0]
+    return look_up(url, "SELECT bool_and(streaming) FROM outbox.lanes")[0][0]
 
 
 def sources(url: str) -> set[tuple[str, str | None]]:
     """Source and living owner of every lane."""
-    with psycopg.connect(url, autocommit=True) as connection:
-        return set(
-            connection.execute(
-                "SELECT source, CASE WHEN lease_until > clock_timestamp() THEN owner END FROM outbox.lanes"
-            ).fetchall()
-        )
+    return set(
+        look_up(url, "SELECT source, CASE WHEN lease_until > clock_timestamp() THEN owner END FROM outbox.lanes")
+    )
 
 
 def held_by(url: str, source: str, instance: str) -> bool:

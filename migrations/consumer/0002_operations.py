@@ -181,7 +181,7 @@ def downgrade() -> None:
 
 
 def _key(schema: str, *columns: str) -> None:
-    """Give processed_messages and its partitions another order of the key's columns."""
+    """Return processed_messages and its partitions another order of the key's columns."""
     tables = ("processed_messages", "processed_messages_default")
     # The default partition's goes with the parent's, unless somebody has detached it.
     for table in tables:

@@ -24,7 +24,7 @@ __all__ = ["recorded_events", "recorded_events_async"]
 
 
 def recorded_events(target: Session | Connection | psycopg.Connection[Any], *, schema: str = "outbox") -> list[Event]:
-    """Give the events that the open transaction of ``target`` has written so far, in the order of their ids.
+    """Return the events that the open transaction of ``target`` has written so far, in the order of their ids.
 
     target   the session or connection that the code under test was given; a session is flushed first. No commit is
              needed, and after a commit or rollback there is nothing more to see.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
 import os
 import shutil
 import signal
 import subprocess
+import threading
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -107,7 +110,7 @@ class Broker:
 
     @property
     def running(self) -> bool:
-        """Whether its process is there (it may be paused)."""
+        """Return whether its process is there (it may be paused)."""
         return self._process is not None and self._process.running
 
     @property
@@ -124,6 +127,24 @@ class Broker:
         if (data / "meta.properties").exists():
             return
         shutil.rmtree(data, ignore_errors=True)  # what a format that was cut short left
+        # What a format writes depends on the settings, but not on the node: one program start for a cluster, not three.
+        key = (self._runtime().class_path, tuple(sorted(set(properties.items()) - _of_one_node(properties))))
+        with _formatting:
+            found = _formatted.get(key)
+            if found is None:
+                self._format(cluster_id)
+                _formatted[key] = {path.name: path.read_bytes() for path in data.iterdir() if path.is_file()}
+                return
+        new = self.directory / "formatting"
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        for name, content in found.items():
+            (new / name).write_bytes(content)
+        own = {"version": "1", "cluster.id": cluster_id, "node.id": str(self.node.number), "directory.id": _new_id()}
+        (new / "meta.properties").write_text("".join(f"{name}={value}\n" for name, value in own.items()))
+        new.rename(data)
+
+    def _format(self, cluster_id: str) -> None:
         runtime = self._runtime()
         arguments = ("format", "--config", str(self._properties), "--cluster-id", cluster_id)
         result = subprocess.run(
@@ -166,6 +187,23 @@ class Broker:
         """Find the detached process that an earlier command started here. Gives whether there is one."""
         self._process = Detached.find("kafka.Kafka", str(self._properties))
         return self._process is not None
+
+
+_formatted: dict[tuple[str, tuple[tuple[str, str], ...]], dict[str, bytes]] = {}
+"""What formatted storage holds, by class path and settings."""
+
+_formatting: Final = threading.Lock()
+
+_NODE_SETTINGS: Final = ("node.id", "listeners", "advertised.listeners", "controller.quorum.voters")
+
+
+def _of_one_node(properties: Mapping[str, str]) -> set[tuple[str, str]]:
+    return {(name, properties[name]) for name in _NODE_SETTINGS if name in properties}
+
+
+def _new_id() -> str:
+    """Return a random id in Kafka's spelling."""
+    return base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
 
 
 def _escaped(value: str) -> str:

@@ -25,7 +25,7 @@ class User:
 
 
 def cache_dir() -> Path:
-    """Give the directory of what can be fetched again: $OUTBOX_CACHE, $XDG_CACHE_HOME/outbox or ~/.cache/outbox."""
+    """Return the directory of what can be fetched again: $OUTBOX_CACHE, $XDG_CACHE_HOME/outbox or ~/.cache/outbox."""
     if given := os.environ.get("OUTBOX_CACHE"):
         return Path(given).expanduser().absolute()
     if xdg := os.environ.get("XDG_CACHE_HOME"):
@@ -34,7 +34,7 @@ def cache_dir() -> Path:
 
 
 def unprivileged_user() -> User | None:
-    """Give the account to drop to when we are root, which Postgres refuses to run as; None when we are not.
+    """Return the account to drop to when we are root, which Postgres refuses to run as; None when we are not.
 
     ``postgres`` where it exists, else ``nobody``. Raises ServiceError when there is neither.
     """
@@ -52,7 +52,7 @@ def unprivileged_user() -> User | None:
 
 
 def blocking_directory(path: Path, user: User | None) -> Path | None:
-    """Give the first directory above ``path`` (or itself) that ``user`` may not pass through; None: all clear.
+    """Return the first directory above ``path`` (or itself) that ``user`` may not pass through; None: all clear.
 
     What does not exist yet is not judged. ``user`` None is ourselves, who get the system's own error in time.
     """
@@ -101,7 +101,7 @@ def temporary_directory(purpose: str, user: User | None) -> Path:
 
 
 def shared_dir(user: User) -> Path:
-    """Give a directory of ours that ``user`` can reach, for what that user must execute or keep its data in.
+    """Return a directory of ours that ``user`` can reach, for what that user must execute or keep its data in.
 
     The cache directory if it can be reached; but root's home is usually closed, and then it is /var/cache/outbox.
     Raises ServiceError when that belongs to somebody else or others may write to it.

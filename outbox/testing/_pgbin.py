@@ -21,7 +21,7 @@ _HINT: Final = "install outbox-kafka[sandbox], or set OUTBOX_PG_BIN to the direc
 
 
 def binaries(user: User | None) -> Path:
-    """Give a directory with ``initdb`` and ``postgres`` that ``user`` (None: we) may execute.
+    """Return a directory with ``initdb`` and ``postgres`` that ``user`` (None: we) may execute.
 
     When the wheel lies where that user can't go, as in a virtual environment below root's home, the programs are
     copied once to a directory that everybody can read. Raises MissingDependency when there is nothing to use.
@@ -43,7 +43,7 @@ def binaries(user: User | None) -> Path:
 
 
 def _newest_install() -> Path:
-    """Give the wheel's installation of the highest Postgres version."""
+    """Return the wheel's installation of the highest Postgres version."""
     specification = importlib.util.find_spec(_WHEEL)
     if specification is None or specification.origin is None:
         raise MissingDependency(f"there is no Postgres to run; {_HINT}")
@@ -57,7 +57,7 @@ def _newest_install() -> Path:
 
 
 def major_version(postgres: Path) -> int:
-    """Give the major version of this ``postgres`` program."""
+    """Return the major version of this ``postgres`` program."""
     output = subprocess.run([postgres, "--version"], capture_output=True, text=True, check=True).stdout
     match = re.search(r"(\d+)\.?\d*", output)
     assert match is not None, output

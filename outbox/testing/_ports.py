@@ -14,7 +14,7 @@ _HIGHEST = 32_000
 
 
 def free_ports(count: int) -> list[int]:
-    """Give ``count`` different ports of 127.0.0.1 that nobody listens on now.
+    """Return ``count`` different ports of 127.0.0.1 that nobody listens on now.
 
     They lie below the range from which the system gives ports to outgoing connections. In that range, a client that
     tries to reach a stopped server can be given the server's own port: it then connects to itself, and the server
@@ -40,7 +40,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def listening(port: int) -> bool:
-    """Whether somebody accepts connections on this port of 127.0.0.1."""
+    """Return whether somebody accepts connections on this port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.settimeout(1)
         return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -11,7 +11,7 @@ from outbox.testing.errors import StartFailed
 
 
 def lines(pgdata: Path) -> list[str]:
-    """Give the file's lines: 1 is the pid, 4 the port, 8 the state. None of them when there is no file."""
+    """Return the file's lines: 1 is the pid, 4 the port, 8 the state. None of them when there is no file."""
     try:
         return (pgdata / "postmaster.pid").read_text().splitlines()
     except FileNotFoundError:
@@ -52,7 +52,7 @@ def remove_stale_file(pgdata: Path, timeout: float) -> None:
 
 
 def _works_in(process: psutil.Process, pgdata: Path) -> bool:
-    """Whether this is a process of the server on that data directory: all of them work in it."""
+    """Return whether this is a process of the server on that data directory: all of them work in it."""
     try:
         return alive(process) and Path(process.cwd()) == pgdata.resolve()
     except (psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError):

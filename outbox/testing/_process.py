@@ -93,8 +93,12 @@ class Supervised:
 
     @property
     def running(self) -> bool:
-        """Whether the server's process is there."""
-        return self._supervisor.poll() is None and self._child is not None and alive(self._child)
+        """Return whether the server's process is there."""
+        if self._supervisor.poll() is not None:
+            # It has ended by itself, or by a signal of somebody else's: nobody may wait for it any more.
+            self.wait(0)
+            return False
+        return self._child is not None and alive(self._child)
 
     @property
     def exit_code(self) -> int | None:
@@ -181,7 +185,7 @@ class Detached:
 
     @property
     def running(self) -> bool:
-        """Whether the process is there."""
+        """Return whether the process is there."""
         if self._popen is not None and self._popen.poll() is not None:
             return False
         return alive(self._child)
@@ -204,7 +208,7 @@ def psutil_process(pid: int) -> psutil.Process | None:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Whether it is there and no zombie: in a container nobody may reap what was reparented."""
+    """Return whether it is there and no zombie: in a container nobody may reap what was reparented."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -250,7 +254,7 @@ def kill_with_children(process: Process, timeout: float = 10.0) -> None:
 
 
 def patience() -> float:
-    """Give by how much time limits are multiplied: $OUTBOX_PATIENCE, for slow machines. Raises ServiceError."""
+    """Return by how much time limits are multiplied: $OUTBOX_PATIENCE, for slow machines. Raises ServiceError."""
     given = os.environ.get(_PATIENCE, "1")
     try:
         factor = float(given)

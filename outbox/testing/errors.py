@@ -39,7 +39,7 @@ class ChecksumMismatch(DownloadFailed):
 
 
 def tail(path: Path, lines: int = 40) -> str:
-    """Give the last lines of a log under a heading that names the file, or say why there are none."""
+    """Return the last lines of a log under a heading that names the file, or say why there are none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 64 * 1024))

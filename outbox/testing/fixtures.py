@@ -13,7 +13,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Protocol, Self
-from urllib.parse import quote, urlsplit
 
 import psycopg
 import sqlalchemy as sa
@@ -22,7 +21,7 @@ from outbox.testing._process import Supervised, patience, pause, wait_for
 from outbox.testing.errors import ServiceError, tail
 from outbox.testing.kafka import KafkaCluster
 from outbox.testing.postgres import PostgresServer, create_database, drop_database
-from outbox.urls import libpq_url, sqlalchemy_url
+from outbox.urls import libpq_url, sqlalchemy_url, with_database
 
 if TYPE_CHECKING:
     from confluent_kafka import Message
@@ -65,8 +64,8 @@ class ExternalPostgres:
         self._url = libpq_url(url)
 
     def url(self, database: str = "postgres") -> str:
-        """Give the address of a database on that server."""
-        return urlsplit(self._url)._replace(path=f"/{quote(database, safe='')}").geturl()
+        """Return the address of a database on that server."""
+        return with_database(self._url, database)
 
     def create_database(self, name: str, template: str | None = None) -> str:
         """Create a database, as a copy of ``template`` when given. Gives its URL."""
@@ -124,7 +123,7 @@ class Topics:
         self.token = token()
 
     def name(self, base: str) -> str:
-        """Give a name for a topic or an aggregate type that only this test has: ``Order`` → ``Order-1f3a9c0e``.
+        """Return a name for a topic or an aggregate type that only this test has: ``Order`` → ``Order-1f3a9c0e``.
 
         Topics whose name holds this test's token, also those that a relay made, are deleted in the end.
         """
@@ -312,7 +311,7 @@ class RelayProcess:
 
     @property
     def running(self) -> bool:
-        """Whether it runs."""
+        """Return whether it runs."""
         return self._process.running
 
     def terminate(self) -> None:
@@ -341,7 +340,7 @@ class RelayProcess:
         return self._process.exit_code
 
     def log(self) -> str:
-        """Give what it has logged so far."""
+        """Return what it has logged so far."""
         return self.log_file.read_text(errors="replace")
 
     def wait_for_log(self, text: str, timeout: float = 30.0) -> None:
@@ -409,8 +408,8 @@ class RelayFactory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for process in self._started:
-            if process.running:
-                process.kill()
+            # Also one that has ended by itself: only who waits for it closes its pipes.
+            process.kill()
             print(tail(process.log_file, 200), file=sys.stderr)
 
 
@@ -451,7 +450,7 @@ class PrivateKafka:
         return self._opened.enter_context(cluster)
 
     def topics(self, cluster: KafkaCluster) -> Topics:
-        """Give helpers to create and read topics of such a cluster. Nothing is deleted: the cluster goes as a whole."""
+        """Return helpers to create and read topics of a cluster. Nothing is deleted: the cluster goes as a whole."""
         return Topics(cluster.bootstrap_servers)
 
     def __enter__(self) -> Self:

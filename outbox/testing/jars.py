@@ -34,9 +34,9 @@ ROOTS: Final[Roots] = {
     KAFKA: (
         True,
         (
-            "org.apache.kafka:kafka_2.13:4.3.1",
-            "org.apache.kafka:kafka-clients:4.3.1",
-            "org.apache.kafka:kafka-server:4.3.1",
+            "org.apache.kafka:kafka_2.13:4.2.1",
+            "org.apache.kafka:kafka-clients:4.2.1",
+            "org.apache.kafka:kafka-server:4.2.1",
             "org.apache.logging.log4j:log4j-slf4j-impl:2.25.4",
             "org.apache.logging.log4j:log4j-core:2.25.4",
         ),
@@ -85,7 +85,7 @@ class Jar:
 
 
 def locked(set_name: str, lock: Path | None = None) -> list[Jar]:
-    """Give the jars of a set, as the lock file has them. Raises ServiceError when there is no such set.
+    """Return the jars of a set, as the lock file has them. Raises ServiceError when there is no such set.
 
     lock   another lock file than our own, for jars that only some tests need.
     """
@@ -113,7 +113,7 @@ def locked(set_name: str, lock: Path | None = None) -> list[Jar]:
 
 
 def fetch(set_name: str, progress: Progress | None = None, *, lock: Path | None = None) -> list[Path]:
-    """Give the jars of a set (``"kafka"``, ``"spark-kafka"``) as files in the cache, downloading what is missing.
+    """Return the jars of a set (``"kafka"``, ``"spark-kafka"``) as files in the cache, downloading what is missing.
 
     progress   told how far each file is. None: a progress bar on standard error when that is a terminal, one line at
                the start and one at the end when not, nothing at all when all is cached.
@@ -156,7 +156,7 @@ def fetch(set_name: str, progress: Progress | None = None, *, lock: Path | None 
 
 
 def repository() -> str:
-    """Give the Maven repository's address: $OUTBOX_MAVEN_REPOSITORY, or the one jgo comes with."""
+    """Return the Maven repository's address: $OUTBOX_MAVEN_REPOSITORY, or the one jgo comes with."""
     if given := os.environ.get("OUTBOX_MAVEN_REPOSITORY"):
         return given.rstrip("/")
     try:
@@ -202,7 +202,7 @@ def _download_to(part: Path, base: str, jar: Jar, report: Progress) -> str:
 
 
 def _cached(path: Path, jar: Jar) -> bool:
-    """Whether the cache has this very file. Its content is read again only if it was touched since it was checked."""
+    """Return whether the cache has this file. Its content is read again only if it was touched since the last check."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -231,7 +231,7 @@ def _seal_text(status: os.stat_result, jar: Jar) -> str:
 
 
 def sha256(path: Path) -> str:
-    """Give a file's SHA-256 as hexadecimal digits."""
+    """Return a file's SHA-256 as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

@@ -20,7 +20,7 @@ _HINT: Final = (
 
 
 def java() -> Path:
-    """Give the ``java`` program of $JAVA_HOME, else of $PATH.
+    """Return the ``java`` program of $JAVA_HOME, else of $PATH.
 
     Raises MissingDependency, saying what to install, when there is none or it is older than 17.
     """

@@ -104,7 +104,7 @@ class KafkaCluster:
 
     @property
     def running(self) -> bool:
-        """Whether every broker's process is there."""
+        """Return whether every broker's process is there."""
         return bool(self._brokers) and all(broker.running for broker in self._brokers)
 
     @property
@@ -375,7 +375,7 @@ class KafkaCluster:
         raise StartFailed(f"Kafka was not ready within {_START_TIMEOUT:g} s\n{logs}")
 
     def _are_members(self, required: list[Broker], members: int) -> bool:
-        """Whether it is so now. Raises PortTaken if another cluster answers."""
+        """Return whether it is so now. Raises PortTaken if another cluster answers."""
         from confluent_kafka import KafkaException
         from confluent_kafka.admin import AdminClient
 

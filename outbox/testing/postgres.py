@@ -116,11 +116,11 @@ class PostgresServer:
 
     @property
     def running(self) -> bool:
-        """Whether the server's process is there."""
+        """Return whether the server's process is there."""
         return self._process is not None and self._process.running
 
     def url(self, database: str = "postgres") -> str:
-        """Give a database's address, as libpq reads it."""
+        """Return a database's address, as libpq reads it."""
         return f"postgresql://{USER}@127.0.0.1:{self.port}/{quote(database, safe='')}"
 
     def start(self) -> Self:

@@ -40,7 +40,7 @@ class SandboxState:
 
     @property
     def running(self) -> bool:
-        """Whether Postgres and every broker run."""
+        """Return whether Postgres and every broker run."""
         return self.postgres_running and 0 < self.brokers == self.brokers_running
 
     @property

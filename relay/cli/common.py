@@ -58,7 +58,7 @@ def print_json(values: Mapping[str, Any], *, indented: bool = False) -> None:
 
 
 def table_console() -> Console:
-    """Give a console for tables: in a file nobody's terminal sets the width."""
+    """Return a console for tables: in a file nobody's terminal sets the width."""
     from rich.console import Console
 
     return Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)

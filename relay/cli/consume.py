@@ -67,7 +67,7 @@ def _run(
     master: str | None,
     view: View,
 ) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
-    """Give the run's figures, and those of each topic."""
+    """Return the run's figures, and those of each topic."""
     _require_spark()
     from relay.cli.consume_view import by_topic
     from spark_jobs import session
@@ -120,7 +120,7 @@ def _run(
 
 
 def _progress(settings: Settings, job: ConsumerJob) -> list[dict[str, Any]]:
-    """Give the group's rows; none when Postgres is away."""
+    """Return the group's rows; none when Postgres is away."""
     from spark_jobs.errors import ConsumerUnavailable
     from spark_jobs.progress import progress
     from spark_jobs.sink import connect
@@ -147,7 +147,7 @@ def _metrics(settings: Settings, job: ConsumerJob) -> ConsumerMetrics | None:
     )
     registry = CollectorRegistry()
     registry.register(metrics)
-    serve(settings.consumer.metrics_address, registry, "consumer.metrics_address")
+    serve(settings.consumer.metrics_address, registry, "OUTBOX_CONSUMER__METRICS_ADDRESS")
     return metrics
 
 

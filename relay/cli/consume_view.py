@@ -35,7 +35,7 @@ class View(Protocol):
 
 @contextmanager
 def open_view(log: Logger, *, live: bool, console: Console | None = None) -> Iterator[View]:
-    """Give the view for a terminal, or the plain one."""
+    """Return the view for a terminal, or the plain one."""
     if not live:
         yield _Plain(log)
         return
@@ -131,7 +131,7 @@ _COUNTS = ("read", "applied", "duplicates", "dead")
 
 
 def by_topic(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """Give what each topic gained between two looks at a group's progress. Topics that gained nothing are left out."""
+    """Return what each topic gained between two looks at a group's progress, without those that gained nothing."""
     gained: dict[str, dict[str, int]] = {}
     for rows, sign in ((before, -1), (after, 1)):
         for row in rows:

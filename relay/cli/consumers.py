@@ -214,5 +214,5 @@ def _messages(count: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Give a text from a message so that it can do nothing to a terminal."""
+    """Return a text from a message so that it can do nothing to a terminal."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

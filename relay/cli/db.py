@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outbox.errors import ConfigurationError
 from relay.cli.common import AsJson, DatabaseUrl, failing_clearly, print_json
 from relay.config import load
+
+if TYPE_CHECKING:
+    from relay.operations.roles import Kind
 
 app = typer.Typer(help="Create, change and check the tables.", no_args_is_help=True)
 
@@ -132,6 +135,10 @@ def prune(
     schema: _Schema = None,
     days: Annotated[int | None, typer.Option(min=0, help="Days to keep; OUTBOX_RELAY__ARCHIVE_DAYS.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    force: Annotated[
+        bool,
+        typer.Option("--force", help="Also what should have been dropped more than 3 days ago: the clock is right."),
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Drop the archive's partitions that are old enough, and make those of the coming days. Relays do the same."""
@@ -142,7 +149,7 @@ def prune(
     keep = load().relay.archive_days if days is None else days
     if days is None and keep == 0:
         raise ConfigurationError("how many days shall be kept? Set OUTBOX_RELAY__ARCHIVE_DAYS, or give --days")
-    plan = Retention(Connector(url, "outbox db prune"), name, keep).prune(dry_run=dry_run)
+    plan = Retention(Connector(url, "outbox db prune"), name, keep).prune(dry_run=dry_run, force=force)
     if as_json:
         print_json(
             {
@@ -151,6 +158,7 @@ def prune(
                 "created": plan.create,
                 "dropped": plan.drop,
                 "stray_rows": plan.stray_rows,
+                "overdue_days": plan.overdue_days,
             }
         )
         return
@@ -161,8 +169,69 @@ def prune(
         typer.echo(f"partition {partition}: {would}dropped")
     if plan.stray_rows:
         typer.echo(f"{plan.stray_rows} rows of the default partition from before {plan.oldest}: {would}deleted")
+    if plan.held_back and not force:
+        typer.echo(
+            f"the first of these should have been dropped {plan.overdue_days} days ago: "
+            "nothing is dropped without --force"
+        )
     if plan.empty:
         typer.echo("nothing to do")
+
+
+@app.command()
+@failing_clearly
+def roles(
+    which: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="KIND=ROLE...",
+            help="writer, relay, operator, page or consumer, and a role that exists. A kind may be given again.",
+        ),
+    ] = None,
+    database_url: DatabaseUrl = None,
+    schema: _Schema = None,
+    wal: Annotated[
+        bool | None, typer.Option("--wal/--no-wal", help="For a relay with source=wal; OUTBOX_SOURCE.")
+    ] = None,
+    messages: Annotated[
+        bool | None,
+        typer.Option("--messages/--no-messages", help="Who may write messages; OUTBOX_WAL__MESSAGES."),
+    ] = None,
+    apply: Annotated[
+        bool, typer.Option("--apply", help="Execute them, in one transaction, as the tables' owner.")
+    ] = False,
+) -> None:
+    """Print the rights that each kind of role needs, and no more: by default those of outbox_writer, outbox_relay, …"""
+    from relay import db
+    from relay.config import SourceKind
+    from relay.operations.roles import Kind, grants
+
+    settings = load(database_url=database_url)
+    chosen = [_role(item) for item in which or [f"{kind}=outbox_{kind}" for kind in Kind if kind is not Kind.CONSUMER]]
+    with_messages = settings.wal.messages if messages is None else messages
+    statements = list(
+        grants(
+            chosen,
+            settings.db_schema if schema is None else schema,
+            settings.consumer_schema,
+            wal=settings.source is SourceKind.WAL if wal is None else wal,
+            messages=with_messages,
+        )
+    )
+    for statement in statements:
+        typer.echo(f"{statement};")
+    if apply:
+        db.grant(settings.require_database(), statements, messages=with_messages)
+        typer.echo("-- granted")
+
+
+def _role(item: str) -> tuple[Kind, str]:
+    from relay.operations.roles import Kind
+
+    kind, equals, name = item.partition("=")
+    if not equals or kind not in list(Kind):
+        raise ConfigurationError(f"{item!r} must be KIND=ROLE, with a kind of {', '.join(Kind)}")
+    return Kind(kind), name
 
 
 def _target(database_url: str | None, schema: str | None, consumer: bool) -> tuple[str, str]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Annotated, Final
 import typer
 
 from outbox.errors import OutboxError
-from outbox.urls import libpq_url, sqlalchemy_url
+from outbox.urls import libpq_url, sqlalchemy_url, with_database
 from relay.cli.common import failing_clearly, print_json
 from relay.cli.demo_book import Book, Reconciliation, Sight
 from relay.cli.demo_panel import Panel, open_panel
@@ -96,7 +96,7 @@ class Child:
 
     @property
     def running(self) -> bool:
-        """Whether it runs now."""
+        """Return whether it runs now."""
         return self.process is not None and self.process.running
 
 
@@ -230,7 +230,10 @@ class _Demo:
 
 
 def _services() -> tuple[str, str]:
-    """Give database URL and bootstrap servers: those in the environment, or the sandbox's."""
+    """Return database URL and bootstrap servers: those in the environment, or the sandbox's."""
+    from relay.config import check_environment
+
+    check_environment()
     url = os.environ.get("OUTBOX_DATABASE_URL")
     bootstrap = os.environ.get("OUTBOX_KAFKA__BOOTSTRAP_SERVERS")
     if url and bootstrap:
@@ -250,16 +253,10 @@ def _own_database(url: str, name: str) -> Iterator[str]:
     with psycopg.connect(url, autocommit=True) as connection:
         connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
     try:
-        yield _with_database(url, name)
+        yield with_database(url, name)
     finally:
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
-
-
-def _with_database(url: str, name: str) -> str:
-    from sqlalchemy import make_url
-
-    return libpq_url(make_url(sqlalchemy_url(url)).set(database=name).render_as_string(hide_password=False))
 
 
 @contextmanager

@@ -42,7 +42,7 @@ class Reconciliation:
 
     @property
     def clean(self) -> bool:
-        """Whether every committed event was applied exactly once, in order, and nothing else was."""
+        """Return whether every committed event was applied exactly once, in order, and nothing else was."""
         return (
             self.committed == self.applied
             and self.published >= self.committed

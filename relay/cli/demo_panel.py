@@ -36,7 +36,7 @@ class Panel(Protocol):
 
 @contextmanager
 def open_panel(*, live: bool) -> Iterator[Panel]:
-    """Give the panel for a terminal, or the plain one."""
+    """Return the panel for a terminal, or the plain one."""
     if not live:
         yield _Plain()
         return

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime as dt
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 from uuid import UUID
@@ -24,6 +24,7 @@ app = typer.Typer(help="Events that could not be published: look, try again, giv
 
 _Type = Annotated[str | None, typer.Option("--aggregate-type", help="Only of this aggregate type.")]
 _Ids = Annotated[list[UUID] | None, typer.Argument(help="Event ids.")]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Only count.")]
 _All = Annotated[bool, typer.Option("--all", help="All of them (of --aggregate-type, if given).")]
 
 
@@ -44,8 +45,9 @@ def list_failures(
         print_json({"failures": [_plain(failure) for failure in failures]})
         return
     for failure in failures:
+        event_type = failure["event_type"] or "?"
         typer.echo(
-            f"{failure['event_id']}  {failure['aggregate_type']}/{failure['aggregate_id']}  {failure['event_type']}  "
+            f"{failure['event_id']}  {failure['aggregate_type']}/{failure['aggregate_id']}  {event_type}  "
             f"{failure['state']}, {failure['attempts']} attempts: {failure['last_error']}"
         )
     if not failures:
@@ -78,16 +80,22 @@ def retry(
     database_url: DatabaseUrl = None,
     aggregate_type: _Type = None,
     everything: _All = False,
+    dry_run: _DryRun = False,
     as_json: AsJson = False,
 ) -> None:
     """Have failed events tried again now. Dead letters return to the outbox, before the later events of their key."""
+    selection = _selection(event_ids, aggregate_type, everything)
     with _desk(database_url) as desk:
-        ids = desk.retry(_selection(event_ids, aggregate_type, everything))
+        if dry_run:
+            _print_counts(desk.count(selection, discard=False), "retried", as_json)
+            return
+        done = desk.retry(selection, progress=_progress("retried", desk, selection, discard=False))
+    ids = list(dict.fromkeys(done))
     if as_json:
-        print_json({"retried": list(ids)})
+        print_json({"retried": ids, "locked": done.locked})
     else:
         typer.echo(f"{len(ids)} events will be tried again")
-    _all_found(event_ids, ids)
+    _all_found(event_ids, ids, done.locked)
 
 
 @app.command()
@@ -98,18 +106,27 @@ def discard(
     database_url: DatabaseUrl = None,
     aggregate_type: _Type = None,
     everything: _All = False,
+    drop_payload: Annotated[
+        bool, typer.Option("--drop-payload", help="Keep no payload and no headers in the audit.")
+    ] = False,
+    dry_run: _DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete failed events for good. The later events of their keys go on."""
+    """Delete failed events for good. The later events of their keys go on. The audit keeps the events, whole."""
     require_reason(reason, "why the event may be lost")
+    selection = _selection(event_ids, aggregate_type, everything)
     with _desk(database_url) as desk:
-        gone = desk.discard(_selection(event_ids, aggregate_type, everything), reason)
+        if dry_run:
+            _print_counts(desk.count(selection, discard=True), "discarded", as_json)
+            return
+        progress = _progress("discarded", desk, selection, discard=True)
+        gone = desk.discard(selection, reason, keep_payload=not drop_payload, progress=progress)
     ids = [event["event_id"] for event in gone]
     if as_json:
-        print_json({"discarded": ids})
+        print_json({"discarded": ids, "locked": gone.locked})
     else:
         typer.echo(f"{len(ids)} events were discarded")
-    _all_found(event_ids, ids)
+    _all_found(event_ids, ids, gone.locked)
 
 
 @failing_clearly
@@ -189,16 +206,40 @@ def _selection(event_ids: Sequence[UUID] | None, aggregate_type: str | None, eve
     return Selection([str(event_id) for event_id in event_ids] if event_ids else None, aggregate_type)
 
 
-def _all_found(asked: Sequence[UUID] | None, found: Sequence[str]) -> None:
+def _progress(done_word: str, desk: DeadLetters, selection: Selection, *, discard: bool) -> Callable[[int], None]:
+    """Return a function that writes how far a long run is to stderr, after each batch but the last."""
+    total = sum(desk.count(selection, discard=discard).values())
+
+    def show(done: int) -> None:
+        if done < total:
+            typer.echo(f"{done:,} of {total:,} {done_word}", err=True)
+
+    return show
+
+
+def _print_counts(counts: Mapping[str, int], done_word: str, as_json: bool) -> None:
+    if as_json:
+        print_json({"dry_run": True, **counts})
+        return
+    names = {"dead": "dead letters", "waiting": "waiting events", "without_event": "rows whose event was deleted"}
+    typer.echo(f"would be {done_word}: " + ", ".join(f"{count:,} {names[name]}" for name, count in counts.items()))
+
+
+def _all_found(asked: Sequence[UUID] | None, found: Sequence[str], locked: Sequence[str]) -> None:
+    from relay.dead_letters import FailuresLocked, NoSuchFailure
+
+    if locked:
+        raise FailuresLocked(locked)
     missing = {str(event_id) for event_id in asked or ()} - set(found)
     if missing:
-        from relay.dead_letters import NoSuchFailure
-
-        raise NoSuchFailure(f"not among the failed events, or due within seconds: {', '.join(sorted(missing))}")
+        raise NoSuchFailure(
+            f"not among the failed events, or due within seconds: {', '.join(sorted(missing))}; one whose event was "
+            "deleted can only be discarded"
+        )
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Give values that JSON has: bytes as hexadecimal digits."""
+    """Return values that JSON has: bytes as hexadecimal digits."""
     return {
         name: bytes(value).hex() if isinstance(value, bytes | memoryview) else value for name, value in values.items()
     }

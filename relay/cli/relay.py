@@ -1,30 +1,20 @@
-"""``outbox relay run``: one relay process. ``outbox relay reconcile``: what to do about a lane that stopped."""
+"""``outbox relay run``: one relay process. ``reconcile`` and ``release``: what to do about a lane that stopped."""
 
 from __future__ import annotations
 
 import gc
 import os
-import secrets
 import signal
-import socket
 import sys
 import threading
-from collections.abc import Sequence
 from types import FrameType
-from typing import TYPE_CHECKING, Annotated, Final
+from typing import Annotated
 
 import typer
 
+from outbox.errors import ConfigurationError
 from relay.cli.common import AsJson, DatabaseUrl, failing_clearly, print_json, require_reason
-from relay.config import Settings, SourceKind, load
-
-if TYPE_CHECKING:
-    from relay.database import Connector
-    from relay.supervisor import Supervisor, Upkeep
-
-_IDLE_SECONDS: Final = 0.002
-_WATCH_SECONDS: Final = 10.0
-_ARCHIVE_SECONDS: Final = 60.0
+from relay.config import SourceKind, load
 
 app = typer.Typer(help="Publish events from the outbox to Kafka.", no_args_is_help=True)
 
@@ -42,6 +32,8 @@ def run(
         bool | None, typer.Option("--create-topics/--no-create-topics", help="OUTBOX_CREATE_TOPICS")
     ] = None,
     log_format: Annotated[str | None, typer.Option(help="auto, console or json")] = None,
+    workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that share the lanes: one for each core.")] = 1,
+    worker: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Publish until SIGTERM or SIGINT. Run as many as you like: they share the lanes out among themselves.
 
@@ -50,14 +42,29 @@ def run(
     import structlog
 
     from relay import failpoints, logs
+    from relay.wiring import build
 
     settings = load(database_url=database_url, create_topics=create_topics, log_format=log_format)
     logs.configure(settings.log_level, settings.log_format)
+    if workers > 1:
+        from relay.workers import run_workers
+
+        if settings.source is SourceKind.WAL:
+            raise ConfigurationError("--workers: the WAL is one stream, which one relay reads for all lanes")
+        topics = None if create_topics is None else str(create_topics).lower()
+        given = {"DATABASE_URL": database_url, "CREATE_TOPICS": topics, "LOG_FORMAT": log_format}
+        more = {f"OUTBOX_{name}": value for name, value in given.items() if value is not None}
+        raise typer.Exit(run_workers(workers, os.environ | more))
+    if worker is not None and settings.relay.instance is not None:
+        settings.relay.instance += f"-{worker}"
+    if worker and settings.relay.metrics_address is not None:
+        # An address can be listened on once, and each worker has lanes of its own.
+        host, _, port = settings.relay.metrics_address.rpartition(":")
+        settings.relay.metrics_address = f"{host}:{int(port) + worker}"
     if failpoints.arm_from_environment():
         structlog.get_logger("relay").warning("failpoints are armed: this relay fails on purpose")
-    # A lane's thread works through its batch in a few dozen milliseconds. Handing the interpreter to the next lane each
-    # 5 ms, the default, costs a busy relay that polls a sixth of its throughput and gains an idle one nothing. The
-    # thread that reads the WAL has little to do at a time, and all lanes wait for it.
+    # The worker's loop has nearly all of the work to itself. The thread that reads the WAL has little to do at a time,
+    # and the loop waits for it.
     sys.setswitchinterval(0.005 if settings.source is SourceKind.WAL else 0.05)
     # Batches are made of tens of thousands of tuples, none of which can be in a ring: to look for rings among them at
     # each 700 new ones, the default, would cost a tenth of the throughput.
@@ -83,32 +90,36 @@ def run(
     signal.signal(signal.SIGINT, on_signal)
     abandoned = build(settings).run(stop, abandon)
     if abandoned:
-        # The lanes' threads still wait for Kafka; nothing they learn now can be settled any more.
+        # The worker's loop still waits for Kafka; nothing it learns now can be settled any more.
         os._exit(1)
 
 
 @app.command()
 @failing_clearly
 def reconcile(
+    lane: Annotated[list[int] | None, typer.Option("--lane", min=0, help="Only this lane; may be repeated.")] = None,
     apply: Annotated[bool, typer.Option("--apply", help="Repair the lanes that have a problem.")] = False,
     reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare table, marker and topics of every lane (exactly-once), and say or do what repairs a lane that stopped.
+    """Compare table, marker and topics (exactly-once), and say or do what repairs a lane that stopped.
 
-    Needs no stopped relays: a lane is fenced before it is repaired. Exit status 1 while a problem is left.
+    Needs no stopped relays: a lane is fenced before it is repaired. Connect to the server itself, not to a pooler. Exit
+    status 1 while a problem is left.
     """
+    from relay import failpoints
     from relay.cli.wiring import build_router
     from relay.config import Delivery, client_options, producer_options, state_topic_name
     from relay.database import Connector
-    from relay.reconcile import Reconciler
-    from relay.transactions import StateTopic
+    from relay.kafka.state_topic import StateTopic
+    from relay.operations.reconcile import Reconciler
     from relay.wal import Replication
 
     if apply:
         require_reason(reason, "what happened; it is kept in the audit")
     settings = load(database_url=database_url, delivery=Delivery.EXACTLY_ONCE)
+    failpoints.arm_from_environment()
     reconciler = Reconciler(
         Connector(settings.require_database(), "outbox relay reconcile"),
         settings.db_schema,
@@ -120,30 +131,99 @@ def reconcile(
         lambda: Replication(settings.require_database(), "outbox relay reconcile"),
     )
     try:
-        states = reconciler.look()
-        repaired = reconciler.repair(states, reason or "") if apply else []
+        findings = reconciler.look(lane, search=not apply)
+        repaired = reconciler.repair(findings, reason or "") if apply else []
     finally:
         reconciler.close()
-    problems = [state for state in states if state.problem is not None]
     if as_json:
-        print_json({"lanes": states, "repaired": repaired})
+        print_json({"lanes": findings.lanes, "hanging": findings.hanging, "repaired": repaired})
     else:
-        for state in states:
+        for state in findings.lanes:
             typer.echo(
                 f"lane {state.lane}: last_batch {state.last_batch}, marker {state.marker_batch}, {state.rows} events "
                 f"in the outbox: {state.problem or 'as it should be'}"
             )
-            if state.problem is not None:
+            if state.problem is not None and not apply:
                 typer.echo(
-                    f"  {len(state.found)} of them stand on Kafka already: settle these, write a fresh marker, and go "
+                    f"  {state.found} of them stand on Kafka already: settle these, write a fresh marker, and go "
                     f"on with batch {state.next_batch + 1}"
                 )
+        for part in findings.hanging:
+            typer.echo(
+                f"{part.topic} partition {part.partition}: readers in read_committed wait at offset {part.stable} for "
+                f"the end of a transaction. {part.events} events may be in it; the outbox still has the rows of "
+                f"{part.held}"
+            )
+            if not apply:
+                typer.echo(
+                    "  abort it, and publish them again"
+                    if part.held == part.events
+                    else f"  to abort it loses the others; it is left alone. By hand: {part.command}"
+                )
         for state in repaired:
-            typer.echo(f"lane {state.lane}: repaired, {len(state.found)} events settled, {state.rows} to be published")
-        if problems and not apply:
+            typer.echo(f"lane {state.lane}: repaired, {state.found} events settled, {state.rows} to be published")
+        if (findings.problems or findings.hanging) and not apply:
             typer.echo("Nothing was changed. To do it: outbox relay reconcile --apply --reason '…'")
-    if problems and not apply:
+    if (findings.problems or findings.hanging) and not apply:
         raise typer.Exit(1)
+
+
+@app.command()
+@failing_clearly
+def release(
+    lane: Annotated[int, typer.Argument(min=0, help="The lane to free.")],
+    reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Free a lane whose lease lies in the future, as after the database's clock jumped back.
+
+    The relay that holds it, if one lives, loses it: its epoch is over. Another takes the lane at once, and fences the
+    former one by the transactional.id that the lane's row names.
+    """
+    from relay.database import Connector
+    from relay.operations.release import release_lane
+
+    require_reason(reason, "what happened; it is kept in the audit")
+    settings = load(database_url=database_url)
+    connection = Connector(settings.require_database(), "outbox relay release")()
+    try:
+        freed = release_lane(connection, settings.db_schema, lane, reason or "")
+    finally:
+        connection.close()
+    if freed is None:
+        typer.echo(f"Lane {lane} is free already.")
+    else:
+        typer.echo(f"Lane {lane} is free: {freed.owner} held it until {freed.lease_until}.")
+
+
+@app.command()
+@failing_clearly
+def wait(
+    seconds: Annotated[float, typer.Option(min=0, help="How long at most.")] = 60.0,
+    database_url: DatabaseUrl = None,
+) -> None:
+    """Wait until every event that is committed now has left the outbox: published, or a dead letter.
+
+    For scripts that go on with what was published. Events without a row (transport="message") are not seen. Exit
+    status 1 when some are left.
+    """
+    from relay.database import Connector
+    from relay.operations.waiting import wait_until_published
+
+    settings = load(database_url=database_url)
+    connection = Connector(settings.require_database(), "outbox relay wait")()
+    try:
+        left = wait_until_published(connection, settings.db_schema, seconds)
+    finally:
+        connection.close()
+    if left:
+        typer.echo(
+            f"{left} events are not published after {seconds:g} s. Is a relay running, and can it reach Kafka? See "
+            "`outbox failures list` and `outbox doctor`",
+            err=True,
+        )
+        raise typer.Exit(1)
+    typer.echo("Every event is published.")
 
 
 @app.command()
@@ -183,144 +263,3 @@ def switch(
         typer.echo(
             f"The slot {settings.wal.slot!r} keeps WAL all the same: `outbox cdc drop`, unless you go back soon."
         )
-
-
-def build(settings: Settings) -> Supervisor:
-    """Put a relay together. Raises ConfigurationError before anything is connected."""
-    from outbox import __version__
-    from relay.cli.wiring import build_router, build_topics, failure_policy
-    from relay.config import (
-        Delivery,
-        client_options,
-        delivery_seconds,
-        producer_options,
-        state_topic_name,
-    )
-    from relay.database import Connector
-    from relay.failures import Failures
-    from relay.lanes import Lease
-    from relay.loop import Pace
-    from relay.polling import DeletingSource, PollingSource
-    from relay.ports import Publisher, Source
-    from relay.publisher import IdempotentPublisher
-    from relay.slot import slot_names
-    from relay.stream import Stream, StreamLimits
-    from relay.stream_source import StreamSource
-    from relay.supervisor import Events, Plan, Supervisor
-    from relay.transactions import StateTopic, TransactionalPublisher, TransactionFigures
-    from relay.wal import Replication
-
-    options, seconds = producer_options(settings), delivery_seconds(settings)
-    router, topics = build_router(settings), build_topics(settings)
-    archive = settings.relay.archive_days > 0
-    wal = settings.source is SourceKind.WAL
-    schema = settings.db_schema
-    failures = Failures(schema, failure_policy(settings), router)
-    figures = TransactionFigures()
-    state = StateTopic(client_options(settings), state_topic_name(settings), replication=settings.state_replication)
-    # An option librdkafka does not know ends the command here, not a lane later.
-    IdempotentPublisher(options, router, topics, settings.ce_source, seconds).close()
-    instance = settings.relay.instance or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-    connect = Connector(settings.require_database(), f"outbox relay {instance}"[:63])
-
-    def new_stream(leases: Sequence[Lease]) -> Stream:
-        name = f"outbox relay {instance}"[:63]
-        return Stream(
-            slot_names(settings),
-            lambda: Replication(settings.require_database(), name),
-            connect,
-            leases,
-            StreamLimits(
-                max_events=4 * settings.relay.batch_size * len(leases),
-                heartbeat_seconds=settings.wal.heartbeat_seconds,
-            ),
-        )
-
-    def new_source(lease: Lease, events: Events, stream: Stream | None) -> PollingSource:
-        if stream is not None:
-            wait_seconds = settings.relay.max_idle_seconds
-            return StreamSource(
-                connect,
-                schema,
-                lease,
-                failures,
-                archive=archive,
-                on_dead=events.dead,
-                stream=stream,
-                wait_seconds=wait_seconds,
-            )
-        if settings.delivery is Delivery.AT_MOST_ONCE:
-            return DeletingSource(connect, schema, lease, failures, on_dead=events.dead, on_lost=events.lost)
-        return PollingSource(connect, schema, lease, failures, archive=archive, on_dead=events.dead)
-
-    def new_publisher(lease: Lease, lanes: int, source: Source) -> Publisher:
-        if settings.delivery is not Delivery.EXACTLY_ONCE:
-            once = settings.delivery is Delivery.AT_MOST_ONCE
-            return IdempotentPublisher(options, router, topics, settings.ce_source, seconds, places=archive, once=once)
-        assert isinstance(source, PollingSource)
-        return TransactionalPublisher(
-            options,
-            router,
-            topics,
-            settings.ce_source,
-            seconds,
-            transactional_id=f"{settings.name}.relay.{lease.lane}",
-            lane=lease.lane,
-            epoch=lease.epoch,
-            lanes=lanes,
-            state=state,
-            ledger=source,
-            figures=figures,
-            places=archive,
-        )
-
-    return Supervisor(
-        Plan(
-            instance=instance,
-            version=__version__,
-            schema=schema,
-            lease_seconds=settings.relay.lease_seconds,
-            shutdown_seconds=settings.relay.shutdown_seconds,
-            pace=Pace(
-                batch_size=settings.relay.batch_size,
-                min_idle_seconds=min(_IDLE_SECONDS, settings.relay.max_idle_seconds),
-                # The stream wakes its lanes by itself.
-                max_idle_seconds=_IDLE_SECONDS if wal else settings.relay.max_idle_seconds,
-                max_backoff_seconds=settings.relay.max_backoff_seconds,
-            ),
-            connect=connect,
-            stream=new_stream if wal else None,
-            source=new_source,
-            publisher=new_publisher,
-            upkeep=_upkeep(settings, connect),
-            figures=figures.summary if settings.delivery is Delivery.EXACTLY_ONCE else dict,
-        )
-    )
-
-
-def _upkeep(settings: Settings, connect: Connector) -> list[Upkeep]:
-    """Give what a relay does beside publishing, and open its metrics. Raises ConfigurationError for an address."""
-    from prometheus_client import CollectorRegistry
-
-    from relay.metrics import SlotWatch, serve
-    from relay.retention import Retention
-    from relay.slot import slot_names
-    from relay.supervisor import Upkeep
-
-    registry = CollectorRegistry()
-    # A slot that is not read, before a switch or after one, fills the disk as well; then polling relays are the only
-    # ones that see it.
-    watch = SlotWatch(
-        connect,
-        slot_names(settings),
-        settings.wal.retained_limit_bytes,
-        registry,
-        by_book=settings.source is not SourceKind.WAL,
-    )
-    tasks = [Upkeep(watch.look, _WATCH_SECONDS)]
-    if settings.relay.archive_days > 0:
-        retention = Retention(connect, settings.db_schema, settings.relay.archive_days)
-        tasks.append(Upkeep(retention.keep, _ARCHIVE_SECONDS))
-    if settings.relay.metrics_address is not None:
-        serve(settings.relay.metrics_address, registry)
-    return tasks

@@ -72,7 +72,9 @@ def down(
 
 def _sandbox() -> Sandbox:
     from outbox.testing.sandbox import Sandbox
+    from relay.config import check_environment
 
+    check_environment()
     return Sandbox(report=lambda text: typer.echo(text, err=True))
 
 

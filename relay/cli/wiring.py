@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from relay.config import Settings, client_options
 from relay.failures import FailurePolicy
+from relay.kafka.topics import Topics
 from relay.routing import Route, Router
-from relay.sending import Topics
 
 
 def build_router(settings: Settings) -> Router:
-    """Give the router of these settings. Raises ConfigurationError for a topic that can't exist."""
+    """Return the router of these settings. Raises ConfigurationError for a topic that can't exist."""
     failures = settings.failures
     routes = {
         name: Route(
@@ -23,13 +23,13 @@ def build_router(settings: Settings) -> Router:
 
 
 def failure_policy(settings: Settings) -> FailurePolicy:
-    """Give the policy of these settings."""
+    """Return the policy of these settings."""
     failures = settings.failures
     return FailurePolicy(failures.max_attempts, failures.min_backoff_seconds, failures.max_backoff_seconds)
 
 
 def build_topics(settings: Settings) -> Topics:
-    """Give the topics, as these settings allow creating them."""
+    """Return the topics, as these settings allow creating them."""
     return Topics(
         client_options(settings),
         create=settings.create_topics,

@@ -8,6 +8,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 from typing import Any
 
 import psutil
@@ -15,8 +16,12 @@ import psycopg
 import pytest
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
-from support import Load, await_stops, backlog, caught_up, check, order, owners, wait_until
+from proxy import END_TXN, KafkaProxy, after_request, before_request, instead_of_response
+from support import Crashes, Load, await_attempts, await_stops, backlog, caught_up, check, order, owners, wait_until
 
+from outbox import Event, Outbox
+from outbox.testing._ports import free_ports
+from outbox.testing._process import patience
 from relay import db
 from relay.failpoints import VARIABLE
 
@@ -78,20 +83,26 @@ def stopped(relay) -> bool:
 def test_killed_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, exactly_once, order, delivery, points):
     """Each relay takes over from one that was killed, and is killed at the next step itself."""
     url, (kind, topic) = outbox_postgres.url, order
-    settings = exactly_once | {"delivery": delivery}
+    settings = exactly_once | {"delivery": delivery, "relay__lease_seconds": 20}
+    crashes = Crashes(url, kind, settings["relay__batch_size"])
     with Load(url, kind) as load:
         for point in points:
             nth = 1 if point.startswith("takeover") else 5
             relay = outbox_relay(env=failing(f"{point}=kill@{nth}"), **settings)
             assert relay.wait(40) == -signal.SIGKILL, point
+            crashes.note()
         outbox_relay(**settings)
         load.drain()
-    repeats = check(url, outbox_kafka.consume(topic))
+    messages = outbox_kafka.consume(topic)
+    repeats = check(url, messages)
     if delivery == "exactly-once":
         assert repeats == 0
     else:
-        # At most one batch of each lane for each kill.
-        assert repeats <= len(points) * 4 * 50
+        after = dict(zip(points, crashes.repeats(messages), strict=True))
+        assert sum(after.values()) == repeats
+        # Nothing of the turn was sent yet; all of it was, and is acknowledged; all of it is settled.
+        assert (after["batch.fetched"], after["batch.settled"]) == (0, 0), after
+        assert after["batch.acknowledged"] > 0, after
 
 
 def test_stopped_at_every_step_and_woken_after_the_take_over(
@@ -109,7 +120,9 @@ def test_stopped_at_every_step_and_woken_after_the_take_over(
     ]
     with Load(url, kind) as load:
         for point in points:
-            sleeper = outbox_relay(env=failing(f"{point}=pause@2"), **exactly_once)
+            # All lanes are taken over at once.
+            nth = 1 if point.startswith("takeover") else 2
+            sleeper = outbox_relay(env=failing(f"{point}=pause@{nth}"), **exactly_once)
             wait_until(lambda sleeper=sleeper: stopped(sleeper), 30, f"the relay to stop at {point}")
             other = outbox_relay(relay__instance=f"after {point}", **exactly_once)
             wait_until(lambda point=point: owners(url) == {f"after {point}": 4}, 30, f"the take-over after {point}")
@@ -163,21 +176,42 @@ def test_a_storm_of_take_overs(outbox_postgres, outbox_kafka, outbox_relay, exac
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
-def test_the_broker_is_killed_in_the_middle_of_commits(outbox_postgres, private_kafka, outbox_relay, back_soon):
+def test_the_broker_is_killed_while_a_commit_is_under_way(outbox_postgres, private_kafka, outbox_relay, back_soon):
+    """EndTxn has not reached it; is on its way; has been answered. The relay can't know which, and the markers tell."""
     url = outbox_postgres.url
-    cluster = private_kafka()
+    (port,) = free_ports(1)
+    cluster = private_kafka(advertised_port=port)
     topics = private_kafka.topics(cluster)
     topics.create_topic("order-events", 3)
-    with Load(url, "Order") as load:
-        relay = outbox_relay(bootstrap_servers=cluster.bootstrap_servers, **back_soon)
-        for _ in range(2):
-            goal = load.committed() + 200
+    settings = back_soon | {"relay__lease_seconds": 20, "kafka__delivery_timeout_ms": 4000}
+    moments = [before_request, after_request, instead_of_response]
+    with KafkaProxy("127.0.0.1", cluster.proxied_port, port) as proxy, Load(url, "Order") as load:
+        relay = outbox_relay(bootstrap_servers=proxy.address, **settings)
+        for moment in moments:
+            wait_until(lambda: all_lanes_have_settled(url), what="a batch of every lane")
+            goal = load.committed() + 100
             wait_until(lambda goal=goal: load.committed() > goal, what="some load")
-            cluster.kill_broker(0)
+            caught_up(url)
+            killed = threading.Event()
+
+            def kill(killed: threading.Event = killed) -> None:
+                cluster.kill_broker(0)
+                killed.set()
+
+            renewed = relay.log().count("publishing again")
+            proxy.on(END_TXN, moment(kill))
+            assert killed.wait(60 * patience()), moment.__name__
             cluster.start_broker(0)
+            wait_until(
+                lambda renewed=renewed: relay.log().count("publishing again") > renewed, 60, "the relay to go on"
+            )
         load.drain(90)
         assert relay.running
-    assert check(url, topics.consume("order-events")) == 0
+        assert [fired.action.name for fired in proxy.fired] == [moment.__name__ for moment in moments]
+        assert check(url, topics.consume("order-events")) == 0
+        # While its way to the broker is open: the relay ends its transactions before it stops.
+        relay.terminate()
+        assert relay.wait() == 0
 
 
 def test_three_brokers_of_which_one_is_killed_and_then_all(outbox_postgres, private_kafka, outbox_relay, back_soon):
@@ -188,7 +222,7 @@ def test_three_brokers_of_which_one_is_killed_and_then_all(outbox_postgres, priv
     settings = back_soon | {"relay__lease_seconds": 6}
     with Load(url, "Order") as load:
         relays = [outbox_relay(bootstrap_servers=cluster.bootstrap_servers, **settings) for _ in range(2)]
-        relays[0].wait_for_log("lane acquired")
+        relays[0].wait_for_log("lanes acquired")
         wait_until(lambda: load.committed() > 150, what="some load")
         cluster.kill_broker(0)
         wait_until(lambda: load.committed() > 600, what="load while a broker is away")
@@ -214,7 +248,7 @@ def test_postgres_loses_commits_that_it_never_flushed(
     database = private_postgres.database(server)
     with Load(database.url, kind, pause=0.02) as load:
         relay = outbox_relay(database_url=database.url, **exactly_once)
-        relay.wait_for_log("lane acquired")
+        relay.wait_for_log("lanes acquired")
         for _ in range(3):
             before = load.committed()
             wait_until(
@@ -276,17 +310,17 @@ def test_a_state_topic_that_lost_its_markers_stops_the_lanes(
     relay = outbox_relay(**exactly_once)
     relay.wait_for_log("lane stopped")
     relay.wait_for_log("outbox relay reconcile")
-    await_stops(relay, 4, 2)
+    await_stops(relay, 4)
     # Not before: what a killed relay had committed can stand behind a transaction that another lane left open.
     before = len(outbox_kafka.consume(topic))
-    await_stops(relay, 4, 3)
+    await_attempts(url, 2)
     assert backlog(url) == left
     assert len(outbox_kafka.consume(topic)) == before
     # A person looks, then repairs; the relay is running all the while.
     status, states = reconcile(url, outbox_kafka, exactly_once)
     assert status == 1
     assert backlog(url) == left
-    assert sum(len(state["found"]) for state in states["lanes"]) > 0
+    assert sum(state["found"] for state in states["lanes"]) > 0
     status, repaired = reconcile(url, outbox_kafka, exactly_once, "--apply", "--reason", "a test took the topic")
     assert status == 0
     assert {state["lane"] for state in repaired["repaired"]} == {0, 1, 2, 3}
@@ -296,6 +330,30 @@ def test_a_state_topic_that_lost_its_markers_stops_the_lanes(
     with psycopg.connect(url) as connection:
         audit = connection.execute("SELECT why FROM outbox.audit WHERE what = 'reconcile'").fetchall()
     assert audit == [("a test took the topic",)] * 4
+
+
+def test_a_lane_that_lost_its_marker_stops_alone(outbox_postgres, outbox_kafka, outbox_relay, back_soon, order):
+    """The worker's other lanes go on beside it, at their usual pace, and it by itself once a person has seen to it."""
+    url, (kind, topic) = outbox_postgres.url, order
+    with Load(url, kind) as load:
+        relay = outbox_relay(**back_soon)
+        wait_until(lambda: all_lanes_have_settled(url), what="a batch of every lane")
+        relay.kill()
+        with psycopg.connect(url) as connection:
+            connection.execute("UPDATE outbox.lanes SET last_batch = last_batch + 50 WHERE lane = 2")
+        relay = outbox_relay(**back_soon)
+        await_stops(relay, 1)
+        load.stop()
+        others = "SELECT count(*) FROM outbox.events WHERE lane <> 2"
+        with psycopg.connect(url, autocommit=True) as connection:
+            wait_until(lambda: connection.execute(others).fetchone() == (0,), 60, "the other lanes to go on")
+        assert backlog(url) > 0
+        assert relay.log().count('"lanes": "2"') > 0
+        assert reconcile(url, outbox_kafka, back_soon)[0] == 1
+        assert reconcile(url, outbox_kafka, back_soon, "--apply", "--reason", "a test")[0] == 0
+        load.drain()
+        assert relay.running
+    assert check(url, outbox_kafka.consume(topic)) == 0
 
 
 def reconcile(url: str, kafka, settings, *arguments: str) -> tuple[int, dict[str, Any]]:
@@ -357,18 +415,31 @@ def test_a_state_topic_with_the_wrong_settings_is_refused(
 
 
 def test_two_outboxes_that_share_a_name_are_kept_apart(
-    outbox_postgres, private_postgres, outbox_kafka, outbox_relay, exactly_once, order
+    outbox_postgres, private_postgres, outbox_kafka, outbox_relay, back_soon, order
 ):
-    url, (kind, _) = outbox_postgres.url, order
+    """The second finds the first one's markers: it says so, publishes nothing, and does not fence the first."""
+    url, (kind, topic) = outbox_postgres.url, order
+    others = outbox_kafka.name("Other")
+    other_topic = outbox_kafka.create_topic(f"{others.lower()}-events")
+    settings = back_soon | {"relay__lease_seconds": 20}
     with Load(url, kind) as load:
-        first = outbox_relay(**exactly_once)
+        first = outbox_relay(**settings)
         wait_until(lambda: all_lanes_have_settled(url), what="a batch of every lane")
-        other = private_postgres.database(private_postgres())
-        second = outbox_relay(database_url=other.url, **exactly_once)
-        second.wait_for_log("OUTBOX_NAME")
-        second.kill()
+        other = private_postgres.database(private_postgres({"fsync": "off"}))
+        with psycopg.connect(other.url) as connection:
+            Outbox().add_many(connection, [Event(others, f"k{number}", "Said", {}) for number in range(40)])
+        second = outbox_relay(database_url=other.url, log_format="json", **settings)
+        await_stops(second, 4)
+        assert "give each its own OUTBOX_NAME" in second.log()
+        await_attempts(other.url, 2)
+        goal = load.committed() + 100
+        wait_until(lambda: load.committed() > goal, what="load beside the second relay")
         load.drain()
-        assert first.running
+        assert (first.running, second.running) == (True, True)
+        assert "another relay has taken a lane over" not in first.log()
+    assert backlog(other.url) == 40
+    assert outbox_kafka.consume(other_topic) == []
+    assert check(url, outbox_kafka.consume(topic)) == 0
 
 
 def test_deliveries_can_be_changed_between_clean_stops(
@@ -379,7 +450,7 @@ def test_deliveries_can_be_changed_between_clean_stops(
         for delivery in ("at-least-once", "exactly-once", "at-least-once", "exactly-once"):
             # A lease that no slow machine outlasts: at-least-once may repeat what took too long.
             relay = outbox_relay(**exactly_once | {"delivery": delivery, "relay__lease_seconds": 15})
-            relay.wait_for_log("lane acquired")
+            relay.wait_for_log("lanes acquired")
             goal = load.committed() + 200
             wait_until(lambda goal=goal: load.committed() > goal, what="some load")
             relay.terminate()

@@ -1,4 +1,4 @@
-"""The four guards of the exactly-once protocol, each taken out once: the checker must see it, on real services.
+"""The guards of the exactly-once protocol, each taken out once: the checker must see just that, on real services.
 
 For every mutation the same scenario is first run with the relay as it is, and passes: it is the guard that makes the
 difference.
@@ -7,12 +7,13 @@ difference.
 from __future__ import annotations
 
 import signal
+from collections import Counter
 from pathlib import Path
 
 import psutil
 import psycopg
 import pytest
-from support import Load, backlog, caught_up, check, drained, owners, wait_until
+from support import Load, Unsound, backlog, caught_up, check, drained, owners, wait_until
 
 from relay.failpoints import VARIABLE
 
@@ -33,22 +34,28 @@ def scenario(outbox_kafka):
     return kind, topic, settings
 
 
-def verdict(url: str, messages) -> str:
-    """Say sound, twice (all there and in order, some repeated), or unsound (lost, invented or out of order)."""
+def verdict(url: str, messages) -> set[str]:
+    """Return what is wrong: nothing; twice (all there and in order, some repeated); or lost, invented, disorder."""
     try:
         repeats = check(url, messages)
-    except AssertionError:
-        return "unsound"
-    return "twice" if repeats else "sound"
+    except Unsound as unsound:
+        return set(unsound.kinds)
+    return {"twice"} if repeats else set()
+
+
+def repeated(messages) -> set[bytes]:
+    """The ids of events that stand on the topic more than once."""
+    counts = Counter(dict(message.headers())["ce_id"] for message in messages)
+    return {event_id for event_id, count in counts.items() if count > 1}
 
 
 @pytest.mark.parametrize(
     ("mutation", "point", "expected"),
     [
-        ("none", "batch.sent=kill@5", "sound"),
-        ("settle_before_ack", "batch.sent=kill@5", "unsound"),
-        ("none", "txn.begun=kill@5", "sound"),
-        ("marker_first", "txn.begun=kill@5", "unsound"),
+        ("none", "batch.sent=kill@5", set()),
+        ("settle_before_ack", "batch.sent=kill@5", {"lost"}),
+        ("none", "txn.begun=kill@5", set()),
+        ("marker_first", "txn.begun=kill@5", {"lost"}),
     ],
 )
 def test_a_kill_between_the_steps(outbox_postgres, outbox_kafka, outbox_relay, scenario, mutation, point, expected):
@@ -57,23 +64,23 @@ def test_a_kill_between_the_steps(outbox_postgres, outbox_kafka, outbox_relay, s
         victim = outbox_relay(env={VARIABLE: point}, program=(MUTANT, mutation), **settings)
         assert victim.wait(40) == -signal.SIGKILL
         successor = outbox_relay(**settings)
-        load.stop()
-        # Where a guard notices by itself that rows are missing, its lane stops for good.
-        wait_until(lambda: backlog(url) == 0 or "lane stopped" in successor.log(), 60, "the outbox to drain")
+        load.drain()
+        assert "lane stopped" not in successor.log()
     assert verdict(url, outbox_kafka.consume(topic)) == expected
 
 
-@pytest.mark.parametrize(("mutation", "expected"), [("none", "sound"), ("no_epoch_recheck", "caught")])
+@pytest.mark.parametrize(("mutation", "expected"), [("none", set()), ("no_epoch_recheck", {"twice"})])
 def test_a_sleeper_that_wakes_with_a_batch_in_hand(
     outbox_postgres, outbox_kafka, outbox_relay, scenario, mutation, expected
 ):
     url, (kind, topic, settings) = outbox_postgres.url, scenario
     # Time enough for what the sleeper sends when it wakes.
     settings = settings | {"relay__lease_seconds": 4.0}
+    program = (MUTANT, mutation)
     with Load(url, kind) as load:
-        sleeper = outbox_relay(env={VARIABLE: "batch.fetched=pause@8"}, program=(MUTANT, mutation), **settings)
+        sleeper = outbox_relay(env={VARIABLE: "batch.fetched=pause@8"}, program=program, **settings)
         wait_until(lambda: psutil.Process(sleeper.pid).status() == psutil.STATUS_STOPPED, what="the relay to stop")
-        other = outbox_relay(relay__instance="other", **settings)
+        other = outbox_relay(relay__instance="other", program=program, **settings)
         wait_until(lambda: owners(url) == {"other": 4}, what="the other relay with all lanes")
         # The other relay must have published what the sleeper has in hand.
         caught_up(url)
@@ -82,10 +89,35 @@ def test_a_sleeper_that_wakes_with_a_batch_in_hand(
         sleeper.terminate()
         sleeper.wait()
         load.stop()
-        # What the sleeper has written may also stop the lane of the rightful owner.
-        wait_until(lambda: backlog(url) == 0 or "lane stopped" in other.log(), 60, "the outbox to drain")
+        # The mutant's markers can stop a lane for good, with a message that comes too late: what it sent is there.
+        stopped = "lane stopped"
+        wait_until(lambda: backlog(url) == 0 or (expected and stopped in other.log()), 60, "the outbox to drain")
         assert other.running
-    assert (verdict(url, outbox_kafka.consume(topic)) == "sound") is (expected == "sound")
+    messages = outbox_kafka.consume(topic)
+    if backlog(url) == 0:
+        assert verdict(url, messages) == expected
+    else:
+        assert expected == {"twice"}
+        assert repeated(messages)
+
+
+@pytest.mark.parametrize(("mutation", "expected"), [("none", set()), ("let_go_unsettled", {"twice"})])
+def test_a_relay_that_stops(outbox_postgres, outbox_kafka, outbox_relay, scenario, mutation, expected):
+    """At least once, and still nothing twice where nobody was killed."""
+    url, (kind, topic, settings) = outbox_postgres.url, scenario
+    settings = settings | {"delivery": "at-least-once", "relay__lease_seconds": 15.0}
+    with Load(url, kind, pause=0) as load:
+        wait_until(lambda: load.committed() > 2000, 60, "a backlog")
+    written = backlog(url)
+    # Turns that take a while, so that it is told to stop between two of them. One is published and not settled then.
+    first = outbox_relay(env={VARIABLE: "batch.sent=delay:0.3@1+"}, program=(MUTANT, mutation), **settings)
+    wait_until(lambda: backlog(url) < written, 60, "some of it to be published")
+    first.terminate()
+    assert first.wait() == 0
+    assert backlog(url) > 0
+    outbox_relay(**settings)
+    drained(url)
+    assert verdict(url, outbox_kafka.consume(topic)) == expected
 
 
 def unflushed(url: str) -> int:
@@ -95,14 +127,14 @@ def unflushed(url: str) -> int:
         return connection.execute(query).fetchone()[0]
 
 
-@pytest.mark.parametrize(("mutation", "expected"), [("none", "sound"), ("no_flush_barrier", "unsound")])
+@pytest.mark.parametrize(("mutation", "expected"), [("none", set()), ("no_flush_barrier", {"invented"})])
 def test_a_database_that_loses_commits(private_postgres, outbox_kafka, outbox_relay, scenario, mutation, expected):
     kind, topic, settings = scenario
     server = private_postgres({"wal_writer_delay": "10s", "synchronous_commit": "off"})
     database = private_postgres.database(server)
     with Load(database.url, kind, pause=0.02) as load:
         relay = outbox_relay(database_url=database.url, program=(MUTANT, mutation), **settings)
-        relay.wait_for_log("lane acquired")
+        relay.wait_for_log("lanes acquired")
         before = load.committed()
 
         def to_be_lost() -> bool:
@@ -120,4 +152,5 @@ def test_a_database_that_loses_commits(private_postgres, outbox_kafka, outbox_re
             connection.execute("UPDATE outbox.lanes SET last_batch = NULL")
         outbox_relay(database_url=database.url, **settings)
         drained(database.url)
-    assert verdict(database.url, outbox_kafka.consume(topic)) == expected
+    # What is written after the crash takes the numbers of what was lost once more.
+    assert verdict(database.url, outbox_kafka.consume(topic)) - {"disorder"} == expected

@@ -1,15 +1,20 @@
-"""Exactly-once through a network that loses, delays and doubles what matters most: EndTxn and Produce."""
+"""Each delivery through a network that loses, delays and doubles what matters most: EndTxn and Produce."""
 
 from __future__ import annotations
 
+import datetime as dt
+import os
+import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import pytest
 from proxy import (
     CREATE_TOPICS,
     END_TXN,
+    FETCH,
     PRODUCE,
+    Action,
     KafkaProxy,
     delay_request,
     delay_response,
@@ -17,23 +22,45 @@ from proxy import (
     drop_response,
     duplicate_request,
 )
-from support import Load, caught_up, check, wait_until
+from support import (
+    Crashes,
+    Load,
+    backlog,
+    caught_up,
+    check,
+    check_at_most_once,
+    look_up,
+    said_to_be_lost,
+    wait_until,
+)
 
 from outbox.testing._ports import free_ports
 from outbox.testing.fixtures import Topics
 from outbox.testing.kafka import KafkaCluster
-from relay import transactions
+from relay.failpoints import VARIABLE
+from relay.kafka import state_topic
+from relay.kafka.state_topic import StateTopic
 from relay.ports import Unavailable
-from relay.transactions import StateTopic
 
 
 @pytest.fixture(scope="module")
 def network() -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
     """A broker that clients reach through a proxy only."""
     (port,) = free_ports(1)
-    with KafkaCluster(advertised_port=port) as cluster, KafkaProxy("127.0.0.1", cluster.proxied_port, port) as proxy:
+    settings = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": "200"}
+    with (
+        KafkaCluster(advertised_port=port, settings=settings) as cluster,
+        KafkaProxy("127.0.0.1", cluster.proxied_port, port) as proxy,
+    ):
         yield cluster, proxy
 
+
+QUICK = {
+    "relay__lease_seconds": 8.0,
+    "relay__batch_size": 50,
+    # Connections are cut on purpose here; the client must not take longer and longer to come back.
+    "kafka__reconnect_backoff_max_ms": 200,
+}
 
 RULES = {
     "the answer to EndTxn is lost": [(END_TXN, drop_response)] * 6,
@@ -48,76 +75,193 @@ RULES = {
 }
 
 
+@pytest.fixture
+def topics(network) -> Iterator[Topics]:
+    """Topics of that broker, by the way past the proxy."""
+    with Topics(network[0].bootstrap_servers) as topics:
+        yield topics
+
+
+def break_requests(proxy: KafkaProxy, rules: Sequence[tuple[int, Action]]) -> None:
+    """Do these things to requests, a few that are left alone between any two."""
+    for api_key, action in rules:
+        seen = proxy.seen(api_key)
+        proxy.on(api_key, action)
+        proxy.wait_seen(api_key, seen + 3)
+    proxy.wait_done()
+
+
 @pytest.mark.parametrize("rules", RULES.values(), ids=RULES.keys())
-def test_requests_that_are_lost_late_or_doubled(outbox_postgres, outbox_relay, network, rules):
-    cluster, proxy = network
+def test_requests_that_are_lost_late_or_doubled(outbox_postgres, outbox_relay, network, topics, rules):
+    _, proxy = network
     url = outbox_postgres.url
-    with Topics(cluster.bootstrap_servers) as topics:
-        kind = topics.name("Order")
-        topic = topics.create_topic(f"{kind.lower()}-events", 2)
-        settings = {
-            "delivery": "exactly-once",
-            "name": topics.name("outbox"),
-            "relay__lease_seconds": 8.0,
-            "relay__batch_size": 50,
-            # Connections are cut on purpose here; the client must not take longer and longer to come back.
-            "kafka__reconnect_backoff_max_ms": 200,
-        }
-        with Load(url, kind) as load:
-            relay = outbox_relay(bootstrap_servers=proxy.address, **settings)
-            wait_until(lambda: load.committed() > 200, what="some load")
-            caught_up(url)
-            for api_key, action in rules:
-                seen = proxy.seen(api_key)
-                proxy.on(api_key, action)
-                proxy.wait_seen(api_key, seen + 3)
-            proxy.wait_done()
-            load.drain(90)
-            assert relay.running
-        assert len(proxy.fired) >= len(rules)
-        assert check(url, topics.consume(topic)) == 0
-        relay.terminate()
-        assert relay.wait() == 0
+    kind = topics.name("Order")
+    topic = topics.create_topic(f"{kind.lower()}-events", 2)
+    settings = QUICK | {"delivery": "exactly-once", "name": topics.name("outbox")}
+    before = len(proxy.fired)
+    with Load(url, kind) as load:
+        relay = outbox_relay(bootstrap_servers=proxy.address, **settings)
+        wait_until(lambda: load.committed() > 200, what="some load")
+        caught_up(url)
+        break_requests(proxy, rules)
+        load.drain(90)
+        assert relay.running
+    assert len(proxy.fired) == before + len(rules)
+    assert check(url, topics.consume(topic)) == 0
+    relay.terminate()
+    assert relay.wait() == 0
 
 
-def test_a_controller_that_does_not_answer_is_asked_anew_in_seconds(network, monkeypatch):
+def test_at_least_once_requests_that_are_lost_late_or_doubled(outbox_postgres, outbox_relay, network, topics):
+    """Brokers know what an idempotent producer repeats: as long as it lives, nothing stands there twice."""
+    _, proxy = network
+    url = outbox_postgres.url
+    kind = topics.name("Order")
+    topic = topics.create_topic(f"{kind.lower()}-events", 2)
+    rules = [rule for name, rules in RULES.items() if "Produce" in name for rule in rules]
+    before = len(proxy.fired)
+    with Load(url, kind) as load:
+        relay = outbox_relay(bootstrap_servers=proxy.address, **QUICK | {"relay__lease_seconds": 30})
+        wait_until(lambda: load.committed() > 200, what="some load")
+        caught_up(url)
+        break_requests(proxy, rules)
+        load.drain(90)
+        assert relay.running
+    assert len(proxy.fired) == before + len(rules)
+    assert check(url, topics.consume(topic)) == 0
+    assert "waiting for a server" not in relay.log()
+    relay.terminate()
+    assert relay.wait() == 0
+
+
+def test_at_most_once_requests_and_answers_that_are_lost(outbox_postgres, outbox_relay, network, topics):
+    """Nothing is sent again. What may be lost is what the log counts."""
+    _, proxy = network
+    url = outbox_postgres.url
+    kind = topics.name("Order")
+    topic = topics.create_topic(f"{kind.lower()}-events", 2)
+    settings = QUICK | {"delivery": "at-most-once", "relay__lease_seconds": 30, "log_format": "json"}
+    rules = [(PRODUCE, drop_response), (PRODUCE, drop_request), (PRODUCE, delay_request(1.5))]
+    with Load(url, kind) as load:
+        relay = outbox_relay(bootstrap_servers=proxy.address, **settings)
+        wait_until(lambda: load.committed() > 200, what="some load")
+        caught_up(url)
+        for rule in 2 * rules:
+            lost = said_to_be_lost(relay)
+            break_requests(proxy, [rule])
+            wait_until(lambda lost=lost: said_to_be_lost(relay) > lost, what="the loss to be counted")
+        load.drain(90)
+        assert relay.running
+    relay.terminate()
+    assert relay.wait() == 0
+    assert 0 < check_at_most_once(url, topics.consume(topic)) <= said_to_be_lost(relay)
+
+
+def test_a_controller_that_does_not_answer_is_asked_anew_in_seconds(network, topics, monkeypatch):
     """Kafka's client alone would wait a minute for it, with all lanes of the relay behind."""
-    cluster, proxy = network
-    monkeypatch.setattr(transactions, "_READ_SECONDS", 2.0)
-    with Topics(cluster.bootstrap_servers) as topics:
-        state = StateTopic({"bootstrap.servers": proxy.address}, topics.name("outbox.relay.state"))
-        proxy.on(CREATE_TOPICS, delay_response())
-        asked_at = time.monotonic()
-        with pytest.raises(Unavailable, match="preparing the state topic"):
-            state.require(2)
-        assert time.monotonic() - asked_at < 50
-        proxy.release()
-        monkeypatch.undo()
+    _, proxy = network
+    monkeypatch.setattr(state_topic, "_READ_SECONDS", 2.0)
+    state = StateTopic({"bootstrap.servers": proxy.address}, topics.name("outbox.relay.state"))
+    proxy.on(CREATE_TOPICS, delay_response())
+    asked_at = time.monotonic()
+    with pytest.raises(Unavailable, match="preparing the state topic"):
         state.require(2)
-        assert state.last_marker(0) is None
+    assert time.monotonic() - asked_at < 50
+    proxy.release()
+    monkeypatch.undo()
+    state.require(2)
+    assert state.last_marker(0) is None
 
 
-def test_a_network_that_swallows_everything_for_a_while(outbox_postgres, outbox_relay, network):
-    cluster, proxy = network
+@pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
+def test_an_outage_longer_than_lease_delivery_and_transaction(outbox_postgres, outbox_relay, network, topics, delivery):
+    """The network swallows everything. The coordinator ends the transaction by itself; the relay keeps its lanes."""
+    _, proxy = network
     url = outbox_postgres.url
-    with Topics(cluster.bootstrap_servers) as topics:
-        kind = topics.name("Order")
-        topic = topics.create_topic(f"{kind.lower()}-events", 2)
-        with Load(url, kind) as load:
-            relay = outbox_relay(
-                bootstrap_servers=proxy.address,
-                delivery="exactly-once",
-                name=topics.name("outbox"),
-                relay__lease_seconds=3.0,
-                kafka__reconnect_backoff_max_ms=200,
-            )
-            wait_until(lambda: load.committed() > 200, what="some load")
-            caught_up(url)
-            proxy.blackhole()
-            relay.wait_for_log("waiting for a server")
-            proxy.heal()
-            relay.wait_for_log("publishing again", 90)
-            load.drain(90)
-        assert check(url, topics.consume(topic)) == 0
-        relay.terminate()
-        assert relay.wait() == 0
+    kind = topics.name("Order")
+    topic = topics.create_topic(f"{kind.lower()}-events", 2)
+    settings = QUICK | {"delivery": delivery, "name": topics.name("outbox"), "relay__lease_seconds": 3.0}
+    settings |= {"kafka__delivery_timeout_ms": 1000, "relay__max_backoff_seconds": 0.5}
+    if delivery == "exactly-once":
+        settings["kafka__transaction_timeout_ms"] = 1000
+    leases = "SELECT min(lease_until) FROM outbox.lanes"
+    with Load(url, kind) as load:
+        relay = outbox_relay(bootstrap_servers=proxy.address, **settings)
+        wait_until(lambda: load.committed() > 200, what="some load")
+        caught_up(url)
+        proxy.blackhole()
+        relay.wait_for_log("waiting for a server")
+        [(began,)] = look_up(url, leases)
+        wait_until(lambda: look_up(url, leases)[0][0] - began > dt.timedelta(seconds=4), 60, "leases to be prolonged")
+        # By the way past the proxy: nothing of it is open any more.
+        topics.await_transactions(topic)
+        assert "lane lost" not in relay.log()
+        waited = backlog(url)
+        assert waited > 0
+        proxy.heal()
+        relay.wait_for_log("publishing again", 90)
+        load.drain(90)
+    repeats = check(url, topics.consume(topic))
+    # At-least-once: what had arrived when its acknowledgement was swallowed.
+    assert repeats <= (0 if delivery == "exactly-once" else 4 * QUICK["relay__batch_size"])
+    relay.terminate()
+    assert relay.wait() == 0
+
+
+def test_a_state_topic_that_can_not_be_read_is_waited_for(outbox_postgres, outbox_relay, network, topics):
+    """A batch is committed and not settled: to publish without its marker would double it."""
+    _, proxy = network
+    url = outbox_postgres.url
+    kind = topics.name("Order")
+    topic = topics.create_topic(f"{kind.lower()}-events", 2)
+    settings = QUICK | {"delivery": "exactly-once", "name": topics.name("outbox"), "relay__lease_seconds": 1.0}
+    settings |= {"bootstrap_servers": proxy.address, "relay__max_backoff_seconds": 0.5}
+    with Load(url, kind) as load:
+        relay = outbox_relay(env={VARIABLE: "txn.committed=kill@8"}, **settings)
+        assert relay.wait(40) == -signal.SIGKILL
+        goal = load.committed() + 100
+        wait_until(lambda: load.committed() > goal, what="load while no relay runs")
+    left, there = backlog(url), len(topics.consume(topic))
+    # No answer to a Fetch: the only client that fetches is the relay's reader of the state topic.
+    proxy.on(FETCH, drop_response, times=1_000_000)
+    relay = outbox_relay(**settings)
+    relay.wait_for_log("could not be read to the end", 60)
+    assert (backlog(url), len(topics.consume(topic))) == (left, there)
+    assert "lane stopped" not in relay.log()
+    proxy.clear()
+    load.drain(90)
+    assert check(url, topics.consume(topic)) == 0
+    relay.terminate()
+    assert relay.wait() == 0
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_leaves_what_is_in_flight_to_the_next_relay(
+    outbox_postgres, outbox_relay, network, topics, second
+):
+    """The first one waits for the acknowledgements, which do not come."""
+    _, proxy = network
+    url = outbox_postgres.url
+    kind = topics.name("Order")
+    topic = topics.create_topic(f"{kind.lower()}-events", 2)
+    # Neither the batch's time nor the time to stop is over before the test is.
+    settings = QUICK | {"bootstrap_servers": proxy.address, "relay__lease_seconds": 900}
+    relay = outbox_relay(relay__shutdown_seconds=900, **settings)
+    crashes = Crashes(url, kind, settings["relay__batch_size"])
+    with Load(url, kind) as load:
+        wait_until(lambda: load.committed() > 200, what="some load")
+        caught_up(url)
+        proxy.blackhole()
+        wait_until(lambda: backlog(url) > 4 * 50, what="a full batch of every lane")
+        os.kill(relay.pid, signal.SIGINT)
+        relay.wait_for_log("relay stopping")
+        assert relay.running
+        os.kill(relay.pid, second)
+        assert relay.wait() == 1
+        assert "a turn in flight was abandoned" in relay.log()
+        proxy.heal()
+        crashes.note()
+        outbox_relay(**settings)
+        load.drain(90)
+    messages = topics.consume(topic)
+    assert check(url, messages) == sum(crashes.repeats(messages))

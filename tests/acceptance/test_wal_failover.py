@@ -56,7 +56,7 @@ def refused(url: str, settings: dict[str, Any], *arguments: str) -> str:
 
 
 def streaming(url: str) -> bool:
-    """Whether a relay is alive and every lane is read from the stream."""
+    """Return whether a relay is alive and every lane is read from the stream."""
     return ask(url, "SELECT bool_and(streaming AND lease_until > clock_timestamp()) FROM outbox.lanes")
 
 
@@ -194,13 +194,13 @@ def test_a_standby_that_was_behind(private_postgres, outbox_kafka, outbox_relay,
         assert there - before.keys()
         relay = outbox_relay(database_url=both, **settings)
         if delivery == "exactly-once":
-            await_stops(relay, 2, 1)
+            await_stops(relay, 2)
             relay.wait_for_log("outbox relay reconcile")
             # What the killed relay had committed can have stood behind a transaction that its other lane left open.
             outbox_kafka.await_transactions(topic)
             before = on_kafka(outbox_kafka, topic)
             assert there - before.keys()
-            await_stops(relay, 2, 2)
+            await_stops(relay, 2)
             assert on_kafka(outbox_kafka, topic) == before
             assert "lost commits" in refused(both, settings, "relay", "reconcile")
             done(both, settings, "relay", "reconcile", "--apply", "--reason", "a failover")
@@ -385,7 +385,7 @@ def waits_for_standby(url: str, pid: int) -> bool:
 
 
 def not_visible_to_relay(url: str) -> bool:
-    """Whether a lane's last statement was to ask which of the events are there, and whether they could be."""
+    """Return whether a lane's last statement was to ask which of the events are there, and whether they could be."""
     return bool(
         ask(
             url,

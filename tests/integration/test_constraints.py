@@ -113,6 +113,10 @@ def test_one_key_is_always_in_one_lane(outbox_postgres):
         ("events_headers_text", {"headers": '{"' + "x" * 101 + '": "x"}'}),
         ("events_headers_text", {"headers": '{"ce_type": "x"}'}),
         *[("events_headers_text", {"headers": f'{{"{name}": "x"}}'}) for name in sorted(RESERVED_HEADERS)],
+        *[
+            ("events_relay_headers", {"headers": f'{{"tenant": "acme", "{name}": "x"}}'})
+            for name in ("outbox-", "outbox-dead-letter", "outbox-replay", "outbox-attempts", "outbox-anything")
+        ],
         ("events_size", {"payload_bytes": b"x" * 1_000_000}),
         ("events_size", {"headers": '{"a": "' + "x" * 1_000_000 + '"}'}),
         ("events_size", {"payload": '"' + "x" * 1_000_000 + '"'}),

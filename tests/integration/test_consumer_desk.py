@@ -410,6 +410,7 @@ def test_commands_that_say_too_little(outbox_postgres, arguments, shown):
 
 
 def test_a_database_without_the_tables_and_one_that_is_away(outbox_postgres):
+    outbox_postgres.connect(autocommit=True).execute("DROP SCHEMA consumer CASCADE")
     with (
         connect(outbox_postgres.url, "desk") as connection,
         pytest.raises(SchemaError, match="run `outbox db upgrade --consumer`"),

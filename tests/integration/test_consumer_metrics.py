@@ -23,7 +23,7 @@ NOWHERE = "127.0.0.1:1"
 
 
 def scrape(port: int) -> dict[tuple[str, ...], float]:
-    """Give the samples by name and values of labels."""
+    """Return the samples by name and values of labels."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
         text = answer.read().decode()
     return {
@@ -151,5 +151,5 @@ def test_servers_that_are_away(outbox_postgres, outbox_kafka, served, monkeypatc
 
 def test_a_port_that_is_taken(served):
     _, port = served([])
-    with pytest.raises(ConfigurationError, match=f"consumer.metrics_address=127.0.0.1:{port}: "):
-        serve(f"127.0.0.1:{port}", CollectorRegistry(), "consumer.metrics_address")
+    with pytest.raises(ConfigurationError, match=f"OUTBOX_CONSUMER__METRICS_ADDRESS=127.0.0.1:{port}: "):
+        serve(f"127.0.0.1:{port}", CollectorRegistry(), "OUTBOX_CONSUMER__METRICS_ADDRESS")

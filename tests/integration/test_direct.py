@@ -28,6 +28,7 @@ from spark_jobs.errors import JobError
 from spark_jobs.job import META, ConsumerJob
 from spark_jobs.store import Store
 from spark_jobs.strategies import Book, Dedup, Fingerprint, Natural, Strategy, Version, column_types
+from spark_jobs.task_input import in_memory
 
 NOON = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
 PAYLOAD: dict[str, tuple[str, pa.DataType]] = {
@@ -120,7 +121,7 @@ class Sink(ConsumerGroup):
                 "message_tombstone": rows.get("message_tombstone") or [False] * size,
             }
         )
-        (report,) = task.run(made, iter([batch]))
+        (report,) = task.run(made, in_memory([batch]))
         ((outcome, fresh, detail),) = ((one["outcome"], one["fresh"], one["detail"]) for one in report.to_pylist())
         if outcome == "applied":
             self.next += size

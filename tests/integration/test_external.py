@@ -609,6 +609,7 @@ def test_declarations_that_cannot_work_are_refused():
 
 
 def test_tables_that_are_not_there_are_said_to_be_missing(outbox_postgres, provider):
+    outbox_postgres.connect(autocommit=True).execute("DROP SCHEMA consumer CASCADE")
     sink = Sink(outbox_postgres.url)
     with pytest.raises(SchemaError, match="outbox db upgrade --consumer"):
         sink.drain(payments(provider.url))

@@ -7,27 +7,32 @@ import json
 import random
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
+from one_lane import OneLane
 from psycopg import sql
 from support import backlog, wait_until
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
+from outbox.errors import OutboxError
 from relay import db
 from relay.cli.app import app
 from relay.database import Connector, StandingError
 from relay.dead_letters import DeadLetters, Selection
 from relay.failures import FailurePolicy, Failures
 from relay.lanes import LaneTable
-from relay.loop import LaneLoop, Pace
-from relay.polling import DeletingSource, PollingSource
-from relay.ports import PUBLISHED, Claim, Published, Receipt, Refused, Unavailable
+from relay.lease import HeldLanes, Lease
+from relay.loop import Pace, WorkerLoop
+from relay.polling import low_water_mark
+from relay.polling.at_most_once import AtMostOnceSource
+from relay.polling.source import PollingSource
+from relay.ports import PUBLISHED, Batches, Claim, DatabaseUnavailable, Kind, Published, Receipt, Refused, Sent
 from relay.routing import OnFailure, Route, Router
 
 BLOCK = Router({"Order": Route("orders")})
@@ -43,35 +48,38 @@ class Lane:
         self.database = database
         db.change_lanes(database.url, 1)
         self.admin = database.connect(autocommit=True)
-        self.lease = LaneTable(database.connect(autocommit=True), "outbox", "me", "0", 60.0).acquire()
+        (self.lease,) = LaneTable(database.connect(autocommit=True), "outbox", "me", "0", 60.0).acquire()
         self.dead: list[str] = []
         self.lost: list[int] = []
-        self._sources: list[PollingSource] = []
+        self._sources: list[OneLane] = []
 
-    def source(self, router: Router = BLOCK, attempts: int = 1, *, archive: bool = False) -> PollingSource:
-        failures = Failures("outbox", FailurePolicy(attempts, 600.0, 600.0), router)
-        source = PollingSource(
+    def polling(self, failures: Failures, *, archive: bool = False, read_ahead: bool = True) -> PollingSource:
+        return PollingSource(
             Connector(self.database.url, "test"),
             "outbox",
-            self.lease,
             failures,
             archive=archive,
-            on_dead=lambda claim: self.dead.append(name(claim)),
+            on_dead=lambda _lane, claim: self.dead.append(name(claim)),
+            read_ahead=read_ahead,
         )
-        self._sources.append(source)
-        return source
 
-    def deleting_source(self, router: Router = BLOCK) -> DeletingSource:
-        source = DeletingSource(
-            Connector(self.database.url, "test"),
-            "outbox",
-            self.lease,
-            Failures("outbox", FailurePolicy(), router),
-            on_dead=lambda claim: self.dead.append(name(claim)),
-            on_lost=self.lost.append,
+    def source(self, router: Router = BLOCK, attempts: int = 1, *, archive: bool = False) -> OneLane:
+        failures = Failures("outbox", FailurePolicy(attempts, 600.0, 600.0), router)
+        return self._held(self.polling(failures, archive=archive))
+
+    def deleting_source(self, router: Router = BLOCK) -> OneLane:
+        failures = Failures("outbox", FailurePolicy(), router)
+        source = AtMostOnceSource(
+            self.polling(failures, read_ahead=False),
+            failures,
+            on_lost=lambda _lane, count: self.lost.append(count),
+            on_dead=lambda _lane, claim: self.dead.append(name(claim)),
         )
-        self._sources.append(source)
-        return source
+        return self._held(source)
+
+    def _held(self, source: PollingSource | AtMostOnceSource) -> OneLane:
+        self._sources.append(OneLane(source, self.lease))
+        return self._sources[-1]
 
     def add(self, *names: str) -> list[str]:
         """Write events called key-number, as in a1; gives their event ids."""
@@ -97,19 +105,43 @@ def lane(outbox_postgres):
     lane.close()
 
 
+@pytest.fixture
+def raise_the_mark(lane, monkeypatch):
+    """Let a source read from far above, as one does that has run for long: the waits between the steps are left out."""
+    monkeypatch.setattr(low_water_mark, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(low_water_mark, "_SETTLE_SECONDS", 0.0)
+
+    def risen(source: OneLane) -> bool:
+        turn(source)
+        turn(source)
+        # A row with an id that nobody reads any more.
+        lane.admin.execute(
+            "INSERT INTO outbox.events (id, aggregate_type, aggregate_id, event_type) OVERRIDING SYSTEM VALUE "
+            "VALUES (-1, 'Order', 'probe', 'probe')"
+        )
+        seen = source.fetch(100)
+        lane.admin.execute("DELETE FROM outbox.events WHERE id = -1")
+        return not seen
+
+    def raise_it(source: OneLane) -> None:
+        lane.add("z1")
+        wait_until(lambda: risen(source), what="the mark to rise")
+
+    return raise_it
+
+
 def name(claim: Claim) -> str:
     return claim.event_type
 
 
-def turn(source: PollingSource, *bad: str, limit: int = 100) -> list[str]:
-    """A turn of the loop, settled; gives what was published. An event that is due comes alone; if it is refused again,
-    the turn of the others follows.
+def turn(source: OneLane, *bad: str, limit: int = 100) -> list[str]:
+    """Turns of the loop, settled, until something is published; gives what. Those that are due come in turns of their
+    own, with turns of the others between, so two turns show both.
     """
-    source._due_next = True
-    return half(source, *bad, limit=limit) or ([] if source._due_next else half(source, *bad, limit=limit))
+    return half(source, *bad, limit=limit) or half(source, *bad, limit=limit)
 
 
-def half(source: PollingSource, *bad: str, limit: int) -> list[str]:
+def half(source: OneLane, *bad: str, limit: int = 100) -> list[str]:
     claims = source.fetch(limit)
     stopped: set[str] = set()
     results: list[Any] = []
@@ -125,6 +157,11 @@ def half(source: PollingSource, *bad: str, limit: int) -> list[str]:
         source.settle(Receipt(results))
     source.flush()
     return [name(claim) for claim, outcome in results if outcome is PUBLISHED]
+
+
+def turned(source: OneLane) -> list[str]:
+    """Turns until something is published, as what a person did may be seen a second later."""
+    return wait_until(lambda: turn(source), what="something to publish")
 
 
 def hurry(lane: Lane) -> None:
@@ -171,7 +208,7 @@ def test_the_same_id_under_another_aggregate_type_is_another_key(lane):
 
 def test_attempts_back_off_twice_as_long_each_time_up_to_the_longest(lane):
     failures = Failures("outbox", FailurePolicy(100, 2.0, 9.0), BLOCK)
-    source = PollingSource(Connector(lane.database.url, "test"), "outbox", lane.lease, failures)
+    source = OneLane(lane.polling(failures), lane.lease)
     lane.add("a1")
     waits = []
     for _ in range(5):
@@ -216,7 +253,7 @@ def test_published_events_of_the_batch_are_settled_with_the_refused_ones_in_one_
     lane.add("a1", "b1")
     claims = source.fetch(10)
     source.settle(Receipt([(claims[1], PUBLISHED)]))
-    monkeypatch.setattr(source._failures, "record", lambda *_: (_ for _ in ()).throw(psycopg.OperationalError("gone")))
+    monkeypatch.setattr(Failures, "record", lambda *_: (_ for _ in ()).throw(psycopg.OperationalError("gone")))
     with pytest.raises(Exception, match="gone"):
         source.settle(Receipt([(claims[0], Refused("no"))]))
     assert backlog(lane.database.url) == 2
@@ -259,6 +296,34 @@ def test_the_longest_key_there_can_be_fails_dies_returns_is_archived_and_replaye
     assert turn(source) == ["long1", "long2"]
 
 
+class Watcher:
+    """A publisher that publishes everything, and an observer."""
+
+    def __init__(self) -> None:
+        self.sent: list[str] = []
+        self.errors: list[str] = []
+        self.raised: list[Exception] = []
+
+    def join(self, _leases: Sequence[Lease]) -> dict[int, OutboxError]:
+        return {}
+
+    def publish(self, batches: Batches) -> Sent:
+        self.sent += [name(claim) for claims in batches.values() for claim in claims]
+        return Sent({n: Receipt([(claim, PUBLISHED) for claim in claims]) for n, claims in batches.items()})
+
+    def paused(self) -> frozenset[Kind]:
+        return frozenset()
+
+    def serve(self) -> None: ...
+    def close(self) -> None: ...
+    def published(self, count: int) -> None: ...
+    def refused(self, lane: int, claim: Claim, reason: str) -> None: ...
+    def recovered(self, lanes: Collection[int]) -> None: ...
+    def unavailable(self, lanes: Collection[int], error: Exception, wait_seconds: float) -> None:
+        self.raised.append(error)
+        self.errors.append(str(error))
+
+
 @pytest.mark.parametrize(
     ("obstacle", "removed", "error"),
     [
@@ -285,33 +350,17 @@ def test_the_longest_key_there_can_be_fails_dies_returns_is_archived_and_replaye
     ids=["limit", "constraint", "cancelled"],
 )
 def test_what_can_not_be_settled_stops_the_lane_and_is_sent_once(lane, obstacle, removed, error):
-    sent: list[str] = []
-    errors: list[str] = []
-    kinds: set[type] = set()
-
-    class Kafka:
-        def publish(self, claims: Sequence[Claim]) -> Receipt:
-            sent.extend(map(name, claims))
-            return Receipt([(claim, PUBLISHED) for claim in claims])
-
-        def close(self) -> None: ...
-
-    class Watcher:
-        def published(self, count: int) -> None: ...
-        def recovered(self) -> None: ...
-        def unavailable(self, error: Exception, wait_seconds: float) -> None:
-            errors.append(str(error))
-            kinds.add(type(error))
-            if len(errors) == 5:
-                stop.set()
-
+    watcher = Watcher()
+    sent, errors = watcher.sent, watcher.errors
     stop = threading.Event()
-    loop = LaneLoop(
-        lambda: lane.source(archive=True),
-        lambda _source: Kafka(),
+    held = HeldLanes()
+    held.give([lane.lease])
+    loop = WorkerLoop(
+        lambda: lane.polling(Failures("outbox", FailurePolicy(1, 600.0, 600.0), BLOCK), archive=True),
+        lambda _source: watcher,
+        held=held,
         stop=stop,
-        secure=lambda: True,
-        observer=Watcher(),
+        observer=watcher,
         pace=Pace(min_backoff_seconds=0.001, max_backoff_seconds=0.001),
     )
     lane.admin.execute(obstacle)
@@ -320,21 +369,24 @@ def test_what_can_not_be_settled_stops_the_lane_and_is_sent_once(lane, obstacle,
     with lane.database.connect() as connection:
         bad = Outbox().add(connection, Event("Order", "b", "long", headers={"text": text}))
     lane.add("c1")
-    loop.run()
-    assert sent == ["a1", "long", "c1"]
-    assert re.search(error, errors[-1])
-    assert kinds == {Unavailable if error == "query_canceled" else StandingError}
-    if error != "query_canceled":
-        # Those before it are settled.
-        assert errors[-1].startswith(f"event {bad} is published, and stays behind: Postgres, settling lane 0: ")
-        assert lane.rows("SELECT event_type FROM outbox.published") == [("a1",)]
-    lane.admin.execute(removed)
-    stop.clear()
     with ThreadPoolExecutor(1) as threads:
-        done = threads.submit(loop.run)
-        wait_until(lambda: lane.rows("SELECT count(*) FROM outbox.published") == [(3,)])
-        stop.set()
-        done.result(30)
+        running = threads.submit(loop.run)
+        try:
+            wait_until(lambda: len(errors) >= 5, what="errors")
+            assert sent == ["a1", "long", "c1"]
+            assert re.search(error, errors[-1])
+            assert set(map(type, watcher.raised)) == {
+                DatabaseUnavailable if error == "query_canceled" else StandingError
+            }
+            if error != "query_canceled":
+                # Those before it are settled.
+                assert errors[-1].startswith(f"event {bad} is published, and stays behind: Postgres, settling lane 0: ")
+                assert lane.rows("SELECT event_type FROM outbox.published") == [("a1",)]
+            lane.admin.execute(removed)
+            wait_until(lambda: lane.rows("SELECT count(*) FROM outbox.published") == [(3,)], what="the archive")
+        finally:
+            stop.set()
+        running.result(60)
     assert sent == ["a1", "long", "c1"]
     assert backlog(lane.database.url) == 0
 
@@ -366,47 +418,40 @@ def test_a_retried_dead_letter_goes_first_and_the_events_behind_it_follow(lane):
     assert lane.rows("SELECT * FROM outbox.failures") == []
 
 
-def test_a_retried_dead_letter_below_the_floor_goes_first(lane):
-    """A relay that has run for long starts its fetches above old ids; only due failures may lie below."""
+def test_a_retried_dead_letter_below_the_mark_goes_first(lane, raise_the_mark):
+    """A relay that has run for long starts its reads above old ids; only due failures may lie below."""
     source = lane.source()
-    lane.add("a1", "b1", "a2")
+    lane.add("a1", "a2")
     turn(source, "a1")
-    source._floor._floor = max(row[0] for row in lane.rows("SELECT id FROM outbox.events")) - 1
-    lane.add("c1")
-    assert turn(source) == ["c1"]
+    raise_the_mark(source)
     retried(lane)
-    assert turn(source) == ["a1"]
-    assert turn(source) == ["a2"]
+    assert turned(source) == ["a1"]
+    assert turned(source) == ["a2"]
 
 
 def test_a_skipped_dead_letter_that_is_retried_goes_out_late_and_frees_its_key(lane):
     """The source has no failures when it comes back, and may have looked a moment ago."""
     source = lane.source(SKIP)
     lane.add("a1", "a2")
-    turn(source, "a1")
+    half(source, "a1")
     assert turn(source) == ["a2"]
-    source._looked_at -= 10
-    turn(source)
-    assert not source._around
+    # The source sees at some time that there are none any more.
+    wait_until(lambda: turn(source) == [] and not source.source.has_failures(0))
     retried(lane)
-    assert turn(source) == ["a1"]
+    assert turned(source) == ["a1"]
     assert lane.rows("SELECT * FROM outbox.failures") == []
     lane.add("a3")
-    source._looked_at -= 10
-    assert turn(source) + turn(source) == ["a3"]
+    assert turned(source) == ["a3"]
 
 
-def test_a_skipped_dead_letter_below_the_floor_is_found_when_it_is_retried(lane):
+def test_a_skipped_dead_letter_below_the_mark_is_found_when_it_is_retried(lane, raise_the_mark):
     source = lane.source(SKIP)
     lane.add("a1", "a2")
-    turn(source, "a1")
+    half(source, "a1")
     turn(source)
-    source._looked_at -= 10
-    turn(source)
-    source._floor._floor = 10**9
+    raise_the_mark(source)
     retried(lane)
-    source._looked_at -= 10
-    assert turn(source) + turn(source) == ["a1"]
+    assert turned(source) == ["a1"]
 
 
 def test_a_retry_begins_to_count_anew_and_may_fail_again(lane):
@@ -462,7 +507,7 @@ def test_discarding_a_dead_letter_frees_its_key_and_the_audit_says_who_and_why(l
     assert (who, what, why) == (me, "discard", "wrong customer")
     assert details["event_id"] == first
     assert details["last_error"] == "a1 is bad"
-    assert "payload" not in details
+    assert (details["payload"], details["payload_base64"]) == ({"n": "a1"}, None)
 
 
 def test_discarding_an_event_that_waits_frees_its_key_and_one_that_is_due_is_left_alone(lane):
@@ -492,7 +537,7 @@ def test_a_copy_for_the_dead_letter_topic_has_all_of_the_event_and_says_why(lane
     source = lane.source(COPIED)
     with lane.database.connect() as connection:
         Outbox().add(connection, Event("Order", "a", "a1", {"n": 1}, headers={"tenant": "acme"}))
-    turn(source, "a1")
+    half(source, "a1")
     (copy,) = source.fetch(10)
     assert (copy.aggregate_id, copy.event_type, json.loads(copy.value)) == ("a", "a1", {"n": 1})
     assert copy.headers == {"tenant": "acme", "outbox-dead-letter": "a1 is bad", "outbox-attempts": "1"}
@@ -518,8 +563,8 @@ def test_a_copy_that_is_tried_again_does_not_hold_its_key_up(lane):
     lane.add("a1")
     turn(source, "a1")
     hurry(lane)
-    source._due_next = True
-    assert half(source, "a1", limit=10) == []
+    # The turn of those that are due, and not yet the one of the copy.
+    assert half(source, "a1") == []
     (copy,) = source.fetch(10)
     source.settle(Receipt([(copy, Refused("not now"))]))
     lane.add("a2")
@@ -529,7 +574,7 @@ def test_a_copy_that_is_tried_again_does_not_hold_its_key_up(lane):
 def test_a_copy_that_died_and_is_retried_does_not_hold_its_key_up(lane):
     source = lane.source(Router({"Order": Route("orders", OnFailure.SKIP, "orders-dead")}), attempts=1)
     lane.add("a1")
-    turn(source, "a1")
+    half(source, "a1")
     (copy,) = source.fetch(10)
     source.settle(Receipt([(copy, Refused("not now"))]))
     lane.rows("DELETE FROM outbox.dead_letters WHERE NOT coalesce(headers ? 'outbox-dead-letter', false) RETURNING 1")
@@ -605,8 +650,7 @@ def test_at_most_once_a_refused_event_is_a_dead_letter_at_once_and_can_be_retrie
     source.settle(Receipt([(again, PUBLISHED)]))
     assert lane.rows("SELECT * FROM outbox.failures") == []
     lane.add("a4")
-    source._looked_at -= 10
-    assert [name(claim) for _ in range(2) for claim in source.fetch(10)] == ["a4"]
+    assert wait_until(lambda: [name(claim) for claim in source.fetch(10)]) == ["a4"]
     assert event_id != again.event_id
 
 
@@ -698,7 +742,10 @@ def test_ids_that_are_not_among_the_failed_ones_are_named(lane):
 
 def test_all_and_nothing_failed_is_no_error(lane):
     assert "0 events will be tried again" in outbox(lane, "failures", "retry", "--all")
-    assert json.loads(outbox(lane, "failures", "discard", "--all", "--reason", "x", "--json")) == {"discarded": []}
+    assert json.loads(outbox(lane, "failures", "discard", "--all", "--reason", "x", "--json")) == {
+        "discarded": [],
+        "locked": [],
+    }
     assert lane.rows("SELECT * FROM outbox.audit") == []
 
 
@@ -708,9 +755,9 @@ def test_retry_and_discard_by_id_and_by_type(lane):
     with lane.database.connect() as connection:
         ids.append(str(Outbox().add(connection, Event("Cart", "c", "c1"))))
     turn(source, "a1", "b1", "c1")
-    assert json.loads(outbox(lane, "failures", "retry", ids[0], "--json")) == {"retried": [ids[0]]}
+    assert json.loads(outbox(lane, "failures", "retry", ids[0], "--json")) == {"retried": [ids[0]], "locked": []}
     discarded = outbox(lane, "failures", "discard", "--all", "--aggregate-type", "Cart", "--reason", "old", "--json")
-    assert json.loads(discarded) == {"discarded": [ids[2]]}
+    assert json.loads(discarded) == {"discarded": [ids[2]], "locked": []}
     assert "1 events were discarded" in outbox(lane, "failures", "discard", ids[1], "--reason", "old")
     assert [row[0] for row in lane.rows("SELECT what FROM outbox.audit ORDER BY id")] == ["retry", "discard", "discard"]
     assert turn(source) == ["a1"]

@@ -15,7 +15,6 @@ from structlog.testing import capture_logs
 from support import wait_until
 from wal_support import cdc, run_outbox, set_up, streaming, switch, wal
 
-from outbox.errors import ConfigurationError
 from outbox.testing._ports import free_ports
 from relay import metrics
 from relay.database import Connector
@@ -170,7 +169,7 @@ def test_a_relay_serves_them(outbox_postgres, outbox_kafka, outbox_relay, wal):
                 lines = answer.read().decode().splitlines()
         except OSError:
             return {}
-        return dict(line.rsplit(" ", 1) for line in lines if line.startswith("outbox_"))
+        return dict(line.rsplit(" ", 1) for line in lines if line.startswith("outbox_slot_"))
 
     # One that polls, for as long as the slot waits to be read.
     relay = outbox_relay(**wal | {"source": "polling"}, **address)
@@ -193,7 +192,7 @@ def test_a_relay_serves_them(outbox_postgres, outbox_kafka, outbox_relay, wal):
     # A second relay can't have the same port: it says so, and ends.
     other = outbox_relay(**wal, **address)
     assert other.wait() == 2
-    assert f"relay.metrics_address=127.0.0.1:{port}: " in other.log()
+    assert f"OUTBOX_RELAY__METRICS_ADDRESS=127.0.0.1:{port}: " in other.log()
     assert "Traceback" not in other.log()
     relay.terminate()
     assert relay.wait() == 0
@@ -206,17 +205,19 @@ def test_addresses_that_cannot_be(outbox_kafka, address):
     settings = {"relay__metrics_address": address, "kafka__bootstrap_servers": outbox_kafka.bootstrap_servers}
     done = run_outbox("postgresql://127.0.0.1:1/x", settings, "relay", "run")
     assert done.returncode == 2, done.stdout + done.stderr
-    assert "metrics_address" in done.stderr
+    assert "OUTBOX_RELAY__METRICS_ADDRESS" in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_an_address_of_version_six():
     if not socket.has_ipv6:
         pytest.skip("this machine has no IPv6")
-    (port,) = free_ports(1)
     try:
-        serve(f"[::1]:{port}", CollectorRegistry())
-    except ConfigurationError as error:
-        pytest.skip(f"no IPv6 here: {error}")
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError as error:
+        pytest.skip(f"this machine has no ::1: {error}")
+    (port,) = free_ports(1)
+    serve(f"[::1]:{port}", CollectorRegistry())
     with urllib.request.urlopen(f"http://[::1]:{port}/metrics", timeout=30) as answer:
         assert answer.status == 200

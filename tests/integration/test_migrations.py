@@ -148,11 +148,12 @@ def test_long_keys_have_room_in_every_partition_after_the_upgrade_and_stop_a_dow
     """4,000 bytes that no compression makes shorter, and a btree has no room for."""
     db.upgrade(empty)
     db.downgrade(empty, revision="outbox_0003")
-    Retention(lambda: psycopg.connect(empty), "outbox", 1).prune(dry_run=False)
-    today = rows(empty, "SELECT 'published_' || to_char(now() AT TIME ZONE 'UTC', 'YYYY_MM_DD')")[0][0]
+    # The day that upkeep took for today stays today, however late it gets.
+    day = Retention(lambda: psycopg.connect(empty), "outbox", 1).prune(dry_run=False).create[0]
+    today, noon = f"published_{day:%Y_%m_%d}", f"timestamptz '{day} 12:00 UTC'"
     key = "".join(random.Random(1).choices([chr(code) for code in range(0x20000, 0x2A6DF)], k=1000))
     event = "(lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, published_at)"
-    values = "SELECT 0, 1, gen_random_uuid(), 'Order', %s, 'T', now(), now()"
+    values = f"SELECT 0, 1, gen_random_uuid(), 'Order', %s, 'T', now(), {noon}"
     inserts = [f"INSERT INTO outbox.published {event} {values} - interval '{days} days'" for days in (0, 9)]
     inserts.append(
         "INSERT INTO outbox.failures SELECT 0, 1, gen_random_uuid(), 'Order', %s, true, 1, '', now(), now(), now()"
@@ -209,6 +210,26 @@ def test_long_keys_have_room_in_every_partition_after_the_upgrade_and_stop_a_dow
     db.upgrade(empty)
     assert schema_check.check(empty) == []
     assert rows(empty, "SELECT count(*) FROM pg_index WHERE NOT indisvalid") == [(0,)]
+
+
+def test_headers_of_the_relay_that_are_there_stay_and_later_ones_are_refused(empty):
+    """Copies of dead letters that are on their way when the constraint comes."""
+    db.upgrade(empty)
+    db.downgrade(empty, revision="outbox_0005")
+    insert = (
+        "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, headers)"
+        " VALUES ('Order', '1', 'T', '{\"outbox-dead-letter\": \"why\"}')"
+    )
+    with psycopg.connect(empty) as connection:
+        connection.execute(insert)
+    db.upgrade(empty)
+    assert schema_check.check(empty) == []
+    with psycopg.connect(empty, autocommit=True) as connection:
+        with pytest.raises(psycopg.errors.CheckViolation, match="events_relay_headers"):
+            connection.execute(insert)
+    assert rows(empty, "SELECT headers, from_relay FROM outbox.events") == [({"outbox-dead-letter": "why"}, True)]
+    db.downgrade(empty, revision="outbox_0005")
+    assert rows(empty, "SELECT headers FROM outbox.events") == [({"outbox-dead-letter": "why"},)]
 
 
 @pytest.mark.parametrize("drop_rows", [False, True])
@@ -277,7 +298,7 @@ def test_offline_sql_is_deterministic_and_makes_the_same(empty):
 def test_lanes_change_after_a_drain(empty):
     db.upgrade(empty)
     with psycopg.connect(empty) as connection:
-        connection.execute("UPDATE outbox.lanes SET epoch = 41 WHERE lane = 2")
+        connection.execute("UPDATE outbox.lanes SET epoch = 41, protocol_epoch = 41 WHERE lane = 2")
         Outbox().add(connection, Event("Order", "1", "T"))
     with pytest.raises(SchemaError, match="1 events are not published"):
         db.change_lanes(empty, 6)
@@ -301,8 +322,8 @@ def test_lanes_do_not_change_under_a_relay_that_is_taking_one(empty):
     db.upgrade(empty)
     with psycopg.connect(empty) as relay:
         relay.execute(
-            "UPDATE outbox.lanes SET owner = 'me', epoch = epoch + 1, lease_until = now() + interval '1 hour'"
-            " WHERE lane = 2"
+            "UPDATE outbox.lanes SET owner = 'me', epoch = epoch + 1, protocol_epoch = epoch + 1,"
+            " lease_until = now() + interval '1 hour' WHERE lane = 2"
         )
         with while_it_waits(empty, lambda: db.change_lanes(empty, 6)) as done:
             relay.commit()
@@ -314,7 +335,7 @@ def test_lanes_do_not_change_under_a_relay_that_is_taking_one(empty):
 def test_new_lanes_get_epochs_that_no_relay_ever_had(empty):
     db.upgrade(empty)
     with psycopg.connect(empty) as relay:
-        relay.execute("UPDATE outbox.lanes SET epoch = 41 WHERE lane = 2")
+        relay.execute("UPDATE outbox.lanes SET epoch = 41, protocol_epoch = 41 WHERE lane = 2")
         with while_it_waits(empty, lambda: db.change_lanes(empty, 6)) as done:
             relay.commit()
             done.result(30)
@@ -325,7 +346,7 @@ def test_lanes_do_not_wait_for_ever(empty, monkeypatch):
     monkeypatch.setattr(db, "_LOCK_TIMEOUT", "100ms")
     db.upgrade(empty)
     with psycopg.connect(empty) as relay:
-        relay.execute("UPDATE outbox.lanes SET epoch = 1")
+        relay.execute("UPDATE outbox.lanes SET epoch = 1, protocol_epoch = 1")
         with pytest.raises(SchemaError, match="long transactions use these tables; try again"):
             db.change_lanes(empty, 6)
 
@@ -441,7 +462,7 @@ def test_each_role_needs_no_more_than_the_docs_grant(outbox_postgres):
             with psycopg.connect(outbox_postgres.url, user=names["outbox_relay"]) as relay:
                 assert relay.execute("SELECT count(*) FROM outbox.events").fetchone() == (3,)
                 relay.execute("DELETE FROM outbox.events")
-                relay.execute("UPDATE outbox.lanes SET epoch = epoch + 1")
+                relay.execute("UPDATE outbox.lanes SET epoch = epoch + 1, protocol_epoch = epoch + 1")
                 with pytest.raises(psycopg.errors.InsufficientPrivilege):
                     relay.execute("UPDATE outbox.events SET payload = NULL")
                 relay.rollback()

@@ -117,7 +117,7 @@ def test_old_partitions_and_old_rows_outside_of_any_are_dropped_whatever_the_ses
     for days in (-9, -8, -7, -1):
         archive.partition(archive.day(days), archive.day(days + 1))
         archive.fill(days)
-    archive.fill(-20, 2)
+    archive.fill(-10, 2)
     archive.fill(-5)
     archive.retention(options=f"-c timezone={zone}").keep()
     kept = {named(archive.day(days)): 1 for days in (-7, -1)} | {named(archive.day(days)): 0 for days in range(4)}
@@ -135,7 +135,7 @@ def test_a_partition_that_a_person_made_stays_while_any_of_its_days_is_kept(arch
         )
     )
     archive.fill(-9)
-    plan = archive.retention().prune(dry_run=False)
+    plan = archive.retention().prune(dry_run=False, force=True)
     assert sorted(plan.drop) == sorted(["mine", past])
     assert plan.create == [archive.day(2), archive.day(3)]
     assert archive.partitions()[month] == 1
@@ -143,7 +143,7 @@ def test_a_partition_that_a_person_made_stays_while_any_of_its_days_is_kept(arch
 
 def test_a_dry_run_says_what_would_be_done_and_changes_nothing(archive):
     old = archive.partition(archive.day(-9), archive.day(-8))
-    archive.fill(-20, 2)
+    archive.fill(-10, 2)
     archive.fill(0)
     before = archive.partitions()
     plan = json.loads(prune(archive, "--dry-run", "--days", "7", "--json"))
@@ -153,6 +153,7 @@ def test_a_dry_run_says_what_would_be_done_and_changes_nothing(archive):
         "created": [str(archive.day(days)) for days in range(4)],
         "dropped": [old],
         "stray_rows": 2,
+        "overdue_days": 2,
     }
     text = prune(archive, "--dry-run", "--days", "7")
     assert f"partition {old}: would be dropped" in text
@@ -171,9 +172,83 @@ def test_prune_wants_to_know_how_many_days_and_zero_keeps_today(archive):
     assert sum(archive.partitions().values()) == 1
 
 
+def jump(archive: Archive, days: int) -> None:
+    """Set the clock that upkeep sees."""
+    for function in ("now", "clock_timestamp"):
+        archive.admin.execute(
+            sql.SQL("CREATE OR REPLACE FUNCTION stopped.{}() RETURNS timestamptz LANGUAGE sql STABLE RETURN {}").format(
+                sql.Identifier(function), sql.Literal(archive.noon + dt.timedelta(days=days))
+            )
+        )
+
+
+@pytest.mark.parametrize("days", [5, 400, 365 * 70])
+def test_a_clock_that_jumps_ahead_drops_nothing(archive, days):
+    """Also where events were published at the wrong time already, and upkeep runs again and again."""
+    for day in range(-7, 1):
+        archive.partition(archive.day(day), archive.day(day + 1))
+        archive.fill(day, 10)
+    archive.retention().keep()
+    jump(archive, days)
+    archive.fill(days)
+    retention = archive.retention()
+    with capture_logs() as logs:
+        for _ in range(3):
+            retention.keep()
+    refused = [line for line in logs if line["log_level"] == "error"]
+    # Once a day by the relay's own clock, and midnight may come in between.
+    assert len(refused) in {1, 2}
+    assert f"should have been dropped {days - 1} days ago" in refused[0]["error"]
+    assert "outbox db prune --force" in refused[0]["error"]
+    assert sum(archive.partitions().values()) == 81
+    assert archive.partitions()[named(archive.day(days))] == 1
+    # The clock is right again: nothing was lost, and upkeep goes on.
+    jump(archive, 1)
+    with capture_logs() as logs:
+        archive.retention().keep()
+    assert [line["dropped"] for line in logs] == [[named(archive.day(-7))]]
+
+
+def test_rows_outside_of_any_partition_are_held_back_too(archive):
+    archive.fill(-1, 10)
+    jump(archive, 100)
+    with capture_logs() as logs:
+        archive.retention().keep()
+    assert "0 partitions and 10 rows outside of any" in next(line["error"] for line in logs if "error" in line)
+    assert archive.partitions()["published_default"] == 10
+
+
+def test_relays_that_rested_over_a_weekend_catch_up_by_themselves(archive):
+    for day in range(-7, 0):
+        archive.partition(archive.day(day), archive.day(day + 1))
+        archive.fill(day)
+    archive.retention().keep()
+    jump(archive, 4)
+    with capture_logs() as logs:
+        archive.retention().keep()
+    assert [line["dropped"] for line in logs] == [[named(archive.day(day)) for day in range(-7, -3)]]
+
+
+def test_a_person_can_have_it_dropped_all_the_same(archive):
+    """Fewer days are kept than before: that is what the person wants."""
+    for day in range(-30, 1):
+        archive.partition(archive.day(day), archive.day(day + 1))
+        archive.fill(day)
+    shown = prune(archive, "--dry-run", "--days", "7")
+    assert "the first of these should have been dropped 22 days ago: nothing is dropped without --force" in shown
+    line = prune(archive, "--days", "7", status=1)
+    assert "23 partitions and 0 rows outside of any are from before" in line
+    assert line.count("\n") == 1
+    assert sum(archive.partitions().values()) == 31
+    # Those of the coming days are made all the same.
+    assert named(archive.day(3)) in archive.partitions()
+    prune(archive, "--days", "7", "--force")
+    assert sum(archive.partitions().values()) == 8
+
+
 def test_many_relays_keep_the_archive_once(archive):
     archive.fill(0, 100)
-    archive.fill(-20, 100)
+    archive.fill(-10, 100)
     barrier = threading.Barrier(6)
     errors: list[BaseException] = []
 
@@ -295,7 +370,7 @@ def test_a_relay_that_waits_for_the_upkeep_finds_the_new_partition(archive):
 
     late = threading.Thread(target=publish)
     with psycopg.connect(archive.address()) as upkeep:
-        archive.retention()._run(upkeep)
+        archive.retention()._run(upkeep, force=False)
         late.start()
         waiting = "SELECT 1 FROM pg_stat_activity WHERE application_name = 'late' AND wait_event_type = 'Lock'"
         wait_until(lambda: archive.rows(waiting), what="the relay waits")

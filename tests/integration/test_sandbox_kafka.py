@@ -98,7 +98,8 @@ def test_three_brokers_survive_the_kill_of_one(trio: KafkaCluster, topics: Topic
     described = client.describe_cluster().result()
     assert sorted(node.id for node in described.nodes) == [1, 2, 3]
     topic = topics.create_topic(topics.name("orders"), partitions=3)
-    assert in_sync(client, topic) == {3}
+    # Each broker comes to know a new topic by itself: at first none may tell its partitions.
+    assert wait_for(lambda: in_sync(client, topic) == {3}, 30)
     produce(trio, topic, range(100))
 
     trio.kill_broker(1)
@@ -173,6 +174,17 @@ def test_after_a_kill_a_given_directory_goes_on_with_its_data_on_its_ports(solo:
         assert values(topics.consume(topic)) == list(range(100))
     assert directory.exists()
     assert not again.running
+
+
+def test_storage_that_is_a_copy_belongs_to_its_own_node(trio: KafkaCluster) -> None:
+    """The format tool runs for the first node only."""
+    found = [
+        dict(line.split("=") for line in (log.parent / "data" / "meta.properties").read_text().split() if "=" in line)
+        for log in trio.logs
+    ]
+    assert [each["node.id"] for each in found] == ["1", "2", "3"]
+    assert len({each["directory.id"] for each in found}) == 3
+    assert len({each["cluster.id"] for each in found}) == 1
 
 
 def test_a_start_that_fails_shows_why(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,10 +177,10 @@ class TestRelay:
     def test_settings_and_log(self, outbox_relay: RelayFactory) -> None:
         relay = outbox_relay(delivery="sometimes", database_url="postgresql://nowhere", bootstrap_servers="nowhere:1")
         assert relay.wait() != 0
-        assert "delivery: Input should be" in relay.log()
-        with pytest.raises(AssertionError, match=r"(?s)ended without logging 'published'.*Input should be"):
+        assert "OUTBOX_DELIVERY must be" in relay.log()
+        with pytest.raises(AssertionError, match=r"(?s)ended without logging 'published'.*must be at-most-once"):
             relay.wait_for_log("published")
-        relay.wait_for_log("Input should be")
+        relay.wait_for_log("must be at-most-once")
 
 
 def test_servers_of_its_own_can_be_killed(private_postgres: PrivatePostgres) -> None:

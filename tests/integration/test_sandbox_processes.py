@@ -15,6 +15,7 @@ import pytest
 
 from outbox.testing._process import Detached, Supervised, alive, kill_with_children, patience, psutil_process, wait_for
 from outbox.testing.errors import ServiceError, StartFailed
+from outbox.testing.fixtures import RelayFactory
 
 SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
 STUBBORN = [
@@ -195,3 +196,24 @@ def test_patience_multiplies_time_limits_and_must_be_a_number(monkeypatch: pytes
         monkeypatch.setenv("OUTBOX_PATIENCE", wrong)
         with pytest.raises(ServiceError, match="OUTBOX_PATIENCE="):
             patience()
+
+
+def test_a_process_that_ended_by_itself_leaves_no_file_open(tmp_path: Path) -> None:
+    """Nobody waits for it: its pipes would be closed by the garbage collector, with a warning in the next test."""
+    process = Supervised([sys.executable, "-c", "pass"], log=tmp_path / "log")
+    pipes = (process._supervisor.stdin, process._supervisor.stdout)
+    # The supervisor, which has the pipes' other ends, outlives it for a moment.
+    assert wait_for(lambda: process._supervisor.poll() is not None, 30)
+    assert not process.running
+    assert all(pipe is not None and pipe.closed for pipe in pipes)
+    assert process.exit_code == 0
+
+
+def test_a_factory_of_relays_closes_the_files_of_those_that_ended_by_themselves(tmp_path: Path) -> None:
+    address = "postgresql://nobody@127.0.0.1:1/none"
+    with RelayFactory(lambda: address, lambda: "127.0.0.1:1", tmp_path) as factory:
+        relay = factory("--no-such-option")
+        assert wait_for(lambda: gone(relay.pid), 60)
+    supervisor = relay._process._supervisor
+    assert all(pipe is not None and pipe.closed for pipe in (supervisor.stdin, supervisor.stdout))
+    assert relay.wait() == 2

@@ -1,113 +1,139 @@
-"""Postgres' side of taking a lane over: what a marker settles, and when the lane must stop."""
+"""Taking lanes over: what a marker settles, when a lane must stop, and who is shut out. On real servers."""
 
 from __future__ import annotations
 
+import contextlib
+from collections import Counter
 from dataclasses import replace
 
 import psycopg
 import pytest
+from confluent_kafka import KafkaError, KafkaException, Producer
+from confluent_kafka.admin import AdminClient
+from one_lane import OneLane
+from support import wait_until
+from takeover_support import LANES, Tables, Worker, place
 
 from outbox import Event, Outbox
-from relay import db
-from relay.cli.wiring import build_router, build_topics
-from relay.config import client_options, delivery_seconds, load, producer_options, state_topic_name
-from relay.database import Connector
-from relay.failures import FailurePolicy, Failures
-from relay.lanes import LaneTable
+from relay.config import producer_options
+from relay.kafka.fencing import fence
+from relay.kafka.takeover import ids_to_fence, own_ids
+from relay.kafka.transactional import TransactionalPublisher
+from relay.lease import LEGACY_ID
 from relay.marker import Marker, StateLost
-from relay.polling import PollingSource
+from relay.polling import source as polling
 from relay.ports import PUBLISHED, LaneLost, Receipt, Unavailable
-from relay.routing import Router
-from relay.transactions import StateTopic, TransactionalPublisher, TransactionFigures
+from relay.settlement import Settlement
+
+__all__ = ["place"]
+
+# Postgres' side, for one lane
 
 
-class Lane:
-    """One lane of one database, taken by ``take``."""
+class OnlyLane(Tables):
+    """An outbox of one lane, taken by ``take``."""
 
-    def __init__(self, database) -> None:
-        self.url = database.url
-        db.change_lanes(self.url, 1)
-        self.table = LaneTable(database.connect(autocommit=True), "outbox", "me", "0", 30.0)
-        self.opened: list[PollingSource] = []
+    def take(self, *, archive: bool = False) -> OneLane:
+        [lease] = self.acquire([0])
+        return OneLane(self.source([], archive=archive), lease)
 
-    def take(self, *, archive: bool = False) -> PollingSource:
-        self.run("UPDATE outbox.lanes SET lease_until = '-infinity'")
-        failures = Failures("outbox", FailurePolicy(), Router())
-        source = PollingSource(Connector(self.url, "test"), "outbox", self.table.acquire(), failures, archive=archive)
-        self.opened.append(source)
-        return source
 
-    def add(self, *keys: str) -> None:
-        with psycopg.connect(self.url) as connection:
-            Outbox().add_many(connection, [Event("Order", key, "T", {}) for key in keys])
+def fenced(worker: Worker, failure: object) -> bool:
+    """Return whether a publisher failed because it was shut out; librdkafka may name the reason a moment later."""
+    if failure is None:
+        return False
+    assert isinstance(worker.publisher, TransactionalPublisher)
+    senders = worker.publisher._senders
 
-    def run(self, query: str, *values: object) -> list[tuple]:
-        with psycopg.connect(self.url, autocommit=True) as connection:
-            cursor = connection.execute(query, values)
-            return cursor.fetchall() if cursor.description else []
+    def named() -> bool:
+        for sender in senders:
+            with contextlib.suppress(KafkaException):
+                sender.producer.poll(0)
+        return any(sender.fatal is not None for sender in senders)
 
-    def left(self) -> list[str]:
-        return [key for (key,) in self.run("SELECT aggregate_id FROM outbox.events ORDER BY id")]
+    wait_until(named, what="the reason")
+    return {sender.fatal.code() for sender in senders if sender.fatal is not None} == {KafkaError._FENCED}
+
+
+def adopt(lane: OneLane, marker: Marker | None, own_id: str | None = "me"):
+    return lane.source.adopt(lane.lease, marker, own_id)
 
 
 @pytest.fixture
 def lane(outbox_postgres):
-    lane = Lane(outbox_postgres)
+    lane = OnlyLane(outbox_postgres, 1)
     yield lane
     for source in lane.opened:
         source.close()
 
 
-def marker(source: PollingSource, batch: int, claims=()) -> Marker:
-    """The marker that this source's relay would write."""
-    row = source._connection.execute("SELECT system_identifier::text FROM pg_control_system()").fetchone()
+def marker(lane: OneLane, batch: int, claims=()) -> Marker:
+    """The marker that this lane's relay would write."""
+    row = lane.source.connection.execute("SELECT system_identifier::text FROM pg_control_system()").fetchone()
     ids, event_ids = tuple(claim.position for claim in claims), tuple(claim.event_id for claim in claims)
-    return Marker(batch, source._lease.epoch, row[0], 1, ids, event_ids)
+    return Marker(batch, lane.lease.epoch, row[0], 1, ids, event_ids)
 
 
 def test_a_lane_begins_with_an_empty_marker(lane):
     source = lane.take()
-    adopted, identity = source.adopt(None)
+    adopted, identity = adopt(source, None)
     assert adopted is None
-    first = Marker(1, source._lease.epoch, identity.system_identifier, identity.timeline)
-    assert source.adopt(first)[0] == first
-    assert lane.run("SELECT last_batch FROM outbox.lanes") == [(1,)]
+    first = Marker(1, source.lease.epoch, identity.system_identifier, identity.timeline)
+    assert adopt(source, first)[0] == first
+    assert lane.batches() == {0: 1}
     assert identity.timeline == 1
 
 
 def test_the_marker_settles_what_was_committed_and_not_settled(lane):
     source = lane.take()
-    source.adopt(marker(source, 1))
+    adopt(source, marker(source, 1))
     lane.add("a", "b", "c")
-    committed = source.fetch(2)
-    second = marker(source, 2, committed)
+    second = marker(source, 2, source.fetch(2))
     successor = lane.take()
-    assert successor.adopt(second)[0] == second
+    assert adopt(successor, second)[0] == second
     assert lane.left() == ["c"]
-    assert lane.run("SELECT last_batch FROM outbox.lanes") == [(2,)]
+    assert lane.batches() == {0: 2}
     # Again: nothing more goes.
-    assert successor.adopt(second)[0] == second
+    assert adopt(successor, second)[0] == second
     assert [claim.aggregate_id for claim in successor.fetch(10)] == ["c"]
 
 
 def test_the_marker_settles_into_the_archive_without_a_place(lane):
     source = lane.take(archive=True)
-    source.adopt(marker(source, 1))
+    adopt(source, marker(source, 1))
     lane.add("a")
     second = marker(source, 2, source.fetch(2))
-    lane.take(archive=True).adopt(second)
+    adopt(lane.take(archive=True), second)
     assert lane.run('SELECT aggregate_id, topic, "offset" FROM outbox.published') == [("a", None, None)]
 
 
 def test_batches_are_counted_as_they_are_settled(lane):
     source = lane.take()
-    source.adopt(marker(source, 1))
+    adopt(source, marker(source, 1))
     for batch in (2, 3):
         lane.add("a")
         source.settle(Receipt([(claim, PUBLISHED) for claim in source.fetch(10)], batch=batch))
-        assert lane.run("SELECT last_batch FROM outbox.lanes") == [(batch - 1,)]
+        assert lane.batches() == {0: batch - 1}
         source.fetch(10)
-        assert lane.run("SELECT last_batch FROM outbox.lanes") == [(batch,)]
+        assert lane.batches() == {0: batch}
+
+
+def test_the_row_names_our_id_with_the_settling_and_not_before(lane):
+    source = lane.take()
+    assert source.lease.former_id is None
+    adopt(source, marker(source, 1), "first")
+    assert lane.ids() == {0: "first"}
+    successor = lane.take()
+    assert successor.lease.former_id == "first"
+    assert lane.ids() == {0: "first"}
+    with pytest.raises(StateLost):
+        adopt(successor, None, "second")
+    assert lane.ids() == {0: "first"}
+    adopt(successor, marker(source, 1), "second")
+    assert (lane.ids(), successor.lease.former_id) == ({0: "second"}, "second")
+    with pytest.raises(LaneLost):
+        adopt(source, marker(source, 1), "first")
+    assert lane.ids() == {0: "second"}
 
 
 @pytest.mark.parametrize(("settled", "found"), [(3, None), (3, 2), (1, 3)])
@@ -116,59 +142,62 @@ def test_table_and_marker_that_contradict_each_other_stop_the_lane(lane, settled
     lane.run("UPDATE outbox.lanes SET last_batch = %s", settled)
     lane.add("a")
     with pytest.raises(StateLost, match="reconcile"):
-        source.adopt(None if found is None else marker(source, found))
+        adopt(source, None if found is None else marker(source, found))
     assert lane.left() == ["a"]
-    assert lane.run("SELECT last_batch FROM outbox.lanes") == [(settled,)]
+    assert lane.batches() == {0: settled}
 
 
 def test_a_marker_whose_rows_postgres_has_lost_stops_the_lane(lane):
     """A failover to a standby that was behind: last_batch fits, the rows of the batch are not there."""
     source = lane.take()
-    source.adopt(marker(source, 1))
+    adopt(source, marker(source, 1))
     lane.add("a", "b")
     second = marker(source, 2, source.fetch(10))
     lane.run("DELETE FROM outbox.events WHERE aggregate_id = 'a'")
     with pytest.raises(StateLost, match="only 1"):
-        lane.take().adopt(second)
+        adopt(lane.take(), second)
     assert lane.left() == ["b"]
 
 
 def test_another_databases_marker_stops_the_lane(lane):
-    source = lane.take()
     with pytest.raises(StateLost, match="OUTBOX_NAME"):
-        source.adopt(Marker(5, 1, "12345", 1))
+        adopt(lane.take(), Marker(5, 1, "12345", 1))
 
 
 def test_a_stale_epoch_adopts_nothing(lane):
     source = lane.take()
-    source.adopt(marker(source, 1))
+    adopt(source, marker(source, 1))
     lane.add("a")
     second = marker(source, 2, source.fetch(10))
     lane.take()
-    for call in (lambda: source.adopt(second), source.check_epoch, lambda: source.fetch(10)):
+    for call in (lambda: adopt(source, second), lambda: source.fetch(10)):
         with pytest.raises(LaneLost):
             call()
+    identity, lost = source.source.identity([source.lease])
+    assert identity is None
+    assert isinstance(lost[0], LaneLost)
     assert lane.left() == ["a"]
 
 
 def test_rows_that_vanish_between_reading_and_the_barrier_are_not_published(lane, monkeypatch):
     """Behind a pooler Postgres may crash in between, and the connection live on."""
+    monkeypatch.setattr(polling, "begin_session", lambda _: False)
     source = lane.take()
     lane.add("a", "b")
-    real = PollingSource._settle
+    real = Settlement.settle_and_count
 
-    def crash(self, rows=()):
+    def crash(self, lanes, read):
         lane.run("DELETE FROM outbox.events WHERE aggregate_id = 'b'")
-        return real(self, rows)
+        return real(self, lanes, read)
 
-    monkeypatch.setattr(PollingSource, "_settle", crash)
+    monkeypatch.setattr(Settlement, "settle_and_count", crash)
     with pytest.raises(Unavailable, match="1 of 2 events"):
         source.fetch(10)
-    monkeypatch.undo()
+    monkeypatch.setattr(Settlement, "settle_and_count", real)
     # The same with a batch to settle before.
     source.settle(Receipt([(claim, PUBLISHED) for claim in source.fetch(10)]))
     lane.add("b")
-    monkeypatch.setattr(PollingSource, "_settle", crash)
+    monkeypatch.setattr(Settlement, "settle_and_count", crash)
     with pytest.raises(Unavailable, match="1 of 1 events"):
         source.fetch(10)
 
@@ -176,56 +205,379 @@ def test_rows_that_vanish_between_reading_and_the_barrier_are_not_published(lane
 def test_a_relay_that_sleeps_in_a_transaction_does_not_hold_its_lane(lane):
     """The session ends when the lease has run out, and the lane's row is free again."""
     source = lane.take()
-    source._lease.ttl_seconds = 0.2
+    source.lease.ttl_seconds = 0.2
+    connection = source.source.connection
 
     def sleep_in_it() -> None:
-        with source._transaction("sleeping"):
-            source._connection.execute(source._queries.held, {"lane": 0, "epoch": source._lease.epoch})
+        with source.source.transaction(source.lease, "sleeping"):
+            connection.execute("SELECT FROM outbox.lanes FOR UPDATE")
             with psycopg.connect(lane.url) as other:
                 other.execute("SET lock_timeout = '20s'")
                 other.execute("SELECT FROM outbox.lanes FOR UPDATE")
-            source._connection.execute("SELECT 1")
+            connection.execute("SELECT 1")
 
     with pytest.raises(Unavailable, match="idle-in-transaction"):
         sleep_in_it()
 
 
-def test_the_relay_of_a_primary_from_before_a_failover_leaves_the_other_one_alone(lane, outbox_kafka):
-    """It stops, and tries again for as long as it runs: it must not fence the one that goes on each time."""
-    settings = load(
-        database_url=lane.url,
-        name=outbox_kafka.name("outbox"),
-        delivery="exactly-once",
-        create_topics=True,
-        kafka={"bootstrap.servers": outbox_kafka.bootstrap_servers},
-    )
-    state = StateTopic(client_options(settings), state_topic_name(settings), replication=settings.state_replication)
+# Workers with several lanes, and Kafka
 
-    def publisher(source: PollingSource) -> TransactionalPublisher:
-        return TransactionalPublisher(
-            producer_options(settings),
-            build_router(settings),
-            build_topics(settings),
-            "test",
-            delivery_seconds(settings),
-            transactional_id=f"{settings.name}.relay.0",
-            lane=0,
-            epoch=source._lease.epoch,
-            lanes=1,
-            state=state,
-            ledger=source,
-            figures=TransactionFigures(),
+
+def test_a_turn_of_all_lanes_is_one_transaction_with_a_marker_for_each(place):
+    worker = place.worker("a")
+    assert worker.join() == {}
+    assert worker.fenced == []
+    assert place.tables.ids() == dict.fromkeys(range(LANES), worker.base_id)
+    # The lanes' first markers, one transaction.
+    assert (worker.figures.commits, place.tables.batches()) == (1, dict.fromkeys(range(LANES), 1))
+    place.add()
+    for turn in (2, 3):
+        assert worker.turn(2) == 2 * LANES
+        assert worker.figures.commits == turn
+        assert place.tables.batches() == dict.fromkeys(range(LANES), turn)
+        markers = place.state.last_markers(range(LANES))
+        assert {lane: (found.batch, len(found.positions)) for lane, found in markers.items()} == dict.fromkeys(
+            range(LANES), (turn, 2)
         )
+    # A lane without events has no part in it.
+    place.tables.run("DELETE FROM outbox.events WHERE lane <> 4")
+    place.count = 0
+    worker.turn(1)
+    assert place.tables.batches() == {**dict.fromkeys(range(LANES), 3), 4: 4}
 
-    kind = outbox_kafka.name("Order")
-    with psycopg.connect(lane.url) as connection:
-        Outbox().add_many(connection, [Event(kind, key, "T", {}) for key in "ab"])
-    source = lane.take()
-    first, second = source.fetch(10)
-    after = publisher(source)
-    after._identity = replace(after._identity, timeline=2)
-    assert after.publish([first]).failure is None
-    with pytest.raises(StateLost, match="the primary from before a failover"):
-        publisher(lane.take())
-    assert after.publish([second]).failure is None
-    after.close()
+
+def test_two_producers_take_turns(place):
+    """Each has an id of its own: the next turn does not wait for the markers of the one before."""
+    worker = place.worker("a")
+    assert worker.join() == {}
+    place.add()
+    first, second = own_ids(worker.base_id)
+    # The first has written the first markers; it is the second's turn.
+    fence(producer_options(place.settings), first)
+    assert worker.publish(1).failure is None
+    failed = worker.publish(1).failure
+    assert fenced(worker, failed)
+    assert second != first
+
+
+@pytest.mark.parametrize("turns", [0, 1, 2, 3])
+def test_a_worker_whose_lanes_were_taken_can_write_nothing_more_whoever_of_its_producers_is_at_hand(place, turns):
+    place.add()
+    former = place.worker("a")
+    assert former.join() == {}
+    for _ in range(turns):
+        former.turn(1)
+    # Published and not settled; and another turn in hand.
+    sent = former.publish(2)
+    assert sent.failure is None
+    former.source.settle(sent.receipts)
+    in_hand = former.source.fetch({lease.lane: 2 for lease in former.leases}).batches
+    former.source.settle({lane: Receipt() for lane in in_hand})
+    before = place.tables.left()
+    heir = place.worker("b")
+    assert {lease.former_id for lease in heir.leases} == {former.base_id}
+    assert heir.join() == {}
+    # Once for all lanes, and both.
+    assert heir.fenced == own_ids(former.base_id)
+    assert place.tables.ids() == dict.fromkeys(range(LANES), heir.base_id)
+    assert place.tables.left() == before
+    assert fenced(former, former.publisher.publish(in_hand).failure)
+    heir.drain()
+    assert place.all_once()
+    # It begins anew, and finds that it has no lanes.
+    former.publisher = former.new_publisher()
+    lost = former.join()
+    assert lost.keys() == set(range(LANES))
+    assert {type(error) for error in lost.values()} == {LaneLost}
+
+
+def test_what_was_committed_and_not_settled_is_settled_by_its_markers(place):
+    place.add()
+    former = place.worker("a")
+    assert former.join() == {}
+    sent = former.publish(4)
+    assert sent.failure is None
+    heir = place.worker("b")
+    assert heir.join() == {}
+    published = {claim.aggregate_id for receipt in sent.receipts.values() for claim, _ in receipt.results}
+    assert set(place.tables.left()).isdisjoint(published)
+    assert place.tables.batches() == dict.fromkeys(range(LANES), 2)
+    heir.drain()
+    assert place.all_once()
+
+
+def test_an_open_transaction_of_the_former_worker_is_aborted(place):
+    place.add()
+    former = place.worker("a")
+    assert former.join() == {}
+    sender = former.publisher._senders[1]
+    sender.producer.begin_transaction()
+    sender.producer.produce(place.topic, b"{}", "k0000")
+    sender.producer.produce(place.state.name, b"{}", b"marker", partition=3)
+    assert sender.producer.flush(30) == 0
+    heir = place.worker("b", [1, 3])
+    assert heir.join() == {}
+    with pytest.raises(KafkaException):
+        sender.producer.commit_transaction(30)
+    heir.turn(10)
+    assert place.read()["k0000"] <= 1
+
+
+def test_new_producers_of_a_worker_write_no_row_of_lanes_that_are_settled(place):
+    """After each turn that fails: of 256 lanes, it would be a transaction each."""
+    place.add(120)
+    worker = place.worker("a")
+    assert worker.join() == {}
+    worker.turn(2)
+    versions = "SELECT lane, xmin::text, ctid::text FROM outbox.lanes ORDER BY lane"
+    before = place.tables.run(versions)
+    worker.publisher.close()
+    worker.publisher = worker.new_publisher()
+    assert worker.join() == {}
+    assert place.tables.run(versions) == before
+    worker.turn(2)
+    # Committed, and nobody told the source: the markers are ahead, and settle their rows.
+    assert worker.publish(2).failure is None
+    left = place.tables.left()
+    worker.publisher.close()
+    worker.publisher = worker.new_publisher()
+    assert worker.join() == {}
+    assert len(place.tables.left()) == len(left) - 2 * LANES
+    worker.drain()
+    assert place.all_once()
+
+
+def test_a_worker_that_loses_some_lanes_goes_on_with_the_others(place):
+    """Its turn is aborted with all lanes in it; it is read again, without those that were taken."""
+    place.add(120)
+    former = place.worker("a")
+    assert former.join() == {}
+    former.turn(2)
+    in_hand = former.source.fetch({lease.lane: 2 for lease in former.leases}).batches
+    former.source.settle({lane: Receipt() for lane in in_hand})
+    heir = place.worker("b", [2, 5])
+    assert heir.join() == {}
+    assert former.publisher.publish(in_hand).failure is not None
+    former.publisher = former.new_publisher()
+    lost = former.join()
+    assert {lane: type(error) for lane, error in lost.items()} == {2: LaneLost, 5: LaneLost}
+    former.leases = [lease for lease in former.leases if lease.lane not in lost]
+    for lane in lost:
+        former.source.drop(lane)
+    # Its own rows name itself: there is nobody to fence, and the heir least of all.
+    assert former.fenced == []
+    for worker in (heir, former):
+        fetched = worker.source.fetch({lease.lane: 1000 for lease in worker.leases})
+        assert fetched.failed == {}
+        sent = worker.publisher.publish(fetched.batches)
+        assert sent.failure is None
+        assert worker.source.settle(sent.receipts) == {}
+        assert worker.source.flush(list(sent.receipts)) == {}
+    assert place.all_once()
+    base = {2: heir.base_id, 5: heir.base_id}
+    assert place.tables.ids() == {lane: base.get(lane, former.base_id) for lane in range(LANES)}
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_a_failover_loses_all_that_the_row_said_of_the_writer(place, known):
+    """The row is as its holder before had released it. The last marker says who was there since, and may still be."""
+    place.add(120)
+    if known:
+        before = place.worker("z")
+        assert before.join() == {}
+        before.turn(1)
+        place.tables.table.release(before.leases, clean=range(LANES))
+    place.tables.save()
+    former = place.worker("a")
+    assert former.join() == {}
+    sent = former.publish(2)
+    assert sent.failure is None
+    former.source.settle(sent.receipts)
+    in_hand = former.source.fetch(dict.fromkeys(range(LANES), 2)).batches
+    place.tables.restore()
+    heir = place.worker("b")
+    assert [lease.former_id for lease in heir.leases] == [None] * LANES
+    assert heir.join() == {}
+    assert heir.fenced == own_ids(former.base_id)
+    heir.drain()
+    assert fenced(former, former.publisher.publish(in_hand).failure)
+    assert place.all_once()
+
+
+def test_lanes_that_were_let_go_clean_name_nobody_and_the_others_still_do(place):
+    place.add()
+    former = place.worker("a")
+    assert former.join() == {}
+    former.turn(2)
+    place.tables.table.release(former.leases, clean=[0, 1, 2])
+    assert place.tables.ids() == {lane: None if lane < 3 else former.base_id for lane in range(LANES)}
+    heir = place.worker("b", [0, 1, 2])
+    assert heir.join() == {}
+    assert heir.fenced == []
+    others = place.worker("c", [3, 4, 5])
+    assert others.join() == {}
+    assert others.fenced == own_ids(former.base_id)
+    for worker in (heir, others):
+        fetched = worker.source.fetch({lease.lane: 1000 for lease in worker.leases})
+        sent = worker.publisher.publish(fetched.batches)
+        assert sent.failure is None
+        worker.source.settle(sent.receipts)
+        worker.source.flush(list(sent.receipts))
+    assert place.all_once()
+
+
+def test_lanes_of_several_former_workers_are_taken_over_at_once(place):
+    place.add()
+    former = [place.worker(name, lanes) for name, lanes in (("a", [0, 1]), ("b", [2, 3]), ("c", [4, 5]))]
+    for worker in former:
+        assert worker.join() == {}
+        assert worker.publish(2).failure is None
+    heir = place.worker("d")
+    assert heir.join() == {}
+    assert sorted(heir.fenced) == sorted(each for worker in former for each in own_ids(worker.base_id))
+    heir.drain()
+    assert place.all_once()
+
+
+def test_relays_from_before_had_an_id_for_each_lane(place):
+    """The migration writes '' into the rows: such a relay may have written them, and may have a transaction open."""
+    assert ids_to_fence(LEGACY_ID, 3, "shop") == ["shop.relay.3"]
+    place.state.require(LANES)
+    place.add()
+    place.tables.run("UPDATE outbox.lanes SET transactional_id = '' WHERE lane IN (1, 4)")
+    old = {}
+    for lane in (1, 2, 4):
+        each = {"bootstrap.servers": place.kafka.bootstrap_servers}
+        old[lane] = Producer({**each, "transactional.id": f"{place.settings.name}.relay.{lane}"})
+        old[lane].init_transactions(30)
+        old[lane].begin_transaction()
+    # Open, and in the lane's marker partition: nothing is decided before it is fenced.
+    old[4].produce(place.state.name, b"{}", b"marker", partition=4)
+    assert old[4].flush(30) == 0
+    heir = place.worker("b")
+    assert heir.join() == {}
+    assert heir.fenced == [f"{place.settings.name}.relay.{lane}" for lane in (1, 4)]
+    for lane in (1, 4):
+        old[lane].produce(place.topic, b"{}", "late")
+        with pytest.raises(KafkaException):
+            old[lane].commit_transaction(30)
+    # Of lane 2 the row says that nobody can have written it.
+    old[2].abort_transaction(30)
+    heir.drain()
+    assert place.all_once()
+    assert place.tables.ids() == dict.fromkeys(range(LANES), heir.base_id)
+
+
+def test_an_at_least_once_worker_fences_the_lanes_that_name_an_id_and_settles_what_was_committed(place):
+    place.add()
+    former = place.worker("a", [0, 1, 2])
+    assert former.join() == {}
+    former.turn(1)
+    sent = former.publish(2)
+    assert sent.failure is None
+    former.source.settle(sent.receipts)
+    in_hand = former.source.fetch({lease.lane: 2 for lease in former.leases}).batches
+    former.source.settle({lane: Receipt() for lane in in_hand})
+    plain = place.worker("plain", exact=False)
+    assert plain.join() == {}
+    assert plain.fenced == own_ids(former.base_id)
+    # Nobody need fence a worker without transactions.
+    assert place.tables.ids() == dict.fromkeys(range(LANES))
+    assert former.publisher.publish(in_hand).failure is not None
+    plain.turn(5)
+    # It counts no batches: what stands there is the former worker's.
+    assert place.tables.batches() == {lane: 3 if lane < 3 else None for lane in range(LANES)}
+    # And back again.
+    exact = place.worker("b")
+    assert exact.join() == {}
+    assert exact.fenced == []
+    exact.drain()
+    assert place.all_once()
+    assert place.tables.ids() == dict.fromkeys(range(LANES), exact.base_id)
+
+
+def test_a_lane_whose_marker_is_lost_stops_alone(place):
+    place.add()
+    former = place.worker("a")
+    assert former.join() == {}
+    former.turn(2)
+    place.tables.run("UPDATE outbox.lanes SET last_batch = 40 WHERE lane = 3")
+    heir = place.worker("b")
+    failed = heir.join()
+    assert {lane: type(error) for lane, error in failed.items()} == {3: StateLost}
+    assert place.tables.ids() == {lane: former.base_id if lane == 3 else heir.base_id for lane in range(LANES)}
+    heir.leases = [lease for lease in heir.leases if lease.lane != 3]
+    fetched = heir.source.fetch({lease.lane: 1000 for lease in heir.leases})
+    sent = heir.publisher.publish(fetched.batches)
+    assert sent.failure is None
+    heir.source.settle(sent.receipts)
+    heir.source.flush(list(sent.receipts))
+    assert place.tables.run("SELECT DISTINCT lane FROM outbox.events") == [(3,)]
+
+
+def test_a_worker_that_was_fenced_by_nobody_it_knows_begins_anew_with_all_its_lanes(place):
+    """As after a commit that was not clean: its rows name itself, and its own init ends what was open."""
+    place.add()
+    worker = place.worker("a")
+    assert worker.join() == {}
+    worker.turn(1)
+    sent = worker.publish(2)
+    assert sent.failure is None
+    # The answer was lost: it does not know that it is committed.
+    worker.publisher.close()
+    worker.source.settle({lane: Receipt() for lane in sent.receipts})
+    worker.publisher = worker.new_publisher()
+    assert worker.join() == {}
+    assert worker.fenced == []
+    worker.drain()
+    assert place.all_once()
+
+
+def test_the_relay_of_a_primary_from_before_a_failover_leaves_the_other_one_alone(place):
+    """It stops, and tries again for as long as it runs: it must not fence the one that goes on each time."""
+    place.add()
+    after = place.worker("a")
+    assert after.join() == {}
+    for joined in after.publisher._joined.values():
+        joined.identity = replace(joined.identity, timeline=2)
+    sent = after.publish(1)
+    assert sent.failure is None
+    after.source.settle(sent.receipts)
+    in_hand = after.source.fetch({lease.lane: 1 for lease in after.leases}).batches
+    # In this database, which is not the one that goes on.
+    before = place.worker("b")
+    failed = before.join()
+    assert failed.keys() == set(range(LANES))
+    assert all("the primary from before a failover" in str(error) for error in failed.values())
+    assert before.fenced == []
+    assert after.publisher.publish(in_hand).failure is None
+
+
+def test_a_turn_that_fails_leaves_nothing_for_readers(place):
+    """One lane's event is too large for the broker: the transaction of all lanes is aborted, and that lane named."""
+    small = place.kafka.create_topic(f"{place.kafka.name('small')}-events", 1, {"max.message.bytes": "2000"})
+    kind = small.removesuffix("-events")
+    worker = place.worker("a")
+    assert worker.join() == {}
+    place.add()
+    with psycopg.connect(place.tables.url) as connection:
+        Outbox().add(connection, Event(kind, "large", "T", {"text": "".join(map(str, range(2000)))}))
+    [(lane,)] = place.tables.run("SELECT lane FROM outbox.events WHERE aggregate_id = 'large'")
+    sent = worker.publish(1000)
+    assert type(sent.failure).__name__ == "BatchRefused"
+    assert list(sent.blamed) == [lane]
+    assert place.read() == Counter()
+    assert place.tables.batches() == dict.fromkeys(range(LANES), 1)
+    worker.source.settle(sent.receipts)
+    worker.publisher = worker.new_publisher()
+    assert worker.join() == {}
+    place.tables.run("DELETE FROM outbox.events WHERE aggregate_id = 'large'")
+    worker.drain()
+    assert place.all_once()
+
+
+def test_the_state_topic_has_a_partition_for_every_lane(place):
+    assert place.worker("a").join() == {}
+    admin = AdminClient({"bootstrap.servers": place.kafka.bootstrap_servers})
+    found = admin.list_topics(timeout=30).topics[place.state.name]
+    assert len(found.partitions) == LANES

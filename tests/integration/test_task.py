@@ -6,9 +6,12 @@ Every check runs the three ways that rows can go (WAYS); and with one guard take
 from __future__ import annotations
 
 import datetime as dt
+import io
 import itertools
 import random
+import socket
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -19,14 +22,15 @@ import pytest
 from consumer_group import ConsumerGroup
 from psycopg import sql
 
-from spark_jobs import applying, direct, identity, letters, processed, strategies, task
+from spark_jobs import applying, direct, identity, letters, processed, strategies, task, task_input
 from spark_jobs.applying import Culprit
 from spark_jobs.direct import Direct
 from spark_jobs.effects import Insert
-from spark_jobs.errors import Reject
+from spark_jobs.errors import InputCut, Reject
 from spark_jobs.letters import Letter
 from spark_jobs.strategies import Book, Dedup
 from spark_jobs.tables import DAY_OF_ID
+from spark_jobs.task_input import TaskInput, in_memory
 
 COLUMNS = {
     "n": "integer",
@@ -55,9 +59,14 @@ WAYS = ("batch", "direct", "lenient")
 
 @dataclass
 class Sink(ConsumerGroup):
-    """A group that stands at offset 0 in generation 1. ``told`` are the outcomes of all reports."""
+    """A group that stands at offset 0 in generation 1.
+
+    told   the outcomes of all reports.
+    given  how a task gets its rows.
+    """
 
     way: str = "batch"
+    given: Callable[[list[pa.RecordBatch]], TaskInput] = in_memory
     told: list[str] = field(default_factory=list)
 
     def apply(
@@ -99,11 +108,11 @@ class Sink(ConsumerGroup):
         made = replace(made, **plan)
         if made.effect != EFFECT or not isinstance(made.strategy, Dedup):
             made = replace(made, direct=None)
-        (report,) = task.run(made, iter([rows]))
+        (report,) = task.run(made, self.given([rows]))
         found: dict[str, Any] = report.to_pylist()[0]
         self.told.append(found["outcome"])
         if found["outcome"] == "roundabout":
-            (report,) = task.run(replace(made, slow=frozenset({("t", part)})), iter([rows]))
+            (report,) = task.run(replace(made, slow=frozenset({("t", part)})), self.given([rows]))
             found = report.to_pylist()[0]
         return found
 
@@ -207,7 +216,42 @@ def deferred(sink: Sink) -> None:
     assert [culprit.place[2] for culprit in task.culprits_from(report["detail"])] == [1]
 
 
+def from_worker(batches: list[pa.RecordBatch], *, ended: bool) -> TaskInput:
+    """Return rows as a Python worker of Spark's reads them; without ``ended`` Spark gives up between two messages."""
+    sink = io.BytesIO()
+    with pa.ipc.new_stream(sink, batches[0].schema) as writer:
+        for batch in batches:
+            writer.write_batch(batch)
+        cut = sink.tell()
+    sent = sink.getvalue() + task_input.END_OF_STREAM if ended else sink.getvalue()[:cut]
+    spark, worker = socket.socketpair()
+    with spark, worker:
+        spark.sendall(sent)
+        stream = worker.makefile("rb")
+    return TaskInput(pa.ipc.open_stream(stream), lambda: task_input.check_end(stream))
+
+
+def ends_too_early(sink: Sink) -> None:
+    """Spark's own failure shows only in what does not follow the rows."""
+    sink.given = lambda batches: from_worker(batches, ended=False)
+    with suppress(InputCut):
+        sink.apply([(event_id(1), 1)])
+    assert (sink.numbers(), sink.position(), sink.told) == ([], 0, [])
+    sink.given = lambda batches: from_worker(batches, ended=True)
+    sink.apply([(event_id(1), 1), (event_id(2), 2)])
+    assert (sink.numbers(), sink.position(), sink.told) == ([1, 2], 2, ["applied"])
+
+
+def left_unread(sink: Sink) -> None:
+    """A COMMIT by a task that has not come to the end of its rows."""
+    with suppress(InputCut), task.transaction(sink.url, "test", in_memory([])) as cursor:
+        cursor.execute("INSERT INTO numbers VALUES (1, 1)")
+    assert sink.numbers() == []
+
+
 CHECKS = [
+    ends_too_early,
+    left_unread,
     fenced,
     applied_before,
     behind_the_group,
@@ -291,6 +335,10 @@ MUTATIONS: dict[str, tuple[str, object, str, Any, Callable[[Sink], None]]] = {
         forgotten,
     ),
     "what is forgotten is not asked, direct": ("direct", processed, "any_before", lambda *_: False, forgotten),
+    "commit at the iterator's end": ("batch", task_input, "check_end", lambda _: None, ends_too_early),
+    "commit at the iterator's end, direct": ("direct", task_input, "check_end", lambda _: None, ends_too_early),
+    "commit at the iterator's end, lenient": ("lenient", task_input, "check_end", lambda _: None, ends_too_early),
+    "commit before the iterator's end": ("batch", TaskInput, "require_whole", lambda _: None, left_unread),
     "deferred constraints wait for COMMIT": ("batch", applying, "IMMEDIATE", "SELECT 1", deferred),
     "deferred constraints wait for COMMIT, direct": ("direct", direct, "IMMEDIATE", "SELECT 1", deferred),
 }
@@ -413,7 +461,8 @@ def test_rows_of_two_partitions_are_no_tasks(sink: Sink, monkeypatch: pytest.Mon
     def mixed(plan: task.TaskPlan, batches: Any) -> Any:
         (rows,) = batches
         other = pa.array([1] * rows.num_rows, pa.int32())
-        return run(plan, iter([rows, rows.set_column(rows.schema.names.index("message_part"), "message_part", other)]))
+        index = rows.schema.names.index("message_part")
+        return run(plan, in_memory([rows, rows.set_column(index, "message_part", other)]))
 
     monkeypatch.setattr(task, "run", mixed)
     for sink.way in WAYS:
@@ -482,7 +531,7 @@ def lines(
             "message_tombstone": [line is None for _, line in rows],
         }
     )
-    (report,) = task.run(made, iter([batch]))
+    (report,) = task.run(made, in_memory([batch]))
     found: dict[str, Any] = report.to_pylist()[0]
     sink.run("UPDATE consumer.offsets SET next_offset = 0; DELETE FROM consumer.processed_messages")
     return found

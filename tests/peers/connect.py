@@ -1,5 +1,6 @@
-"""Kafka Connect with Debezium's Postgres connector: a standalone worker on loopback, from the jars in jars.lock.
+"""Kafka Connect with Debezium's Postgres connector: a worker on loopback, from the jars in jars.lock.
 
+The tests in this folder and the benchmarks run it.
 ``python tests/peers/connect.py lock`` writes jars.lock anew.
 """
 
@@ -93,22 +94,45 @@ _LOGGING: Final = """\
 
 
 class Worker:
-    """A standalone Connect worker in ``directory``. It ends with this process, also by kill -9.
+    """A Connect worker in ``directory``. It ends with this process, also by kill -9.
 
     What a connector sets itself (converters, transforms) is not set here: the worker has Connect's defaults.
+
+    heap         as -Xmx takes it.
+    group        None: a standalone worker. Otherwise a distributed one, alone in this group, which keeps its state in
+                 topics that begin with the group's name and allows exactly-once delivery by connectors.
+    properties   of the worker, over those set here.
     """
 
-    def __init__(self, directory: Path, bootstrap_servers: str) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        bootstrap_servers: str,
+        *,
+        heap: str = "512m",
+        group: str | None = None,
+        properties: Mapping[str, str] | None = None,
+    ) -> None:
         self._directory = directory
         self._bootstrap_servers = bootstrap_servers
+        self._heap = heap
+        self._group = group
+        self._properties = dict(properties or {})
         (self._port,) = free_ports(1)
         self.log = directory / "connect.log"
         self._process: Supervised | None = None
 
     @property
     def running(self) -> bool:
-        """Whether its process is there."""
+        """Return whether its process is there."""
         return self._process is not None and self._process.running
+
+    @property
+    def pid(self) -> int:
+        """Its process id. Raises ServiceError before the first start."""
+        if self._process is None:
+            raise ServiceError("this Kafka Connect was never started, so it has no process; call start()")
+        return self._process.pid
 
     def start(self) -> Self:
         """Start it and wait until it answers."""
@@ -123,11 +147,12 @@ class Worker:
             "listeners": f"http://{_HOST}:{self._port}",
             "plugin.path": str(plugin.parent),
             "plugin.discovery": "service_load",
-            "offset.storage.file.filename": str(self._directory / "offsets"),
             # A minute by default: how long the slot stays behind what is acknowledged.
             "offset.flush.interval.ms": "1000",
             "key.converter": "org.apache.kafka.connect.json.JsonConverter",
             "value.converter": "org.apache.kafka.connect.json.JsonConverter",
+            **self._storage(),
+            **self._properties,
         }
         file = self._directory / "worker.properties"
         file.write_text("".join(f"{name}={value}\n" for name, value in properties.items()))
@@ -137,9 +162,10 @@ class Worker:
         class_path = os.pathsep.join(str(jar) for jar in worker_jars)
         self._process = Supervised(
             [
-                *(str(java()), "-Xmx512m", "-XX:+UseSerialGC", "-Djava.awt.headless=true"),
+                *(str(java()), f"-Xmx{self._heap}", "-XX:+UseSerialGC", "-Djava.awt.headless=true"),
                 *(f"-Dlog4j2.configurationFile={logging}", "-cp", class_path),
-                *("org.apache.kafka.connect.cli.ConnectStandalone", str(file)),
+                f"org.apache.kafka.connect.cli.Connect{'Standalone' if self._group is None else 'Distributed'}",
+                str(file),
             ],
             log=self.log,
             env={name: value for name, value in os.environ.items() if not name.startswith(("KAFKA_", "CONNECT_"))},
@@ -201,16 +227,31 @@ class Worker:
         self._ask("DELETE", f"/connectors/{name}/offsets")
 
     def offsets(self, name: str) -> list[dict[str, Any]]:
-        """Give the offsets of a connector."""
+        """Return the offsets of a connector."""
         return [entry["offset"] for entry in self._ask("GET", f"/connectors/{name}/offsets")["offsets"]]
 
     def state(self, name: str) -> tuple[str, list[str]]:
-        """Give the states of a connector and of its tasks. Raises ServiceError when a task has failed."""
+        """Return the states of a connector and of its tasks. Raises ServiceError when a task has failed."""
         status = self._ask("GET", f"/connectors/{name}/status")
         for task in [status["connector"], *status["tasks"]]:
             if task["state"] == "FAILED":
                 raise ServiceError(f"the connector {name} failed: {task['trace']}")
         return status["connector"]["state"], [task["state"] for task in status["tasks"]]
+
+    def _storage(self) -> dict[str, str]:
+        """Return where the worker keeps offsets, and if it is a distributed one, all it needs to be that."""
+        if self._group is None:
+            return {"offset.storage.file.filename": str(self._directory / "offsets")}
+        topics = {f"{what}.storage.topic": f"{self._group}-{what}" for what in ("config", "offset", "status")}
+        replication = {f"{what}.storage.replication.factor": "1" for what in ("config", "offset", "status")}
+        partitions = {"offset.storage.partitions": "1", "status.storage.partitions": "1"}
+        return {
+            "group.id": self._group,
+            "exactly.once.source.support": "enabled",
+            **topics,
+            **replication,
+            **partitions,
+        }
 
     def _answers(self) -> bool:
         try:

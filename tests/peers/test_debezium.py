@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import closing
-from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
 import psycopg
 import pytest
 from peers.connect import Worker
+from peers.page import blocks
 from psycopg import sql
 from support import Load, check, wait_until
 
 from outbox import Event, Outbox
-
-PAGE = Path(__file__).parents[2] / "docs" / "debezium.md"
-BLOCK = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
-NAME = "debezium_outbox"
-"""Of role, slot, publication and topic prefix on the page."""
 
 
 @pytest.fixture(scope="module")
@@ -40,27 +34,21 @@ class Debezium:
         self._database = database
         self._admin = database.connect(autocommit=True)
         self._connectors: list[str] = []
-        # Roles and slots belong to the whole server.
-        blocks = BLOCK.findall(PAGE.read_text().replace(NAME, self.name))
-        assert [language for language, _ in blocks].count("json") == 2
-        self._sql = [text for language, text in blocks if language == "sql"]
-        self._json = [json.loads(text) for language, text in blocks if language == "json"]
+        self._page = blocks(self.name)
 
     def run(self, words: str) -> list[int]:
         """Run the page's block of SQL that holds these words, each statement in a transaction of its own as in psql.
 
         Gives how many rows each one touched.
         """
-        (block,) = [text for text in self._sql if words in text]
-        statements = [text for text in re.split(r";$", block, flags=re.MULTILINE) if text.strip()]
         with psycopg.connect(self._database.url, autocommit=True) as session:
-            return [session.execute(statement).rowcount for statement in statements]
+            return [session.execute(statement).rowcount for statement in self._page.statements(words)]
 
     def start(self, *, of_bytes: bool = False) -> str:
         """Start the page's connector for JSON, or the one for bytes. Gives its name."""
         address = urlsplit(self._database.url)
         name = f"{self.name}_bytes" if of_bytes else self.name
-        config = self._json[0] | (self._json[1] if of_bytes else {})
+        config = self._page.json[0] | (self._page.json[1] if of_bytes else {})
         config |= {
             "database.hostname": address.hostname,
             "database.port": str(address.port),
@@ -223,7 +211,7 @@ def slot_is_free(database, name: str) -> bool:
 
 
 def snapshot_is_over(worker: Worker, name: str) -> bool:
-    """Whether all that stood in the table when the connector started is acknowledged, by the offsets kept."""
+    """Return whether all that stood in the table when the connector started is acknowledged, by the offsets kept."""
     offsets = worker.offsets(name)
     return bool(offsets) and not any("snapshot" in offset for offset in offsets)
 

@@ -204,7 +204,7 @@ def test_the_whole_chain_killed_at_every_hop(chain, outbox_postgres, outbox_kafk
         # Each kill comes while events flow through every hop, at a point that nobody has chosen.
         for consumer, victim in ((None, "relay"), (enrich, "enrich"), (total, "relay"), (total, "total"), (enrich, "")):
             if consumer is None:
-                relay.wait_for_log("lane acquired")
+                relay.wait_for_log("lanes acquired")
                 goal = load.committed() + chance.randint(50, 150)
                 wait_until(lambda goal=goal: load.committed() >= goal, what="some load")
             else:

@@ -6,12 +6,16 @@ import threading
 from typing import Any
 
 import pytest
+import structlog
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from relay import stream
+from relay.lease import Lease
 from relay.ports import At, Claim, Unavailable
-from relay.stream import Channel
+from relay.slot import SlotNames
+from relay.stream import Channel, StreamLimits, _Session
 
 
 class Session:
@@ -157,21 +161,67 @@ def test_what_ended_the_session_comes_before_what_waits():
     channel.put([claim(1, 1)])
     channel.check()
     session.error = Unavailable("gone")
-    for call in (channel.check, lambda: channel.take(1), lambda: channel.take(1, 10)):
+    for call in (channel.check, lambda: channel.take(1)):
         with pytest.raises(Unavailable, match="gone"):
             call()
 
 
-def test_a_take_that_waits_is_woken_by_what_comes_and_by_the_end():
-    session = Session()
-    channel = Channel(session, (0, 0), ())  # type: ignore[arg-type]
-    threading.Timer(0.05, channel.put, [[claim(1, 1)]]).start()
-    assert channel.take(5, 60) == [claim(1, 1)]
+class Replicating:
+    """A replication connection that gives nothing and ends when told to."""
+
+    position = 0
+    reply_wanted = False
+
+
+def session_of(lanes: int) -> Any:
+    leases = [Lease(lane, 1, 60.0, 0.0) for lane in range(lanes)]
+    session = _Session(SlotNames("outbox", "slot", "publication"), Replicating, None, leases, StreamLimits())  # type: ignore[arg-type]
+    # It is not to start: what it reads is put in by hand.
+    session._thread = threading.Thread(target=lambda: None)
+    for lane in range(lanes):
+        session.join(lane, (0, 0), (), 1, None)
+    return session
+
+
+def hand_on(session: Any, lane: int, claims: list[Claim]) -> None:
+    session._read_for = {lane: claims}
+    session._hand_on()
+
+
+def test_a_wait_is_woken_by_what_comes_for_its_lanes_and_by_the_end():
+    session = session_of(2)
+    threading.Timer(0.05, hand_on, [session, 1, [claim(1, 1)]]).start()
+    assert session.wait([0, 1], 60)
+    # What waits for a lane that nobody reads now is no reason to read the others again and again.
+    assert not session.wait([0], 0.01)
 
     def end() -> None:
         session.error = Unavailable("gone")
-        channel.wake()
+        with session._arrived:
+            session._arrived.notify_all()
 
     threading.Timer(0.05, end).start()
-    with pytest.raises(Unavailable, match="gone"):
-        channel.take(5, 60)
+    assert session.wait([0], 60)
+
+
+def test_the_lanes_that_the_stream_waits_for_are_named():
+    session = session_of(2)
+    assert session.absent() == []
+    session._leases = [*session._leases, Lease(7, 1, 60.0, 0.0)]
+    assert session.absent() == [7]
+
+
+def test_lanes_that_settle_nothing_while_the_stream_is_full_are_named(monkeypatch):
+    monkeypatch.setattr(stream, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(stream, "_SAY_SECONDS", 0.0)
+    session = session_of(3)
+    session._limits = StreamLimits(max_events=2)
+    hand_on(session, 0, [claim(1, 1), claim(1, 2)])
+    hand_on(session, 2, [claim(2, 1)])
+    with structlog.testing.capture_logs() as said:
+        assert not session._has_room()
+        assert not session._has_room()
+    assert [(entry["log_level"], entry["lanes"], entry["events"]) for entry in said] == [("warning", "lanes 0, 2", 3)]
+    channel = session._channels[0]
+    channel.done(channel.take(2))
+    assert session._has_room()

@@ -49,31 +49,31 @@ def _reads_or_refuses(value: bytes) -> None:
     assert len(marker.positions) == len(marker.event_ids)
 
 
-@settings(deadline=None, derandomize=True, database=None)
+@settings(deadline=None)
 @given(marker=_markers())
 def test_what_was_encoded_is_decoded(marker: Marker) -> None:
     assert Marker.decode(marker.encode()) == marker
 
 
-@settings(deadline=None, derandomize=True, database=None)
+@settings(deadline=None)
 @given(value=st.binary(max_size=200))
 def test_any_bytes_are_read_or_refused(value: bytes) -> None:
     _reads_or_refuses(value)
 
 
-@settings(deadline=None, derandomize=True, database=None, max_examples=300)
+@settings(deadline=None, max_examples=300)
 @given(field=st.sampled_from(sorted(orjson.loads(_marker(1).encode()))), value=_JSON)
 def test_a_marker_with_any_field_replaced_is_read_or_refused(field: str, value: object) -> None:
     _reads_or_refuses(orjson.dumps(orjson.loads(_marker(1).encode()) | {field: value}))
 
 
-@settings(deadline=None, derandomize=True, database=None)
+@settings(deadline=None)
 @given(value=_JSON)
 def test_any_json_is_read_or_refused(value: object) -> None:
     _reads_or_refuses(orjson.dumps(value))
 
 
-@settings(deadline=None, derandomize=True, database=None)
+@settings(deadline=None)
 @given(marker=_markers(), data=st.data())
 def test_a_marker_cut_short_is_refused(marker: Marker, data: st.DataObject) -> None:
     value = marker.encode()
@@ -148,7 +148,7 @@ def test_the_primary_from_before_a_failover_does_not_go_on(last_batch: int | Non
         resume(5, last_batch, marker, _SYSTEM, 2)
 
 
-@settings(deadline=None, derandomize=True, database=None)
+@settings(deadline=None)
 @given(last_batch=st.none() | st.integers(0, 20), batch=st.none() | st.integers(1, 20))
 def test_a_lane_goes_on_only_if_the_marker_is_the_settled_batch_or_the_next(
     last_batch: int | None, batch: int | None

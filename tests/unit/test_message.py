@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import enum
+import json
 import string
+import time
+import tracemalloc
 import uuid
 from typing import Any
 
@@ -214,6 +217,8 @@ REFUSED = {
     "NUL behind a backslash": (content(rb'{"\\\u0000":1}'), "payload: holds a NUL"),
     # Within the limit as it is, and what looks like numbers with exponents has it counted level by level.
     "too deep": (content(b'{"a":' * 900 + b'"%s"' % (b"1e5" * 4000) + b"}" * 900), "payload: is nested too deeply"),
+    "one byte too many": (b"x" * 1_020_001, "has 1,020,001 bytes; no event takes more than 1,020,000"),
+    "one byte less": (b"x" * 1_020_000, "no line ends in its 1,020,000 bytes"),
     "spaces": (content(b"[" + b" " * 1_000_000 + b"]"), "payload: the event takes 1,000,006 bytes"),
 }
 
@@ -234,6 +239,39 @@ def test_what_looks_like_trouble_and_is_none():
     fields = ", ".join(f'"{name}" : "{value}"' for name, value in HEAD.items() if name not in {"event_id", "version"})
     line = f'{{{fields}, "event_id" : "{ID.upper()}", "version" : 1}}\n[1{"0" * 30}]'.encode()
     assert decode(line) == (ID, "Order", "4711", "OrderPlaced", None, b"[1" + b"0" * 30 + b"]", True)
+
+
+@pytest.mark.parametrize("shape", ["numbers", "deep", "line", "nul"])
+def test_a_huge_message_is_refused_by_its_length_alone(shape):
+    """100 MB of what is slow to read: not parsed, not searched, not copied."""
+    size = 100_000_000
+    data = {
+        "numbers": lambda: content(b"[" + b"1e5," * (size // 4) + b"1]"),
+        "deep": lambda: content(b"[" * size),
+        "line": lambda: b'{"version":1,"headers":{' + b'"a":"b",' * (size // 8),
+        "nul": lambda: content(b'"' + rb"\u0000" * (size // 7) + b'"'),
+    }[shape]()
+    tracemalloc.start()
+    began = time.process_time()
+    try:
+        with pytest.raises(MessageError, match="no event takes more than"):
+            decode(data)
+        assert tracemalloc.get_traced_memory()[1] < 100_000
+    finally:
+        tracemalloc.stop()
+    assert time.process_time() - began < 0.05
+
+
+def test_the_longest_event_in_its_longest_form_can_be_read():
+    """Every character of the names as two escapes of six bytes, and a payload that leaves no room."""
+    names = {
+        "aggregate_type": "\U0001f600" * 200,
+        "event_type": "\U0001f600" * 200,
+        "aggregate_id": "\U0001f600" * 1000,
+    }
+    body = b"x" * (1_000_000 - 4000)
+    line = json.dumps(HEAD | names | {"payload": "bytes"}).encode()
+    assert decode(line + b"\n" + body)[1:4] == (names["aggregate_type"], names["aggregate_id"], names["event_type"])
 
 
 def test_the_limit_is_the_tables():

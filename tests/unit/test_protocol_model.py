@@ -1,105 +1,153 @@
-"""The exactly-once protocol against every order of steps and faults, and against relays that get it wrong.
+"""The exactly-once protocol against every order of steps and faults, and against workers that get it wrong.
 
-``tests/protocol_model.py`` is the model. A small scenario is searched completely; runs with three relays and any number
-of faults are random, by hypothesis (which shortens what it finds) and by walks (which get further). Every mutation has
-to be caught: a model that forgives one proves nothing.
+``tests/protocol_model.py`` is the model. Small scenarios are searched completely; longer runs with three workers and
+any number of faults are random, by hypothesis (which shortens what it finds) and by walks (which get further). Every
+mutation has to be caught by a broken guarantee: a model that forgives one proves nothing.
 """
 
 from __future__ import annotations
 
 import random
+from typing import Any, Final
 
 import pytest
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
-from protocol_model import ANSWERS, MUTATIONS, SPLIT_FETCH, Action, Search, World, explore
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from protocol_model import AT_LEAST, CONCURRENT, EXACTLY, MUTATIONS, SPLIT_FETCH, Action, World, explore
 
 _KEYS = "abc"
-_RELAYS = (0, 1, 2)
-_FAULTS = {"kill", "expire", "crash"}
+_MIXED: Final = (EXACTLY, AT_LEAST)
+
+_Scenario = dict[str, Any]
+_ONE: Final[_Scenario] = {"lanes": 1, "written": "aa", "batch_size": 1}
+_WRITERS: Final[_Scenario] = {"lanes": 1, "keys": "ab", "variants": [SPLIT_FETCH]}
+_AT_LEAST: Final[_Scenario] = {"lanes": 1, "written": "a", "workers": _MIXED}
+_FAILOVER: Final[_Scenario] = {"lanes": 1, "written": "aab", "batch_size": 1, "workers": (EXACTLY,), "lossy": True}
+
+# name: scenario, faults
+_RIGHT: Final[dict[str, tuple[_Scenario, int]]] = {
+    "two lanes": ({"written": "ab"}, 1),
+    "two lanes, one producer": ({"written": "ab", "producers": 1}, 1),
+    "two lanes, taken during a turn": ({"written": "ab", "variants": [CONCURRENT]}, 1),
+    "two batches": (_ONE, 2),
+    "rows with last_batch NULL": ({"lanes": 1, "written": "a", "warm": False}, 1),
+    "asynchronous writers": (_WRITERS, 1),
+    "at-least-once beside exactly-once": (_AT_LEAST, 2),
+    "at-least-once, two lanes": ({**_AT_LEAST, "lanes": 2}, 1),
+    "a failover that loses a commit, one worker": (_FAILOVER, 2),
+}
+
+# The scenario that a mutation needs; of the others _ONE is enough. ``held``: worker 0 holds all lanes at the start.
+_WRONG: Final[dict[str, _Scenario]] = {
+    "fence_remembered": {"written": "b", "held": True},
+    "own_lane_in_turn": {"lanes": 1, "written": "a", "variants": [CONCURRENT]},
+    "no_last_batch": _FAILOVER,
+    "alo_no_fence": _AT_LEAST,
+    "alo_no_settle": _AT_LEAST,
+    "alo_null_first": _AT_LEAST,
+    "no_epoch_in_turn": _AT_LEAST,
+    "no_flush_barrier": _WRITERS,
+    "empty_commit": _WRITERS,
+    "unnoticed_crash": _WRITERS,
+    "reuse_producer": {**_ONE, "producers": 1, "held": True},
+    "trust_doubled_commit": {**_ONE, "producers": 1, "held": True},
+}
+
+
+def _search(scenario: _Scenario, faults: int, *mutations: str, right: bool = True) -> Any:
+    """Search a scenario completely. A mutation has to break a guarantee: being strict, or stuck, does not count."""
+    asked = dict(scenario)
+    keys, held, variants = asked.pop("keys", ""), asked.pop("held", False), asked.pop("variants", ())
+    world = World(**asked, strict=right, mutations=(*variants, *mutations))
+    if held:
+        _hold_all(world)
+    return explore(world, keys, faults=faults, progress=right and not world.pg.lossy)
+
+
+def _hold_all(world: World) -> None:
+    while not all(lane and lane.stage == "held" for lane in world.workers[0].lanes):
+        world.apply(Action("step", 0, "ok", next(world.workers[0].requests())))
+
+
+@pytest.mark.parametrize("name", _RIGHT)
+def test_every_order_of_steps_and_faults(name: str) -> None:
+    search = _search(*_RIGHT[name])
+    print(f"{name}: {search}")
+    assert search.complete, search
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS)
+def test_a_worker_that_gets_it_wrong_is_caught(mutation: str) -> None:
+    """One fault is enough for most, so that is tried first: the trace is the shortest of those with fewest faults."""
+    search = None
+    for faults in (0, 1, 2):
+        search = _search(_WRONG.get(mutation, _ONE), faults, mutation, right=False)
+        if search.violation:
+            print(f"{mutation}: {MUTATIONS[mutation]}, {faults} faults\n{search}")
+            return
+    pytest.fail(f"{mutation} is not caught: {search}")
+
+
+def test_known_limit_a_failover_that_loses_the_name_of_whom_to_fence() -> None:
+    """Two workers and a failover that loses an acquire or a written id: RELAY_TURN.md's rows are not enough.
+
+    When the protocol learns to survive this, this test fails and the scenario moves to those that are right.
+    """
+    search = _search({**_ONE, "lossy": True}, 2)
+    print(search)
+    assert search.violation.startswith("twice on the topic"), search
 
 
 class Protocol(RuleBasedStateMachine):
-    """Three relays that fetch as the real one does, writers of three keys, faults bounded by the run's length only."""
+    """Three workers, one of which may be paused, writers of three keys; faults bounded by the run's length only."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(len(_RELAYS), mutations=[SPLIT_FETCH])
-        self.paused: set[int] = set()
+        self.world = World((EXACTLY,) * 3, warm=False, mutations=[SPLIT_FETCH, CONCURRENT])
+        self.paused: int | None = None
 
-    def _do(self, name: str, who: int | str = "", how: str = "") -> None:
-        action = Action(name, who, how)
+    def _do(self, action: Action) -> None:
         note(f"  {self.world.tell(action)}")
         self.world.apply(action)
-
-    @rule(key=st.sampled_from(_KEYS))
-    def begin(self, key: str) -> None:
-        if self.world.writable(key):
-            self._do("begin", key)
-
-    @precondition(lambda self: self.world.pg.now.writing)
-    @rule(number=st.integers(0, 2), how=st.sampled_from(["sync", "async"]))
-    def commit(self, number: int, how: str) -> None:
-        writing = self.world.pg.now.writing
-        self._do("commit", writing[number % len(writing)].event_id, how)
 
     @rule(key=st.sampled_from(_KEYS), how=st.sampled_from(["sync", "async"]))
     def write(self, key: str, how: str) -> None:
         """Begin and commit at once, past those who have begun before."""
         if self.world.writable(key):
-            self._do("begin", key)
-            self._do("commit", self.world.pg.now.writing[-1].event_id, how)
+            self._do(Action("begin", key))
+            self._do(Action("commit", self.world.pg.now.writing[-1].event_id, how))
 
-    @rule(number=st.integers(0, 2), batches=st.integers(0, 3), steps=st.integers(0, 9), last=st.sampled_from(ANSWERS))
-    def work(self, number: int, batches: int, steps: int, last: str) -> None:
-        """A relay works, whichever can; the last of its requests may go wrong."""
-        for _ in range(6 * batches + steps):
-            self._step(number, "ok")
-        self._step(number, last)
+    @rule(key=st.sampled_from(_KEYS))
+    def begin(self, key: str) -> None:
+        if self.world.writable(key):
+            self._do(Action("begin", key))
 
-    @rule(number=st.integers(0, 2), last=st.sampled_from(ANSWERS))
-    def work_up_to_a_commit(self, number: int, last: str) -> None:
-        """The same, stopping where most can go wrong."""
-        for _ in range(12):
-            if any(len(self.world.relays[relay].answers()) == len(ANSWERS) for relay in self._able()):
-                break
-            self._step(number, "ok")
-        self._step(number, last)
+    @rule(numbers=st.lists(st.integers(0, 11), min_size=1, max_size=12))
+    def work(self, numbers: list[int]) -> None:
+        for number in numbers:
+            self._one([action for action in self._steps() if not action.fault], number)
 
-    def _able(self) -> list[int]:
-        return [relay for relay in _RELAYS if relay not in self.paused and self.world.relays[relay].answers()]
+    @rule(number=st.integers(0, 40))
+    def fail(self, number: int) -> None:
+        self._one([action for action in self._steps() if action.fault], number)
 
-    def _step(self, number: int, answer: str) -> None:
-        if able := self._able():
-            relay = able[number % len(able)]
-            self._do("step", relay, answer if answer in self.world.relays[relay].answers() else "ok")
+    @rule(worker=st.integers(0, 2))
+    def pause(self, worker: int) -> None:
+        """SIGSTOP, or wake: it remembers everything, and goes on where it was."""
+        self.paused = worker if self.paused is None else None
 
-    @rule(relay=st.sampled_from(_RELAYS))
-    def pause(self, relay: int) -> None:
-        """SIGSTOP, or wake: it remembers everything, and goes on where it was. One at a time."""
-        self.paused = set() if self.paused else {relay}
+    @rule(number=st.integers(0, 11))
+    def happen(self, number: int) -> None:
+        """Anything but a worker's step: a fault, a writer's commit, what is under way in Kafka."""
+        self._one([action for action in self.world.possible("") if action.name != "step"], number)
 
-    @rule(number=st.integers(0, 9))
-    def fault(self, number: int) -> None:
-        faults = [action for action in self.world.possible("") if action.name in _FAULTS]
-        if faults:
-            self._do(*faults[number % len(faults)])
+    def _steps(self) -> list[Action]:
+        return [action for action in self.world.possible("") if action.name == "step" and action.who != self.paused]
 
-    @precondition(lambda self: self.world.kafka.open)
-    @rule()
-    def timeout(self) -> None:
-        self._do("timeout")
-
-    @precondition(lambda self: self.world.kafka.under_way)
-    @rule()
-    def late(self) -> None:
-        self._do("late")
-
-    @precondition(lambda self: self.world.kafka.taken)
-    @rule()
-    def written(self) -> None:
-        self._do("written")
+    def _one(self, actions: list[Action], number: int) -> None:
+        if actions:
+            self._do(actions[number % len(actions)])
 
     @invariant()
     def guaranteed(self) -> None:
@@ -109,8 +157,22 @@ class Protocol(RuleBasedStateMachine):
         self.world.drain()
 
 
+def test_random_runs() -> None:
+    run_state_machine_as_test(
+        Protocol,
+        settings=settings(
+            max_examples=60,
+            stateful_step_count=40,
+            deadline=None,
+            derandomize=True,
+            database=None,
+            suppress_health_check=list(HealthCheck),
+        ),
+    )
+
+
 def _walk(world: World, chance: random.Random, length: int) -> None:
-    """Do something possible, again and again; one relay often goes on for a while, faults are rare or frequent."""
+    """Do something possible, again and again; one worker often goes on for a while, faults are rare or frequent."""
     keys = "".join(chance.choices(_KEYS, k=40))
     faulty, steady = chance.choice([0.01, 0.03, 0.1, 0.25]), chance.random()
     last: int | str = 0
@@ -131,57 +193,17 @@ def _walk(world: World, chance: random.Random, length: int) -> None:
     world.drain()
 
 
-def _search(*mutations: str, keys: str = "ab", batch_size: int = 1, faults: int) -> Search:
-    return explore(keys, relays=2, batch_size=batch_size, faults=faults, mutations=mutations)
-
-
-def test_every_order_of_two_relays_three_events_and_two_faults() -> None:
-    """The protocol with its fetch in one transaction; the searches below split it in two, as the relay does."""
-    search = _search(keys="aba", batch_size=2, faults=2)
-    print(search)
-    assert search.complete, search
-    assert search.states > 100_000, search
-
-
-def test_random_runs() -> None:
-    run_state_machine_as_test(
-        Protocol,
-        settings=settings(
-            max_examples=150,
-            stateful_step_count=50,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
-
-
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_long_walks(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
-    """Dozens of batches, where the search sees two; it is the last walk's trace that a failure prints."""
+    """Dozens of turns, where the search sees two; it is the last walk's trace that a failure prints."""
     chance = random.Random(seed)
     published = 0
     for _ in range(40):
         capsys.readouterr()
-        world = World(len(_RELAYS), mutations=chance.choice([[], [SPLIT_FETCH]]))
+        variants = chance.choice([[], [SPLIT_FETCH], [SPLIT_FETCH, CONCURRENT]])
+        workers = chance.choice([(EXACTLY,) * 3, (EXACTLY, EXACTLY, AT_LEAST)])
+        producers = chance.choice([1, 2, 2])
+        world = World(workers, producers=producers, warm=chance.random() < 0.5, mutations=variants)
         _walk(world, chance, 300)
-        published += len(world.kafka.topic)
-    assert published > 800
-
-
-def test_the_protocol_passes_the_search_that_the_mutations_fail() -> None:
-    search = _search(SPLIT_FETCH, faults=2)
-    print(search)
-    assert search.complete, search
-
-
-@pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_relay_that_gets_it_wrong_is_caught(mutation: str) -> None:
-    """One fault is enough for most, so that is tried first: the trace is the shortest of those with fewest faults."""
-    for faults in (0, 1, 2):
-        search = _search(SPLIT_FETCH, mutation, faults=faults)
-        if search.violation:
-            print(f"{mutation}: {MUTATIONS[mutation]}, {faults} faults\n{search}")
-            return
-    pytest.fail(f"{mutation} is not caught: {search}")
+        published += sum(len(log.events) for log in world.kafka.logs)
+    assert published > 400

@@ -35,3 +35,13 @@ def test_a_route_to_an_impossible_topic_is_refused(topic):
 def test_a_bad_template_is_refused(template):
     with pytest.raises(ConfigurationError, match="topic_template"):
         Router(template=template)
+
+
+def test_which_topics_can_be_written_is_known_beforehand():
+    listed = Router({"Order": Route("shop.orders", dead_letter_topic="dead")})
+    assert [listed.may_write(topic) for topic in ("shop.orders", "dead", "order-events")] == [True, True, False]
+    made = Router(template="shop.{aggregate_type}.events", dead_letter_topic="dead")
+    wanted = {"shop.order.events": True, "dead": True, "shop..events": False, "shop.events": False, "orders": False}
+    assert {topic: made.may_write(topic) for topic in wanted} == wanted
+    assert not Router(template="{aggregate_type}").may_write("__consumer_offsets")
+    assert not Router(template="{aggregate_type}").may_write("outbox.relay.state")

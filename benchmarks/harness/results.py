@@ -1,0 +1,149 @@
+"""What runs found, and what is asked of it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Final
+
+
+@dataclass
+class Run:
+    """One run of one way in one round.
+
+    figures    by the names of the scenario's metrics.
+    series     for plots, by name: lists of numbers.
+    repeated   copies of events on Kafka beyond the first.
+    error      why there are no figures: an event was lost or out of order, a process failed. None when all is well.
+    """
+
+    scenario: str
+    way: str
+    round: int
+    figures: dict[str, float] = field(default_factory=dict)
+    series: dict[str, list[float]] = field(default_factory=dict)
+    repeated: int = 0
+    lost: int = 0
+    error: str | None = None
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A column of the report. ``digits`` behind the point; ``plotted``: as bars."""
+
+    name: str
+    unit: str
+    digits: int = 0
+    plotted: bool = False
+    less_is_better: bool = False
+
+    def text(self, value: float) -> str:
+        """Return the value as people read it."""
+        return f"{value:,.{self.digits}f}"
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median, least and greatest of a metric over the rounds."""
+
+    median: float
+    least: float
+    greatest: float
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread:
+        """Return the spread of at least one value."""
+        return cls(statistics.median(values), min(values), max(values))
+
+
+@dataclass(frozen=True)
+class Target:
+    """What the issue asks for, and what was found; ``spread`` and ``reached`` are None where there is no figure."""
+
+    what: str
+    asked: str
+    spread: Spread | None
+    reached: bool | None
+    digits: int = 2
+
+    @property
+    def found(self) -> str:
+        """The figure as people read it."""
+        if self.spread is None:
+            return "no figure"
+        shown = [f"{value:,.{self.digits}f}" for value in (self.spread.median, self.spread.least, self.spread.greatest)]
+        return shown[0] if self.spread.least == self.spread.greatest else f"{shown[0]} ({shown[1]}–{shown[2]})"
+
+
+class Results:
+    """The runs of one scenario."""
+
+    def __init__(self, runs: Iterable[Run]) -> None:
+        self.runs = list(runs)
+
+    @property
+    def ways(self) -> list[str]:
+        """The ways in the order in which they first ran."""
+        return list(dict.fromkeys(run.way for run in self.runs))
+
+    def by_round(self, way: str, metric: str) -> dict[int, float]:
+        """Return a way's figures by round; rounds in which it failed are missing."""
+        return {
+            run.round: run.figures[metric]
+            for run in self.runs
+            if run.way == way and run.error is None and metric in run.figures
+        }
+
+    def spread(self, way: str, metric: str) -> Spread | None:
+        """Return the spread of a way's figures over the rounds; None without any."""
+        values = list(self.by_round(way, metric).values())
+        return Spread.of(values) if values else None
+
+    def best(self, prefix: str, metric: str, *, least: bool = False) -> dict[int, str]:
+        """Return, for each round, the way with the greatest (or least) figure among those whose names begin so."""
+        rounds: dict[int, dict[str, float]] = {}
+        for way in self.ways:
+            if way.startswith(prefix):
+                for number, value in self.by_round(way, metric).items():
+                    rounds.setdefault(number, {})[way] = value
+        choose = min if least else max
+        return {number: choose(found, key=found.__getitem__) for number, found in rounds.items()}
+
+    def ratio(self, way: str, other: str | Mapping[int, str], metric: str) -> list[float]:
+        """Return a way's figures divided by another way's of the same round."""
+        found = []
+        for number, value in self.by_round(way, metric).items():
+            of = other if isinstance(other, str) else other.get(number, "")
+            base = self.by_round(of, metric).get(number)
+            if base:
+                found.append(value / base)
+        return found
+
+
+def at_least(what: str, values: Sequence[float], goal: float, digits: int = 2, unit: str = "") -> Target:
+    """Return the target that the median is ``goal`` or more."""
+    spread = Spread.of(values) if values else None
+    return Target(what, f"≥ {goal:g}{unit}", spread, None if spread is None else spread.median >= goal, digits)
+
+
+def at_most(what: str, values: Sequence[float], goal: float, digits: int = 2, unit: str = "") -> Target:
+    """Return the target that the median is ``goal`` or less."""
+    spread = Spread.of(values) if values else None
+    return Target(what, f"≤ {goal:g}{unit}", spread, None if spread is None else spread.median <= goal, digits)
+
+
+def beside(what: str, values: Sequence[float], digits: int = 2) -> Target:
+    """Return a figure that is shown beside others; nothing is asked of it."""
+    return Target(what, "–", Spread.of(values) if values else None, None, digits)
+
+
+RATE: Final = Metric("rate", "events/s", plotted=True)
+PER_CORE: Final = Metric("per_core", "events/s per core")
+P50: Final = Metric("p50", "ms", 1, plotted=True, less_is_better=True)
+P99: Final = Metric("p99", "ms", 1, plotted=True, less_is_better=True)
+PUBLISHER_CPU: Final = Metric("publisher_cpu", "% of a core", 1, less_is_better=True)
+POSTGRES_CPU: Final = Metric("postgres_cpu", "% of a core", 1, less_is_better=True)
+BROKER_CPU: Final = Metric("broker_cpu", "% of a core", 1, less_is_better=True)
+CPU: Final = (PUBLISHER_CPU, POSTGRES_CPU, BROKER_CPU)

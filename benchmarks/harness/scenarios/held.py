@@ -1,0 +1,90 @@
+"""A transaction that stays open holds the server's xmin: dead rows and index entries can't be removed meanwhile."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from benchmarks.harness.load import Backlog, Steady, fill, held_snapshot, wait_until_empty, writer
+from benchmarks.harness.measure import percentile
+from benchmarks.harness.publishers import publishing
+from benchmarks.harness.relays import Ours
+from benchmarks.harness.results import CPU, P50, P99, RATE, Metric, Results, Run, Target, at_least
+from benchmarks.harness.runs import check_offered, warm_up, watch
+from benchmarks.harness.scenarios.base import POLLING, POLLING_ONCE, Scenario
+from benchmarks.harness.servers import Servers
+from benchmarks.harness.topic import Ends, read_back, reader
+
+
+@dataclass(frozen=True)
+class Holding:
+    """Our relay, with a snapshot held or not."""
+
+    way: Ours
+    held: bool
+
+    @property
+    def name(self) -> str:
+        """The name in reports."""
+        return f"{self.way.name}, xmin {'held' if self.held else 'free'}"
+
+
+class Held(Scenario):
+    """2,000 events a second for a while, then a backlog."""
+
+    name = "held"
+    title = "xmin held at 2,000 events a second"
+    about = (
+        "A REPEATABLE READ transaction is open all the time; 2,000 events a second are written, ten in each "
+        "transaction, for a minute (ten with --full); then 100,000 are drained while it is still open. Published: "
+        "events a second from the first of the load to the last, as they came; rate: of the drain."
+    )
+    metrics = (RATE, Metric("offered", "events/s written"), Metric("published", "events/s under load"), P50, P99, *CPU)
+    once = True
+
+    @property
+    def ways(self) -> Sequence[Holding]:
+        ways = (POLLING,) if self.quick else (POLLING, POLLING_ONCE)
+        return tuple(Holding(way, held) for way in ways for held in (False, True))
+
+    def run(self, servers: Servers, way: Holding, run: Run) -> None:
+        warm, count = self.sizes.warm_ours, int(2_000 * self.sizes.held_seconds)
+        with servers.site(f"{self.name}-{way.name}") as site, publishing(way.way, servers, site) as relay:
+            ends = Ends(site)
+            warm_up(way.way, relay, ends, Backlog(warm))
+            with held_snapshot(site) if way.held else contextlib.nullcontext():
+                load = Steady(2_000, count, warm, together=10)
+                with reader(site, warm, count) as receiving, writer(site, load) as writing:
+                    writing.go()
+                    committed = writing.committed(self.sizes.held_seconds * 5 + 60)
+                    received, tally = receiving.received(self.sizes.held_seconds * 5 + 60)
+                check_offered(run, committed, 2_000, strict=not self.quick)
+                run.repeated, run.lost = tally.repeated, tally.lost
+                tally.check()
+                times = sorted((received[n] - committed[n]) / 1e6 for n in range(count // 10, count))
+                relay.halt()
+                base = ends.now()
+                fill(site, Backlog(self.sizes.held_backlog, warm + count))
+                relay.start()
+                figures = watch(servers, relay, ends, base, self.sizes.held_backlog)
+                wait_until_empty(site, 120)
+            appended = read_back(site, warm + count, self.sizes.held_backlog)
+            run.repeated += appended.tally.repeated
+            run.lost += appended.tally.lost
+            appended.tally.check()
+            run.figures |= {
+                **figures,
+                "rate": appended.rate,
+                "published": count / ((max(received) - min(received)) / 1e9),
+                "p50": percentile(times, 0.5),
+                "p99": percentile(times, 0.99),
+            }
+
+    def targets(self, results: Results) -> list[Target]:
+        found = []
+        for way in (POLLING, POLLING_ONCE):
+            held, free = Holding(way, held=True).name, Holding(way, held=False).name
+            for metric, what in (("rate", "drain"), ("published", "published under load")):
+                found.append(at_least(f"{way.name}: {what}, of unheld", results.ratio(held, free, metric), 0.8))
+        return found

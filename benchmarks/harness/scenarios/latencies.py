@@ -1,0 +1,68 @@
+"""From COMMIT to a consumer's hands, under a steady load and after a rest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from benchmarks.harness.peers import DEBEZIUM, DEBEZIUM_LATENCY, DEBEZIUM_ONCE
+from benchmarks.harness.publishers import Way
+from benchmarks.harness.results import CPU, P50, P99, Metric, Results, Run, Target, at_most
+from benchmarks.harness.runs import KAFKA_ONLY, Latency, latency
+from benchmarks.harness.scenarios.base import OURS, POLLING, POLLING_ONCE, WAL, Scenario
+from benchmarks.harness.servers import Servers
+
+_MAX = Metric("max", "ms", 1, less_is_better=True)
+_OFFERED = Metric("offered", "commits/s")
+
+
+class Steady600(Scenario):
+    """600 events a second."""
+
+    name = "latency"
+    title = "Latency at 600 events a second"
+    about = (
+        "One writer, one event of 740 bytes in each transaction, 5,000 keys, 4 lanes. From the return of COMMIT to "
+        "poll() in a read_committed consumer; the first second is left out."
+    )
+    metrics = (P50, P99, _MAX, *CPU, _OFFERED)
+
+    @property
+    def ways(self) -> Sequence[Way]:
+        return (*OURS, DEBEZIUM, DEBEZIUM_LATENCY, DEBEZIUM_ONCE, KAFKA_ONLY)
+
+    def run(self, servers: Servers, way: Way, run: Run) -> None:
+        latency(servers, way, run, Latency(600, self.sizes.steady_seconds, self.warm(way), strict=not self.quick))
+
+    def targets(self, results: Results) -> list[Target]:
+        best = results.best("Debezium", "p50", least=True)
+        found = []
+        for way in OURS:
+            limit = 1.5 if way.delivery == "exactly-once" else 0.8
+            aim = 1.0 if way.delivery == "exactly-once" else 0.5
+            what = f"{way.name}: p50 as part of the best Debezium's (aim {aim:g})"
+            found.append(at_most(what, results.ratio(way.name, best, "p50"), limit))
+            what = f"{way.name}: p99 as part of that Debezium's"
+            found.append(at_most(what, results.ratio(way.name, best, "p99"), 0.5))
+        return found
+
+
+class TwoASecond(Scenario):
+    """Two events a second, after a rest."""
+
+    name = "slow"
+    title = "Latency at 2 events a second, after a minute of rest"
+    once = True
+    about = "The same measurement when the outbox is nearly always empty: what idle polling costs the next event."
+    metrics = (P50, P99, _MAX, *CPU)
+
+    @property
+    def ways(self) -> Sequence[Way]:
+        return (POLLING, WAL) if self.quick else (*OURS, DEBEZIUM_LATENCY)
+
+    def run(self, servers: Servers, way: Way, run: Run) -> None:
+        rest = self.sizes.rest_seconds
+        latency(servers, way, run, Latency(2, self.sizes.slow_seconds, self.warm(way), rest, strict=not self.quick))
+
+    def targets(self, results: Results) -> list[Target]:
+        found = [(way.name, list(results.by_round(way.name, "p50").values())) for way in (POLLING, POLLING_ONCE)]
+        return [at_most(f"{name}: p50", values, 6, 1, " ms") for name, values in found]

@@ -1,0 +1,194 @@
+"""What stands in a run's topic: read back to be counted, or read as it comes to measure the latency."""
+
+from __future__ import annotations
+
+import re
+import time
+from array import array
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, Final
+
+from confluent_kafka import Consumer, IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+
+from benchmarks.harness.load import _process, _received
+from benchmarks.harness.servers import PARTITIONS, BenchError, Site
+
+_NUMBER: Final = re.compile(rb'"n": ?(\d+)')
+_EOF: Final = KafkaError._PARTITION_EOF  # noqa: SLF001 - a documented name, in spite of the underscore
+
+
+@dataclass
+class Tally:
+    """Which of the events ``first`` … ``first + count - 1`` were seen, and how. Others are passed over.
+
+    repeated    copies beyond the first.
+    reordered   events that came after a later one of their key.
+    """
+
+    first: int
+    count: int
+    seen: bytearray = field(default_factory=bytearray)
+    found: int = 0
+    repeated: int = 0
+    reordered: int = 0
+    _last: dict[bytes, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.seen = bytearray(self.count)
+
+    @property
+    def lost(self) -> int:
+        """How many were not seen."""
+        return self.count - self.found
+
+    def add(self, key: bytes | None, value: bytes | None) -> int | None:
+        """Count a message. Return the event's number, from 0, if it is seen for the first time; None otherwise."""
+        match = _NUMBER.search(value, 0, 64) if value is not None else None
+        if match is None or key is None:
+            raise BenchError(f"a message that no writer here wrote: {key!r}, {value[:80] if value else value!r}")
+        number = int(match[1]) - self.first
+        if not 0 <= number < self.count:
+            return None
+        if self.seen[number]:
+            self.repeated += 1
+            return None
+        self.seen[number] = 1
+        self.found += 1
+        if self._last.get(key, -1) > number:
+            self.reordered += 1
+        else:
+            self._last[key] = number
+        return number
+
+    def check(self) -> None:
+        """Raise BenchError if an event is missing or out of order: such a run has no figure."""
+        if self.lost or self.reordered:
+            raise BenchError(f"{self.lost} of {self.count} events are missing, {self.reordered} are out of order")
+
+
+@dataclass
+class Appended:
+    """When the broker appended a drain's events, in ms of its clock, and how many came with the first batch."""
+
+    tally: Tally
+    begin: int
+    end: int
+    with_first: int
+
+    @property
+    def rate(self) -> float:
+        """Events a second from the first append to the last. What came with the first was made before it."""
+        seconds = (self.end - self.begin) / 1000
+        if seconds <= 0:
+            raise BenchError("all events were appended in the same millisecond: take more")
+        return (self.tally.count - self.with_first) / seconds
+
+
+def _consumer(kafka: str, **options: Any) -> Consumer:
+    return Consumer(
+        {
+            "bootstrap.servers": kafka,
+            "group.id": "bench",
+            "isolation.level": "read_committed",
+            "enable.auto.commit": False,
+            "auto.offset.reset": "earliest",
+            "log_level": 0,
+            **options,
+        }
+    )
+
+
+def read_back(site: Site, first: int, count: int, seconds: float = 60.0) -> Appended:
+    """Read the topic from its beginning to its end; more, for ``seconds`` without anything new, while events miss."""
+    tally = Tally(first, count)
+    times: dict[int, int] = {}
+    consumer = _consumer(site.kafka, **{"enable.partition.eof": True, "queued.max.messages.kbytes": 32 << 10})
+    consumer.assign([TopicPartition(site.topic, partition, 0) for partition in range(PARTITIONS)])
+    ended: set[int] = set()
+    deadline = time.monotonic() + seconds
+    try:
+        while len(ended) < PARTITIONS or tally.lost:
+            if time.monotonic() > deadline:
+                break
+            for message in consumer.consume(1_000, 0.2):
+                error = message.error()
+                if error is not None:
+                    if error.code() != _EOF:
+                        raise KafkaException(error)
+                    ended.add(message.partition() or 0)
+                    continue
+                ended.discard(message.partition() or 0)
+                if tally.add(message.key(), message.value()) is not None:
+                    at = message.timestamp()[1]
+                    times[at] = times.get(at, 0) + 1
+                    deadline = time.monotonic() + seconds
+    finally:
+        consumer.close()
+    begin = min(times, default=0)
+    return Appended(tally, begin, max(times, default=0), times.get(begin, 0))
+
+
+class Ends:
+    """Where the topic ends for readers of what is committed: the sum over its partitions."""
+
+    def __init__(self, site: Site) -> None:
+        self._admin = AdminClient({"bootstrap.servers": site.kafka, "log_level": 0})
+        latest = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+        self._asked = {TopicPartition(site.topic, partition): latest for partition in range(PARTITIONS)}
+
+    def now(self) -> int:
+        """Ask the broker."""
+        asked = self._admin.list_offsets(self._asked, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=30)
+        return sum(answer.result().offset for answer in asked.values())
+
+
+class Reader:
+    """A process that reads the topic as it comes and notes when each event came."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def received(self, seconds: float) -> tuple[array[int], Tally]:
+        """Return the times of the first sight, in ns of the monotonic clock, by the events' order, and the tally.
+
+        Raises BenchError when it does not end within ``seconds``.
+        """
+        times, tally = _received(self._connection, "the reader", seconds)
+        return times, tally
+
+
+@contextmanager
+def reader(site: Site, first: int, count: int, patience: float = 30.0) -> Iterator[Reader]:
+    """Start a reader's process at the topic's present end.
+
+    It ends one second after all events have come, or when nothing comes for ``patience`` seconds.
+    """
+    with _process(_read, site.kafka, site.topic, first, count, patience) as connection:
+        yield Reader(connection)
+
+
+def _read(kafka: str, topic: str, first: int, count: int, patience: float, parent: Connection) -> None:
+    consumer = _consumer(kafka, **{"fetch.wait.max.ms": 5})
+    partitions = [TopicPartition(topic, partition) for partition in range(PARTITIONS)]
+    ends = [consumer.get_watermark_offsets(partition, timeout=30)[1] for partition in partitions]
+    consumer.assign([TopicPartition(topic, number, end) for number, end in enumerate(ends)])
+    consumer.poll(0.5)
+    tally, times = Tally(first, count), array("q", [0]) * count
+    parent.send(b"ready")
+    deadline = time.monotonic() + patience
+    while time.monotonic() < deadline:
+        message = consumer.poll(0.2)
+        if message is None or message.error() is not None:
+            continue
+        now = time.monotonic_ns()
+        number = tally.add(message.key(), message.value())
+        if number is not None:
+            times[number] = now
+            # Repeats come right behind, if any: a second more.
+            deadline = time.monotonic() + (patience if tally.lost else 1.0)
+    consumer.close()
+    parent.send((times, tally))

@@ -1,0 +1,121 @@
+"""The relay measured beside Debezium and a bare loop, on a Postgres and a broker of its own.
+
+    python benchmarks/relay.py [--only NAME …] [--ways TEXT …] [--rounds N] [--quick | --full]
+                               [--json FILE] [--html FILE] [--set NAME=VALUE …] [--workers N] [--logs DIRECTORY]
+
+Every way of a scenario runs once in each round, in changing order, with a database and a topic of its own. Every event
+is read back: a run that lost one, or has one out of order, is an error. ``--list`` names the scenarios. Only what is
+public is used: the commands, their settings, the tables and the topics. ``--set relay__batch_size=500`` is
+OUTBOX_RELAY__BATCH_SIZE=500 for every relay. The exit status is 1 when a run failed, whatever the figures are.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+# This file is called like the package that it measures: the folder above comes first.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from rich.console import Console
+
+from benchmarks.harness import page, report
+from benchmarks.harness.results import Results, Run
+from benchmarks.harness.scenarios import ALL, Scenario, Sizes
+from benchmarks.harness.scenarios.base import FULL, QUICK
+from benchmarks.harness.servers import Servers
+
+
+def measure(console: Console, servers: Servers, scenario: Scenario, rounds: int, only: list[str]) -> report.Chapter:
+    """Run a scenario's rounds, with the ways whose names hold one of these texts; with all if there are none."""
+    runs: list[Run] = []
+    ways = [way for way in scenario.ways if not only or any(text in way.name for text in only)]
+    for number in range(1, (1 if scenario.once else rounds) + 1):
+        # The broker and the page cache get warmer from run to run: another one begins each round, and each second
+        # round goes backwards.
+        turn = (number - 1) % max(len(ways), 1)
+        order = ways[turn:] + ways[:turn]
+        for way in order if number % 2 else reversed(order):
+            run = Run(scenario.name, way.name, number)
+            started = time.monotonic()
+            try:
+                scenario.run(servers, way, run)
+            except Exception as error:  # noqa: BLE001 - the others still run; the report shows it
+                run.error = "\n".join([str(error) or repr(error), *getattr(error, "__notes__", [])])
+            run.seconds = time.monotonic() - started
+            shown = (
+                "FAILED"
+                if run.error is not None
+                else ", ".join(
+                    f"{metric.name} {metric.text(run.figures[metric.name])}"
+                    for metric in scenario.metrics[:3]
+                    if metric.name in run.figures
+                )
+            )
+            console.print(f"{scenario.name} {number}: {way.name}: {shown} [{run.seconds:.0f} s]", markup=False)
+            runs.extend(scenario.split(run))
+    # The order of the ways, not of the first round's turns.
+    runs.sort(key=lambda run: run.round)
+    servers.release()
+    return report.Chapter(scenario, Results(runs))
+
+
+def main() -> int:
+    """Run; print and write the report. Return the exit status."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=[scenario.name for scenario in ALL])
+    parser.add_argument("--ways", nargs="+", default=[], metavar="TEXT", help="only ways whose names hold one of these")
+    parser.add_argument("--rounds", type=int, default=None, help="3 unless --quick: 1")
+    parser.add_argument(
+        "--quick", action="store_true", help="small sizes: to see that it works; the figures mean little"
+    )
+    parser.add_argument("--full", action="store_true", help="also the backlog of 5 million; long runs")
+    parser.add_argument("--json", type=Path, metavar="FILE")
+    parser.add_argument("--html", type=Path, metavar="FILE")
+    parser.add_argument("--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of every relay")
+    parser.add_argument("--workers", type=int, help="run every relay with this option of `outbox relay run`")
+    parser.add_argument("--logs", type=Path, help="keep the logs there; otherwise only those of failures are kept")
+    parser.add_argument("--list", action="store_true", help="name the scenarios")
+    options = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    if options.list:
+        for found in ALL:
+            console.print(f"{found.name:10} {found.title}", markup=False)
+        return 0
+    sizes = QUICK if options.quick else FULL if options.full else Sizes()
+    rounds = options.rounds or (1 if options.quick else 3)
+    settings = dict(given.split("=", 1) for given in options.set)
+    folder = options.logs or Path(tempfile.mkdtemp(prefix="outbox-bench-"))
+    folder.mkdir(parents=True, exist_ok=True)
+    chapters: list[report.Chapter] = []
+    started = time.monotonic()
+    arguments = [] if options.workers is None else ["--workers", str(options.workers)]
+    with Servers(folder, settings, arguments) as servers:
+        about = report.facts(servers, sizes, rounds, settings)
+        for kind in ALL:
+            scenario = kind(sizes)
+            if (options.only and scenario.name not in options.only) or not scenario.ways:
+                continue
+            chapters.append(measure(console, servers, scenario, rounds, options.ways))
+            # Written again after each one: a long run that is ended leaves what it has.
+            if options.json:
+                options.json.write_text(report.as_json(chapters, about))
+            if options.html:
+                options.html.write_text(page.render(chapters, about))
+    for chapter in chapters:
+        report.show(console, chapter)
+    failed = [run for chapter in chapters for run in chapter.results.runs if run.error is not None]
+    console.print(f"{time.monotonic() - started:.0f} s; {len(failed)} runs failed")
+    if failed or options.logs:
+        console.print(f"logs: {folder}", markup=False)
+    else:
+        shutil.rmtree(folder)
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,55 @@
+"""All groups of commands, put together. Heavy libraries are imported inside the commands."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Annotated, Final
+
+import typer
+
+from outbox import __version__
+
+_GROUPS: Final = ("relay", "db", "cdc", "sandbox", "spark", "failures", "consumers", "offsets", "external")
+"""Modules here whose ``app`` is a group of commands of the same name."""
+
+_COMMANDS: Final = {"doctor": "doctor", "replay": "failures", "consume": "consume", "demo": "demo"}
+"""Commands, and the modules here that have a function of that name."""
+
+
+def assemble(arguments: Sequence[str] = ()) -> typer.Typer:
+    """Return the command line, or as much of it as these arguments need: ``relay run`` starts without the others.
+
+    Only a first argument that names a group or a command leaves the others out, so help and errors stay the same.
+    """
+    named = arguments[0] if arguments else None
+    app = typer.Typer(
+        name="outbox",
+        help="Events from Postgres to Kafka to the sink's tables: once, in order per key.",
+        no_args_is_help=True,
+        pretty_exceptions_enable=False,
+        add_completion=True,
+    )
+    app.callback()(_root)
+    only = named if named in {*_GROUPS, *_COMMANDS} else None
+    for name in _GROUPS:
+        if only in {None, name}:
+            app.add_typer(import_module(f"relay.cli.{name}").app, name=name)
+    for name, module in _COMMANDS.items():
+        if only in {None, name}:
+            app.command(name)(getattr(import_module(f"relay.cli.{module}"), name))
+    return app
+
+
+def _version(show: bool) -> None:
+    if show:
+        typer.echo(f"outbox {__version__}")
+        raise typer.Exit
+
+
+def _root(
+    _version_option: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    pass

@@ -1,0 +1,161 @@
+"""The environment variables of the product: ``OUTBOX_…``. One that nothing reads is an error, not a default.
+
+Most are settings, named after the fields of relay.config.Settings. The others are read where they are needed, and are
+listed here.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any, Final, Union, get_args, get_origin
+
+from pydantic import BaseModel
+
+from outbox.errors import ConfigurationError
+
+PREFIX: Final = "OUTBOX_"
+
+READ_ELSEWHERE: Final[Mapping[str, str]] = {
+    "OUTBOX_CACHE": "outbox/testing: the directory of what is downloaded",
+    "OUTBOX_CONFIG": "relay.config: the file with settings",
+    "OUTBOX_FAILPOINTS": "relay.failpoints: where a relay under test fails",
+    "OUTBOX_MAVEN_REPOSITORY": "outbox/testing: where jars come from",
+    "OUTBOX_PATIENCE": "outbox/testing: the factor of all time limits",
+    "OUTBOX_PG_BIN": "outbox/testing: the directory of Postgres' programs",
+    "OUTBOX_SANDBOX": "outbox/testing: the sandbox's directory",
+    "OUTBOX_SUBMITTED_PID_FILE": "relay.cli.submitted: where a submitted driver writes its process id",
+}
+"""Every variable that is not a setting, and who reads it."""
+
+# Kubernetes sets these in every pod of a namespace that has a service named outbox, or outbox-relay and so on.
+_SERVICE_LINK: Final = re.compile(
+    r"OUTBOX(_[A-Z0-9]+)*_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9]+)*|PORT_\d+_(TCP|UDP|SCTP)(_(PROTO|PORT|ADDR))?)"
+)
+_SERVICE_PORT: Final = re.compile(r"OUTBOX(_[A-Z0-9]+)*_PORT")
+_SERVICE_ADDRESS: Final = re.compile(r"(tcp|udp|sctp)://")
+
+
+def variable(path: Sequence[str]) -> str:
+    """Return the variable of a setting: ``("relay", "batch_size")`` is OUTBOX_RELAY__BATCH_SIZE."""
+    return PREFIX + "__".join(part.upper().replace(".", "_") for part in path)
+
+
+def check(environment: Mapping[str, str], settings: type[BaseModel]) -> None:
+    """Raise ConfigurationError for each variable that nothing reads, and for a section that is no JSON object."""
+    problems = []
+    for given, value in sorted(environment.items()):
+        name = given.upper()
+        if not name.startswith(PREFIX) or name in READ_ELSEWHERE or _is_service_link(name, value):
+            continue
+        path = name.removeprefix(PREFIX).lower().split("__")
+        if not _is_setting(settings, path):
+            near = _nearest(name, settings)
+            hint = f"did you mean {near}?" if near else "correct its name, or unset it"
+            problems.append(f"{given} is not a setting: {hint}")
+        elif _is_section(settings, path) and not _is_json_object(value):
+            example = '{"Order": "orders"}' if path == ["routes"] else '{"name": "value"}'
+            problems.append(f"{given} must be a JSON object, such as {example}")
+    if problems:
+        raise ConfigurationError("; ".join(problems))
+
+
+def setting_names(settings: type[BaseModel]) -> Iterator[tuple[str, ...]]:
+    """Yield the path of every setting that has a name of its own."""
+    for name, field in settings.model_fields.items():
+        path = (_spelled(name, field.validation_alias),)
+        yield path
+        model = model_of(field.annotation)
+        if model is not None:
+            yield from (path + rest for rest in setting_names(model))
+
+
+def nearest_key(key: str, known: Sequence[str]) -> str | None:
+    """Return the known name that is most like this one; None when none is."""
+    return next(iter(get_close_matches(key, known, n=1, cutoff=0.6)), None)
+
+
+def choices_of(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type itself."""
+    return get_args(annotation) if get_origin(annotation) in {Union, types.UnionType} else (annotation,)
+
+
+def model_of(annotation: Any) -> type[BaseModel] | None:
+    """Return the section that a field holds: a model, or None."""
+    for choice in choices_of(annotation):
+        if isinstance(choice, type) and issubclass(choice, BaseModel):
+            return choice
+    return None
+
+
+def values_of(annotation: Any) -> Any:
+    """Return what the values of a field with free names are; None for any other field."""
+    for choice in choices_of(annotation):
+        if get_origin(choice) is dict:
+            return get_args(choice)[1]
+    return None
+
+
+def _spelled(name: str, alias: object) -> str:
+    return alias.removeprefix(PREFIX).lower() if isinstance(alias, str) else name
+
+
+def _field(model: type[BaseModel], name: str) -> Any:
+    """Return the type of a field; None when there is none of this name."""
+    for field_name, field in model.model_fields.items():
+        if _spelled(field_name, field.validation_alias) == name:
+            return field.annotation
+    return None
+
+
+def _is_setting(annotation: Any, path: Sequence[str]) -> bool:
+    if not path:
+        return True
+    model, values = model_of(annotation), values_of(annotation)
+    if model is not None:
+        field = _field(model, path[0])
+        return field is not None and _is_setting(field, path[1:])
+    return values is not None and path[0] != "" and _is_setting(values, path[1:])
+
+
+def _is_section(settings: type[BaseModel], path: Sequence[str]) -> bool:
+    annotation: Any = settings
+    for part in path:
+        model = model_of(annotation)
+        if model is None:
+            return False
+        annotation = _field(model, part)
+    return model_of(annotation) is not None or values_of(annotation) is not None
+
+
+def _is_json_object(value: str) -> bool:
+    try:
+        return isinstance(json.loads(value), dict)
+    except ValueError:
+        return False
+
+
+def _is_service_link(name: str, value: str) -> bool:
+    return bool(_SERVICE_LINK.fullmatch(name) or (_SERVICE_PORT.fullmatch(name) and _SERVICE_ADDRESS.match(value)))
+
+
+def _nearest(name: str, settings: type[BaseModel]) -> str | None:
+    paths = list(setting_names(settings))
+    for path in paths:
+        annotation: Any = settings
+        for part in path:
+            model = model_of(annotation)
+            assert model is not None
+            annotation = _field(model, part)
+        # Options of Kafka and Spark have any name: only the number of underscores can be wrong.
+        start = variable(path).replace("__", "_") + "_"
+        flat = re.sub("_+", "_", name)
+        if values_of(annotation) is str and flat.startswith(start) and len(flat) > len(start):
+            return f"{variable(path)}__{flat.removeprefix(start)}"
+    known = [*map(variable, paths), *READ_ELSEWHERE, "OUTBOX_KAFKA__BOOTSTRAP_SERVERS"]
+    # Without the prefix, which is the same in all of them.
+    near = nearest_key(name.removeprefix(PREFIX), [each.removeprefix(PREFIX) for each in known])
+    return None if near is None else PREFIX + near

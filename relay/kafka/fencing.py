@@ -1,0 +1,66 @@
+"""Shut out every producer that may still use a transactional.id."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final
+
+from confluent_kafka import KafkaError, KafkaException, Producer
+
+from outbox.errors import ConfigurationError
+from relay.kafka.client import silent, text_of
+from relay.ports import BrokerUnavailable
+
+# Callbacks and statistics of the relay's own producer: nothing serves them here.
+_NOT_WANTED: Final = frozenset({"statistics.interval.ms", "stats_cb", "error_cb", "on_delivery"})
+_FORBIDDEN: Final = frozenset(
+    {KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED}
+)
+
+
+def fence(options: Mapping[str, Any], transactional_id: str, seconds: float = 10.0) -> None:
+    """End the open transaction of a transactional.id, and let no producer that had the id before write again.
+
+    options are librdkafka's, from config.producer_options. What the id's last transaction had committed stays; what it
+    had not is aborted. Doing it twice does no harm. On return the broker has decided the transaction; that every
+    partition knows it is for the reader to check (see StateTopic).
+
+    Raises Unavailable when the broker does not answer in time or refuses, ConfigurationError for an unknown option.
+    """
+    try:
+        producer = Producer(short_lived_options(options, transactional_id), logger=silent())
+    except KafkaException as error:
+        raise ConfigurationError(f"Kafka options: {text_of(error)}") from error
+    try:
+        producer.init_transactions(seconds)
+    except KafkaException as error:
+        raise BrokerUnavailable(_explained(error, transactional_id, seconds)) from error
+    finally:
+        producer.purge()
+
+
+def short_lived_options(options: Mapping[str, Any], transactional_id: str) -> dict[str, Any]:
+    """Return the options of a producer for one transaction at most: no callbacks, no statistics, quick to retry."""
+    return {
+        **{name: value for name, value in options.items() if name not in _NOT_WANTED},
+        "transactional.id": transactional_id,
+        # The relay's own backoff is long, to recognize a clean commit. There is none here.
+        "retry.backoff.ms": "100",
+        "retry.backoff.max.ms": "500",
+    }
+
+
+def _explained(error: KafkaException, transactional_id: str, seconds: float) -> str:
+    code = error.args[0].code()
+    doing = f"Kafka, fencing the transactional.id {transactional_id!r}"
+    if code in _FORBIDDEN:
+        return (
+            f"{doing}: this user may not use it; grant WRITE and DESCRIBE on the transactional id "
+            f"{transactional_id!r}, or on a prefix of it ({text_of(error)})"
+        )
+    if code in {KafkaError._TIMED_OUT, KafkaError.REQUEST_TIMED_OUT}:
+        return (
+            f"{doing}: the transaction coordinator did not answer within {seconds:g} s; is a broker away, or has "
+            f"__transaction_state no leader? ({text_of(error)})"
+        )
+    return f"{doing}: {text_of(error)}"

@@ -1,0 +1,79 @@
+"""End a transaction that hangs: one whose coordinator is done with it, while a partition waits for its end.
+
+A broker that restarts can lose the markers of a prepared transaction (KAFKA-20734). The partition then holds the
+transaction open for the producer id that wrote it. The coordinator gives the same producer id, with a higher epoch, to
+the next producer of the same transactional.id; when that one writes to the partition and aborts, the abort marker ends
+the hanging transaction too, and readers in read_committed see nothing of either. So whoever knows the transactional.id
+can end it with an ordinary client. Where the id is not known, Kafka's own tool can, see ``abort_command``.
+
+It can only be aborted: to commit it, a record would have to be published with it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping
+from typing import Any, Final
+
+from confluent_kafka import KafkaException, Producer
+
+from outbox.errors import ConfigurationError
+from relay.kafka.client import silent, text_of
+from relay.kafka.fencing import short_lived_options
+from relay.kafka.offsets import Offsets, Undecided
+from relay.ports import BrokerUnavailable
+
+_SECONDS: Final = 30.0
+_DECIDE_SECONDS: Final = 5.0
+
+
+def abort_hanging(
+    options: Mapping[str, Any], client_options: Mapping[str, str], ids: Collection[str], hanging: Collection[Undecided]
+) -> list[Undecided]:
+    """Abort what hangs in these partitions under one of the transactional.ids; return those where it still does.
+
+    Every producer with one of the ids is fenced. Raises Unavailable when the brokers don't answer.
+    """
+    left = list(hanging)
+    for transactional_id in sorted(ids):
+        if not left:
+            break
+        _abort(options, transactional_id, left)
+        offsets = Offsets(client_options)
+        try:
+            ends = {found.partition: found.end for found in left}
+            left = offsets.await_decided(ends, _DECIDE_SECONDS)
+        except KafkaException as error:
+            raise BrokerUnavailable(f"Kafka, after the abort of what hangs: {text_of(error)}") from error
+    return left
+
+
+def abort_command(bootstrap_servers: str, undecided: Undecided) -> str:
+    """Return the command of Kafka's distribution that aborts what a partition waits for."""
+    return (
+        f"kafka-transactions.sh --bootstrap-server {bootstrap_servers} abort --topic {undecided.partition.topic} "
+        f"--partition {undecided.partition.number} --start-offset {undecided.stable}"
+    )
+
+
+def _abort(options: Mapping[str, Any], transactional_id: str, hanging: Collection[Undecided]) -> None:
+    try:
+        producer = Producer(short_lived_options(options, transactional_id), logger=silent())
+    except KafkaException as error:
+        raise ConfigurationError(f"Kafka options: {text_of(error)}") from error
+    try:
+        producer.init_transactions(_SECONDS)
+        producer.begin_transaction()
+        for found in hanging:
+            # Only what was written to is told of the abort.
+            producer.produce(found.partition.topic, b"", b"aborted", partition=found.partition.number)
+        deadline = time.monotonic() + _SECONDS
+        while len(producer) and time.monotonic() < deadline:
+            producer.poll(0.1)
+        producer.abort_transaction(_SECONDS)
+    except KafkaException as error:
+        raise BrokerUnavailable(
+            f"Kafka, aborting what hangs under the transactional.id {transactional_id!r}: {text_of(error)}"
+        ) from error
+    finally:
+        producer.purge()

@@ -1,0 +1,87 @@
+"""The Kafka headers of an event: CloudEvents in binary mode, and the plain names that Debezium's consumers read."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from outbox.event import (
+    AGGREGATE_TYPE,
+    CE_ID,
+    CE_SOURCE,
+    CE_SPECVERSION,
+    CE_SUBJECT,
+    CE_TIME,
+    CE_TRACEPARENT,
+    CE_TRACESTATE,
+    CE_TYPE,
+    CONTENT_TYPE,
+    EVENT_TYPE,
+    ID,
+    IDEMPOTENCY_KEY,
+    JSON_CONTENT_TYPE,
+    TRACEPARENT,
+    TRACESTATE,
+)
+from relay.ports import Claim
+
+Headers = list[tuple[str, str | bytes | None]]
+
+
+class HeaderSet(StrEnum):
+    """Which of the two sets a message carries. Its own headers and ``content-type`` it carries in any case."""
+
+    BOTH = "both"
+    CLOUDEVENTS = "cloudevents"
+    DEBEZIUM = "debezium"
+
+
+def message_headers(claim: Claim, ce_source: str, which: HeaderSet = HeaderSet.BOTH) -> Headers:
+    """Return the Kafka headers of one event, in a fixed order: CloudEvents, the plain names, then the event's own.
+
+    ``ce_id`` is part of every set: consumers recognize a repeated event by it.
+    """
+    event_id = claim.event_id
+    headers: Headers
+    if which is HeaderSet.BOTH:
+        headers = [
+            (CE_SPECVERSION, "1.0"),
+            (CE_ID, event_id),
+            (CE_SOURCE, ce_source),
+            (CE_TYPE, claim.event_type),
+            (CE_SUBJECT, claim.aggregate_id),
+            (CE_TIME, claim.time),
+            (ID, event_id),
+            (EVENT_TYPE, claim.event_type),
+            (AGGREGATE_TYPE, claim.aggregate_type),
+            (IDEMPOTENCY_KEY, event_id),
+        ]
+    elif which is HeaderSet.CLOUDEVENTS:
+        headers = [
+            (CE_SPECVERSION, "1.0"),
+            (CE_ID, event_id),
+            (CE_SOURCE, ce_source),
+            (CE_TYPE, claim.event_type),
+            (CE_SUBJECT, claim.aggregate_id),
+            (CE_TIME, claim.time),
+        ]
+    else:
+        headers = [
+            (CE_ID, event_id),
+            (ID, event_id),
+            (EVENT_TYPE, claim.event_type),
+            (AGGREGATE_TYPE, claim.aggregate_type),
+            (IDEMPOTENCY_KEY, event_id),
+        ]
+    own = claim.headers
+    if own is None:
+        if claim.value is not None:
+            headers.append((CONTENT_TYPE, JSON_CONTENT_TYPE))
+        return headers
+    if claim.value is not None:
+        headers.append((CONTENT_TYPE, own.get(CONTENT_TYPE, JSON_CONTENT_TYPE)))
+    if TRACEPARENT in own and which is not HeaderSet.DEBEZIUM:
+        headers.append((CE_TRACEPARENT, own[TRACEPARENT]))
+        if TRACESTATE in own:
+            headers.append((CE_TRACESTATE, own[TRACESTATE]))
+    headers.extend((name, value) for name, value in own.items() if name != CONTENT_TYPE)
+    return headers

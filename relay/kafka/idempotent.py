@@ -1,0 +1,108 @@
+"""The idempotent Publisher: acks=all, in order, and nothing counts as published before Kafka has acknowledged it.
+
+After any failure the producer is thrown away: what it had in flight may or may not stand in the log, so the lanes are
+read again and sent again by a new one. Both producers send a lane's events in the same order, and what arrives of
+either is a prefix, so the first time each event stands in the log is in order; a reader that drops repeats by event id
+sees order.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from outbox.errors import OutboxError
+from relay.failpoints import failpoint
+from relay.kafka.headers import HeaderSet
+from relay.kafka.producer import Sender
+from relay.kafka.takeover import Takeover
+from relay.kafka.topics import Topics
+from relay.lease import Lease
+from relay.ports import Batches, BatchRefused, BrokerUnavailable, Kind, Receipt, Sent, Unavailable
+from relay.routing import Router
+
+
+class IdempotentPublisher:
+    """A worker's producer. See ports.Publisher for the contract.
+
+    options are librdkafka's, from config.producer_options; delivery_seconds is how long a turn may take; with
+    ``record_offsets`` the results say where each event stands. Raises ConfigurationError when librdkafka refuses the
+    options. For at-most-once, with options that never repeat a request, ``once`` says that what the broker refuses is
+    not to be looked for in smaller batches: all that it refused is Refused.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        router: Router,
+        topics: Topics,
+        ce_source: str,
+        delivery_seconds: float,
+        *,
+        takeover: Takeover | None = None,
+        headers: HeaderSet = HeaderSet.BOTH,
+        record_offsets: bool = False,
+        once: bool = False,
+    ) -> None:
+        self._delivery_seconds = delivery_seconds
+        self._takeover = takeover
+        self._once = once
+        self._sender: Sender | None = Sender(
+            options, router, topics, ce_source, headers=headers, record_offsets=record_offsets, once=once
+        )
+
+    def join(self, leases: Sequence[Lease]) -> Mapping[int, OutboxError]:
+        """Fence and settle what a transactional producer may have left behind; most lanes have nothing of the kind."""
+        former = [lease for lease in leases if lease.former_id is not None]
+        if not former or self._takeover is None:
+            return {}
+        return self._takeover.take_over(former).failed
+
+    def publish(self, batches: Batches) -> Sent:
+        """Send in order, wait for every acknowledgement."""
+        sender = self._sender
+        if sender is None:
+            return Sent({}, Unavailable("this publisher is closed"))
+        deadline = time.monotonic() + self._delivery_seconds
+        failure: Unavailable | None = None
+        blamed: Sequence[int] = ()
+        try:
+            sender.send(batches, deadline)
+        except Unavailable as error:
+            failure = error
+        sender.drain(deadline)
+        failpoint("batch.acknowledged")
+        if sender.failed:
+            failure, lanes = sender.failure(self._delivery_seconds)
+            blamed = sorted(lanes)
+        else:
+            sender.note_written()
+        results = sender.acknowledged()
+        refused = sender.refused_first()
+        by_broker = sender.refused_by_broker() if self._once else {}
+        if self._once and isinstance(failure, BatchRefused):
+            failure, blamed = BrokerUnavailable(str(failure)), ()
+        receipts = {
+            lane: Receipt(
+                results.get(lane, []) + refused.get(lane, []) + by_broker.get(lane, []),
+                left_out=failure is None and lane in sender.left_out,
+            )
+            for lane in batches
+        }
+        return Sent(receipts, failure, blamed)
+
+    def paused(self) -> frozenset[Kind]:
+        """Return the kinds of events whose topics can't be written to for now."""
+        return frozenset() if self._sender is None else self._sender.paused()
+
+    def serve(self) -> None:
+        """Serve librdkafka's callbacks."""
+        if self._sender is not None:
+            self._sender.serve()
+
+    def close(self) -> None:
+        """Forget what is queued and in flight; the lanes will be read again."""
+        sender, self._sender = self._sender, None
+        if sender is not None:
+            sender.close()

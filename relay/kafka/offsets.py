@@ -1,0 +1,130 @@
+"""Where partitions begin and end, and which of them end in a transaction that is not decided.
+
+Offsets of any number of partitions are asked for in one request a broker.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Final, NamedTuple, cast
+
+from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+
+from relay.kafka.client import silent
+
+_SECONDS: Final = 10.0
+_ASK_AGAIN_SECONDS: Final = 0.05
+
+# A broker has just come back or handed a partition over: the client's idea of who leads it is old.
+_STALE: Final = frozenset(
+    {
+        KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.FENCED_LEADER_EPOCH,
+        KafkaError.UNKNOWN_LEADER_EPOCH,
+        KafkaError.OFFSET_NOT_AVAILABLE,
+    }
+)
+
+
+class Partition(NamedTuple):
+    """One partition of a topic."""
+
+    topic: str
+    number: int
+
+
+class Undecided(NamedTuple):
+    """A partition with a transaction that is neither committed nor aborted.
+
+    All before ``stable`` is decided; the transaction's first record is at ``stable``. ``end`` is the high watermark.
+    """
+
+    partition: Partition
+    stable: int
+    end: int
+
+
+class Offsets:
+    """Asks for offsets. Raises KafkaException when the brokers don't answer."""
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self._options = dict(options)
+        self._admin = self._new_admin()
+
+    def partitions(self, topics: Collection[str]) -> list[Partition]:
+        """Return the partitions of those of the topics that exist."""
+        return [
+            Partition(name, number)
+            for name, topic in self._admin.list_topics(timeout=_SECONDS).topics.items()
+            if name in topics
+            for number in topic.partitions
+        ]
+
+    def topics(self) -> list[str]:
+        """Return the names of all topics."""
+        return list(self._admin.list_topics(timeout=_SECONDS).topics)
+
+    def low(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
+        """Return the first offset that is kept."""
+        return self._ask(partitions, cast("Any", OffsetSpec).earliest(), IsolationLevel.READ_UNCOMMITTED)
+
+    def high(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
+        """Return the high watermark: open transactions are before it."""
+        return self._ask(partitions, cast("Any", OffsetSpec).latest(), IsolationLevel.READ_UNCOMMITTED)
+
+    def stable(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
+        """Return the last stable offset: every transaction before it is committed or aborted."""
+        return self._ask(partitions, cast("Any", OffsetSpec).latest(), IsolationLevel.READ_COMMITTED)
+
+    def since(self, partitions: Iterable[Partition], milliseconds: int) -> dict[Partition, int]:
+        """Return the first offset with a timestamp as young as that; negative where nothing is."""
+        spec = cast("Any", OffsetSpec).for_timestamp(milliseconds)
+        return self._ask(partitions, spec, IsolationLevel.READ_UNCOMMITTED)
+
+    def await_decided(
+        self, ends: Mapping[Partition, int], seconds: float, known: Collection[Partition] = ()
+    ) -> list[Undecided]:
+        """Wait until all before ``ends`` is decided; return the partitions where it is not, after so many seconds.
+
+        For those that are ``known`` it is not waited.
+        """
+        left = list(ends)
+        deadline = time.monotonic() + seconds
+        while True:
+            stable = self.stable(left)
+            left = [partition for partition in left if stable[partition] < ends[partition]]
+            if set(left) <= set(known) or time.monotonic() >= deadline:
+                return [Undecided(partition, stable[partition], ends[partition]) for partition in sorted(left)]
+            time.sleep(_ASK_AGAIN_SECONDS)
+
+    def _ask(self, partitions: Iterable[Partition], spec: Any, isolation: IsolationLevel) -> dict[Partition, int]:
+        left = set(partitions)
+        found: dict[Partition, int] = {}
+        deadline = time.monotonic() + _SECONDS
+        while left:
+            asked = {TopicPartition(partition.topic, partition.number): spec for partition in left}
+            answers = self._admin.list_offsets(asked, isolation_level=isolation, request_timeout=_SECONDS)
+            stale: KafkaException | None = None
+            for asked_partition, answer in answers.items():
+                partition = Partition(asked_partition.topic, asked_partition.partition)
+                try:
+                    found[partition] = answer.result().offset
+                except KafkaException as error:
+                    if error.args[0].code() not in _STALE:
+                        raise
+                    stale = error
+            left -= found.keys()
+            if stale is None:
+                continue
+            if time.monotonic() >= deadline:
+                raise stale
+            time.sleep(_ASK_AGAIN_SECONDS)
+            # A client asks anew who leads a partition when it begins, and else only after minutes.
+            self._admin = self._new_admin()
+        return found
+
+    def _new_admin(self) -> AdminClient:
+        return AdminClient(dict(self._options), logger=silent())

@@ -1,0 +1,420 @@
+"""Sending a turn's events with one librdkafka producer, and what each failure means. Both publishers use it.
+
+Idempotence (KIP-98) keeps librdkafka's own retries from doubling or reordering within one producer. After any
+failure the producer is thrown away.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Mapping, Sequence
+from functools import partial
+from typing import Any, Final
+
+from confluent_kafka import KafkaError, KafkaException, Producer
+
+from outbox.errors import ConfigurationError
+from outbox.event import DEAD_LETTER
+from relay.failpoints import failpoint
+from relay.kafka.client import silent, text_of, weak_callback
+from relay.kafka.headers import HeaderSet, message_headers
+from relay.kafka.topics import FORBIDDEN, Topics
+from relay.ports import (
+    PUBLISHED,
+    Batches,
+    BatchRefused,
+    BrokerUnavailable,
+    Claim,
+    Kind,
+    Late,
+    Published,
+    Refused,
+    Result,
+    TopicUnusable,
+    Unavailable,
+)
+from relay.routing import NoRoute, Router
+
+# The event is at fault: sending it again unchanged would fail again.
+REFUSALS: Final = {
+    KafkaError.MSG_SIZE_TOO_LARGE: "the broker takes no message of this size; raise max.message.bytes of the topic "
+    "(and message.max.bytes here), or remove the event",
+    KafkaError.INVALID_RECORD: "the broker calls the record invalid; a compacted topic takes no event without a key",
+    KafkaError.POLICY_VIOLATION: "the broker's policy refuses it",
+}
+
+# The topic is, and with it every event that goes there.
+TOPIC_REFUSALS: Final = {
+    KafkaError.TOPIC_AUTHORIZATION_FAILED: FORBIDDEN,
+    KafkaError.TOPIC_EXCEPTION: "Kafka calls the name of topic {topic!r} invalid; give the aggregate type a route",
+}
+
+# What happens to messages behind the one that failed.
+_CONSEQUENCES: Final = {
+    KafkaError._PURGE_QUEUE,
+    KafkaError._PURGE_INFLIGHT,
+    KafkaError._FATAL,
+    KafkaError._GAPLESS_GUARANTEE,
+}
+
+_POLL_SECONDS: Final = 0.1
+
+
+class Sender:
+    """One producer and the turn that is under way in it.
+
+    options are librdkafka's, from config; with ``record_offsets`` Kafka's answer is kept for every event, and not for
+    the failed ones only; ``once``: events are not read again, so one whose topic can't be written to is refused, or it
+    would be lost. Raises ConfigurationError when librdkafka refuses the options.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        router: Router,
+        topics: Topics,
+        ce_source: str,
+        *,
+        headers: HeaderSet = HeaderSet.BOTH,
+        record_offsets: bool = False,
+        once: bool = False,
+    ) -> None:
+        self._router = router
+        self._topics = topics
+        self._ce_source = ce_source
+        self._headers = headers
+        self._once = once
+        self._transactional = "transactional.id" in options
+        self._offsets: dict[int, Published] | None = {} if record_offsets else None
+        self._failed: dict[int, tuple[Claim, KafkaError]] = {}
+        self._markers: dict[int, KafkaError] = {}
+        self._fatal: KafkaError | None = None
+        self._late = False
+        self._broken_off = False
+        self._used: set[str] = set()
+        self._topic_of: dict[Kind, str] = {}
+        self.sent: dict[int, list[Claim]] = {}
+        self.refused: dict[int, list[Result]] = {}
+        self.left_out: set[int] = set()
+        try:
+            # Python is called for failures only: a call per message would cost a good part of sending it.
+            self.producer = Producer(
+                {
+                    **options,
+                    "delivery.report.only.error": not record_offsets,
+                    "error_cb": weak_callback(self._on_error),
+                },
+                logger=silent(),
+            )
+        except KafkaException as error:
+            raise ConfigurationError(f"Kafka options: {text_of(error)}") from error
+
+    @property
+    def failed(self) -> bool:
+        """Return whether anything of the turn failed, or the producer itself did."""
+        return bool(self._failed) or bool(self._markers) or self._fatal is not None
+
+    @property
+    def dropped(self) -> bool:
+        """Return whether librdkafka aborted the transaction and no message says why: AddPartitionsToTxn refused, say.
+
+        The messages are purged then, and produce() refuses more.
+        """
+        errors = [*(error for _, error in self._failed.values()), *self._markers.values()]
+        return (
+            self._transactional
+            and not self._late
+            and self._fatal is None
+            and (self._broken_off or bool(errors))
+            and all(error.code() in _CONSEQUENCES for error in errors)
+        )
+
+    @property
+    def fatal(self) -> KafkaError | None:
+        """What ended the producer, if anything did."""
+        return self._fatal
+
+    @property
+    def anything_sent(self) -> bool:
+        """Return whether an event of the turn was queued."""
+        return any(self.sent.values())
+
+    def send(self, batches: Batches, deadline: float) -> None:
+        """Queue events in order: ``sent`` are those queued, ``refused`` those that were not. Raises Unavailable.
+
+        A refused event takes those of its key that follow with it: they are in neither list. Neither are events whose
+        topic can't be written to: their lanes are in ``left_out``. With ``once`` each is in one of the lists: what is
+        not sent now never is, and the key of a dead letter goes on.
+        """
+        self.sent, self.refused, self.left_out = {}, {}, set()
+        self._used = set()
+        if self._offsets is not None:
+            self._offsets.clear()
+        half = sum(map(len, batches.values())) // 2
+        count = 0
+        for lane, claims in batches.items():
+            self.sent[lane] = sent = []
+            self.refused[lane] = refused = []
+            waiting: set[tuple[str, str]] = set()
+            for claim in claims:
+                if waiting and (claim.aggregate_type, claim.aggregate_id) in waiting:
+                    continue
+                outcome = self._send(claim, deadline)
+                if outcome is None:
+                    sent.append(claim)
+                    count += 1
+                    if count == half:
+                        failpoint("batch.half_sent")
+                    continue
+                if self._once:
+                    refused.append((claim, Refused(outcome.reason if isinstance(outcome, Refused) else str(outcome))))
+                    continue
+                waiting.add((claim.aggregate_type, claim.aggregate_id))
+                if isinstance(outcome, Refused):
+                    refused.append((claim, outcome))
+                else:
+                    self.left_out.add(lane)
+        failpoint("batch.sent")
+
+    def send_marker(self, topic: str, lane: int, value: bytes, deadline: float) -> None:
+        """Queue a lane's marker behind its events, into the lane's partition. Raises Unavailable."""
+        report = partial(self._on_marker, lane)
+        while True:
+            try:
+                return self.producer.produce(topic, value, b"marker", partition=lane, on_delivery=report)
+            except BufferError:
+                self._make_room(deadline)
+
+    def drain(self, deadline: float) -> None:
+        """Wait for the acknowledgements; past the deadline, or when nothing more can come, drop the rest at once.
+
+        When the producer is dead, what is in flight is still answered, and need not be sent again if it has arrived.
+        In a transaction one failed message ends them all: librdkafka holds the others back until it is aborted.
+
+        The deadline is ours and not librdkafka's: that one lets go of messages one by one, so a later message of the
+        same key could still be delivered after an earlier one was given up, and would stand before it for good.
+        """
+        # flush() sends what lingers at once.
+        while len(self.producer):
+            seconds = deadline - time.monotonic()
+            if seconds <= 0:
+                self._late = True
+            if self._late or (self._transactional and self.failed):
+                self.producer.purge()
+            elif self._fatal is not None:
+                self.producer.purge(in_flight=False)
+            elif not self.failed:
+                self._flush(min(seconds, _POLL_SECONDS))
+                continue
+            self._poll()
+
+    def acknowledged(self) -> dict[int, list[Result]]:
+        """Return the results of those sent that did not fail, by lane; call it after ``drain``."""
+        failed, offsets = self._failed, self._offsets
+        if offsets is not None:
+            return {
+                lane: [(claim, offsets[claim.position]) for claim in claims if claim.position in offsets]
+                for lane, claims in self.sent.items()
+            }
+        if not failed:
+            return {lane: [(claim, PUBLISHED) for claim in claims] for lane, claims in self.sent.items()}
+        return {
+            lane: [(claim, PUBLISHED) for claim in claims if claim.position not in failed]
+            for lane, claims in self.sent.items()
+        }
+
+    def refused_by_broker(self) -> dict[int, list[Result]]:
+        """Return the events whose own report is a refusal; others of the same request may have it too."""
+        refused: dict[int, list[Result]] = {}
+        for claim, error in self._failed.values():
+            reason = self._refusal(claim, error)
+            if reason is not None:
+                refused.setdefault(claim.lane, []).append((claim, Refused(reason)))
+        return refused
+
+    def refused_first(self, *, aborted: bool = False) -> dict[int, list[Result]]:
+        """Return the refused, without those that have a failed event of their key before them: that one comes first.
+
+        In a transaction that was ``aborted`` all that was sent has failed. With ``once`` what has failed does not come
+        again, and all are returned.
+        """
+        if self._once:
+            return dict(self.refused)
+        failed: set[tuple[str, str]] = set()
+        claims: Sequence[Claim] = [claim for claim, _ in self._failed.values()]
+        if aborted:
+            claims = [claim for sent in self.sent.values() for claim in sent]
+        failed = {(claim.aggregate_type, claim.aggregate_id) for claim in claims}
+        return {
+            lane: [r for r in refused if (r[0].aggregate_type, r[0].aggregate_id) not in failed]
+            for lane, refused in self.refused.items()
+        }
+
+    def failure(self, seconds: float) -> tuple[Unavailable, Collection[int]]:
+        """Return what failed, and of which lanes the broker refuses something: BatchRefused is raised for those."""
+        self._topics.forget()
+        # The cause comes first; the messages behind it fail because it did.
+        causes = [(claim, error) for claim, error in self._failed.values() if error.code() not in _CONSEQUENCES]
+        unusable = self._topics_at_fault(causes)
+        if unusable:
+            return TopicUnusable(unusable[0], self._topics.reasons()[unusable[0]]), ()
+        blamed: dict[int, str] = {}
+        for claim, error in causes:
+            reason = self._refusal(claim, error)
+            if reason is not None:
+                blamed.setdefault(claim.lane, reason)
+        # No event is at fault for a marker; but the marker of fewer events is smaller.
+        for lane, error in self._markers.items():
+            if error.code() == KafkaError.MSG_SIZE_TOO_LARGE and len(self.sent.get(lane, ())) > 1:
+                blamed.setdefault(lane, f"the lane's marker: {REFUSALS[error.code()]} ({error.str()})")
+        if blamed:
+            return BatchRefused(next(iter(blamed.values()))), list(blamed)
+        return self._unavailable(causes, seconds), ()
+
+    def _unavailable(self, causes: Sequence[tuple[Claim, KafkaError]], seconds: float) -> Unavailable:
+        """Return what failed, where no event and no topic is at fault."""
+        if self._late:
+            return Late(f"Kafka: no acknowledgement within {seconds:g} s{self._lost()}")
+        for claim, error in causes:
+            return BrokerUnavailable(f"Kafka, sending to {self._topic(claim)!r}: {error.str()}{self._lost()}")
+        for lane, error in self._markers.items():
+            if error.code() not in _CONSEQUENCES:
+                return BrokerUnavailable(f"Kafka, sending the marker of lane {lane}: {error.str()}{self._lost()}")
+        if self._fatal is not None and self._fatal.code() == KafkaError._FENCED:
+            return BrokerUnavailable(f"Kafka: another relay has taken a lane over ({self._fatal.str()}){self._lost()}")
+        text = self._fatal.str() if self._fatal is not None else "the batch was dropped"
+        return BrokerUnavailable(f"Kafka: {text}{self._lost()}")
+
+    def forbidden_topics(self) -> list[str]:
+        """Return the topics of this turn that this user may not write to; they are unusable from now on."""
+        try:
+            return self._topics.forbidden(self._used)
+        except KafkaException as error:
+            raise BrokerUnavailable(f"Kafka, asking for rights on topics: {text_of(error)}") from error
+
+    def note_written(self) -> None:
+        """Record that the turn's topics could be written to."""
+        self._topics.written(self._used)
+
+    def paused(self) -> frozenset[Kind]:
+        """Return the kinds of events whose topics can't be written to for now."""
+        paused = self._topics.paused()
+        if not paused:
+            return frozenset()
+        return frozenset(kind for kind, topic in self._topic_of.items() if topic in paused)
+
+    def serve(self) -> None:
+        """Serve callbacks. librdkafka queues its statistics until somebody does, without end."""
+        self.producer.poll(0)
+
+    def close(self) -> None:
+        """Forget what is queued and in flight."""
+        self.producer.purge()
+        with contextlib.suppress(KafkaException):
+            self.producer.poll(0)
+
+    def _topics_at_fault(self, causes: Sequence[tuple[Claim, KafkaError]]) -> list[str]:
+        found = {}
+        for claim, error in causes:
+            text = TOPIC_REFUSALS.get(error.code())
+            if text is not None:
+                topic = self._topic(claim)
+                found[topic] = f"{text.format(topic=topic)} ({error.str()})"
+        for topic, reason in found.items():
+            self._topics.refused(topic, reason)
+        return list(found)
+
+    def _refusal(self, claim: Claim, error: KafkaError) -> str | None:
+        reason = REFUSALS.get(error.code())
+        return None if reason is None else f"topic {self._topic(claim)!r}: {reason} ({error.str()})"
+
+    def _lost(self) -> str:
+        events = len(self._failed)
+        sent = sum(map(len, self.sent.values()))
+        return f" ({events} of {sent} events not acknowledged)" if events else ""
+
+    def _topic(self, claim: Claim) -> str:
+        try:
+            return self._router.topic(claim)
+        except NoRoute:
+            return "?"
+
+    def _send(self, claim: Claim, deadline: float) -> Refused | TopicUnusable | None:
+        try:
+            topic = self._router.topic(claim)
+        except NoRoute as error:
+            return Refused(str(error))
+        if topic not in self._used:
+            self._topic_of[claim.aggregate_type, DEAD_LETTER in (claim.headers or ())] = topic
+            try:
+                self._topics.require(topic)
+            except TopicUnusable as error:
+                return error
+            self._used.add(topic)
+        headers = message_headers(claim, self._ce_source, self._headers)
+        report = partial(self._on_failure if self._offsets is None else self._on_answer, claim)
+        while True:
+            try:
+                self.producer.produce(topic, claim.value, claim.aggregate_id, headers=headers, on_delivery=report)
+            except BufferError:
+                self._make_room(deadline)
+            except KafkaException as error:
+                code = error.args[0].code()
+                if code in REFUSALS:
+                    return Refused(f"topic {topic!r}: {REFUSALS[code]} ({text_of(error)})")
+                if code in TOPIC_REFUSALS:
+                    reason = f"{TOPIC_REFUSALS[code].format(topic=topic)} ({text_of(error)})"
+                    self._topics.refused(topic, reason)
+                    return TopicUnusable(topic, reason)
+                self._broken_off = code == KafkaError._STATE
+                raise BrokerUnavailable(f"Kafka, sending to {topic!r}: {text_of(error)}") from error
+            else:
+                return None
+
+    def _make_room(self, deadline: float) -> None:
+        """Serve acknowledgements until the local queue has room again."""
+        self._flush(_POLL_SECONDS)
+        if self.failed:
+            raise BrokerUnavailable("Kafka: the queue of messages stays full")
+        if time.monotonic() >= deadline:
+            self._late = True
+            raise Late("Kafka: the queue of messages stays full")
+
+    def _flush(self, seconds: float) -> None:
+        try:
+            self.producer.flush(max(seconds, 0.001))
+        except KafkaException as error:
+            self._on_exception(error)
+
+    def _poll(self) -> None:
+        try:
+            self.producer.poll(_POLL_SECONDS)
+        except KafkaException as error:
+            self._on_exception(error)
+
+    def _on_exception(self, error: KafkaException) -> None:
+        # A fatal error comes as an exception too. What it means for each message, its own report says.
+        if not error.args[0].fatal():
+            raise BrokerUnavailable(f"Kafka: {text_of(error)}") from error
+        self._fatal = error.args[0]
+
+    def _on_failure(self, claim: Claim, error: KafkaError | None, _message: Any) -> None:
+        if error is not None:
+            self._failed[claim.position] = (claim, error)
+
+    def _on_answer(self, claim: Claim, error: KafkaError | None, message: Any) -> None:
+        if error is not None:
+            self._failed[claim.position] = (claim, error)
+        else:
+            assert self._offsets is not None
+            self._offsets[claim.position] = Published(message.topic(), message.partition(), message.offset())
+
+    def _on_marker(self, lane: int, error: KafkaError | None, _message: Any) -> None:
+        if error is not None:
+            self._markers[lane] = error
+
+    def _on_error(self, error: KafkaError) -> None:
+        # Brokers that come and go are librdkafka's own business; a fatal error ends this producer.
+        if error.fatal():
+            self._fatal = error

@@ -1,0 +1,397 @@
+"""The transactional Publisher: a turn is one Kafka transaction (KIP-98), with a marker for each lane that is in it.
+
+Two producers take turns, with a transactional id each. A commit is answered when it is decided; its markers are
+written to the partitions after that, and until then the same producer's next transaction is told
+CONCURRENT_TRANSACTIONS and waits 20 ms and more. The other producer's is not. Readers see the turns in order all the
+same: a turn's events stand behind those of the turn before in every partition, and a read_committed reader passes none
+that is undecided.
+
+| crash point                               | recovery                                                            |
+|-------------------------------------------|---------------------------------------------------------------------|
+| before the Kafka transaction is begun     | marker = k-1: batch k is read again                                 |
+| while producing                           | init_transactions aborts it; read_committed saw nothing; read again |
+| EndTxn sent, no answer                    | init_transactions completes or aborts it; the marker decides        |
+| committed, rows not deleted               | marker = k: its rows are settled                                    |
+| committed, the other producer's turn is   | both are fenced: the first completes, the second is aborted; the    |
+| under way                                 | marker is the first's                                               |
+| Postgres dies                             | rolled back; the same                                               |
+| Postgres loses asynchronous commits       | they were never published: settling is the flush barrier            |
+| the broker dies in commit                 | not clean: new producers, markers                                   |
+| the coordinator times the transaction out | fatal: new producers, markers                                       |
+| a relay that slept wakes                  | fenced in Kafka; its epoch is over in Postgres                      |
+| the state topic can't be read             | wait; nothing is published                                          |
+| the broker lost a transaction's markers   | UndecidedTransaction; nothing is published                          |
+| the state topic lost records              | the lane stops with StateLost; the others go on                     |
+
+A producer is used again only after a clean commit, and a turn begins only after the one before was committed cleanly.
+An EndTxn that librdkafka sent twice (an answer was lost) could arrive late and end the producer's *next* transaction in
+the middle, because brokers do not bump the epoch with each transaction for this client (KIP-890 part 2). librdkafka
+repeats EndTxn after ``retry.backoff.ms`` (less 20 % jitter) at least, so a commit that took less time sent it once; and
+its statistics count the requests, as a second witness. A commit is clean when it raised nothing, was faster than that,
+and no more EndTxn were counted than there were commits. After anything else both producers are thrown away, their ids
+are initialized again, and only then it is read from Postgres which lanes are still ours, and their markers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import orjson
+from confluent_kafka import KafkaError, KafkaException
+
+from outbox.errors import OutboxError
+from relay.failpoints import failpoint
+from relay.kafka.client import text_of, weak_callback
+from relay.kafka.headers import HeaderSet
+from relay.kafka.producer import REFUSALS, Sender
+from relay.kafka.state_topic import StateTopic
+from relay.kafka.takeover import Takeover, own_ids
+from relay.kafka.topics import Topics
+from relay.lease import Lease
+from relay.marker import Identity, Marker
+from relay.ports import (
+    At,
+    Batches,
+    BatchRefused,
+    BrokerUnavailable,
+    Claim,
+    Kind,
+    Late,
+    Receipt,
+    Sent,
+    TopicUnusable,
+    Unavailable,
+)
+from relay.routing import Router
+
+# librdkafka's jitter is 20 %; the rest is for the clock's and the caller's own delays.
+_CLEAN_PART: Final = 0.8 * 0.9
+_INIT_SECONDS: Final = 10.0
+_ABORT_SECONDS: Final = 2.0
+
+
+class TransactionFigures:
+    """What the transactions of this process took. Times in seconds; the last 10,000 commits."""
+
+    def __init__(self) -> None:
+        self.commits = 0
+        self.renewed = 0
+        self.add_partitions = 0
+        self.commit_seconds: deque[float] = deque(maxlen=10_000)
+
+    def summary(self) -> dict[str, float]:
+        """Return counts and percentiles, for the log and the benchmarks."""
+        times = sorted(self.commit_seconds)
+        return {
+            "transactions": self.commits,
+            "producers_renewed": self.renewed,
+            # Well above 1: it is repeated with CONCURRENT_TRANSACTIONS while the markers of the last one are written.
+            "add_partitions_requests_per_transaction": round(self.add_partitions / max(self.commits, 1), 2),
+            "commit_ms_p50": round(times[len(times) // 2] * 1000, 2) if times else 0.0,
+            "commit_ms_p99": round(times[len(times) * 99 // 100] * 1000, 2) if times else 0.0,
+        }
+
+
+class _TransactionalSender(Sender):
+    """A sender with its transactional id, and the witnesses of whether its commits were clean."""
+
+    def __init__(self, options: Mapping[str, Any], figures: TransactionFigures, *args: Any, **more: Any) -> None:
+        self.ends = 0
+        self.suspicious = False
+        self._figures = figures
+        self._add_partitions = 0
+        super().__init__({**options, "stats_cb": weak_callback(self._on_statistics)}, *args, **more)
+
+    def _on_statistics(self, text: str) -> None:
+        brokers = orjson.loads(text)["brokers"].values()
+        requests = [broker.get("req", {}) for broker in brokers]
+        if sum(request.get("EndTxn", 0) for request in requests) > self.ends:
+            self.suspicious = True
+        added = sum(request.get("AddPartitionsToTxn", 0) for request in requests)
+        self._figures.add_partitions += added - self._add_partitions
+        self._add_partitions = added
+
+
+@dataclass(slots=True)
+class _Joined:
+    """A lane that was taken over: the last batch that is on Kafka."""
+
+    batch: int
+    epoch: int
+    identity: Identity
+
+
+class TransactionalPublisher:
+    """A worker's transactional producers. See ports.Publisher for the contract.
+
+    options are librdkafka's, from config.producer_options; ``base_id`` is what the lanes' rows name; ``lanes`` is how
+    many partitions the state topic needs. Making it fences what this worker's former publisher may have left open.
+    Raises Unavailable or ConfigurationError.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        router: Router,
+        topics: Topics,
+        ce_source: str,
+        delivery_seconds: float,
+        *,
+        base_id: str,
+        takeover: Takeover,
+        lanes: int,
+        state: StateTopic,
+        figures: TransactionFigures,
+        headers: HeaderSet = HeaderSet.BOTH,
+        record_offsets: bool = False,
+    ) -> None:
+        self._delivery_seconds = delivery_seconds
+        backoff_ms = min(int(options["retry.backoff.ms"]), int(options["retry.backoff.max.ms"]))
+        self._clean_seconds = backoff_ms / 1000 * _CLEAN_PART
+        self._base_id = base_id
+        self._takeover = takeover
+        self._lanes = lanes
+        self._state = state
+        self._figures = figures
+        self._joined: dict[int, _Joined] = {}
+        self._turn = 0
+        self._closed = False
+        self._senders: list[_TransactionalSender] = []
+        try:
+            for each in own_ids(base_id):
+                self._senders.append(
+                    _TransactionalSender(
+                        {**options, "transactional.id": each},
+                        figures,
+                        router,
+                        topics,
+                        ce_source,
+                        headers=headers,
+                        record_offsets=record_offsets,
+                    )
+                )
+            for sender in self._senders:
+                self._init(sender)
+        except BaseException:
+            self.close()
+            raise
+
+    def join(self, leases: Sequence[Lease]) -> Mapping[int, OutboxError]:
+        """Take lanes over; write the first marker of those that never had one."""
+        taken = self._takeover.take_over(leases)
+        failed = dict(taken.failed)
+        self._state.require(self._lanes)
+        by_lane = {lease.lane: lease for lease in leases}
+        new = {lane: identity for lane, (marker, identity) in taken.markers.items() if marker is None}
+        for lane, (marker, identity) in taken.markers.items():
+            if marker is not None:
+                self._joined[lane] = _Joined(marker.batch, by_lane[lane].epoch, identity)
+        if new:
+            for lane, marker in self._first_markers(new, by_lane).items():
+                adopted = self._takeover.adopt(by_lane[lane], marker)
+                if isinstance(adopted, OutboxError):
+                    failed[lane] = adopted
+                else:
+                    self._joined[lane] = _Joined(marker.batch, by_lane[lane].epoch, adopted[1])
+        return failed
+
+    def publish(self, batches: Batches) -> Sent:
+        """Send the events and a marker for each lane in one transaction, and commit it."""
+        if self._closed:
+            return Sent({}, Unavailable("this publisher is closed"))
+        sender = self._senders[self._turn % len(self._senders)]
+        deadline = time.monotonic() + self._delivery_seconds
+        try:
+            sender.producer.begin_transaction()
+            failpoint("txn.begun")
+            sender.send(batches, deadline)
+            if not sender.anything_sent:
+                # Nothing has left this process: there is nothing to end on the broker either.
+                sender.producer.abort_transaction()
+                return Sent(
+                    {
+                        lane: Receipt(refused, left_out=lane in sender.left_out)
+                        for lane, refused in sender.refused.items()
+                    }
+                )
+            gaps = [
+                lane
+                for lane, sent in sender.sent.items()
+                if len(sent) < len(batches[lane]) and any(not claim.has_row for claim in batches[lane])
+            ]
+            if gaps:
+                # A marker vouches for events without a row only up to its position, and an event that is not sent is a
+                # gap in that. So nothing of the lane is published: the source gives all of it rows, and it comes again.
+                self._abort(sender)
+                return Sent({lane: Receipt(needs_rows=True) for lane in gaps}, renew=True)
+            numbers = {lane: self._joined[lane].batch + 1 for lane, sent in sender.sent.items() if sent}
+            markers = {lane: self._marker(lane, numbers[lane], batches[lane], sender.sent[lane]) for lane in numbers}
+            self._commit(sender, markers, deadline)
+        except KafkaException as error:
+            failure, blamed = self._given_up(sender, error)
+            return self._aborted(sender, failure, blamed)
+        except Unavailable as error:
+            failure, blamed = error, ()
+            if sender.failed:
+                failure, blamed = sender.failure(self._delivery_seconds)
+            dropped = sender.dropped
+            self._abort(sender)
+            if dropped and (forbidden := self._forbidden(sender)) is not None:
+                failure, blamed = forbidden, ()
+            return self._aborted(sender, failure, blamed)
+        for lane, number in numbers.items():
+            self._joined[lane].batch = number
+        failpoint("txn.committed")
+        self._turn += 1
+        sender.note_written()
+        if sender.suspicious:
+            self._figures.renewed += 1
+        results = sender.acknowledged()
+        receipts = {
+            lane: Receipt(
+                results.get(lane, []) + sender.refused.get(lane, []),
+                batch=numbers.get(lane),
+                left_out=lane in sender.left_out,
+            )
+            for lane in batches
+        }
+        return Sent(receipts, renew=sender.suspicious)
+
+    def paused(self) -> frozenset[Kind]:
+        """Return the kinds of events whose topics can't be written to for now."""
+        return frozenset().union(*(sender.paused() for sender in self._senders))
+
+    def serve(self) -> None:
+        """Serve librdkafka's callbacks, its statistics above all."""
+        for sender in self._senders:
+            sender.serve()
+
+    def close(self) -> None:
+        """Drop the producers. An open transaction is ended by the next init of its id."""
+        if not self._closed:
+            self._closed = True
+            for sender in self._senders:
+                sender.close()
+
+    def _init(self, sender: _TransactionalSender) -> None:
+        try:
+            sender.producer.init_transactions(_INIT_SECONDS)
+        except KafkaException as error:
+            raise self._explained(error, "beginning with this worker's transactional.id") from error
+
+    def _marker(self, lane: int, number: int, claims: Sequence[Claim], sent: Sequence[Claim]) -> Marker:
+        joined = self._joined[lane]
+        return Marker(
+            number,
+            joined.epoch,
+            joined.identity.system_identifier,
+            joined.identity.timeline,
+            tuple(claim.position for claim in sent),
+            tuple(claim.event_id for claim in sent),
+            reached(claims, sent),
+            self._base_id,
+        )
+
+    def _first_markers(self, new: Mapping[int, Identity], leases: Mapping[int, Lease]) -> dict[int, Marker]:
+        """Write empty markers, so that from the first event on, a missing one means that something was lost."""
+        markers = {
+            lane: Marker(1, leases[lane].epoch, identity.system_identifier, identity.timeline, writer=self._base_id)
+            for lane, identity in new.items()
+        }
+        sender = self._senders[self._turn % len(self._senders)]
+        try:
+            sender.producer.begin_transaction()
+            # No event is under way, so this may take longer than a turn: the topic may have been made a moment ago.
+            self._commit(sender, markers, time.monotonic() + max(self._delivery_seconds, _INIT_SECONDS))
+        except KafkaException as error:
+            raise self._explained(error, "writing the lanes' first markers") from error
+        self._turn += 1
+        failpoint("takeover.first_marker")
+        if sender.suspicious:
+            raise BrokerUnavailable(
+                "Kafka: the lanes' first markers took long to commit; once more, with new producers"
+            )
+        return markers
+
+    def _commit(self, sender: _TransactionalSender, markers: Mapping[int, Marker], deadline: float) -> None:
+        for lane, marker in markers.items():
+            sender.send_marker(self._state.name, lane, marker.encode(), deadline)
+        failpoint("txn.marker_sent")
+        sender.drain(deadline)
+        if sender.failed:
+            raise sender.failure(self._delivery_seconds)[0]
+        failpoint("batch.acknowledged")
+        sender.ends += 1
+        started = time.monotonic()
+        sender.producer.commit_transaction(max(deadline - started, 0.1))
+        seconds = time.monotonic() - started
+        sender.suspicious = sender.suspicious or seconds >= self._clean_seconds
+        self._figures.commits += 1
+        self._figures.commit_seconds.append(seconds)
+
+    def _aborted(self, sender: _TransactionalSender, failure: Unavailable, blamed: Collection[int]) -> Sent:
+        refused = sender.refused_first(aborted=True)
+        return Sent({lane: Receipt(results) for lane, results in refused.items() if results}, failure, blamed)
+
+    def _given_up(self, sender: _TransactionalSender, error: KafkaException) -> tuple[Unavailable, Collection[int]]:
+        self._abort(sender)
+        code = error.args[0].code()
+        if code == KafkaError._FATAL and sender.fatal is not None:
+            # What made it fatal says more: a fence, mostly.
+            return self._explained(KafkaException(sender.fatal), "publishing"), ()
+        if code == KafkaError.TOPIC_AUTHORIZATION_FAILED and (forbidden := self._forbidden(sender)) is not None:
+            return forbidden, ()
+        if sender.failed:
+            # The failed messages say more than the transaction that failed because of them.
+            failure, blamed = sender.failure(self._delivery_seconds)
+            if isinstance(failure, BatchRefused | TopicUnusable):
+                return failure, blamed
+        return self._explained(error, "publishing"), ()
+
+    def _forbidden(self, sender: _TransactionalSender) -> TopicUnusable | None:
+        """Ask which topics of the turn are forbidden, for an error of AddPartitionsToTxn: the messages name none."""
+        topics = sender.forbidden_topics()
+        if not topics:
+            return None
+        return TopicUnusable(topics[0], f"the relay may not write to {topics}; grant WRITE and DESCRIBE")
+
+    def _explained(self, error: KafkaException, doing: str) -> Unavailable:
+        code = error.args[0].code()
+        if code in REFUSALS:
+            return BatchRefused(f"{REFUSALS[code]} ({text_of(error)})")
+        if code == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+            return BatchRefused(f"the relay may not write to a topic of the batch ({text_of(error)})")
+        if code in {KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED}:
+            return BrokerUnavailable(
+                f"Kafka, {doing}: the relay may not use its transactional.id; grant it WRITE and DESCRIBE on the "
+                f"transactional ids that begin with its name ({text_of(error)})"
+            )
+        if code == KafkaError._FENCED:
+            return BrokerUnavailable(f"Kafka, {doing}: another relay has taken a lane over ({text_of(error)})")
+        if code in {KafkaError._TIMED_OUT, KafkaError._TIMED_OUT_QUEUE}:
+            return Late(f"Kafka, {doing}: {text_of(error)}")
+        return BrokerUnavailable(f"Kafka, {doing}: {text_of(error)}")
+
+    def _abort(self, sender: _TransactionalSender) -> None:
+        """Let readers go on now instead of at the next take-over. The producers are thrown away in any case."""
+        sender.producer.purge()
+        with contextlib.suppress(KafkaException):
+            sender.producer.abort_transaction(_ABORT_SECONDS)
+        self.close()
+
+
+def reached(claims: Sequence[Claim], sent: Sequence[Claim]) -> At | None:
+    """Return where the last event stands before the first that was not sent."""
+    if len(sent) == len(claims):
+        return claims[-1].at
+    last = None
+    for claim, other in zip(claims, sent, strict=False):
+        if claim is not other:
+            break
+        last = claim.at
+    return last

@@ -1,0 +1,125 @@
+"""A lane held by this relay, and the lanes that pass between the control loop and the worker's loop. No I/O."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+LEGACY_ID = ""
+"""What ``lanes.transactional_id`` holds where a relay before outbox_0005 may have written: an id for each lane."""
+
+
+class Lease:
+    """One lane held by this relay. ``renewed`` and ``secure`` may be called from any thread.
+
+    ``ttl_seconds`` counts from when the renewal was asked for, on this process's own clock, so it always ends before
+    the database's reading of the same lease does. ``former_id`` is the transactional.id under which the lane may have
+    been written before it was taken, None if its row names nobody; ``last_batch`` is the lane's last settled batch of
+    that time.
+    """
+
+    def __init__(
+        self,
+        lane: int,
+        epoch: int,
+        ttl_seconds: float,
+        asked_at: float,
+        former_id: str | None = None,
+        last_batch: int | None = None,
+    ) -> None:
+        self.lane = lane
+        self.epoch = epoch
+        self.ttl_seconds = ttl_seconds
+        self.former_id = former_id
+        self.last_batch = last_batch
+        self._lock = threading.Lock()
+        self._until = asked_at + ttl_seconds
+
+    def renewed(self, asked_at: float) -> None:
+        """Record that Postgres prolonged the lease; ``asked_at`` is time.monotonic() before it was asked."""
+        with self._lock:
+            self._until = max(self._until, asked_at + self.ttl_seconds)
+
+    @property
+    def secure(self) -> bool:
+        """Return whether the lease can't have run out yet. If not, nothing may be published before it is renewed."""
+        with self._lock:
+            return time.monotonic() < self._until
+
+    @property
+    def remaining_seconds(self) -> float:
+        """For how long the lease holds at least."""
+        with self._lock:
+            return self._until - time.monotonic()
+
+    def __repr__(self) -> str:
+        return f"Lease(lane={self.lane}, epoch={self.epoch})"
+
+
+@dataclass(frozen=True, slots=True)
+class LetGo:
+    """A lane that the worker's loop has stopped working on.
+
+    ``lost``: another relay has it, there is nothing to release. ``clean``: its last batch is settled and no Kafka
+    transaction can still hold events of it, so nobody needs to fence this worker because of it.
+    """
+
+    lease: Lease
+    clean: bool
+    lost: bool = False
+
+
+class HeldLanes:
+    """The lanes of one worker. The control loop gives and recalls them, the worker's loop works on them.
+
+    Every method may be called from any thread.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._leases: dict[int, Lease] = {}
+        self._recalled: set[int] = set()
+        self._let_go: list[LetGo] = []
+
+    def give(self, leases: Collection[Lease]) -> None:
+        """Hand lanes to the worker's loop."""
+        with self._lock:
+            self._leases.update({lease.lane: lease for lease in leases})
+
+    def recall(self, lanes: Collection[int]) -> None:
+        """Ask for lanes back; the loop lets go of each after its batch in flight."""
+        with self._lock:
+            self._recalled |= self._leases.keys() & set(lanes)
+
+    def recall_all(self) -> None:
+        """Ask for all lanes back."""
+        with self._lock:
+            self._recalled |= self._leases.keys()
+
+    def take_let_go(self) -> list[LetGo]:
+        """Return the lanes that the loop has let go of since the last call."""
+        with self._lock:
+            gone, self._let_go = self._let_go, []
+            return gone
+
+    @property
+    def leases(self) -> Sequence[Lease]:
+        """The leases of lanes that the loop has not let go of, by lane."""
+        with self._lock:
+            return [self._leases[lane] for lane in sorted(self._leases)]
+
+    @property
+    def recalled(self) -> Collection[int]:
+        """The lanes that the loop is asked to let go of."""
+        with self._lock:
+            return set(self._recalled)
+
+    def let_go(self, lane: int, *, clean: bool, lost: bool = False) -> None:
+        """Record that the loop does nothing with the lane any more."""
+        with self._lock:
+            lease = self._leases.pop(lane, None)
+            self._recalled.discard(lane)
+            if lease is not None:
+                self._let_go.append(LetGo(lease, clean, lost))

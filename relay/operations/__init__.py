@@ -1,0 +1,1 @@
+"""What operators do to an outbox, and what it looks at for them."""

@@ -1,0 +1,54 @@
+"""Free one lane by hand, whatever its lease says."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psycopg
+from psycopg import sql
+from psycopg.types.json import Jsonb
+
+from outbox.errors import SchemaError
+from relay.database import unavailable_on_error
+
+_LANE: Final = """
+SELECT owner, lease_until::text,
+       CASE WHEN isfinite(lease_until) THEN extract(epoch FROM lease_until - clock_timestamp())::float8 END,
+       lease_until >= clock_timestamp()
+  FROM {lanes} WHERE lane = %s FOR UPDATE"""
+
+# The epoch too: a relay that still holds it must not settle or renew. The row goes on naming whom to fence.
+_RELEASE: Final = """
+UPDATE {lanes} SET owner = NULL, epoch = epoch + 1, protocol_epoch = epoch + 1, lease_until = '-infinity'
+ WHERE lane = %s"""
+
+_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES ('release', %s, %s)"
+
+
+@dataclass(frozen=True, slots=True)
+class Freed:
+    """Who held the lane, and until when by its lease."""
+
+    owner: str | None
+    lease_until: str
+
+
+def release_lane(connection: psycopg.Connection[Any], schema: str, lane: int, reason: str) -> Freed | None:
+    """Free a lane, with a line in the audit; return who held it, None when it was free already.
+
+    Raises SchemaError when there is no such lane, Unavailable when Postgres is away or the row stays locked.
+    """
+    names = {table: sql.Identifier(schema, table) for table in ("lanes", "audit")}
+    with unavailable_on_error(f"releasing lane {lane}"), connection.transaction():
+        connection.execute("SET LOCAL lock_timeout = '10s'")
+        row = connection.execute(sql.SQL(_LANE).format(**names), (lane,)).fetchone()
+        if row is None:
+            raise SchemaError(f"the outbox has no lane {lane}; see `outbox db check`")
+        owner, lease_until, seconds, held = row
+        if not held:
+            return None
+        details = {"lane": lane, "owner": owner, "lease_until": lease_until, "lease_seconds_left": seconds}
+        connection.execute(sql.SQL(_AUDIT).format(**names), (reason, Jsonb(details)))
+        connection.execute(sql.SQL(_RELEASE).format(**names), (lane,))
+    return Freed(owner, lease_until)

@@ -1,0 +1,130 @@
+"""What stands in the outbox's topics, read from the topics themselves."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from typing import Any, Final, NamedTuple
+
+from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
+
+from outbox.event import CE_ID, DEAD_LETTER, REPLAY
+from relay.kafka.client import is_end, silent, text_of
+from relay.kafka.offsets import Offsets, Partition, Undecided
+from relay.ports import Unavailable
+
+_SECONDS: Final = 30.0
+_AT_ONCE: Final = 5000
+_WAIT_SECONDS: Final = 0.2
+
+
+class Seen(NamedTuple):
+    """One record. ``mark`` tells a replay or a dead-letter copy from the event itself, which has the same id."""
+
+    partition: Partition
+    offset: int
+    milliseconds: int
+    event_id: str | None
+    mark: str
+    value: bytes | None
+
+
+def committed_since(options: Mapping[str, str], since: Mapping[str, int]) -> Iterator[Sequence[Seen]]:
+    """Yield the committed records of each topic, in groups, from a time (milliseconds) until its present end.
+
+    A topic that does not exist has none. Raises Unavailable when one can't be read to its end.
+    """
+    try:
+        offsets = Offsets(options)
+        ends: dict[Partition, int] = {}
+        starts: dict[Partition, int] = {}
+        for topic, milliseconds in since.items():
+            partitions = offsets.partitions({topic})
+            # Open transactions included: a committed event may stand behind one.
+            ends |= offsets.high(partitions)
+            starts |= offsets.since(partitions, milliseconds)
+        # A negative offset says that nothing is as young as that.
+        starts = {found: start for found, start in starts.items() if 0 <= start < ends[found]}
+        yield from _read(options, starts, ends, isolation="read_committed")
+    except KafkaException as error:
+        raise Unavailable(f"Kafka, reading {', '.join(sorted(since))}: {text_of(error)}") from error
+
+
+def behind(options: Mapping[str, str], undecided: Collection[Undecided]) -> Iterator[Sequence[Seen]]:
+    """Yield all records from where each partition is undecided to its end, those of open transactions among them."""
+    try:
+        starts = {found.partition: found.stable for found in undecided}
+        ends = {found.partition: found.end for found in undecided}
+        yield from _read(options, starts, ends, isolation="read_uncommitted")
+    except KafkaException as error:
+        raise Unavailable(f"Kafka, reading what is undecided: {text_of(error)}") from error
+
+
+def _read(
+    options: Mapping[str, str], starts: Mapping[Partition, int], ends: Mapping[Partition, int], *, isolation: str
+) -> Iterator[Sequence[Seen]]:
+    if not starts:
+        return
+    consumer = Consumer(
+        {
+            **options,
+            # A copy in the reader's own rack may lag behind the leader.
+            "client.rack": "",
+            "group.id": "outbox-reconcile",
+            "enable.auto.commit": False,
+            "enable.partition.eof": True,
+            "isolation.level": isolation,
+            "auto.offset.reset": "earliest",
+            "allow.auto.create.topics": False,
+        },
+        logger=silent(),
+    )
+    try:
+        consumer.assign([TopicPartition(found.topic, found.number, start) for found, start in starts.items()])
+        unread = set(starts)
+        heard = time.monotonic()
+        while unread:
+            seen: list[Seen] = []
+            for message in consumer.consume(_AT_ONCE, _WAIT_SECONDS):
+                found = Partition(message.topic() or "", message.partition() or 0)
+                error = message.error()
+                if error is None:
+                    seen.append(_seen(found, message))
+                elif is_end(error) and (message.offset() or 0) >= ends[found]:
+                    unread.discard(found)
+            if seen:
+                yield seen
+                heard = time.monotonic()
+            elif unread and time.monotonic() - heard > _SECONDS:
+                raise Unavailable(
+                    f"Kafka: {', '.join(f'{found.topic} partition {found.number}' for found in sorted(unread))} could "
+                    f"not be read to the end within {_SECONDS:g} s; is a transaction of another producer open there?"
+                )
+    finally:
+        consumer.close()
+
+
+def _seen(partition: Partition, message: Message) -> Seen:
+    headers: dict[str, Any] = dict(message.headers() or ())
+    value = message.value()
+    return Seen(
+        partition,
+        message.offset() or 0,
+        message.timestamp()[1],
+        _uuid(_text(headers.get(CE_ID))),
+        _text(headers.get(REPLAY) or headers.get(DEAD_LETTER)),
+        value if isinstance(value, bytes) else None,
+    )
+
+
+def _uuid(text: str) -> str | None:
+    """Return the id as Postgres takes it; None for a message that is not the outbox's."""
+    try:
+        return str(uuid.UUID(text))
+    except ValueError:
+        return None
+
+
+def _text(value: str | bytes | None) -> str:
+    return value.decode(errors="replace") if isinstance(value, bytes) else value or ""

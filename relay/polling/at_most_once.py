@@ -1,0 +1,119 @@
+"""At-most-once: the rows are gone, durably, before they are sent. What is not acknowledged then may be lost.
+
+| what happens                                  | what follows                                                      |
+|-----------------------------------------------|-------------------------------------------------------------------|
+| killed before the rows are deleted            | nothing was sent; the next holder of the lane reads them          |
+| killed after that                             | at most one batch of each lane is lost, without a word            |
+| the answer to the DELETE is lost              | the same: the batch is not sent, and counted as lost              |
+| Kafka fails, or does not answer in time       | what is not acknowledged may be lost, and is counted              |
+| an event is refused before it is sent, or its | a dead letter at once; later events of its key are sent, as they  |
+| topic can't be written to                     | are not read again. Each of them that can't be is a dead letter   |
+| the broker refuses a request                  | each event in it is a dead letter: it does not say which is at    |
+|                                               | fault; later ones of their keys may be on Kafka by then           |
+| Postgres is away when a dead letter is kept   | it is lost, and counted                                           |
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping
+
+from outbox.errors import OutboxError, SchemaError
+from relay.database import unavailable_on_error
+from relay.failures import Failures
+from relay.lease import Lease
+from relay.polling.source import PollingSource, refused_of
+from relay.ports import Claim, Fetched, Kind, Receipt, TakeoverStore, Unavailable
+from relay.settlement import Pending
+
+
+class AtMostOnceSource:
+    """A polling source whose events leave the table when they are read. See ports.Source for the contract.
+
+    ``on_lost`` is called with a lane and the number of events that may not have reached Kafka. Refused ones become dead
+    letters at once. The polling source must not read ahead: what is read is deleted.
+    """
+
+    def __init__(
+        self,
+        source: PollingSource,
+        failures: Failures,
+        *,
+        on_lost: Callable[[int, int], None],
+        on_dead: Callable[[int, Claim], None],
+    ) -> None:
+        self._source = source
+        self._failures = failures
+        self._on_lost = on_lost
+        self._on_dead = on_dead
+        self._sent: dict[int, int] = {}
+
+    @property
+    def store(self) -> TakeoverStore:
+        """What takes lanes over in the database."""
+        return self._source
+
+    def hold(self, lease: Lease) -> None:
+        """Begin to read a lane."""
+        self._source.hold(lease)
+
+    def drop(self, lane: int) -> None:
+        """Forget a lane."""
+        self._source.drop(lane)
+
+    def fetch(self, limits: Mapping[int, int]) -> Fetched:
+        """Return the lowest events of these lanes, which are deleted by now."""
+        fetched = self._source.fetch(limits)
+        settlement = self._source.settlement
+        for lane, claims in fetched.batches.items():
+            settlement.lanes[lane].pending = Pending(claims, claims=claims)
+        # Before the answer, which may be lost while the rows are gone.
+        self._sent = {lane: len(claims) for lane, claims in fetched.batches.items()}
+        failed = settlement.settle(list(fetched.batches))
+        batches = {lane: claims for lane, claims in fetched.batches.items() if lane not in failed}
+        self._sent = {lane: len(claims) for lane, claims in batches.items()}
+        return Fetched(batches, {**fetched.failed, **failed})
+
+    def leave_out(self, kinds: frozenset[Kind]) -> None:
+        """Do not return events of these kinds."""
+        self._source.leave_out(kinds)
+
+    def settle(self, receipts: Mapping[int, Receipt]) -> Mapping[int, OutboxError]:
+        """Keep what was refused, count what was lost: the rows are gone already."""
+        sent, self._sent = self._sent, {}
+        for lane, receipt in receipts.items():
+            count = sent.pop(lane, 0)
+            refused = refused_of(receipt)
+            if refused:
+                try:
+                    with unavailable_on_error(f"keeping dead letters of lane {lane}"):
+                        self._failures.bury(self._source.connection, lane, refused)
+                except (Unavailable, SchemaError):
+                    # Their rows are gone, and nobody else has them.
+                    self._on_lost(lane, count - len(receipt.results) + len(refused))
+                    self._lose(sent)
+                    raise
+                for claim, _ in refused:
+                    self._on_dead(lane, claim)
+            if count > len(receipt.results):
+                self._on_lost(lane, count - len(receipt.results))
+        self._lose(sent)
+        return {}
+
+    def flush(self, lanes: Collection[int]) -> Mapping[int, OutboxError]:  # noqa: ARG002
+        """Return nothing: what was read is settled."""
+        return {}
+
+    def wait(self, lanes: Collection[int], seconds: float, stop: threading.Event) -> bool:
+        """Wait until these lanes may have events."""
+        return self._source.wait(lanes, seconds, stop)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._lose(self._sent)
+        self._source.close()
+
+    def _lose(self, sent: Mapping[int, int]) -> None:
+        for lane, count in sent.items():
+            self._on_lost(lane, count)
+        self._sent = {}

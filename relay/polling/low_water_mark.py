@@ -1,0 +1,110 @@
+"""Above which id a lane's rows have to be looked for. No I/O.
+
+Deleted rows leave dead index entries at the low end. Postgres steps over them quickly unless some old snapshot (a
+forgotten session, a long dump) forbids it to forget them; then each read would visit them all. So reads start above a
+low-water mark, which rises to an id M only when no transaction can still commit an id up to M:
+
+1. M is the last id settled, or the last one there while a key waits; some seconds pass (``_SETTLE_SECONDS``), in which
+   every INSERT that had drawn an id up to M got its transaction id; then a transaction id of our own is drawn, X. (A
+   snapshot's xmax would not do: it is the last completed id plus one, and transactions beyond it may be running
+   already.)
+2. Once the snapshot's xmin has reached X, all those transactions have ended.
+3. A read after that, still from the old mark, found nothing to publish up to M.
+
+A snapshot held by a reader has no transaction id and does not hold the mark back; a forgotten writer does, as it must.
+(An INSERT that stands still for longer than the wait in 1, between drawing its id and writing, as in a BEFORE trigger
+that sleeps, is found by the full sweep every ``_SWEEP_SECONDS``.)
+
+Steps 1 and 2 are taken for all lanes of a worker together: one transaction id a round, whatever the number of lanes.
+Rows whose key waits for a failed event may lie below the mark. When such a failure is gone, the mark is lowered to its
+id: what may go now has higher ones. A failure that stays, however often it is tried, or a new one, frees nothing.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Final
+
+LOWEST: Final = -(2**63)
+_LOOK_SECONDS: Final = 1.0
+_SETTLE_SECONDS: Final = 5.0
+_SWEEP_SECONDS: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Marks:
+    """Where one read starts: the id above which each lane is read. ``final`` says that step 2 was over before it."""
+
+    above: dict[int, int]
+    final: bool
+
+
+class LowWaterMarks:
+    """The marks of a worker's lanes."""
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._marks: dict[int, int] = {}
+        self._settled: dict[int, int] = {}
+        self._candidates: dict[int, int] = {}
+        self._candidates_at = 0.0
+        self._xid: int | None = None
+        self._ended = False
+        self._looked_at = clock()
+        self._swept_at = clock()
+
+    def reset(self, lane: int) -> None:
+        """Read the lane from its lowest id again."""
+        for known in (self._marks, self._settled, self._candidates):
+            known.pop(lane, None)
+
+    def lower(self, lane: int, id_: int) -> None:
+        """Read the lane from behind this id again."""
+        if lane in self._marks:
+            self._marks[lane] = min(self._marks[lane], id_)
+        self._candidates.pop(lane, None)
+
+    def start(self, lanes: Collection[int], *, draw_xid: Callable[[], int], xmin: Callable[[], int]) -> Marks:
+        """Return where a read of these lanes starts. Asks the database at most once a second."""
+        now = self._clock()
+        if now - self._swept_at >= _SWEEP_SECONDS:
+            self._swept_at = now
+            return Marks(dict.fromkeys(lanes, LOWEST), final=False)
+        if now - self._looked_at >= _LOOK_SECONDS:
+            self._looked_at = now
+            self._look(now, draw_xid, xmin)
+        return Marks({lane: self._marks.get(lane, LOWEST) for lane in lanes}, self._ended)
+
+    def above(self, lane: int) -> int:
+        """Return the lane's mark."""
+        return self._marks.get(lane, LOWEST)
+
+    def seen(self, marks: Marks, lane: int, lowest: int | None) -> None:
+        """Record the lowest id that a read which started at ``marks`` found in the lane."""
+        candidate = self._candidates.get(lane)
+        if marks.final and self._ended and candidate is not None and (lowest is None or lowest > candidate):
+            self._marks[lane] = candidate
+            del self._candidates[lane]
+
+    def settled(self, lane: int, last: int) -> None:
+        """Record the last id that was settled."""
+        self._settled[lane] = max(last, self._settled.get(lane, LOWEST))
+
+    def there(self, lane: int, last: int) -> None:
+        """Record the last id of a lane with rows that wait: the mark may rise to it without settling it."""
+        self.settled(lane, last)
+
+    def _look(self, now: float, draw_xid: Callable[[], int], xmin: Callable[[], int]) -> None:
+        if self._ended and (not self._candidates or now - self._candidates_at >= _SWEEP_SECONDS):
+            # Everyone has risen, or lanes that are not read hold the round up.
+            self._candidates, self._ended = {}, False
+        if not self._candidates:
+            self._candidates = {n: last for n, last in self._settled.items() if last > self._marks.get(n, LOWEST)}
+            self._candidates_at, self._xid = now, None
+        elif self._xid is None:
+            if now - self._candidates_at >= _SETTLE_SECONDS:
+                self._xid = draw_xid()
+        elif not self._ended:
+            self._ended = xmin() >= self._xid

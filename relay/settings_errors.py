@@ -1,0 +1,167 @@
+"""What is wrong with a setting, in words: the name as the user wrote it, what is expected, and what was given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final
+
+from pydantic import BaseModel, ValidationError
+from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails, PydanticCustomError
+
+from relay.environment import PREFIX, choices_of, model_of, nearest_key, setting_names, values_of, variable
+
+_OPTIONS: Final = {
+    "database_url": "--database-url",
+    "create_topics": "--create-topics",
+    "delivery": "--delivery",
+    "log_format": "--log-format",
+    "spark_packages": "--packages",
+}
+_SECRET: Final = re.compile(r"(?i)passw|secret|token|credential|\w://\S*@")
+_MAX_SHOWN: Final = 80
+_CONFLICT: Final = "conflict"
+
+
+def conflict(path: Sequence[str], problem: str) -> PydanticCustomError:
+    """Return the error of a setting that others do not allow: ``problem`` follows the setting's name."""
+    return PydanticCustomError(_CONFLICT, "{problem}", {"path": list(path), "problem": problem})
+
+
+class Origin:
+    """Where each value came from: an argument, a variable or the file, in this order."""
+
+    def __init__(
+        self, given: Mapping[str, Any], environment: Mapping[str, str], file: Path | None, content: Mapping[str, Any]
+    ) -> None:
+        self._given = given
+        self._variables = {name.upper(): name for name in environment if name.upper().startswith(PREFIX)}
+        self._file = file
+        self._content = content
+
+    def name(self, path: Sequence[str]) -> str:
+        """Return the name under which the user finds a setting."""
+        dotted = ".".join(path)
+        if _holds(self._given, path):
+            return _OPTIONS.get(dotted, dotted)
+        for size in range(len(path), 0, -1):
+            rest = ".".join(path[size:])
+            found = self._variables.get(variable(path[:size]))
+            if found is not None:
+                return f"{found}: {rest}" if rest else found
+            if _holds(self._content, path[:size]):
+                return f"{dotted} in {self._file}"
+        return variable(path)
+
+
+def explain(error: ValidationError, settings: type[BaseModel], origin: Origin) -> str:
+    """Return one sentence for each mistake. No value of a secret is in it."""
+    return " ".join(_sentence(problem, settings, origin) for problem in error.errors(include_url=False))
+
+
+def _sentence(problem: ErrorDetails, settings: type[BaseModel], origin: Origin) -> str:
+    context = problem.get("ctx", {})
+    if problem["type"] == _CONFLICT:
+        return f"{origin.name(context['path'])} {context['problem']}."
+    path = [str(part) for part in problem["loc"]]
+    if path and path[0].startswith(PREFIX):  # a field with an alias
+        path[0] = path[0].removeprefix(PREFIX).lower()
+    name = origin.name(path)
+    field, secret, siblings = _find(settings, path)
+    match problem["type"]:
+        case "value_error":
+            return f"{name}: {problem['msg'].removeprefix('Value error, ')}."
+        case "missing":
+            return f"{name} is missing."
+        case "extra_forbidden":
+            near = nearest_key(path[-1], siblings)
+            known = f"did you mean {near}?" if near else f"known are {', '.join(siblings)}."
+            return f"{name} is not a setting: {known}"
+    expected = _expected(field) if field is not None else "of another type"
+    return f"{name} must be {expected}{'' if secret else _shown(problem['input'])}."
+
+
+def _find(settings: type[BaseModel], path: Sequence[str]) -> tuple[Any, bool, list[str]]:
+    """Return a setting's field or type, whether its value is secret, and the names beside it."""
+    found: Any = settings
+    secret = bool(_SECRET.search(path[-1])) if path else False
+    siblings: list[str] = []
+    for part in path:
+        annotation = found.annotation if isinstance(found, FieldInfo) else found
+        model = model_of(annotation)
+        if model is None:
+            found, siblings = values_of(annotation), []
+            continue
+        siblings = [names[0] for names in setting_names(model) if len(names) == 1]
+        fields = dict(zip(siblings, model.model_fields.values(), strict=True))
+        found = fields.get(part)
+        secret = secret or (found is not None and not found.repr)
+    return found, secret, siblings
+
+
+def _expected(field: Any) -> str:
+    """Return what a value has to be. A field says it itself (``description``) where its type does not."""
+    annotation, limits = field, {}
+    if isinstance(field, FieldInfo):
+        if field.description:
+            return field.description
+        annotation, limits = field.annotation, _limits(field)
+    if model_of(annotation) is not None or values_of(annotation) is not None:
+        return "a table of settings"
+    choices = [choice for choice in choices_of(annotation) if isinstance(choice, type)]
+    for choice in choices:
+        if issubclass(choice, Enum):
+            *others, last = (str(member.value) for member in choice)
+            return f"{', '.join(others)} or {last}"
+    for choice, words in _NUMBERS.items():
+        if choice in choices:
+            return words + _bounds(limits.get("ge"), limits.get("le"), "from ")
+    if "pattern" in limits:
+        return f"text that matches {limits['pattern']}"
+    size = _bounds(limits.get("min_length"), limits.get("max_length"), "of ")
+    return f"text{size} characters" if size else "text"
+
+
+_NUMBERS: Final = {bool: "true or false", int: "a whole number", float: "a number"}
+
+
+def _limits(field: FieldInfo) -> dict[str, Any]:
+    names = ("ge", "le", "min_length", "max_length", "pattern")
+    found = {name: getattr(each, name, None) for each in field.metadata for name in names if hasattr(each, name)}
+    return {name: limit for name, limit in found.items() if limit is not None}
+
+
+def _bounds(low: object, high: object, start: str) -> str:
+    if low is not None and high is not None:
+        return f" {start}{low} to {high}"
+    if low is not None:
+        return f" of at least {low}"
+    return "" if high is None else f" of at most {high}"
+
+
+def _shown(value: object) -> str:
+    if not isinstance(value, str | int | float):
+        return f"; got a {'table' if isinstance(value, dict) else type(value).__name__}"
+    text = str(value)
+    if _SECRET.search(text):
+        return ""
+    return f"; got {(text[:_MAX_SHOWN] + '…' if len(text) > _MAX_SHOWN else text)!r}"
+
+
+def _holds(values: Mapping[str, Any], path: Sequence[str]) -> bool:
+    here: Any = values
+    for part in path:
+        if not isinstance(here, Mapping):
+            return False
+        same = [name for name in here if _plain(name) == _plain(part)]
+        if not same:
+            return False
+        here = here[same[0]]
+    return bool(path)
+
+
+def _plain(name: object) -> str:
+    return str(name).lower().replace(".", "_")

@@ -1,0 +1,467 @@
+"""The one statement with which a worker settles all its lanes. Both sources use it.
+
+In one statement, for every lane of a turn: the lease is checked by its epoch and prolonged when it has used up a part
+of its time; ``last_batch`` is expected to be what this worker wrote last; the rows published in the turn before are
+deleted, or moved into the archive. Its commit is synchronous, and so the flush barrier: rows of writers with
+``synchronous_commit = off`` are visible before they are durable, and after this commit whatever was read before it
+can't be lost any more. A lane whose lease does not match is not in the answer: nothing of it was settled.
+
+It is one statement, because a relay that sleeps (SIGSTOP, a paused virtual machine, a lost host) between a write to a
+lane's row and the commit would keep everybody from the lane for as long as it sleeps. Its answer is a few numbers for
+each lane, which no full socket holds up.
+
+| what happens                                | what follows                                                         |
+|---------------------------------------------|----------------------------------------------------------------------|
+| killed before it, or it is rolled back      | the turn's rows stay; see loop.py                                     |
+| committed, and the answer is lost           | its rows are gone; settling them again finds none                     |
+| epoch has moved on                          | LaneLost for that lane; the others are settled                        |
+| last_batch is another than the one expected | Postgres has lost a commit of ours, behind a pooler for one: the lane |
+|                                             | is taken over again, which compares it with its marker               |
+| the row does not name our transactional ids | the next holder would not fence us: the lane is taken over again      |
+| a lane's row is locked by another session   | that lane is passed over and tried again; the others are settled      |
+| no row of lanes is written (lease is young) | the row's lock is a change all the same: the commit flushes the WAL   |
+| someone else has written a lane's row       | its version is not the one that is known: the lane is looked for by   |
+|                                             | its number, at once                                                   |
+
+Only lanes that have to be written are: an UPDATE of each row in each turn leaves so many dead versions behind, while
+some session holds the xmin, that finding a lane's row by its number takes longer than all the rest. Exactly-once and
+the WAL source have to write it (``last_batch``, the lane's place). So the ctid of the version that was settled last is
+kept, and the row is looked for there. All else is checked as before; a ctid says only where to look.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, LiteralString
+
+import psycopg
+from psycopg import sql
+
+from outbox.errors import OutboxError
+from relay.database import FURTHER, unavailable_on_error
+from relay.failpoints import failpoint
+from relay.lease import Lease
+from relay.ports import At, Claim, DatabaseUnavailable, LaneBusy, LaneLost, Published, Receipt
+
+RENEW_PART: Final = 0.7
+"""A lease with less left than this part of it is prolonged with the next turn."""
+
+# A role or a database may have synchronous_commit off. It counts at the commit, so the statement itself can set it.
+SYNCHRONOUS: Final = """set_config('synchronous_commit',
+       CASE WHEN current_setting('synchronous_commit') IN ('off', 'local') THEN 'on'
+            ELSE current_setting('synchronous_commit') END, true)"""
+
+# IS TRUE keeps the list of lanes from being joined row by row: it is hashed.
+_SETTLING: Final = """
+WITH mine AS (
+    SELECT * FROM unnest(%(lanes)s::smallint[], %(epochs)s::bigint[], %(expected)s::bigint[], %(batches)s::bigint[],
+                         %(lsns)s::bigint[], %(numbers)s::int[], %(writes)s::boolean[], %(own_ids)s::text[],
+                         %(versions)s::tid[])
+                  AS m(lane, epoch, expected, batch, lsn, number, writes, own_id, version)),
+held AS MATERIALIZED (
+    SELECT l.lane, l.ctid AS version FROM {lanes} AS l JOIN mine AS m ON m.lane = l.lane{by_version}
+     WHERE l.epoch = m.epoch AND (m.expected IS NULL OR l.last_batch = m.expected)
+       AND (m.own_id IS NULL OR l.transactional_id = m.own_id)
+       FOR NO KEY UPDATE OF l SKIP LOCKED),
+written AS (
+    UPDATE {lanes} AS l SET lease_until = clock_timestamp() + make_interval(secs => %(ttl)s),
+           last_batch = coalesce(m.batch, l.last_batch), commit_lsn = coalesce(m.lsn, l.commit_lsn),
+           commit_number = coalesce(m.number, l.commit_number)
+      FROM mine AS m JOIN held ON held.lane = m.lane
+     WHERE l.lane = m.lane{by_version} AND m.writes
+    RETURNING l.lane, l.ctid AS version),
+settled AS (
+    SELECT * FROM unnest(%(row_lanes)s::smallint[], %(row_ids)s::bigint[], %(row_event_ids)s::uuid[])
+                  AS p(row_lane, row_id, row_event_id)),
+freed AS (
+    DELETE FROM {failures} AS f USING settled AS p
+     WHERE (SELECT EXISTS (SELECT FROM {failures})) AND f.lane = p.row_lane AND f.id = p.row_id
+       AND (p.row_lane IN (SELECT lane FROM held)) IS TRUE),
+gone AS (
+    DELETE FROM {events} AS e USING settled AS p
+     WHERE e.lane = p.row_lane AND e.id = p.row_id AND e.event_id = p.row_event_id
+       AND (p.row_lane IN (SELECT lane FROM held)) IS TRUE
+    RETURNING e.*)"""
+
+_ARCHIVED: Final = """,
+kept AS (
+    INSERT INTO {published} (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes,
+                             headers, created_at, published_at, topic, partition, "offset")
+    SELECT g.lane, g.id, g.event_id, g.aggregate_type, g.aggregate_id, g.event_type, g.payload, g.payload_bytes,
+           g.headers, g.created_at, clock_timestamp(), p.topic, p.part, p.off
+      FROM gone AS g JOIN unnest(%(row_ids)s::bigint[], %(topics)s::text[], %(partitions)s::int[],
+                                 %(offsets)s::bigint[]) AS p(place_id, topic, part, off) ON p.place_id = g.id)"""
+
+# How long to wait, each time, before a lane is given up for this turn whose row is locked.
+_BUSY_SECONDS: Final = (0.01, 0.02, 0.04)
+
+# Where the lane's row is known to be. Dead versions of it, which a held xmin keeps, are not looked at on the way.
+_BY_VERSION: Final = " AND l.ctid = m.version"
+
+_HELD: Final = """
+SELECT held.lane, (SELECT {synchronous}), coalesce(written.version, held.version)::text
+  FROM held LEFT JOIN written ON written.lane = held.lane"""
+
+# How many of the events that were just read are there. For connections whose server may have crashed unnoticed.
+_THERE: Final = """
+SELECT held.lane, (SELECT {synchronous}), coalesce(written.version, held.version)::text,
+       (SELECT count(*) FROM unnest(%(next_lanes)s::smallint[], %(next_ids)s::bigint[], %(next_event_ids)s::uuid[])
+                             AS n(lane, id, event_id)
+          JOIN {events} AS e ON e.lane = n.lane AND e.id = n.id AND e.event_id = n.event_id)
+  FROM held LEFT JOIN written ON written.lane = held.lane"""
+
+_WHY: Final = """
+SELECT l.lane, l.last_batch, l.transactional_id FROM {lanes} AS l
+  JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch) ON l.lane = m.lane AND l.epoch = m.epoch"""
+
+
+# Without fresh statistics the planner may sort the whole backlog for each batch, or read it from end to end to find the
+# rows that go; a new outbox has none, and a relay has no right to ANALYZE. The primary key gives a lane in id order.
+_INDEX_ONLY: Final = (
+    "enable_sort",
+    "enable_bitmapscan",
+    "enable_seqscan",
+    "enable_hashjoin",
+    "enable_mergejoin",
+    "jit",
+)
+KEEP_TO_THE_INDEX: Final[LiteralString] = "SELECT " + ", ".join(
+    f"set_config('{name}', 'off', %(local)s)" for name in _INDEX_ONLY
+)
+_END_IDLE: Final = "SELECT set_config('idle_in_transaction_session_timeout', %(ttl_ms)s, true)"
+
+
+def array(values: Sequence[int | str | None]) -> str:
+    """Return numbers or UUIDs as Postgres reads an array; the driver's own way costs a microsecond for each."""
+    return "{" + ",".join("NULL" if value is None else str(value) for value in values) + "}"
+
+
+def position(at: At | None) -> dict[str, int | None]:
+    """Return a place in the WAL as values to bind."""
+    return {"commit_lsn": None if at is None else at.commit_lsn, "commit_number": None if at is None else at.number}
+
+
+def names_of(schema: str) -> dict[str, sql.Composable]:
+    """Return what the statements over one outbox name: its tables, and pieces of SQL that they share."""
+    tables = ("events", "lanes", "failures", "published", "dead_letters", "streams")
+    names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in tables}
+    names["synchronous"], names["further"] = sql.SQL(SYNCHRONOUS), sql.SQL(FURTHER)
+    return names
+
+
+def settling_sql(
+    schema: str, ending: LiteralString, *, archive: bool = False, by_version: bool = False
+) -> sql.Composed:
+    """Return the statement, up to where it says which lanes are held, and ``ending``."""
+    names = names_of(schema) | {"by_version": sql.SQL(_BY_VERSION if by_version else "")}
+    return sql.SQL(_SETTLING + (_ARCHIVED if archive else "") + ending).format(**names)
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """What is published of a lane and not yet settled, in order, and the number of the Kafka transaction it is in.
+
+    ``claims`` are all of them, with those that have no row; ``at`` is up to where the lane is done with the stream.
+    """
+
+    rows: Sequence[Claim] = ()
+    places: Sequence[Published] = ()
+    batch: int | None = None
+    claims: Sequence[Claim] = ()
+    at: At | None = None
+
+    @staticmethod
+    def of(receipt: Receipt, at: At | None = None) -> Pending:
+        """Return what is to be settled after this receipt."""
+        results: Sequence[tuple[Claim, Any]] = receipt.results
+        done = [result for result in results if isinstance(result[1], Published)]
+        rows = [result for result in done if result[0].position > 0]
+        return Pending(
+            [claim for claim, _ in rows],
+            [place for _, place in rows],
+            receipt.batch,
+            [claim for claim, _ in done],
+            at,
+        )
+
+    def __bool__(self) -> bool:
+        return bool(self.claims) or self.batch is not None or self.at is not None
+
+
+NOTHING: Final = Pending()
+
+
+@dataclass(slots=True)
+class SettledLane:
+    """One lane: its lease, what is to be settled, and what ``last_batch`` must be for that (None: anything)."""
+
+    lease: Lease
+    pending: Pending = NOTHING
+    expected: int | None = None
+    own_id: str | None = None
+    """Exactly-once: what the lane's row must name, so that whoever takes the lane over fences this worker."""
+    confirmed: bool = False
+    """Whether the row was as expected when it was looked at last: ours, naming us, with ``expected`` in it."""
+    written: bool = False
+    """Whether the statement under way writes the lane's row, and so prolongs its lease."""
+    version: str | None = None
+    """The ctid of the lane's row when it was settled last; another version is there if someone else has written it."""
+    by_version: bool = False
+    """Whether the statement under way looks for that version alone."""
+
+
+class Settlement:
+    """Settles lanes over one connection, in autocommit. ``archive``: keep what was published.
+
+    ``prepared`` lets the server keep the statement's plan: only for a connection that is one session for all its life,
+    and has KEEP_TO_THE_INDEX. Without it each statement that is sent alone has these settings for itself.
+    ``renew_part`` must leave a turn enough of the lease to be published in. ``on_settled`` is called with a lane and
+    what was settled there. Raises Unavailable or SchemaError; then nothing is settled.
+    """
+
+    def __init__(
+        self,
+        connection: psycopg.Connection[Any],
+        schema: str,
+        *,
+        archive: bool = False,
+        prepared: bool = False,
+        renew_part: float = RENEW_PART,
+        on_settled: Callable[[int, Pending], None] = lambda _lane, _pending: None,
+    ) -> None:
+        self._connection = connection
+        self._renew_part = renew_part
+        self._on_settled = on_settled
+        self._archive = archive
+        self._prepared = prepared
+        self._settle = settling_sql(schema, _HELD, archive=archive)
+        self._settle_and_count = settling_sql(schema, _THERE, archive=archive)
+        self._settle_by_version = settling_sql(schema, _HELD, archive=archive, by_version=True)
+        self._why = sql.SQL(_WHY).format(**names_of(schema))
+        self.lanes: dict[int, SettledLane] = {}
+
+    def hold(self, lease: Lease) -> None:
+        """Begin with a lane."""
+        self.lanes[lease.lane] = SettledLane(lease)
+
+    def drop(self, lane: int) -> None:
+        """Forget a lane."""
+        self.lanes.pop(lane, None)
+
+    @property
+    def unsettled(self) -> Collection[int]:
+        """The lanes with something to settle."""
+        return [lane for lane, settled in self.lanes.items() if settled.pending]
+
+    def prolongs(self, lane: int) -> bool:
+        """Return whether the lane's lease is to be prolonged with the next turn."""
+        lease = self.lanes[lane].lease
+        return lease.remaining_seconds < lease.ttl_seconds * self._renew_part
+
+    def values(self, lanes: Collection[int], read: Sequence[Claim] = ()) -> dict[str, Any]:
+        """Return what the statement binds for these lanes."""
+        held = [self.lanes[lane] for lane in lanes]
+        for lane in held:
+            lane.written = self._writes(lane)
+        pending = [lane.pending for lane in held]
+        rows = [claim for part in pending for claim in part.rows]
+        row_lanes = [lane for lane, part in zip(lanes, pending, strict=True) for _ in part.rows]
+        values: dict[str, Any] = {
+            "ttl": held[0].lease.ttl_seconds if held else 0.0,
+            "lanes": array(list(lanes)),
+            "epochs": array([lane.lease.epoch for lane in held]),
+            "expected": array([lane.expected for lane in held]),
+            "batches": array([part.batch for part in pending]),
+            "lsns": array([None if part.at is None else part.at.commit_lsn for part in pending]),
+            "numbers": array([None if part.at is None else part.at.number for part in pending]),
+            "own_ids": [lane.own_id for lane in held],
+            "versions": array([None if lane.version is None else f'"{lane.version}"' for lane in held]),
+            "writes": array(["t" if lane.written else "f" for lane in held]),
+            "row_lanes": array(row_lanes),
+            "row_ids": array([claim.position for claim in rows]),
+            "row_event_ids": array([claim.event_id for claim in rows]),
+        }
+        if self._archive:
+            places = [place for part in pending for place in part.places]
+            values["topics"] = [place.topic for place in places]
+            values["partitions"] = [place.partition for place in places]
+            values["offsets"] = [place.offset for place in places]
+        if read:
+            values["next_lanes"] = array([claim.lane for claim in read])
+            values["next_ids"] = array([claim.position for claim in read])
+            values["next_event_ids"] = array([claim.event_id for claim in read])
+        return values
+
+    def send(self, cursor: psycopg.Cursor[Any], lanes: Collection[int], *, in_transaction: bool = False) -> None:
+        """Execute the statement on a cursor, whose answer ``answered`` takes.
+
+        ``in_transaction`` says that more is done in the same transaction for lanes that are held: then it must find
+        them at once.
+        """
+        by_version = not in_transaction and all(self.lanes[lane].version is not None for lane in lanes)
+        self._look_for_all(lanes, by_version=by_version)
+        query = self._settle_by_version if by_version else self._settle
+        cursor.execute(query, self.values(lanes), prepare=self._prepared)
+
+    def answered(self, cursor: psycopg.Cursor[Any], lanes: Collection[int], asked_at: float) -> dict[int, OutboxError]:
+        """Take the answer to ``send``; return the lanes that were not held, with the reason."""
+        return self._settled(cursor.fetchall(), lanes, asked_at)
+
+    def settle(self, lanes: Collection[int]) -> dict[int, OutboxError]:
+        """Settle what is pending of these lanes, in one round trip; return those that were not held."""
+        if not lanes:
+            return {}
+        asked_at = time.monotonic()
+        failpoint("batch.settling")
+        with unavailable_on_error(f"settling {lanes_text(lanes)}"), self._connection.cursor() as cursor:
+            with self._to_the_index(lanes):
+                self.send(cursor, lanes)
+            failed = self.answered(cursor, lanes, asked_at)
+        failpoint("batch.settled")
+        return failed
+
+    def settle_and_count(self, lanes: Collection[int], read: Sequence[Claim]) -> tuple[int, dict[int, OutboxError]]:
+        """Settle, and return how many of the events that were read are there and can't be lost."""
+        asked_at = time.monotonic()
+        failpoint("batch.settling")
+        with unavailable_on_error(f"settling {lanes_text(lanes)}"), self._connection.cursor() as cursor:
+            with self._to_the_index(lanes):
+                if read:
+                    # Not by version: the count must come with the first answer.
+                    self._look_for_all(lanes)
+                    cursor.execute(self._settle_and_count, self.values(lanes, read))
+                else:
+                    self.send(cursor, lanes)
+            rows = cursor.fetchall()
+            failed = self._settled(rows, lanes, asked_at)
+        failpoint("batch.settled")
+        return rows[0][3] if read and rows else 0, failed
+
+    def note_settled(self, lane: int, asked_at: float) -> None:
+        """Record that what is pending of the lane was settled in another statement, and its lease prolonged."""
+        held = self.lanes[lane]
+        held.lease.renewed(asked_at)
+        self._forget_pending(held)
+
+    def lost(self, lane: int) -> LaneLost:
+        """Return the error of a lane that is another relay's now."""
+        held = self.lanes[lane]
+        text = f"lane {lane}: epoch {held.lease.epoch} is over, another relay has taken the lane"
+        unsettled = len(held.pending.rows) if held.pending.batch is None else 0
+        if unsettled:
+            text += f"; the {unsettled} events just published will be published again by it"
+        return LaneLost(text)
+
+    @contextmanager
+    def _to_the_index(self, lanes: Collection[int]) -> Iterator[None]:
+        """Behind a pooler, give one statement the planner's settings: in a transaction, all of it sent at once.
+
+        Postgres ends the session if it sleeps in between for longer than the lease: it holds the lanes' rows.
+        """
+        if self._prepared:
+            yield
+            return
+        ttl_ms = min(int(self.lanes[lane].lease.ttl_seconds * 1000) for lane in lanes)
+        with self._connection.pipeline(), self._connection.transaction():
+            self._connection.execute(_END_IDLE, {"ttl_ms": str(ttl_ms)})
+            self._connection.execute(KEEP_TO_THE_INDEX, {"local": True})
+            yield
+
+    def _writes(self, lane: SettledLane) -> bool:
+        """Return whether the lane's row has to be written, and not only locked."""
+        pending = lane.pending
+        return pending.batch is not None or pending.at is not None or self.prolongs(lane.lease.lane)
+
+    def _look_for_all(self, lanes: Collection[int], *, by_version: bool = False) -> None:
+        for lane in lanes:
+            self.lanes[lane].by_version = by_version
+
+    def _settled(self, rows: Sequence[Any], lanes: Collection[int], asked_at: float) -> dict[int, OutboxError]:
+        missing = self._note_held(rows, lanes, asked_at)
+        moved = [lane for lane in missing if self.lanes[lane].by_version]
+        if moved:
+            # The control loop has prolonged a lease, say. Not for a lock: a locked row is looked for as well.
+            for lane in moved:
+                self.lanes[lane].version = None
+            again_at = time.monotonic()
+            with self._connection.cursor() as cursor:
+                with self._to_the_index(moved):
+                    self.send(cursor, moved)
+                left = self._note_held(cursor.fetchall(), moved, again_at)
+            missing = [lane for lane in missing if lane not in moved or lane in left]
+        failed = self._reasons(missing) if missing else {}
+        busy = [lane for lane, error in failed.items() if isinstance(error, LaneBusy)]
+        if busy:
+            failed = {lane: error for lane, error in failed.items() if lane not in busy} | self._again(busy)
+        return failed
+
+    def _note_held(self, rows: Sequence[Any], lanes: Collection[int], asked_at: float) -> list[int]:
+        """Record the lanes that were held; return the others."""
+        for row in rows:
+            settled = self.lanes[row[0]]
+            settled.version = row[2]
+            settled.confirmed = True
+            if settled.written:
+                settled.lease.renewed(asked_at)
+            self._forget_pending(settled)
+        held = {row[0] for row in rows}
+        return [lane for lane in lanes if lane not in held]
+
+    def _forget_pending(self, settled: SettledLane) -> None:
+        pending, settled.pending = settled.pending, NOTHING
+        if pending.batch is not None:
+            settled.expected = pending.batch
+        if pending:
+            self._on_settled(settled.lease.lane, pending)
+
+    def _again(self, busy: Sequence[int]) -> dict[int, OutboxError]:
+        """Try lanes again whose rows were locked: for a moment by the control loop perhaps, which renews leases."""
+        failed: dict[int, OutboxError] = {lane: LaneBusy(lane) for lane in busy}
+        for seconds in _BUSY_SECONDS:
+            if not busy:
+                break
+            time.sleep(seconds)
+            asked_at = time.monotonic()
+            with self._connection.cursor() as cursor:
+                with self._to_the_index(busy):
+                    self.send(cursor, busy)
+                left = self._note_held(cursor.fetchall(), busy, asked_at)
+            reasons = self._reasons(left)
+            failed = {lane: error for lane, error in failed.items() if lane not in busy} | reasons
+            busy = [lane for lane, error in reasons.items() if isinstance(error, LaneBusy)]
+        return failed
+
+    def _reasons(self, lanes: Collection[int]) -> dict[int, OutboxError]:
+        epochs = [self.lanes[lane].lease.epoch for lane in lanes]
+        rows = self._connection.execute(self._why, {"lanes": list(lanes), "epochs": epochs}).fetchall()
+        reasons: dict[int, OutboxError] = {lane: self.lost(lane) for lane in lanes}
+        for lane, last_batch, named in rows:
+            known = self.lanes[lane]
+            if known.expected in {None, last_batch} and known.own_id in {None, named}:
+                reasons[lane] = LaneBusy(lane)
+                continue
+            known.confirmed = False
+            reasons[lane] = DatabaseUnavailable(
+                f"lane {lane}: its row has changed (batch {last_batch}, {self.lanes[lane].expected} was expected): "
+                "Postgres has lost a commit, or somebody changed it; the lane is compared with its marker again"
+            )
+        return reasons
+
+
+def lanes_text(lanes: Collection[int]) -> str:
+    """Return lanes as an error names them: all of a few, some of many."""
+    some = sorted(lanes)
+    if len(some) == 1:
+        return f"lane {some[0]}"
+    return f"lanes {', '.join(map(str, some[:8]))}{', …' if len(some) > 8 else ''}"
+
+
+def by_lane(claims: Sequence[Claim]) -> Mapping[int, list[Claim]]:
+    """Return events by lane, each lane's in the order given."""
+    batches: dict[int, list[Claim]] = {}
+    for claim in claims:
+        batches.setdefault(claim.lane, []).append(claim)
+    return batches

@@ -1,0 +1,219 @@
+"""From settings to a running relay: the one place where its parts are put together."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import uuid
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Final
+
+from prometheus_client import CollectorRegistry
+
+from outbox import __version__
+from relay.cli.wiring import build_router, build_topics, failure_policy
+from relay.config import (
+    Delivery,
+    Settings,
+    SourceKind,
+    client_options,
+    delivery_seconds,
+    producer_options,
+    state_topic_name,
+)
+from relay.database import Connector
+from relay.failures import Failures
+from relay.kafka.fencing import fence
+from relay.kafka.idempotent import IdempotentPublisher
+from relay.kafka.state_topic import StateTopic
+from relay.kafka.takeover import Takeover
+from relay.kafka.topics import Topics
+from relay.kafka.transactional import TransactionalPublisher, TransactionFigures
+from relay.lease import Lease
+from relay.loop import Pace
+from relay.metrics import RelayMetrics, SlotWatch, serve
+from relay.polling.at_most_once import AtMostOnceSource
+from relay.polling.source import PollingSource
+from relay.ports import Publisher, Source
+from relay.retention import Retention
+from relay.settlement import RENEW_PART
+from relay.slot import slot_names
+from relay.stream import Stream, StreamLimits
+from relay.stream_source import StreamSource
+from relay.supervisor import Events, Plan, Supervisor, Upkeep
+from relay.wal import Replication
+
+_WATCH_SECONDS: Final = 10.0
+_ARCHIVE_SECONDS: Final = 60.0
+# Of a lease, beyond what a turn may take: for reading, settling, and clocks.
+_SPARE_PART: Final = 0.1
+
+
+def build(settings: Settings) -> Supervisor:
+    """Return a relay that is ready to run. Raises ConfigurationError before anything is connected."""
+    instance = settings.relay.instance or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
+    connect = Connector(settings.require_database(), f"outbox relay {instance}"[:63])
+    exact = settings.delivery is Delivery.EXACTLY_ONCE
+    figures = TransactionFigures()
+    renew_part = min(max(RENEW_PART, delivery_seconds(settings) / settings.relay.lease_seconds + _SPARE_PART), 1.0)
+    topics = build_topics(settings)
+    new_publisher = _publisher(settings, figures, topics)
+    wal = None
+    if settings.source is SourceKind.WAL:
+        wal = _Wal(settings, connect, f"outbox relay {instance}"[:63], renew_part)
+    registry = CollectorRegistry()
+    relay = Supervisor(
+        Plan(
+            instance=instance,
+            version=__version__,
+            schema=settings.db_schema,
+            lease_seconds=settings.relay.lease_seconds,
+            shutdown_seconds=settings.relay.shutdown_seconds,
+            pace=Pace(
+                batch_size=settings.relay.batch_size,
+                max_idle_seconds=settings.relay.max_idle_seconds,
+                max_backoff_seconds=settings.relay.max_backoff_seconds,
+            ),
+            connect=connect,
+            source=_source(settings, connect, renew_part) if wal is None else wal.source,
+            publisher=new_publisher,
+            all_lanes=None if wal is None else wal.begin,
+            let_go_all=(lambda: None) if wal is None else wal.end,
+            upkeep=_upkeep(settings, connect, registry),
+            figures=figures.summary if exact else dict,
+        )
+    )
+    RelayMetrics(relay.health, topics.reasons, registry)
+    if settings.relay.metrics_address is not None:
+        serve(settings.relay.metrics_address, registry, health=relay.health)
+    return relay
+
+
+class _Wal:
+    """What a relay that reads the WAL has for the lanes it holds, all of them or none: one stream."""
+
+    def __init__(self, settings: Settings, connect: Connector, name: str, renew_part: float) -> None:
+        self._settings = settings
+        self._connect = connect
+        self._name = name
+        self._renew_part = renew_part
+        self._failures = Failures(settings.db_schema, failure_policy(settings), build_router(settings))
+        self._stream: Stream | None = None
+
+    def begin(self, leases: Sequence[Lease]) -> None:
+        """Prepare the stream of these lanes."""
+        settings = self._settings
+        self._stream = Stream(
+            slot_names(settings),
+            lambda: Replication(settings.require_database(), self._name),
+            self._connect,
+            leases,
+            StreamLimits(
+                max_events=4 * settings.relay.batch_size * min(len(leases), 8),
+                heartbeat_seconds=settings.wal.heartbeat_seconds,
+                messages=settings.wal.messages,
+                refuses_messages="messages" in settings.wal.model_fields_set and not settings.wal.messages,
+            ),
+        )
+
+    def end(self) -> None:
+        """Close the stream: its lanes are given up."""
+        stream, self._stream = self._stream, None
+        if stream is not None:
+            stream.close()
+
+    def source(self, events: Events) -> Source:
+        """Return a source over the stream."""
+        assert self._stream is not None
+        return StreamSource(
+            self._connect,
+            self._settings.db_schema,
+            self._failures,
+            stream=self._stream,
+            on_dead=events.dead,
+            archive=self._settings.relay.archive_days > 0,
+            renew_part=self._renew_part,
+        )
+
+
+def _source(settings: Settings, connect: Connector, renew_part: float) -> Callable[[Events], Source]:
+    failures = Failures(settings.db_schema, failure_policy(settings), build_router(settings))
+    once = settings.delivery is Delivery.AT_MOST_ONCE
+
+    def polling(events: Events) -> PollingSource:
+        return PollingSource(
+            connect,
+            settings.db_schema,
+            failures,
+            archive=settings.relay.archive_days > 0,
+            on_dead=events.dead,
+            renew_part=renew_part,
+            watch_seconds=settings.relay.watch_seconds,
+            read_ahead=not once,
+        )
+
+    def new_source(events: Events) -> Source:
+        if once:
+            return AtMostOnceSource(polling(events), failures, on_lost=events.lost, on_dead=events.dead)
+        return polling(events)
+
+    return new_source
+
+
+def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) -> Callable[[Source], Publisher]:
+    options, seconds, router = producer_options(settings), delivery_seconds(settings), build_router(settings)
+    archive = settings.relay.archive_days > 0
+    state = StateTopic(client_options(settings), state_topic_name(settings), replication=settings.state_replication)
+    # One for the life of the process: lanes' rows name it, and a publisher that is made anew fences its predecessor.
+    base_id = f"{settings.name}.relay.{uuid.uuid4()}"
+    idempotent = partial(IdempotentPublisher, options, router, topics, settings.ce_source, seconds)
+    # An option librdkafka does not know ends the command here, not a turn later.
+    idempotent().close()
+
+    def new_publisher(source: Source) -> Publisher:
+        exact = settings.delivery is Delivery.EXACTLY_ONCE
+        store = source.store
+        takeover = Takeover(store, state, partial(fence, options), settings.name, base_id if exact else None)
+        if not exact:
+            return idempotent(
+                takeover=takeover,
+                headers=settings.headers,
+                record_offsets=archive,
+                once=settings.delivery is Delivery.AT_MOST_ONCE,
+            )
+        return TransactionalPublisher(
+            options,
+            router,
+            topics,
+            settings.ce_source,
+            seconds,
+            base_id=base_id,
+            takeover=takeover,
+            lanes=store.lane_count(),
+            state=state,
+            figures=figures,
+            headers=settings.headers,
+            record_offsets=archive,
+        )
+
+    return new_publisher
+
+
+def _upkeep(settings: Settings, connect: Connector, registry: CollectorRegistry) -> list[Upkeep]:
+    """Return what a relay does beside publishing."""
+    # A slot that is not read, before a switch or after one, fills the disk as well; then polling relays are the only
+    # ones that see it.
+    watch = SlotWatch(
+        connect,
+        slot_names(settings),
+        settings.wal.retained_limit_bytes,
+        registry,
+        by_book=settings.source is not SourceKind.WAL,
+    )
+    tasks = [Upkeep(watch.look, _WATCH_SECONDS)]
+    if settings.relay.archive_days > 0:
+        retention = Retention(connect, settings.db_schema, settings.relay.archive_days)
+        tasks.append(Upkeep(retention.keep, _ARCHIVE_SECONDS))
+    return tasks

@@ -1,0 +1,74 @@
+"""Several workers on one machine: a process for each, which share the lanes out like any other relays.
+
+| what happens                        | what follows                                                                  |
+|-------------------------------------|-------------------------------------------------------------------------------|
+| a signal to this process            | goes to every worker: the first one ends the turns in flight, a second one    |
+|                                     | leaves them                                                                   |
+| a worker is killed, or ends         | its lanes go to the others; the rest is stopped, and this process ends with   |
+|                                     | its status: what started us starts all of them again                          |
+| this process is killed              | the workers go on, each a relay of its own, until they are told to stop       |
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from types import FrameType
+from typing import Final
+
+import structlog
+
+log = structlog.get_logger("relay")
+
+_LOOK_SECONDS: Final = 0.1
+
+
+def run_workers(count: int, environment: Mapping[str, str]) -> int:
+    """Run ``outbox relay run`` in this environment ``count`` times, until all have ended.
+
+    Return the exit status of the first that failed, 0 when none has.
+    """
+    workers = [
+        subprocess.Popen(
+            [sys.executable, "-m", "relay.cli", "relay", "run", "--worker", str(number)],
+            env=dict(environment),
+            # A signal from the terminal reaches this process alone, which passes it on once.
+            start_new_session=True,
+        )
+        for number in range(count)
+    ]
+    log.info("workers started", workers=[worker.pid for worker in workers])
+    stopping = 0
+
+    def pass_on(number: int, _frame: FrameType | None) -> None:
+        nonlocal stopping
+        stopping += 1
+        _send(workers, number)
+
+    previous = {each: signal.signal(each, pass_on) for each in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        status = 0
+        while any(worker.poll() is None for worker in workers):
+            ended = [worker for worker in workers if worker.poll() is not None]
+            if ended and not stopping:
+                stopping = 1
+                log.error("a worker has ended; the others are stopped", pid=ended[0].pid, status=ended[0].returncode)
+                _send(workers, signal.SIGTERM)
+            time.sleep(_LOOK_SECONDS)
+        for worker in workers:
+            if worker.returncode and not status:
+                status = worker.returncode if worker.returncode > 0 else 128 - worker.returncode
+        return status
+    finally:
+        for each, handler in previous.items():
+            signal.signal(each, handler)
+
+
+def _send(workers: Sequence[subprocess.Popen[bytes]], number: int) -> None:
+    for worker in workers:
+        if worker.poll() is None:
+            os.kill(worker.pid, number)

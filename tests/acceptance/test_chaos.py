@@ -1,0 +1,34 @@
+"""A short course of ``make chaos``, so that what runs for an hour elsewhere is known to work."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from chaos import table
+from chaos.course import Configuration, course_of
+from chaos.run import run
+from chaos.stage import KafkaSite
+
+
+@pytest.mark.chaos
+def test_a_short_course(tmp_path):
+    course = course_of(8, Configuration("polling", "exactly-once", 1, seconds=13))
+    assert course.counts().keys() >= {"relay_kill", "postgres_kill"}
+    with KafkaSite(1) as site:
+        result = run(course, site, tmp_path / "run")
+    print(result.as_json())
+    assert result.sound, f"{result.verdict}\n{result.standing}"
+    assert result.verdict.committed > 500
+    assert result.verdict.repeats == 0
+    assert result.faults.keys() >= {"relay_kill", "postgres_kill"}
+    assert result.first_reads
+    assert result.catch_ups
+    assert result.rolled_back
+    # What the command keeps of it.
+    rows, page = tmp_path / "chaos.jsonl", tmp_path / "chaos.md"
+    table.append(rows, {"date": "2026-01-01T00:00:00+00:00", "commit": "abc", **result.as_json()})
+    table.write(rows, page)
+    assert json.loads(rows.read_text())["events"] == result.verdict.committed
+    assert "1 runs" in page.read_text()
+    assert page.read_text().splitlines()[-1].startswith("| 2026-01-01 00:00 | abc | 8 | polling | exactly-once | 1 |")

@@ -1,0 +1,73 @@
+"""Writers and relays whose connections to Postgres all go through a PgBouncer in transaction mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+import pytest
+from pgbouncer import PgBouncer
+from support import Crashes, Load, caught_up, check, look_up, wait_until
+
+SERVERS = 4
+BATCH = 50
+
+
+class Pooled(Load):
+    """A load whose writers keep no plans on the server: PgBouncer gives them another one for each transaction."""
+
+    def _connect(self) -> psycopg.Connection[Any]:
+        return psycopg.connect(self._url, prepare_threshold=None)
+
+
+@pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
+def test_all_goes_through_a_pooler_in_transaction_mode(private_postgres, outbox_kafka, outbox_relay, delivery):
+    """A relay is killed, and then Postgres with commits that were never flushed: what it has lost, Kafka must not have.
+
+    The crash comes at any moment of a turn. That rows which vanish between a read and its settling are noticed is for
+    tests/integration/test_takeover.py.
+    """
+    server = private_postgres({"wal_writer_delay": "10s", "synchronous_commit": "off"})
+    url = private_postgres.database(server).url
+    kind = outbox_kafka.name("Order")
+    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 3)
+    settings = {"delivery": delivery, "name": outbox_kafka.name("outbox")}
+    settings |= {"relay__lease_seconds": 20, "relay__batch_size": BATCH}
+    crashes = Crashes(url, kind, BATCH)
+    with PgBouncer(url, size=SERVERS) as pooler, Pooled(pooler.url, kind, threads=3) as load:
+        settings["database_url"] = pooler.url
+        relay = outbox_relay(**settings)
+        relay.wait_for_log("lanes acquired")
+        for victim in ("relay", "Postgres"):
+            goal = load.committed() + 200
+            wait_until(lambda goal=goal: load.committed() > goal, what="some load")
+            caught_up(url)
+            if victim == "relay":
+                relay.kill()
+                crashes.note()
+                relay = outbox_relay(**settings)
+                relay.wait_for_log("lanes acquired")
+            else:
+                # Writers and relay are more than the servers they share, and have no others.
+                clients = look_up(
+                    url,
+                    "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
+                    "AND backend_type = 'client backend' AND pid <> pg_backend_pid()",
+                )
+                assert clients <= [(SERVERS,)]
+                assert pooler.servers() <= SERVERS
+                server.kill()
+                server.start()
+                relay.wait_for_log("Postgres is back")
+        goal = load.committed() + 100
+        wait_until(lambda: load.committed() > goal, what="load after the crash")
+        load.drain()
+        assert relay.running
+        relay.terminate()
+        assert relay.wait() == 0
+    messages = outbox_kafka.consume(topic)
+    repeats = check(url, messages)
+    if delivery == "exactly-once":
+        assert repeats == 0
+    else:
+        assert repeats == sum(crashes.repeats(messages))

@@ -1,0 +1,185 @@
+"""A Kafka behind TLS and SASL that checks rights: relay and doctor have what docs/relay.md lists, and no more."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka.admin import (
+    AclBinding,
+    AclBindingFilter,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    ResourcePatternType,
+    ResourceType,
+)
+from proxy import TcpProxy
+from support import Crashes, Load, check, look_up, order, wait_until
+from wal_support import run_outbox
+
+from outbox import Event, Outbox
+from outbox.testing._ports import free_ports
+from outbox.testing.fixtures import Topics
+from outbox.testing.java import java
+from outbox.testing.kafka import KafkaCluster
+from relay.failpoints import VARIABLE
+
+__all__ = ["order"]
+
+PASSWORD = "correct horse"
+BATCH = 50
+
+
+@pytest.fixture(scope="module")
+def secured(tmp_path_factory) -> Iterator[dict[str, Any]]:
+    """Settings of a client of such a Kafka, which has to have TLS, a password and rights.
+
+    The tests themselves come by another listener, as a superuser.
+    """
+    directory = tmp_path_factory.mktemp("tls")
+    keys, certificate = directory / "keys.p12", directory / "certificate.pem"
+    keytool = java().resolve().with_name("keytool")
+    store = ["-keystore", str(keys), "-storepass", "changeit", "-alias", "broker"]
+    for command in (
+        ["-genkeypair", *store, "-keyalg", "EC", "-dname", "CN=broker", "-ext", "SAN=ip:127.0.0.1", "-validity", "7"],
+        ["-exportcert", *store, "-rfc", "-file", str(certificate)],
+    ):
+        subprocess.run([keytool, *command], check=True, capture_output=True)
+    (port,) = free_ports(1)
+    settings = {
+        "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,PROXIED:SASL_SSL,CONTROLLER:PLAINTEXT",
+        "listener.name.proxied.ssl.keystore.location": str(keys),
+        "listener.name.proxied.ssl.keystore.password": "changeit",
+        "listener.name.proxied.ssl.keystore.type": "PKCS12",
+        "listener.name.proxied.sasl.enabled.mechanisms": "PLAIN",
+        "listener.name.proxied.plain.sasl.jaas.config": (
+            f'org.apache.kafka.common.security.plain.PlainLoginModule required user_relay="{PASSWORD}";'
+        ),
+        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+        "super.users": "User:ANONYMOUS",
+    }
+    with (
+        KafkaCluster(advertised_port=port, settings=settings) as cluster,
+        TcpProxy("127.0.0.1", cluster.proxied_port, port) as proxy,
+    ):
+        yield {
+            "past_all_this": cluster.bootstrap_servers,
+            "kafka__bootstrap_servers": proxy.address,
+            "kafka__security_protocol": "SASL_SSL",
+            "kafka__ssl_ca_location": str(certificate),
+            "kafka__sasl_mechanism": "PLAIN",
+            "kafka__sasl_username": "relay",
+            "kafka__sasl_password": PASSWORD,
+        }
+
+
+def documented() -> list[tuple[ResourceType, str, list[AclOperation], str]]:
+    """Return what docs/relay.md lists: on what, which names, the operations, and for which delivery."""
+    text = (Path(__file__).parents[2] / "docs" / "relay.md").read_text()
+    table = text.split("## Rights in Kafka")[1].split("\n\n")[2]
+    types = {
+        "topic": ResourceType.TOPIC,
+        "topics": ResourceType.TOPIC,
+        "transactional ids": ResourceType.TRANSACTIONAL_ID,
+    }
+    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
+    return [
+        (types[on], names, [AclOperation[operation] for operation in operations.split(", ")], deliveries)
+        for on, names, operations, deliveries in rows
+    ]
+
+
+def grant(admin: AdminClient, delivery: str, name: str, topics: list[str]) -> None:
+    """Grant what the docs list for this delivery, of an outbox of this name, to the relay's user."""
+    rules = []
+    for kind, names, operations, deliveries in documented():
+        if deliveries not in {"every delivery", f"`{delivery}`"}:
+            continue
+        written = names.split("`")[1].replace("outbox", name) if "`" in names else ""
+        pattern = ResourcePatternType.PREFIXED if "begins with" in names else ResourcePatternType.LITERAL
+        rules += [
+            AclBinding(kind, resource, pattern, "User:relay", "*", operation, AclPermissionType.ALLOW)
+            for resource in ([written] if written else topics)
+            for operation in operations
+        ]
+    for answer in admin.create_acls(rules).values():
+        answer.result()
+
+
+@pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
+def test_tls_a_password_and_the_documented_rights_are_enough(outbox_postgres, outbox_relay, secured, delivery):
+    url, settings = outbox_postgres.url, dict(secured)
+    past_all_this = settings.pop("past_all_this")
+    admin = AdminClient({"bootstrap.servers": past_all_this})
+    with Topics(past_all_this) as topics:
+        kind, name = topics.name("Order"), topics.name("outbox")
+        topic = topics.create_topic(f"{kind.lower()}-events", 3)
+        state = topics.create_topic(f"{name}.relay.state", 4, {"cleanup.policy": "compact"})
+        settings["bootstrap_servers"] = settings["kafka__bootstrap_servers"]
+        settings |= {"delivery": delivery, "name": name, "create_topics": False, "routes": json.dumps({kind: topic})}
+        settings |= {"relay__lease_seconds": 20, "relay__batch_size": BATCH, "relay__max_backoff_seconds": 0.5}
+        crashes = Crashes(url, kind, BATCH)
+        with Load(url, kind) as load:
+            relay = outbox_relay(**settings)
+            # Without any right it waits.
+            relay.wait_for_log("does not exist, or the relay may not" if delivery == "at-least-once" else "waiting for")
+            # In one snapshot: the load goes on.
+            query = "SELECT (SELECT count(*) FROM outbox.events) = (SELECT coalesce(sum(seq), 0) FROM business)"
+            assert look_up(url, query) == [(True,)]
+            grant(admin, delivery, name, [topic])
+            goal = load.committed() + 100
+            wait_until(lambda: load.committed() > goal, what="some load")
+            relay.kill()
+            crashes.note()
+            point = "batch.acknowledged" if delivery == "at-least-once" else "txn.committed"
+            relay = outbox_relay(env={VARIABLE: f"{point}=kill@5"}, **settings)
+            assert relay.wait(60) == -signal.SIGKILL
+            crashes.note()
+            relay = outbox_relay(**settings)
+            load.drain(90)
+            assert relay.running
+        messages = topics.consume(topic)
+        repeats = check(url, messages)
+        assert repeats == (sum(crashes.repeats(messages)) if delivery == "at-least-once" else 0)
+        assert PASSWORD not in relay.log()
+        relay.terminate()
+        assert relay.wait() == 0
+        del settings["bootstrap_servers"]
+        examined = run_outbox(url, settings, "doctor", "--json")
+        findings = {each["about"]: each for each in json.loads(examined.stdout)["findings"]}
+        # The test's Postgres runs with fsync off.
+        assert [about for about, each in findings.items() if each["level"] == "failure"] == ["Postgres fsync"]
+        assert findings["Kafka"]["level"] == "ok"
+        assert "were not looked at" in findings[f"topic {topic}, settings"]["found"]
+        if delivery == "exactly-once":
+            assert "DESCRIBE_CONFIGS on the cluster" in findings["Kafka's settings"]["do"]
+            assert f"topic {state}" in findings
+            # Reads what the topics of a lane with a problem have; nothing of these events.
+            with psycopg.connect(url) as connection:
+                connection.execute("UPDATE outbox.lanes SET last_batch = last_batch + 5")
+                Outbox().add_many(connection, [Event(kind, f"k{number}", "Said", {}) for number in range(40)])
+            rule = AclBinding(
+                ResourceType.TOPIC,
+                topic,
+                ResourcePatternType.LITERAL,
+                "User:relay",
+                "*",
+                AclOperation.READ,
+                AclPermissionType.ALLOW,
+            )
+            admin.create_acls([rule])[rule].result()
+            compared = run_outbox(url, settings, "relay", "reconcile", "--json")
+            lanes = json.loads(compared.stdout)["lanes"]
+            assert (compared.returncode, sum(lane["rows"] for lane in lanes)) == (1, 40), compared.stderr
+            assert [lane["found"] for lane in lanes] == [0] * 4
+        everything = AclBindingFilter(
+            ResourceType.ANY, None, ResourcePatternType.ANY, None, None, AclOperation.ANY, AclPermissionType.ANY
+        )
+        admin.delete_acls([everything])[everything].result()

@@ -1,0 +1,27 @@
+"""A relay that can't reach Kafka does not keep its lanes from one that can."""
+
+from __future__ import annotations
+
+import psycopg
+from support import drained, owners, wait_until
+
+from outbox import Event, Outbox
+from outbox.testing._ports import free_ports
+
+
+def test_lanes_go_to_a_relay_that_reaches_kafka(outbox_postgres, outbox_kafka, outbox_relay):
+    kind = outbox_kafka.name("Order")
+    outbox_kafka.create_topic(f"{kind.lower()}-events", 3)
+    [nobody] = free_ports(1)
+    with psycopg.connect(outbox_postgres.url) as connection:
+        Outbox().add_many(connection, [Event(kind, f"key-{n}", "T", {"n": n}) for n in range(1_000)])
+    blind = outbox_relay(
+        bootstrap_servers=f"127.0.0.1:{nobody}", relay__lease_seconds=2, relay__instance="blind", create_topics=False
+    )
+    wait_until(lambda: owners(outbox_postgres.url) == {"blind": 4}, what="the blind relay to hold every lane")
+    outbox_relay(relay__lease_seconds=2, relay__instance="seeing")
+    # By then the two would share the lanes evenly.
+    wait_until(lambda: owners(outbox_postgres.url) == {"seeing": 4}, 60, "the other one to hold every lane")
+    drained(outbox_postgres.url)
+    assert "the lanes are left to another relay" in blind.log()
+    assert blind.running

@@ -1,0 +1,98 @@
+"""The WAL as the source at sizes that users have: many events over many lanes, and large events."""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from typing import Any
+
+import psycopg
+import pytest
+from support import backlog, drained, order, wait_until
+from wal_support import streaming, to_wal, wal
+
+from outbox import Event, Outbox
+from relay import db
+
+__all__ = ["order", "wal"]
+
+DELIVERIES = ["at-least-once", "exactly-once"]
+KEYS = 300
+LARGE = 900_000
+
+
+def write(url: str, kind: str, first: int, last: int) -> None:
+    """Write events of these numbers, each number to one key after the other, in transactions of a thousand."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        for begin in range(first, last, 1000):
+            connection.execute(
+                "INSERT INTO outbox.events (event_id, aggregate_type, aggregate_id, event_type, payload) "
+                "SELECT gen_random_uuid(), %s, 'k' || n %% %s, 'Counted', jsonb_build_object('n', n) "
+                "FROM generate_series(%s::int, %s::int) AS n",
+                (kind, KEYS, begin, min(begin + 1000, last) - 1),
+            )
+
+
+def numbers(messages: list[Any]) -> tuple[dict[str, list[int]], int]:
+    """Return the numbers of each key in order, the first time each came, and how many came again."""
+    seen: dict[str, list[int]] = defaultdict(list)
+    ids: set[bytes] = set()
+    for message in messages:
+        event_id = dict(message.headers())["ce_id"]
+        if event_id not in ids:
+            ids.add(event_id)
+            seen[message.key().decode()].append(json.loads(message.value())["n"])
+    return seen, len(messages) - len(ids)
+
+
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize("lanes", [4, 64])
+def test_many_events_over_many_lanes_with_a_kill_in_the_middle(
+    outbox_postgres, outbox_kafka, outbox_relay, wal, order, delivery, lanes
+):
+    url, (kind, topic) = outbox_postgres.url, order
+    db.change_lanes(url, lanes)
+    to_wal(url, wal)
+    settings = wal | {"delivery": delivery, "relay__batch_size": 2000, "relay__lease_seconds": 2.0}
+    relay = outbox_relay(**settings)
+    wait_until(lambda: streaming(url), 60, "the lanes to stream")
+    write(url, kind, 0, 15_000)
+    wait_until(lambda: backlog(url) < 12_000, 60, "some to be published")
+    relay.kill()
+    write(url, kind, 15_000, 30_000)
+    relay = outbox_relay(**settings)
+    drained(url, 120)
+    relay.terminate()
+    assert relay.wait() == 0
+    seen, repeats = numbers(list(outbox_kafka.consume(topic)))
+    assert dict(seen) == {f"k{key}": list(range(key, 30_000, KEYS)) for key in range(KEYS)}
+    # What one turn has at most: 2,000 of a lane, and of four lanes' worth over all.
+    assert repeats <= (8000 if delivery == "at-least-once" else 0)
+
+
+@pytest.mark.parametrize("delivery", DELIVERIES)
+@pytest.mark.parametrize(("count", "message"), [(200, False), (100, True)], ids=["rows", "messages"])
+def test_large_events(outbox_postgres, outbox_kafka, outbox_relay, wal, order, delivery, count, message):
+    url, (kind, topic) = outbox_postgres.url, order
+    to_wal(url, wal)
+    relay = outbox_relay(**wal, delivery=delivery)
+    wait_until(lambda: streaming(url), 60, "the lanes to stream")
+    said = len(relay.log())
+    outbox = Outbox(transport="message", slot=wal["wal__slot"]) if message else Outbox()
+    with psycopg.connect(url) as connection:
+        for number in range(count):
+            outbox.add(connection, Event(kind, f"k{number % 10}", "Counted", {"n": number, "x": "x" * LARGE}))
+            connection.commit()
+    with psycopg.connect(url, autocommit=True) as connection:
+        (target,) = connection.execute("SELECT pg_current_wal_lsn()").fetchone()
+        connection.execute("SELECT pg_logical_emit_message(false, 'filler', repeat('x', 20000))")
+        there = "SELECT confirmed_flush_lsn >= %s::pg_lsn FROM pg_replication_slots WHERE slot_name = %s"
+        values = (target, wal["wal__slot"])
+        wait_until(lambda: connection.execute(there, values).fetchone() == (True,), 120, "the stream to be used up")
+    drained(url)
+    relay.terminate()
+    assert relay.wait() == 0
+    assert '"event": "waiting for a server"' not in relay.log()[said:]
+    seen, repeats = numbers(list(outbox_kafka.consume(topic)))
+    assert dict(seen) == {f"k{key}": list(range(key, count, 10)) for key in range(10)}
+    assert repeats == 0

@@ -1,0 +1,124 @@
+"""The command behind `make chaos`: every chosen seed in every chosen configuration, one run after the other.
+
+    make chaos                                                    the matrix: 8 configurations, 5 seeds, 60 s each
+    make chaos ARGS="--seeds 3 --source wal --brokers 1 --delivery exactly-once"
+    make chaos ARGS="--show --seeds 3"                            print the courses, run nothing
+
+Each run is added to the file of JSON lines as it ends, and the page is written anew: an interrupted matrix keeps what
+it has. The exit status is 1 when a run had an anomaly; the logs of its relays stay in the folder that is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime as dt
+import os
+import subprocess
+import sys
+import traceback
+from itertools import product
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+# In the place of this folder, whose modules are those of a package.
+sys.path[0] = str(ROOT / "tests")
+
+# As in tests/conftest.py: time limits are for quick machines, and the second compiler of a JVM takes half of this one.
+os.environ.setdefault("OUTBOX_PATIENCE", "4")
+os.environ.setdefault("JDK_JAVA_OPTIONS", "-XX:TieredStopAtLevel=1")
+
+from chaos import table  # noqa: E402
+from chaos.course import Configuration, Course, course_of  # noqa: E402
+from chaos.run import run  # noqa: E402
+from chaos.stage import KafkaSite  # noqa: E402
+
+
+def main() -> int:
+    """Run what the arguments choose."""
+    given = _arguments()
+    configurations = [
+        Configuration(source, delivery, brokers, given.seconds)
+        for brokers, source, delivery in product(given.brokers, given.source, given.delivery)
+    ]
+    courses = [course_of(seed, each) for each in configurations for seed in given.seeds]
+    if given.show:
+        print(*courses, sep="\n")
+        return 0
+    failed = 0
+    for brokers in given.brokers:
+        with KafkaSite(brokers) as site:
+            for course in courses:
+                if course.configuration.brokers == brokers:
+                    failed += not _one(course, site, given)
+    print(f"{len(courses)} runs, {failed} of them failed; {given.page}")
+    return 1 if failed else 0
+
+
+def _one(course: Course, site: KafkaSite, given: argparse.Namespace) -> bool:
+    configuration = course.configuration
+    name = f"{configuration.source}-{configuration.delivery}-{configuration.brokers}-{course.seed}"
+    date = dt.datetime.now(dt.UTC)
+    folder = given.logs / f"{name}-{date:%H%M%S}"
+    try:
+        result = run(course, site, folder, lambda text: print(text, flush=True), given.mutation)
+    except Exception:  # noqa: BLE001 - a run that can't be carried out is a failed one, whatever the reason
+        # The next run has a database and topics of its own; what is broken for good fails it as well.
+        traceback.print_exc()
+        print(f"FAILED: {name} did not end, see {folder}", flush=True)
+        return False
+    if given.mutation == "none":
+        table.append(
+            given.rows,
+            {"date": date.isoformat(timespec="seconds"), "commit": _commit(), **result.as_json()},
+        )
+        table.write(given.rows, given.page)
+    print(f"{'sound' if result.sound else 'ANOMALIES'}: {name}: {result.verdict}", flush=True)
+    print(f"  {result.as_json()}", flush=True)
+    if not result.sound:
+        print("\n  ".join([f"  logs in {folder}", *result.standing]), flush=True)
+    return result.sound
+
+
+def _commit() -> str:
+    """Return the commit that is tested, with a mark where files differ from it."""
+    shown = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return shown.stdout.strip() or "unknown"
+
+
+def _seeds(text: str) -> list[int]:
+    """Return the seeds of ``3`` or ``1-5`` or ``1,4,7-9``."""
+    seeds: list[int] = []
+    for part in text.split(","):
+        first, _, last = part.partition("-")
+        seeds += range(int(first), int(last or first) + 1)
+    return seeds
+
+
+def _arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make chaos", description=__doc__.splitlines()[0])
+    parser.add_argument("--seeds", type=_seeds, default=_seeds("1-5"), help="such as 3, 1-5 or 1,4,7-9")
+    parser.add_argument("--seconds", type=float, default=60.0, help="how long the load and the faults go on")
+    parser.add_argument("--source", nargs="+", choices=("polling", "wal"), default=["polling", "wal"])
+    parser.add_argument(
+        "--delivery",
+        nargs="+",
+        choices=("at-least-once", "exactly-once"),
+        default=["at-least-once", "exactly-once"],
+    )
+    parser.add_argument("--brokers", nargs="+", type=int, choices=(1, 3), default=[1, 3])
+    parser.add_argument("--mutation", default="none", help="of tests/mutant.py: is it found? Not added to the table")
+    parser.add_argument("--show", action="store_true", help="print the courses and run nothing")
+    parser.add_argument("--rows", type=Path, default=ROOT / "docs" / "chaos.jsonl", help="the file of JSON lines")
+    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "chaos.md", help="the page with the table")
+    parser.add_argument("--logs", type=Path, default=ROOT / "build" / "chaos", help="logs of runs with an anomaly")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,290 @@
+"""The course of a run: everything that is decided by chance, from one seed and before the run begins.
+
+``course_of`` is a pure function of seed and configuration: what is struck when and for how long, which failpoints each
+relay is started with, which topic is created late, and what every transaction of every writer holds. What the machine
+makes of it (which turn a kill meets, how many transactions there is time for) is not repeatable.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final, Literal
+
+from relay.failpoints import NAMES
+
+Source = Literal["polling", "wal"]
+Delivery = Literal["at-least-once", "exactly-once"]
+
+RELAYS: Final = 3
+WRITERS: Final = 3
+KEYS: Final = 100_000
+HOT_KEY: Final = "hot"
+HOT_PART: Final = 0.2
+MAX_SIZE: Final = 990_000
+REFUSED_BYTES: Final = 20_000
+"""The topics that refuse some events take no larger request; what is to be refused is at least twice as large."""
+
+ORDER, BILL, LATER, SMALL, STRICT = range(5)
+KIND_NAMES: Final = ("Order", "Bill", "Later", "Small", "Strict")
+"""Order has the 100,000 keys and the hot one. Later's topic is created in the course. Small and Strict refuse events:
+the keys of Small go on without them (``skip``), those of Strict wait (``block``)."""
+
+# Steps that are reached in the configurations, see ``_failpoints``.
+_ONLY_EXACTLY: Final = ("txn.", "takeover.")
+_ONLY_WAL: Final = ("stream.",)
+
+# How many of each fault are in the deck they are drawn from.
+_RELAY_FAULTS: Final = {"relay_kill": 5, "relay_term": 2, "relay_pause": 3}
+_POSTGRES_FAULTS: Final = {"postgres_kill": 2, "postgres_cut": 2, "postgres_blackhole": 2}
+_KAFKA_FAULTS: Final = {"broker_kill": 2, "broker_pause": 2}
+_NETWORK_FAULTS: Final = {"kafka_cut": 2, "kafka_blackhole": 1, "kafka_requests": 4}
+
+REQUESTS: Final = ("produce", "init_producer_id", "metadata", "add_partitions_to_txn", "end_txn")
+"""The last two are of transactions only."""
+ACTIONS: Final = ("drop_request", "drop_response", "duplicate_request", "delay_request", "delay_response")
+
+
+@dataclass(frozen=True, slots=True)
+class Configuration:
+    """What is put to the test."""
+
+    source: Source = "polling"
+    delivery: Delivery = "exactly-once"
+    brokers: int = 1
+    seconds: float = 60.0
+
+    def __str__(self) -> str:
+        return f"{self.source}, {self.delivery}, {self.brokers} broker{'s' if self.brokers > 1 else ''}"
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """Something is struck ``at`` seconds after the start. ``seconds``: how long it lasts, or until it is started again.
+
+    ``target`` is the number of a relay or broker. ``request``, ``action`` and ``times`` are kafka_requests'.
+    """
+
+    at: float
+    name: str
+    target: int = 0
+    seconds: float = 0.0
+    request: str = ""
+    action: str = ""
+    times: int = 0
+
+    def __str__(self) -> str:
+        what = f"{self.name} {self.target}" if self.name.startswith(("relay", "broker")) else self.name
+        if self.request:
+            what += f" {self.request} {self.action} x{self.times}"
+        return f"{self.at:5.1f} s  {what}" + (f" for {self.seconds:.1f} s" if self.seconds else "")
+
+
+@dataclass(frozen=True, slots=True)
+class Course:
+    """The plan of one run."""
+
+    seed: int
+    configuration: Configuration
+    lanes: int
+    standby: bool
+    last_relays: int
+    topic_created_at: float
+    faults: tuple[Fault, ...]
+    failpoints: tuple[str, ...]
+    """For the first start of a relay, the second one and so on, over all relays; empty: none."""
+
+    def counts(self) -> dict[str, int]:
+        """Return how many faults of each kind there are."""
+        return dict(sorted(Counter(fault.name for fault in self.faults).items()))
+
+    def failpoint(self, start: int) -> str:
+        """Return what the relay gets that is the ``start``-th to be started."""
+        return self.failpoints[start] if start < len(self.failpoints) else ""
+
+    def __str__(self) -> str:
+        head = f"seed {self.seed}: {self.configuration}, {self.lanes} lanes, {self.configuration.seconds:g} s"
+        head += ", a standby to be promoted" if self.standby else ""
+        armed = [f"start {n}: {text}" for n, text in enumerate(self.failpoints) if text]
+        late = f"{self.topic_created_at:5.1f} s  the topic of {KIND_NAMES[LATER]} is created"
+        return "\n  ".join([head, *map(str, self.faults), late, *armed, f"at the end {self.last_relays} relays"])
+
+
+def course_of(seed: int, configuration: Configuration) -> Course:
+    """Return the course of a seed in a configuration."""
+    chance = _chance(seed, configuration, "faults")
+    seconds = configuration.seconds
+    standby = seed % 5 == 3 and seconds >= 30
+    servers = dict(_POSTGRES_FAULTS) | _KAFKA_FAULTS
+    if configuration.brokers == 1:
+        servers |= _NETWORK_FAULTS
+    faults = [
+        *_track(chance, seconds, _RELAY_FAULTS, configuration, first=4.0, pause=(1.0, 6.0)),
+        *_track(chance, seconds, servers, configuration, first=6.0, pause=(3.0, 7.0)),
+    ]
+    if standby:
+        # In the middle. No other server is down then, and Postgres was not lately: its standby has to be up to date.
+        at = round(seconds * chance.uniform(0.4, 0.6), 1)
+        faults = [each for each in faults if not _in_the_way(each, at)]
+        faults.append(Fault(at, "promote"))
+    return Course(
+        seed,
+        configuration,
+        lanes=256 if seed % 2 else 4,
+        standby=standby,
+        last_relays=chance.choice((1, RELAYS)),
+        topic_created_at=round(seconds * chance.uniform(0.1, 0.3), 1),
+        faults=tuple(sorted(faults, key=lambda fault: fault.at)),
+        failpoints=tuple(_failpoints(chance, configuration, int(seconds))),
+    )
+
+
+def _in_the_way(fault: Fault, promoted_at: float) -> bool:
+    """Return whether a fault of a server meets the promotion."""
+    if fault.name.startswith("relay"):
+        return False
+    before = 8.0 if fault.name.startswith("postgres") else 3.0
+    return fault.at < promoted_at + 4 and fault.at + fault.seconds > promoted_at - before
+
+
+def _chance(seed: int, configuration: Configuration, *more: object) -> random.Random:
+    return random.Random(f"{seed}/{configuration}/{configuration.seconds}/{more}")
+
+
+def _track(
+    chance: random.Random,
+    seconds: float,
+    names: dict[str, int],
+    configuration: Configuration,
+    *,
+    first: float,
+    pause: tuple[float, float],
+) -> Iterator[Fault]:
+    """Return faults one after the other: the next one begins when the one before has been over for a while."""
+    at = first + chance.uniform(0, 2)
+    deck: list[str] = []
+    while at < seconds - 2:
+        if not deck:
+            # Drawn without putting back: five courses have all of them.
+            deck = [name for name, count in names.items() for _ in range(count)]
+            chance.shuffle(deck)
+        fault = _fault(chance, round(at, 1), deck.pop(), configuration)
+        yield fault
+        at += fault.seconds + chance.uniform(*pause)
+
+
+def _fault(chance: random.Random, at: float, name: str, configuration: Configuration) -> Fault:
+    match name:
+        case "relay_kill" | "relay_term":
+            return Fault(at, name, chance.randrange(RELAYS))
+        case "relay_pause":
+            return Fault(at, name, chance.randrange(RELAYS), round(chance.uniform(0.3, 9), 1))
+        case "broker_kill":
+            return Fault(at, name, chance.randrange(configuration.brokers), round(chance.uniform(0, 3), 1))
+        case "broker_pause":
+            return Fault(at, name, chance.randrange(configuration.brokers), round(chance.uniform(0.5, 6), 1))
+        case "postgres_kill":
+            return Fault(at, name, 0, round(chance.uniform(0, 2), 1))
+        case "postgres_blackhole" | "kafka_blackhole":
+            return Fault(at, name, 0, round(chance.uniform(0.5, 6), 1))
+        case "kafka_requests":
+            weights = (4, 1, 1, 2, 4) if configuration.delivery == "exactly-once" else (4, 1, 1, 0, 0)
+            request = chance.choices(REQUESTS, weights)[0]
+            times = chance.randint(1, 4)
+            return Fault(at, name, 0, 2.0, request, chance.choice(ACTIONS), times)
+        case _:
+            return Fault(at, name)
+
+
+def _failpoints(chance: random.Random, configuration: Configuration, starts: int) -> Iterator[str]:
+    names = [
+        name
+        for name in sorted(NAMES)
+        if not name.startswith("reconcile.")
+        and not (configuration.delivery != "exactly-once" and name.startswith(_ONLY_EXACTLY))
+        and not (configuration.source != "wal" and name.startswith(_ONLY_WAL))
+    ]
+    for _ in range(starts):
+        action = chance.choice(["kill", "error", "delay:1", "pause"])
+        armed = f"{chance.choice(names)}={action}@{chance.randint(1, 30)}"
+        yield armed if chance.random() < 0.5 else ""
+
+
+# The load
+
+
+@dataclass(frozen=True, slots=True)
+class Write:
+    """One event. ``size`` is its payload's in bytes, -1 for a tombstone."""
+
+    kind: int
+    key: str
+    size: int
+    json: bool = False
+    poisoned: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Transaction:
+    """One business transaction.
+
+    ``undone`` are written behind a savepoint that is rolled back. ``hold``: seconds that it stays open before its end,
+    while others that have drawn higher ids commit. ``lossy``: it commits asynchronously, and a crash may lose it.
+    """
+
+    writes: tuple[Write, ...]
+    undone: tuple[Write, ...] = ()
+    hold: float = 0.0
+    lossy: bool = False
+    rolled_back: bool = False
+
+
+def transactions(seed: int, configuration: Configuration, writer: int) -> Iterator[Transaction]:
+    """Return the transactions of a writer, without end."""
+    chance = _chance(seed, configuration, "writer", writer)
+    while True:
+        late = chance.random() < 0.03
+        # Up to 300 events, most of them few. One that commits late holds no key that others wait for.
+        count = int(math.exp(chance.uniform(0, math.log(300))))
+        writes = tuple(_write(chance, writer, others=not late) for _ in range(count))
+        undone = tuple(_own(chance, writer) for _ in range(chance.randint(1, 5))) if chance.random() < 0.05 else ()
+        yield Transaction(
+            writes,
+            undone,
+            hold=round(chance.uniform(0.05, 1.5), 2) if late else 0.0,
+            lossy=chance.random() < 0.5,
+            rolled_back=chance.random() < 0.07,
+        )
+
+
+def _write(chance: random.Random, writer: int, *, others: bool) -> Write:
+    if not others:
+        return _own(chance, writer)
+    kind = chance.choices(range(5), (100, 20, 4, 4, 2))[0]
+    match kind:
+        case 2:  # LATER
+            return Write(kind, f"l{chance.randrange(200)}", _size(chance, 2000), json=chance.random() < 0.3)
+        case 3 | 4:  # SMALL, STRICT
+            poisoned = chance.random() < 0.004
+            size = chance.randint(2 * REFUSED_BYTES, 3 * REFUSED_BYTES) if poisoned else chance.randint(1, 200)
+            return Write(kind, f"s{chance.randrange(300)}", size, poisoned=poisoned)
+        case _:
+            hot = kind == ORDER and chance.random() < HOT_PART * 1.3
+            key = HOT_KEY if hot else f"k{chance.randrange(KEYS)}"
+            if chance.random() < 0.02:
+                return Write(kind, key, -1)
+            return Write(kind, key, _size(chance, 4096 if hot else MAX_SIZE), json=chance.random() < 0.25)
+
+
+def _own(chance: random.Random, writer: int) -> Write:
+    """Return a write of a key that no other writer has."""
+    return Write(ORDER, f"w{writer}-{chance.randrange(1000)}", _size(chance, 4096))
+
+
+def _size(chance: random.Random, most: int) -> int:
+    """Return a size: log-uniform in one of three ranges. Three of a thousand are above 64 KB, so a mean of 2 KB."""
+    low, high = chance.choices(((1, 4096), (4096, 65_536), (65_536, MAX_SIZE)), (965, 32, 3))[0]
+    return min(int(math.exp(chance.uniform(math.log(low), math.log(high)))), most)

@@ -1,0 +1,307 @@
+"""The hands that carry a course out: two of them, one for the relays and one for servers and networks."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final, Self
+
+import proxy
+import psutil
+from proxy import Action, KafkaProxy, TcpProxy
+from standby import Standby
+
+from chaos.course import RELAYS, Course, Fault
+from outbox.testing.fixtures import RelayFactory, RelayProcess
+from outbox.testing.kafka import KafkaCluster
+from outbox.testing.postgres import PostgresServer
+from relay.failpoints import VARIABLE
+
+_API_KEYS: Final = {
+    "produce": proxy.PRODUCE,
+    "init_producer_id": proxy.INIT_PRODUCER_ID,
+    "metadata": proxy.METADATA,
+    "add_partitions_to_txn": proxy.ADD_PARTITIONS_TO_TXN,
+    "end_txn": proxy.END_TXN,
+}
+_ACTIONS: Final[dict[str, Action]] = {
+    "drop_request": proxy.drop_request,
+    "drop_response": proxy.drop_response,
+    "duplicate_request": proxy.duplicate_request,
+    "delay_request": proxy.delay_request(1.5),
+    "delay_response": proxy.delay_response(1.0),
+}
+# A relay that a failpoint has halted is woken after this, as an operator's SIGCONT would.
+_HALTED_SECONDS: Final = 6.0
+
+_MUTANT: Final = str(Path(__file__).parents[1] / "mutant.py")
+
+Healed = Callable[[str], None]
+
+
+@dataclass
+class Servers:
+    """What a run goes on. ``postgres`` is the one that takes writes; ``standby`` is None once it is promoted."""
+
+    postgres: PostgresServer
+    kafka: KafkaCluster
+    postgres_proxies: Sequence[TcpProxy]
+    kafka_proxy: KafkaProxy | None = None
+    standby: Standby | None = None
+
+    def heal(self) -> None:
+        """Undo whatever may still be broken."""
+        if self.kafka_proxy is not None:
+            self.kafka_proxy.clear()
+            self.kafka_proxy.heal()
+            self.kafka_proxy.release()
+        for each in self.postgres_proxies:
+            each.heal()
+        self.heal_kafka()
+        self.postgres.start()
+
+    def heal_kafka(self) -> None:
+        """Let every broker run: they serve the next run too, however this one ends."""
+        for number in range(self.kafka.brokers):
+            self.kafka.resume_broker(number)
+            self.kafka.start_broker(number)
+
+
+class Relays:
+    """Three relays, each replaced when it ends. ``mutation``: of tests/mutant.py, to see that the checker finds it."""
+
+    def __init__(self, factory: RelayFactory, course: Course, settings: dict[str, Any], mutation: str = "none") -> None:
+        self._factory = factory
+        self._program = ("-m", "relay.cli") if mutation == "none" else (_MUTANT, mutation)
+        self._course = course
+        self._settings = settings
+        self._starts = 0
+        self._halted: dict[int, float] = {}
+        self.paused: set[int] = set()
+        self.armed = 0
+        self.all: list[RelayProcess] = []
+        self.present: list[RelayProcess] = [self._start() for _ in range(RELAYS)]
+
+    def replace(self, slot: int) -> None:
+        """Start another one in this place."""
+        self._halted.pop(slot, None)
+        self.present[slot] = self._start()
+
+    def tend(self) -> None:
+        """Replace the relays that a failpoint has ended, wake those that it has halted."""
+        for slot, relay in enumerate(self.present):
+            if not relay.running:
+                self.replace(slot)
+            elif slot not in self.paused and _halted(relay):
+                since = self._halted.setdefault(slot, time.monotonic())
+                if time.monotonic() - since > _HALTED_SECONDS:
+                    del self._halted[slot]
+                    relay.resume()
+
+    def end(self) -> None:
+        """End all of them, as a crash would."""
+        for relay in self.present:
+            relay.kill()
+
+    def last(self) -> list[RelayProcess]:
+        """Start the ones that drain the outbox in the end, without failpoints."""
+        self.present = [self._make({}) for _ in range(self._course.last_relays)]
+        return self.present
+
+    def _start(self) -> RelayProcess:
+        armed = self._course.failpoint(self._starts)
+        self._starts += 1
+        self.armed += bool(armed)
+        return self._make({VARIABLE: armed} if armed else {})
+
+    def _make(self, env: dict[str, str]) -> RelayProcess:
+        relay = self._factory(env=env, program=self._program, **self._settings)
+        self.all.append(relay)
+        return relay
+
+
+def _halted(relay: RelayProcess) -> bool:
+    try:
+        return psutil.Process(relay.pid).status() == psutil.STATUS_STOPPED
+    except psutil.NoSuchProcess:
+        return False
+
+
+@dataclass(order=True)
+class _Step:
+    at: float
+    number: int
+    fault: Fault = field(compare=False)
+    begins: bool = field(compare=False)
+
+
+class _Hand:
+    """Carries out one track of the course in a thread."""
+
+    def __init__(self, name: str, faults: Sequence[Fault], healed: Healed) -> None:
+        self._healed = healed
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        steps = []
+        for number, fault in enumerate(faults):
+            steps.append(_Step(fault.at, 2 * number, fault, begins=True))
+            steps.append(_Step(fault.at + fault.seconds, 2 * number + 1, fault, begins=False))
+        self._steps = sorted(steps)
+        self.done: list[Fault] = []
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def stop(self) -> None:
+        """Finish the step in hand, heal what is broken, and raise what went wrong."""
+        self._stop.set()
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            started = time.monotonic()
+            for step in self._steps:
+                while not self._stop.is_set() and time.monotonic() < started + step.at:
+                    self._stop.wait(min(max(started + step.at - time.monotonic(), 0.001), 0.25))
+                    self._meanwhile()
+                if self._stop.is_set() and step.begins:
+                    continue
+                if step.begins:
+                    self._begin(step.fault)
+                    self.done.append(step.fault)
+                elif step.fault in self.done:
+                    self._end(step.fault)
+                    self._healed(step.fault.name)
+            while not self._stop.wait(0.25):
+                self._meanwhile()
+        except BaseException as error:  # noqa: BLE001 - raised again by stop()
+            self._error = error
+
+    def _meanwhile(self) -> None:
+        pass
+
+    def _begin(self, fault: Fault) -> None:
+        raise NotImplementedError
+
+    def _end(self, fault: Fault) -> None:
+        raise NotImplementedError
+
+
+class RelayHand(_Hand):
+    """Kills, stops and halts relays, and replaces those that ended."""
+
+    def __init__(self, course: Course, relays: Relays, healed: Healed) -> None:
+        super().__init__("relay-hand", [each for each in course.faults if each.name.startswith("relay")], healed)
+        self._relays = relays
+
+    def _meanwhile(self) -> None:
+        self._relays.tend()
+
+    def _begin(self, fault: Fault) -> None:
+        relay = self._relays.present[fault.target]
+        match fault.name:
+            case "relay_kill":
+                relay.kill()
+            case "relay_term":
+                # A halted one would end when it is woken.
+                relay.resume()
+                relay.terminate()
+            case "relay_pause" if relay.running:
+                self._relays.paused.add(fault.target)
+                relay.pause()
+
+    def _end(self, fault: Fault) -> None:
+        if fault.name == "relay_pause":
+            self._relays.paused.discard(fault.target)
+            self._relays.present[fault.target].resume()
+        else:
+            self._relays.replace(fault.target)
+
+
+class ServerHand(_Hand):
+    """Strikes Postgres, the brokers and the networks on both sides of the relays."""
+
+    def __init__(self, course: Course, servers: Servers, healed: Healed) -> None:
+        super().__init__("server-hand", [each for each in course.faults if not each.name.startswith("relay")], healed)
+        self._servers = servers
+
+    def _begin(self, fault: Fault) -> None:
+        servers = self._servers
+        match fault.name:
+            case "postgres_kill":
+                servers.postgres.kill()
+            case "postgres_cut":
+                for each in servers.postgres_proxies:
+                    each.cut()
+            case "postgres_blackhole":
+                for each in servers.postgres_proxies:
+                    each.blackhole()
+            case "promote":
+                self._promote()
+            case "broker_kill":
+                servers.kafka.kill_broker(fault.target)
+            case "broker_pause":
+                servers.kafka.pause_broker(fault.target)
+            case _:
+                self._disturb_kafka(fault)
+
+    def _disturb_kafka(self, fault: Fault) -> None:
+        network = self._servers.kafka_proxy
+        assert network is not None
+        match fault.name:
+            case "kafka_cut":
+                network.cut()
+            case "kafka_blackhole":
+                network.blackhole()
+            case "kafka_requests":
+                network.on(_API_KEYS[fault.request], _ACTIONS[fault.action], fault.times)
+            case _:
+                raise AssertionError(fault)
+
+    def _end(self, fault: Fault) -> None:
+        servers, network = self._servers, self._servers.kafka_proxy
+        match fault.name:
+            case "postgres_kill":
+                servers.postgres.start()
+            case "postgres_blackhole":
+                for each in servers.postgres_proxies:
+                    each.heal()
+            case "broker_kill":
+                servers.kafka.start_broker(fault.target)
+            case "broker_pause":
+                servers.kafka.resume_broker(fault.target)
+            case "kafka_blackhole":
+                assert network is not None
+                network.heal()
+            case "kafka_requests":
+                assert network is not None
+                network.clear()
+                network.release()
+
+    def _promote(self) -> None:
+        """The primary is lost for good, and its standby takes over."""
+        servers = self._servers
+        assert servers.standby is not None
+        servers.postgres.kill()
+        servers.standby.promote()
+        servers.postgres, servers.standby = servers.standby, None
+
+
+def bound_of(done: Sequence[Fault], relays: Relays, turn_events: int) -> tuple[int, int, int]:
+    """Return events of a turn, faults, and how often a worker was hit, for the checker's bound on repeats.
+
+    Failpoints that were armed count as if they had been reached, and so does the end of all relays before the drain.
+    """
+    hits = sum(1 if fault.name.startswith("relay") else RELAYS for fault in done)
+    return turn_events, len(done) + relays.armed + 1, hits + relays.armed + RELAYS

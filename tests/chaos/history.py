@@ -1,0 +1,157 @@
+"""What happened in a run, as plain data: what was attempted, what is committed, and what stands on the topics.
+
+The truth is the business table after the run: a transaction whose outcome its writer does not know, or that Postgres
+lost in a crash, is committed if its rows are there. Everything is kept as numbers and digests, never as payloads, so
+that hundreds of thousands of events of up to 1 MB fit into memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import uuid
+from array import array
+from bisect import bisect_left
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple
+
+import orjson
+
+Place = tuple[str, int]
+"""A topic and a partition."""
+
+_WRITER_BITS: Final = 12
+_NUMBER_BITS: Final = 40
+
+
+class Committed(NamedTuple):
+    """One row of the business table.
+
+    ``seq`` counts the events of a key in the order in which they were committed. ``poisoned``: its topic refuses it.
+    """
+
+    event: int
+    kind: int
+    key: str
+    seq: int
+    digest: bytes
+    poisoned: bool = False
+
+
+class Message(NamedTuple):
+    """One message, as a reader of what is committed finds it. ``event`` is None where the id is not of this run."""
+
+    event: int | None
+    topic: str
+    partition: int
+    offset: int
+    key: str
+    digest: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """An aggregate type: where its events go, and what becomes of a key with a dead letter."""
+
+    name: str
+    topic: str
+    blocks: bool = False
+    dead_letter_topic: str | None = None
+
+
+def event_of(writer: int, number: int) -> int:
+    """Return the number by which one event of a writer is known. Numbers begin with 0."""
+    return writer << _NUMBER_BITS | number
+
+
+def writer_and_number(event: int) -> tuple[int, int]:
+    """Return the parts of what ``event_of`` returned."""
+    return event >> _NUMBER_BITS, event & ((1 << _NUMBER_BITS) - 1)
+
+
+class EventIds:
+    """UUIDs (version 8) that hold the run's token, the writer and the number: nothing is kept to recognize them."""
+
+    def __init__(self, token: str) -> None:
+        self._token = int.from_bytes(hashlib.blake2b(token.encode(), digest_size=6).digest())
+
+    def id_of(self, event: int) -> uuid.UUID:
+        """Return the event id of an event."""
+        writer, number = writer_and_number(event)
+        return uuid.UUID(int=self._token << 80 | 8 << 76 | writer << 64 | 2 << 62 | number)
+
+    def event(self, event_id: str) -> int | None:
+        """Return the event of an id, None for an id of somebody else."""
+        try:
+            value = uuid.UUID(event_id).int
+        except ValueError:
+            return None
+        event = event_of(value >> 64 & ((1 << _WRITER_BITS) - 1), value & ((1 << _NUMBER_BITS) - 1))
+        return event if self.id_of(event).int == value else None
+
+
+def digest_of(value: bytes | None, content_type: str | None) -> bytes:
+    """Return the digest of a payload; of JSON in one form, because Postgres keeps it in a form of its own."""
+    if value is None:
+        return b"tombstone"
+    if content_type == "application/json":
+        value = b"json " + orjson.dumps(orjson.loads(value), option=orjson.OPT_SORT_KEYS)
+    return hashlib.blake2b(value, digest_size=12).digest()
+
+
+class Sightings:
+    """What a reader saw at which offset while the run was under way: two numbers for each message."""
+
+    def __init__(self) -> None:
+        self._offsets: dict[Place, array[int]] = {}
+        self._events: dict[Place, array[int]] = {}
+
+    def add(self, place: Place, offset: int, event: int | None) -> None:
+        """Record a message. A partition's messages come in the order of their offsets."""
+        if place not in self._offsets:
+            self._offsets[place], self._events[place] = array("q"), array("q")
+        self._offsets[place].append(offset)
+        self._events[place].append(-1 if event is None else event)
+
+    def items(self) -> Iterable[tuple[Place, int, int]]:
+        """Return place, offset and event (-1 for a foreign one) of each message."""
+        for place, offsets in self._offsets.items():
+            for offset, event in zip(offsets, self._events[place], strict=True):
+                yield place, offset, event
+
+    def at(self, place: Place, offset: int) -> int | None:
+        """Return the event at an offset, -1 for a foreign one, None when nothing was seen there."""
+        offsets = self._offsets.get(place)
+        if offsets is None:
+            return None
+        index = bisect_left(offsets, offset)
+        return self._events[place][index] if index < len(offsets) and offsets[index] == offset else None
+
+    def __len__(self) -> int:
+        return sum(map(len, self._offsets.values()))
+
+
+@dataclass(slots=True)
+class History:
+    """One run. ``messages`` is read once, each partition's in the order of offsets, from its first to its last.
+
+    attempted   how many events each writer has begun to write; those that are not committed were rolled back or lost.
+    dead        events in the table of dead letters.
+    waiting     events whose rows are still in the outbox when the run has ended and everything was given its time.
+    copies      messages of dead-letter topics.
+    seen        what another reader had seen before the end.
+    """
+
+    kinds: Mapping[int, Kind]
+    committed: Iterable[Committed]
+    attempted: Mapping[int, int]
+    messages: Iterable[Message]
+    dead: Collection[int] = ()
+    waiting: Collection[int] = ()
+    copies: Iterable[Message] = ()
+    seen: Sightings = field(default_factory=Sightings)
+
+    def was_attempted(self, event: int) -> bool:
+        """Return whether a writer of this run has begun to write the event."""
+        writer, number = writer_and_number(event)
+        return number < self.attempted.get(writer, 0)

@@ -1,0 +1,154 @@
+"""The readers: one that follows the topics while the run is under way, and one that reads all of them at the end."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Self
+
+import confluent_kafka
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+
+from chaos.history import EventIds, Message, Sightings, digest_of
+from outbox.testing.errors import ServiceError
+from outbox.testing.fixtures import Topics, token
+
+_EOF: Final = KafkaError._PARTITION_EOF
+_FATAL: Final = frozenset({KafkaError.OFFSET_OUT_OF_RANGE, KafkaError.TOPIC_AUTHORIZATION_FAILED})
+_READ_SECONDS: Final = 120.0
+
+
+def _consumer(bootstrap_servers: str) -> Consumer:
+    return Consumer(
+        {
+            "bootstrap.servers": bootstrap_servers,
+            "group.id": f"chaos-{token()}",
+            "enable.auto.commit": False,
+            # Whatever is lost must be seen, and not passed over.
+            "auto.offset.reset": "error",
+            "enable.partition.eof": True,
+            "isolation.level": "read_committed",
+            "fetch.wait.max.ms": 100,
+            "queued.max.messages.kbytes": 32_768,
+            "reconnect.backoff.max.ms": 500,
+            "log_level": 0,
+        }
+    )
+
+
+def _headers(message: confluent_kafka.Message) -> dict[str, str]:
+    return {name: (value or b"").decode() for name, value in message.headers() or ()}
+
+
+def to_message(message: confluent_kafka.Message, ids: EventIds) -> Message:
+    """Return what is kept of a message."""
+    headers = _headers(message)
+    topic, partition, offset, key = message.topic(), message.partition(), message.offset(), message.key()
+    assert topic is not None
+    assert partition is not None
+    assert offset is not None
+    return Message(
+        ids.event(headers.get("ce_id", "")),
+        topic,
+        partition,
+        offset,
+        (key or b"").decode(),
+        digest_of(message.value(), headers.get("content-type")),
+    )
+
+
+def read_all(topics: Topics, names: Sequence[str], ids: EventIds) -> Iterator[Message]:
+    """Return every message that readers of what is committed find, each partition's in order.
+
+    Raises AssertionError while a transaction is open, or when reading takes too long.
+    """
+    topics.await_transactions(names, _READ_SECONDS)
+    consumer = _consumer(topics.bootstrap_servers)
+    try:
+        unread = {(name, part) for name in names for part in topics._partitions(name)}
+        consumer.assign([TopicPartition(name, part, 0) for name, part in unread])
+        idle = 0.0
+        while unread:
+            message = consumer.poll(0.5)
+            if message is None:
+                idle += 0.5
+                assert idle < _READ_SECONDS, f"no answer about {sorted(unread)}"
+                continue
+            error = message.error()
+            if error is None:
+                idle = 0.0
+                yield to_message(message, ids)
+            elif error.code() == _EOF:
+                unread.discard((message.topic(), message.partition()))
+            elif error.code() in _FATAL:
+                raise KafkaException(error)
+    finally:
+        consumer.close()
+
+
+class LiveReader:
+    """Follows topics from their beginning, in a thread, and keeps what it saw where. A topic may come later."""
+
+    def __init__(self, topics: Topics, ids: EventIds, on_event: Callable[[int], None]) -> None:
+        self.seen = Sightings()
+        self._on_event = on_event
+        self._ids = ids
+        self._topics = topics
+        self._consumer = _consumer(topics.bootstrap_servers)
+        self._new: list[TopicPartition] = []
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._run, name="live-reader", daemon=True)
+
+    def follow(self, names: Sequence[str]) -> None:
+        """Read these topics too. Raises ServiceError while one has no leader for a partition."""
+        parts = {name: self._topics._partitions(name) for name in names}
+        if not all(parts.values()):
+            raise ServiceError(f"no leaders yet: {parts}")
+        with self._lock:
+            self._new += [TopicPartition(name, part, 0) for name in names for part in parts[name]]
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(60)
+        self._consumer.close()
+
+    def stop(self) -> None:
+        """End, and raise what ended it before."""
+        self._stop.set()
+        self._thread.join(60)
+        assert not self._thread.is_alive(), "the live reader does not end"
+        if self._error is not None:
+            raise self._error
+
+    def _run(self) -> None:
+        try:
+            while not self._stop.is_set():
+                with self._lock:
+                    new, self._new = self._new, []
+                if new:
+                    self._consumer.incremental_assign(new)
+                for message in self._consumer.consume(500, 0.1):
+                    self._take(message)
+        except BaseException as error:  # noqa: BLE001 - raised again by stop()
+            self._error = error
+
+    def _take(self, message: confluent_kafka.Message) -> None:
+        error = message.error()
+        if error is not None:
+            if error.code() in _FATAL:
+                raise KafkaException(error)
+            return
+        topic, partition, offset = message.topic(), message.partition(), message.offset()
+        assert topic is not None
+        assert partition is not None
+        assert offset is not None
+        event = self._ids.event(_headers(message).get("ce_id", ""))
+        self.seen.add((topic, partition), offset, event)
+        if event is not None:
+            self._on_event(event)

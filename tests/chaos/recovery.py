@@ -1,0 +1,124 @@
+"""How long it takes after a fault has been healed until new events are read, and until the backlog is published."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import psycopg
+
+from chaos.history import writer_and_number
+from chaos.workload import Pace
+
+_EVERY: Final = 0.2
+_FULL: Final = 8_000
+
+
+@dataclass(slots=True)
+class Recovery:
+    """One fault that was healed, and what the two recoveries took, in seconds.
+
+    first_read   until an event is read that was committed after the healing. ``numbers``: those that the writers had
+                 given by then.
+    caught_up    until nothing is left of what was in the outbox after the healing. ``mark``: the highest id of it.
+    """
+
+    fault: str
+    healed_at: float
+    numbers: Mapping[int, int]
+    first_read: float | None = None
+    mark: int | None = None
+    caught_up: float | None = None
+
+
+class RecoveryWatch:
+    """Looks at the outbox five times a second, past the proxies. Holds the writers back while the outbox is full.
+
+    Other things may be struck meanwhile: that is part of the time. ``kinds`` are the aggregate types that nothing but
+    faults holds up; ``numbers`` returns how many events each writer has begun to write.
+    """
+
+    def __init__(self, url: str, kinds: Sequence[str], pace: Pace, numbers: Callable[[], Mapping[int, int]]) -> None:
+        self.recoveries: list[Recovery] = []
+        self._url = url
+        self._kinds = list(kinds)
+        self._pace = pace
+        self._numbers = numbers
+        self._unread = False
+        self._lock = threading.Lock()
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="recovery-watch", daemon=True)
+
+    def healed(self, fault: str) -> None:
+        """Begin to watch a recovery."""
+        with self._lock:
+            self.recoveries.append(Recovery(fault, time.monotonic(), dict(self._numbers())))
+            self._unread = True
+
+    def read(self, event: int) -> None:
+        """Record that a reader has seen an event."""
+        if not self._unread:
+            return
+        writer, number = writer_and_number(event)
+        now = time.monotonic()
+        with self._lock:
+            unread = [each for each in self.recoveries if each.first_read is None]
+            for each in unread:
+                # Begun after the healing, so committed after it.
+                if number >= each.numbers.get(writer, 0):
+                    each.first_read = now - each.healed_at
+            self._unread = any(each.first_read is None for each in unread)
+
+    def first_reads(self) -> list[float]:
+        """Return what it took until new events were read, in order of length."""
+        with self._lock:
+            return sorted(each.first_read for each in self.recoveries if each.first_read is not None)
+
+    def catch_ups(self) -> list[float]:
+        """Return what it took until the backlog was published, in order of length."""
+        with self._lock:
+            return sorted(each.caught_up for each in self.recoveries if each.caught_up is not None)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join(60)
+
+    def _run(self) -> None:
+        connection: psycopg.Connection[Any] | None = None
+        while not self._stop.wait(_EVERY):
+            try:
+                connection = connection or psycopg.connect(self._url, autocommit=True, connect_timeout=5)
+                self._look(connection)
+            except psycopg.OperationalError:
+                # Postgres is away: nothing has recovered.
+                if connection is not None:
+                    connection.close()
+                connection = None
+        if connection is not None:
+            with contextlib.suppress(psycopg.OperationalError):
+                connection.close()
+
+    def _look(self, connection: psycopg.Connection[Any]) -> None:
+        with self._lock:
+            open_ones = [each for each in self.recoveries if each.caught_up is None]
+        row = connection.execute(
+            "SELECT count(*), coalesce(max(id), 0), min(id) FILTER (WHERE aggregate_type = ANY(%s)) FROM outbox.events",
+            (self._kinds,),
+        ).fetchone()
+        assert row is not None
+        count, highest, lowest = row
+        self._pace.full = count > _FULL
+        now = time.monotonic()
+        for each in open_ones:
+            if each.mark is None:
+                each.mark = highest
+            if lowest is None or lowest > each.mark:
+                each.caught_up = now - each.healed_at

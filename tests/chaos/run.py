@@ -1,0 +1,258 @@
+"""One run: servers, load and faults of a course; then everything is healed, drained, read and checked."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import psycopg
+
+from chaos.checker import EXACTLY_ONCE, RepeatBound, Verdict, check
+from chaos.course import KIND_NAMES, Course
+from chaos.faults import RelayHand, Relays, ServerHand, bound_of
+from chaos.history import Committed, EventIds, History
+from chaos.reading import LiveReader, read_all
+from chaos.recovery import RecoveryWatch
+from chaos.stage import KafkaSite, Stage
+from chaos.workload import Pace, Workload
+from outbox.testing._process import patience
+from outbox.testing.fixtures import RelayFactory
+
+_EVENTS_A_SECOND: Final = 700.0
+_BYTES_A_SECOND: Final = 4_000_000.0
+_STANDS_STILL_SECONDS: Final = 60.0
+# What a relay logs of lanes that it can't publish.
+_STANDING: Final = (
+    '"lane stopped"',
+    '"still waiting"',
+    '"waiting for a server"',
+    '"nothing could be published',
+    "KAFKA-20734",
+)
+
+_BACKLOG: Final = """
+SELECT count(*), (SELECT sum(attempts) FROM outbox.failures), (SELECT count(*) FROM outbox.dead_letters)
+  FROM outbox.events AS e
+ WHERE NOT EXISTS (SELECT FROM outbox.failures AS f
+                    WHERE f.lane = e.lane AND f.aggregate_type = e.aggregate_type AND f.aggregate_id = e.aggregate_id
+                      AND f.id < e.id AND f.next_attempt_at = 'infinity')"""
+
+
+@dataclass(slots=True)
+class Result:
+    """What a run showed."""
+
+    course: Course
+    verdict: Verdict = field(default_factory=Verdict)
+    size: int = 0
+    faults: dict[str, int] = field(default_factory=dict)
+    rolled_back: int = 0
+    unknown: int = 0
+    first_reads: list[float] = field(default_factory=list)
+    catch_ups: list[float] = field(default_factory=list)
+    drain_seconds: float = 0.0
+    standing: list[str] = field(default_factory=list)
+    """What the last relays logged about lanes that they could not publish."""
+    notes: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def sound(self) -> bool:
+        """Return whether the relay kept its promise."""
+        return self.verdict.sound
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the run as the table keeps it."""
+        configuration = self.course.configuration
+        return {
+            "seed": self.course.seed,
+            "source": configuration.source,
+            "delivery": configuration.delivery,
+            "brokers": configuration.brokers,
+            "seconds": configuration.seconds,
+            "lanes": self.course.lanes,
+            "standby": self.course.standby,
+            "events": self.verdict.committed,
+            "messages": self.verdict.messages,
+            "bytes": self.size,
+            "rolled_back": self.rolled_back,
+            "unknown": self.unknown,
+            "dead": self.verdict.dead,
+            "blocked": self.verdict.blocked,
+            "faults": self.faults,
+            "repeats": self.verdict.repeats,
+            "anomalies": dict(self.verdict.counts),
+            "examples": self.verdict.examples,
+            **_percentiles("recovery", self.first_reads),
+            **_percentiles("catch_up", self.catch_ups),
+            "drain_seconds": round(self.drain_seconds, 1),
+            "standing": self.standing,
+            "log": self.notes,
+        }
+
+
+def _percentiles(name: str, seconds: Sequence[float]) -> dict[str, float | None]:
+    middle, last = (seconds[len(seconds) // 2], seconds[-1]) if seconds else (None, None)
+    return {f"{name}_p50": middle and round(middle, 2), f"{name}_max": last and round(last, 2)}
+
+
+def run(
+    course: Course, site: KafkaSite, folder: Path, say: Callable[[str], None] = print, mutation: str = "none"
+) -> Result:
+    """Carry a course out, in a folder for the relays' logs, which is removed again when all is well."""
+    folder.mkdir(parents=True, exist_ok=True)
+    say(str(course))
+    with ExitStack() as opened:
+        result = _Run(course, site, folder, opened, mutation).carry_out()
+    if result.sound:
+        shutil.rmtree(folder)
+    return result
+
+
+class _Run:
+    def __init__(self, course: Course, site: KafkaSite, folder: Path, opened: ExitStack, mutation: str) -> None:
+        self.course = course
+        self.folder = folder
+        self.opened = opened
+        self.mutation = mutation
+        self.stage = Stage(course, site, opened)
+
+    def carry_out(self) -> Result:
+        course, seconds = self.course, self.course.configuration.seconds
+        pace = Pace(_EVENTS_A_SECOND, _BYTES_A_SECOND)
+        steady = [KIND_NAMES[number] for number in (0, 1)]
+        factory = self.opened.enter_context(_quiet(RelayFactory(self._no_url, self._no_url, self.folder)))
+        with (
+            Workload(course, self.stage.kinds, self.stage.ids, self.stage.url, pace) as load,
+            RecoveryWatch(self.stage.url, steady, pace, lambda: load.attempted) as watch,
+            LiveReader(self.stage.topics, self.stage.ids, watch.read) as reader,
+        ):
+            reader.follow(self.stage.first_topics)
+            relays = Relays(factory, course, self.stage.settings, self.mutation)
+            self.stage.await_standby()
+            started = time.monotonic()
+            one = RelayHand(course, relays, watch.healed)
+            other = ServerHand(course, self.stage.servers, watch.healed)
+            with one, other:
+                _sleep_until(started + course.topic_created_at)
+                self.stage.create_late(reader)
+                _sleep_until(started + seconds)
+                one.stop()
+                other.stop()
+            load.stop()
+            self.stage.servers.heal()
+            relays.end()
+            result = Result(course, size=sum(load.committed_bytes))
+            result.rolled_back, result.unknown = sum(load.rolled_back), sum(load.unknown)
+            result.drain_seconds = self._drain(relays)
+            reader.stop()
+        done = [*one.done, *other.done]
+        result.faults = dict(sorted(Counter(fault.name for fault in done).items()))
+        result.faults["failpoints"] = relays.armed
+        result.first_reads, result.catch_ups = watch.first_reads(), watch.catch_ups()
+        bound = EXACTLY_ONCE
+        if course.configuration.delivery != "exactly-once":
+            bound = RepeatBound(*bound_of(done, relays, self.stage.turn_events))
+        result.verdict = self._check(load, reader, bound)
+        if not result.sound:
+            result.standing = _standing(relays)
+        result.notes = _notes(relays)
+        return result
+
+    def _drain(self, relays: Relays) -> float:
+        """Wait until nothing is left but what waits behind a dead letter; the checker looks at what is left then.
+
+        Slow is not stuck: that is when nothing leaves the outbox and no event is refused any more, for a while.
+        """
+        started = changed_at = time.monotonic()
+        relays.last()
+        seen: tuple[Any, ...] | None = None
+        with psycopg.connect(self.stage.url, autocommit=True) as connection:
+            while time.monotonic() - changed_at < _STANDS_STILL_SECONDS * patience() / 4:
+                row = connection.execute(_BACKLOG).fetchone()
+                assert row is not None
+                if not row[0]:
+                    break
+                if row != seen:
+                    seen, changed_at = row, time.monotonic()
+                time.sleep(0.2)
+        seconds = time.monotonic() - started
+        for relay in relays.present:
+            if relay.running:
+                relay.terminate()
+                relay.wait(60)
+        return seconds
+
+    def _check(self, load: Workload, reader: LiveReader, bound: RepeatBound) -> Verdict:
+        stage = self.stage
+        with psycopg.connect(self.stage.url) as connection:
+            history = History(
+                stage.kinds,
+                _committed(connection),
+                load.attempted,
+                read_all(stage.topics, [kind.topic for kind in stage.kinds.values()], stage.ids),
+                dead=_events(connection, stage.ids, "SELECT event_id::text FROM outbox.dead_letters"),
+                waiting=_events(connection, stage.ids, "SELECT event_id::text FROM outbox.events"),
+                copies=read_all(stage.topics, stage.dead_letter_topics, stage.ids),
+                seen=reader.seen,
+            )
+            return check(history, bound)
+
+    @staticmethod
+    def _no_url() -> str:
+        raise AssertionError("every relay is given its addresses")
+
+
+@contextmanager
+def _quiet(factory: RelayFactory) -> Iterator[RelayFactory]:
+    """End the factory's relays without showing their logs: they are files in the run's folder."""
+    try:
+        yield factory
+    finally:
+        for relay in factory._started:
+            relay.kill()
+
+
+def _committed(connection: psycopg.Connection[Any]) -> Iterator[Committed]:
+    with connection.cursor("committed") as cursor:
+        cursor.itersize = 10_000
+        cursor.execute("SELECT event, kind, key, seq, digest, poisoned FROM business")
+        for row in cursor:
+            yield Committed(*row)
+
+
+def _events(connection: psycopg.Connection[Any], ids: EventIds, query: str) -> set[int]:
+    found = {ids.event(event_id) for (event_id,) in connection.execute(query)}
+    # No writer has the number -1: an event that is none of this run is found as invented.
+    return {-1 if event is None else event for event in found}
+
+
+def _standing(relays: Relays) -> list[str]:
+    """Return what the last relays said about lanes that stand still, each text once."""
+    found: dict[str, None] = {}
+    for relay in relays.present:
+        for line in relay.log().splitlines():
+            if any(what in line for what in _STANDING):
+                entry = json.loads(line)
+                found[f"{entry.get('event')}: lanes {entry.get('lanes')}: {entry.get('error')}"] = None
+    return list(found)[:20]
+
+
+def _notes(relays: Relays) -> dict[str, int]:
+    """Return how often the relays logged what an operator would look at."""
+    counts: Counter[str] = Counter()
+    for relay in relays.all:
+        log = relay.log()
+        for what in ("lane stopped", "KAFKA-20734", "Traceback"):
+            counts[what] += log.count(what)
+    return {what: count for what, count in counts.items() if count}
+
+
+def _sleep_until(moment: float) -> None:
+    time.sleep(max(moment - time.monotonic(), 0.0))

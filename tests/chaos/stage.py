@@ -1,0 +1,193 @@
+"""What a run goes on: the brokers that several runs share, and a database and topics of its own."""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from contextlib import ExitStack
+from typing import Any, Final, Self
+
+from confluent_kafka import KafkaException
+from proxy import KafkaProxy, TcpProxy
+from standby import Standby, either, require_standby
+from wal_support import to_wal
+
+from chaos.course import KIND_NAMES, LATER, REFUSED_BYTES, SMALL, STRICT, Course
+from chaos.faults import Servers
+from chaos.history import EventIds, Kind
+from chaos.reading import LiveReader
+from chaos.workload import prepare
+from outbox.testing._ports import free_ports
+from outbox.testing._process import patience
+from outbox.testing.errors import ServiceError
+from outbox.testing.fixtures import Topics, migrate
+from outbox.testing.kafka import KafkaCluster
+from outbox.testing.postgres import USER, PostgresServer
+from relay import db
+
+# Small batches: many turns. With 256 lanes each has its part of them.
+_BATCH: Final = {4: 200, 256: 1000}
+_BATCHES_OF_A_TURN: Final = 8
+_PARTITIONS: Final = 4
+_WAL_SLOT: Final = "chaos"
+
+# SIGKILL leaves what was written to the kernel. What commits asynchronously stays in the server for up to 2 seconds.
+_POSTGRES: Final = {"fsync": "off", "wal_writer_delay": "2s", "max_connections": "100", "autovacuum_naptime": "5s"}
+
+
+class KafkaSite:
+    """The brokers of several runs, one after the other; with one broker, a proxy before it."""
+
+    def __init__(self, brokers: int) -> None:
+        self._brokers = brokers
+        self._opened = ExitStack()
+        self.cluster: KafkaCluster
+        self.proxy: KafkaProxy | None = None
+
+    def __enter__(self) -> Self:
+        with ExitStack() as opened:
+            port = free_ports(1)[0] if self._brokers == 1 else None
+            self.cluster = opened.enter_context(KafkaCluster(brokers=self._brokers, advertised_port=port))
+            if port is not None:
+                self.proxy = opened.enter_context(KafkaProxy("127.0.0.1", self.cluster.proxied_port, port))
+            self._opened = opened.pop_all()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._opened.close()
+
+    @property
+    def for_relays(self) -> str:
+        """The address that relays are given."""
+        return self.cluster.bootstrap_servers if self.proxy is None else self.proxy.address
+
+
+class Stage:
+    """One run's own part: ``topics`` and ``kinds``, ``servers``, and what relays are told in ``settings``.
+
+    ``url`` leads the writers and the checker to the database, past the proxies. All is closed with ``opened``.
+    """
+
+    def __init__(self, course: Course, site: KafkaSite, opened: ExitStack) -> None:
+        self._course = course
+        self._site = site
+        self._opened = opened
+        self.ids = EventIds(secrets.token_hex(8))
+        self.topics = opened.enter_context(Topics(site.cluster.bootstrap_servers))
+        self.kinds = self._kinds()
+        self.servers, self.url, relays_url = self._postgres()
+        opened.callback(self.servers.heal_kafka)
+        self._create_topics()
+        self.settings = self._settings(relays_url)
+        if course.configuration.source == "wal":
+            to_wal(self.url, self.settings)
+
+    @property
+    def turn_events(self) -> int:
+        """How many events a turn of a relay may have: see relay/loop.py."""
+        return _BATCHES_OF_A_TURN * _BATCH[self._course.lanes]
+
+    @property
+    def first_topics(self) -> list[str]:
+        """The topics that are there from the beginning, without that of dead letters."""
+        return [kind.topic for number, kind in self.kinds.items() if number != LATER]
+
+    @property
+    def dead_letter_topics(self) -> list[str]:
+        """The topics of copies of dead letters."""
+        return sorted({kind.dead_letter_topic for kind in self.kinds.values() if kind.dead_letter_topic})
+
+    def await_standby(self) -> None:
+        """Wait until the standby has the slot: a relay has to read from it before it is worth anything over there."""
+        if self.servers.standby is not None and self._course.configuration.source == "wal":
+            self.servers.standby.await_slot(_WAL_SLOT)
+
+    def _kinds(self) -> dict[int, Kind]:
+        dead = self.topics.name("dead")
+        return {
+            number: Kind(
+                name,
+                self.topics.name(f"{name.lower()}-events"),
+                blocks=number == STRICT,
+                dead_letter_topic=dead if number in {SMALL, STRICT} else None,
+            )
+            for number, name in enumerate(KIND_NAMES)
+        }
+
+    def _postgres(self) -> tuple[Servers, str, str]:
+        """Start Postgres, and its standby; return them with the address for writers and that for relays."""
+        primary = self._opened.enter_context(PostgresServer(settings=_POSTGRES))
+        url = primary.create_database("chaos")
+        migrate(url)
+        if self._course.lanes != 4:
+            db.change_lanes(url, self._course.lanes)
+        prepare(url)
+        proxies = [self._opened.enter_context(TcpProxy("127.0.0.1", primary.port))]
+        synced_slots = self._course.configuration.source == "wal"
+        servers = Servers(primary, self._site.cluster, proxies, self._site.proxy)
+        if not self._course.standby:
+            return servers, url, f"postgresql://{USER}@{proxies[0].address}/chaos"
+        servers.standby = self._opened.enter_context(Standby(primary, synced_slots=synced_slots))
+        require_standby(primary)
+        proxies.append(self._opened.enter_context(TcpProxy("127.0.0.1", servers.standby.port)))
+        addresses = ",".join(each.address for each in proxies)
+        relays_url = f"postgresql://{USER}@{addresses}/chaos?target_session_attrs=read-write"
+        return servers, either(primary, servers.standby, "chaos"), relays_url
+
+    def _create_topics(self) -> None:
+        for number in self.kinds:
+            if number != LATER:
+                self._create(number)
+        self.topics.create_topic(self.kinds[SMALL].dead_letter_topic or "", 1)
+
+    def _create(self, number: int) -> None:
+        config = {"max.message.bytes": str(REFUSED_BYTES)} if number in {SMALL, STRICT} else None
+        self.topics.create_topic(self.kinds[number].topic, _PARTITIONS, config)
+
+    def create_late(self, reader: LiveReader) -> None:
+        """Create the topic that was missing, as soon as the brokers let us."""
+        topic = self.kinds[LATER].topic
+        deadline = time.monotonic() + 60 * patience()
+        while True:
+            try:
+                if not self.topics._partitions(topic):
+                    self._create(LATER)
+                reader.follow([topic])
+            except (KafkaException, ServiceError):
+                # One of them is away just now.
+                if time.monotonic() > deadline:
+                    raise
+                time.sleep(0.5)
+            else:
+                return
+
+    def _settings(self, relays_url: str) -> dict[str, Any]:
+        configuration = self._course.configuration
+        routes = {
+            kind.name: {
+                "topic": kind.topic,
+                "on_failure": "block" if kind.blocks else "skip",
+                **({"dead_letter_topic": kind.dead_letter_topic} if kind.dead_letter_topic else {}),
+            }
+            for kind in self.kinds.values()
+        }
+        settings: dict[str, Any] = {
+            "database_url": relays_url,
+            "bootstrap_servers": self._site.for_relays,
+            "delivery": configuration.delivery,
+            "source": configuration.source,
+            "name": self.topics.name("outbox"),
+            "routes": json.dumps(routes),
+            "create_topics": False,
+            "log_format": "json",
+            "wal__slot": _WAL_SLOT,
+            "relay__batch_size": _BATCH[self._course.lanes],
+            "relay__lease_seconds": 5,
+            "relay__max_backoff_seconds": 1,
+            "failures__max_attempts": 3,
+            "failures__min_backoff_seconds": 0.2,
+            "failures__max_backoff_seconds": 1,
+            "kafka__reconnect_backoff_max_ms": 500,
+        }
+        return settings

@@ -1,0 +1,190 @@
+"""What a relay shows of a wait that lasts: the metrics and /readyz, over real HTTP, with real servers in the way."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import urllib.error
+import urllib.request
+
+import psycopg
+import pytest
+from support import drained, look_up, order, wait_until
+from wal_support import to_wal, wal
+
+from outbox import Event, Outbox
+from outbox.testing._ports import free_ports
+
+__all__ = ["order", "wal"]
+
+LEASE = 1.0
+
+
+class Shown:
+    """What one relay answers."""
+
+    def __init__(self, port: int) -> None:
+        self._address = f"http://127.0.0.1:{port}"
+
+    def ready(self) -> tuple[int, dict[str, list[int]]]:
+        """Return the status of /readyz, and which lanes wait for which reason. 0 while nobody answers."""
+        try:
+            with urllib.request.urlopen(f"{self._address}/readyz", timeout=30) as answer:
+                status, body = answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                status, body = error.code, error.read()
+        except OSError:
+            return 0, {}
+        found = json.loads(body)
+        assert found["ready"] is (status == 200)
+        return status, {wait["reason"]: wait["lanes"] for wait in found["waits"]}
+
+    def metric(self, name: str, reason: str | None = None) -> float:
+        label = "" if reason is None else f'{{reason="{reason}"}}'
+        with urllib.request.urlopen(f"{self._address}/metrics", timeout=30) as answer:
+            lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
+        return float(lines[f"outbox_relay_{name}{label}"])
+
+    def stands(self, reason: str, lanes: list[int] | None = None) -> None:
+        """Wait until the relay is not ready, and these lanes (or some) wait for this reason."""
+
+        def standing() -> bool:
+            status, waits = self.ready()
+            waiting = reason in waits if lanes is None else waits == {reason: lanes}
+            return status == 503 and waiting and self.metric("lane_wait_seconds", reason) >= 3 * LEASE
+
+        wait_until(standing, what=f"lanes to stand still for {reason}")
+        assert self.metric("ready") == 0
+        assert self.metric("lanes_waiting", reason) > 0
+
+    def recovers(self) -> None:
+        """Wait until the relay is ready, and no lane waits."""
+        wait_until(lambda: self.ready() == (200, {}), 60, "the relay to be ready")
+        assert self.metric("ready") == 1
+
+
+@pytest.fixture
+def shown():
+    return Shown(free_ports(1)[0])
+
+
+@pytest.fixture
+def settings(shown):
+    return {
+        "relay__lease_seconds": LEASE,
+        "relay__max_backoff_seconds": 0.2,
+        "relay__metrics_address": shown._address.removeprefix("http://"),
+        "kafka__reconnect_backoff_max_ms": 500,
+    }
+
+
+def add(url: str, kind: str, keys: int = 100, payload: object = None) -> None:
+    with psycopg.connect(url) as connection:
+        Outbox().add_many(connection, [Event(kind, f"k{n}", "T", payload or {}) for n in range(keys)])
+
+
+def test_a_lane_whose_row_is_locked(outbox_postgres, outbox_relay, settings, shown, order):
+    """The lease can't be prolonged either. The other lanes go on, and so does this one when the lock is gone."""
+    url, (kind, _) = outbox_postgres.url, order
+    outbox_relay(**settings)
+    shown.recovers()
+    assert shown.metric("lanes") == 4
+    with psycopg.connect(url) as other:
+        other.execute("SELECT FROM outbox.lanes WHERE lane = 1 FOR UPDATE")
+        wait_until(lambda: shown.ready()[1] == {"lease_expired": [1]}, what="the lease to run out")
+        add(url, kind)
+        shown.stands("lease_expired", [1])
+        assert look_up(url, "SELECT DISTINCT lane FROM outbox.events") == [(1,)]
+    shown.recovers()
+    drained(url)
+
+
+def test_a_lane_that_lost_its_state(outbox_postgres, outbox_kafka, outbox_relay, settings, shown, order):
+    url, (kind, _) = outbox_postgres.url, order
+    settings |= {"delivery": "exactly-once", "name": outbox_kafka.name("outbox")}
+    relay = outbox_relay(**settings)
+    shown.recovers()
+    add(url, kind)
+    drained(url)
+    relay.terminate()
+    assert relay.wait() == 0
+    with psycopg.connect(url) as connection:
+        connection.execute("UPDATE outbox.lanes SET last_batch = last_batch + 50 WHERE lane = 2")
+    outbox_relay(**settings)
+    shown.stands("state_lost", [2])
+    add(url, kind)
+    wait_until(lambda: look_up(url, "SELECT DISTINCT lane FROM outbox.events") == [(2,)], what="the others to go on")
+    with psycopg.connect(url) as connection:
+        connection.execute("UPDATE outbox.lanes SET last_batch = last_batch - 50 WHERE lane = 2")
+    shown.recovers()
+    drained(url)
+
+
+def test_what_concerns_events_and_topics_leaves_the_relay_ready(
+    outbox_postgres, outbox_kafka, outbox_relay, settings, shown
+):
+    """A refused event and its key, and a topic that is missing: for longer than a lane may stand still."""
+    url, refusing, missing = outbox_postgres.url, outbox_kafka.name("refusing"), outbox_kafka.name("missing")
+    outbox_kafka.create_topic(f"{refusing.lower()}-events", 1, {"max.message.bytes": "2000"})
+    outbox_relay(**settings, create_topics=False, failures__max_backoff_seconds=1)
+    shown.recovers()
+    add(url, refusing, 1, os.urandom(4000))
+    add(url, missing)
+    lasting = "SELECT last_failed_at > first_failed_at + interval '4 seconds' FROM outbox.failures"
+    wait_until(lambda: look_up(url, lasting) == [(True,)], what="an event to be refused again and again")
+    assert shown.ready() == (200, {})
+    assert shown.metric("topics_unusable") == 1
+    outbox_kafka.create_topic(f"{missing.lower()}-events")
+    wait_until(lambda: shown.metric("topics_unusable") == 0, what="the topic to be usable")
+    assert shown.ready() == (200, {})
+
+
+def test_servers_that_are_away(private_postgres, private_kafka, outbox_relay, settings, shown):
+    server, cluster = private_postgres({"fsync": "off"}), private_kafka()
+    url = private_postgres.database(server).url
+    private_kafka.topics(cluster).create_topic("order-events")
+    outbox_relay(database_url=url, bootstrap_servers=cluster.bootstrap_servers, **settings)
+    shown.recovers()
+    cluster.kill_broker(0)
+    add(url, "Order")
+    shown.stands("kafka_unavailable")
+    cluster.start_broker(0)
+    shown.recovers()
+    drained(url)
+    server.kill()
+    shown.stands("postgres_unavailable")
+    server.start()
+    shown.recovers()
+
+
+def test_a_server_that_never_was_there(outbox_kafka, outbox_relay, settings, shown):
+    """It is not ready before it has reached Postgres."""
+    relay = outbox_relay(database_url="postgresql://127.0.0.1:1/x", **settings)
+    relay.wait_for_log("waiting for Postgres")
+    assert shown.ready() == (503, {})
+
+
+def test_a_standby_is_ready(outbox_postgres, outbox_relay, settings, shown, wal):
+    """One that waits for the lanes of another is of use."""
+    to_wal(outbox_postgres.url, wal)
+    outbox_relay(**wal, relay__instance="first")
+    wait_until(lambda: look_up(outbox_postgres.url, "SELECT DISTINCT owner FROM outbox.lanes") == [("first",)])
+    outbox_relay(**wal | settings)
+    shown.recovers()
+    assert shown.metric("lanes") == 0
+
+
+def test_each_worker_answers_at_a_port_of_its_own(outbox_postgres, outbox_relay, settings):
+    first = next(port for port in free_ports(50) if is_free(port + 1))
+    outbox_relay("--workers", "2", **settings | {"relay__metrics_address": f"127.0.0.1:{first}"})
+    both = Shown(first), Shown(first + 1)
+    for shown in both:
+        shown.recovers()
+    wait_until(lambda: [shown.metric("lanes") for shown in both] == [2, 2], what="the lanes to be shared")
+
+
+def is_free(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) != 0

@@ -1,0 +1,352 @@
+"""Guards of the protocol, each taken out of the real code once: on real servers, in an order of steps set by hand.
+
+Each scenario is run with the code as it is, which keeps the promise, and then with a mutation, which must break it in
+just the way that is named: ``twice`` (an event is on the topic more than once) or ``lost`` (its row is gone or passed
+by, and it is on no topic). Mutations that need processes, crashes or time are in acceptance/test_mutations.py.
+
+| mutation                | the mistake                                                                           |
+|-------------------------|---------------------------------------------------------------------------------------|
+| no_fence                | taking over does not fence the former worker                                           |
+| fence_first_only        | only the first of its two transactional ids is fenced                                  |
+| id_before_fence         | acquiring a lane writes the own id into its row, before the former one is fenced       |
+| id_not_checked          | settling does not expect the own id in the lane's row                                  |
+| batch_not_expected      | settling does not expect last_batch                                                    |
+| no_epoch                | no statement asks whose lane it is: leases are not read after producers were made anew |
+| marker_remembered       | after an unknown commit the worker goes on from the marker it remembers                |
+| adopt_without_settling  | taking over does not delete the marker's rows                                          |
+| no_marker               | a turn is committed without its markers                                                |
+| null_while_open         | a lane is released as clean while the worker may still commit events of it             |
+| ack_before_it_came      | what is queued counts as acknowledged                                                  |
+| mark_past_a_transaction | the low-water mark does not wait for open transactions                                 |
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from typing import Any
+
+import psycopg
+import pytest
+from takeover_support import LANES, Place, Worker, place
+
+from outbox import Event, Outbox
+from relay import lanes as lanes_module
+from relay import settlement
+from relay.kafka import takeover
+from relay.kafka.producer import Sender
+from relay.kafka.takeover import Takeover
+from relay.kafka.transactional import TransactionalPublisher
+from relay.lease import Lease
+from relay.polling import low_water_mark
+from relay.polling import source as polling
+from relay.polling.source import PollingSource
+from relay.ports import Batches, LaneLost
+
+__all__ = ["place"]
+
+_ROUNDS = 40
+
+
+def verdict(place: Place) -> set[str]:
+    """What is wrong with the topic, once everything has been published that is going to be."""
+    read = place.read()
+    written = {f"k{n:04}" for n in range(place.count)}
+    assert read.keys() <= written
+    found = {"lost"} if written - read.keys() else set()
+    return found | ({"twice"} if any(count > 1 for count in read.values()) else set())
+
+
+def in_hand(worker: Worker) -> Batches:
+    """Read a turn, whose rows can't be lost and whose leases are checked: it is published next."""
+    batches = worker.source.fetch({lease.lane: 2 for lease in worker.leases}).batches
+    worker.source.settle({})
+    return batches
+
+
+def work(worker: Worker) -> None:
+    """Publish everything, as the loop does: lanes that are lost are dropped, others taken over again."""
+    for _ in range(_ROUNDS):
+        if not worker.leases or not worker.place.tables.left():
+            return
+        fetched = worker.source.fetch({lease.lane: 20 for lease in worker.leases})
+        failed = dict(fetched.failed)
+        sent = worker.publisher.publish(fetched.batches) if fetched.batches else None
+        if sent is not None:
+            failed |= worker.source.settle(sent.receipts)
+            failed |= worker.source.flush(list(sent.receipts))
+            if sent.failure is not None or sent.renew:
+                worker.publisher.close()
+                worker.publisher = worker.new_publisher()
+                failed |= worker.join()
+        _drop_lost(worker, failed)
+        if failed and worker.leases:
+            _drop_lost(worker, worker.join())
+    raise AssertionError(f"{len(worker.place.tables.left())} events are left after {_ROUNDS} turns")
+
+
+def _drop_lost(worker: Worker, failed: Mapping[int, Exception]) -> None:
+    lost = {lane for lane, error in failed.items() if isinstance(error, LaneLost)}
+    for lane in lost:
+        worker.source.drop(lane)
+    worker.leases = [lease for lease in worker.leases if lease.lane not in lost]
+
+
+def joined(place: Place, name: str, *, exact: bool = True) -> Worker:
+    worker = place.worker(name, exact=exact)
+    assert worker.join() == {}
+    return worker
+
+
+# The scenarios
+
+
+def overtaken(place: Place, turns: int) -> None:
+    """A worker has read a turn and sleeps; another one takes its lanes; then it sends what it has in hand."""
+    former = joined(place, "a")
+    for _ in range(turns):
+        former.turn(1)
+    batches = in_hand(former)
+    heir = joined(place, "b")
+    work(heir)
+    former.publisher.publish(batches)
+
+
+def overtaken_with_the_first_producer(place: Place) -> None:
+    overtaken(place, 1)
+
+
+def overtaken_with_the_second_producer(place: Place) -> None:
+    overtaken(place, 0)
+
+
+def a_taker_dies(place: Place) -> None:
+    """As above; between the two, one acquires the lanes and dies at once. No marker names the sleeper."""
+    before = joined(place, "z")
+    before.turn(1)
+    place.tables.table.release(before.leases, clean=range(LANES))
+    former = joined(place, "a")
+    batches = in_hand(former)
+    place.tables.acquire(range(LANES))
+    work(joined(place, "c"))
+    former.publisher.publish(batches)
+
+
+def the_row_forgets_the_id(place: Place) -> None:
+    """A failover loses the commit that wrote the worker's id; the worker goes on, and is overtaken then."""
+    former = joined(place, "a")
+    place.tables.run("UPDATE outbox.lanes SET transactional_id = NULL")
+    batches = in_hand(former)
+    work(joined(place, "b"))
+    if batches:
+        former.publisher.publish(batches)
+
+
+def postgres_forgets_a_settlement(place: Place) -> None:
+    """Behind a pooler Postgres goes over to a standby that lacks a commit, and the worker does not notice."""
+    worker = joined(place, "a")
+    worker.turn(1)
+    place.tables.save()
+    worker.turn(1)
+    place.tables.restore()
+    work(worker)
+
+
+def a_zombie_begins_anew(place: Place) -> None:
+    """A worker is fenced, makes new producers and goes on, while its heir has a turn in hand."""
+    former = joined(place, "a")
+    heir = joined(place, "b")
+    batches = in_hand(heir)
+    former.publisher.close()
+    former.publisher = former.new_publisher()
+    _drop_lost(former, former.join())
+    work(former)
+    sent = heir.publisher.publish(batches)
+    if place.tables.left():
+        assert heir.source.settle(sent.receipts) == {}
+        work(heir)
+
+
+def an_answer_is_lost(place: Place) -> None:
+    """A commit's answer does not arrive: with new producers the worker finds out what became of it."""
+    worker = joined(place, "a")
+    assert worker.publisher.publish(in_hand(worker)).failure is None
+    worker.publisher.close()
+    worker.publisher = worker.new_publisher()
+    assert worker.join() == {}
+    work(worker)
+
+
+def a_kill_after_the_commit(place: Place) -> None:
+    """A turn is committed, and its worker dies before it has settled it."""
+    former = joined(place, "a")
+    assert former.publisher.publish(in_hand(former)).failure is None
+    work(joined(place, "b"))
+
+
+def lanes_are_let_go_in_trouble(place: Place) -> None:
+    """A worker gives its lanes up while it does not know whether its transaction has ended."""
+    former = joined(place, "a")
+    batches = in_hand(former)
+    place.tables.table.release(former.leases)
+    work(joined(place, "b"))
+    former.publisher.publish(batches)
+
+
+def a_kill_after_settling(place: Place) -> None:
+    """At least once: the rows of a turn go, and then the worker dies with whatever is still in its producer."""
+    place.settings.kafka["linger.ms"] = "5000"
+    worker = joined(place, "a", exact=False)
+    sent = worker.publish(20)
+    assert sent.failure is None
+    worker.source.settle(sent.receipts)
+    worker.publisher.close()
+    assert worker.source.flush(list(sent.receipts)) == {}
+    del place.settings.kafka["linger.ms"]
+    work(joined(place, "b", exact=False))
+
+
+def a_late_commit(place: Place) -> None:
+    """A transaction has drawn ids and is open; others commit and are published for a while; then it commits."""
+    worker = joined(place, "a")
+    work(worker)
+    with psycopg.connect(place.tables.url) as late:
+        keys = [f"k{place.count + n:04}" for n in range(20)]
+        Outbox().add_many(late, [Event(place.kind, key, "T", {}) for key in keys])
+        place.count += len(keys)
+        for _ in range(12):
+            place.add()
+            work(worker)
+        late.commit()
+    found = False
+    for _ in range(5):
+        found = bool(worker.turn(20)) or found
+    if found:
+        work(worker)
+
+
+# The mutations
+
+Mutate = Callable[[pytest.MonkeyPatch], None]
+
+
+def as_it_is(_: pytest.MonkeyPatch) -> None:
+    pass
+
+
+def no_fence(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Takeover, "_fence_former", lambda *_: {})
+
+
+def fence_first_only(patch: pytest.MonkeyPatch) -> None:
+    real = takeover.ids_to_fence
+    patch.setattr(takeover, "ids_to_fence", lambda *named: real(*named)[:1])
+
+
+def replaced(patch: pytest.MonkeyPatch, module: Any, name: str, old: str, new: str) -> None:
+    text = getattr(module, name)
+    assert old in text, f"{name} has changed: what is the guard now?"
+    patch.setattr(module, name, text.replace(old, new))
+
+
+def id_before_fence(patch: pytest.MonkeyPatch) -> None:
+    replaced(patch, lanes_module, "_ACQUIRE", "SET owner", "SET transactional_id = 'the-takers', owner")
+
+
+def id_not_checked(patch: pytest.MonkeyPatch) -> None:
+    replaced(patch, settlement, "_SETTLING", "AND (m.own_id IS NULL OR l.transactional_id = m.own_id)", "")
+
+
+def batch_not_expected(patch: pytest.MonkeyPatch) -> None:
+    replaced(patch, settlement, "_SETTLING", "AND (m.expected IS NULL OR l.last_batch = m.expected)", "")
+
+
+def no_epoch(patch: pytest.MonkeyPatch) -> None:
+    replaced(patch, settlement, "_SETTLING", "l.epoch = m.epoch", "true")
+    replaced(patch, polling, "_STILL_HELD", "AND l.epoch = m.epoch", "")
+    replaced(patch, polling, "_HELD", "AND epoch = %(epoch)s", "")
+    # A second guard behind the first one: the row names the heir.
+    id_not_checked(patch)
+
+
+def marker_remembered(patch: pytest.MonkeyPatch) -> None:
+    real = TransactionalPublisher.join
+    remembered: dict[tuple[str, int], Any] = {}
+
+    def join(self: Any, leases: Collection[Lease]) -> Mapping[int, Exception]:
+        if all((self._base_id, lease.lane) in remembered for lease in leases):
+            self._joined = {lease.lane: replace(remembered[self._base_id, lease.lane]) for lease in leases}
+            return {}
+        failed = real(self, leases)
+        remembered.update({(self._base_id, lane): replace(joined) for lane, joined in self._joined.items()})
+        return failed
+
+    patch.setattr(TransactionalPublisher, "join", join)
+
+
+def adopt_without_settling(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PollingSource, "_settle_marker", lambda *_: None)
+
+
+def no_marker(patch: pytest.MonkeyPatch) -> None:
+    real = TransactionalPublisher._commit
+
+    def commit(self: Any, sender: Any, markers: Mapping[int, Any], deadline: float) -> None:
+        first = not sender.sent
+        real(self, sender, markers if first else {}, deadline)
+
+    patch.setattr(TransactionalPublisher, "_commit", commit)
+
+
+def null_while_open(patch: pytest.MonkeyPatch) -> None:
+    replaced(patch, lanes_module, "_RELEASE", "CASE WHEN m.clean THEN NULL ELSE l.transactional_id END", "NULL")
+
+
+def ack_before_it_came(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Sender, "drain", lambda *_: None)
+
+
+def mark_past_a_transaction(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PollingSource, "_xmin", lambda _: 2**62)
+
+
+CASES: list[tuple[Callable[[Place], None], Mutate, set[str]]] = [
+    (overtaken_with_the_first_producer, as_it_is, set()),
+    (overtaken_with_the_first_producer, no_fence, {"twice"}),
+    (overtaken_with_the_second_producer, as_it_is, set()),
+    (overtaken_with_the_second_producer, fence_first_only, {"twice"}),
+    (a_taker_dies, as_it_is, set()),
+    (a_taker_dies, id_before_fence, {"twice"}),
+    (the_row_forgets_the_id, as_it_is, set()),
+    (the_row_forgets_the_id, id_not_checked, {"twice"}),
+    (postgres_forgets_a_settlement, as_it_is, set()),
+    (postgres_forgets_a_settlement, batch_not_expected, {"twice"}),
+    (a_zombie_begins_anew, as_it_is, set()),
+    (a_zombie_begins_anew, no_epoch, {"twice"}),
+    (an_answer_is_lost, as_it_is, set()),
+    (an_answer_is_lost, marker_remembered, {"twice"}),
+    (a_kill_after_the_commit, as_it_is, set()),
+    (a_kill_after_the_commit, adopt_without_settling, {"twice"}),
+    (a_kill_after_the_commit, no_marker, {"twice"}),
+    (lanes_are_let_go_in_trouble, as_it_is, set()),
+    (lanes_are_let_go_in_trouble, null_while_open, {"twice"}),
+    (a_kill_after_settling, as_it_is, set()),
+    (a_kill_after_settling, ack_before_it_came, {"lost"}),
+    (a_late_commit, as_it_is, set()),
+    (a_late_commit, mark_past_a_transaction, {"lost"}),
+]
+
+
+@pytest.mark.parametrize(
+    ("scenario", "mutate", "expected"),
+    CASES,
+    ids=[f"{scenario.__name__}-{mutate.__name__}" for scenario, mutate, _ in CASES],
+)
+def test_the_guard_makes_the_difference(place, monkeypatch, scenario, mutate, expected):
+    # The waits between the steps of a low-water mark are left out.
+    monkeypatch.setattr(low_water_mark, "_LOOK_SECONDS", 0.0)
+    monkeypatch.setattr(low_water_mark, "_SETTLE_SECONDS", 0.0)
+    mutate(monkeypatch)
+    place.add()
+    scenario(place)
+    assert verdict(place) == expected

@@ -1,0 +1,125 @@
+"""A turn that was read while the one before was published: only what that one has published makes it the next."""
+
+from __future__ import annotations
+
+import gc
+
+import psycopg
+import pytest
+
+from outbox import Event, Outbox
+from relay import db
+from relay.database import Connector
+from relay.failures import FailurePolicy, Failures
+from relay.lanes import LaneTable
+from relay.polling.source import PollingSource
+from relay.ports import PUBLISHED, Batches, Receipt
+from relay.routing import Router
+
+LANES = 3
+
+
+@pytest.fixture
+def source(outbox_postgres):
+    """A source over three lanes with 40 events each; a turn of 5 of each reads the next 5 ahead."""
+    url = outbox_postgres.url
+    db.change_lanes(url, LANES)
+    with psycopg.connect(url) as connection:
+        Outbox().add_many(connection, [Event("Order", f"k{n}", "T", {}) for n in range(300)])
+        connection.execute("DELETE FROM outbox.events AS e WHERE (SELECT count(*) FROM outbox.events AS f "
+                           "WHERE f.lane = e.lane AND f.id < e.id) >= 40")  # fmt: skip
+    leases = LaneTable(outbox_postgres.connect(autocommit=True), "outbox", "me", "0", 30.0).acquire(LANES)
+    source = PollingSource(Connector(url, "test"), "outbox", Failures("outbox", FailurePolicy(), Router()))
+    for lease in leases:
+        source.hold(lease)
+    yield source
+    source.close()
+
+
+@pytest.fixture
+def rows(outbox_postgres, source):
+    """The ids of every lane, in order."""
+    with psycopg.connect(outbox_postgres.url) as connection:
+        found = connection.execute("SELECT lane, array_agg(id ORDER BY id) FROM outbox.events GROUP BY lane").fetchall()
+    assert [len(ids) for _, ids in found] == [40] * LANES
+    return dict(found)
+
+
+def ids(batches: Batches) -> dict[int, list[int]]:
+    return {lane: [claim.position for claim in claims] for lane, claims in batches.items()}
+
+
+def read(source: PollingSource, limit: int = 5, lanes=range(LANES)) -> Batches:
+    fetched = source.fetch(dict.fromkeys(lanes, limit))
+    assert fetched.failed == {}
+    return fetched.batches
+
+
+def published(batches: Batches, count: int = 1000) -> dict[int, Receipt]:
+    return {lane: Receipt([(claim, PUBLISHED) for claim in claims[:count]]) for lane, claims in batches.items()}
+
+
+def test_what_was_read_ahead_is_the_next_turn(source, rows):
+    for turn in range(8):
+        batches = read(source)
+        assert (source._ahead is not None) is (turn < 8)
+        assert ids(batches) == {lane: each[5 * turn : 5 * turn + 5] for lane, each in rows.items()}
+        assert source.settle(published(batches)) == {}
+    assert read(source) == {}
+
+
+@pytest.mark.parametrize("flushes", [True, False])
+@pytest.mark.parametrize("receipts", ["none", "empty", "some", "one lane"])
+def test_what_was_not_published_comes_again_before_what_was_read_ahead(source, rows, receipts, flushes):
+    """As after a batch that the broker refused as a whole, or an event whose topic can't be written to."""
+    batches = read(source)
+    assert source._ahead is not None
+    match receipts:
+        case "none":
+            told, done = {}, dict.fromkeys(rows, 0)
+        case "empty":
+            told, done = published(batches, 0), dict.fromkeys(rows, 0)
+        case "some":
+            told, done = published(batches, 2), dict.fromkeys(rows, 2)
+        case _:
+            told, done = {1: published(batches)[1]}, {0: 0, 1: 5, 2: 0}
+    assert source.settle(told) == {}
+    if flushes:
+        assert source.flush(list(batches)) == {}
+    assert ids(read(source, 2, [0])) == {0: rows[0][done[0] : done[0] + 2]}
+    assert ids(read(source)) == {lane: each[done[lane] : done[lane] + 5] for lane, each in rows.items()}
+
+
+def test_an_event_in_the_middle_that_was_left_out_comes_again_first(source, rows):
+    batches = read(source)
+    receipts = {
+        lane: Receipt([(claim, PUBLISHED) for n, claim in enumerate(claims) if n != 2], left_out=True)
+        for lane, claims in batches.items()
+    }
+    assert source.settle(receipts) == {}
+    assert ids(read(source)) == {lane: [each[2], *each[5:9]] for lane, each in rows.items()}
+
+
+def test_lanes_that_come_and_go_between_two_turns(source, rows):
+    batches = read(source, lanes=[0, 1])
+    assert source._ahead is not None
+    assert source.settle(published(batches)) == {}
+    # One more lane than were read ahead: it is read with the others from the next turn on.
+    batches = read(source)
+    assert ids(batches) == {0: rows[0][5:10], 1: rows[1][5:10]}
+    assert source._ahead is not None
+    assert source.settle(published(batches)) == {}
+    batches = read(source)
+    assert ids(batches) == {0: rows[0][10:15], 1: rows[1][10:15], 2: rows[2][:5]}
+    assert source._ahead is not None
+    source.drop(1)
+    assert ids(read(source, lanes=[0, 2])) == {0: rows[0][10:15], 2: rows[2][:5]}
+
+
+def test_a_source_that_is_closed_while_it_reads_ahead_says_nothing(source, rows, caplog):
+    read(source)
+    assert source._ahead is not None
+    source.close()
+    source.close()
+    gc.collect()
+    assert caplog.records == []

@@ -1,0 +1,466 @@
+"""``outbox relay reconcile`` and ``release``, run as commands, on outboxes of a real size."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from confluent_kafka import Consumer, Producer, TopicPartition
+from raw_kafka import UNVERIFIED, HangingTransaction
+from support import wait_until
+
+from outbox.testing.fixtures import Topics
+from outbox.testing.kafka import KafkaCluster
+from relay import db
+from relay.config import client_options, load, producer_options, state_topic_name
+from relay.kafka.hanging import abort_hanging
+from relay.kafka.offsets import Offsets
+from relay.kafka.state_topic import StateTopic
+from relay.marker import Marker
+from relay.operations import topic_scan
+
+
+class Outbox:
+    """A database, a Kafka and a name; written to and read from past the relay."""
+
+    program: Sequence[str] = ("-m", "relay.cli")
+
+    def __init__(self, database, kafka: Topics, lanes: int) -> None:
+        self.url = database.url
+        self.kafka = kafka
+        self.name = kafka.name("outbox")
+        self.kinds = [kafka.name("Order"), kafka.name("Invoice")]
+        self.topics = [kafka.create_topic(f"{kind.lower()}-events", 3) for kind in self.kinds]
+        db.change_lanes(self.url, lanes)
+        self.state = StateTopic(
+            {"bootstrap.servers": kafka.bootstrap_servers}, f"{self.name}.relay.state", decide_seconds=2.0
+        )
+        self.state.require(lanes)
+
+    def run(self, query: str, *values: object) -> list[tuple]:
+        with psycopg.connect(self.url, autocommit=True) as connection:
+            cursor = connection.execute(query, values)
+            return cursor.fetchall() if cursor.description is not None else []
+
+    def add(self, kind: int, key: str, events: int) -> None:
+        """Add events of one key: they have one lane."""
+        self.run(
+            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload)"
+            " SELECT %s, %s, 'T', jsonb_build_object('n', n) FROM generate_series(1, %s) AS n",
+            self.kinds[kind],
+            key,
+            events,
+        )
+
+    def keys(self, kind: int) -> dict[int, str]:
+        """A key of each lane."""
+        lane = self.run("SELECT generation_expression FROM information_schema.columns WHERE table_schema = 'outbox'"
+                        " AND table_name = 'events' AND column_name = 'lane'")[0][0]  # fmt: skip
+        rows = self.run(
+            f"SELECT DISTINCT ON (lane) lane, aggregate_id FROM (SELECT {lane} AS lane, aggregate_id FROM"
+            " (SELECT %s::text AS aggregate_type, 'k' || n AS aggregate_id FROM generate_series(1, 2000) AS n) AS k)"
+            " AS l ORDER BY lane, aggregate_id",
+            self.kinds[kind],
+        )
+        return dict(rows)
+
+    def rows(self, lane: int) -> list[tuple[int, str, str, str]]:
+        """Id, event id, topic and key of a lane's events."""
+        found = self.run(
+            "SELECT id, event_id::text, aggregate_type, aggregate_id FROM outbox.events WHERE lane = %s ORDER BY id",
+            lane,
+        )
+        return [(id_, event_id, f"{kind.lower()}-events", key) for id_, event_id, kind, key in found]
+
+    def left(self, where: str = "") -> int:
+        return self.run("SELECT count(*) FROM outbox.events" + where)[0][0]
+
+    def publish(self, rows) -> None:
+        """Send what a relay would have sent, without settling it."""
+        producer = Producer({"bootstrap.servers": self.kafka.bootstrap_servers, "linger.ms": 5})
+        for _, event_id, topic, key in rows:
+            while True:
+                try:
+                    producer.produce(topic, b"{}", key, headers=[("ce_id", event_id)])
+                    break
+                except BufferError:
+                    producer.poll(0.1)
+        assert producer.flush(60) == 0
+
+    def published(self) -> Counter[str]:
+        """How often each event stands in the topics, for readers in read_committed."""
+        found = Counter()
+        for message in self.kafka.consume(self.topics):
+            found[dict(message.headers())["ce_id"].decode()] += 1
+        return found
+
+    def lane(self, lane: int) -> dict[str, Any]:
+        names = ("owner", "epoch", "last_batch", "lease_until", "transactional_id")
+        query = "SELECT owner, epoch, last_batch, lease_until::text, transactional_id FROM outbox.lanes WHERE lane = %s"
+        return dict(zip(names, self.run(query, lane)[0], strict=True))
+
+    def identity(self) -> str:
+        return self.run("SELECT system_identifier::text FROM pg_control_system()")[0][0]
+
+    def marker(self, batch: int, rows=()) -> Marker:
+        return Marker(batch, 1, self.identity(), 1, tuple(row[0] for row in rows), tuple(row[1] for row in rows))
+
+    def reconcile(self, *arguments: str, failpoints: str = "") -> subprocess.CompletedProcess[str]:
+        return self.command("relay", "reconcile", "--json", *arguments, failpoints=failpoints)
+
+    def command(self, *arguments: str, failpoints: str = "") -> subprocess.CompletedProcess[str]:
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("OUTBOX_")} | {
+            "OUTBOX_DATABASE_URL": self.url,
+            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": self.kafka.bootstrap_servers,
+            "OUTBOX_NAME": self.name,
+            "OUTBOX_FAILPOINTS": failpoints,
+        }
+        command = [sys.executable, *self.program, *arguments]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480, check=False)
+        assert "Traceback" not in done.stderr, done.stderr
+        return done
+
+
+@pytest.fixture
+def outbox(outbox_postgres, outbox_kafka):
+    return Outbox(outbox_postgres, outbox_kafka, 8)
+
+
+def filled(outbox: Outbox, *large: int) -> dict[int, int]:
+    """Lanes 0 to 5 have lost their markers, with events that are on Kafka and some that are not; give how many are.
+
+    Lane 2 has ``large`` many events of each kind.
+    """
+    keys = [outbox.keys(kind) for kind in (0, 1)]
+    published: dict[int, int] = {}
+    for lane in range(8):
+        sizes = large if lane == 2 else (40, 30)
+        for kind, size in enumerate(sizes):
+            outbox.add(kind, keys[kind][lane], size)
+        if lane < 6:
+            rows = outbox.rows(lane)
+            there = [row for number, row in enumerate(rows) if number % 5]
+            outbox.publish(there)
+            published[lane] = len(there)
+    outbox.run("UPDATE outbox.lanes SET last_batch = 7 WHERE lane < 6")
+    return published
+
+
+@pytest.mark.parametrize(
+    ("place", "large"),
+    [
+        ("reconcile.settling=kill@4", (80_000, 20_000)),
+        ("reconcile.marking=kill", (3_000, 1_000)),
+        ("reconcile.marked=kill", (3_000, 1_000)),
+    ],
+)
+def test_six_of_eight_lanes_with_many_rows_in_one_and_a_kill(outbox, place, large):
+    published = filled(outbox, *large)
+    wanted = {row[1] for lane in range(6) for row in outbox.rows(lane)}
+    others = [outbox.lane(lane) for lane in (6, 7)]
+    looked = outbox.reconcile()
+    assert looked.returncode == 1, looked.stderr
+    states = {state["lane"]: state for state in json.loads(looked.stdout)["lanes"]}
+    assert {lane: state["found"] for lane, state in states.items() if state["problem"]} == published
+    assert states[2]["rows"] == sum(large)
+    killed = outbox.reconcile("--apply", "--reason", "first", failpoints=place)
+    assert killed.returncode == -signal.SIGKILL
+    between = outbox.reconcile()
+    problems = [state for state in json.loads(between.stdout)["lanes"] if state["problem"]]
+    # The markers that are there go with last_batch: a relay would go on from them.
+    assert len(problems) == (0 if "marked" in place else 6)
+    repaired = outbox.reconcile("--apply", "--reason", "second")
+    assert repaired.returncode == 0, repaired.stderr
+    left = {row[1] for lane in range(6) for row in outbox.rows(lane)}
+    assert left == wanted - outbox.published().keys()
+    assert len(left) == len(wanted) - sum(published.values())
+    markers = outbox.state.last_markers(range(8))
+    for lane in range(6):
+        assert markers[lane].batch == 8
+        if "marked" not in place:
+            row = outbox.lane(lane)
+            assert (row["owner"], row["last_batch"], row["lease_until"]) == (None, 8, "-infinity")
+            assert row["transactional_id"] is None
+    assert [outbox.lane(lane) for lane in (6, 7)] == others
+    assert outbox.run("SELECT DISTINCT why FROM outbox.audit WHERE what = 'reconcile' ORDER BY why")[0] == ("first",)
+
+
+def test_one_lane_alone_and_each_topic_once(outbox, monkeypatch):
+    """In this process, to see how often the topics are read."""
+    from relay.cli.relay import reconcile as command
+
+    published = filled(outbox, 3_000, 1_000)
+    before = {lane: outbox.lane(lane) for lane in range(8) if lane != 3}
+    read: list[list[str]] = []
+
+    class Counted(topic_scan.Consumer):
+        def assign(self, partitions) -> None:
+            read.append(sorted({partition.topic for partition in partitions}))
+            super().assign(partitions)
+
+    monkeypatch.setattr(topic_scan, "Consumer", Counted)
+    monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", outbox.kafka.bootstrap_servers)
+    monkeypatch.setenv("OUTBOX_NAME", outbox.name)
+    command(lane=[3], apply=True, reason="one", database_url=outbox.url, as_json=True)
+    assert read == [sorted(outbox.topics)]
+    assert {lane: outbox.lane(lane) for lane in before} == before
+    assert outbox.lane(3)["last_batch"] == 8
+    assert len(outbox.rows(3)) == 70 - published[3]
+    read.clear()
+    command(lane=None, apply=True, reason="all", database_url=outbox.url, as_json=True)
+    assert read == [sorted(outbox.topics)]
+    assert sum(len(outbox.rows(lane)) for lane in range(6)) == 4_350 - sum(published.values())
+
+
+def test_a_lane_that_is_not_there(outbox):
+    done = outbox.reconcile("--lane", "8")
+    assert done.returncode == 1
+    assert "no lane 8" in done.stderr
+
+
+def test_a_row_that_another_session_has_locked_is_named(outbox):
+    outbox.run("UPDATE outbox.lanes SET last_batch = 7 WHERE lane = 1")
+    with psycopg.connect(outbox.url) as other:
+        other.execute("SELECT FROM outbox.lanes WHERE lane = 1 FOR UPDATE")
+        done = outbox.reconcile("--apply", "--reason", "locked")
+    assert done.returncode == 1
+    assert "lane 1: another session has its row in outbox.lanes locked" in done.stderr
+
+
+def test_a_relay_that_lives_loses_the_lanes_that_are_repaired_and_no_others(outbox, outbox_relay):
+    keys = outbox.keys(0)
+    settings = {"name": outbox.name, "delivery": "exactly-once", "relay__lease_seconds": 5}
+    relay = outbox_relay(**settings)
+    for lane in range(8):
+        outbox.add(0, keys[lane], 50)
+    wait_until(lambda: outbox.left() == 0, 60, "the outbox to drain")
+    relay.terminate()
+    relay.wait()
+    # Lane 5 only: its marker is older than its batch.
+    outbox.run("UPDATE outbox.lanes SET last_batch = last_batch + 5 WHERE lane = 5")
+    for lane in range(8):
+        outbox.add(0, keys[lane], 50)
+    outbox.publish(outbox.rows(5)[:20])
+    relay = outbox_relay(**settings)
+    relay.wait_for_log("outbox relay reconcile")
+    wait_until(lambda: outbox.left(" WHERE lane <> 5") == 0, 60, "the others")
+    epochs = dict(outbox.run("SELECT lane, epoch FROM outbox.lanes WHERE lane <> 5"))
+    done = outbox.reconcile("--apply", "--reason", "beside a relay")
+    assert done.returncode == 0, done.stderr
+    wait_until(lambda: outbox.left() == 0, 60, "lane 5")
+    assert dict(outbox.run("SELECT lane, epoch FROM outbox.lanes WHERE lane <> 5")) == epochs
+    found = outbox.published()
+    assert len(found) == 800
+    assert set(found.values()) == {1}
+    relay.terminate()
+    assert relay.wait() == 0
+
+
+# -- partitions that wait for the end of a transaction
+
+
+class Hanging(Outbox):
+    """An outbox with a batch whose transaction's markers the broker has lost.
+
+    Batch 1 of lane 0 is settled. Batch 2 is in one partition of each topic, and in the lane's partition of the state
+    topic.
+    """
+
+    program = (str(Path(__file__).parents[1] / "impatient.py"),)
+
+    def __init__(self, database, kafka: Topics) -> None:
+        super().__init__(database, kafka, 2)
+        self.former = f"{self.name}.relay.former"
+        self.id = f"{self.former}.0"
+        producer = Producer({"bootstrap.servers": kafka.bootstrap_servers, "transactional.id": self.id})
+        producer.init_transactions(60)
+        producer.begin_transaction()
+        for lane in (0, 1):
+            producer.produce(self.state.name, self.marker(1).encode(), b"marker", partition=lane)
+        producer.commit_transaction(60)
+        keys = [self.keys(kind) for kind in (0, 1)]
+        for kind in (0, 1):
+            for lane in (0, 1):
+                self.add(kind, keys[kind][lane], 5)
+        self.batch = self.rows(0)
+        self.other = self.rows(1)
+        self.run("UPDATE outbox.lanes SET last_batch = 1, transactional_id = %s", self.former)
+        self.run("UPDATE outbox.lanes SET owner = 'killed'")
+
+    def hang(self, state: bool = True) -> None:
+        transaction = HangingTransaction(self.kafka.bootstrap_servers, self.id)
+        for topic in self.topics:
+            records = [(key.encode(), b"{}", {"ce_id": event_id}) for _, event_id, of, key in self.batch if of == topic]
+            transaction.write(topic, 1, records)
+        if state:
+            transaction.write(self.state.name, 0, [(b"marker", self.marker(2, self.batch).encode(), {})])
+
+    def undecided(self) -> set[tuple[str, int]]:
+        offsets = Offsets({"bootstrap.servers": self.kafka.bootstrap_servers})
+        high = offsets.high(offsets.partitions({*self.topics, self.state.name}))
+        return {tuple(found.partition) for found in offsets.await_decided(high, 0.0)}
+
+
+@pytest.fixture(scope="module")
+def unverified():
+    """A broker that lets a producer write in a transaction which its coordinator knows nothing of."""
+    with KafkaCluster(brokers=1, settings=UNVERIFIED) as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def hanging(outbox_postgres, unverified):
+    hanging = Hanging(outbox_postgres, Topics(unverified.bootstrap_servers))
+    yield hanging
+    # What hangs in a topic that an outbox could write is named in the next test too.
+    options = {"bootstrap.servers": unverified.bootstrap_servers}
+    offsets = Offsets(options)
+    high = offsets.high(offsets.partitions({*hanging.topics, hanging.state.name}))
+    assert abort_hanging(options, options, [hanging.id], offsets.await_decided(high, 0.0)) == []
+
+
+def relay_settings(outbox: Outbox) -> dict[str, object]:
+    return {
+        "program": outbox.program,
+        "bootstrap_servers": outbox.kafka.bootstrap_servers,
+        "name": outbox.name,
+        "delivery": "exactly-once",
+        "relay__lease_seconds": 5,
+    }
+
+
+def test_a_take_over_stops_before_what_is_undecided_and_reconcile_publishes_it_once(hanging, outbox_relay):
+    hanging.hang()
+    relay = outbox_relay(**relay_settings(hanging))
+    relay.wait_for_log("KAFKA-20734", 60)
+    wait_until(lambda: not hanging.rows(1), 60, "the other lane")
+    assert len(hanging.rows(0)) == 10
+    looked = hanging.reconcile()
+    assert looked.returncode == 1
+    said = json.loads(looked.stdout)
+    assert "neither committed nor aborted" in said["lanes"][0]["problem"]
+    assert said["lanes"][1]["problem"] is None
+    assert {(part["topic"], part["partition"]): (part["events"], part["held"]) for part in said["hanging"]} == {
+        (topic, 1): (5, 5) for topic in hanging.topics
+    }
+    assert all("--start-offset" in part["command"] for part in said["hanging"])
+    assert hanging.undecided() == {(hanging.state.name, 0), *((topic, 1) for topic in hanging.topics)}
+    done = hanging.reconcile("--apply", "--reason", "the broker lost them")
+    assert done.returncode == 0, done.stderr
+    wait_until(lambda: not hanging.rows(0), 60, "the lane to go on")
+    relay.terminate()
+    assert relay.wait() == 0
+    assert hanging.published() == Counter(row[1] for row in hanging.batch + hanging.other)
+    assert hanging.undecided() == set()
+    assert hanging.reconcile().returncode == 0
+
+
+@pytest.mark.parametrize("place", ["reconcile.searched", "reconcile.settled", "reconcile.decided", "reconcile.marked"])
+def test_a_kill_while_what_hangs_is_ended_doubles_nothing(hanging, outbox_relay, place):
+    """Part of the batch is committed: it may go out again at no time."""
+    hanging.batch, visible = hanging.batch[:7], hanging.batch[7:]
+    hanging.publish(visible)
+    hanging.hang()
+    assert hanging.reconcile("--apply", "--reason", "first", failpoints=f"{place}=kill").returncode == -signal.SIGKILL
+    hanging.run("UPDATE outbox.lanes SET lease_until = '-infinity'")
+    relay = outbox_relay(**relay_settings(hanging))
+    if place in {"reconcile.searched", "reconcile.settled"}:
+        relay.wait_for_log("KAFKA-20734", 60)
+        assert hanging.reconcile("--apply", "--reason", "second").returncode == 0
+    wait_until(lambda: not hanging.rows(0) and not hanging.rows(1), 60, "the outbox to drain")
+    relay.terminate()
+    assert relay.wait() == 0
+    assert hanging.published() == Counter(row[1] for row in hanging.batch + visible + hanging.other)
+
+
+def test_what_the_outbox_has_no_more_is_not_aborted(hanging):
+    hanging.hang()
+    lost = hanging.batch[0]
+    hanging.run("DELETE FROM outbox.events WHERE id = %s", lost[0])
+    before = hanging.undecided()
+    done = hanging.reconcile("--apply", "--reason", "try")
+    assert done.returncode == 1
+    assert "of 5 events that wait behind offset 0 for the end of a transaction, the outbox has 4 rows" in done.stderr
+    assert "kafka-transactions.sh" in done.stderr
+    assert hanging.undecided() == before
+    assert len(hanging.rows(0)) == 9
+    assert hanging.lane(0)["transactional_id"] == hanging.former
+    assert hanging.lane(0)["owner"] is None
+
+
+def test_a_transaction_of_another_program_is_named_and_left_alone(hanging):
+    other = Producer(
+        {"bootstrap.servers": hanging.kafka.bootstrap_servers, "transactional.id": hanging.kafka.name("other")}
+    )
+    other.init_transactions(60)
+    other.begin_transaction()
+    other.produce(hanging.state.name, b"{}", b"key", partition=0)
+    assert other.flush(30) == 0
+    done = hanging.reconcile("--apply", "--reason", "try")
+    assert done.returncode == 1
+    assert "the end of a transaction of another producer than the lanes' rows name" in done.stderr
+    assert f"abort --topic {hanging.state.name} --partition 0 --start-offset" in done.stderr
+    other.abort_transaction(30)
+    assert hanging.reconcile().returncode == 0
+
+
+def test_what_hangs_is_ended_for_good(hanging):
+    """Nothing of it comes back when the broker is asked for committed records; what follows it does."""
+    hanging.hang(state=False)
+    hanging.publish(hanging.other)
+    settings = load(
+        database_url=hanging.url,
+        name=hanging.name,
+        delivery="exactly-once",
+        kafka={"bootstrap.servers": hanging.kafka.bootstrap_servers},
+    )
+    assert state_topic_name(settings) == hanging.state.name
+    options = client_options(settings)
+    offsets = Offsets(options)
+    undecided = offsets.await_decided(offsets.high(offsets.partitions(set(hanging.topics))), 0.0)
+    assert len(undecided) == 2
+    assert abort_hanging(producer_options(settings), options, [f"{hanging.name}.nobody"], undecided) == undecided
+    assert abort_hanging(producer_options(settings), options, [hanging.id], undecided) == []
+    assert hanging.published() == Counter(row[1] for row in hanging.other)
+    consumer = Consumer({**options, "group.id": "test", "isolation.level": "read_uncommitted"})
+    consumer.assign([TopicPartition(hanging.topics[0], 1, 0)])
+    assert len(consumer.consume(5, 30)) == 5
+    consumer.close()
+
+
+# -- release
+
+
+def test_a_lane_is_freed_whose_lease_lies_in_the_future(outbox, outbox_relay):
+    """As after a clock that jumped back by a day."""
+    outbox.run(
+        "UPDATE outbox.lanes SET owner = 'killed', epoch = 7, protocol_epoch = 7, transactional_id = 'x',"
+        " lease_until = clock_timestamp() + interval '1 day' WHERE lane = 3"
+    )
+    assert outbox.command("relay", "release", "3").returncode == 2
+    assert outbox.command("relay", "release", "9", "--reason", "clock").returncode == 1
+    done = outbox.command("relay", "release", "3", "--reason", "the clock jumped")
+    assert done.returncode == 0, done.stderr
+    assert "Lane 3 is free: killed held it until" in done.stdout
+    row = outbox.lane(3)
+    assert (row["owner"], row["epoch"], row["lease_until"], row["transactional_id"]) == (None, 8, "-infinity", "x")
+    assert "is free already" in outbox.command("relay", "release", "3", "--reason", "again").stdout
+    [(why, details)] = outbox.run("SELECT why, details FROM outbox.audit WHERE what = 'release'")
+    assert why == "the clock jumped"
+    assert details["owner"] == "killed"
+    assert 86_000 < details["lease_seconds_left"] <= 86_400
+    outbox.run("UPDATE outbox.lanes SET transactional_id = NULL WHERE lane = 3")
+    outbox.add(0, outbox.keys(0)[3], 1)
+    relay = outbox_relay(name=outbox.name)
+    wait_until(lambda: not outbox.rows(3), 60, "the lane to be taken")
+    relay.terminate()
+    assert relay.wait() == 0

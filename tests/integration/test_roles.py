@@ -1,0 +1,190 @@
+"""`outbox db roles`: each kind of role gets what it needs, and a writer can't pose as the relay."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from typer.testing import CliRunner
+
+from outbox import Event, Outbox
+from outbox.event import ATTEMPTS, DEAD_LETTER, REPLAY
+from relay import db
+from relay.cli.app import app
+from relay.operations.roles import Kind, grants
+
+DOCS = (Path(__file__).parents[2] / "docs" / "migrations.md").read_text()
+NAMES = [(kind, f"outbox_{kind}") for kind in Kind]
+
+
+def plain(statements: Any) -> set[str]:
+    """Statements without quotation marks and line breaks, to compare."""
+    return {" ".join(statement.replace('"', "").split()) for statement in statements}
+
+
+def block(title: str) -> set[str]:
+    text = DOCS.split(f"```sql\n-- {title}\n")[1].split("```")[0]
+    return plain(statement for statement in text.split(";") if statement.strip())
+
+
+def printed(*kinds: Kind, wal: bool = False) -> set[str]:
+    chosen = [(kind, f"outbox_{kind}") for kind in kinds]
+    return plain(grants(chosen, "outbox", "consumer", wal=wal, messages=False))
+
+
+def test_the_docs_list_what_the_command_prints():
+    assert block("grants") == printed(Kind.WRITER, Kind.RELAY)
+    assert block("grants of a relay with source=wal") == printed(Kind.RELAY, wal=True) - printed(Kind.RELAY)
+    assert block("grants of the operator") == printed(Kind.OPERATOR)
+
+
+@pytest.fixture
+def roles(outbox_postgres) -> Iterator[Callable[[str], str]]:
+    """Makes roles that may log in, and gives their names."""
+    made: list[str] = []
+    with outbox_postgres.connect(autocommit=True) as admin:
+
+        def make(kind: str) -> str:
+            made.append(f"{kind}_{outbox_postgres.name}")
+            admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(made[-1])))
+            return made[-1]
+
+        yield make
+        for name in made:
+            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)))
+
+
+def run(database: Any, *arguments: str, status: int = 0, **environment: str) -> str:
+    environment = {"OUTBOX_DATABASE_URL": database.url} | environment
+    done = CliRunner().invoke(app, ["db", "roles", *arguments], env=environment)
+    assert done.exit_code == status, (done.output, done.exception)
+    return done.stdout if status == 0 else done.stderr
+
+
+def test_the_command_prints_and_changes_nothing_unless_it_is_told_to(outbox_postgres, roles):
+    text = run(outbox_postgres)
+    for kind in ("writer", "relay", "operator", "page"):
+        assert f'GRANT USAGE ON SCHEMA "outbox" TO "outbox_{kind}";' in text
+    assert "outbox_consumer" not in text
+    assert "pg_logical_emit_message" not in text
+    assert "REPLICATION" not in text
+    assert "ALTER ROLE" in run(outbox_postgres, OUTBOX_SOURCE="wal")
+    assert "pg_logical_emit_message" in run(outbox_postgres, OUTBOX_WAL__MESSAGES="true")
+    writer = roles("writer")
+    run(outbox_postgres, f"writer={writer}")
+    with psycopg.connect(outbox_postgres.url, user=writer) as connection:
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            Outbox().add(connection, Event("Order", "1", "T"))
+    assert run(outbox_postgres, f"writer={writer}", "--apply").endswith("-- granted\n")
+    with psycopg.connect(outbox_postgres.url, user=writer) as connection:
+        Outbox().add(connection, Event("Order", "1", "T"))
+
+
+@pytest.mark.parametrize("header", [DEAD_LETTER, ATTEMPTS, REPLAY, "outbox-later"])
+def test_a_writer_can_not_pose_as_the_relay(outbox_postgres, roles, header):
+    writer = roles("writer")
+    with outbox_postgres.connect(autocommit=True) as admin:
+        # As an earlier version's page had it.
+        admin.execute(
+            sql.SQL("GRANT USAGE ON SCHEMA outbox TO {0}; GRANT INSERT ON outbox.events TO {0}").format(
+                sql.Identifier(writer)
+            )
+        )
+    run(outbox_postgres, f"writer={writer}", "--apply")
+    insert = (
+        "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, headers{}) VALUES ('A', '1', 'T', {}{})"
+    )
+    headers = f"jsonb_build_object('tenant', 'acme', '{header}', 'x')"
+    with psycopg.connect(outbox_postgres.url, user=writer, autocommit=True) as connection:
+        with pytest.raises(psycopg.errors.CheckViolation, match="events_relay_headers"):
+            connection.execute(insert.format("", headers, ""))
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            connection.execute(insert.format(", from_relay", headers, ", true"))
+        connection.execute(insert.format("", """'{"tenant": "outbox-", "x-outbox-": "1"}'""", ""))
+
+
+def test_messages_are_the_writers_and_the_relays_alone(outbox_postgres, roles):
+    writer, relay, other = roles("writer"), roles("relay"), roles("other")
+    emit = "SELECT pg_logical_emit_message(false, 'p', {})"
+    run(outbox_postgres, f"writer={writer}", f"relay={relay}", "--messages", "--apply")
+    for role in (writer, relay):
+        with psycopg.connect(outbox_postgres.url, user=role) as connection:
+            connection.execute(emit.format("'text'"))
+            connection.execute(emit.format("'\\x00'::bytea"))
+    with psycopg.connect(outbox_postgres.url, user=other) as connection:
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            connection.execute(emit.format("'text'"))
+
+
+def test_who_is_no_superuser_can_not_take_messages_away_from_others_and_is_told_so(outbox_postgres, roles):
+    owner, writer = roles("owner"), roles("writer")
+    with outbox_postgres.connect(autocommit=True) as admin:
+        admin.execute(
+            sql.SQL("ALTER SCHEMA outbox OWNER TO {0}; ALTER TABLE outbox.events OWNER TO {0}").format(
+                sql.Identifier(owner)
+            )
+        )
+    url = outbox_postgres.url.replace("postgres@", f"{owner}@")
+    line = run(outbox_postgres, f"writer={writer}", "--messages", "--apply", "--database-url", url, status=1)
+    assert "superuser" in line
+    assert line.count("\n") == 1
+    rights = "SELECT has_any_column_privilege(%s, 'outbox.events', 'INSERT')"
+    with outbox_postgres.connect(autocommit=True) as admin:
+        assert admin.execute(rights, (writer,)).fetchone() == (False,)
+        run(outbox_postgres, f"writer={writer}", "--apply", "--database-url", url)
+        assert admin.execute(rights, (writer,)).fetchone() == (True,)
+        admin.execute(sql.SQL("REASSIGN OWNED BY {} TO CURRENT_USER").format(sql.Identifier(owner)))
+
+
+def test_a_page_reads_and_a_consumer_has_its_own_schema(outbox_postgres, roles):
+    page, consumer = roles("page"), roles("consumer")
+    db.upgrade_consumer(outbox_postgres.url)
+    run(outbox_postgres, f"page={page}", f"consumer={consumer}", "--apply")
+    with psycopg.connect(outbox_postgres.url, user=page, autocommit=True) as connection:
+        for table in ("events", "lanes", "relays", "failures", "dead_letters", "published", "streams", "audit"):
+            connection.execute(sql.SQL("SELECT * FROM {}").format(sql.Identifier("outbox", table)))
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                connection.execute(sql.SQL("DELETE FROM {}").format(sql.Identifier("outbox", table)))
+    with psycopg.connect(outbox_postgres.url, user=consumer, autocommit=True) as connection:
+        for table in ("groups", "offsets", "processed_messages", "dead_letters", "losses", "reservations"):
+            connection.execute(sql.SQL("DELETE FROM {}").format(sql.Identifier("consumer", table)))
+        connection.execute("SELECT * FROM consumer.audit")
+        for refused in ("DELETE FROM consumer.audit", "SELECT * FROM outbox.events"):
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                connection.execute(refused)
+
+
+def test_names_that_want_care(outbox_postgres, roles):
+    name = "we\"ird %s %% $x$ ; --'"
+    with outbox_postgres.connect(autocommit=True) as admin:
+        admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
+        try:
+            run(outbox_postgres, f"writer={name}", f"relay={name}", "--messages", "--apply")
+            assert admin.execute(
+                "SELECT has_function_privilege(%s, 'pg_logical_emit_message(boolean, text, text, boolean)', 'EXECUTE')",
+                (name,),
+            ).fetchone() == (True,)
+        finally:
+            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)))
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown", "status"),
+    [
+        ("writer", "'writer' must be KIND=ROLE, with a kind of writer, relay, operator, page, consumer", 2),
+        ("reader=x", "'reader=x' must be KIND=ROLE", 2),
+        ("writer=", "'' can't be the name of a role", 2),
+        (f"writer={'x' * 64}", "can't be the name of a role", 2),
+        ("writer=$outbox$", "can't be the name of a role", 2),
+        ("writer=nobody_at_all", 'role "nobody_at_all" does not exist; make the role first', 1),
+    ],
+)
+def test_what_can_not_be_granted_is_one_line(outbox_postgres, argument, shown, status):
+    line = run(outbox_postgres, argument, "--apply", status=status)
+    assert shown in line
+    assert re.fullmatch(r"outbox: [^\n]*\n", line)

@@ -1,0 +1,228 @@
+"""A task commits only what it has seen the end of: 25,000 messages in a partition, and a fault behind the first 10,000.
+
+Spark hands rows over in batches of 10,000. When something upstream of the task fails, the task sees the end of its rows
+at the next border between two batches, as if they had all come (spark_jobs.task_input).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from bench import Bench
+from confluent_kafka import Producer
+from pyspark.sql import functions
+from uuid_utils.compat import uuid7
+
+from outbox.testing.fixtures import Topics
+from spark_jobs import batch, rounds, session, task_input
+from spark_jobs.effects import Insert
+from spark_jobs.errors import EffectFailed
+from spark_jobs.job import ConsumerJob
+
+pytestmark = pytest.mark.spark
+
+MESSAGES = 25_000
+FAULT = 15_000
+IN_THE_THIRD = 22_000
+"""In the third batch of 10,000: the task gets the first one when Spark has the first row of the second."""
+
+Transform = Callable[[Any], Any]
+
+
+@pytest.fixture(scope="module")
+def topics(outbox_kafka_cluster) -> Iterator[dict[str, str]]:
+    """Two topics of one partition with the same numbers: ``good``, and ``bad``, where one message is no JSON."""
+    with Topics(outbox_kafka_cluster.bootstrap_servers) as made:
+        names = {name: made.create_topic(made.name(name), 1) for name in ("good", "bad")}
+        producer = Producer({"bootstrap.servers": made.bootstrap_servers, "queue.buffering.max.messages": 2 * MESSAGES})
+        for name, topic in names.items():
+            for n in range(MESSAGES):
+                value = b"no JSON" if (name, n) == ("bad", FAULT) else json.dumps({"n": n}).encode()
+                producer.produce(topic, value, str(n % 100), headers=[("ce_id", str(uuid7()).encode())])
+        assert producer.flush(60) == 0
+        yield names
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "partition": {"effect": "INSERT INTO seen SELECT n, message_offset FROM batch ORDER BY message_offset"},
+    "direct": {"effect": Insert("seen", {"n": "n", "at": "message_offset"})},
+    "batch": {
+        "effect": "INSERT INTO seen SELECT n, message_offset FROM batch ORDER BY message_offset",
+        "atomic": "batch",
+    },
+}
+
+
+def job(bench: Bench, topic: str, way: str, transform: Transform | None) -> ConsumerJob:
+    # No constraint on ``seen``: whatever is applied twice shows.
+    setup = "CREATE TABLE IF NOT EXISTS seen (n int, at bigint)"
+    return ConsumerJob("input", (topic,), schema="n int", setup=setup, transform=transform, **WAYS[way])
+
+
+def check(bench: Bench, *, dead: int) -> None:
+    """Every message has one effect or is a dead letter, and the group stands at the end."""
+    counted = bench.rows("SELECT count(*), count(DISTINCT n), count(*) FILTER (WHERE n <> at) FROM seen")
+    assert counted == [(MESSAGES - dead, MESSAGES - dead, 0)]
+    assert bench.rows("SELECT next_offset, applied, duplicates, dead FROM consumer.offsets") == [
+        (MESSAGES, MESSAGES - dead, 0, dead)
+    ]
+    letters = bench.rows("SELECT message_offset, reason FROM consumer.dead_letters")
+    assert letters == [(FAULT, "undecodable")] * dead
+
+
+def nothing_moved(bench: Bench) -> None:
+    assert bench.rows("SELECT next_offset FROM consumer.offsets") == [(0,)]
+    assert bench.rows("SELECT count(*) FROM seen") == [(0,)]
+
+
+@pytest.mark.parametrize(
+    ("way", "transform"),
+    [("partition", None), ("partition", "same"), ("direct", "same"), ("batch", None)],
+)
+def test_a_message_that_does_not_decode_costs_one_row(bench, topics, way, transform):
+    made = job(bench, topics["bad"], way, (lambda rows: rows) if transform else None)
+    totals = bench.once(made)
+    assert (totals.applied, totals.dead) == (MESSAGES - 1, 1)
+    check(bench, dead=1)
+
+
+def fault_at(
+    number: int,
+    *,
+    once: Path | None = None,
+    while_there: Path | None = None,
+    seen: Path | None = None,
+    kills: bool = False,
+) -> Any:
+    """Return a function of a number that has a fault at this one, and returns it otherwise.
+
+    once         The fault is there once; then this file is.
+    while_there  The fault is there while this file is.
+    seen         The fault waits for this file, which ``announcing`` makes: without rows there is nothing to commit.
+    kills        The fault ends the Python worker with SIGKILL instead of raising an error.
+    """
+
+    def passed(n: Any) -> Any:
+        faulty = n == number and (once is None or not once.exists()) and (while_there is None or while_there.exists())
+        if not faulty:
+            return n
+        deadline = time.monotonic() + 120
+        while seen is not None and not seen.exists():
+            assert time.monotonic() < deadline, "no rows have come to the task"
+            time.sleep(0.01)
+        if once is not None:
+            once.touch()
+        if kills:
+            os.kill(os.getpid(), signal.SIGKILL)
+        raise RuntimeError("the transform fails here")
+
+    return passed
+
+
+def by_map(passed: Callable[[Any], Any]) -> Transform:
+    """Return a transform that gives its rows in small batches: what the worker has written last, it still holds."""
+
+    def pieces(frames: Iterator[Any]) -> Iterator[Any]:
+        for frame in frames:
+            for first in range(0, len(frame), 500):
+                piece = frame[first : first + 500]
+                yield piece.assign(n=piece["n"].map(passed))
+
+    return lambda rows: rows.mapInPandas(pieces, rows.schema)
+
+
+def by_udf(passed: Callable[[Any], Any]) -> Transform:
+    return lambda rows: rows.withColumn("n", functions.udf(lambda n: passed(n), "int", useArrow=True)("n"))
+
+
+def unchecked() -> Callable[[Any], task_input.TaskInput]:
+    """Return a function that takes a task's rows as a consumer does that believes in their end."""
+    return lambda batches: task_input.TaskInput(batches, lambda: None)
+
+
+def elsewhere() -> Callable[[Any], task_input.TaskInput]:
+    """Return a function that looks for the proof outside of the worker's own thread, where there is none."""
+
+    def from_spark(batches: Any) -> task_input.TaskInput:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(task_input.from_spark, batches).result()
+
+    return from_spark
+
+
+def announcing(seen: Path) -> Callable[[Any], task_input.TaskInput]:
+    """Return a function that takes a task's rows as it should, and makes a file when the first ones have come."""
+
+    def from_spark(batches: Any) -> task_input.TaskInput:
+        def passed() -> Iterator[Any]:
+            for one in batches:
+                seen.touch()
+                yield one
+
+        return task_input.from_spark(passed())
+
+    return from_spark
+
+
+def given_by(monkeypatch: pytest.MonkeyPatch, from_spark: Callable[[Any], task_input.TaskInput]) -> None:
+    """Let tasks get their rows from another function, which travels to the executors with the code of a round."""
+    for module in (rounds, batch):
+        monkeypatch.setattr(module, "task_input", SimpleNamespace(from_spark=from_spark))
+
+
+def test_a_running_session_has_what_the_consumer_counts_on(spark):
+    """Where Spark's own configuration has another list of sources, a job with a transform would be refused."""
+    assert {name: spark.conf.get(name) for name in session.REQUIRED_CONF} == session.REQUIRED_CONF
+    assert "kafka" in spark.conf.get("spark.sql.sources.useV1SourceList").split(",")
+
+
+@pytest.mark.parametrize("way", ["partition", "direct"])
+def test_without_the_proof_a_part_is_committed_as_the_whole(bench, topics, monkeypatch, way):
+    """The mutation "commit at the iterator's end", on Spark as it is."""
+    given_by(monkeypatch, unchecked())
+    totals = bench.once(job(bench, topics["bad"], way, lambda rows: rows))
+    assert totals.dead == 0
+    with pytest.raises(AssertionError):
+        check(bench, dead=1)
+    assert bench.rows("SELECT next_offset FROM consumer.offsets") == [(MESSAGES,)]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_where_the_end_can_not_be_checked_nothing_is_committed(bench, topics, monkeypatch, way):
+    given_by(monkeypatch, elsewhere())
+    with pytest.raises(EffectFailed, match=r"InputUnproven: .*can't be checked.*remove spark\.python\.worker\.module"):
+        bench.once(job(bench, topics["good"], way, None))
+    nothing_moved(bench)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_transform_that_fails_moves_nothing_and_the_next_run_completes(bench, topics, monkeypatch, tmp_path, way):
+    """All tries of the task fail and end the job; in the next run one try does, and the next try has all rows."""
+    broken, failed, seen = (tmp_path / name for name in ("broken", "failed", "seen"))
+    broken.touch()
+    with pytest.raises(EffectFailed, match="RuntimeError: the transform fails here"):
+        bench.once(job(bench, topics["good"], way, by_udf(fault_at(IN_THE_THIRD, while_there=broken))))
+    nothing_moved(bench)
+    broken.unlink()
+    given_by(monkeypatch, announcing(seen))
+    totals = bench.once(job(bench, topics["good"], way, by_map(fault_at(FAULT, once=failed, seen=seen))))
+    assert (failed.exists(), totals.applied) == (True, MESSAGES)
+    check(bench, dead=0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_transform_whose_worker_is_killed(bench, topics, monkeypatch, tmp_path, way):
+    killed, seen = tmp_path / "killed", tmp_path / "seen"
+    given_by(monkeypatch, announcing(seen))
+    totals = bench.once(job(bench, topics["good"], way, by_map(fault_at(FAULT, once=killed, seen=seen, kills=True))))
+    assert (killed.exists(), totals.applied) == (True, MESSAGES)
+    check(bench, dead=0)

@@ -1,0 +1,117 @@
+"""The course of ``make chaos``: the same seed gives the same course, and courses hold what they are meant to."""
+
+from __future__ import annotations
+
+import statistics
+from collections import Counter
+from itertools import islice, product
+
+import pytest
+from chaos.course import (
+    HOT_KEY,
+    KIND_NAMES,
+    LATER,
+    MAX_SIZE,
+    ORDER,
+    REFUSED_BYTES,
+    SMALL,
+    STRICT,
+    Configuration,
+    Course,
+    course_of,
+    transactions,
+)
+
+from relay import failpoints
+
+CONFIGURATIONS = [
+    Configuration(source, delivery, brokers)
+    for source, delivery, brokers in product(("polling", "wal"), ("at-least-once", "exactly-once"), (1, 3))
+]
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
+def test_the_same_seed_gives_the_same_course(configuration):
+    for seed in range(3):
+        course = course_of(seed, configuration)
+        assert course == course_of(seed, configuration)
+        assert str(course) == str(course_of(seed, configuration))
+        assert course.faults != course_of(seed + 1, configuration).faults
+        for writer in range(2):
+            first = list(islice(transactions(seed, configuration, writer), 50))
+            assert first == list(islice(transactions(seed, configuration, writer), 50))
+            assert first != list(islice(transactions(seed + 1, configuration, writer), 50))
+    assert list(islice(transactions(0, configuration, 0), 9)) != list(islice(transactions(0, configuration, 1), 9))
+
+
+def test_a_course_shows_its_whole_plan():
+    course = course_of(3, CONFIGURATIONS[0])
+    shown = str(course)
+    assert shown.count("\n") >= len(course.faults)
+    assert f"{course.lanes} lanes" in shown
+    assert "promote" in shown
+
+
+def courses(configuration: Configuration) -> list[Course]:
+    return [course_of(seed, configuration) for seed in range(1, 6)]
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
+def test_five_seeds_have_every_fault(configuration):
+    found = courses(configuration)
+    kinds = {fault.name for course in found for fault in course.faults}
+    expected = {"relay_kill", "relay_term", "relay_pause", "broker_kill", "broker_pause", "postgres_kill"}
+    expected |= {"postgres_cut", "postgres_blackhole", "promote"}
+    network = {"kafka_cut", "kafka_blackhole", "kafka_requests"}
+    assert kinds == (expected | network if configuration.brokers == 1 else expected)
+    assert {course.lanes for course in found} == {4, 256}
+    assert {course.last_relays for course in found} <= {1, 3}
+    for course in found:
+        assert len(course.faults) >= 12
+        assert all(0 < fault.at < configuration.seconds for fault in course.faults)
+        assert all(fault.target < max(3, configuration.brokers) for fault in course.faults)
+        assert 0 < course.topic_created_at < configuration.seconds / 2
+        assert sum(fault.name == "promote" for fault in course.faults) == course.standby
+
+
+@pytest.mark.parametrize("configuration", CONFIGURATIONS, ids=str)
+def test_failpoints_are_those_of_the_configuration(configuration, monkeypatch):
+    monkeypatch.setattr(failpoints, "_armed", {})
+    armed = " ".join(text for course in courses(configuration) for text in course.failpoints if text)
+    failpoints.arm(armed)
+    assert ("txn." in armed) == (configuration.delivery == "exactly-once")
+    assert ("stream." in armed) == (configuration.source == "wal")
+    assert "reconcile." not in armed
+    assert course_of(1, configuration).failpoint(10**6) == ""
+
+
+def test_the_load_has_what_the_relay_must_bear():
+    some = list(islice(transactions(1, CONFIGURATIONS[0], 0), 1500))
+    writes = [write for each in some for write in each.writes]
+    sizes = [write.size for write in writes]
+    assert min(sizes) == -1
+    assert {1, 2, 3} <= set(sizes)
+    assert 500_000 < max(sizes) <= MAX_SIZE
+    assert statistics.mean(sizes) < 5000
+    assert 0.15 < sum(write.key == HOT_KEY for write in writes) / len(writes) < 0.25
+    assert len({write.key for write in writes}) > 15_000
+    counts = Counter(write.kind for write in writes)
+    assert set(counts) == set(range(len(KIND_NAMES)))
+    assert counts[ORDER] > len(writes) / 2
+    poisoned = [write for write in writes if write.poisoned]
+    assert {write.kind for write in poisoned} == {SMALL, STRICT}
+    assert 0 < len(poisoned) < len(writes) / 1000
+    assert all(write.size >= 2 * REFUSED_BYTES and not write.json for write in poisoned)
+    assert all(write.size <= 2000 for write in writes if write.kind in {LATER, SMALL, STRICT} and not write.poisoned)
+    assert max(len(each.writes) for each in some) > 250
+    for which in (lambda each: each.hold, lambda each: each.rolled_back, lambda each: each.undone):
+        assert 0 < sum(bool(which(each)) for each in some) < len(some) / 5
+    assert 0.4 < sum(each.lossy for each in some) / len(some) < 0.6
+
+
+def test_late_transactions_and_savepoints_hold_nobody_up():
+    """They lock keys of their own writer: two writers can't wait for each other."""
+    for writer in range(2):
+        for each in islice(transactions(1, CONFIGURATIONS[0], writer), 500):
+            own = each.undone + (each.writes if each.hold else ())
+            assert all(write.key.startswith(f"w{writer}-") for write in own)

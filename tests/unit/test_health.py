@@ -1,0 +1,129 @@
+"""When a worker is ready, and what its lanes wait for: by a clock that the test turns."""
+
+from __future__ import annotations
+
+import time
+
+import pytest
+
+from outbox.errors import SchemaError
+from relay.database import StandingError
+from relay.health import Reason, Wait, WorkerHealth, reason_of
+from relay.lease import Lease
+from relay.marker import StateLost
+from relay.ports import (
+    BatchRefused,
+    BrokerUnavailable,
+    DatabaseUnavailable,
+    LaneBusy,
+    Late,
+    Unavailable,
+    UndecidedTransaction,
+)
+from relay.slot import StreamLost
+
+STANDING = 30.0
+
+
+class Worker:
+    """Two lanes, held and renewed; the loop turns and the control loop ticks with the clock."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.leases = [Lease(lane, 1, 1000.0, time.monotonic()) for lane in (0, 1)]
+        self.health = WorkerHealth(STANDING, lambda: self.now)
+        self.turned_at = self.now
+        self.health.ticked(started=True)
+
+    def later(self, seconds: float) -> None:
+        self.now += seconds
+        self.turned_at = self.now
+        self.health.ticked(started=True)
+
+    def ready(self, *, away: bool = False) -> bool:
+        return self.health.look(self.leases, self.turned_at, away=away).ready
+
+    def waits(self) -> list[Wait]:
+        return list(self.health.look(self.leases, self.turned_at).waits)
+
+
+@pytest.fixture
+def worker():
+    return Worker()
+
+
+def test_a_lane_stands_still_from_its_first_failure_on_whatever_the_reason_is_now(worker):
+    assert worker.health.waits([1], BrokerUnavailable("away")) == 0.0
+    worker.later(STANDING / 2)
+    assert worker.waits() == [Wait(Reason.KAFKA, [1], STANDING / 2)]
+    assert worker.health.waits([1], LaneBusy(1)) == STANDING / 2
+    assert worker.ready()
+    worker.later(STANDING / 2)
+    assert worker.waits() == [Wait(Reason.LANE_LOCKED, [1], STANDING)]
+    assert not worker.ready()
+    worker.health.goes_on([1])
+    assert (worker.waits(), worker.ready()) == ([], True)
+    assert worker.health.waits([1], LaneBusy(1)) == 0.0
+
+
+def test_lanes_that_are_not_held_any_more_do_not_count(worker):
+    worker.health.waits([0, 1, 2], StateLost("gone"))
+    worker.later(STANDING)
+    assert worker.waits() == [Wait(Reason.STATE_LOST, [0, 1], STANDING)]
+    worker.leases.clear()
+    assert (worker.waits(), worker.ready()) == ([], True)
+
+
+def test_a_lease_that_has_run_out_is_a_wait_since_then(worker):
+    worker.leases[1] = Lease(1, 1, 10.0, time.monotonic() - 25.0)
+    (wait,) = worker.waits()
+    assert (wait.reason, wait.lanes, round(wait.seconds)) == (Reason.LEASE_EXPIRED, [1], 15)
+    assert worker.ready()
+    worker.leases[1] = Lease(1, 1, 10.0, time.monotonic() - 10.0 - STANDING)
+    assert not worker.ready()
+    # What the loop knows of it says more.
+    worker.health.waits([1], LaneBusy(1))
+    assert [wait.reason for wait in worker.waits()] == [Reason.LANE_LOCKED]
+
+
+def test_a_turn_that_does_not_end(worker):
+    worker.health.waits([0], BrokerUnavailable("away"))
+    worker.now += STANDING
+    assert worker.waits() == [Wait(Reason.KAFKA, [0], STANDING), Wait(Reason.TURN_UNFINISHED, [1], STANDING)]
+    assert not worker.ready()
+
+
+def test_it_is_ready_once_it_has_started_and_for_as_long_as_it_reaches_postgres(worker):
+    health = worker.health = WorkerHealth(STANDING, lambda: worker.now)
+    assert not worker.ready()
+    health.ticked(started=False)
+    assert not worker.ready()
+    health.ticked(started=True)
+    assert worker.ready()
+    # A standby that takes lanes over has not lost its readiness.
+    health.ticked(started=False)
+    assert worker.ready()
+    assert not worker.ready(away=True)
+    worker.now = worker.turned_at = worker.now + STANDING
+    assert not worker.ready()
+    health.ticked(started=False)
+    assert worker.ready()
+
+
+@pytest.mark.parametrize(
+    ("error", "reason"),
+    [
+        (StreamLost("x"), "stream_lost"),
+        (StateLost("x"), "state_lost"),
+        (UndecidedTransaction.at("t", 0, 1, 2, 3.0), "undecided_transaction"),
+        (LaneBusy(1), "lane_locked"),
+        (Late("x"), "kafka_unavailable"),
+        (BatchRefused("x"), "kafka_unavailable"),
+        (DatabaseUnavailable("x"), "postgres_unavailable"),
+        (StandingError("x"), "postgres_refuses"),
+        (SchemaError("x"), "postgres_refuses"),
+        (Unavailable("x"), "other"),
+    ],
+)
+def test_each_error_has_a_reason(error, reason):
+    assert reason_of(error) == reason

@@ -1,0 +1,246 @@
+"""Producers and addresses, without a server."""
+
+from __future__ import annotations
+
+import gc
+import time
+import weakref
+
+import psycopg
+import pytest
+from confluent_kafka import KafkaError
+
+from outbox.errors import ConfigurationError, SchemaError
+from outbox.urls import display_url
+from relay.config import load, producer_options
+from relay.database import Connector, unavailable_on_error
+from relay.kafka.producer import Sender
+from relay.kafka.topics import Topics
+from relay.ports import BatchRefused, BrokerUnavailable, Claim, Late, Refused, TopicUnusable, Unavailable
+from relay.routing import Router
+
+OPTIONS = {"bootstrap.servers": "127.0.0.1:1"}
+
+
+def test_a_sender_that_was_closed_is_gone_and_its_producer_with_it():
+    """Without waiting for the collector of rings: each failure of a lane makes a new producer, with its own threads."""
+    topics = Topics(OPTIONS, create=False)
+    gc.disable()
+    try:
+        sender = Sender(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop")
+        sender.send({}, soon())
+        gone = weakref.ref(sender)
+        sender.close()
+        del sender
+        assert gone() is None
+    finally:
+        gc.enable()
+
+
+class AllThere(Topics):
+    def require(self, topic: str) -> None:
+        """No broker is asked."""
+
+
+def claim(lane: int, position: int, kind: str = "Order", key: str = "k", value: bytes = b"{}") -> Claim:
+    return Claim(position, f"id{position}", kind, key, "T", "", value, None, lane=lane)
+
+
+def events(lane: int, count: int) -> list[Claim]:
+    return [claim(lane, 100 * lane + n) for n in range(1, count + 1)]
+
+
+def new_sender(router: Router | None = None, **options: str) -> Sender:
+    """A sender to a broker that is not there."""
+    known = producer_options(load(kafka={**OPTIONS, **options}))
+    return Sender(known, router or Router(), AllThere(OPTIONS, create=False), "/shop")
+
+
+def soon() -> float:
+    return time.monotonic() + 60
+
+
+def failure_of(count: int, *, late: bool) -> Unavailable:
+    """What a sender says of a turn of so many events of two lanes and their markers when no broker is there."""
+    sender = new_sender()
+    sender.send({0: events(0, count), 3: events(3, count)}, soon())
+    for lane in (0, 3):
+        sender.send_marker("outbox.relay.state", lane, b"{}", soon())
+    if not late:
+        # As if another producer had fenced this one.
+        sender.producer.purge()
+    sender.drain(time.monotonic() if late else soon())
+    assert sender.failed
+    assert sender.acknowledged() == {0: [], 3: []}
+    failure, blamed = sender.failure(4)
+    assert list(blamed) == []
+    sender.close()
+    return failure
+
+
+def test_what_was_not_acknowledged_is_said_in_a_sentence():
+    late = failure_of(0, late=True)
+    assert isinstance(late, Late)
+    assert str(late) == "Kafka: no acknowledgement within 4 s"
+    assert str(failure_of(2, late=True)) == "Kafka: no acknowledgement within 4 s (4 of 4 events not acknowledged)"
+    dropped = failure_of(2, late=False)
+    assert type(dropped) is BrokerUnavailable
+    assert str(dropped) == "Kafka: the batch was dropped (4 of 4 events not acknowledged)"
+
+
+def test_a_failed_marker_is_named_with_its_lane_and_no_event_is_at_fault_for_it():
+    sender = new_sender()
+    sender.send({0: events(0, 2), 3: events(3, 2)}, soon())
+    sender.send_marker("outbox.relay.state", 3, b"{}", soon())
+    sender.close()
+    sender._failed.clear()
+
+    def said(code: int) -> tuple[Unavailable, list[int]]:
+        sender._on_marker(3, KafkaError(code), None)
+        failure, blamed = sender.failure(4)
+        return failure, list(blamed)
+
+    fenced, blamed = said(KafkaError.INVALID_PRODUCER_EPOCH)
+    assert str(fenced).startswith("Kafka, sending the marker of lane 3: Broker: ")
+    assert (type(fenced), blamed) == (BrokerUnavailable, [])
+    assert "events" not in str(fenced)
+    forbidden, blamed = said(KafkaError.TOPIC_AUTHORIZATION_FAILED)
+    assert (type(forbidden), blamed) == (BrokerUnavailable, [])
+    # The marker of fewer events is smaller: only this lane's batch is halved.
+    large, blamed = said(KafkaError.MSG_SIZE_TOO_LARGE)
+    assert (type(large), blamed) == (BatchRefused, [3])
+    del sender.sent[3][1:]
+    large, blamed = said(KafkaError.MSG_SIZE_TOO_LARGE)
+    assert (type(large), blamed) == (BrokerUnavailable, [])
+
+
+def failed(sender: Sender, *failures: tuple[Claim, int]) -> tuple[Unavailable, list[int]]:
+    """What a sender says when these events come back with these errors, and no marker does."""
+    sender.close()
+    sender._failed.clear()
+    for item, code in failures:
+        sender._on_failure(item, KafkaError(code), None)
+    failure, blamed = sender.failure(4)
+    return failure, list(blamed)
+
+
+def test_the_lanes_of_which_the_broker_refuses_something_are_blamed_and_not_those_behind_them():
+    sender = new_sender()
+    turn = {lane: events(lane, 2) for lane in range(4)}
+    sender.send(turn, soon())
+    failure, blamed = failed(
+        sender,
+        (turn[0][0], KafkaError._PURGE_QUEUE),
+        (turn[1][0], KafkaError.MSG_SIZE_TOO_LARGE),
+        (turn[1][1], KafkaError._PURGE_INFLIGHT),
+        (turn[3][1], KafkaError.INVALID_RECORD),
+    )
+    assert (type(failure), blamed) == (BatchRefused, [1, 3])
+    assert "'order-events'" in str(failure)
+    assert {lane: [item.position for item, _ in results] for lane, results in sender.acknowledged().items()} == {
+        0: [2],
+        1: [],
+        2: [201, 202],
+        3: [301],
+    }
+
+
+def test_a_failure_that_is_nobodys_fault_names_the_topic_and_the_cause():
+    sender = new_sender()
+    turn = {0: events(0, 2), 1: events(1, 1)}
+    sender.send(turn, soon())
+    failure, blamed = failed(
+        sender, (turn[0][0], KafkaError._PURGE_QUEUE), (turn[1][0], KafkaError.NOT_ENOUGH_REPLICAS)
+    )
+    assert (type(failure), blamed) == (BrokerUnavailable, [])
+    assert str(failure).startswith("Kafka, sending to 'order-events': Broker: Not enough")
+    assert str(failure).endswith("(2 of 3 events not acknowledged)")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"), [(KafkaError.TOPIC_AUTHORIZATION_FAILED, "grant it WRITE"), (KafkaError.TOPIC_EXCEPTION, "route")]
+)
+def test_what_the_broker_says_of_a_topic_is_the_topics_state_and_blames_no_lane(code, said):
+    sender = new_sender()
+    turn = {0: [claim(0, 1), claim(0, 2, "Invoice")], 1: [claim(1, 101, "Invoice")]}
+    sender.send(turn, soon())
+    assert sender.paused() == frozenset()
+    failure, blamed = failed(sender, (turn[0][1], code), (turn[0][0], KafkaError._PURGE_QUEUE))
+    assert isinstance(failure, TopicUnusable)
+    assert (failure.topic, blamed) == ("invoice-events", [])
+    assert said in str(failure)
+    assert sender.paused() == {("Invoice", False)}
+
+
+def test_a_refused_event_holds_up_its_key_in_its_lane_and_no_other():
+    sender = new_sender(**{"message.max.bytes": "2000"})
+    large = claim(0, 2, key="a", value=b"x" * 3000)
+    turn = {
+        0: [claim(0, 1), large, claim(0, 3, key="a"), claim(0, 4, key="b")],
+        1: [claim(1, 101, key="c")],
+    }
+    sender.send(turn, soon())
+    assert {lane: [item.position for item in sent] for lane, sent in sender.sent.items()} == {0: [1, 4], 1: [101]}
+    [(item, refused)] = sender.refused[0]
+    assert (item, type(refused)) == (large, Refused)
+    assert "max.message.bytes" in refused.reason
+    assert sender.refused[1] == []
+    assert sender.left_out == set()
+    # Where an event of its key failed before it, that one comes first.
+    sender.close()
+    sender._failed.clear()
+    sender._on_failure(claim(0, 1, key="a"), KafkaError(KafkaError.NOT_ENOUGH_REPLICAS), None)
+    assert sender.refused_first() == {0: [], 1: []}
+    sender._failed.clear()
+    assert [item for item, _ in sender.refused_first()[0]] == [large]
+    assert [item for item, _ in sender.refused_first(aborted=True)[0]] == [large]
+
+
+class OneMissing(AllThere):
+    def require(self, topic: str) -> None:
+        if topic == "invoice-events":
+            raise TopicUnusable(topic, "it is not there")
+
+
+def test_events_of_a_topic_that_is_not_there_are_left_out_with_their_key_and_the_lane_says_so():
+    options = producer_options(load(kafka=OPTIONS))
+    sender = Sender(options, Router(), OneMissing(OPTIONS, create=False), "/shop")
+    turn = {
+        0: [claim(0, 1), claim(0, 2, "Invoice"), claim(0, 3), claim(0, 4, "Invoice", key="other")],
+        1: [claim(1, 101)],
+    }
+    sender.send(turn, soon())
+    sender.close()
+    assert {lane: [item.position for item in sent] for lane, sent in sender.sent.items()} == {0: [1, 3], 1: [101]}
+    assert sender.left_out == {0}
+    assert sender.refused == {0: [], 1: []}
+
+
+def test_options_that_a_client_refuses_are_a_configuration_error():
+    with pytest.raises(ConfigurationError, match=r"ssl\.ca"):
+        Topics({**OPTIONS, "security.protocol": "ssl", "ssl.ca.location": "/nowhere"}, create=False)
+
+
+def test_several_hosts_are_shown_and_no_secret():
+    shown = display_url("postgresql://user:secret@one:5432,two:5433/db?target_session_attrs=read-write")
+    assert shown == "postgresql://one:5432,two:5433/db"
+    with pytest.raises(Unavailable, match=r"127\.0\.0\.1:1,127\.0\.0\.1:2/db"):
+        Connector("postgresql://u:secret@127.0.0.1:1,127.0.0.1:2/db", "test")()
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (psycopg.errors.ReadOnlySqlTransaction, Unavailable),
+        (psycopg.errors.IdleInTransactionSessionTimeout, Unavailable),
+        (psycopg.errors.TransactionTimeout, Unavailable),
+        (psycopg.errors.CheckViolation, Unavailable),
+        (psycopg.errors.AdminShutdown, Unavailable),
+        (psycopg.errors.UndefinedTable, SchemaError),
+        (psycopg.errors.InsufficientPrivilege, SchemaError),
+        (psycopg.errors.SyntaxError, psycopg.errors.SyntaxError),
+    ],
+)
+def test_errors_that_pass_by_themselves_are_told_from_those_that_need_a_person(error, expected):
+    with pytest.raises(expected), unavailable_on_error("testing"):
+        raise error("no")

@@ -1,0 +1,212 @@
+"""Database addresses: read as libpq reads them, and shown without a password, whatever characters it has.
+
+The property: nothing that is shown or raised depends on the password. So each text is either the one that a plain
+password leads to, or one of the constant texts of an address that can't be read.
+"""
+
+from __future__ import annotations
+
+import string
+import traceback
+from collections.abc import Callable, Iterator
+from urllib.parse import quote
+
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from psycopg.conninfo import conninfo_to_dict
+from sqlalchemy import make_url
+
+from outbox.errors import ConfigurationError
+from outbox.urls import display_url, libpq_url, sqlalchemy_url, with_database
+from relay import db
+from relay.config import load
+from relay.database import Connector
+from relay.wal import Replication
+from spark_jobs import sink
+from spark_jobs.retention import Memory
+from spark_jobs.store import Store
+from spark_jobs.task import transaction
+
+PLAIN = "plainpassword"
+PRINTABLE = st.text(string.digits + string.ascii_letters + string.punctuation + " ä€", min_size=4, max_size=24)
+# The characters that mean something in an address are drawn far more often.
+HOSTILE = st.text("#?/@%:&=,'\\ []+ab1", min_size=4, max_size=12)
+PASSWORDS = st.one_of(PRINTABLE, HOSTILE)
+
+# No server listens on port 1.
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    "raw": lambda password: f"postgresql://user:{password}@127.0.0.1:1/shop",
+    "encoded": lambda password: f"postgresql://user:{quote(password, safe='')}@127.0.0.1:1/shop",
+    "sqlalchemy": lambda password: f"postgresql+psycopg://user:{quote(password, safe='')}@127.0.0.1:1/shop",
+    "sqlalchemy raw": lambda password: f"postgresql+psycopg://user:{password}@127.0.0.1:1/shop",
+    "no user": lambda password: f"postgresql://:{password}@127.0.0.1:1/shop",
+    "option": lambda password: f"postgresql://user@127.0.0.1:1/shop?password={quote(password, safe='')}",
+    "several hosts": lambda password: f"postgresql://user:{password}@127.0.0.1:1,127.0.0.1:1/shop",
+    "socket": lambda password: f"postgresql://user:{password}@%2Fnowhere/shop",
+    "words": lambda password: f"host=127.0.0.1 port=1 dbname=shop user=user password={quoted(password)}",
+}
+# One address for each reason to refuse one: the errors have nothing of it.
+REFUSED = ("postgresql://u:%zz@h", "postgresql://u:p@p@h", "postgresql://u:p/p", "host=h password='p")
+
+
+def quoted(value: str) -> str:
+    return "'" + value.replace("\\", "\\\\").replace("'", "\\'") + "'"
+
+
+def outcome(act: Callable[[str], object], url: str) -> str:
+    """Return all that a caller could print: the value, or the error with everything it is chained to."""
+    try:
+        return str(act(url))
+    except Exception as error:  # noqa: BLE001  whatever it is, a caller could print it
+        return "".join(everything(error))
+
+
+def everything(error: BaseException | None) -> Iterator[str]:
+    """Also contexts that `from None` only hides, and what errors hold beside their text."""
+    if error is not None:
+        yield f"{error!s}\n{error!r}\n{error.args!r}\n{vars(error).keys()!r}\n"
+        yield "".join(traceback.format_exception(error))
+        yield from everything(error.__cause__)
+        if error.__context__ is not error.__cause__:
+            yield from everything(error.__context__)
+
+
+def independent(act: Callable[[str], object], spelling: str, password: str) -> None:
+    plain = outcome(act, SPELLINGS[spelling](PLAIN))
+    assert PLAIN not in plain
+    text = outcome(act, SPELLINGS[spelling](password))
+    if text != plain:
+        assert text in {outcome(act, url) for url in REFUSED}
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+@given(password=PASSWORDS)
+@example("pa#ss")
+@example("pa?ss")
+@example("pa/ss")
+@example("pa@ss")
+@example("pa%ss")
+@example("pa%zz")
+@example("pa%ffss")
+@example("5432/pa")
+@example("12/3?user=pa")
+@example("12/3?host=pa&password=")
+@example("a b=c")
+def test_what_is_shown_does_not_depend_on_the_password(spelling, password):
+    independent(display_url, spelling, password)
+
+
+def opened(url: str) -> None:
+    with db.connected(url):
+        pass
+
+
+def began(url: str) -> None:
+    with transaction(url, "test"):
+        pass
+
+
+CONNECTS: dict[str, Callable[[str], object]] = {
+    "relay": lambda url: Connector(url, "test")(),
+    "replication": lambda url: Replication(url, "test"),
+    "db": opened,
+    "sink": lambda url: sink.connect(url, "test"),
+    "task": began,
+    "driver": lambda url: Store(url, "consumer", "group", "owner").connect(),
+    "upkeep": lambda url: Memory(url, "consumer", 14)._connect(),
+    "settings": lambda url: load(database_url=url),
+}
+
+
+@pytest.mark.parametrize("connect", CONNECTS)
+@given(password=PASSWORDS, spelling=st.sampled_from(sorted(SPELLINGS)))
+@example("pa/ss", "raw")
+@example("pa@ss", "raw")
+@example("pa%zz", "raw")
+@example("pa%ffss", "raw")
+@example("12/pass", "raw")
+def test_no_error_of_a_failed_connection_has_the_password(connect, password, spelling):
+    independent(CONNECTS[connect], spelling, password)
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("postgresql://u:secret@h/db", "postgresql://h/db"),
+        ("postgres://u:se#cr?et@h:5433/db", "postgresql://h:5433/db"),
+        ("postgresql+psycopg://u:secret@h/db?sslmode=require", "postgresql://h/db"),
+        ("postgresql+asyncpg://u:s%2Fe%40cret@h", "postgresql://h"),
+        (
+            "postgresql://u:secret@one:5432,two:5433/db?target_session_attrs=read-write",
+            "postgresql://one:5432,two:5433/db",
+        ),
+        ("postgresql:///db?host=one,two&port=5432", "postgresql://one:5432,two:5432/db"),
+        ("postgresql://u:secret@[::1]:5/db", "postgresql://[::1]:5/db"),
+        ("postgresql:///db?host=/run/pg", "postgresql:///run/pg/db"),
+        ("postgresql://%2Frun%2Fpg/db", "postgresql:///run/pg/db"),
+        ("postgresql://", "postgresql://local"),
+        ("postgresql:///db", "postgresql://local/db"),
+        ("host=h port=1 dbname=db password='s e'", "postgresql://h:1/db"),
+        ("hostaddr=127.0.0.1 password=secret", "postgresql://127.0.0.1"),
+        ("service=shop", "postgresql://service shop"),
+        ("dbname='host=h password=secret'", "postgresql://local/…"),
+        ("postgresql://h/postgres%3A%2F%2Fu%3Asecret%40h", "postgresql://h/…"),
+    ],
+)
+def test_display_url(url, shown):
+    assert display_url(url) == shown
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "nonsense",
+        "",
+        "mysql://h/db",
+        "sec ret://h/db",
+        "postgresql://u:pa/ss@h/db",
+        "postgresql://u:pa@ss@h/db",
+        "postgresql://u:12/pass@h/db",
+        "postgresql://u:pa%zz@h/db",
+        "postgresql://h:0/db",
+        "postgresql://h:65536/db",
+        "postgresql://h/db?nope=1",
+        "postgresql://u:pa\0ss@h/db",
+        "postgresql://u:pa\udcffss@h/db",
+        "host=h password='a",
+        "host=postgresql://u:secret@h",
+        "host=u:secret@h",
+    ],
+)
+@pytest.mark.parametrize("read", [libpq_url, display_url, sqlalchemy_url])
+def test_addresses_that_are_refused(read, url):
+    with pytest.raises(ConfigurationError) as caught:
+        read(url)
+    assert (caught.value.__cause__, caught.value.__context__) == (None, None)
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "postgresql://u:pa#s?s@h:5/d%2Fb?sslmode=require",
+        "postgresql://u:p%20%40%2F%25@one:1,two:2/db",
+        "postgresql:///db?host=/run/pg&port=5433",
+        "postgresql://u:p@[::1]:5/db",
+        "host=h port=1 dbname='d b' user=u password='p\\'@/'",
+    ],
+)
+def test_every_spelling_means_the_same(url):
+    meant = conninfo_to_dict(libpq_url(url))
+    assert conninfo_to_dict(libpq_url(sqlalchemy_url(url))) == meant
+    assert conninfo_to_dict(with_database(url, "x/y=1")) == meant | {"dbname": "x/y=1"}
+    _, arguments = make_url(sqlalchemy_url(url)).get_dialect()().create_connect_args(make_url(sqlalchemy_url(url)))
+    arguments["port"] = str(arguments["port"])
+    assert {name: value for name, value in arguments.items() if name in meant} == meant
+
+
+def test_usual_addresses_stay_as_they_are():
+    assert libpq_url("postgresql+psycopg://u:p%40@h:5/db?a=b".replace("?a=b", "")) == "postgresql://u:p%40@h:5/db"
+    assert sqlalchemy_url("postgresql://localhost/shop") == "postgresql+psycopg://localhost/shop"
+    assert sqlalchemy_url("postgresql://u@h:1/db", "asyncpg") == "postgresql+asyncpg://u@h:1/db"
+    assert with_database("postgresql://u@h:1/db", "other") == "postgresql://u@h:1/other"
