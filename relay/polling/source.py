@@ -784,8 +784,15 @@ class PollingSource:
 
     def _read_all(self, reads: Sequence[_Read]) -> None:
         """Execute statements that read and receive their rows. Nothing else may use the connection meanwhile."""
+        lost: psycopg.OperationalError | None = None
         with self._connection.pipeline():
-            self._send(reads, ())
+            try:
+                self._send(reads, ())
+            except psycopg.OperationalError as error:
+                # A pipeline that is left with an error logs one of its own: a warning at every stop.
+                lost = error
+        if lost is not None:
+            raise lost
         _receive(reads)
 
     def _comes_next(self, ahead: _Ahead, lanes: Collection[int]) -> bool:

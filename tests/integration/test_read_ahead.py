@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import socket
+import threading
 
 import psycopg
 import pytest
@@ -122,4 +124,29 @@ def test_a_source_that_is_closed_while_it_reads_ahead_says_nothing(source, rows,
     source.close()
     source.close()
     gc.collect()
+    assert caplog.records == []
+
+
+def test_a_source_that_is_closed_before_its_thread_has_sent_anything_says_nothing(source, rows, caplog, monkeypatch):
+    entered, closing, send = threading.Event(), threading.Event(), source._send
+
+    def late(reads, looks):
+        if threading.current_thread().name.startswith("read-ahead"):
+            entered.set()
+            assert closing.wait(30)
+        return send(reads, looks)
+
+    monkeypatch.setattr(source, "_send", late)
+    shutdown = socket.socket.shutdown
+
+    def shut(self, how):
+        shutdown(self, how)
+        closing.set()
+
+    monkeypatch.setattr(socket.socket, "shutdown", shut)
+    read(source)
+    assert entered.wait(30)
+    source.close()
+    gc.collect()
+    assert closing.is_set()
     assert caplog.records == []
