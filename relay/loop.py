@@ -58,6 +58,8 @@ from relay.ports import (
 _GROW_AFTER: Final = 8
 # A turn's events over all lanes, in batches of one lane: what four lanes may have at once.
 _LANES_AT_ONCE: Final = 4
+# A lane that fails by itself for so long, while others are well, does not hold these up any more.
+_ABSENT_SECONDS: Final = 10.0
 # For how long lanes that are asked back are kept to settle what is published of them, where a server is away.
 _SETTLE_SECONDS: Final = 10.0
 
@@ -99,19 +101,25 @@ class _Backoff:
     pace: Pace
     failures: int = 0
     until: float = 0.0
+    since: float | None = None
 
     def failed(self) -> float:
         """Record a failure; return how long to wait."""
         doubled: float = self.pace.min_backoff_seconds * 2.0 ** float(min(self.failures, 20))
         delay = min(doubled, self.pace.max_backoff_seconds)
         self.failures += 1
+        self.since = self.since or time.monotonic()
         self.until = time.monotonic() + delay * random.uniform(0.5, 1.0)  # noqa: S311
         return delay
 
     def succeeded(self) -> bool:
         """Record a success; return whether it is the first after a failure."""
-        first, self.failures, self.until = self.failures > 0, 0, 0.0
+        first, self.failures, self.until, self.since = self.failures > 0, 0, 0.0, None
         return first
+
+    def failed_for(self, seconds: float) -> bool:
+        """Return whether nothing has succeeded for so long, since a failure."""
+        return self.since is not None and time.monotonic() - self.since >= seconds
 
     @property
     def waits(self) -> bool:
@@ -209,6 +217,7 @@ class WorkerLoop:
         if not limits:
             return False
         source.leave_out(self._publisher.paused())
+        source.go_on_without(self._absent())
         fetched = source.fetch(limits)
         for number in limits.keys() & self._lanes.keys():
             self._lanes[number].taken = len(fetched.batches.get(number, ()))
@@ -302,6 +311,14 @@ class WorkerLoop:
         left = most - sum(self._lanes[number].taken for number in numbers if self._lanes[number].taken < even)
         more = max(min(self._limit, left // len(full)), even)
         return dict.fromkeys(numbers, even) | dict.fromkeys(full, more)
+
+    def _absent(self) -> list[int]:
+        """Return the lanes that can't be taken over for long; not those that were, and wait for their turn."""
+        return [
+            number
+            for number, lane in self._lanes.items()
+            if not lane.joined and lane.backoff.failed_for(_ABSENT_SECONDS)
+        ]
 
     def _give_up_failed(self, fetched: Fetched) -> None:
         for lane in fetched.failed:
@@ -447,6 +464,9 @@ class WorkerLoop:
         self._close()
         if self.failing_since is None:
             self.failing_since = time.monotonic()
+        for lane in self._lanes.values():
+            # What fails for all of them says nothing of one.
+            lane.backoff.since = None
         delay = self._backoff.failed()
         self._observer.unavailable(list(self._lanes), error, delay)
         self._stop.wait(max(self._backoff.until - time.monotonic(), 0.0))

@@ -252,6 +252,10 @@ class Source(Protocol):
         """Do not return events of these kinds from now on; see Publisher.paused."""
         ...
 
+    def go_on_without(self, lanes: Collection[int]) -> None:
+        """Do not let the others wait for these lanes, which have failed by themselves for long."""
+        ...
+
     def settle(self, receipts: Mapping[int, Receipt]) -> Mapping[int, OutboxError]:
         """Record what became of each lane's batch; record the refused events at once.
 

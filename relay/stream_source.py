@@ -50,8 +50,6 @@ from relay.stream import UNREADABLE, Channel, Stream
 log = structlog.get_logger("relay")
 
 _LOOK_SECONDS: Final = 1.0
-# A lane that could not be read for so long does not hold up the others any more.
-_ABSENT_SECONDS: Final = 10.0
 _DROP: Final = 5000
 _SWEEP_SECONDS: Final = 60.0
 _SAY_SECONDS: Final = 10.0
@@ -143,7 +141,6 @@ class _Lane:
     batch: Sequence[Claim] = ()
     rows: int = _FIRST_ROWS
     row_bytes: float = 0.0
-    read_at: float = field(default_factory=time.monotonic)
     absent: bool = False
 
 
@@ -179,6 +176,7 @@ class StreamSource:
         self._step = _FIRST_PAUSE_SECONDS
         self._leaves_out = False
         self._troubled: set[int] = set()
+        self._absent: Collection[int] = ()
         self._first = 0
         self._warned_at = time.monotonic()
         names = names_of(schema)
@@ -231,6 +229,10 @@ class StreamSource:
         """Do not return events of these kinds; in the stream they are known only once they are read."""
         self._table.leave_out(kinds)
         self._leaves_out = bool(kinds)
+
+    def go_on_without(self, lanes: Collection[int]) -> None:
+        """Leave these lanes to the table, as far as that loses nothing; see ``_see_to_absent``."""
+        self._absent = lanes
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
         """Settle what is pending and return the next events.
@@ -349,11 +351,9 @@ class StreamSource:
         have published it: to write it into the table could double it. So the slot stays in front of the first one of
         such a lane, and the others go on until the stream holds as much as it may.
         """
-        now = time.monotonic()
         for number in present:
-            lane = self._lanes[number]
-            lane.read_at, lane.absent = now, False
-        absent = [number for number, lane in self._lanes.items() if now - lane.read_at >= _ABSENT_SECONDS]
+            self._lanes[number].absent = False
+        absent = [number for number in self._absent if number in self._lanes and number not in present]
         if not absent:
             return
         self._stream.begin_without(absent)

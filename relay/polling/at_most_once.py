@@ -74,6 +74,9 @@ class AtMostOnceSource:
         self._sent = {lane: len(claims) for lane, claims in batches.items()}
         return Fetched(batches, {**fetched.failed, **failed})
 
+    def go_on_without(self, lanes: Collection[int]) -> None:
+        """Do nothing: the rows of a lane wait for nobody."""
+
     def leave_out(self, kinds: frozenset[Kind]) -> None:
         """Do not return events of these kinds."""
         self._source.leave_out(kinds)

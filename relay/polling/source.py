@@ -441,6 +441,9 @@ class PollingSource:
                 # What was left out lies below the mark by now.
                 self._marks.reset(lane)
 
+    def go_on_without(self, lanes: Collection[int]) -> None:
+        """Do nothing: the rows of a lane wait for nobody."""
+
     def settle(self, receipts: Mapping[int, Receipt]) -> dict[int, OutboxError]:
         """Record what was published: it goes with the next fetch. Refused events are recorded at once."""
         failed: dict[int, OutboxError] = {}

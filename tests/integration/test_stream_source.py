@@ -19,7 +19,7 @@ from support import backlog, wait_until
 from outbox import Event, Outbox
 from outbox._message import message_prefix
 from outbox.errors import ConfigurationError, OutboxError, SchemaError
-from relay import cdc, db, stream_source
+from relay import cdc, db, loop
 from relay.cdc import Cdc, CdcRefused
 from relay.config import SourceKind
 from relay.database import Connector
@@ -1118,7 +1118,7 @@ def test_a_lane_that_can_not_be_taken_over_does_not_hold_up_the_others(outboxed,
 
     It could not be taken over from the start, or has streamed before; then its last batch may be on Kafka or not.
     """
-    monkeypatch.setattr(stream_source, "_ABSENT_SECONDS", 0.05)
+    monkeypatch.setattr(loop, "_ABSENT_SECONDS", 0.05)
     box = outboxed(2)
     slow, quick = keys_of_lanes()
     names = {key: [f"{key}{number:03}" for number in range(60)] for key in (slow, quick)}
@@ -1160,7 +1160,7 @@ def test_the_stream_does_not_go_past_an_event_without_a_row_whose_lane_can_not_b
 
     The others go on until as many events as the stream may hold are behind it; it is neither lost nor doubled.
     """
-    monkeypatch.setattr(stream_source, "_ABSENT_SECONDS", 0.05)
+    monkeypatch.setattr(loop, "_ABSENT_SECONDS", 0.05)
     box = outboxed(2)
     slow, quick = keys_of_lanes()
     box.relay(once=True, limits=StreamLimits(max_events=20), batch=5)

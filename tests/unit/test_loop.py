@@ -54,6 +54,7 @@ class Table:
     fetched: list[dict[int, int]] = field(default_factory=list)
     waited: list[set[int]] = field(default_factory=list)
     left_out: list[frozenset[Any]] = field(default_factory=list)
+    without: list[set[int]] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
     fail_fetch: list[Exception] = field(default_factory=list)
     fail_settle: list[Exception] = field(default_factory=list)
@@ -103,6 +104,9 @@ class OneSource:
             if lane not in failed
         }
         return Fetched({lane: batch for lane, batch in batches.items() if batch}, failed, self.table.known)
+
+    def go_on_without(self, lanes: Collection[int]) -> None:
+        self.table.without.append(set(lanes))
 
     def leave_out(self, kinds: frozenset[Any]) -> None:
         self.table.left_out.append(kinds)
@@ -554,6 +558,59 @@ def test_a_lane_that_can_not_be_joined_is_tried_again_while_the_others_go_on():
     assert (world.broker.opened, world.table.opened) == (1, 1)
     # One lane that waits for a person is no failure of all.
     assert world.loop.failing_since is None
+
+
+def slowly(batches: Batches) -> Sent:
+    time.sleep(0.06)
+    return all_of(batches)
+
+
+def test_others_do_not_wait_for_a_lane_that_fails_for_long(monkeypatch):
+    monkeypatch.setattr(loop, "_ABSENT_SECONDS", 0.05)
+    rows = spread(3, 8)
+    world = World(rows, slowly, slowly)
+    world.broker.fail_join = {1: [StateLost("no marker"), StateLost("no marker")]}
+    world.run()
+    assert world.table.without[:2] == [set(), {1}]
+    assert {1} not in world.table.without[2:]
+    assert in_order(world, rows)
+
+
+def test_a_lane_that_fails_after_all_have_for_long_is_not_one_that_fails_for_long(monkeypatch):
+    """As after a broker's death: the publisher takes a minute, and then one of 256 lanes is locked for a moment."""
+    monkeypatch.setattr(loop, "_ABSENT_SECONDS", 0.05)
+    rows = spread(3, 8)
+    world = World(rows, all_of, lambda _: Sent({}, Unavailable("no broker")), all_of)
+    make = world.broker.publisher
+
+    def late(source: OneSource) -> OnePublisher:
+        if world.broker.opened:
+            time.sleep(0.06)
+            world.broker.fail_join = {1: [StateLost("locked")]} if world.broker.opened == 1 else {}
+        return make(source)
+
+    world.loop._new_publisher = late
+    world.broker.fail_join = {1: [StateLost("locked")]}
+    world.run()
+    assert world.watcher.errors[1] == 3
+    assert not any(world.table.without)
+    assert in_order(world, rows)
+
+
+def test_a_lane_that_waits_for_its_turn_is_not_one_that_fails_for_long(monkeypatch):
+    """Many lanes have something that was refused, and have turns of their own, one at a time."""
+    monkeypatch.setattr(loop, "_ABSENT_SECONDS", 0.05)
+    rows = spread(4, 8)
+
+    def refuse(batches: Batches) -> Sent:
+        world.table.fail_lanes = {lane: [Unavailable("a commit is lost")] for lane in rows}
+        return Sent({}, BatchRefused("too large"), tuple(batches))
+
+    world = World(rows, refuse, slowly, slowly, slowly, slowly)
+    world.run()
+    assert world.watcher.errors.keys() == rows.keys()
+    assert not any(world.table.without)
+    assert in_order(world, rows)
 
 
 def test_lanes_with_the_same_trouble_are_told_of_together():
