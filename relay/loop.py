@@ -10,7 +10,9 @@ next turn does.
 |                                         | the lanes read the same rows           |                                   |
 | killed while publishing                 | some may stand in Kafka; they are sent | aborted: no reader saw them       |
 |                                         | again (at most one batch of each lane) |                                   |
-| killed when acknowledged, not settled   | the batches are sent again             | their markers settle them         |
+| killed when acknowledged, not settled   | the batches are sent again; two turns  | their markers settle them         |
+|                                         | of a lane at most, and not more events |                                   |
+|                                         | than a batch                           |                                   |
 | killed after settling                   | nothing to repeat                      | the same                          |
 | Kafka fails                             | what was acknowledged is settled, the  | all of the turn is read again,    |
 |                                         | rest is read again later               | unless the markers have it        |
@@ -221,7 +223,7 @@ class WorkerLoop:
         fetched = source.fetch(limits)
         for number in limits.keys() & self._lanes.keys():
             self._lanes[number].taken = len(fetched.batches.get(number, ()))
-        self._forget_rows(limits.keys() - fetched.failed.keys())
+        self._forget_rows(limits.keys() - fetched.failed.keys() - set(fetched.settling))
         self._give_up_failed(fetched)
         fine = limits.keys() - fetched.failed.keys()
         if not fetched.batches:
@@ -229,7 +231,7 @@ class WorkerLoop:
                 self._succeeded(fine)
             return False
         sent = self._publisher.publish(fetched.batches)
-        self._settle(source, self._narrowed(fetched, sent), fine)
+        self._settle(source, self._narrowed(fetched, sent), fine, set(fetched.settling))
         return True
 
     def _take_and_let_go(self) -> None:
@@ -370,12 +372,20 @@ class WorkerLoop:
                 receipts[number] = Receipt([(batches[number][0], Refused(str(sent.failure)))])
         return Sent(receipts, sent.failure, sent.blamed)
 
-    def _settle(self, source: Source, sent: Sent, fine: Collection[int]) -> None:
+    def _settle(self, source: Source, sent: Sent, fine: Collection[int], settling: Collection[int]) -> None:
+        published: dict[int, list[Result]] = {}
         for number, receipt in sent.receipts.items():
             if receipt.batch is None and (lane := self._lanes.get(number)) is not None:
-                published = [result for result in receipt.results if isinstance(result[1], Published)]
-                lane.unsettled = published or lane.unsettled
+                results = [result for result in receipt.results if isinstance(result[1], Published)]
+                if results:
+                    published[number] = results
+                    # The turn before may be settled by now, or not.
+                    lane.unsettled = [*lane.unsettled, *results] if number in settling else results
         failed = source.settle(sent.receipts)
+        for number in settling:
+            if number not in failed and (known := self._lanes.get(number)) is not None:
+                self._forget_rows([number])
+                known.unsettled = published.get(number, known.unsettled)
         self._report(sent)
         if sent.failure is not None or sent.renew:
             # What Kafka has acknowledged must not be sent again only because something else failed.

@@ -165,12 +165,14 @@ class Fetched:
 
     ``failed`` are lanes whose events must not be published now: with LaneLost the lane is another relay's, with any
     other error it has to be taken over again. ``known`` is False while the source can't tell whether there are events
-    (the stream is not read yet): finding nothing is then no success.
+    (the stream is not read yet): finding nothing is then no success. ``settling`` are lanes whose turn before is being
+    settled while these events are published; the ``settle`` that follows says what became of that.
     """
 
     batches: Batches = field(default_factory=dict)
     failed: Mapping[int, OutboxError] = field(default_factory=dict)
     known: bool = True
+    settling: Collection[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -227,8 +229,9 @@ class Source(Protocol):
     Contract: ``fetch`` returns unsettled events in the order in which they are to be published, and returns the same
     ones again until they are settled; what it returns, Postgres can't lose any more, and the lane's lease was checked
     after it was read. ``settle`` takes results in fetch order; polling settles row by row, a source over the WAL can
-    only confirm a contiguous prefix. What is settled is durable after the next ``fetch`` or ``flush``. All raise
-    Unavailable or SchemaError, and after either the caller closes the source.
+    only confirm a contiguous prefix. What is settled is durable after the next ``fetch`` or ``flush``; or, where
+    ``fetch`` says that it is under way, after the ``settle`` behind that. All raise Unavailable or SchemaError, and
+    after either the caller closes the source.
     """
 
     @property

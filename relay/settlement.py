@@ -19,6 +19,8 @@ each lane, which no full socket holds up.
 |                                             | is taken over again, which compares it with its marker               |
 | the row does not name our transactional ids | the next holder would not fence us: the lane is taken over again      |
 | a lane's row is locked by another session   | that lane is passed over and tried again; the others are settled      |
+| killed while it runs in the background, and | at-least-once only: neither turn is settled, or the first one is;     |
+| the next turn is published already          | what was not settled is published again, in order, at most a batch    |
 | no row of lanes is written (lease is young) | the row's lock is a change all the same: the commit flushes the WAL   |
 | someone else has written a lane's row       | its version is not the one that is known: the lane is looked for by   |
 |                                             | its number, at once                                                   |
@@ -35,12 +37,13 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, LiteralString
+from typing import Any, Final, LiteralString, NamedTuple
 
 import psycopg
 from psycopg import sql
 
 from outbox.errors import OutboxError
+from relay.background import Background
 from relay.database import FURTHER, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.lease import Lease
@@ -187,6 +190,23 @@ class Pending:
             at,
         )
 
+    def then(self, later: Pending) -> Pending:
+        """Return what is to be settled of two turns, neither of which is in a Kafka transaction."""
+        assert self.batch is None
+        assert later.batch is None
+        return Pending(
+            [*self.rows, *later.rows],
+            [*self.places, *later.places],
+            None,
+            [*self.claims, *later.claims],
+            later.at or self.at,
+        )
+
+    def covers(self, other: Pending) -> bool:
+        """Return whether all rows of the other are among these."""
+        rows = {claim.position for claim in self.rows}
+        return bool(rows) and all(claim.position in rows for claim in other.rows)
+
     def __bool__(self) -> bool:
         return bool(self.claims) or self.batch is not None or self.at is not None
 
@@ -213,6 +233,14 @@ class SettledLane:
     """Whether the statement under way looks for that version alone."""
 
 
+class _Behind(NamedTuple):
+    """A settlement that is under way in the background."""
+
+    cursor: psycopg.Cursor[Any]
+    lanes: Collection[int]
+    asked_at: float
+
+
 class Settlement:
     """Settles lanes over one connection, in autocommit. ``archive``: keep what was published.
 
@@ -233,6 +261,8 @@ class Settlement:
         on_settled: Callable[[int, Pending], None] = lambda _lane, _pending: None,
     ) -> None:
         self._connection = connection
+        self.background = Background(connection)
+        self._behind: _Behind | None = None
         self._renew_part = renew_part
         self._on_settled = on_settled
         self._archive = archive
@@ -301,10 +331,8 @@ class Settlement:
         ``in_transaction`` says that more is done in the same transaction for lanes that are held: then it must find
         them at once.
         """
-        by_version = not in_transaction and all(self.lanes[lane].version is not None for lane in lanes)
-        self._look_for_all(lanes, by_version=by_version)
-        query = self._settle_by_version if by_version else self._settle
-        cursor.execute(query, self.values(lanes), prepare=self._prepared)
+        query, values = self._statement(lanes, in_transaction=in_transaction)
+        cursor.execute(query, values, prepare=self._prepared)
 
     def answered(self, cursor: psycopg.Cursor[Any], lanes: Collection[int], asked_at: float) -> dict[int, OutboxError]:
         """Take the answer to ``send``; return the lanes that were not held, with the reason."""
@@ -322,6 +350,42 @@ class Settlement:
             failed = self.answered(cursor, lanes, asked_at)
         failpoint("batch.settled")
         return failed
+
+    def begin(self, lanes: Collection[int]) -> None:
+        """Begin to settle what is pending of these lanes, in the background: the connection is in use until ``end``."""
+        assert self._prepared, "behind a pooler the statement needs a transaction"
+        cursor = self._connection.cursor()
+        query, values = self._statement(lanes)
+        failpoint("batch.settling")
+        self._behind = _Behind(cursor, lanes, time.monotonic())
+
+        def execute() -> None:
+            cursor.execute(query, values, prepare=True)
+
+        self.background.start(execute)
+
+    def end(self) -> dict[int, OutboxError]:
+        """Wait until what ``begin`` began is done; return the lanes that were not held. Safe to call without it."""
+        behind, self._behind = self._behind, None
+        if behind is None:
+            return {}
+        with unavailable_on_error(f"settling {lanes_text(behind.lanes)}"):
+            self.background.wait()
+            failed = self.answered(behind.cursor, behind.lanes, behind.asked_at)
+        failpoint("batch.settled")
+        return failed
+
+    def overlaps(self, lanes: Collection[int]) -> bool:
+        """Return whether turns of these lanes may be published before the ones before them are settled.
+
+        Without transactions only: there a marker would vouch for rows that may be there still. Not while a lease has to
+        be prolonged, which must come before the events that it is for.
+        """
+        return self._prepared and all(
+            held.own_id is None and held.pending.batch is None and not self.prolongs(lane)
+            for lane, held in self.lanes.items()
+            if held.pending or lane in lanes
+        )
 
     def settle_and_count(self, lanes: Collection[int], read: Sequence[Claim]) -> tuple[int, dict[int, OutboxError]]:
         """Settle, and return how many of the events that were read are there and can't be lost."""
@@ -374,6 +438,13 @@ class Settlement:
         """Return whether the lane's row has to be written, and not only locked."""
         pending = lane.pending
         return pending.batch is not None or pending.at is not None or self.prolongs(lane.lease.lane)
+
+    def _statement(
+        self, lanes: Collection[int], *, in_transaction: bool = False
+    ) -> tuple[sql.Composed, dict[str, Any]]:
+        by_version = not in_transaction and all(self.lanes[lane].version is not None for lane in lanes)
+        self._look_for_all(lanes, by_version=by_version)
+        return self._settle_by_version if by_version else self._settle, self.values(lanes)
 
     def _look_for_all(self, lanes: Collection[int], *, by_version: bool = False) -> None:
         for lane in lanes:

@@ -151,7 +151,7 @@ def _source(settings: Settings, connect: Connector, renew_part: float) -> Callab
             on_dead=events.dead,
             renew_part=renew_part,
             watch_seconds=settings.relay.watch_seconds,
-            read_ahead=not once,
+            overlap=not once,
         )
 
     def new_source(events: Events) -> Source:

@@ -8,9 +8,14 @@ commit makes what was read durable and whose leases say of which lanes it may be
 one session, so nothing can crash in between unnoticed. Behind a pooler a session is no proof of that: there the rows
 that were read are looked at once more by the statement that settles.
 
-While a backlog is drained, a thread reads the next turn's rows while this turn's are published (read_ahead.py), so
-Postgres works while Kafka is waited for. They are settled against in the same way: the statement that settles comes
-after their read.
+Postgres works while Kafka is waited for (background.py), in one of two ways:
+
+- While a backlog is drained, the next turn's rows are read while this turn's are published. They are settled against in
+  the same way: the statement that settles comes after their read.
+- At-least-once, while two turns are not more than a batch, the turn before is settled while this one is published. Then
+  another statement says, after the read, of which lanes the leases hold, and that all WAL of that moment is flushed:
+  what was read can't be lost any more. It is waited for a little, as it is flushed by the commits of others and by the
+  WAL writer; then, or where a standby has to have it as well, the statement that settles comes first after all.
 
 Keys that wait
     A lane with rows in ``failures`` is read by statements of its own, which leave out the events whose key waits (see
@@ -46,7 +51,6 @@ from relay.failures import Failures
 from relay.lease import Lease
 from relay.marker import Identity, Marker, StateLost, resume
 from relay.polling.low_water_mark import LowWaterMarks, Marks
-from relay.polling.read_ahead import Background
 from relay.ports import Claim, DatabaseUnavailable, Fetched, Kind, LaneBusy, Published, Receipt, Refused
 from relay.settlement import (
     KEEP_TO_THE_INDEX,
@@ -65,6 +69,11 @@ from relay.settlement import (
 _LOOK_SECONDS: Final = 1.0
 _WAIT_SECONDS: Final = 0.2
 _CLIENT_STEP_SECONDS: Final = 0.002
+# How long it is waited for a flush by others, how often it is looked for, and when it is tried again after that was in
+# vain: nobody else may be writing.
+_FLUSH_SECONDS: Final = 0.005
+_FLUSH_STEP_SECONDS: Final = 0.0003
+_FLUSH_AGAIN_SECONDS: Final = 1.0
 # A turn may hold this much of payloads and headers. With the driver's and librdkafka's copies it is in memory thrice.
 TURN_BYTES: Final = 16 << 20
 _LANE_BYTES: Final = 1 << 20
@@ -174,6 +183,16 @@ SELECT last_batch, (SELECT system_identifier::text FROM pg_control_system()), {t
        (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint
   FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s FOR UPDATE NOWAIT"""
 
+# Whatever is visible was written to the WAL before: only with synchronous_commit = off it may not be flushed yet. Once
+# what is there now is, so is all that was read before.
+_CHECKED: Final = """
+SELECT pg_current_wal_insert_lsn()::text, pg_current_wal_flush_lsn() >= pg_current_wal_insert_lsn(),
+       current_setting('synchronous_standby_names') = '',
+       ARRAY(SELECT m.lane FROM unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch)
+              WHERE NOT EXISTS (SELECT FROM {lanes} AS l WHERE l.lane = m.lane AND l.epoch = m.epoch))"""
+
+_FLUSHED: Final = "SELECT pg_current_wal_flush_lsn() >= %(lsn)s::pg_lsn"
+
 _STILL_HELD: Final = """
 SELECT l.lane, (SELECT system_identifier::text FROM pg_control_system()), {timeline}
   FROM {lanes} AS l
@@ -250,6 +269,7 @@ class Queries:
         self.settle_marker = query(_SETTLE_MARKER, kept=query(_KEPT) if archive else sql.SQL(""))
         self.held = query(_HELD)
         self.still_held = query(_STILL_HELD)
+        self.checked = query(_CHECKED)
         self.adopted = query(_ADOPTED)
         self.lane_count = query("SELECT count(*) FROM {lanes}")
 
@@ -336,7 +356,7 @@ class PollingSource:
         renew_part: float = RENEW_PART,
         watch_seconds: float = 0.003,
         turn_bytes: int = TURN_BYTES,
-        read_ahead: bool = True,
+        overlap: bool = True,
     ) -> None:
         self._failures = failures
         self._on_dead = on_dead
@@ -353,7 +373,6 @@ class PollingSource:
         self._rotation = 0
         self._first = 0
         self._ahead: _Ahead | None = None
-        self._background = Background(self._connection)
         self._left_out: frozenset[Kind] = frozenset()
         self._identity: Identity | None = None
         try:
@@ -366,7 +385,9 @@ class PollingSource:
             self._connection.close()
             raise
         self._watch_seconds = 0.0 if self._pooled else watch_seconds
-        self._reads_ahead = read_ahead and not self._pooled
+        self._overlaps = overlap and not self._pooled
+        self._failed_behind: dict[int, OutboxError] = {}
+        self._flush_in_vain_at = -_FLUSH_AGAIN_SECONDS
         self.settlement = Settlement(
             self._connection,
             schema,
@@ -384,7 +405,7 @@ class PollingSource:
     @property
     def connection(self) -> psycopg.Connection[Any]:
         """The connection, with nothing under way on it."""
-        self._drop_ahead()
+        self._free()
         return self._connection
 
     @property
@@ -394,7 +415,7 @@ class PollingSource:
 
     def lane_count(self) -> int:
         """Return how many lanes the outbox has."""
-        self._drop_ahead()
+        self._free()
         with unavailable_on_error("counting lanes"):
             return self._number(self._queries.lane_count)
 
@@ -406,6 +427,7 @@ class PollingSource:
 
     def drop(self, lane: int) -> None:
         """Forget a lane."""
+        self._end()
         self.settlement.drop(lane)
         self._lanes.pop(lane, None)
         if self._ahead is not None:
@@ -413,30 +435,38 @@ class PollingSource:
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
         """Settle what is pending, and return the lowest unpublished events of these lanes."""
+        failed_behind = self.finish_settling()
         if self._ahead is not None and not self._comes_next(self._ahead, limits):
-            self._drop_ahead()
+            self._free()
         ahead, self._ahead = self._ahead, None
         lanes = list(ahead.lanes) if ahead is not None else self._crowd(limits)
+        settling: Collection[int] = ()
         with unavailable_on_error(f"reading {lanes_text(lanes)}"):
-            if ahead is None:
-                self._look_first()
-                claims, failed = self._read_and_settle({lane: limits[lane] for lane in lanes})
-            else:
+            if ahead is not None:
                 claims, failed = self._settle_behind(ahead, {lane: limits[lane] for lane in lanes})
+            else:
+                self._look_first()
+                if self._overlaps and self.settlement.overlaps(lanes):
+                    claims, failed, settling = self._read_and_check({lane: limits[lane] for lane in lanes})
+                else:
+                    claims, failed = self._read_and_settle({lane: limits[lane] for lane in lanes})
+        failed = failed_behind | failed
         batches = {lane: batch for lane, batch in by_lane(claims).items() if lane not in failed}
         self._note_sizes(batches)
         if batches:
             failpoint("batch.fetched")
-        if self._reads_ahead and self._worth_reading_ahead(batches, limits) and not failed:
+        if settling:
+            self.settlement.begin(settling)
+        elif self._overlaps and self._worth_reading_ahead(batches, limits) and not failed:
             # Lanes that have joined since are read with the others from now on.
             self._read_ahead({lane: limits[lane] for lane in self._crowd(limits)}, batches)
-        return Fetched(batches, failed)
+        return Fetched(batches, failed, settling=settling)
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
         """Do not return events of these kinds: their topics can't be written to."""
         if kinds != self._left_out:
             self._left_out = kinds
-            self._drop_ahead()
+            self._free()
             for lane in self._lanes:
                 # What was left out lies below the mark by now.
                 self._marks.reset(lane)
@@ -446,11 +476,15 @@ class PollingSource:
 
     def settle(self, receipts: Mapping[int, Receipt]) -> dict[int, OutboxError]:
         """Record what was published: it goes with the next fetch. Refused events are recorded at once."""
-        failed: dict[int, OutboxError] = {}
+        failed = self.finish_settling()
         for lane, receipt in receipts.items():
             refused = refused_of(receipt)
             if len(refused) < len(receipt.results) or receipt.batch is not None:
-                self.settlement.lanes[lane].pending = Pending.of(receipt)
+                held, published = self.settlement.lanes[lane], Pending.of(receipt)
+                if lane in failed:
+                    held.pending = held.pending.then(published)
+                elif not held.pending.covers(published):
+                    held.pending = published
             self._note_due(lane, receipt, refused)
             if refused and (error := self._settle_with(lane, refused)) is not None:
                 failed[lane] = error
@@ -458,11 +492,12 @@ class PollingSource:
 
     def flush(self, lanes: Collection[int]) -> dict[int, OutboxError]:
         """Settle what is pending of these lanes."""
-        unsettled = [lane for lane in self.settlement.unsettled if lane in set(lanes)]
+        failed = self.finish_settling()
+        unsettled = [lane for lane in self.settlement.unsettled if lane in set(lanes) and lane not in failed]
         if not unsettled:
-            return {}
-        self._drop_ahead()
-        return self.settlement.settle(unsettled)
+            return failed
+        self._free()
+        return failed | self.settlement.settle(unsettled)
 
     def wait(self, lanes: Collection[int], seconds: float, stop: threading.Event) -> bool:
         """Wait until these lanes may have events, for ``seconds`` at most; return whether a fetch is worth it."""
@@ -471,6 +506,7 @@ class PollingSource:
             return False
         if self._ahead is not None:
             return True
+        self._end()
         # What waits and may become due is known to a read only.
         waiting = bool(self._left_out) or any(self._lanes[lane].failures is not None for lane in lanes)
         if waiting or self._watch_seconds == 0.0:
@@ -490,7 +526,7 @@ class PollingSource:
 
     def identity(self, leases: Sequence[Lease]) -> tuple[Identity | None, dict[int, OutboxError]]:
         """Return which Postgres this is, and the lanes that have another owner already. None when all of them have."""
-        self._drop_ahead()
+        self._free()
         with unavailable_on_error("looking at the lanes"):
             rows = self._connection.execute(
                 self._queries.still_held,
@@ -567,13 +603,19 @@ class PollingSource:
     def close(self) -> None:
         """Close the connection."""
         self._ahead = None
-        self._background.close()
+        self.settlement.background.close()
         self._connection.close()
+
+    def finish_settling(self) -> dict[int, OutboxError]:
+        """Wait for the turn before to be settled, if that is under way; return the lanes for which it has failed."""
+        self._end()
+        failed, self._failed_behind = self._failed_behind, {}
+        return failed
 
     @contextmanager
     def transaction(self, lease: Lease, doing: str) -> Iterator[None]:
         """Open a multi-statement transaction; Postgres ends the session if it idles longer than the lease."""
-        self._drop_ahead()
+        self._free()
         with unavailable_on_error(doing), self._connection.transaction():
             self._connection.execute(self._queries.several, {"ttl_ms": str(int(lease.ttl_seconds * 1000))})
             if self._pooled:
@@ -697,6 +739,51 @@ class PollingSource:
             failed |= self.settlement.settle(sorted(late))
         return claims, failed
 
+    def _read_and_check(self, limits: Mapping[int, int]) -> tuple[list[Claim], dict[int, OutboxError], Collection[int]]:
+        """Read, and see that it may be published before the turn before is settled; return the lanes of that one.
+
+        Where it may not, that turn is settled at once, and what was read is durable by its commit.
+        """
+        lanes = list(limits)
+        unsettled = self.settlement.unsettled
+        in_hand = {lane: self.settlement.lanes[lane].pending.rows for lane in unsettled}
+        looks = self._looks(lanes)
+        reads = self._reads(limits, in_hand)
+        with self._connection.pipeline() as pipeline:
+            looking = self._send(reads, looks)
+            pipeline.sync()
+        _receive(reads)
+        claims = self._collect(reads)
+        self._took(looking.fetchall() if looking is not None else None, looks)
+        batches = by_lane(claims)
+        # What a crash may repeat of a lane stays a batch.
+        small = all(len(batch) + len(in_hand.get(lane, ())) <= limits[lane] for lane, batch in batches.items())
+        small = small and not self._worth_reading_ahead(batches, limits)
+        if claims and small and (lost := self._check(batches.keys())) is not None:
+            return claims, {lane: self.settlement.lost(lane) for lane in lost}, unsettled
+        settled = sorted(batches.keys() | set(unsettled))
+        return claims, self.settlement.settle(settled), ()
+
+    def _check(self, lanes: Collection[int]) -> Sequence[int] | None:
+        """Return which of these lanes are another relay's now; None if Postgres may still lose what was read."""
+        held = {"lanes": list(lanes), "epochs": [self._lanes[lane].lease.epoch for lane in lanes]}
+        row = self._connection.execute(self._queries.checked, held).fetchone()
+        assert row is not None
+        lsn, flushed, alone, lost = row
+        if not alone:
+            return None
+        began = time.monotonic()
+        if not flushed and began - self._flush_in_vain_at < _FLUSH_AGAIN_SECONDS:
+            return None
+        while not flushed:
+            if time.monotonic() - began >= _FLUSH_SECONDS:
+                self._flush_in_vain_at = began
+                return None
+            time.sleep(_FLUSH_STEP_SECONDS)
+            row = self._connection.execute(_FLUSHED, {"lsn": lsn}).fetchone()
+            flushed = row is not None and row[0]
+        return list(lost)
+
     def _settle_behind(self, ahead: _Ahead, limits: Mapping[int, int]) -> tuple[list[Claim], dict[int, OutboxError]]:
         """Settle the turn before, now that the rows of this one were read; both in the pipeline that is open."""
         claims = [claim for claim in self._finish(ahead) if claim.lane in limits]
@@ -783,7 +870,7 @@ class PollingSource:
             return
         reads = self._reads(limits, in_hand)
         self._ahead = _Ahead(reads, list(limits), in_hand)
-        self._background.start(lambda: self._read_all(reads))
+        self.settlement.background.start(lambda: self._read_all(reads))
 
     def _read_all(self, reads: Sequence[_Read]) -> None:
         """Execute statements that read and receive their rows. Nothing else may use the connection meanwhile."""
@@ -813,15 +900,19 @@ class PollingSource:
         )
 
     def _finish(self, ahead: _Ahead) -> list[Claim]:
-        self._background.wait()
+        self.settlement.background.wait()
         return self._collect(ahead.reads)
 
-    def _drop_ahead(self) -> None:
-        """Let go of what was read ahead: it is read again."""
+    def _end(self) -> None:
+        self._failed_behind |= self.settlement.end()
+
+    def _free(self) -> None:
+        """Free the connection. What was read ahead is let go of, and read again."""
+        self._end()
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             with unavailable_on_error("reading ahead"):
-                self._background.wait()
+                self.settlement.background.wait()
 
     # What is known of the lanes
 

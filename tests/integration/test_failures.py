@@ -53,14 +53,14 @@ class Lane:
         self.lost: list[int] = []
         self._sources: list[OneLane] = []
 
-    def polling(self, failures: Failures, *, archive: bool = False, read_ahead: bool = True) -> PollingSource:
+    def polling(self, failures: Failures, *, archive: bool = False, overlap: bool = True) -> PollingSource:
         return PollingSource(
             Connector(self.database.url, "test"),
             "outbox",
             failures,
             archive=archive,
             on_dead=lambda _lane, claim: self.dead.append(name(claim)),
-            read_ahead=read_ahead,
+            overlap=overlap,
         )
 
     def source(self, router: Router = BLOCK, attempts: int = 1, *, archive: bool = False) -> OneLane:
@@ -70,7 +70,7 @@ class Lane:
     def deleting_source(self, router: Router = BLOCK) -> OneLane:
         failures = Failures("outbox", FailurePolicy(), router)
         source = AtMostOnceSource(
-            self.polling(failures, read_ahead=False),
+            self.polling(failures, overlap=False),
             failures,
             on_lost=lambda _lane, count: self.lost.append(count),
             on_dead=lambda _lane, claim: self.dead.append(name(claim)),

@@ -147,13 +147,13 @@ def drain(source: PollingSource, limits: Mapping[int, int], *, empty: int = 3) -
 # --- many rows, many lanes -------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("read_ahead", [True, False], ids=["ahead", "in step"])
+@pytest.mark.parametrize("overlap", [True, False], ids=["ahead", "in step"])
 @pytest.mark.parametrize("lanes", [4, 256])
-def test_25000_rows_leave_once_each_in_order(workers, lanes, read_ahead):
+def test_25000_rows_leave_once_each_in_order(workers, lanes, overlap):
     worker = workers(lanes)
     worker.insert(25_000)
     there = worker.ids()
-    assert drain(worker.source(read_ahead=read_ahead), worker.limits()) == there
+    assert drain(worker.source(overlap=overlap), worker.limits()) == there
     assert backlog(worker.database.url) == 0
 
 
@@ -161,7 +161,7 @@ def test_25000_rows_leave_once_each_in_order(workers, lanes, read_ahead):
 def test_a_turn_is_two_statements_in_one_round_trip_whatever_the_number_of_lanes(workers, lanes):
     worker = workers(lanes)
     worker.insert(30_000)
-    source = worker.source(read_ahead=False)
+    source = worker.source(overlap=False)
     for _ in range(8):
         settle(source, source.fetch(worker.limits(128)).batches)
     with traced(source.connection) as sent:

@@ -131,7 +131,7 @@ def test_a_source_that_is_closed_before_its_thread_has_sent_anything_says_nothin
     entered, closing, send = threading.Event(), threading.Event(), source._send
 
     def late(reads, looks):
-        if threading.current_thread().name.startswith("read-ahead"):
+        if threading.current_thread().name.startswith("background"):
             entered.set()
             assert closing.wait(30)
         return send(reads, looks)

@@ -62,6 +62,9 @@ class Table:
     """What fetch, settle and flush say of a lane, once for each error."""
     stuck: set[int] = field(default_factory=set)
     known: bool = True
+    behind: bool = False
+    """Whether a turn is settled while the next one is published, as long as there is one."""
+    ended: list[int] = field(default_factory=list)
     on_wait: Callable[[Collection[int]], None] = lambda _: None
 
     def source(self) -> OneSource:
@@ -80,6 +83,7 @@ class OneSource:
         self.table = table
         self.leases: dict[int, Lease] = {}
         self.pending: dict[int, Receipt] = {}
+        self.settling: list[int] = []
 
     @property
     def store(self) -> Any:
@@ -96,14 +100,24 @@ class OneSource:
         assert limits.keys() <= self.leases.keys()
         if self.table.fail_fetch:
             raise self.table.fail_fetch.pop(0)
-        failed = self._make_durable(self.pending.keys() | limits.keys())
+        assert not self.settling
         self.table.fetched.append(dict(limits))
+        if self.table.behind and self.pending and (left := self._left(limits)):
+            self.settling = list(self.pending)
+            return Fetched(left, {}, self.table.known, list(self.settling))
+        failed = self._make_durable(self.pending.keys() | limits.keys())
         batches = {
             lane: [claim(lane, row) for row in sorted(self.table.rows.get(lane, []))[:limit]]
             for lane, limit in limits.items()
             if lane not in failed
         }
         return Fetched({lane: batch for lane, batch in batches.items() if batch}, failed, self.table.known)
+
+    def _left(self, limits: Mapping[int, int]) -> dict[int, list[Claim]]:
+        """Return what is neither settled nor being settled."""
+        going = {item.position for receipt in self.pending.values() for item, _ in receipt.results}
+        rows = {lane: sorted(set(self.table.rows.get(lane, [])) - going)[:limit] for lane, limit in limits.items()}
+        return {lane: [claim(lane, row) for row in each] for lane, each in rows.items() if each}
 
     def go_on_without(self, lanes: Collection[int]) -> None:
         self.table.without.append(set(lanes))
@@ -114,10 +128,15 @@ class OneSource:
     def settle(self, receipts: Mapping[int, Receipt]) -> Mapping[int, OutboxError]:
         if self.table.fail_settle:
             raise self.table.fail_settle.pop(0)
-        self.pending |= receipts
+        settling, self.settling = self.settling, []
+        failed = self._make_durable(settling)
+        self.table.ended += settling
+        for lane, receipt in receipts.items():
+            before = self.pending[lane].results if lane in failed else ()
+            self.pending[lane] = replace(receipt, results=[*before, *receipt.results])
         for receipt in receipts.values():
             self.table.refused += [item.position for item, outcome in receipt.results if outcome is not PUBLISHED]
-        return {}
+        return failed
 
     def flush(self, lanes: Collection[int]) -> Mapping[int, OutboxError]:
         return self._make_durable(lanes)
@@ -539,6 +558,62 @@ def test_a_publisher_that_must_not_be_used_again_is_replaced_without_waiting():
     assert world.broker.joins == [[0, 1], [0, 1]]
     assert world.watcher.waits == []
     assert world.table.left == []
+
+
+# A turn that is settled while the next one is published
+
+
+def test_turns_that_are_settled_while_the_next_ones_are_published():
+    rows = spread(3, 9)
+    world = World(rows)
+    world.table.behind = True
+    world.run()
+    assert in_order(world, rows)
+    assert world.table.left == []
+    assert len(world.table.ended) == 3 * 4
+    assert world.watcher.seen.count("published 6") == 4
+
+
+@pytest.mark.parametrize("at", [1, 2, 3, 4])
+@pytest.mark.parametrize("where", ["settle", "fetch"])
+def test_what_is_not_known_to_be_settled_of_two_turns_is_settled_again_and_not_sent(monkeypatch, where, at):
+    """The connection ends while the turn before is settled, and the next one is on Kafka as well by then."""
+    rows = spread(3, 10)
+    world = World(rows)
+    world.table.behind = True
+    real = getattr(OneSource, where)
+    calls: list[int] = []
+
+    def call(self: OneSource, given: Any) -> Any:
+        if self.settling or (where == "fetch" and self.pending):
+            calls.append(1)
+            if len(calls) == at:
+                raise Unavailable("the connection is lost")
+        return real(self, given)
+
+    monkeypatch.setattr(OneSource, where, call)
+    world.run()
+    assert world.table.opened == 2
+    assert in_order(world, rows)
+    assert world.table.left == []
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_lane_that_could_not_be_settled_behind_is_settled_with_both_turns_and_nothing_is_sent_again(at):
+    rows = spread(3, 12)
+    world = World(rows)
+    world.table.behind = True
+
+    def then_lock(batches: Batches) -> Sent:
+        world.table.fail_lanes = {1: [Unavailable("locked"), Unavailable("locked")]}
+        return all_of(batches)
+
+    world.broker.script = [*[all_of] * at, then_lock]
+    world.run()
+    assert in_order(world, rows)
+    assert world.table.left == []
+    assert world.table.opened == 1
+    assert world.watcher.errors == {1: 2}
 
 
 # One lane in trouble

@@ -28,7 +28,7 @@ class Background:
         """Begin with ``work``. The one before must have been waited for."""
         assert self._work is None, "the connection is in use"
         if self._executor is None:
-            self._executor = ThreadPoolExecutor(1, thread_name_prefix="read-ahead")
+            self._executor = ThreadPoolExecutor(1, thread_name_prefix="background")
         self._work = self._executor.submit(work)
 
     def wait(self) -> None:
