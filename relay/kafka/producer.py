@@ -60,6 +60,14 @@ _CONSEQUENCES: Final = {
 
 _POLL_SECONDS: Final = 0.1
 
+# How long one flush() of librdkafka may take. It looks whether all is acknowledged every 10 ms, unless its time is up
+# before: only failures are reported, so no report ends its wait. And nothing wakes the thread that sends when a
+# transaction's partitions are registered, but the next flush() does. So it is called again and again, and less often
+# the longer it takes.
+_FLUSH_SECONDS: Final = 0.001
+_LONGEST_FLUSH_SECONDS: Final = 0.01
+_FLUSH_GROWTH: Final = 1.2
+
 
 class Sender:
     """One producer and the turn that is under way in it.
@@ -196,6 +204,7 @@ class Sender:
         same key could still be delivered after an earlier one was given up, and would stand before it for good.
         """
         # flush() sends what lingers at once.
+        flush_seconds = _FLUSH_SECONDS
         while len(self.producer):
             seconds = deadline - time.monotonic()
             if seconds <= 0:
@@ -205,7 +214,8 @@ class Sender:
             elif self._fatal is not None:
                 self.producer.purge(in_flight=False)
             elif not self.failed:
-                self._flush(min(seconds, _POLL_SECONDS))
+                self._flush(min(seconds, flush_seconds))
+                flush_seconds = min(flush_seconds * _FLUSH_GROWTH, _LONGEST_FLUSH_SECONDS)
                 continue
             self._poll()
 
