@@ -48,7 +48,7 @@ class Lane:
         self.database = database
         db.change_lanes(database.url, 1)
         self.admin = database.connect(autocommit=True)
-        (self.lease,) = LaneTable(database.connect(autocommit=True), "outbox", "me", "0", 60.0).acquire()
+        (self.lease,) = LaneTable(database.connect(autocommit=True), "outbox", "me", "0", 600.0).acquire()
         self.dead: list[str] = []
         self.lost: list[int] = []
         self._sources: list[OneLane] = []
