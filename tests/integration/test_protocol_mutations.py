@@ -195,7 +195,7 @@ def lanes_are_let_go_in_trouble(place: Place) -> None:
 
 def a_kill_after_settling(place: Place) -> None:
     """At least once: the rows of a turn go, and then the worker dies with whatever is still in its producer."""
-    place.settings.kafka["linger.ms"] = "5000"
+    place.settings.kafka["linger.ms"] = "600000"
     worker = joined(place, "a", exact=False)
     sent = worker.publish(20)
     assert sent.failure is None

@@ -26,7 +26,7 @@ def claim(
 
 
 def publisher(
-    kafka, *, create: bool = True, seconds: float = 10.0, topics: Topics | None = None, more=None, **options: str
+    kafka, *, create: bool = True, seconds: float = 60.0, topics: Topics | None = None, more=None, **options: str
 ) -> IdempotentPublisher:
     settings = load(kafka={"bootstrap.servers": kafka.bootstrap_servers, **options})
     topics = topics or Topics({"bootstrap.servers": kafka.bootstrap_servers}, create=create)
@@ -219,9 +219,10 @@ def test_no_acknowledgement_in_time_is_a_failure_and_nothing_is_said_to_be_publi
     cluster = private_kafka()
     topics = private_kafka.topics(cluster)
     topics.create_topic("order-events")
-    sender = publisher(topics, seconds=1.0)
+    sender = publisher(topics)
     assert sender.publish({0: [claim(1, "Order")]}).failure is None
     cluster.pause_broker(0)
+    sender._delivery_seconds = 1.0
     sent = sender.publish({0: [claim(2, "Order"), claim(3, "Order")], 1: [claim(4, "Order", lane=1)]})
     assert {lane: list(receipt.results) for lane, receipt in sent.receipts.items()} == {0: [], 1: []}
     assert isinstance(sent.failure, Late)

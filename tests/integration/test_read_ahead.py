@@ -22,8 +22,12 @@ LANES = 3
 
 
 @pytest.fixture
-def source(outbox_postgres):
-    """A source over three lanes with 40 events each; a turn of 5 of each reads the next 5 ahead."""
+def source(outbox_postgres, monkeypatch):
+    """A source over three lanes with 40 events each; a turn of 5 of each reads the next 5 ahead.
+
+    Always: a turn that looks at failures, once a second, is not read ahead.
+    """
+    monkeypatch.setattr("relay.polling.source._LOOK_SECONDS", 3600.0)
     url = outbox_postgres.url
     db.change_lanes(url, LANES)
     with psycopg.connect(url) as connection:

@@ -41,9 +41,7 @@ class Outbox:
         self.kinds = [kafka.name("Order"), kafka.name("Invoice")]
         self.topics = [kafka.create_topic(f"{kind.lower()}-events", 3) for kind in self.kinds]
         db.change_lanes(self.url, lanes)
-        self.state = StateTopic(
-            {"bootstrap.servers": kafka.bootstrap_servers}, f"{self.name}.relay.state", decide_seconds=2.0
-        )
+        self.state = StateTopic({"bootstrap.servers": kafka.bootstrap_servers}, f"{self.name}.relay.state")
         self.state.require(lanes)
 
     def run(self, query: str, *values: object) -> list[tuple]:
@@ -238,7 +236,8 @@ def test_a_row_that_another_session_has_locked_is_named(outbox):
 
 def test_a_relay_that_lives_loses_the_lanes_that_are_repaired_and_no_others(outbox, outbox_relay):
     keys = outbox.keys(0)
-    settings = {"name": outbox.name, "delivery": "exactly-once", "relay__lease_seconds": 5}
+    # No lane may change hands because the machine stands still.
+    settings = {"name": outbox.name, "delivery": "exactly-once", "relay__lease_seconds": 15}
     relay = outbox_relay(**settings)
     for lane in range(8):
         outbox.add(0, keys[lane], 50)
@@ -287,6 +286,7 @@ class Hanging(Outbox):
         for lane in (0, 1):
             producer.produce(self.state.name, self.marker(1).encode(), b"marker", partition=lane)
         producer.commit_transaction(60)
+        kafka.await_transactions(self.state.name)
         keys = [self.keys(kind) for kind in (0, 1)]
         for kind in (0, 1):
             for lane in (0, 1):
@@ -344,6 +344,9 @@ def test_a_take_over_stops_before_what_is_undecided_and_reconcile_publishes_it_o
     relay.wait_for_log("KAFKA-20734", 60)
     wait_until(lambda: not hanging.rows(1), 60, "the other lane")
     assert len(hanging.rows(0)) == 10
+    undecided = {(hanging.state.name, 0), *((topic, 1) for topic in hanging.topics)}
+    # A commit of the other lane is answered before its markers are written.
+    wait_until(lambda: hanging.undecided() == undecided, what="the other lane's transaction to end")
     looked = hanging.reconcile()
     assert looked.returncode == 1
     said = json.loads(looked.stdout)
@@ -353,14 +356,14 @@ def test_a_take_over_stops_before_what_is_undecided_and_reconcile_publishes_it_o
         (topic, 1): (5, 5) for topic in hanging.topics
     }
     assert all("--start-offset" in part["command"] for part in said["hanging"])
-    assert hanging.undecided() == {(hanging.state.name, 0), *((topic, 1) for topic in hanging.topics)}
+    assert hanging.undecided() == undecided
     done = hanging.reconcile("--apply", "--reason", "the broker lost them")
     assert done.returncode == 0, done.stderr
     wait_until(lambda: not hanging.rows(0), 60, "the lane to go on")
     relay.terminate()
     assert relay.wait() == 0
     assert hanging.published() == Counter(row[1] for row in hanging.batch + hanging.other)
-    assert hanging.undecided() == set()
+    wait_until(lambda: hanging.undecided() == set(), what="all transactions to end")
     assert hanging.reconcile().returncode == 0
 
 

@@ -41,15 +41,15 @@ def test_a_tombstone_has_no_payload():
 
 def test_writers_are_held_back_to_their_pace_and_while_the_outbox_is_full():
     stop = threading.Event()
-    pace = Pace(events=5000.0, size=1e9)
     began = time.monotonic()
+    pace = Pace(events=5000.0, size=1e9)
     for _ in range(4):
         pace.wait(300, 0, stop)
     assert time.monotonic() - began >= 0.23
     quick = Pace(events=1e9, size=1e9)
     quick.full = True
-    threading.Timer(0.1, lambda: setattr(quick, "full", False)).start()
     began = time.monotonic()
+    threading.Timer(0.1, lambda: setattr(quick, "full", False)).start()
     quick.wait(1, 1, stop)
     assert time.monotonic() - began >= 0.09
 

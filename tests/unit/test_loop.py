@@ -1,4 +1,8 @@
-"""The worker's loop against hand-made sources and publishers: what it does when one fails, or one lane does."""
+"""The worker's loop against hand-made sources and publishers: what it does when one fails, or one lane does.
+
+Its clock goes on while the loop waits, and where a test says so. So the order of turns and attempts is the same on a
+machine that stands still now and then.
+"""
 
 from __future__ import annotations
 
@@ -42,6 +46,40 @@ def all_of(batches: Batches) -> Sent:
 
 def positions(batches: Batches) -> dict[int, list[int]]:
     return {lane: [item.position for item in claims] for lane, claims in batches.items()}
+
+
+class Clock:
+    """What the loop has for the module ``time``."""
+
+    def __init__(self) -> None:
+        self._now = 1000.0
+
+    def monotonic(self) -> float:
+        return self._now
+
+    def sleep(self, seconds: float) -> None:
+        self._now += seconds
+
+
+class Stop(threading.Event):
+    """Whoever waits for it has waited at once."""
+
+    def __init__(self, clock: Clock) -> None:
+        super().__init__()
+        self._clock = clock
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        if not self.is_set():
+            self._clock.sleep(timeout)
+        return self.is_set()
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(loop, "time", clock)
+    return clock
 
 
 @dataclass
@@ -256,7 +294,9 @@ class World:
     """A worker's loop over a table and a broker. ``run`` ends when an idle worker finds that nothing is left."""
 
     def __init__(self, rows: Mapping[int, Sequence[int]], *steps: Step, pace: Pace = PACE) -> None:
-        self.stop = threading.Event()
+        assert isinstance(loop.time, Clock)
+        self.clock = loop.time
+        self.stop = Stop(self.clock)
         self.held = HeldLanes()
         self.table = Table({lane: list(each) for lane, each in rows.items()})
         self.broker = Broker(list(steps))
@@ -635,15 +675,20 @@ def test_a_lane_that_can_not_be_joined_is_tried_again_while_the_others_go_on():
     assert world.loop.failing_since is None
 
 
-def slowly(batches: Batches) -> Sent:
-    time.sleep(0.06)
-    return all_of(batches)
+LONG = loop._ABSENT_SECONDS + 1.0
 
 
-def test_others_do_not_wait_for_a_lane_that_fails_for_long(monkeypatch):
-    monkeypatch.setattr(loop, "_ABSENT_SECONDS", 0.05)
+def slowly(clock: Clock) -> Step:
+    def publish(batches: Batches) -> Sent:
+        clock.sleep(LONG)
+        return all_of(batches)
+
+    return publish
+
+
+def test_others_do_not_wait_for_a_lane_that_fails_for_long(clock):
     rows = spread(3, 8)
-    world = World(rows, slowly, slowly)
+    world = World(rows, *[slowly(clock)] * 2)
     world.broker.fail_join = {1: [StateLost("no marker"), StateLost("no marker")]}
     world.run()
     assert world.table.without[:2] == [set(), {1}]
@@ -651,16 +696,15 @@ def test_others_do_not_wait_for_a_lane_that_fails_for_long(monkeypatch):
     assert in_order(world, rows)
 
 
-def test_a_lane_that_fails_after_all_have_for_long_is_not_one_that_fails_for_long(monkeypatch):
+def test_a_lane_that_fails_after_all_have_for_long_is_not_one_that_fails_for_long(clock):
     """As after a broker's death: the publisher takes a minute, and then one of 256 lanes is locked for a moment."""
-    monkeypatch.setattr(loop, "_ABSENT_SECONDS", 0.05)
     rows = spread(3, 8)
     world = World(rows, all_of, lambda _: Sent({}, Unavailable("no broker")), all_of)
     make = world.broker.publisher
 
     def late(source: OneSource) -> OnePublisher:
         if world.broker.opened:
-            time.sleep(0.06)
+            clock.sleep(LONG)
             world.broker.fail_join = {1: [StateLost("locked")]} if world.broker.opened == 1 else {}
         return make(source)
 
@@ -672,16 +716,15 @@ def test_a_lane_that_fails_after_all_have_for_long_is_not_one_that_fails_for_lon
     assert in_order(world, rows)
 
 
-def test_a_lane_that_waits_for_its_turn_is_not_one_that_fails_for_long(monkeypatch):
+def test_a_lane_that_waits_for_its_turn_is_not_one_that_fails_for_long(clock):
     """Many lanes have something that was refused, and have turns of their own, one at a time."""
-    monkeypatch.setattr(loop, "_ABSENT_SECONDS", 0.05)
     rows = spread(4, 8)
 
     def refuse(batches: Batches) -> Sent:
         world.table.fail_lanes = {lane: [Unavailable("a commit is lost")] for lane in rows}
         return Sent({}, BatchRefused("too large"), tuple(batches))
 
-    world = World(rows, refuse, slowly, slowly, slowly, slowly)
+    world = World(rows, refuse, *[slowly(clock)] * 4)
     world.run()
     assert world.watcher.errors.keys() == rows.keys()
     assert not any(world.table.without)
