@@ -34,7 +34,6 @@ from support import (
     wait_until,
 )
 
-from outbox.testing._ports import free_ports
 from outbox.testing.fixtures import Topics
 from outbox.testing.kafka import KafkaCluster
 from relay.failpoints import VARIABLE
@@ -46,12 +45,12 @@ from relay.ports import Unavailable
 @pytest.fixture(scope="module")
 def network() -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
     """A broker that clients reach through a proxy only."""
-    (port,) = free_ports(1)
     settings = {"transaction.abort.timed.out.transaction.cleanup.interval.ms": "200"}
     with (
-        KafkaCluster(advertised_port=port, settings=settings) as cluster,
-        KafkaProxy("127.0.0.1", cluster.proxied_port, port) as proxy,
+        KafkaProxy("127.0.0.1", None) as proxy,
+        KafkaCluster(advertised_port=proxy.port, settings=settings) as cluster,
     ):
+        proxy.lead_to(cluster.proxied_port)
         yield cluster, proxy
 
 
