@@ -43,7 +43,8 @@ class Connection:
 class TcpProxy:
     """Listens on 127.0.0.1 and forwards every connection to a target, both ways; knows nothing of the protocol.
 
-    target_host, target_port   where connections go. The target may be away: clients are then closed.
+    target_host, target_port   where connections go. The target may be away: clients are then closed. None: nowhere
+                               before ``lead_to``, for a server that has to know the proxy's port when it starts.
     listen_port                0: one that is free now, and that stays the same over ``stop`` and ``start``.
 
     A context manager: it listens inside the ``with`` block, and leaves no thread and no socket behind.
@@ -51,7 +52,7 @@ class TcpProxy:
 
     connection_type: type[Connection] = Connection
 
-    def __init__(self, target_host: str, target_port: int, listen_port: int = 0) -> None:
+    def __init__(self, target_host: str, target_port: int | None, listen_port: int = 0) -> None:
         self.port = listen_port or free_ports(1)[0]
         self._target = (target_host, target_port)
         self._changed = threading.Condition()
@@ -71,6 +72,10 @@ class TcpProxy:
         """How many connections are open."""
         with self._changed:
             return len(self._connections)
+
+    def lead_to(self, target_port: int) -> None:
+        """Forward to this port from now on."""
+        self._target = (self._target[0], target_port)
 
     def start(self) -> Self:
         """Accept connections (again)."""
@@ -223,8 +228,11 @@ class TcpProxy:
 
     def _connect(self, connection: Connection) -> bool:
         """Connect to the target. Gives whether it went well and nobody closed the client's side meanwhile."""
+        host, port = self._target
+        if port is None:
+            return False
         try:
-            target = socket.create_connection(self._target, timeout=_CONNECT_TIMEOUT)
+            target = socket.create_connection((host, port), timeout=_CONNECT_TIMEOUT)
         except OSError:
             return False
         target.settimeout(None)
@@ -366,7 +374,7 @@ class KafkaProxy(TcpProxy):
 
     connection_type = KafkaConnection
 
-    def __init__(self, target_host: str, target_port: int, listen_port: int = 0) -> None:
+    def __init__(self, target_host: str, target_port: int | None, listen_port: int = 0) -> None:
         super().__init__(target_host, target_port, listen_port)
         self._seen: Counter[int] = Counter()
         self._rules: list[_Rule] = []

@@ -115,6 +115,11 @@ def caught_up(url: str) -> None:
     wait_until(lambda: look_up(url, left, highest) == [(0,)], 90, "the relay to publish what is there")
 
 
+def logged(relay: RelayProcess, text: str) -> list[dict[str, Any]]:
+    """Return the lines with this text of a relay that logs JSON. The last one may be half written, and is left out."""
+    return [json.loads(line) for line in relay.log().split("\n")[:-1] if text in line]
+
+
 def await_stops(relay: RelayProcess, lanes: int) -> None:
     """Wait until each of the lanes has been stopped, by a relay that logs JSON. It says so once, and then each minute.
 
@@ -122,7 +127,7 @@ def await_stops(relay: RelayProcess, lanes: int) -> None:
     """
 
     def stopped() -> bool:
-        lines = [json.loads(line) for line in relay.log().splitlines() if '"lane stopped"' in line]
+        lines = logged(relay, '"lane stopped"')
         return len({lane for line in lines for lane in line["lanes"].split(", ")}) == lanes
 
     wait_until(stopped, what="every lane to stop")
@@ -383,5 +388,4 @@ def check_at_most_once(url: str, messages: Iterable[Any]) -> int:
 
 def said_to_be_lost(relay: RelayProcess) -> int:
     """Return how many events may be lost by what a relay has said, which logs JSON."""
-    lines = [json.loads(line) for line in relay.log().splitlines() if '"events may be lost' in line]
-    return sum(line["events"] for line in lines)
+    return sum(line["events"] for line in logged(relay, '"events may be lost'))

@@ -20,7 +20,6 @@ from proxy import END_TXN, KafkaProxy, after_request, before_request, instead_of
 from support import Crashes, Load, await_attempts, await_stops, backlog, caught_up, check, order, owners, wait_until
 
 from outbox import Event, Outbox
-from outbox.testing._ports import free_ports
 from outbox.testing._process import patience
 from relay import db
 from relay.failpoints import VARIABLE
@@ -179,13 +178,14 @@ def test_a_storm_of_take_overs(outbox_postgres, outbox_kafka, outbox_relay, exac
 def test_the_broker_is_killed_while_a_commit_is_under_way(outbox_postgres, private_kafka, outbox_relay, back_soon):
     """EndTxn has not reached it; is on its way; has been answered. The relay can't know which, and the markers tell."""
     url = outbox_postgres.url
-    (port,) = free_ports(1)
-    cluster = private_kafka(advertised_port=port)
-    topics = private_kafka.topics(cluster)
-    topics.create_topic("order-events", 3)
     settings = back_soon | {"relay__lease_seconds": 20, "kafka__delivery_timeout_ms": 4000}
     moments = [before_request, after_request, instead_of_response]
-    with KafkaProxy("127.0.0.1", cluster.proxied_port, port) as proxy, Load(url, "Order") as load:
+    proxy = KafkaProxy("127.0.0.1", None).start()
+    cluster = private_kafka(advertised_port=proxy.port)
+    proxy.lead_to(cluster.proxied_port)
+    topics = private_kafka.topics(cluster)
+    topics.create_topic("order-events", 3)
+    with proxy, Load(url, "Order") as load:
         relay = outbox_relay(bootstrap_servers=proxy.address, **settings)
         for moment in moments:
             wait_until(lambda: all_lanes_have_settled(url), what="a batch of every lane")
@@ -270,7 +270,7 @@ def test_a_transaction_that_times_out_is_done_again(outbox_postgres, private_kaf
     settings = exactly_once | {"relay__lease_seconds": 15, "kafka__transaction_timeout_ms": 1000}
     with Load(url, "Order") as load:
         relay = outbox_relay(
-            bootstrap_servers=cluster.bootstrap_servers, env=failing("txn.marker_sent=delay:3@6"), **settings
+            bootstrap_servers=cluster.bootstrap_servers, env=failing("txn.marker_sent=delay:6@6"), **settings
         )
         # Which call is the first to learn of it differs.
         relay.wait_for_log("waiting for a server", 60)

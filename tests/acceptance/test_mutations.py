@@ -6,6 +6,7 @@ difference.
 
 from __future__ import annotations
 
+import os
 import signal
 from collections import Counter
 from pathlib import Path
@@ -109,8 +110,9 @@ def test_a_relay_that_stops(outbox_postgres, outbox_kafka, outbox_relay, scenari
     with Load(url, kind, pause=0) as load:
         wait_until(lambda: load.committed() > 2000, 60, "a backlog")
     written = backlog(url)
-    # Turns that take a while, so that it is told to stop between two of them. One is published and not settled then.
-    first = outbox_relay(env={VARIABLE: "batch.sent=delay:0.3@1+"}, program=(MUTANT, mutation), **settings)
+    # Many turns that take a while, so that it is told to stop between two. One is published and not settled then.
+    slow = settings | {"relay__batch_size": 5}
+    first = outbox_relay(env={VARIABLE: "batch.sent=delay:0.3@1+"}, program=(MUTANT, mutation), **slow)
     wait_until(lambda: backlog(url) < written, 60, "some of it to be published")
     first.terminate()
     assert first.wait() == 0
@@ -118,6 +120,13 @@ def test_a_relay_that_stops(outbox_postgres, outbox_kafka, outbox_relay, scenari
     outbox_relay(**settings)
     drained(url)
     assert verdict(url, outbox_kafka.consume(topic)) == expected
+
+
+def stop_flushing(url: str) -> None:
+    """Halt the process that flushes the WAL in the background: what nobody else flushes, a crash loses."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        [(pid,)] = connection.execute("SELECT pid FROM pg_stat_activity WHERE backend_type = 'walwriter'").fetchall()
+    os.kill(pid, signal.SIGSTOP)
 
 
 def unflushed(url: str) -> int:
@@ -132,6 +141,7 @@ def test_a_database_that_loses_commits(private_postgres, outbox_kafka, outbox_re
     kind, topic, settings = scenario
     server = private_postgres({"wal_writer_delay": "10s", "synchronous_commit": "off"})
     database = private_postgres.database(server)
+    stop_flushing(database.url)
     with Load(database.url, kind, pause=0.02) as load:
         relay = outbox_relay(database_url=database.url, program=(MUTANT, mutation), **settings)
         relay.wait_for_log("lanes acquired")

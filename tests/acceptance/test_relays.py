@@ -22,7 +22,8 @@ from support import (
 
 from outbox.testing._process import patience
 
-LEASE = 3.0
+LEASE = 8.0
+"""Renewed when a third of it is over. No machine is so slow that it runs out before."""
 BATCH = 20
 
 
@@ -53,21 +54,15 @@ def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay, deli
         # Released, not expired.
         assert "first" not in owners(url)
         wait_until(lambda: sorted(owners(url).values()) == [2, 2], what="two relays again")
+        note_owners(url)
         second.kill()
         ends = dict(look_up(url, "SELECT lane, lease_until FROM outbox.lanes WHERE owner = 'second'"))
-        taken: dict[int, dt.datetime] = {}
-
-        def all_taken() -> bool:
-            for lane, now in look_up(url, "SELECT lane, clock_timestamp() FROM outbox.lanes WHERE owner = 'third'"):
-                if lane in ends:
-                    taken.setdefault(lane, now)
-            return taken.keys() == ends.keys()
-
-        wait_until(all_taken, what="the lanes of the killed relay to be taken")
+        taken = "SELECT lane, at FROM taken WHERE owner = 'third'"
+        wait_until(lambda: len(look_up(url, taken)) == 2, what="the lanes of the killed relay to be taken")
         assert len(ends) == 2
-        for lane, end in ends.items():
+        for lane, at in look_up(url, taken):
             # Relays look for free lanes once a second.
-            assert end <= taken[lane] <= end + dt.timedelta(seconds=1 + patience())
+            assert ends[lane] <= at <= ends[lane] + dt.timedelta(seconds=1 + patience())
         wait_until(lambda: load.committed() > before + 100, what="more load")
         load.drain()
     messages = outbox_kafka.consume(topic)
@@ -76,7 +71,21 @@ def test_relays_join_and_leave(outbox_postgres, outbox_kafka, outbox_relay, deli
         assert repeats == 0
     else:
         # One kill, of a relay with two lanes; and nothing else, unless a lease was too short for this machine.
-        assert repeats <= 2 * BATCH or "lane lost" in third.log()
+        assert repeats <= 2 * BATCH or any("lane lost" in relay.log() for relay in (first, second, third))
+
+
+def note_owners(url: str) -> None:
+    """Let Postgres write down when a lane gets another owner: a test would see it late."""
+    with psycopg.connect(url) as connection:
+        connection.execute(
+            """
+            CREATE TABLE taken (lane int, owner text, at timestamptz);
+            CREATE FUNCTION note_taken() RETURNS trigger LANGUAGE plpgsql AS $$
+            BEGIN INSERT INTO public.taken VALUES (NEW.lane, NEW.owner, clock_timestamp()); RETURN NULL; END $$;
+            CREATE TRIGGER note_taken AFTER UPDATE ON outbox.lanes FOR EACH ROW
+            WHEN (NEW.owner IS DISTINCT FROM OLD.owner) EXECUTE FUNCTION note_taken()
+            """
+        )
 
 
 @pytest.mark.chaos
@@ -144,18 +153,26 @@ def test_the_broker_restarts_under_load(outbox_postgres, private_kafka, outbox_r
             relay__max_backoff_seconds=0.5,
             kafka__reconnect_backoff_max_ms=500,
         )
+        waiting = '"waiting for a server"'
+
+        def gave_up() -> int:
+            """How many turns were given up."""
+            return relay.log().count(waiting)
+
         wait_until(lambda: load.committed() > 300, what="some load")
+        early = gave_up()
         cluster.kill_broker(0)
-        relay.wait_for_log("waiting for a server")
+        wait_until(lambda: gave_up() > early, what="the relay to notice")
         goal = load.committed() + 300
         wait_until(lambda: load.committed() > goal, what="load while the broker is away")
         assert backlog(url) > 0
+        away = gave_up()
         cluster.start_broker(0)
-        relay.wait_for_log("publishing again", 60)
+        wait_until(lambda: relay.log().rfind("publishing again") > relay.log().rfind(waiting), 60, "the relay to go on")
         load.drain()
         assert relay.running
-    # One outage: what was in flight may stand there, unacknowledged.
-    assert check(url, topics.consume("order-events")) <= 4 * BATCH
+    # What was in flight may stand there, unacknowledged: when the broker was killed, and when it was back and too late.
+    assert check(url, topics.consume("order-events")) <= 4 * BATCH * (1 + early + gave_up() - away)
 
 
 def test_postgres_is_killed_under_load(private_postgres, outbox_kafka, outbox_relay):
@@ -165,7 +182,7 @@ def test_postgres_is_killed_under_load(private_postgres, outbox_kafka, outbox_re
     topic = f"{kind.lower()}-events"
     outbox_kafka.create_topic(topic, 3)
     with Load(database.url, kind) as load:
-        relay = outbox_relay(database_url=database.url, relay__lease_seconds=20, relay__batch_size=BATCH)
+        relay = outbox_relay(database_url=database.url, relay__lease_seconds=60, relay__batch_size=BATCH)
         wait_until(lambda: load.committed() > 300, what="some load")
         server.kill()
         relay.wait_for_log("waiting for Postgres")

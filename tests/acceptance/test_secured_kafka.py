@@ -25,7 +25,6 @@ from support import Crashes, Load, check, look_up, order, wait_until
 from wal_support import run_outbox
 
 from outbox import Event, Outbox
-from outbox.testing._ports import free_ports
 from outbox.testing.fixtures import Topics
 from outbox.testing.java import java
 from outbox.testing.kafka import KafkaCluster
@@ -52,7 +51,6 @@ def secured(tmp_path_factory) -> Iterator[dict[str, Any]]:
         ["-exportcert", *store, "-rfc", "-file", str(certificate)],
     ):
         subprocess.run([keytool, *command], check=True, capture_output=True)
-    (port,) = free_ports(1)
     settings = {
         "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,PROXIED:SASL_SSL,CONTROLLER:PLAINTEXT",
         "listener.name.proxied.ssl.keystore.location": str(keys),
@@ -66,9 +64,10 @@ def secured(tmp_path_factory) -> Iterator[dict[str, Any]]:
         "super.users": "User:ANONYMOUS",
     }
     with (
-        KafkaCluster(advertised_port=port, settings=settings) as cluster,
-        TcpProxy("127.0.0.1", cluster.proxied_port, port) as proxy,
+        TcpProxy("127.0.0.1", None) as proxy,
+        KafkaCluster(advertised_port=proxy.port, settings=settings) as cluster,
     ):
+        proxy.lead_to(cluster.proxied_port)
         yield {
             "past_all_this": cluster.bootstrap_servers,
             "kafka__bootstrap_servers": proxy.address,

@@ -286,7 +286,9 @@ def test_a_lane_that_lost_its_state_stops_alone_and_holds_no_wal(
     """More events than the stream may hold go by; then the lane comes back, and nothing is lost or doubled."""
     url, (kind, topic) = outbox_postgres.url, order
     settings = wal | {"delivery": "exactly-once", "log_format": "json", "relay__max_backoff_seconds": 0.5}
-    settings |= {"relay__batch_size": 5, "wal__heartbeat_seconds": 0.2}
+    # Who loses its lease reads its table for a while.
+    settings |= {"relay__batch_size": 5, "wal__heartbeat_seconds": 0.2, "relay__lease_seconds": 20}
+    crashes = Crashes(url, kind, 5)
     confirmed = "SELECT (confirmed_flush_lsn - '0/0'::pg_lsn)::bigint FROM pg_replication_slots WHERE slot_name = %s"
     to_wal(url, settings)
     with Load(url, kind) as load:
@@ -294,6 +296,7 @@ def test_a_lane_that_lost_its_state_stops_alone_and_holds_no_wal(
         wait_until(lambda: streaming(url), 30, "the lanes to stream")
         more(load, 100)
         relay.kill()
+        crashes.note()
         with psycopg.connect(url) as connection:
             connection.execute("UPDATE outbox.lanes SET last_batch = last_batch + 50 WHERE lane = 2")
         relay = outbox_relay(**settings)
@@ -336,7 +339,8 @@ def test_while_kafka_is_away_the_stream_waits_and_stays_alive(away, outbox_relay
         "wal__slot": "away",
         "delivery": "exactly-once",
         # Who loses its lease ends the stream as well.
-        "relay__lease_seconds": 6,
+        "relay__lease_seconds": 20,
+        "kafka__delivery_timeout_ms": 4000,
         "relay__batch_size": 5,
         "relay__max_backoff_seconds": 0.2,
         "kafka__reconnect_backoff_max_ms": 500,

@@ -8,7 +8,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from support import backlog, drained, order, wait_until
+from support import Crashes, backlog, drained, order, wait_until
 from wal_support import streaming, to_wal, wal
 
 from outbox import Event, Outbox
@@ -53,12 +53,14 @@ def test_many_events_over_many_lanes_with_a_kill_in_the_middle(
     url, (kind, topic) = outbox_postgres.url, order
     db.change_lanes(url, lanes)
     to_wal(url, wal)
-    settings = wal | {"delivery": delivery, "relay__batch_size": 2000, "relay__lease_seconds": 2.0}
+    settings = wal | {"delivery": delivery, "relay__batch_size": 2000, "relay__lease_seconds": 30}
+    crashes = Crashes(url, kind, 2000, lanes)
     relay = outbox_relay(**settings)
     wait_until(lambda: streaming(url), 60, "the lanes to stream")
     write(url, kind, 0, 15_000)
     wait_until(lambda: backlog(url) < 12_000, 60, "some to be published")
     relay.kill()
+    crashes.note()
     write(url, kind, 15_000, 30_000)
     relay = outbox_relay(**settings)
     drained(url, 120)
@@ -75,7 +77,8 @@ def test_many_events_over_many_lanes_with_a_kill_in_the_middle(
 def test_large_events(outbox_postgres, outbox_kafka, outbox_relay, wal, order, delivery, count, message):
     url, (kind, topic) = outbox_postgres.url, order
     to_wal(url, wal)
-    relay = outbox_relay(**wal, delivery=delivery)
+    # What takes long here are the large events: neither their turn nor its lease is to run out meanwhile.
+    relay = outbox_relay(**wal | {"delivery": delivery, "relay__lease_seconds": 30})
     wait_until(lambda: streaming(url), 60, "the lanes to stream")
     said = len(relay.log())
     outbox = Outbox(transport="message", slot=wal["wal__slot"]) if message else Outbox()

@@ -12,6 +12,7 @@ import psycopg
 from support import drained, wait_until
 
 from outbox import Event, Outbox
+from outbox.testing._process import patience
 
 
 def _owners(url: str) -> list[str]:
@@ -41,7 +42,7 @@ def test_workers_share_the_lanes_and_end_together(outbox_postgres, outbox_kafka)
             Outbox().add_many(connection, [Event(kind, f"k{n % 50}", "T", {"n": n}) for n in range(500)])
         drained(outbox_postgres.url)
         workers.send_signal(signal.SIGTERM)
-        assert workers.wait(60) == 0
+        assert workers.wait(60 * patience()) == 0
     finally:
         workers.kill()
     assert len(outbox_kafka.consume(topic, 500)) == 500
@@ -56,7 +57,7 @@ def test_a_worker_that_dies_ends_them_all_with_its_status(outbox_postgres, outbo
             children = [child.pid for child in psutil.Process(workers.pid).children()]
             assert len(children) == 2
             os.kill(children[0], signal.SIGKILL)
-            assert workers.wait(60) == 128 + signal.SIGKILL
+            assert workers.wait(60 * patience()) == 128 + signal.SIGKILL
             # The other one has released its lanes; those of the killed one run out.
             held = connection.execute("SELECT count(DISTINCT owner) FROM outbox.lanes").fetchone()
         assert held == (1,)

@@ -15,6 +15,7 @@ from proxy import Action, KafkaProxy, TcpProxy
 from standby import Standby
 
 from chaos.course import RELAYS, Course, Fault
+from outbox.testing.errors import ServiceError
 from outbox.testing.fixtures import RelayFactory, RelayProcess
 from outbox.testing.kafka import KafkaCluster
 from outbox.testing.postgres import PostgresServer
@@ -219,7 +220,12 @@ class RelayHand(_Hand):
                 relay.terminate()
             case "relay_pause" if relay.running:
                 self._relays.paused.add(fault.target)
-                relay.pause()
+                try:
+                    relay.pause()
+                except (ServiceError, psutil.NoSuchProcess):
+                    # A failpoint may have ended it in this very moment.
+                    if relay.running:
+                        raise
 
     def _end(self, fault: Fault) -> None:
         if fault.name == "relay_pause":

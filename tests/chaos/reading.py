@@ -10,12 +10,14 @@ import confluent_kafka
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from chaos.history import EventIds, Message, Sightings, digest_of
+from outbox.testing._process import wait_for
 from outbox.testing.errors import ServiceError
 from outbox.testing.fixtures import Topics, token
 
 _EOF: Final = KafkaError._PARTITION_EOF
 _FATAL: Final = frozenset({KafkaError.OFFSET_OUT_OF_RANGE, KafkaError.TOPIC_AUTHORIZATION_FAILED})
 _READ_SECONDS: Final = 120.0
+_LEADER_SECONDS: Final = 15.0
 
 
 def _consumer(bootstrap_servers: str) -> Consumer:
@@ -57,6 +59,25 @@ def to_message(message: confluent_kafka.Message, ids: EventIds) -> Message:
     )
 
 
+def _partitions(topics: Topics, names: Sequence[str]) -> list[TopicPartition]:
+    """Return all partitions of these topics, from their beginning. Raises ServiceError when one has no leader for long.
+
+    A broker that was halted has lost its partitions when it goes on, and gets them back a moment later.
+    """
+    parts: dict[str, list[int]] = {}
+
+    def all_led() -> bool:
+        try:
+            parts.update((name, topics._partitions(name)) for name in names)
+        except KafkaException:
+            return False
+        return all(parts.values())
+
+    if not wait_for(all_led, _LEADER_SECONDS):
+        raise ServiceError(f"no leaders yet: {parts}")
+    return [TopicPartition(name, part, 0) for name in names for part in parts[name]]
+
+
 def read_all(topics: Topics, names: Sequence[str], ids: EventIds) -> Iterator[Message]:
     """Return every message that readers of what is committed find, each partition's in order.
 
@@ -65,8 +86,9 @@ def read_all(topics: Topics, names: Sequence[str], ids: EventIds) -> Iterator[Me
     topics.await_transactions(names, _READ_SECONDS)
     consumer = _consumer(topics.bootstrap_servers)
     try:
-        unread = {(name, part) for name in names for part in topics._partitions(name)}
-        consumer.assign([TopicPartition(name, part, 0) for name, part in unread])
+        partitions = _partitions(topics, names)
+        unread = {(each.topic, each.partition) for each in partitions}
+        consumer.assign(partitions)
         idle = 0.0
         while unread:
             message = consumer.poll(0.5)
@@ -102,12 +124,10 @@ class LiveReader:
         self._thread = threading.Thread(target=self._run, name="live-reader", daemon=True)
 
     def follow(self, names: Sequence[str]) -> None:
-        """Read these topics too. Raises ServiceError while one has no leader for a partition."""
-        parts = {name: self._topics._partitions(name) for name in names}
-        if not all(parts.values()):
-            raise ServiceError(f"no leaders yet: {parts}")
+        """Read these topics too. Raises ServiceError when one has no leader for a partition."""
+        partitions = _partitions(self._topics, names)
         with self._lock:
-            self._new += [TopicPartition(name, part, 0) for name in names for part in parts[name]]
+            self._new += partitions
 
     def __enter__(self) -> Self:
         self._thread.start()

@@ -18,7 +18,6 @@ from chaos.faults import Servers
 from chaos.history import EventIds, Kind
 from chaos.reading import LiveReader
 from chaos.workload import prepare
-from outbox.testing._ports import free_ports
 from outbox.testing._process import patience
 from outbox.testing.errors import ServiceError
 from outbox.testing.fixtures import Topics, migrate
@@ -47,10 +46,12 @@ class KafkaSite:
 
     def __enter__(self) -> Self:
         with ExitStack() as opened:
-            port = free_ports(1)[0] if self._brokers == 1 else None
+            if self._brokers == 1:
+                self.proxy = opened.enter_context(KafkaProxy("127.0.0.1", None))
+            port = None if self.proxy is None else self.proxy.port
             self.cluster = opened.enter_context(KafkaCluster(brokers=self._brokers, advertised_port=port))
-            if port is not None:
-                self.proxy = opened.enter_context(KafkaProxy("127.0.0.1", self.cluster.proxied_port, port))
+            if self.proxy is not None:
+                self.proxy.lead_to(self.cluster.proxied_port)
             self._opened = opened.pop_all()
         return self
 

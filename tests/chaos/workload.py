@@ -14,6 +14,7 @@ import psycopg
 from chaos.course import WRITERS, Course, Transaction, Write, transactions
 from chaos.history import EventIds, Kind, digest_of, event_of
 from outbox import Event, Outbox
+from outbox.testing._process import patience
 
 _TABLES: Final = """
 CREATE TABLE business (event bigint PRIMARY KEY, kind smallint NOT NULL, key text NOT NULL, seq int NOT NULL,
@@ -30,7 +31,7 @@ INSERT INTO business SELECT * FROM unnest(%s::bigint[], %s::smallint[], %s::text
                                           %s::boolean[])"""
 
 _POOL_BYTES: Final = 1 << 22
-_PATIENCE: Final = 60.0
+_END_SECONDS: Final = 60.0
 
 
 def prepare(url: str) -> None:
@@ -120,13 +121,13 @@ class Workload:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         for thread in self._threads:
-            thread.join(_PATIENCE)
+            thread.join(_END_SECONDS * patience())
 
     def stop(self) -> None:
         """End the transactions under way. Raise what ended a writer before."""
         self._stop.set()
         for thread in self._threads:
-            thread.join(_PATIENCE)
+            thread.join(_END_SECONDS * patience())
         if self._errors:
             raise self._errors[0]
         assert not any(thread.is_alive() for thread in self._threads), "a writer does not end"
