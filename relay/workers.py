@@ -6,7 +6,8 @@
 |                                     | leaves them                                                                   |
 | a worker is killed, or ends         | its lanes go to the others; the rest is stopped, and this process ends with   |
 |                                     | its status: what started us starts all of them again                          |
-| this process is killed              | the workers go on, each a relay of its own, until they are told to stop       |
+| this process is killed              | the workers end by themselves, each after the turn in flight, as at a signal: |
+|                                     | what starts us again would start as many beside them                          |
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from types import FrameType
 from typing import Final
 
 import structlog
+
+from relay.config import Settings
 
 log = structlog.get_logger("relay")
 
@@ -36,6 +40,8 @@ def run_workers(count: int, environment: Mapping[str, str]) -> int:
         subprocess.Popen(
             [sys.executable, "-m", "relay.cli", "relay", "run", "--worker", str(number)],
             env=dict(environment),
+            # Nothing is written to it: it ends with this process, however that ends.
+            stdin=subprocess.PIPE,
             # A signal from the terminal reaches this process alone, which passes it on once.
             start_new_session=True,
         )
@@ -66,6 +72,24 @@ def run_workers(count: int, environment: Mapping[str, str]) -> int:
     finally:
         for each, handler in previous.items():
             signal.signal(each, handler)
+
+
+def be_worker(number: int, settings: Settings) -> None:
+    """Make this process one of several workers: with a name and a port of its own, and an end with what started it."""
+    if settings.relay.instance is not None:
+        settings.relay.instance += f"-{number}"
+    if settings.relay.metrics_address is not None:
+        # An address can be listened on once, and each worker has lanes of its own.
+        host, _, port = settings.relay.metrics_address.rpartition(":")
+        settings.relay.metrics_address = f"{host}:{int(port) + number}"
+
+    def wait() -> None:
+        while os.read(sys.stdin.fileno(), 1):
+            pass
+        log.error("the process that started this worker has ended; the worker stops")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, name="starter", daemon=True).start()
 
 
 def _send(workers: Sequence[subprocess.Popen[bytes]], number: int) -> None:

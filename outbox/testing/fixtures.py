@@ -162,13 +162,20 @@ class Topics:
         shown = ", ".join(names)
         deadline = time.monotonic() + timeout * patience()
         first = timeout if count is not None else min(timeout, 5.0)
-        if not wait_for(lambda: all(self._partitions(name) for name in names), first):
+        known: dict[str, list[int]] = {}
+
+        def all_known() -> bool:
+            # A leader may be there for one look, and not for the next.
+            known.update((name, self._partitions(name)) for name in names if not known.get(name))
+            return all(known.values())
+
+        if not wait_for(all_known, first):
             raise AssertionError(
                 f"{shown}: no such topic, or no leader for a partition, after {first * patience():g} s"
             )
         if count is None and isolation == "read_committed" and wait_for_open:
             self._await_transactions(names, deadline, timeout)
-        partitions = [TopicPartition(name, p, 0) for name in names for p in self._partitions(name)]
+        partitions = [TopicPartition(name, p, 0) for name in names for p in known[name]]
         # What librdkafka reports while it connects anew by itself.
         eof = KafkaError._PARTITION_EOF  # noqa: SLF001 - documented names, in spite of the underscore
         transient = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._TIMED_OUT}  # noqa: SLF001

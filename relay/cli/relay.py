@@ -43,24 +43,19 @@ def run(
 
     from relay import failpoints, logs
     from relay.wiring import build
+    from relay.workers import be_worker, run_workers
 
     settings = load(database_url=database_url, create_topics=create_topics, log_format=log_format)
     logs.configure(settings.log_level, settings.log_format)
     if workers > 1:
-        from relay.workers import run_workers
-
         if settings.source is SourceKind.WAL:
             raise ConfigurationError("--workers: the WAL is one stream, which one relay reads for all lanes")
         topics = None if create_topics is None else str(create_topics).lower()
         given = {"DATABASE_URL": database_url, "CREATE_TOPICS": topics, "LOG_FORMAT": log_format}
         more = {f"OUTBOX_{name}": value for name, value in given.items() if value is not None}
         raise typer.Exit(run_workers(workers, os.environ | more))
-    if worker is not None and settings.relay.instance is not None:
-        settings.relay.instance += f"-{worker}"
-    if worker and settings.relay.metrics_address is not None:
-        # An address can be listened on once, and each worker has lanes of its own.
-        host, _, port = settings.relay.metrics_address.rpartition(":")
-        settings.relay.metrics_address = f"{host}:{int(port) + worker}"
+    if worker is not None:
+        be_worker(worker, settings)
     if failpoints.arm_from_environment():
         structlog.get_logger("relay").warning("failpoints are armed: this relay fails on purpose")
     # The worker's loop has nearly all of the work to itself. The thread that reads the WAL has little to do at a time,

@@ -45,8 +45,32 @@ def test_workers_share_the_lanes_and_end_together(outbox_postgres, outbox_kafka)
         assert workers.wait(60 * patience()) == 0
     finally:
         workers.kill()
+        workers.wait()
     assert len(outbox_kafka.consume(topic, 500)) == 500
     assert _owners(outbox_postgres.url) == []
+
+
+def test_workers_end_with_the_process_that_started_them(outbox_postgres, outbox_kafka):
+    """However that ends: what starts it again starts as many workers beside them."""
+    kind = outbox_kafka.name("Order")
+    topic = outbox_kafka.create_topic(f"{kind.lower()}-events", 3)
+    workers = _start(outbox_postgres, outbox_kafka, "--workers", "2")
+    try:
+        wait_until(lambda: len(_owners(outbox_postgres.url)) == 2, what="both workers to hold lanes")
+        with psycopg.connect(outbox_postgres.url) as connection:
+            Outbox().add_many(connection, [Event(kind, f"k{n % 50}", "T", {"n": n}) for n in range(500)])
+        children = psutil.Process(workers.pid).children()
+    finally:
+        workers.kill()
+        workers.wait()
+    _, alive = psutil.wait_procs(children, timeout=60 * patience())
+    assert alive == []
+    # In order: what is in flight is settled, and the lanes are let go of.
+    assert _owners(outbox_postgres.url) == []
+    there = len(outbox_kafka.consume(topic))
+    with psycopg.connect(outbox_postgres.url) as connection:
+        left = connection.execute("SELECT count(*) FROM outbox.events").fetchone()
+    assert left == (500 - there,)
 
 
 def test_a_worker_that_dies_ends_them_all_with_its_status(outbox_postgres, outbox_kafka):
@@ -63,3 +87,4 @@ def test_a_worker_that_dies_ends_them_all_with_its_status(outbox_postgres, outbo
         assert held == (1,)
     finally:
         workers.kill()
+        workers.wait()
