@@ -104,13 +104,15 @@ class _Backoff:
     failures: int = 0
     until: float = 0.0
     since: float | None = None
+    failed_at: float = 0.0
 
     def failed(self) -> float:
         """Record a failure; return how long to wait."""
         doubled: float = self.pace.min_backoff_seconds * 2.0 ** float(min(self.failures, 20))
         delay = min(doubled, self.pace.max_backoff_seconds)
         self.failures += 1
-        self.since = self.since or time.monotonic()
+        self.failed_at = time.monotonic()
+        self.since = self.since or self.failed_at
         self.until = time.monotonic() + delay * random.uniform(0.5, 1.0)  # noqa: S311
         return delay
 
@@ -120,8 +122,8 @@ class _Backoff:
         return first
 
     def failed_for(self, seconds: float) -> bool:
-        """Return whether nothing has succeeded for so long, since a failure."""
-        return self.since is not None and time.monotonic() - self.since >= seconds
+        """Return whether an attempt has failed so long after the first that did, and none between succeeded."""
+        return self.since is not None and self.failed_at - self.since >= seconds
 
     @property
     def waits(self) -> bool:

@@ -696,6 +696,22 @@ def test_others_do_not_wait_for_a_lane_that_fails_for_long(clock):
     assert in_order(world, rows)
 
 
+def test_a_lane_that_fails_again_long_after_it_was_well_is_not_one_that_fails_for_long(clock):
+    rows = spread(3, 10)
+
+    def then_fail(batches: Batches) -> Sent:
+        clock.sleep(LONG)
+        world.table.fail_lanes = {1: [Unavailable("locked")]}
+        return all_of(batches)
+
+    # Behind the slow one it is taken over again, and does well.
+    world = World(rows, then_fail, slowly(clock), all_of, then_fail, slowly(clock), all_of)
+    world.run()
+    assert world.watcher.errors == {1: 2}
+    assert not any(world.table.without)
+    assert in_order(world, rows)
+
+
 def test_a_lane_that_fails_after_all_have_for_long_is_not_one_that_fails_for_long(clock):
     """As after a broker's death: the publisher takes a minute, and then one of 256 lanes is locked for a moment."""
     rows = spread(3, 8)

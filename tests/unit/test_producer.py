@@ -244,3 +244,34 @@ def test_several_hosts_are_shown_and_no_secret():
 def test_errors_that_pass_by_themselves_are_told_from_those_that_need_a_person(error, expected):
     with pytest.raises(expected), unavailable_on_error("testing"):
         raise error("no")
+
+
+class Flushes:
+    """A producer that notes for how long it is to flush."""
+
+    def __init__(self, producer):
+        self.producer = producer
+        self.seconds: list[float] = []
+
+    def flush(self, seconds: float) -> int:
+        self.seconds.append(seconds)
+        return self.producer.flush(seconds)
+
+    def __getattr__(self, name: str):
+        return getattr(self.producer, name)
+
+    def __len__(self) -> int:
+        return len(self.producer)
+
+
+def test_acknowledgements_are_looked_for_more_often_than_librdkafka_does():
+    """Its flush() looks every 10 ms, unless it is to end before; a turn would last that long at least."""
+    sender = new_sender()
+    sender.send({0: events(0, 2)}, soon())
+    flushes = sender.producer = Flushes(sender.producer)
+    sender.drain(time.monotonic() + 0.5)
+    assert flushes.seconds[0] == 0.001
+    assert sorted(flushes.seconds[:10]) == flushes.seconds[:10]
+    assert sum(seconds < 0.005 for seconds in flushes.seconds) >= 8
+    assert max(flushes.seconds) <= 0.01
+    sender.close()
