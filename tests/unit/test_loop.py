@@ -697,7 +697,7 @@ def test_others_do_not_wait_for_a_lane_that_fails_for_long(clock):
 
 
 def test_a_lane_that_fails_again_long_after_it_was_well_is_not_one_that_fails_for_long(clock):
-    rows = spread(3, 10)
+    rows = spread(3, 20)
 
     def then_fail(batches: Batches) -> Sent:
         clock.sleep(LONG)
@@ -705,7 +705,7 @@ def test_a_lane_that_fails_again_long_after_it_was_well_is_not_one_that_fails_fo
         return all_of(batches)
 
     # Behind the slow one it is taken over again, and does well.
-    world = World(rows, then_fail, slowly(clock), all_of, then_fail, slowly(clock), all_of)
+    world = World(rows, then_fail, slowly(clock), all_of, then_fail, all_of, all_of)
     world.run()
     assert world.watcher.errors == {1: 2}
     assert not any(world.table.without)
