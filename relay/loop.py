@@ -135,9 +135,13 @@ class _Backoff:
 class _Lane:
     """What the loop knows of one lane.
 
-    ``taken`` is how many events the last turn had of it. ``suspect``: something in its last batch was refused, and it
-    has turns of its own until that is found; ``limit`` is then how many events such a turn takes. ``unsettled`` is what
-    Kafka has acknowledged (without a transaction) and Postgres may not know.
+    ``taken`` is how many events the last turn had of it. ``unsettled`` is what Kafka has acknowledged (without a
+    transaction) and Postgres may not know.
+
+    ``suspect``: something in its last batch was refused, and it has turns of its own until that is found; ``limit`` is
+    then how many events such a turn takes, and ``after`` how many the next one, if this one is clean (0: more).
+    ``guessed``: these follow a guess of which event it is. Lanes with the same ``case`` were refused together;
+    ``proven``: the lane was refused by itself as well.
     """
 
     lease: Lease
@@ -146,6 +150,10 @@ class _Lane:
     taken: int = 0
     suspect: bool = False
     limit: int = 0
+    after: int = 0
+    guessed: bool = False
+    case: int = 0
+    proven: bool = False
     clean: int = 0
     unsettled: list[Result] = field(default_factory=list)
 
@@ -183,6 +191,7 @@ class WorkerLoop:
         self._limit = pace.batch_size
         self._clean = 0
         self._suspects_turn = False
+        self._cases = 0
         self.failing_since: float | None = None
         """When the failure began that nothing has succeeded since, by time.monotonic(); None while all is well."""
         self.turned_at = time.monotonic()
@@ -364,15 +373,34 @@ class WorkerLoop:
             return sent
         blamed = [lane for lane in sent.blamed if lane in batches] or list(batches)
         receipts = dict(sent.receipts)
+        self._cases += 1
         for number in blamed:
             lane, size = self._lanes[number], len(batches[number])
             alone = len(batches) == 1
-            lane.limit = max(size // 2, 1) if alone or len(blamed) < len(batches) else size
-            lane.suspect = True
+            if not self._suspects_turn:
+                lane.case = self._cases
+            lane.suspect, lane.proven = True, alone
+            lane.limit, lane.after = max(size // 2, 1) if alone or len(blamed) < len(batches) else size, 0
+            before = _before(batches[number], sent.likeliest.get(number))
+            # A guess that was wrong is followed by halving: there are fewer events with each turn.
+            lane.guessed = before is not None and not lane.guessed
+            if before is not None and lane.guessed:
+                lane.limit, lane.after = (before, 1) if before else (1, 0)
+                # Before the others: two turns.
+                lane.clean = -2
             if alone and size == 1:
-                lane.suspect = False
+                self._found(lane)
                 receipts[number] = Receipt([(batches[number][0], Refused(str(sent.failure)))])
         return Sent(receipts, sent.failure, sent.blamed)
+
+    def _found(self, lane: _Lane) -> None:
+        """Clear a lane of suspicion, as its event is found, and those that were refused together with it.
+
+        If there is another such event among them, a turn of all will be refused again, for that one.
+        """
+        for each in self._lanes.values():
+            if each is lane or (each.suspect and each.case == lane.case and not each.proven):
+                each.suspect, each.proven, each.guessed, each.after, each.clean = False, False, False, 0, 0
 
     def _settle(self, source: Source, sent: Sent, fine: Collection[int], settling: Collection[int]) -> None:
         published: dict[int, list[Result]] = {}
@@ -421,10 +449,13 @@ class WorkerLoop:
                 lane = self._lanes.get(number)
                 if lane is None:
                     continue
+                if lane.after:
+                    lane.limit, lane.after = lane.after, 0
+                    continue
                 lane.limit = min(lane.limit * 2, self._pace.batch_size)
                 lane.suspect = lane.limit < self._pace.batch_size
                 if not lane.suspect:
-                    lane.clean = 0
+                    lane.clean, lane.proven, lane.guessed = 0, False, False
             return
         if self._limit < self._pace.batch_size:
             self._clean += 1
@@ -567,3 +598,8 @@ class WorkerLoop:
             lane.joined = False
         if publisher is not None:
             publisher.close()
+
+
+def _before(claims: Sequence[Claim], position: int | None) -> int | None:
+    """Return how many events of a batch stand before the one at a position; None if it is not among them."""
+    return next((n for n, claim in enumerate(claims) if claim.position == position), None)

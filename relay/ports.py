@@ -198,13 +198,15 @@ class Sent:
 
     With a ``failure`` the publisher is of no further use: settle the receipts, close it, make a new one, read again.
     Retrying one message would reorder. ``blamed`` are the lanes of which the broker refused something, empty when it
-    does not say which. ``renew`` says that nothing failed and still the publisher must not be used again.
+    does not say which; ``likeliest`` are positions of events, by lane, that are at fault most likely. ``renew`` says
+    that nothing failed and still the publisher must not be used again.
     """
 
     receipts: Mapping[int, Receipt]
     failure: Unavailable | None = None
     blamed: Collection[int] = ()
     renew: bool = False
+    likeliest: Mapping[int, int] = field(default_factory=dict)
 
 
 class TakeoverStore(Protocol):

@@ -90,7 +90,7 @@ class IdempotentPublisher:
             )
             for lane in batches
         }
-        return Sent(receipts, failure, blamed)
+        return Sent(receipts, failure, blamed, likeliest=sender.likeliest() if sender.failed else {})
 
     def paused(self) -> frozenset[Kind]:
         """Return the kinds of events whose topics can't be written to for now."""

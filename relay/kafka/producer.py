@@ -282,6 +282,19 @@ class Sender:
             return BatchRefused(next(iter(blamed.values()))), list(blamed)
         return self._unavailable(causes, seconds), ()
 
+    def likeliest(self) -> dict[int, int]:
+        """Return which events are too large most likely: of each topic the largest that the broker calls so, by lane.
+
+        All events of a request have the same answer.
+        """
+        largest: dict[str, Claim] = {}
+        for claim, error in self._failed.values():
+            if error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
+                topic = self._topic(claim)
+                if topic not in largest or len(claim.value or b"") > len(largest[topic].value or b""):
+                    largest[topic] = claim
+        return {claim.lane: claim.position for claim in largest.values()}
+
     def _unavailable(self, causes: Sequence[tuple[Claim, KafkaError]], seconds: float) -> Unavailable:
         """Return what failed, where no event and no topic is at fault."""
         if self._late:

@@ -336,7 +336,8 @@ class TransactionalPublisher:
 
     def _aborted(self, sender: _TransactionalSender, failure: Unavailable, blamed: Collection[int]) -> Sent:
         refused = sender.refused_first(aborted=True)
-        return Sent({lane: Receipt(results) for lane, results in refused.items() if results}, failure, blamed)
+        receipts = {lane: Receipt(results) for lane, results in refused.items() if results}
+        return Sent(receipts, failure, blamed, likeliest=sender.likeliest())
 
     def _given_up(self, sender: _TransactionalSender, error: KafkaException) -> tuple[Unavailable, Collection[int]]:
         self._abort(sender)

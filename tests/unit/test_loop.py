@@ -944,6 +944,53 @@ def test_the_others_go_on_at_full_size_while_a_lane_is_narrowed_down():
     assert all(list(map(len, turn.values())) == [16, 16, 16] for turn in between)
 
 
+def too_large(*poison: int, guess: Callable[[int], int] = lambda position: position) -> Step:
+    """The broker refuses all events that came in one request with one of these; the publisher guesses which it was."""
+
+    def publish(batches: Batches) -> Sent:
+        bad = {
+            lane: guess(item.position) for lane, claims in batches.items() for item in claims if item.position in poison
+        }
+        if not bad:
+            return all_of(batches)
+        return Sent({}, BatchRefused("too large"), tuple(batches), likeliest=dict([min(bad.items())]))
+
+    return publish
+
+
+@pytest.mark.parametrize(("n", "sizes"), [(6, [4, 2, 1]), (4, [4, 1])])
+def test_a_large_event_among_many_lanes_is_found_at_once(n, sizes):
+    """It is the largest of those that were refused together. The other lanes have no turns of their own."""
+    rows = spread(16, 40)
+    poison = rows[5][n]
+    world = World(rows, pace=replace(PACE, batch_size=16))
+    world.broker.always = too_large(poison)
+    world.run()
+    assert world.table.refused == [poison]
+    assert in_order(world, {lane: [row for row in each if row != poison] for lane, each in rows.items()})
+    # Refused with all others; then those before it, if there are any, and it.
+    first = next(number for number, turn in enumerate(world.broker.turns) if poison in turn[5])
+    assert len(world.broker.turns[first]) == 16
+    alone = [turn for turn in world.broker.turns if len(turn) == 1]
+    assert [turn.keys() for turn in alone] == [{5}] * (len(sizes) - 1)
+    assert [len(world.broker.turns[first][5]), *(len(turn[5]) for turn in alone)] == sizes
+    assert alone[-1] == {5: [poison]}
+
+
+@pytest.mark.parametrize("poison", [(10,), (9, 10), (10, 43, 101), tuple(range(20, 60))])
+@pytest.mark.parametrize("guess", [lambda p: p, lambda p: p + 4, lambda p: p - 4, lambda _: 0, lambda _: 99])
+def test_a_guess_that_is_wrong_costs_turns_and_nothing_else(poison, guess):
+    rows = spread(4, 120)
+    world = World(rows, pace=replace(PACE, batch_size=8))
+    world.broker.always = too_large(*poison, guess=guess)
+    world.run()
+    assert sorted(world.table.refused) == sorted(poison)
+    assert in_order(world, {lane: [row for row in each if row not in poison] for lane, each in rows.items()})
+    assert len(world.broker.log) == 480 - len(poison)
+    for lane in rows:
+        assert max(len(turn[lane]) for turn in [turn for turn in world.broker.turns if lane in turn][-6:]) == 8
+
+
 def test_one_event_that_is_refused_by_itself_is_named_at_once():
     world = World({0: [1], 1: []})
     world.broker.always = poisoned(1, names_lanes=False)
