@@ -116,6 +116,12 @@ SELECT held.lane, (SELECT {synchronous}), coalesce(written.version, held.version
           JOIN {events} AS e ON e.lane = n.lane AND e.id = n.id AND e.event_id = n.event_id)
   FROM held LEFT JOIN written ON written.lane = held.lane"""
 
+_STILL_HELD: Final = """
+SELECT l.lane FROM {lanes} AS l
+  JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[], %(versions)s::tid[]) AS m(lane, epoch, version)
+    ON m.lane = l.lane{by_version}
+ WHERE l.epoch = m.epoch"""
+
 _WHY: Final = """
 SELECT l.lane, l.last_batch, l.transactional_id FROM {lanes} AS l
   JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch) ON l.lane = m.lane AND l.epoch = m.epoch"""
@@ -271,6 +277,9 @@ class Settlement:
         self._settle_and_count = settling_sql(schema, _THERE, archive=archive)
         self._settle_by_version = settling_sql(schema, _HELD, archive=archive, by_version=True)
         self._why = sql.SQL(_WHY).format(**names_of(schema))
+        self._still_held, self._still_held_by_version = (
+            sql.SQL(_STILL_HELD).format(**names_of(schema), by_version=sql.SQL(text)) for text in ("", _BY_VERSION)
+        )
         self.lanes: dict[int, SettledLane] = {}
 
     def hold(self, lease: Lease) -> None:
@@ -381,11 +390,34 @@ class Settlement:
         Without transactions only: there a marker would vouch for rows that may be there still. Not while a lease has to
         be prolonged, which must come before the events that it is for.
         """
+        wanted = set(lanes)
         return self._prepared and all(
             held.own_id is None and held.pending.batch is None and not self.prolongs(lane)
             for lane, held in self.lanes.items()
-            if held.pending or lane in lanes
+            if held.pending or lane in wanted
         )
+
+    def still_held(self, lanes: Collection[int]) -> tuple[sql.Composed, dict[str, Any]]:
+        """Return a query for those of the lanes that are ours still, and what it binds: it looks where they were."""
+        held = [self.lanes[lane] for lane in lanes]
+        values = {
+            "lanes": array(list(lanes)),
+            "epochs": array([lane.lease.epoch for lane in held]),
+            "versions": array([None if lane.version is None else f'"{lane.version}"' for lane in held]),
+        }
+        known = all(lane.version is not None for lane in held)
+        return self._still_held_by_version if known else self._still_held, values
+
+    def lost_of(self, lanes: Collection[int], found: Sequence[Any]) -> dict[int, OutboxError]:
+        """Return the lanes that are another relay's, by the answer to ``still_held``."""
+        held = {row[0] for row in found}
+        missing = [lane for lane in lanes if lane not in held]
+        if any(self.lanes[lane].version is not None for lane in missing):
+            # The control loop has prolonged a lease, say: the row is somewhere else.
+            for lane in missing:
+                self.lanes[lane].version = None
+            held |= {row[0] for row in self._connection.execute(*self.still_held(missing)).fetchall()}
+        return {lane: self.lost(lane) for lane in missing if lane not in held}
 
     def settle_and_count(self, lanes: Collection[int], read: Sequence[Claim]) -> tuple[int, dict[int, OutboxError]]:
         """Settle, and return how many of the events that were read are there and can't be lost."""

@@ -69,8 +69,8 @@ def no_flush_barrier() -> None:
     """What was read is published without waiting until Postgres can't lose it: settling commits asynchronously."""
     settlement.SYNCHRONOUS = "set_config('synchronous_commit', 'off', true)"  # type: ignore[misc]
     flushed = "pg_current_wal_flush_lsn() >= pg_current_wal_insert_lsn()"
-    assert flushed in polling._CHECKED
-    polling._CHECKED = polling._CHECKED.replace(flushed, "true")  # type: ignore[misc]
+    assert flushed in polling._WRITTEN
+    polling._WRITTEN = polling._WRITTEN.replace(flushed, "true")  # type: ignore[misc]
 
 
 def settle_before_ack() -> None:

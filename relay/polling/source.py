@@ -185,11 +185,9 @@ SELECT last_batch, (SELECT system_identifier::text FROM pg_control_system()), {t
 
 # Whatever is visible was written to the WAL before: only with synchronous_commit = off it may not be flushed yet. Once
 # what is there now is, so is all that was read before.
-_CHECKED: Final = """
+_WRITTEN: Final = """
 SELECT pg_current_wal_insert_lsn()::text, pg_current_wal_flush_lsn() >= pg_current_wal_insert_lsn(),
-       current_setting('synchronous_standby_names') = '',
-       ARRAY(SELECT m.lane FROM unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch)
-              WHERE NOT EXISTS (SELECT FROM {lanes} AS l WHERE l.lane = m.lane AND l.epoch = m.epoch))"""
+       current_setting('synchronous_standby_names') = ''"""
 
 _FLUSHED: Final = "SELECT pg_current_wal_flush_lsn() >= %(lsn)s::pg_lsn"
 
@@ -269,7 +267,6 @@ class Queries:
         self.settle_marker = query(_SETTLE_MARKER, kept=query(_KEPT) if archive else sql.SQL(""))
         self.held = query(_HELD)
         self.still_held = query(_STILL_HELD)
-        self.checked = query(_CHECKED)
         self.adopted = query(_ADOPTED)
         self.lane_count = query("SELECT count(*) FROM {lanes}")
 
@@ -760,16 +757,18 @@ class PollingSource:
         small = all(len(batch) + len(in_hand.get(lane, ())) <= limits[lane] for lane, batch in batches.items())
         small = small and not self._worth_reading_ahead(batches, limits)
         if claims and small and (lost := self._check(batches.keys())) is not None:
-            return claims, {lane: self.settlement.lost(lane) for lane in lost}, unsettled
+            return claims, lost, unsettled
         settled = sorted(batches.keys() | set(unsettled))
         return claims, self.settlement.settle(settled), ()
 
-    def _check(self, lanes: Collection[int]) -> Sequence[int] | None:
+    def _check(self, lanes: Collection[int]) -> dict[int, OutboxError] | None:
         """Return which of these lanes are another relay's now; None if Postgres may still lose what was read."""
-        held = {"lanes": list(lanes), "epochs": [self._lanes[lane].lease.epoch for lane in lanes]}
-        row = self._connection.execute(self._queries.checked, held).fetchone()
+        with self._connection.pipeline():
+            written = self._connection.execute(_WRITTEN)
+            holding = self._connection.execute(*self.settlement.still_held(lanes))
+        row = written.fetchone()
         assert row is not None
-        lsn, flushed, alone, lost = row
+        lsn, flushed, alone = row
         if not alone:
             return None
         began = time.monotonic()
@@ -782,7 +781,7 @@ class PollingSource:
             time.sleep(_FLUSH_STEP_SECONDS)
             row = self._connection.execute(_FLUSHED, {"lsn": lsn}).fetchone()
             flushed = row is not None and row[0]
-        return list(lost)
+        return self.settlement.lost_of(lanes, holding.fetchall())
 
     def _settle_behind(self, ahead: _Ahead, limits: Mapping[int, int]) -> tuple[list[Claim], dict[int, OutboxError]]:
         """Settle the turn before, now that the rows of this one were read; both in the pipeline that is open."""

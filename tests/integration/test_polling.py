@@ -559,8 +559,8 @@ def test_a_lanes_row_is_found_at_once_among_its_dead_versions(outbox_postgres):
                 lane.pending = Pending(batch=batch)
             assert settlement.settle(range(4)) == {}
 
-    def lanes_blocks(query: Any) -> int:
-        plan = explain(admin, query, settlement.values(range(4)), to_the_index=True)
+    def lanes_blocks(query: Any, values: dict[str, Any] | None = None) -> int:
+        plan = explain(admin, query, values or settlement.values(range(4)), to_the_index=True)
         scans = [node for node in nodes(plan) if node.get("Relation Name") == "lanes" and "Scan" in node["Node Type"]]
         assert not [scan for scan in scans if scan["Node Type"] == "Seq Scan"], scans
         return sum(blocks(scan) for scan in scans)
@@ -573,8 +573,13 @@ def test_a_lanes_row_is_found_at_once_among_its_dead_versions(outbox_postgres):
         # The pages of all versions, and of one.
         assert lanes_blocks(settlement._settle) > 60
         assert lanes_blocks(settlement._settle_by_version) <= 16
+        assert lanes_blocks(*settlement.still_held(range(4))) <= 4
         # Whatever others write meanwhile: it is found again, and no lease or number is lost.
         admin.execute("UPDATE outbox.lanes SET streaming = NOT streaming")
+        with outbox_postgres.connect() as look:
+            found = look.execute(*settlement.still_held(range(4))).fetchall()
+        assert found == []
+        assert settlement.lost_of(range(4), found) == {}
         turns(2002, 1)
         for lane in settlement.lanes.values():
             lane.lease._until = 0.0
