@@ -23,7 +23,8 @@ next turn does.
 |                                         | holder sends its batch again           | or the marker settles it          |
 | an event is refused                     | its key waits or it is skipped, as its route says; other keys go on      |
 | something is refused, and not what      | narrowed down: the lanes that the broker names, or each, have turns of   |
-|                                         | their own; there the batch is halved until one event is left             |
+|                                         | their own; there the batch is halved until one event is left, or cut     |
+|                                         | before the likeliest one. Lanes that were refused with it go free then   |
 | a turn does not finish in time          | the next one is half as large                                            |
 | one lane can't be taken over or settled | it is tried again by itself, with backoff; the others go on              |
 """
