@@ -141,8 +141,8 @@ class _Lane:
 
     ``suspect``: something in its last batch was refused, and it has turns of its own until that is found; ``limit`` is
     then how many events such a turn takes, and ``after`` how many the next one, if this one is clean (0: more).
-    ``guessed``: these follow a guess of which event it is. Lanes with the same ``case`` were refused together;
-    ``proven``: the lane was refused by itself as well.
+    ``guessed``: these follow a guess of which event it is, which ``guesses`` turns are for. Lanes with the same
+    ``case`` were refused together; ``proven``: the lane was refused by itself as well.
     """
 
     lease: Lease
@@ -153,6 +153,7 @@ class _Lane:
     limit: int = 0
     after: int = 0
     guessed: bool = False
+    guesses: int = 0
     case: int = 0
     proven: bool = False
     clean: int = 0
@@ -193,6 +194,7 @@ class WorkerLoop:
         self._clean = 0
         self._suspects_turn = False
         self._cases = 0
+        self._guess_first = True
         self.failing_since: float | None = None
         """When the failure began that nothing has succeeded since, by time.monotonic(); None while all is well."""
         self.turned_at = time.monotonic()
@@ -303,10 +305,13 @@ class WorkerLoop:
         good = [number for number in ready if number not in suspects]
         self._suspects_turn = bool(suspects) and (not self._suspects_turn or not good)
         if self._suspects_turn:
-            # One by one, each in turn.
-            number = min(suspects, key=lambda each: self._lanes[each].clean)
-            self._lanes[number].clean += 1
-            return {number: self._lanes[number].limit}
+            # One by one, each in turn. A guess comes first; but not twice in a row, or others might wait for ever.
+            lanes, first = self._lanes, self._guess_first
+            number = min(suspects, key=lambda each: (not (first and lanes[each].guesses), lanes[each].clean))
+            lane = lanes[number]
+            self._guess_first = not (first and lane.guesses)
+            lane.clean, lane.guesses = lane.clean + 1, max(lane.guesses - 1, 0)
+            return {number: lane.limit}
         if not good:
             return {}
         return self._shares(good)
@@ -387,8 +392,7 @@ class WorkerLoop:
             lane.guessed = before is not None and not lane.guessed
             if before is not None and lane.guessed:
                 lane.limit, lane.after = (before, 1) if before else (1, 0)
-                # Before the others: two turns.
-                lane.clean = -2
+                lane.guesses = 2 if before else 1
             if alone and size == 1:
                 self._found(lane)
                 receipts[number] = Receipt([(batches[number][0], Refused(str(sent.failure)))])
@@ -401,7 +405,8 @@ class WorkerLoop:
         """
         for each in self._lanes.values():
             if each is lane or (each.suspect and each.case == lane.case and not each.proven):
-                each.suspect, each.proven, each.guessed, each.after, each.clean = False, False, False, 0, 0
+                each.suspect, each.proven, each.guessed = False, False, False
+                each.guesses = each.after = 0
 
     def _settle(self, source: Source, sent: Sent, fine: Collection[int], settling: Collection[int]) -> None:
         published: dict[int, list[Result]] = {}

@@ -64,6 +64,10 @@ SELECT l.lane, streaming, commit_lsn, commit_number, EXISTS (SELECT FROM {failur
   FROM {lanes} AS l
   JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch) ON l.lane = m.lane AND l.epoch = m.epoch"""
 
+_STILL_HELD: Final = """
+SELECT l.lane FROM {lanes} AS l
+  JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch) ON l.lane = m.lane AND l.epoch = m.epoch"""
+
 _SET_STREAMING: Final = """
 UPDATE {lanes} SET streaming = %(streaming)s WHERE lane = %(lane)s AND epoch = %(epoch)s
 RETURNING lane, set_config('synchronous_commit', 'on', true)"""
@@ -182,8 +186,8 @@ class StreamSource:
         self._state, self._set_streaming, self._lowest, self._which, self._spill, self._by_ids = (
             sql.SQL(text).format(**names) for text in (_STATE, _SET_STREAMING, _LOWEST, _WHICH, _SPILL, _READ)
         )
-        self._highest_id, self._up_to, self._old_ended, self._placed, self._more = (
-            sql.SQL(text).format(**names) for text in (_HIGHEST, _ANY_UP_TO, _OLD_ENDED, _PLACED, _MORE)
+        self._highest_id, self._up_to, self._old_ended, self._placed, self._more, self._still_held = (
+            sql.SQL(text).format(**names) for text in (_HIGHEST, _ANY_UP_TO, _OLD_ENDED, _PLACED, _MORE, _STILL_HELD)
         )
         self._leave_unlocked = sql.SQL(_LEAVE_UNLOCKED).format(**names)
 
@@ -236,10 +240,8 @@ class StreamSource:
         ``known`` is False while the stream is not read yet: other lanes have not joined it.
         """
         self._fetched_at = time.monotonic()
-        failed = self._table.finish_settling()
         try:
-            fetched = self._fetch({number: limit for number, limit in limits.items() if number not in failed})
-            return replace(fetched, failed={**failed, **fetched.failed})
+            return self._fetch(limits)
         except Exception:
             # The stream may have ended while Postgres and Kafka are well: what is published must not be sent again.
             self.flush(list(self._lanes))
@@ -250,14 +252,12 @@ class StreamSource:
 
         So does a batch of which the publisher has published nothing because it can't be published as it is.
         """
-        failed = self._table.finish_settling()
+        failed: dict[int, OutboxError] = {}
         from_table: dict[int, Receipt] = {}
         for number, lane in self._lanes.items():
             batch, lane.batch = lane.batch, ()
             receipt = receipts.get(number)
-            if batch and number in failed:
-                self._keep(number, lane, batch, receipt or Receipt())
-            elif batch:
+            if batch:
                 error = self._settle_stream(number, lane, batch, receipt or Receipt())
                 if error is not None:
                     failed[number] = error
@@ -313,23 +313,7 @@ class StreamSource:
         if batches:
             self._pause = self._step = _FIRST_PAUSE_SECONDS
         self._see_to_absent(limits.keys() - failed.keys())
-        return Fetched(batches, failed, known or bool(batches), self._settle_pending(batches, failed))
-
-    def _settle_pending(
-        self, batches: Mapping[int, Sequence[Claim]], failed: dict[int, OutboxError]
-    ) -> Collection[int]:
-        """Settle what was not settled with the read; begin with it, if there are events to be published meanwhile.
-
-        Return the lanes for which it is under way.
-        """
-        unsettled = self._settlement.unsettled
-        if not unsettled:
-            return ()
-        if batches and self._settlement.overlaps(batches.keys()):
-            self._settlement.begin(unsettled)
-            return unsettled
-        failed |= self._settlement.settle(unsettled)
-        return ()
+        return Fetched(batches, failed, known or bool(batches))
 
     def _each(
         self, numbers: Collection[int], failed: dict[int, OutboxError], step: Callable[[_Lane, Channel], None]
@@ -425,7 +409,7 @@ class StreamSource:
         announced = self._announced(limits)
         batches: dict[int, Sequence[Claim]] = {}
         with unavailable_on_error(f"reading {lanes_text(limits)}"):
-            rows, cuts, lost = self._read(announced, limits)
+            rows, cuts, lost = self._read(announced)
             failed |= lost
 
             def fill(lane: _Lane, _channel: Channel) -> None:
@@ -475,16 +459,14 @@ class StreamSource:
         return announced
 
     def _read(
-        self, announced: Mapping[int, Sequence[Claim]], limits: Mapping[int, int]
+        self, announced: Mapping[int, Sequence[Claim]]
     ) -> tuple[dict[int, dict[int, Sequence[Any]]], dict[int, int], dict[int, OutboxError]]:
-        """Return those of the rows that are there, by lane and id. Settle what is pending, unless that can wait.
+        """Settle what is pending, and return those of the rows that are there, by lane and id.
 
-        Where there is nothing to settle now, this reads only: what comes from the WAL is durable, and a commit could
-        wait for a standby.
+        Where there is nothing to settle, this reads only: what comes from the WAL is durable, and a commit could wait
+        for a standby.
         """
         settled = sorted({*self._settlement.unsettled, *filter(self._settlement.prolongs, announced)})
-        if self._can_wait(announced, limits):
-            settled = []
         checked = [lane for lane in announced if lane not in set(settled)]
         named = [(lane, claim.position, n) for lane, claims in announced.items() for n, claim in enumerate(claims)]
         named = [each for each in named if each[1] > 0]
@@ -502,7 +484,8 @@ class StreamSource:
                 self._rows.execute(self._by_ids, values)
                 pipeline.sync()
             if checked:
-                checking.execute(*self._settlement.still_held(checked))
+                epochs = [self._lanes[lane].lease.epoch for lane in checked]
+                checking.execute(self._still_held, {"lanes": checked, "epochs": epochs})
                 pipeline.sync()
             if settled:
                 failpoint("batch.settling")
@@ -511,7 +494,8 @@ class StreamSource:
         found = self._rows.fetchall() if named else []
         failed: dict[int, OutboxError] = {}
         if checked:
-            failed |= self._settlement.lost_of(checked, checking.fetchall())
+            held = {row[0] for row in checking.fetchall()}
+            failed |= {lane: self._lost(self._lanes[lane]) for lane in checked if lane not in held}
         if settled:
             failed |= self._settlement.answered(settling, settled, asked_at)
             failpoint("batch.settled")
@@ -525,18 +509,6 @@ class StreamSource:
             if row[9] is not None:
                 cuts[lane] = row[9]
         return rows, cuts, failed
-
-    def _can_wait(self, announced: Mapping[int, Sequence[Claim]], limits: Mapping[int, int]) -> bool:
-        """Return whether the turn before may be settled while this one is published.
-
-        Not where both together are more than a batch: that is what a crash may repeat of a lane.
-        """
-        lanes = self._settlement.lanes
-        return (
-            bool(announced)
-            and self._settlement.overlaps(announced)
-            and all(len(claims) + len(lanes[n].pending.claims) <= limits[n] for n, claims in announced.items())
-        )
 
     def _filled(  # noqa: C901  one event after the other, and all that each can be
         self, lane: _Lane, announced: Sequence[Claim], rows: dict[int, Sequence[Any]], cut: int | None
@@ -794,7 +766,7 @@ class StreamSource:
 
     def _settle_stream(self, number: int, lane: _Lane, batch: Sequence[Claim], receipt: Receipt) -> OutboxError | None:
         settlement = self._settlement.lanes[number]
-        if _all_published(receipt, batch):
+        if len(receipt.results) == len(batch) and all(isinstance(outcome, Published) for _, outcome in receipt.results):
             settlement.pending = Pending.of(receipt, batch[-1].at)
             return None
         refused: list[tuple[Claim, str]] = []
@@ -821,15 +793,6 @@ class StreamSource:
         if lane.channel is not None:
             lane.channel.rewind((-1, -1), ())
         return failed.get(number)
-
-    def _keep(self, number: int, lane: _Lane, batch: Sequence[Claim], receipt: Receipt) -> None:
-        """Note what is to be settled of a turn when the one before could not be: both together, at the next attempt."""
-        settlement = self._settlement.lanes[number]
-        if _all_published(receipt, batch):
-            settlement.pending = settlement.pending.then(Pending.of(receipt, batch[-1].at))
-        elif lane.channel is not None:
-            # The rows of what is published are settled before anything is read again.
-            lane.channel.rewind((-1, -1), ())
 
     def _resolve(
         self,
@@ -954,10 +917,6 @@ def _of_rows(lane: _Lane, receipt: Receipt) -> Receipt:
             claim.event_id for claim, outcome in results if not claim.has_row and isinstance(outcome, Published)
         ]
     return replace(receipt, results=[result for result in receipt.results if result[0].has_row])
-
-
-def _all_published(receipt: Receipt, batch: Sequence[Claim]) -> bool:
-    return len(receipt.results) == len(batch) and all(isinstance(outcome, Published) for _, outcome in receipt.results)
 
 
 def _is_visible(snapshot: Snapshot, claim: Claim) -> bool:

@@ -74,8 +74,11 @@ def run_workers(count: int, environment: Mapping[str, str]) -> int:
             signal.signal(each, handler)
 
 
-def be_worker(number: int, settings: Settings) -> None:
-    """Make this process one of several workers: with a name and a port of its own, and an end with what started it."""
+def be_worker(number: int, settings: Settings, stopping: threading.Event) -> None:
+    """Make this process one of several workers: with a name and a port of its own, and an end with what started it.
+
+    ``stopping`` says that it was told to end already. To be told twice would leave the turn in flight.
+    """
     if settings.relay.instance is not None:
         settings.relay.instance += f"-{number}"
     if settings.relay.metrics_address is not None:
@@ -86,8 +89,10 @@ def be_worker(number: int, settings: Settings) -> None:
     def wait() -> None:
         while os.read(sys.stdin.fileno(), 1):
             pass
-        log.error("the process that started this worker has ended; the worker stops")
-        os.kill(os.getpid(), signal.SIGTERM)
+        if not stopping.is_set():
+            os.kill(os.getpid(), signal.SIGTERM)
+            # Last: whoever read the log may have ended too.
+            log.error("the process that started this worker has ended; the worker stops")
 
     threading.Thread(target=wait, name="starter", daemon=True).start()
 

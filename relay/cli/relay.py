@@ -54,8 +54,9 @@ def run(
         given = {"DATABASE_URL": database_url, "CREATE_TOPICS": topics, "LOG_FORMAT": log_format}
         more = {f"OUTBOX_{name}": value for name, value in given.items() if value is not None}
         raise typer.Exit(run_workers(workers, os.environ | more))
+    stop, abandon = threading.Event(), threading.Event()
     if worker is not None:
-        be_worker(worker, settings)
+        be_worker(worker, settings, stop)
     if failpoints.arm_from_environment():
         structlog.get_logger("relay").warning("failpoints are armed: this relay fails on purpose")
     # The worker's loop has nearly all of the work to itself. The thread that reads the WAL has little to do at a time,
@@ -64,7 +65,6 @@ def run(
     # Batches are made of tens of thousands of tuples, none of which can be in a ring: to look for rings among them at
     # each 700 new ones, the default, would cost a tenth of the throughput.
     gc.set_threshold(100_000, 20, 50)
-    stop, abandon = threading.Event(), threading.Event()
 
     def end_in(seconds: float) -> None:
         # Also when the main thread hangs in a statement that no server answers: what is in flight is then as after a

@@ -971,10 +971,26 @@ def test_a_large_event_among_many_lanes_is_found_at_once(n, sizes):
     # Refused with all others; then those before it, if there are any, and it.
     first = next(number for number, turn in enumerate(world.broker.turns) if poison in turn[5])
     assert len(world.broker.turns[first]) == 16
-    alone = [turn for turn in world.broker.turns if len(turn) == 1]
-    assert [turn.keys() for turn in alone] == [{5}] * (len(sizes) - 1)
+    alone = [turn for turn in world.broker.turns if turn.keys() == {5}]
     assert [len(world.broker.turns[first][5]), *(len(turn[5]) for turn in alone)] == sizes
     assert alone[-1] == {5: [poison]}
+    # Between the two a turn is another lane's: no guess keeps the others from theirs.
+    assert len([turn for turn in world.broker.turns if len(turn) == 1]) == 2 * len(alone) - 1
+
+
+def test_a_lane_with_one_large_event_after_the_other_does_not_keep_another_one_from_its_turns():
+    rows = spread(4, 200)
+    poison = [row for n, row in enumerate(rows[1]) if n % 2]
+    bad = rows[2][3]
+    large, other = too_large(*poison), poisoned(bad, names_lanes=True)
+    world = World(rows, pace=replace(PACE, batch_size=8))
+    world.broker.always = lambda batches: (
+        other(batches) if any(item.position == bad for item in batches.get(2, ())) else large(batches)
+    )
+    world.run()
+    assert sorted(world.table.refused) == sorted([*poison, bad])
+    found = world.table.refused.index(bad)
+    assert found < 10
 
 
 @pytest.mark.parametrize("poison", [(10,), (9, 10), (10, 43, 101), tuple(range(20, 60))])
