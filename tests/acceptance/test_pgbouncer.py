@@ -20,6 +20,13 @@ class Pooled(Load):
         return psycopg.connect(self._url, prepare_threshold=None)
 
 
+def answers(url: str) -> bool:
+    try:
+        return look_up(url, "SELECT 1") == [(1,)]
+    except psycopg.OperationalError:
+        return False
+
+
 @pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
 def test_all_goes_through_a_pooler_in_transaction_mode(private_postgres, outbox_kafka, outbox_relay, delivery):
     """A relay is killed, and then Postgres with commits that were never flushed: what it has lost, Kafka must not have.
@@ -58,6 +65,7 @@ def test_all_goes_through_a_pooler_in_transaction_mode(private_postgres, outbox_
                 assert pooler.servers() <= SERVERS
                 server.kill()
                 server.start()
+                wait_until(lambda: answers(pooler.url), what="the pooler to log in again")
         goal = load.committed() + 100
         wait_until(lambda: load.committed() > goal, what="load after the crash")
         load.drain()
