@@ -209,9 +209,9 @@ class Pending:
         )
 
     def covers(self, other: Pending) -> bool:
-        """Return whether all rows of the other are among these."""
+        """Return whether all rows of the other are among these, of the same Kafka transaction if there is one."""
         rows = {claim.position for claim in self.rows}
-        return bool(rows) and all(claim.position in rows for claim in other.rows)
+        return bool(rows) and self.batch == other.batch and all(claim.position in rows for claim in other.rows)
 
     def __bool__(self) -> bool:
         return bool(self.claims) or self.batch is not None or self.at is not None

@@ -440,7 +440,7 @@ class PollingSource:
         settling: Collection[int] = ()
         with unavailable_on_error(f"reading {lanes_text(lanes)}"):
             if ahead is not None:
-                claims, failed = self._settle_behind(ahead, {lane: limits[lane] for lane in lanes})
+                claims, failed = self._settle_after(ahead, {lane: limits[lane] for lane in lanes})
             else:
                 self._look_first()
                 if self._overlaps and self.settlement.overlaps(lanes):
@@ -783,8 +783,8 @@ class PollingSource:
             flushed = row is not None and row[0]
         return self.settlement.lost_of(lanes, holding.fetchall())
 
-    def _settle_behind(self, ahead: _Ahead, limits: Mapping[int, int]) -> tuple[list[Claim], dict[int, OutboxError]]:
-        """Settle the turn before, now that the rows of this one were read; both in the pipeline that is open."""
+    def _settle_after(self, ahead: _Ahead, limits: Mapping[int, int]) -> tuple[list[Claim], dict[int, OutboxError]]:
+        """Take what was read ahead, and settle the turn before: its commit comes after that read."""
         claims = [claim for claim in self._finish(ahead) if claim.lane in limits]
         settled = sorted({claim.lane for claim in claims} | set(self.settlement.unsettled))
         failed: dict[int, OutboxError] = {}
