@@ -64,10 +64,6 @@ SELECT l.lane, streaming, commit_lsn, commit_number, EXISTS (SELECT FROM {failur
   FROM {lanes} AS l
   JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch) ON l.lane = m.lane AND l.epoch = m.epoch"""
 
-_STILL_HELD: Final = """
-SELECT l.lane FROM {lanes} AS l
-  JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch) ON l.lane = m.lane AND l.epoch = m.epoch"""
-
 _SET_STREAMING: Final = """
 UPDATE {lanes} SET streaming = %(streaming)s WHERE lane = %(lane)s AND epoch = %(epoch)s
 RETURNING lane, set_config('synchronous_commit', 'on', true)"""
@@ -186,8 +182,8 @@ class StreamSource:
         self._state, self._set_streaming, self._lowest, self._which, self._spill, self._by_ids = (
             sql.SQL(text).format(**names) for text in (_STATE, _SET_STREAMING, _LOWEST, _WHICH, _SPILL, _READ)
         )
-        self._highest_id, self._up_to, self._old_ended, self._placed, self._more, self._still_held = (
-            sql.SQL(text).format(**names) for text in (_HIGHEST, _ANY_UP_TO, _OLD_ENDED, _PLACED, _MORE, _STILL_HELD)
+        self._highest_id, self._up_to, self._old_ended, self._placed, self._more = (
+            sql.SQL(text).format(**names) for text in (_HIGHEST, _ANY_UP_TO, _OLD_ENDED, _PLACED, _MORE)
         )
         self._leave_unlocked = sql.SQL(_LEAVE_UNLOCKED).format(**names)
 
@@ -484,8 +480,7 @@ class StreamSource:
                 self._rows.execute(self._by_ids, values)
                 pipeline.sync()
             if checked:
-                epochs = [self._lanes[lane].lease.epoch for lane in checked]
-                checking.execute(self._still_held, {"lanes": checked, "epochs": epochs})
+                checking.execute(*self._settlement.still_held(checked))
                 pipeline.sync()
             if settled:
                 failpoint("batch.settling")
@@ -494,8 +489,7 @@ class StreamSource:
         found = self._rows.fetchall() if named else []
         failed: dict[int, OutboxError] = {}
         if checked:
-            held = {row[0] for row in checking.fetchall()}
-            failed |= {lane: self._lost(self._lanes[lane]) for lane in checked if lane not in held}
+            failed |= self._settlement.lost_of(checked, checking.fetchall())
         if settled:
             failed |= self._settlement.answered(settling, settled, asked_at)
             failpoint("batch.settled")
