@@ -10,7 +10,7 @@ import contextlib
 import os
 import socket
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import psycopg
@@ -31,11 +31,14 @@ class Background:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="background")
         self._work = self._executor.submit(work)
 
-    def wait(self) -> None:
-        """Return when the work is done. Raises what it has raised."""
-        work, self._work = self._work, None
-        if work is not None:
+    def wait(self, seconds: float | None = None) -> bool:
+        """Wait until the work is done, ``seconds`` at most; return whether it is. Raises what it has raised."""
+        if self._work is not None:
+            if wait([self._work], seconds).not_done:
+                return False
+            work, self._work = self._work, None
             work.result()
+        return True
 
     def close(self) -> None:
         """End the thread. Work under way is broken off: the connection can only be closed after that."""

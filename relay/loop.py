@@ -17,8 +17,9 @@ next turn does.
 | Kafka fails                             | what was acknowledged is settled, the  | all of the turn is read again,    |
 |                                         | rest is read again later               | unless the markers have it        |
 | Postgres fails while reading            | nothing was sent                       | the same                          |
-| Postgres fails while settling           | unknown whether the rows went: settled | the markers settle them           |
-|                                         | again before anything else is read     |                                   |
+| Postgres fails while settling           | unknown whether the rows went: settled | the turn that was sent meanwhile  |
+|                                         | again before anything else is read     | is aborted; the markers settle    |
+|                                         |                                        | the one before                    |
 | a lane is lost while publishing         | settling is refused for it; the new    | fenced in Kafka: not committed,   |
 |                                         | holder sends its batch again           | or the marker settles it          |
 | an event is refused                     | its key waits or it is skipped, as its route says; other keys go on      |
@@ -237,14 +238,21 @@ class WorkerLoop:
         fetched = source.fetch(limits)
         for number in limits.keys() & self._lanes.keys():
             self._lanes[number].taken = len(fetched.batches.get(number, ()))
-        self._forget_rows(limits.keys() - fetched.failed.keys() - set(fetched.settling))
-        self._give_up_failed(fetched)
         fine = limits.keys() - fetched.failed.keys()
+        if not fetched.unconfirmed:
+            self._forget_rows(fine - set(fetched.settling))
+        self._give_up_failed(fetched.failed)
         if not fetched.batches:
             if fetched.known:
                 self._succeeded(fine)
             return False
-        sent = self._publisher.publish(fetched.batches)
+        sent = self._publisher.publish(fetched.batches, source.confirm if fetched.unconfirmed else None)
+        if sent.unconfirmed:
+            # Nothing of the turn is published: what is still ours is read again.
+            if sent.renew:
+                self._close_publisher()
+            self._give_up_failed(sent.unconfirmed)
+            return True
         self._settle(source, self._narrowed(fetched, sent), fine, set(fetched.settling))
         return True
 
@@ -339,11 +347,10 @@ class WorkerLoop:
             if not lane.joined and lane.backoff.failed_for(_ABSENT_SECONDS)
         ]
 
-    def _give_up_failed(self, fetched: Fetched) -> None:
-        for lane in fetched.failed:
-            if lane in self._lanes:
-                self._lanes[lane].joined = False
-        self._give_up(fetched.failed)
+    def _give_up_failed(self, failed: Mapping[int, OutboxError]) -> None:
+        for lane in failed.keys() & self._lanes.keys():
+            self._lanes[lane].joined = False
+        self._give_up(failed)
 
     def _give_up(self, failed: Mapping[int, OutboxError]) -> None:
         """See to lanes that can't be worked on: those that are lost are another relay's, the others are tried later."""
@@ -428,9 +435,7 @@ class WorkerLoop:
             failed = {**failed, **source.flush(list(sent.receipts))}
             self._forget_rows(sent.receipts.keys() - failed.keys())
             self._close_publisher()
-        for number in failed.keys() & self._lanes.keys():
-            self._lanes[number].joined = False
-        self._give_up(failed)
+        self._give_up_failed(failed)
         if sent.failure is None:
             self._grow(sent)
             self._succeeded([number for number in fine if number not in failed])

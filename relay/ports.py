@@ -7,7 +7,7 @@ thread.
 from __future__ import annotations
 
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 
@@ -90,6 +90,10 @@ Batches = Mapping[int, Sequence[Claim]]
 """The events of one turn by lane, each lane's in the order in which they are to be published."""
 
 
+Confirm = Callable[[float], Mapping[int, OutboxError]]
+"""Source.confirm."""
+
+
 class Unavailable(OutboxError):
     """A server is away, slow or has no leader. No event is at fault: wait, connect anew, read again."""
 
@@ -166,13 +170,16 @@ class Fetched:
     ``failed`` are lanes whose events must not be published now: with LaneLost the lane is another relay's, with any
     other error it has to be taken over again. ``known`` is False while the source can't tell whether there are events
     (the stream is not read yet): finding nothing is then no success. ``settling`` are lanes whose turn before is being
-    settled while these events are published; the ``settle`` that follows says what became of that.
+    settled while these events are published; the ``settle`` that follows says what became of that. ``unconfirmed``
+    says that all of that, leases and what is durable too, is known by ``Source.confirm`` only: no reader may see these
+    events before.
     """
 
     batches: Batches = field(default_factory=dict)
     failed: Mapping[int, OutboxError] = field(default_factory=dict)
     known: bool = True
     settling: Collection[int] = ()
+    unconfirmed: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +206,8 @@ class Sent:
     With a ``failure`` the publisher is of no further use: settle the receipts, close it, make a new one, read again.
     Retrying one message would reorder. ``blamed`` are the lanes of which the broker refused something, empty when it
     does not say which; ``likeliest`` are positions of events, by lane, that are at fault most likely. ``renew`` says
-    that nothing failed and still the publisher must not be used again.
+    that nothing failed and still the publisher must not be used again. ``unconfirmed`` are the lanes that were not
+    confirmed, with the reasons: nothing of the turn is published then.
     """
 
     receipts: Mapping[int, Receipt]
@@ -207,6 +215,7 @@ class Sent:
     blamed: Collection[int] = ()
     renew: bool = False
     likeliest: Mapping[int, int] = field(default_factory=dict)
+    unconfirmed: Mapping[int, OutboxError] = field(default_factory=dict)
 
 
 class TakeoverStore(Protocol):
@@ -230,10 +239,10 @@ class Source(Protocol):
 
     Contract: ``fetch`` returns unsettled events in the order in which they are to be published, and returns the same
     ones again until they are settled; what it returns, Postgres can't lose any more, and the lane's lease was checked
-    after it was read. ``settle`` takes results in fetch order; polling settles row by row, a source over the WAL can
-    only confirm a contiguous prefix. What is settled is durable after the next ``fetch`` or ``flush``; or, where
-    ``fetch`` says that it is under way, after the ``settle`` behind that. All raise Unavailable or SchemaError, and
-    after either the caller closes the source.
+    after it was read; or, where ``fetch`` says so, both hold after ``confirm``. ``settle`` takes results in fetch
+    order; polling settles row by row, a source over the WAL can only confirm a contiguous prefix. What is settled is
+    durable after the next ``fetch`` or ``flush``; or, where ``fetch`` says that it is under way, after the ``settle``
+    behind that. All raise Unavailable or SchemaError, and after either the caller closes the source.
     """
 
     @property
@@ -251,6 +260,14 @@ class Source(Protocol):
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
         """Settle what is pending, and return up to ``limits[lane]`` events of each of these lanes."""
+        ...
+
+    def confirm(self, deadline: float) -> Mapping[int, OutboxError]:
+        """Wait, until ``deadline`` by time.monotonic() at most, until what was fetched may be seen by readers.
+
+        Return the lanes of which it must not be, with what ``Fetched.failed`` would hold. Raises Unavailable as well
+        when time is up.
+        """
         ...
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
@@ -300,8 +317,8 @@ class Publisher(Protocol):
         """
         ...
 
-    def publish(self, batches: Batches) -> Sent:
-        """Publish and wait for the acknowledgements."""
+    def publish(self, batches: Batches, confirm: Confirm | None = None) -> Sent:
+        """Publish and wait for the acknowledgements. Let no reader see any of it before ``confirm`` has returned."""
         ...
 
     def paused(self) -> frozenset[Kind]:

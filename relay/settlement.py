@@ -373,13 +373,28 @@ class Settlement:
 
         self.background.start(execute)
 
-    def end(self) -> dict[int, OutboxError]:
-        """Wait until what ``begin`` began is done; return the lanes that were not held. Safe to call without it."""
-        behind, self._behind = self._behind, None
+    def end(self, deadline: float | None = None) -> dict[int, OutboxError]:
+        """Wait until what ``begin`` began is done; return the lanes that were not held. Safe to call without it.
+
+        Raises DatabaseUnavailable at ``deadline``, by time.monotonic(); it may be called again after that.
+        """
+        behind = self._behind
         if behind is None:
             return {}
+        seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         with unavailable_on_error(f"settling {lanes_text(behind.lanes)}"):
-            self.background.wait()
+            try:
+                done = self.background.wait(seconds)
+            except BaseException:
+                self._behind = None
+                raise
+            if not done:
+                waited = time.monotonic() - behind.asked_at
+                raise DatabaseUnavailable(
+                    f"Postgres: settling {lanes_text(behind.lanes)} has taken {waited:.1f} s and is not done; what was "
+                    "to be published next is given up, and read again"
+                )
+            self._behind = None
             failed = self.answered(behind.cursor, behind.lanes, behind.asked_at)
         failpoint("batch.settled")
         return failed
@@ -390,12 +405,22 @@ class Settlement:
         Without transactions only: there a marker would vouch for rows that may be there still. Not while a lease has to
         be prolonged, which must come before the events that it is for.
         """
-        wanted = set(lanes)
         return self._prepared and all(
-            held.own_id is None and held.pending.batch is None and not self.prolongs(lane)
-            for lane, held in self.lanes.items()
-            if held.pending or lane in wanted
+            held.own_id is None and held.pending.batch is None and not self.prolongs(held.lease.lane)
+            for held in self._about(lanes)
         )
+
+    def precedes_commit(self, lanes: Collection[int]) -> bool:
+        """Return whether turns of these lanes may be sent before the ones before them are settled, and committed after.
+
+        With transactions only: no reader sees what is sent before it is committed.
+        """
+        return self._prepared and all(held.own_id is not None for held in self._about(lanes))
+
+    def _about(self, lanes: Collection[int]) -> list[SettledLane]:
+        """Return these lanes and those with something to settle."""
+        wanted = set(lanes)
+        return [held for lane, held in self.lanes.items() if held.pending or lane in wanted]
 
     def still_held(self, lanes: Collection[int]) -> tuple[sql.Composed, dict[str, Any]]:
         """Return a query for those of the lanes that are ours still, and what it binds: it looks where they were."""

@@ -221,6 +221,10 @@ class StreamSource:
         self._table.drop(lane)
         self._lanes.pop(lane, None)
 
+    def confirm(self, deadline: float) -> dict[int, OutboxError]:  # noqa: ARG002
+        """Return nothing: a fetch has settled the turn before when it returns."""
+        return {}
+
     def leave_out(self, kinds: frozenset[Kind]) -> None:
         """Do not return events of these kinds; in the stream they are known only once they are read."""
         self._table.leave_out(kinds)

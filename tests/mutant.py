@@ -17,14 +17,14 @@ from relay.kafka.transactional import TransactionalPublisher
 from relay.loop import WorkerLoop
 from relay.polling import source as polling
 from relay.polling.source import PollingSource
-from relay.ports import PUBLISHED, Batches, Fetched, Receipt, Sent
+from relay.ports import PUBLISHED, Batches, Confirm, Fetched, Receipt, Sent
 
 
 def marker_first() -> None:
     """The markers are committed in a transaction of their own, before the events."""
     real = TransactionalPublisher.publish
 
-    def publish(self: Any, batches: Batches) -> Sent:
+    def publish(self: Any, batches: Batches, confirm: Confirm | None = None) -> Sent:
         sender = self._senders[self._turn % len(self._senders)]
         sender.producer.begin_transaction()
         markers = {
@@ -34,7 +34,7 @@ def marker_first() -> None:
         for lane in batches:
             self._joined[lane].batch += 1
         self._turn += 1
-        return real(self, batches)
+        return real(self, batches, confirm)
 
     TransactionalPublisher.publish = publish  # type: ignore[method-assign]
 
@@ -48,8 +48,8 @@ def no_epoch_recheck() -> None:
         self.mutant_made_of = (args, more)
         real_init(self, *args, **more)
 
-    def publish(self: Any, batches: Batches) -> Sent:
-        sent = real(self, batches)
+    def publish(self: Any, batches: Batches, confirm: Confirm | None = None) -> Sent:
+        sent = real(self, batches, confirm)
         # Somebody may fence it once more; such an implementation would insist.
         for _ in range(5):
             if sent.failure is None:
@@ -58,7 +58,7 @@ def no_epoch_recheck() -> None:
             again: Any = TransactionalPublisher(*args, **more)
             again._joined = self._joined
             self.__dict__.update(again.__dict__)
-            sent = real(self, batches)
+            sent = real(self, batches, confirm)
         return sent
 
     TransactionalPublisher.__init__ = init  # type: ignore[method-assign]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from typing import Self
 
 from relay.lease import Lease
@@ -32,8 +33,9 @@ class OneLane:
     def fetch(self, limit: int) -> list[Claim]:
         """Settle what is pending, and return up to ``limit`` events."""
         fetched = self.source.fetch({self.lane: limit})
-        if self.lane in fetched.failed:
-            raise fetched.failed[self.lane]
+        failed = {**fetched.failed, **(self.source.confirm(time.monotonic() + 60) if fetched.unconfirmed else {})}
+        if self.lane in failed:
+            raise failed[self.lane]
         assert fetched.batches.keys() <= {self.lane}
         return list(fetched.batches.get(self.lane, ()))
 

@@ -17,7 +17,9 @@ base id under which the lane may have been written; NULL: nobody needs to be fen
    statement checks the epoch, settles the marker's rows, sets ``last_batch`` and writes the own id.
 3. Turn: read rows; one statement for all lanes checks epoch, own id and ``last_batch``, settles the turn before, and is
    the flush barrier for the rows read; one Kafka transaction with a marker per lane. A lane that the statement does not
-   match is dropped. The next turn begins when EndTxn was answered with success.
+   match is dropped. The next turn begins when EndTxn was answered with success. The events and markers may be produced
+   while the statement is under way, or before it (``PRODUCE_FIRST``): EndTxn comes after its answer, and if a lane of
+   the turn is not matched, the transaction is aborted as in 4.
 4. Any other outcome of a transaction: throw both producers away, init_transactions on both, then read the markers of
    all held lanes and settle them as in 2. An unanswered statement: the same, without new producers.
 5. Release: one statement checks epoch, own id and ``last_batch``, settles, sets the id to NULL and frees the lease.
@@ -51,6 +53,8 @@ without a name for it.
 | another lane of the same former id is acquired   | fence again: its worker may have begun again in between          |
 | the worker takes a lane back that names its id   | no fence; the marker is read between turns, never during one     |
 | released without an answer                       | the own id is gone from the row: the lane is dropped             |
+| the same, where turns are produced first         | a lane is dropped before its release is sent, or an open         |
+|                                                  | transaction would be left that nobody fences                     |
 | released, markers not yet written                | nobody fences; the taker waits for the decided high watermark    |
 | a lease runs out, its holder sleeps              | a zombie: fenced in Kafka, refused by the epoch in Postgres      |
 | Postgres restarts and loses writers' commits     | rows that were lost were never published: the flush barrier      |
@@ -103,6 +107,7 @@ _FAULTS: Final = {"kill", "expire", "crash", "timeout", "failover"}
 
 # Variants of the right protocol, in the same list as the mutations.
 SPLIT_FETCH: Final = "split_fetch"  # reading and the statement are two steps, as they are in the relay
+PRODUCE_FIRST: Final = "produce_first"  # the statement comes at any time between reading and EndTxn
 CONCURRENT: Final = "concurrent"  # lanes are taken while a transaction is open, as by a thread of their own
 
 # What a worker could get wrong.
@@ -127,6 +132,7 @@ MUTATIONS: Final = {
     "alo_no_fence": "an at-least-once worker takes over without fencing",
     "alo_no_settle": "an at-least-once worker fences and does not settle the marker's rows",
     "alo_null_first": "an at-least-once worker writes NULL when it acquires",
+    "commit_unconfirmed": "what was produced before the statement is committed before it as well",
     "no_flush_barrier": "the statement of the turn commits without waiting for the flush",
     "empty_commit": "a statement with nothing to settle writes no WAL, so that its commit flushes nothing",
     "unnoticed_crash": "reads, and makes durable in the next transaction, on a connection that outlives a crash",
@@ -457,9 +463,10 @@ class WorkerModel(_Saved):
 
     ``phase`` is that of the turn: init (twice) → idle → (secure) → send → idle. Lanes are taken and released while it
     is idle. ``rows`` is what was read and may not be durable yet, ``queue`` what is still to be produced.
+    ``unconfirmed`` are the lanes and epochs of a turn that is being produced while its statement is still to come.
     """
 
-    fields = ("base", "phase", "which", "lanes", "rows", "queue", "stale", "fenced")
+    fields = ("base", "phase", "which", "lanes", "rows", "queue", "stale", "fenced", "unconfirmed")
 
     def __init__(self, pg: FakePostgres, kafka: FakeKafka, delivery: str, world: World) -> None:
         self.pg = pg
@@ -479,10 +486,15 @@ class WorkerModel(_Saved):
         self.queue: tuple[tuple[tuple[int, str | Marker], ...], ...] = ()
         self.stale = False
         self.fenced: frozenset[Base] = frozenset()
+        self.unconfirmed: tuple[tuple[int, int], ...] = ()
 
     def disconnect(self) -> None:
         """Postgres crashed. Between transactions nothing notices, but rows in hand are not to be trusted."""
-        if self.phase == "secure" and "unnoticed_crash" not in self.mutations:
+        if "unnoticed_crash" in self.mutations:
+            return
+        if self.unconfirmed:
+            self._again()
+        elif self.phase == "secure":
             self._read_again()
 
     def late(self, lane: int) -> None:
@@ -500,7 +512,10 @@ class WorkerModel(_Saved):
             yield Request("secure")
             return
         if self.phase == "send":
-            yield Request("send")
+            if self.unconfirmed:
+                yield Request("secure")
+            if self.queue or not self.unconfirmed or "commit_unconfirmed" in self.mutations:
+                yield Request("send")
             if "null_while_open" in self.mutations:
                 yield from self._releases()
             if CONCURRENT not in self.mutations:
@@ -588,7 +603,11 @@ class WorkerModel(_Saved):
         getattr(self, f"_{request.name}")(*((request.lanes,) if request.lanes or request.name == "turn" else ()))
         if answer == "lost":
             self.load(before)
-            if request.name in {"turn", "secure"}:
+            if request.name == "release" and PRODUCE_FIRST in self.mutations:
+                self._set(request.lanes[0], None)
+            elif self.unconfirmed:
+                self._again()
+            elif request.name in {"turn", "secure"}:
                 self._read_again()
 
     def _init(self) -> None:
@@ -678,8 +697,20 @@ class WorkerModel(_Saved):
             self._unread(number)[: self.batch_size] if number in lanes else None for number in range(len(self.lanes))
         )
         self.phase = "secure"
-        if not self.mutations & {SPLIT_FETCH, "unnoticed_crash"}:
+        if PRODUCE_FIRST in self.mutations and self.exactly:
+            self._produce_first()
+        elif not self.mutations & {SPLIT_FETCH, "unnoticed_crash"}:
             self._secure()
+
+    def _produce_first(self) -> None:
+        """Begin to produce what was read. Without any of it, the statement comes alone."""
+        for number, lane in enumerate(self.lanes):
+            if lane and (fetched := self.rows[number]) is not None:
+                self._set(number, lane._replace(batch=self._batch(self._next(lane), fetched)))
+        if any(lane and lane.batch for lane in self.lanes):
+            self.rows = ()
+            self._start()
+            self.unconfirmed = tuple((n, lane.epoch) for n, lane in enumerate(self.lanes) if lane and lane.batch)
 
     def _unread(self, number: int) -> tuple[Row, ...]:
         lane = self.lanes[number]
@@ -701,7 +732,7 @@ class WorkerModel(_Saved):
         """Settle the turn before and prolong the leases, in one statement whose commit is the flush barrier."""
         rows, read, self.rows = self.pg.now.rows, self.rows, ()
         table = list(self.pg.now.lanes)
-        settled = False
+        settled, behind, self.unconfirmed = False, self.unconfirmed, ()
         for number, lane in enumerate(self.lanes):
             if lane is None or lane.stage != "held":
                 continue
@@ -711,15 +742,20 @@ class WorkerModel(_Saved):
             rows = _without(rows, lane.pending)
             last = self._next(lane)
             settled = settled or lane.pending is not None
-            fetched = read[number]
-            batch = None if fetched is None else self._batch(last, fetched)
+            batch = lane.batch
+            if not behind:
+                fetched = read[number]
+                batch = None if fetched is None else self._batch(last, fetched)
             if batch and "settle_before_ack" in self.mutations:
                 rows = _without(rows, batch)
             table[number] = table[number]._replace(leased=True, last_batch=last)
             self._set(number, lane._replace(number=last, pending=None, batch=batch))
         flush = "no_flush_barrier" not in self.mutations and (settled or "empty_commit" not in self.mutations)
         self.pg.commit(flush, rows=rows, lanes=tuple(table))
-        self._start()
+        if not behind:
+            self._start()
+        elif any((lane := self.lanes[number]) is None or lane.batch is None or lane.epoch != n for number, n in behind):
+            self._again()
 
     def _batch(self, last: int | None, rows: tuple[Row, ...]) -> Marker | None:
         """Return the marker of the next batch. Exactly-once begins with an empty one."""
@@ -781,6 +817,7 @@ class WorkerModel(_Saved):
 
     def _clean(self) -> None:
         self.queue = ()
+        self.unconfirmed = ()
         self._each_held(lambda lane: lane._replace(batch=None, pending=lane.batch) if lane.batch else lane)
         self.which = (self.which + 1) % self.producers
         self.phase = "idle"
@@ -811,6 +848,7 @@ class WorkerModel(_Saved):
 
     def _read_again(self) -> None:
         """Forget what was read and what is pending of the held lanes: the markers and Postgres know."""
+        self.unconfirmed = ()
         if self.exactly:
             self._each_held(lambda lane: Lane(lane.epoch, "read"))
         self.rows, self.queue = (), ()
@@ -1058,9 +1096,16 @@ class World:
             self._check_writers()
 
     def _check_writers(self) -> None:
+        able = None
+        if PRODUCE_FIRST in self.mutations:
+            # What was produced before the statement is in nobody's name yet; EndTxn is sent by those it has confirmed.
+            able = {worker.base for worker in self.workers if worker.phase == "send" and not worker.unconfirmed}
+            able |= {base for base, _ in self.kafka.under_way}
         for number, log in enumerate(self.kafka.logs):
             for entry in (*log.events, *log.markers):
-                if entry.open and entry.transaction and entry.transaction[0] != self.pg.now.lanes[number].base:
+                if not entry.open or not entry.transaction or (able is not None and entry.transaction[0] not in able):
+                    continue
+                if entry.transaction[0] != self.pg.now.lanes[number].base:
                     named = self.pg.now.lanes[number].base
                     raise Violation(f"{entry.transaction} can commit lane {number}, whose row names {named}")
 
@@ -1104,6 +1149,9 @@ class World:
         for one in order:
             worker = self.workers[one]
             parts.append((named(worker.base), worker.phase, worker.which, worker.rows, worker.queue, worker.stale))
+            for number, epoch in worker.unconfirmed:
+                known = worker.lanes[number]
+                parts.append((number, known is not None and known.epoch == epoch))
             parts.extend(named(base) for base in sorted(worker.fenced))
             for lane, row in zip(worker.lanes, now.lanes, strict=True):
                 if lane is None:

@@ -138,7 +138,7 @@ class Worker:
         """Read a turn of all lanes and publish it, without settling it."""
         fetched = self.source.fetch({lease.lane: limit for lease in self.leases})
         assert fetched.failed == {}
-        return self.publisher.publish(fetched.batches)
+        return self.publisher.publish(fetched.batches, self.source.confirm if fetched.unconfirmed else None)
 
     def turn(self, limit: int = 3) -> int:
         """Publish a turn and settle it; give the number of its events. 0 when there are no more."""

@@ -19,7 +19,7 @@ from relay.kafka.producer import Sender
 from relay.kafka.takeover import Takeover
 from relay.kafka.topics import Topics
 from relay.lease import Lease
-from relay.ports import Batches, BatchRefused, BrokerUnavailable, Kind, Receipt, Sent, Unavailable
+from relay.ports import Batches, BatchRefused, BrokerUnavailable, Confirm, Kind, Receipt, Sent, Unavailable
 from relay.routing import Router
 
 
@@ -59,12 +59,14 @@ class IdempotentPublisher:
             return {}
         return self._takeover.take_over(former).failed
 
-    def publish(self, batches: Batches) -> Sent:
-        """Send in order, wait for every acknowledgement."""
+    def publish(self, batches: Batches, confirm: Confirm | None = None) -> Sent:
+        """Send in order, wait for every acknowledgement. What is sent is seen: ``confirm`` comes first."""
         sender = self._sender
         if sender is None:
             return Sent({}, Unavailable("this publisher is closed"))
         deadline = time.monotonic() + self._delivery_seconds
+        if confirm is not None and (unconfirmed := confirm(deadline)):
+            return Sent({}, unconfirmed=unconfirmed)
         failure: Unavailable | None = None
         blamed: Sequence[int] = ()
         try:

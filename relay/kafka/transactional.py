@@ -10,6 +10,9 @@ that is undecided.
 |-------------------------------------------|---------------------------------------------------------------------|
 | before the Kafka transaction is begun     | marker = k-1: batch k is read again                                 |
 | while producing                           | init_transactions aborts it; read_committed saw nothing; read again |
+| all sent, the turn before not settled yet | the same; the marker is that turn's, which settles it               |
+| a lane of it is found to be lost then     | aborted; the other lanes' events are read again                     |
+| Postgres does not answer in time then     | aborted, so that no reader waits for us; then as below              |
 | EndTxn sent, no answer                    | init_transactions completes or aborts it; the marker decides        |
 | committed, rows not deleted               | marker = k: its rows are settled                                    |
 | committed, the other producer's turn is   | both are fenced: the first completes, the second is aborted; the    |
@@ -60,6 +63,7 @@ from relay.ports import (
     BatchRefused,
     BrokerUnavailable,
     Claim,
+    Confirm,
     Kind,
     Late,
     Receipt,
@@ -115,6 +119,14 @@ class _TransactionalSender(Sender):
         added = sum(request.get("AddPartitionsToTxn", 0) for request in requests)
         self._figures.add_partitions += added - self._add_partitions
         self._add_partitions = added
+
+
+class _Unconfirmed(Exception):
+    """The turn must not be committed: lanes of it are not ours any more, say."""
+
+    def __init__(self, lanes: Mapping[int, OutboxError]) -> None:
+        super().__init__(lanes)
+        self.lanes = lanes
 
 
 @dataclass(slots=True)
@@ -200,41 +212,19 @@ class TransactionalPublisher:
                     self._joined[lane] = _Joined(marker.batch, by_lane[lane].epoch, adopted[1])
         return failed
 
-    def publish(self, batches: Batches) -> Sent:
-        """Send the events and a marker for each lane in one transaction, and commit it."""
+    def publish(self, batches: Batches, confirm: Confirm | None = None) -> Sent:
+        """Send the events and a marker for each lane in one transaction, and commit it once that is confirmed."""
         if self._closed:
             return Sent({}, Unavailable("this publisher is closed"))
         sender = self._senders[self._turn % len(self._senders)]
         deadline = time.monotonic() + self._delivery_seconds
         try:
-            sender.producer.begin_transaction()
-            failpoint("txn.begun")
-            sender.send(batches, deadline)
-            if not sender.anything_sent:
-                # Nothing has left this process: there is nothing to end on the broker either.
-                sender.producer.abort_transaction()
-                return Sent(
-                    {
-                        lane: Receipt(refused, left_out=lane in sender.left_out)
-                        for lane, refused in sender.refused.items()
-                    }
-                )
-            gaps = [
-                lane
-                for lane, sent in sender.sent.items()
-                if len(sent) < len(batches[lane]) and any(not claim.has_row for claim in batches[lane])
-            ]
-            if gaps:
-                # A marker vouches for events without a row only up to its position, and an event that is not sent is a
-                # gap in that. So nothing of the lane is published: the source gives all of it rows, and it comes again.
-                self._abort(sender)
-                return Sent({lane: Receipt(needs_rows=True) for lane in gaps}, renew=True)
-            numbers = {lane: self._joined[lane].batch + 1 for lane, sent in sender.sent.items() if sent}
-            markers = {lane: self._marker(lane, numbers[lane], batches[lane], sender.sent[lane]) for lane in numbers}
-            self._commit(sender, markers, deadline)
+            return self._in_transaction(sender, batches, deadline, confirm)
+        except _Unconfirmed as error:
+            self._abort(sender)
+            return Sent({}, renew=True, unconfirmed=error.lanes)
         except KafkaException as error:
             failure, blamed = self._given_up(sender, error)
-            return self._aborted(sender, failure, blamed)
         except Unavailable as error:
             failure, blamed = error, ()
             if sender.failed:
@@ -243,7 +233,52 @@ class TransactionalPublisher:
             self._abort(sender)
             if dropped and (forbidden := self._forbidden(sender)) is not None:
                 failure, blamed = forbidden, ()
-            return self._aborted(sender, failure, blamed)
+        except OutboxError:
+            self._abort(sender)
+            raise
+        return self._aborted(sender, failure, blamed)
+
+    def paused(self) -> frozenset[Kind]:
+        """Return the kinds of events whose topics can't be written to for now."""
+        return frozenset().union(*(sender.paused() for sender in self._senders))
+
+    def serve(self) -> None:
+        """Serve librdkafka's callbacks, its statistics above all."""
+        for sender in self._senders:
+            sender.serve()
+
+    def close(self) -> None:
+        """Drop the producers. An open transaction is ended by the next init of its id."""
+        if not self._closed:
+            self._closed = True
+            for sender in self._senders:
+                sender.close()
+
+    def _in_transaction(
+        self, sender: _TransactionalSender, batches: Batches, deadline: float, confirm: Confirm | None
+    ) -> Sent:
+        sender.producer.begin_transaction()
+        failpoint("txn.begun")
+        sender.send(batches, deadline)
+        if not sender.anything_sent:
+            # Nothing has left this process: there is nothing to end on the broker either.
+            sender.producer.abort_transaction()
+            return Sent(
+                {lane: Receipt(refused, left_out=lane in sender.left_out) for lane, refused in sender.refused.items()}
+            )
+        gaps = [
+            lane
+            for lane, sent in sender.sent.items()
+            if len(sent) < len(batches[lane]) and any(not claim.has_row for claim in batches[lane])
+        ]
+        if gaps:
+            # A marker vouches for events without a row only up to its position, and an event that is not sent is a
+            # gap in that. So nothing of the lane is published: the source gives all of it rows, and it comes again.
+            self._abort(sender)
+            return Sent({lane: Receipt(needs_rows=True) for lane in gaps}, renew=True)
+        numbers = {lane: self._joined[lane].batch + 1 for lane, sent in sender.sent.items() if sent}
+        markers = {lane: self._marker(lane, numbers[lane], batches[lane], sender.sent[lane]) for lane in numbers}
+        self._commit(sender, markers, deadline, confirm)
         for lane, number in numbers.items():
             self._joined[lane].batch = number
         failpoint("txn.committed")
@@ -261,22 +296,6 @@ class TransactionalPublisher:
             for lane in batches
         }
         return Sent(receipts, renew=sender.suspicious)
-
-    def paused(self) -> frozenset[Kind]:
-        """Return the kinds of events whose topics can't be written to for now."""
-        return frozenset().union(*(sender.paused() for sender in self._senders))
-
-    def serve(self) -> None:
-        """Serve librdkafka's callbacks, its statistics above all."""
-        for sender in self._senders:
-            sender.serve()
-
-    def close(self) -> None:
-        """Drop the producers. An open transaction is ended by the next init of its id."""
-        if not self._closed:
-            self._closed = True
-            for sender in self._senders:
-                sender.close()
 
     def _init(self, sender: _TransactionalSender) -> None:
         try:
@@ -318,7 +337,13 @@ class TransactionalPublisher:
             )
         return markers
 
-    def _commit(self, sender: _TransactionalSender, markers: Mapping[int, Marker], deadline: float) -> None:
+    def _commit(
+        self,
+        sender: _TransactionalSender,
+        markers: Mapping[int, Marker],
+        deadline: float,
+        confirm: Confirm | None = None,
+    ) -> None:
         for lane, marker in markers.items():
             sender.send_marker(self._state.name, lane, marker.encode(), deadline)
         failpoint("txn.marker_sent")
@@ -326,6 +351,8 @@ class TransactionalPublisher:
         if sender.failed:
             raise sender.failure(self._delivery_seconds)[0]
         failpoint("batch.acknowledged")
+        if confirm is not None and (unconfirmed := confirm(deadline)):
+            raise _Unconfirmed(unconfirmed)
         sender.ends += 1
         started = time.monotonic()
         sender.producer.commit_transaction(max(deadline - started, 0.1))

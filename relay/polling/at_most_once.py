@@ -77,6 +77,10 @@ class AtMostOnceSource:
     def go_on_without(self, lanes: Collection[int]) -> None:
         """Do nothing: the rows of a lane wait for nobody."""
 
+    def confirm(self, deadline: float) -> dict[int, OutboxError]:  # noqa: ARG002
+        """Return nothing: a fetch has settled the turn before when it returns."""
+        return {}
+
     def leave_out(self, kinds: frozenset[Kind]) -> None:
         """Do not return events of these kinds."""
         self._source.leave_out(kinds)

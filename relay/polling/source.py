@@ -8,7 +8,7 @@ commit makes what was read durable and whose leases say of which lanes it may be
 one session, so nothing can crash in between unnoticed. Behind a pooler a session is no proof of that: there the rows
 that were read are looked at once more by the statement that settles.
 
-Postgres works while Kafka is waited for (background.py), in one of two ways:
+Postgres works while Kafka is waited for (background.py), in one of three ways:
 
 - While a backlog is drained, the next turn's rows are read while this turn's are published. They are settled against in
   the same way: the statement that settles comes after their read.
@@ -16,6 +16,9 @@ Postgres works while Kafka is waited for (background.py), in one of two ways:
   another statement says, after the read, of which lanes the leases hold, and that all WAL of that moment is flushed:
   what was read can't be lost any more. It is waited for a little, as it is flushed by the commits of others and by the
   WAL writer; then, or where a standby has to have it as well, the statement that settles comes first after all.
+- Exactly-once, while no backlog is drained, the turn before is settled while this one is sent. The Kafka transaction is
+  committed after ``confirm``: when the statement's answer is there, which says of which lanes the leases hold, and whose
+  commit makes what was read durable.
 
 Keys that wait
     A lane with rows in ``failures`` is read by statements of its own, which leave out the events whose key waits (see
@@ -437,27 +440,36 @@ class PollingSource:
             self._free()
         ahead, self._ahead = self._ahead, None
         lanes = list(ahead.lanes) if ahead is not None else self._crowd(limits)
+        limited = {lane: limits[lane] for lane in lanes}
         settling: Collection[int] = ()
+        unconfirmed: Collection[int] = ()
         with unavailable_on_error(f"reading {lanes_text(lanes)}"):
             if ahead is not None:
-                claims, failed = self._settle_after(ahead, {lane: limits[lane] for lane in lanes})
+                claims, failed = self._settle_after(ahead, limited)
             else:
                 self._look_first()
                 if self._overlaps and self.settlement.overlaps(lanes):
-                    claims, failed, settling = self._read_and_check({lane: limits[lane] for lane in lanes})
+                    claims, failed, settling = self._read_and_check(limited)
+                elif self._overlaps and self.settlement.precedes_commit(lanes):
+                    claims, failed, unconfirmed = self._read_before_settling(limited)
                 else:
-                    claims, failed = self._read_and_settle({lane: limits[lane] for lane in lanes})
+                    claims, failed = self._read_and_settle(limited)
         failed = failed_behind | failed
         batches = {lane: batch for lane, batch in by_lane(claims).items() if lane not in failed}
         self._note_sizes(batches)
         if batches:
             failpoint("batch.fetched")
-        if settling:
-            self.settlement.begin(settling)
+        if settling or unconfirmed:
+            self.settlement.begin(settling or unconfirmed)
         elif self._overlaps and self._worth_reading_ahead(batches, limits) and not failed:
             # Lanes that have joined since are read with the others from now on.
             self._read_ahead({lane: limits[lane] for lane in self._crowd(limits)}, batches)
-        return Fetched(batches, failed, settling=settling)
+        return Fetched(batches, failed, settling=settling, unconfirmed=bool(unconfirmed))
+
+    def confirm(self, deadline: float) -> dict[int, OutboxError]:
+        """Wait until the turn before is settled, and with it these leases are checked and what was read is durable."""
+        self._end(deadline)
+        return self.finish_settling()
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
         """Do not return events of these kinds: their topics can't be written to."""
@@ -696,7 +708,7 @@ class PollingSource:
 
     def _read_and_settle(self, limits: Mapping[int, int]) -> tuple[list[Claim], dict[int, OutboxError]]:
         lanes = list(limits)
-        in_hand = {lane: self.settlement.lanes[lane].pending.rows for lane in self.settlement.unsettled}
+        in_hand = self._in_hand()
         looks = self._looks(lanes)
         reads = self._reads(limits, in_hand)
         settled = [lane for lane in lanes if self._expects(lane)]
@@ -741,17 +753,9 @@ class PollingSource:
 
         Where it may not, that turn is settled at once, and what was read is durable by its commit.
         """
-        lanes = list(limits)
         unsettled = self.settlement.unsettled
-        in_hand = {lane: self.settlement.lanes[lane].pending.rows for lane in unsettled}
-        looks = self._looks(lanes)
-        reads = self._reads(limits, in_hand)
-        with self._connection.pipeline() as pipeline:
-            looking = self._send(reads, looks)
-            pipeline.sync()
-        _receive(reads)
-        claims = self._collect(reads)
-        self._took(looking.fetchall() if looking is not None else None, looks)
+        in_hand = self._in_hand()
+        claims = self._read_only(limits, in_hand)
         batches = by_lane(claims)
         # What a crash may repeat of a lane stays a batch.
         small = all(len(batch) + len(in_hand.get(lane, ())) <= limits[lane] for lane, batch in batches.items())
@@ -760,6 +764,35 @@ class PollingSource:
             return claims, lost, unsettled
         settled = sorted(batches.keys() | set(unsettled))
         return claims, self.settlement.settle(settled), ()
+
+    def _read_before_settling(
+        self, limits: Mapping[int, int]
+    ) -> tuple[list[Claim], dict[int, OutboxError], Collection[int]]:
+        """Read, and return the lanes to be settled before these events are committed.
+
+        None in a backlog: the next turn's rows are read meanwhile, and the turn before is settled at once.
+        """
+        claims = self._read_only(limits, self._in_hand())
+        batches = by_lane(claims)
+        settled = sorted(batches.keys() | set(self.settlement.unsettled))
+        if claims and not self._worth_reading_ahead(batches, limits):
+            return claims, {}, settled
+        return claims, self.settlement.settle(settled), ()
+
+    def _in_hand(self) -> dict[int, Sequence[Claim]]:
+        """Return the rows that are published and not yet settled, by lane."""
+        return {lane: self.settlement.lanes[lane].pending.rows for lane in self.settlement.unsettled}
+
+    def _read_only(self, limits: Mapping[int, int], in_hand: Mapping[int, Sequence[Claim]]) -> list[Claim]:
+        looks = self._looks(list(limits))
+        reads = self._reads(limits, in_hand)
+        with self._connection.pipeline() as pipeline:
+            looking = self._send(reads, looks)
+            pipeline.sync()
+        _receive(reads)
+        claims = self._collect(reads)
+        self._took(looking.fetchall() if looking is not None else None, looks)
+        return claims
 
     def _check(self, lanes: Collection[int]) -> dict[int, OutboxError] | None:
         """Return which of these lanes are another relay's now; None if Postgres may still lose what was read."""
@@ -902,8 +935,8 @@ class PollingSource:
         self.settlement.background.wait()
         return self._collect(ahead.reads)
 
-    def _end(self) -> None:
-        self._failed_behind |= self.settlement.end()
+    def _end(self, deadline: float | None = None) -> None:
+        self._failed_behind |= self.settlement.end(deadline)
 
     def _free(self) -> None:
         """Free the connection. What was read ahead is let go of, and read again."""

@@ -32,7 +32,7 @@ from relay.loop import Pace, WorkerLoop
 from relay.polling import low_water_mark
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.source import PollingSource
-from relay.ports import PUBLISHED, Batches, Claim, DatabaseUnavailable, Kind, Published, Receipt, Refused, Sent
+from relay.ports import PUBLISHED, Batches, Claim, Confirm, DatabaseUnavailable, Kind, Published, Receipt, Refused, Sent
 from relay.routing import OnFailure, Route, Router
 
 BLOCK = Router({"Order": Route("orders")})
@@ -307,7 +307,7 @@ class Watcher:
     def join(self, _leases: Sequence[Lease]) -> dict[int, OutboxError]:
         return {}
 
-    def publish(self, batches: Batches) -> Sent:
+    def publish(self, batches: Batches, _confirm: Confirm | None = None) -> Sent:
         self.sent += [name(claim) for claims in batches.values() for claim in claims]
         return Sent({n: Receipt([(claim, PUBLISHED) for claim in claims]) for n, claims in batches.items()})
 

@@ -35,6 +35,7 @@ from relay.ports import (
     Batches,
     BatchRefused,
     Claim,
+    Confirm,
     Kind,
     LaneLost,
     Receipt,
@@ -426,7 +427,7 @@ class Kafka:
     def join(self, _leases: Sequence[Lease]) -> dict[int, OutboxError]:
         return {}
 
-    def publish(self, batches: Batches) -> Sent:
+    def publish(self, batches: Batches, _confirm: Confirm | None = None) -> Sent:
         blamed = [n for n, claims in batches.items() if any(claim.position in self._bad for claim in claims)]
         if blamed:
             return Sent({}, BatchRefused("the broker refuses something"), blamed)

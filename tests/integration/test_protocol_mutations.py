@@ -291,9 +291,9 @@ def adopt_without_settling(patch: pytest.MonkeyPatch) -> None:
 def no_marker(patch: pytest.MonkeyPatch) -> None:
     real = TransactionalPublisher._commit
 
-    def commit(self: Any, sender: Any, markers: Mapping[int, Any], deadline: float) -> None:
+    def commit(self: Any, sender: Any, markers: Mapping[int, Any], *rest: Any) -> None:
         first = not sender.sent
-        real(self, sender, markers if first else {}, deadline)
+        real(self, sender, markers if first else {}, *rest)
 
     patch.setattr(TransactionalPublisher, "_commit", commit)
 

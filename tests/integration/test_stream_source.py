@@ -37,6 +37,7 @@ from relay.ports import (
     Batches,
     BatchRefused,
     Claim,
+    Confirm,
     Kind,
     LaneBusy,
     LaneLost,
@@ -127,7 +128,7 @@ class Producer:
             up_to,
         )
 
-    def publish(self, batches: Batches) -> Sent:
+    def publish(self, batches: Batches, _confirm: Confirm | None = None) -> Sent:
         kafka = self._kafka
         assert not self._closed
         assert all(batches.values())

@@ -24,6 +24,7 @@ from relay.ports import (
     Batches,
     BatchRefused,
     Claim,
+    Confirm,
     Fetched,
     LaneLost,
     Late,
@@ -102,6 +103,9 @@ class Table:
     known: bool = True
     behind: bool = False
     """Whether a turn is settled while the next one is published, as long as there is one."""
+    unconfirmed: bool = False
+    """Whether a turn is sent before the one before is settled, and published after that."""
+    fail_confirm: list[OutboxError] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     on_wait: Callable[[Collection[int]], None] = lambda _: None
 
@@ -143,6 +147,9 @@ class OneSource:
         if self.table.behind and self.pending and (left := self._left(limits)):
             self.settling = list(self.pending)
             return Fetched(left, {}, self.table.known, list(self.settling))
+        if self.table.unconfirmed and (left := self._left(limits)):
+            self.settling = sorted(self.pending.keys() | left.keys())
+            return Fetched(left, unconfirmed=True)
         failed = self._make_durable(self.pending.keys() | limits.keys())
         batches = {
             lane: [claim(lane, row) for row in sorted(self.table.rows.get(lane, []))[:limit]]
@@ -150,6 +157,13 @@ class OneSource:
             if lane not in failed
         }
         return Fetched({lane: batch for lane, batch in batches.items() if batch}, failed, self.table.known)
+
+    def confirm(self, deadline: float) -> Mapping[int, OutboxError]:
+        assert self.settling
+        if self.table.fail_confirm:
+            raise self.table.fail_confirm.pop(0)
+        settling, self.settling = self.settling, []
+        return self._make_durable(settling)
 
     def _left(self, limits: Mapping[int, int]) -> dict[int, list[Claim]]:
         """Return what is neither settled nor being settled."""
@@ -248,12 +262,18 @@ class OnePublisher:
         self.joined |= {lease.lane: lease for lease in leases if lease.lane not in failed}
         return failed
 
-    def publish(self, batches: Batches) -> Sent:
+    def publish(self, batches: Batches, confirm: Confirm | None = None) -> Sent:
         assert batches
         assert batches.keys() <= self.joined.keys()
         assert all(self.joined[lane].secure for lane in batches)
         self.broker.turns.append(positions(batches))
         sent = (self.broker.script.pop(0) if self.broker.script else self.broker.always)(batches)
+        if confirm is not None and sent.failure is None:
+            try:
+                if unconfirmed := confirm(0.0):
+                    return Sent({}, renew=True, unconfirmed=unconfirmed)
+            except Unavailable as error:
+                return Sent({}, error)
         for receipt in sent.receipts.values():
             self.broker.log += [item.position for item, outcome in receipt.results if outcome is PUBLISHED]
         return sent
@@ -654,6 +674,58 @@ def test_a_lane_that_could_not_be_settled_behind_is_settled_with_both_turns_and_
     assert world.table.left == []
     assert world.table.opened == 1
     assert world.watcher.errors == {1: 2}
+
+
+def in_transactions(batches: Batches) -> Sent:
+    """A turn is a transaction, whose number is of no matter here."""
+    sent = all_of(batches)
+    return replace(sent, receipts={lane: replace(receipt, batch=1) for lane, receipt in sent.receipts.items()})
+
+
+def test_turns_that_are_sent_before_they_are_confirmed():
+    rows = spread(3, 9)
+    world = World(rows)
+    world.table.unconfirmed, world.broker.always = True, in_transactions
+    world.run()
+    assert in_order(world, rows)
+    assert world.table.left == []
+    assert world.watcher.seen.count("published 6") == 4
+    assert (world.table.opened, world.broker.opened) == (1, 1)
+
+
+@pytest.mark.parametrize("at", range(4))
+def test_a_lane_that_is_not_confirmed_takes_the_turn_back_and_only_itself_is_given_up(at):
+    rows = spread(3, 12)
+    world = World(rows)
+    world.table.unconfirmed, world.broker.always = True, in_transactions
+
+    def then_lose(batches: Batches) -> Sent:
+        world.table.fail_lanes = {1: [LaneLost("lane 1 is another's")]}
+        return in_transactions(batches)
+
+    world.table.on_wait = lambda _: world.stop.set() if not {*rows[0], *rows[2]} & set(world.table.left) else None
+    world.broker.script = [*[in_transactions] * at, then_lose]
+    world.run()
+    # The turn that was taken back is sent again, without the lane.
+    assert world.broker.turns[at] == {**world.broker.turns[at + 1], 1: rows[1][2 * at : 2 * at + 2]}
+    assert [row for row in world.broker.log if row in rows[1]] == rows[1][: 2 * at]
+    rest = {lane: each for lane, each in rows.items() if lane != 1}
+    assert in_order(world, rest)
+    assert world.broker.opened == 2
+    assert world.watcher.errors == {1: 1}
+    assert world.clean() == {0: True, 2: True} or world.clean().get(1) is not True
+
+
+def test_a_turn_that_could_not_be_confirmed_is_read_again_by_new_ones():
+    rows = spread(2, 4)
+    world = World(rows)
+    world.table.unconfirmed, world.broker.always = True, in_transactions
+    world.table.fail_confirm = [Unavailable("Postgres is away")]
+    world.run()
+    assert in_order(world, rows)
+    assert world.table.left == []
+    assert (world.table.opened, world.broker.opened) == (2, 2)
+    assert "unavailable [0, 1] Postgres is away" in world.watcher.seen
 
 
 # One lane in trouble

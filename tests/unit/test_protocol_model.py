@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from protocol_model import AT_LEAST, CONCURRENT, EXACTLY, MUTATIONS, SPLIT_FETCH, Action, World, explore
+from protocol_model import AT_LEAST, CONCURRENT, EXACTLY, MUTATIONS, PRODUCE_FIRST, SPLIT_FETCH, Action, World, explore
 
 _KEYS = "abc"
 _MIXED: Final = (EXACTLY, AT_LEAST)
@@ -22,6 +22,7 @@ _MIXED: Final = (EXACTLY, AT_LEAST)
 _Scenario = dict[str, Any]
 _ONE: Final[_Scenario] = {"lanes": 1, "written": "aa", "batch_size": 1}
 _WRITERS: Final[_Scenario] = {"lanes": 1, "keys": "ab", "variants": [SPLIT_FETCH]}
+_BEHIND_WRITERS: Final[_Scenario] = {**_WRITERS, "variants": [PRODUCE_FIRST]}
 _AT_LEAST: Final[_Scenario] = {"lanes": 1, "written": "a", "workers": _MIXED}
 _FAILOVER: Final[_Scenario] = {"lanes": 1, "written": "aab", "batch_size": 1, "workers": (EXACTLY,), "lossy": True}
 
@@ -33,6 +34,10 @@ _RIGHT: Final[dict[str, tuple[_Scenario, int]]] = {
     "two batches": (_ONE, 2),
     "rows with last_batch NULL": ({"lanes": 1, "written": "a", "warm": False}, 1),
     "asynchronous writers": (_WRITERS, 1),
+    "produced before it is confirmed": ({"written": "ab", "variants": [PRODUCE_FIRST]}, 1),
+    "produced before it is confirmed, two batches": ({**_ONE, "variants": [PRODUCE_FIRST]}, 2),
+    "produced before it is confirmed, asynchronous writers": (_BEHIND_WRITERS, 1),
+    "produced before it is confirmed, beside at-least-once": ({**_AT_LEAST, "variants": [PRODUCE_FIRST]}, 2),
     "at-least-once beside exactly-once": (_AT_LEAST, 2),
     "at-least-once, two lanes": ({**_AT_LEAST, "lanes": 2}, 1),
     "a failover that loses a commit, one worker": (_FAILOVER, 2),
@@ -47,6 +52,7 @@ _WRONG: Final[dict[str, _Scenario]] = {
     "alo_no_settle": _AT_LEAST,
     "alo_null_first": _AT_LEAST,
     "no_epoch_in_turn": _AT_LEAST,
+    "commit_unconfirmed": _BEHIND_WRITERS,
     "no_flush_barrier": _WRITERS,
     "empty_commit": _WRITERS,
     "unnoticed_crash": _WRITERS,
@@ -102,9 +108,11 @@ def test_known_limit_a_failover_that_loses_the_name_of_whom_to_fence() -> None:
 class Protocol(RuleBasedStateMachine):
     """Three workers, one of which may be paused, writers of three keys; faults bounded by the run's length only."""
 
+    variants: tuple[str, ...] = (SPLIT_FETCH, CONCURRENT)
+
     def __init__(self) -> None:
         super().__init__()
-        self.world = World((EXACTLY,) * 3, warm=False, mutations=[SPLIT_FETCH, CONCURRENT])
+        self.world = World((EXACTLY,) * 3, warm=False, mutations=self.variants)
         self.paused: int | None = None
 
     def _do(self, action: Action) -> None:
@@ -157,11 +165,18 @@ class Protocol(RuleBasedStateMachine):
         self.world.drain()
 
 
-def test_random_runs() -> None:
+class ProducedFirst(Protocol):
+    """The same; what is read is produced before the statement that makes it ours."""
+
+    variants = (PRODUCE_FIRST, CONCURRENT)
+
+
+@pytest.mark.parametrize("machine", [Protocol, ProducedFirst])
+def test_random_runs(machine: type[Protocol]) -> None:
     run_state_machine_as_test(
-        Protocol,
+        machine,
         settings=settings(
-            max_examples=60,
+            max_examples=40,
             stateful_step_count=40,
             deadline=None,
             derandomize=True,
@@ -200,7 +215,9 @@ def test_long_walks(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     published = 0
     for _ in range(40):
         capsys.readouterr()
-        variants = chance.choice([[], [SPLIT_FETCH], [SPLIT_FETCH, CONCURRENT]])
+        variants = chance.choice(
+            [[], [SPLIT_FETCH], [SPLIT_FETCH, CONCURRENT], [PRODUCE_FIRST], [PRODUCE_FIRST, CONCURRENT]]
+        )
         workers = chance.choice([(EXACTLY,) * 3, (EXACTLY, EXACTLY, AT_LEAST)])
         producers = chance.choice([1, 2, 2])
         world = World(workers, producers=producers, warm=chance.random() < 0.5, mutations=variants)

@@ -1,0 +1,182 @@
+"""Exactly-once: a turn is sent while the one before is settled, and committed when that is known to have gone well."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import psycopg
+from support import wait_until
+from takeover_support import LANES, Place, Worker, place
+
+from outbox.errors import OutboxError
+from relay.ports import DatabaseUnavailable, Fetched, LaneBusy, LaneLost, Sent
+
+__all__ = ["place"]
+
+
+class Confirmed:
+    """``Source.confirm``, and what readers saw when it was called."""
+
+    def __init__(self, worker: Worker) -> None:
+        self.worker = worker
+        self.seen: dict[str, int] = {}
+        self.settling = False
+
+    def __call__(self, deadline: float) -> Mapping[int, OutboxError]:
+        for level in ("read_committed", "read_uncommitted"):
+            place = self.worker.place
+            self.seen[level] = len(place.kafka.consume(place.topic, isolation=level, wait_for_open=False))
+        return self.worker.source.confirm(deadline)
+
+
+def fetch(worker: Worker, limit: int = 1000) -> Fetched:
+    """Read a turn: of all that is there, unless the limit says that there is a backlog."""
+    fetched = worker.source.fetch({lease.lane: limit for lease in worker.leases})
+    assert fetched.failed == {}
+    return fetched
+
+
+def readable(place: Place) -> int:
+    """Return how many events are committed. What was sent and is not must be aborted by now, or readers would wait.
+
+    The coordinator would do that by itself in a minute.
+    """
+    return len(place.kafka.consume(place.topic, timeout=5))
+
+
+def settle(worker: Worker, sent: Sent) -> None:
+    assert sent.failure is None
+    assert worker.source.settle(sent.receipts) == {}
+
+
+def begun(place: Place) -> tuple[Worker, int]:
+    """Return a worker that has published a turn, not settled yet, and how much it had. There are more events by now."""
+    worker = place.worker("a")
+    assert worker.join() == {}
+    place.add(30)
+    first = place.count
+    settle(worker, worker.publish(1000))
+    assert len(place.tables.left()) == first
+    place.add(30)
+    return worker, first
+
+
+def test_a_turn_is_on_kafka_and_seen_by_nobody_before_the_one_before_is_settled(place):
+    worker, first = begun(place)
+    fetched = fetch(worker)
+    assert fetched.unconfirmed
+    confirmed = Confirmed(worker)
+    sent = worker.publisher.publish(fetched.batches, confirmed)
+    assert confirmed.seen == {"read_committed": first, "read_uncommitted": place.count}
+    assert len(place.tables.left()) == place.count - first
+    settle(worker, sent)
+    assert readable(place) == place.count
+    worker.drain()
+    assert place.all_once()
+
+
+def test_in_a_backlog_the_turn_before_is_settled_first_and_the_next_one_read_meanwhile(place):
+    place.add(600)
+    worker = place.worker("a")
+    assert worker.join() == {}
+    for _ in range(3):
+        fetched = fetch(worker, 10)
+        assert not fetched.unconfirmed
+        settle(worker, worker.publisher.publish(fetched.batches))
+    worker.drain()
+    assert place.all_once()
+
+
+def test_a_turn_with_a_lane_that_was_lost_is_not_committed_and_the_others_go_on(place):
+    former, first = begun(place)
+    # Nobody has fenced: the epoch alone says it.
+    place.tables.acquire([2, 5])
+    fetched = fetch(former)
+    sent = former.publisher.publish(fetched.batches, former.source.confirm)
+    assert {lane: type(error) for lane, error in sent.unconfirmed.items()} == {2: LaneLost, 5: LaneLost}
+    assert (sent.renew, sent.receipts, sent.failure) == (True, {}, None)
+    assert readable(place) == first
+    for lane in sent.unconfirmed:
+        former.source.drop(lane)
+    former.leases = [lease for lease in former.leases if lease.lane not in sent.unconfirmed]
+    heir = place.worker("b", [2, 5])
+    assert heir.join() == {}
+    former.publisher = former.new_publisher()
+    assert former.join() == {}
+    for worker in (former, heir):
+        sent = worker.publish(1000)
+        assert (sent.failure, sent.unconfirmed) == (None, {})
+        assert worker.source.settle(sent.receipts) == {}
+        assert worker.source.flush(list(sent.receipts)) == {}
+    assert place.all_once()
+
+
+def test_a_lane_that_is_locked_takes_the_turn_back(place):
+    worker, first = begun(place)
+    with psycopg.connect(place.tables.url) as other:
+        other.execute("SELECT FROM outbox.lanes WHERE lane = 3 FOR UPDATE")
+        sent = worker.publisher.publish(fetch(worker).batches, worker.source.confirm)
+    assert {lane: type(error) for lane, error in sent.unconfirmed.items()} == {3: LaneBusy}
+    assert place.read().total() == first
+    worker.publisher = worker.new_publisher()
+    assert worker.join() == {}
+    worker.drain()
+    assert place.all_once()
+
+
+def test_readers_do_not_wait_for_a_database_that_does_not_answer(place):
+    """Its rows are locked by somebody, or a standby that must have them is away: the transaction is aborted in time."""
+    worker, first = begun(place)
+    worker.publisher._delivery_seconds = 3.0
+    with psycopg.connect(place.tables.url) as other:
+        other.execute("SELECT FROM outbox.events ORDER BY id FOR UPDATE")
+        fetched = fetch(worker)
+        sent = worker.publisher.publish(fetched.batches, worker.source.confirm)
+        assert isinstance(sent.failure, DatabaseUnavailable)
+        assert "settling" in str(sent.failure)
+        assert sent.receipts == {}
+        assert readable(place) == first
+        # The statement is broken off with its connection.
+        worker.source.close()
+        wait_until(lambda: place.tables.run(_WAITING) == [(0,)] or None, 30, "the statement to end")
+    again = Worker(place, "b", place.tables.acquire(range(LANES)))
+    assert again.join() == {}
+    again.drain()
+    assert place.all_once()
+
+
+_WAITING = """SELECT count(*) FROM pg_stat_activity
+ WHERE datname = current_database() AND wait_event_type = 'Lock' AND application_name = 'test'"""
+
+
+def test_many_turns_of_which_every_few_are_taken_back(place):
+    worker = place.worker("a")
+    assert worker.join() == {}
+    taken_back = 0
+    for turn in range(30):
+        place.add(5)
+        fetched = fetch(worker)
+        assert fetched.unconfirmed
+        sent = worker.publisher.publish(fetched.batches, Losing(worker, [turn % LANES] if turn % 5 == 4 else []))
+        taken_back += bool(sent.unconfirmed)
+        if not sent.unconfirmed:
+            settle(worker, sent)
+        if sent.renew:
+            worker.publisher.close()
+            worker.publisher = worker.new_publisher()
+            assert worker.join() == {}
+    assert taken_back == 6
+    worker.drain()
+    assert place.all_once()
+
+
+class Losing:
+    """``Source.confirm`` that says of some lanes, once they are settled, that they could not be."""
+
+    def __init__(self, worker: Worker, lanes: list[int]) -> None:
+        self.worker = worker
+        self.lanes = lanes
+
+    def __call__(self, deadline: float) -> Mapping[int, OutboxError]:
+        assert self.worker.source.confirm(deadline) == {}
+        return {lane: LaneBusy(lane) for lane in self.lanes}
