@@ -209,31 +209,32 @@ _SEVERAL: Final = "SELECT {synchronous}, set_config('idle_in_transaction_session
 _DRAW_XID: Final = "SELECT pg_current_xact_id()::text::bigint"
 _XMIN: Final = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
 
-# Looks again only when some transaction has ended since: the snapshot is another one then. The wait grows with what a
-# look costs, so that looking takes a thirtieth of the time at most.
+# Looks again only when some transaction has ended since: the snapshot is another one then. The pause between two looks
+# grows with what one costs, so that looking takes a thirtieth of the time at most. Comparing snapshots costs next to
+# nothing, so the first commit after a rest is noticed at once.
 _WATCH: Final = """
 DECLARE
     seen text := '';
     now_seen text;
     asked_at timestamptz;
-    ends_at timestamptz := clock_timestamp() + make_interval(secs => {seconds});
+    look_at timestamptz := clock_timestamp();
+    ends_at timestamptz := look_at + make_interval(secs => {seconds});
     step float8 := 0.001;
-    most float8 := {watch};
 BEGIN
     LOOP
         now_seen := pg_current_snapshot()::text;
-        IF now_seen <> seen THEN
+        asked_at := clock_timestamp();
+        IF now_seen <> seen AND asked_at >= look_at THEN
             seen := now_seen;
-            asked_at := clock_timestamp();
             PERFORM FROM unnest({lanes}::smallint[], {above}::bigint[]) AS l(lane, above)
               CROSS JOIN LATERAL (SELECT FROM {events} AS e WHERE e.lane = l.lane AND e.id > l.above LIMIT 1) AS e
               LIMIT 1;
             EXIT WHEN FOUND;
-            most := least(greatest(most, 30 * extract(epoch FROM clock_timestamp() - asked_at)), {seconds});
+            look_at := clock_timestamp() + 30 * (clock_timestamp() - asked_at);
         END IF;
-        EXIT WHEN clock_timestamp() >= ends_at;
+        EXIT WHEN asked_at >= ends_at;
         PERFORM pg_sleep(step);
-        step := least(step + 0.0005, most);
+        step := least(step + 0.0005, {watch});
     END LOOP;
 END"""
 
