@@ -17,8 +17,8 @@ Postgres works while Kafka is waited for (background.py), in one of three ways:
   what was read can't be lost any more. It is waited for a little, as it is flushed by the commits of others and by the
   WAL writer; then, or where a standby has to have it as well, the statement that settles comes first after all.
 - Exactly-once, while no backlog is drained, the turn before is settled while this one is sent. The Kafka transaction is
-  committed after ``confirm``: when the statement's answer is there, which says of which lanes the leases hold, and whose
-  commit makes what was read durable.
+  committed after ``confirm``: when the statement's answer is there. It says of which lanes the leases hold, and its
+  commit makes durable what was read.
 
 Keys that wait
     A lane with rows in ``failures`` is read by statements of its own, which leave out the events whose key waits (see
