@@ -23,7 +23,7 @@ import structlog
 
 from outbox.errors import SchemaError
 from relay.database import Connector, StandingError, begin_session, unavailable_on_error
-from relay.health import STANDING_LEASES, Health, WorkerHealth
+from relay.health import STANDING_LEASES, Health, Wait, WorkerHealth
 from relay.lanes import Census, LaneTable, next_step
 from relay.lease import HeldLanes, Lease, LetGo
 from relay.loop import Pace, WorkerLoop
@@ -72,6 +72,8 @@ class Plan:
     let_go_all: Callable[[], None] = lambda: None
     """Source wal: called when the worker has let go of all lanes."""
     upkeep: Sequence[Upkeep] = ()
+    besides: Callable[[], Sequence[Wait]] = tuple
+    """What stands still besides the lanes, as upkeep has found."""
     figures: Callable[[], Mapping[str, float]] = dict
     """For the last line of the log."""
 
@@ -227,7 +229,9 @@ class Supervisor:
 
     def health(self) -> Health:
         """Return what the lanes wait for, and whether the relay is ready. From any thread, at any time."""
-        return self._health.look(self._held.leases, self._worker.loop.turned_at, away=self._away)
+        return self._health.look(
+            self._held.leases, self._worker.loop.turned_at, away=self._away, besides=self._plan.besides()
+        )
 
     def run(self, stop: threading.Event, abandon: threading.Event) -> int:
         """Work until ``stop``; then finish what is in flight until done, the deadline, or ``abandon``.

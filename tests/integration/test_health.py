@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import urllib.error
-import urllib.request
 
 import psycopg
 import pytest
+from shown import LEASE, Shown
 from support import drained, look_up, order, wait_until
 from wal_support import to_wal, wal
 
@@ -17,66 +15,6 @@ from outbox import Event, Outbox
 from outbox.testing._ports import free_ports
 
 __all__ = ["order", "wal"]
-
-LEASE = 1.0
-
-
-class Shown:
-    """What one relay answers."""
-
-    def __init__(self, port: int) -> None:
-        self._address = f"http://127.0.0.1:{port}"
-
-    def ready(self) -> tuple[int, dict[str, list[int]]]:
-        """Return the status of /readyz, and which lanes wait for which reason. 0 while nobody answers."""
-        try:
-            with urllib.request.urlopen(f"{self._address}/readyz", timeout=30) as answer:
-                status, body = answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                status, body = error.code, error.read()
-        except OSError:
-            return 0, {}
-        found = json.loads(body)
-        assert found["ready"] is (status == 200)
-        return status, {wait["reason"]: wait["lanes"] for wait in found["waits"]}
-
-    def metric(self, name: str, reason: str | None = None) -> float:
-        label = "" if reason is None else f'{{reason="{reason}"}}'
-        with urllib.request.urlopen(f"{self._address}/metrics", timeout=30) as answer:
-            lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
-        return float(lines[f"outbox_relay_{name}{label}"])
-
-    def stands(self, reason: str, lanes: list[int] | None = None) -> None:
-        """Wait until the relay is not ready, and these lanes (or some) wait for this reason."""
-
-        def standing() -> bool:
-            status, waits = self.ready()
-            waiting = reason in waits if lanes is None else waits == {reason: lanes}
-            # All of it at once: a relay whose leases have run out meanwhile begins to count anew.
-            return (
-                status == 503
-                and waiting
-                and self.metric("lane_wait_seconds", reason) >= 3 * LEASE
-                and self.metric("lanes_waiting", reason) > 0
-                and self.metric("ready") == 0
-            )
-
-        wait_until(standing, what=f"lanes to stand still for {reason}")
-
-    def recovers(self) -> None:
-        """Wait until the relay is ready, and no lane waits."""
-        wait_until(lambda: self.ready() == (200, {}) and self.metric("ready") == 1, 60, "the relay to be ready")
-
-    def stays_ready(self) -> None:
-        """No lane waits, but for a lease: where the machine stands still, one of a second may run out."""
-
-        def nothing_waits() -> bool:
-            status, waits = self.ready()
-            assert waits.keys() <= {"lease_expired"}
-            return (status, waits) == (200, {})
-
-        wait_until(nothing_waits, what="the leases to be prolonged")
 
 
 @pytest.fixture
@@ -89,7 +27,7 @@ def settings(shown):
     return {
         "relay__lease_seconds": LEASE,
         "relay__max_backoff_seconds": 0.2,
-        "relay__metrics_address": shown._address.removeprefix("http://"),
+        "relay__metrics_address": shown.address,
         "kafka__reconnect_backoff_max_ms": 500,
     }
 
