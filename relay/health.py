@@ -18,6 +18,8 @@ for longer than ``standing_seconds``, three leases: a restart of a broker or a f
 |                                                               |                                   | hidden          |
 | a standby without lanes                                       |                                   | yes             |
 | events are refused, or are dead letters; a key waits          |                                   | yes: other keys |
+| upkeep fails: the archive, a look at the slot                 | ``upkeep_wait_seconds``, by task  | yes: publishing |
+|                                                               |                                   | goes on         |
 | a topic is missing or forbidden                               | ``topics_unusable``               | yes: other      |
 |                                                               |                                   | topics go on    |
 """
@@ -26,8 +28,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
@@ -97,6 +99,8 @@ class Health:
     ready: bool
     lanes: int
     waits: Sequence[Wait] = ()
+    upkeep: Mapping[str, float] = field(default_factory=dict)
+    """What fails beside publishing, and for how many seconds. It leaves the worker ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +121,7 @@ class WorkerHealth:
         self._lock = threading.Lock()
         self._waits: dict[int, _Since] = {}
         self._control: _Since | None = None
+        self._upkeep: dict[str, float] = {}
         self._ticked_at: float | None = None
         self._started = False
 
@@ -142,6 +147,17 @@ class WorkerHealth:
         self._control = _Since(now if known is None else known.began, reason_of(error))
         return now - self._control.began
 
+    def upkeep_waits(self, name: str) -> float:
+        """Record that something beside publishing has failed; return for how long it has."""
+        now = self._clock()
+        with self._lock:
+            return now - self._upkeep.setdefault(name, now)
+
+    def upkeep_goes_on(self, name: str) -> None:
+        """Record that it has succeeded."""
+        with self._lock:
+            self._upkeep.pop(name, None)
+
     def ticked(self, *, started: bool) -> None:
         """Record that the control loop has reached Postgres. ``started``: the lanes it holds, if any, are published.
 
@@ -161,6 +177,7 @@ class WorkerHealth:
         now = self._clock()
         with self._lock:
             waits = {lease.lane: self._waits[lease.lane] for lease in held if lease.lane in self._waits}
+            upkeep = {name: now - began for name, began in self._upkeep.items()}
         for lease in held:
             if (left := lease.remaining_seconds) < 0 and lease.lane not in waits:
                 waits[lease.lane] = _Since(now + left, Reason.LEASE_EXPIRED)
@@ -174,7 +191,7 @@ class WorkerHealth:
         found = _by_reason([*all_waits, *besides])
         ticks = self._ticked_at is not None and now - self._ticked_at < self._standing
         stands = hangs or bool(besides) or any(wait.seconds >= self._standing for wait in found)
-        return Health(self._started and ticks and not stands and not away, len(held), found)
+        return Health(self._started and ticks and not stands and not away, len(held), found, upkeep)
 
 
 def _by_reason(waits: Sequence[Wait]) -> list[Wait]:

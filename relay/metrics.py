@@ -182,6 +182,14 @@ class RelayMetrics:
             seconds.add_metric([reason], 0.0 if wait is None else wait.seconds)
         yield waiting
         yield seconds
+        upkeep = GaugeMetricFamily(
+            "outbox_relay_upkeep_wait_seconds",
+            "For how long something that a relay does beside publishing has failed.",
+            labels=["task"],
+        )
+        for task, failing in health.upkeep.items():
+            upkeep.add_metric([task], failing)
+        yield upkeep
         yield GaugeMetricFamily(
             "outbox_relay_topics_unusable",
             "Topics that are missing or may not be written to; their events wait.",

@@ -69,7 +69,7 @@ def build(settings: Settings) -> Supervisor:
     transactions = _transactions(settings) if exact else None
     upkeep = _upkeep(settings, connect, registry)
     if transactions is not None:
-        upkeep.append(Upkeep(transactions.look, _TRANSACTIONS_SECONDS))
+        upkeep.append(Upkeep("transactions", transactions.look, _TRANSACTIONS_SECONDS))
     relay = Supervisor(
         Plan(
             instance=instance,
@@ -226,8 +226,8 @@ def _upkeep(settings: Settings, connect: Connector, registry: CollectorRegistry)
         registry,
         by_book=settings.source is not SourceKind.WAL,
     )
-    tasks = [Upkeep(watch.look, _WATCH_SECONDS)]
+    tasks = [Upkeep("slot", watch.look, _WATCH_SECONDS)]
     if settings.relay.archive_days > 0:
         retention = Retention(connect, settings.db_schema, settings.relay.archive_days)
-        tasks.append(Upkeep(retention.keep, _ARCHIVE_SECONDS))
+        tasks.append(Upkeep("archive", retention.keep, _ARCHIVE_SECONDS))
     return tasks

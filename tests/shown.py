@@ -32,10 +32,15 @@ class Shown:
         assert found["ready"] is (status == 200)
         return status, {wait["reason"]: wait["lanes"] for wait in found["waits"]}
 
-    def metric(self, name: str, reason: str | None = None) -> float:
+    def metric(self, name: str, reason: str | None = None, *, task: str | None = None) -> float:
+        """Return a figure; 0 for a task that has never failed."""
         label = "" if reason is None else f'{{reason="{reason}"}}'
+        if task is not None:
+            label = f'{{task="{task}"}}'
         with urllib.request.urlopen(f"http://{self.address}/metrics", timeout=30) as answer:
             lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
+        if task is not None:
+            return float(lines.get(f"outbox_relay_{name}{label}", 0))
         return float(lines[f"outbox_relay_{name}{label}"])
 
     def stands(self, reason: str, lanes: list[int] | None = None) -> None:

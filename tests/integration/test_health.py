@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import os
 import socket
+from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
 from shown import LEASE, Shown
-from support import drained, look_up, order, wait_until
+from support import drained, logged, look_up, order, wait_until
 from wal_support import to_wal, wal
 
 from outbox import Event, Outbox
 from outbox.testing._ports import free_ports
+from outbox.testing.fixtures import RelayProcess
 
 __all__ = ["order", "wal"]
+
+IMPATIENT = (str(Path(__file__).parents[1] / "impatient.py"),)
+STANDING = 3
+"""After how many seconds a wait is an error there."""
 
 
 @pytest.fixture
@@ -30,6 +37,11 @@ def settings(shown):
         "relay__metrics_address": shown.address,
         "kafka__reconnect_backoff_max_ms": 500,
     }
+
+
+def complaints(relay: RelayProcess, text: str) -> list[dict[str, Any]]:
+    """Return the lines with this text that say that something waits."""
+    return [line for line in logged(relay, text) if "wait" in line["event"]]
 
 
 def add(url: str, kind: str, keys: int = 100, payload: object = None) -> None:
@@ -113,10 +125,49 @@ def test_servers_that_are_away(private_postgres, private_kafka, outbox_relay, se
 
 
 def test_a_server_that_never_was_there(outbox_kafka, outbox_relay, settings, shown):
-    """It is not ready before it has reached Postgres."""
-    relay = outbox_relay(database_url="postgresql://127.0.0.1:1/x", **settings)
+    """It is not ready before it has reached Postgres. That is an error after a while, and again each time as long."""
+    relay = outbox_relay(database_url="postgresql://127.0.0.1:1/x", program=IMPATIENT, log_format="json", **settings)
     relay.wait_for_log("waiting for Postgres")
-    assert shown.ready() == (503, {})
+    assert shown.ready() == (503, {"postgres_unavailable": []})
+    still = '"what": "the leases"'
+    wait_until(lambda: len(complaints(relay, still)) >= 3, what="it to be said again")
+    assert shown.metric("lane_wait_seconds", "postgres_unavailable") >= 2 * STANDING
+    assert shown.metric("lanes_waiting", "postgres_unavailable") == 0
+    said = complaints(relay, still)
+    assert (said[0]["event"], said[0]["level"]) == ("waiting for Postgres", "warning")
+    for line, before in zip(said[1:], said, strict=False):
+        assert (line["event"], line["level"], "127.0.0.1" in line["error"]) == ("still waiting", "error", True)
+        assert line["seconds"] >= before.get("seconds", 0) + STANDING - 1
+
+
+def test_a_table_that_the_control_loop_misses(outbox_postgres, outbox_relay, settings, shown):
+    """It waits for a person, and goes on by itself then."""
+    relay = outbox_relay(program=IMPATIENT, log_format="json", **settings)
+    shown.recovers()
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        connection.execute("ALTER TABLE outbox.relays RENAME TO away")
+        wait_until(lambda: "postgres_refuses" in shown.ready()[1], what="the reason to be shown")
+        wait_until(lambda: len(complaints(relay, '"what": "the leases"')) >= 2, what="it to be said again")
+        wait_until(lambda: shown.ready()[0] == 503, what="the relay to be not ready")
+        last = complaints(relay, '"what": "the leases"')[-1]
+        assert (last["event"], last["level"], "outbox db upgrade" in last["error"]) == ("still waiting", "error", True)
+        connection.execute("ALTER TABLE outbox.away RENAME TO relays")
+    shown.recovers()
+
+
+def test_what_fails_beside_publishing_leaves_the_relay_ready(outbox_postgres, outbox_relay, settings, shown):
+    relay = outbox_relay(program=IMPATIENT, log_format="json", **settings)
+    shown.recovers()
+    assert shown.metric("upkeep_wait_seconds", task="slot") == 0
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        connection.execute("ALTER TABLE outbox.streams RENAME TO away")
+        wait_until(lambda: len(complaints(relay, '"upkeep": "slot"')) >= 3, what="it to be said again")
+        assert shown.metric("upkeep_wait_seconds", task="slot") >= 2 * STANDING
+        shown.stays_ready()
+        said = [(line["event"], line["level"]) for line in complaints(relay, '"upkeep": "slot"')]
+        assert said[:3] == [("upkeep has to wait", "warning"), *[("still waiting", "error")] * 2]
+        connection.execute("ALTER TABLE outbox.away RENAME TO streams")
+    wait_until(lambda: shown.metric("upkeep_wait_seconds", task="slot") == 0, what="the look at the slot to succeed")
 
 
 def test_a_standby_is_ready(outbox_postgres, outbox_relay, settings, shown, wal):
