@@ -313,8 +313,10 @@ class Supervisor:
         source = "polling" if plan.all_lanes is None else "wal"
         connection = plan.connect()
         with unavailable_on_error("beginning a session"):
-            begin_session(connection)
-        return LaneTable(connection, plan.schema, plan.instance, plan.version, plan.lease_seconds, source)
+            pooled = not begin_session(connection)
+        return LaneTable(
+            connection, plan.schema, plan.instance, plan.version, plan.lease_seconds, source, pooled=pooled
+        )
 
     def _disconnect(self) -> None:
         table, self._table = self._table, None
