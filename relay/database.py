@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Final
+from typing import Any, Final, Self
 
 import psycopg
-from psycopg import errors
+from psycopg import errors, pq
+from psycopg.abc import Params
 
 from outbox.errors import SchemaError
 from outbox.urls import display_url, libpq_url
@@ -124,21 +125,76 @@ _LOCK_SECONDS: Final = 10
 _STATEMENT_SECONDS: Final = 120
 
 
+# Behind a pooler no session of ours ends while a relay sleeps (SIGSTOP) in a transaction, with rows locked.
+_IDLE_SECONDS: Final = 10
+
+_LIMITS: Final = "SELECT set_config('lock_timeout', %s, %s), set_config('statement_timeout', %s, %s)"
+_IDLE_LIMIT: Final = "SELECT set_config('idle_in_transaction_session_timeout', %s, true)"
+
+
+class RelayConnection(psycopg.Connection[Any]):
+    """A connection that can limit each of its transactions, once told to: where limits of a session are not kept.
+
+    A statement outside of a transaction gets one of its own, sent at once with its limits.
+    """
+
+    limits_transactions = False
+    _depth = 0
+
+    @contextmanager
+    def transaction(
+        self, savepoint_name: str | None = None, force_rollback: bool = False
+    ) -> Iterator[psycopg.Transaction]:
+        """Open a transaction, within the limits; nested, a savepoint."""
+        with super().transaction(savepoint_name, force_rollback) as transaction:
+            self._depth += 1
+            try:
+                if self.limits_transactions and self._depth == 1:
+                    self.execute(_LIMITS, _limits(local=True))
+                    self.execute(_IDLE_LIMIT, (f"{_IDLE_SECONDS}s",))
+                yield transaction
+            finally:
+                self._depth -= 1
+
+    @property
+    def in_block(self) -> bool:
+        """Return whether a transaction or a pipeline of the caller's is open."""
+        return self._depth > 0 or self.pgconn.pipeline_status != pq.PipelineStatus.OFF
+
+
+class _LimitedCursor(psycopg.Cursor[Any]):
+    """A cursor of such a connection. Its connection gets it when it is told to limit its transactions."""
+
+    def execute(self, query: Any, params: Params | None = None, **options: Any) -> Self:
+        """Execute a statement, in a transaction in any case."""
+        connection = self.connection
+        assert isinstance(connection, RelayConnection)
+        if connection.in_block:
+            return super().execute(query, params, **options)
+        with connection.pipeline(), connection.transaction():
+            super().execute(query, params, **options)
+        return self
+
+
+def _limits(*, local: bool) -> tuple[str, bool, str, bool]:
+    return f"{_LOCK_SECONDS}s", local, f"{_STATEMENT_SECONDS}s", local
+
+
 def begin_session(connection: psycopg.Connection[Any]) -> bool:
     """Set limits for a session, and let the driver keep plans in it; return False behind a pooler.
 
     A pooler in transaction mode gives each transaction to another server process: what is set for a session would be
-    left to strangers. It is recognized by the process that was announced at the start, which is not the one that
-    answers.
+    left to strangers, so there each transaction has the limits (``RelayConnection``). It is recognized by the process
+    that was announced at the start, which is not the one that answers.
     """
     row = connection.execute("SELECT pg_backend_pid()").fetchone()
     assert row is not None
     if row[0] != connection.info.backend_pid:
+        if isinstance(connection, RelayConnection):
+            connection.limits_transactions = True
+            connection.cursor_factory = _LimitedCursor
         return False
-    connection.execute(
-        "SELECT set_config('lock_timeout', %s, false), set_config('statement_timeout', %s, false)",
-        (f"{_LOCK_SECONDS}s", f"{_STATEMENT_SECONDS}s"),
-    )
+    connection.execute(_LIMITS, _limits(local=False))
     connection.prepare_threshold = 5
     return True
 
@@ -154,10 +210,10 @@ class Connector:
         self._url = libpq_url(url)
         self._name = application_name
 
-    def __call__(self) -> psycopg.Connection[Any]:
+    def __call__(self) -> RelayConnection:
         """Connect."""
         try:
-            return psycopg.connect(
+            return RelayConnection.connect(
                 self._url,
                 autocommit=True,
                 prepare_threshold=None,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import datetime as dt
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -14,6 +16,7 @@ from psycopg import errors, sql
 
 from outbox.errors import OutboxError, SchemaError
 from relay.cdc import Cdc
+from relay.cli.wiring import build_router
 from relay.config import (
     Delivery,
     Settings,
@@ -26,11 +29,14 @@ from relay.config import (
 from relay.database import Connector, unavailable_on_error
 from relay.db import EVERYBODY_EMITS
 from relay.kafka.client import silent, text_of
+from relay.kafka.open_transactions import OpenTransaction, OpenTransactions, Whose
 from relay.ports import Unavailable
 from relay.settlement import lanes_text
 from relay.slot import slot_names
 
 _SECONDS: Final = 10.0
+# A relay's own transactions take milliseconds.
+_UNMOVED_SECONDS: Final = 5.0
 _PUBLISHES_GENERATED: Final = 180000
 
 _STANDING_IN_THE_WAY: Final = """
@@ -449,6 +455,7 @@ def _kafka(settings: Settings, options: Mapping[str, str], lanes: int, consumed:
         return lambda entry: str(entries[entry].value)
 
     yield from _topics(settings, admin, metadata, consumed, config)
+    yield from _open_transactions(settings, options)
     if settings.delivery is Delivery.EXACTLY_ONCE:
         yield from _transactions(settings, options, lanes, admin, metadata, config)
         if state_topic_name(settings) in metadata.topics:
@@ -492,6 +499,48 @@ def _topics(
     for name in consumed:
         if name in metadata.topics:
             yield from _remembered(name, settings.consumer.keep_days, config(ConfigResource.Type.TOPIC, name))
+
+
+def _open_transactions(settings: Settings, options: Mapping[str, str]) -> Iterator[Finding]:
+    """Find transactions that stand still: readers in read_committed see nothing behind them."""
+    timeout = int(options.get("transaction.timeout.ms", 60_000)) / 1000
+    may_write = build_router(settings).may_write
+    transactions = OpenTransactions(client_options(settings), may_write, state_topic_name(settings), timeout)
+    found = transactions.examine(transactions.unmoved(_UNMOVED_SECONDS))
+    for each in found:
+        yield _open_transaction(each, transactions.limit(each.whose))
+    if not found:
+        yield Finding(Level.OK, "open transactions", "none stands still in the outbox's topics")
+
+
+def _open_transaction(found: OpenTransaction, limit: float) -> Finding:
+    age = None if found.since is None else time.time() - found.since
+    since = "" if found.since is None else f", since {dt.datetime.fromtimestamp(found.since, dt.UTC).isoformat()}"
+    whose = {
+        Whose.AN_OUTBOX: " of a relay",
+        Whose.ANOTHER: " of another program",
+        Whose.UNKNOWN: " (whose it is and since when, its first record tells: grant READ on the topic)",
+    }[found.whose]
+    topic, partition = found.undecided.partition
+    about = f"topic {topic} partition {partition}, transaction"
+    text = (
+        f"readers in read_committed wait at offset {found.undecided.stable}, of {found.undecided.end}, for the end of "
+        f"a transaction{whose}{since}; "
+    )
+    if age is not None and age >= limit:
+        return Finding(
+            Level.FAILURE,
+            about,
+            f"{text}it has outlasted its time-out: a broker has lost its end (KAFKA-20734), or no coordinator answers",
+            "`outbox relay reconcile` says how many events are in it and whether the outbox still has their rows, and "
+            "what ends it",
+        )
+    return Finding(
+        Level.WARNING,
+        about,
+        f"{text}it did not move within {_UNMOVED_SECONDS:g} s",
+        f"look again in {limit - (age or 0.0):.0f} s: if it is at the same offset then, run `outbox relay reconcile`",
+    )
 
 
 def _dead_letter_topics(settings: Settings) -> set[str]:

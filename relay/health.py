@@ -10,10 +10,16 @@ for longer than ``standing_seconds``, three leases: a restart of a broker or a f
 | a lane stands still                                           | the same                          | no              |
 | the lease of a lane has run out, and could not be prolonged   | reason ``lease_expired``          | as any other    |
 | no turn ends for three leases                                 | reason ``turn_unfinished``        | no              |
-| Postgres does not answer the control loop for three leases    | ``ready`` is 0                    | no              |
+| Postgres does not answer the control loop, or refuses, for    | its reason; with no lane but      | no              |
+| three leases                                                  | those that wait for it            |                 |
 | the lanes were left to a relay that reaches the brokers       | ``ready`` is 0                    | no              |
+| a transaction hangs in one of the outbox's topics             | reason ``hanging_transaction``    | no: what is     |
+|                                                               |                                   | sent stays      |
+|                                                               |                                   | hidden          |
 | a standby without lanes                                       |                                   | yes             |
 | events are refused, or are dead letters; a key waits          |                                   | yes: other keys |
+| upkeep fails: the archive, a look at the slot                 | ``upkeep_wait_seconds``, by task  | yes: publishing |
+|                                                               |                                   | goes on         |
 | a topic is missing or forbidden                               | ``topics_unusable``               | yes: other      |
 |                                                               |                                   | topics go on    |
 """
@@ -22,8 +28,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
@@ -38,7 +44,7 @@ STANDING_LEASES: Final = 3
 
 
 class Reason(StrEnum):
-    """Why a lane waits."""
+    """Why a lane waits, or the worker as a whole."""
 
     KAFKA = "kafka_unavailable"
     POSTGRES = "postgres_unavailable"
@@ -49,6 +55,7 @@ class Reason(StrEnum):
     LANE_LOCKED = "lane_locked"
     LEASE_EXPIRED = "lease_expired"
     TURN_UNFINISHED = "turn_unfinished"
+    HANGING = "hanging_transaction"
     OTHER = "other"
 
 
@@ -75,7 +82,10 @@ def reason_of(error: Exception) -> Reason:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The lanes that wait for one reason, and for how long the one that waits longest has waited."""
+    """The lanes that wait for one reason, and for how long the one that waits longest has waited.
+
+    No lanes where the worker as a whole waits: it may hold none.
+    """
 
     reason: Reason
     lanes: Sequence[int]
@@ -89,6 +99,8 @@ class Health:
     ready: bool
     lanes: int
     waits: Sequence[Wait] = ()
+    upkeep: Mapping[str, float] = field(default_factory=dict)
+    """What fails beside publishing, and for how many seconds. It leaves the worker ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +120,8 @@ class WorkerHealth:
         self._clock = clock
         self._lock = threading.Lock()
         self._waits: dict[int, _Since] = {}
+        self._control: _Since | None = None
+        self._upkeep: dict[str, float] = {}
         self._ticked_at: float | None = None
         self._started = False
 
@@ -127,22 +141,43 @@ class WorkerHealth:
             for lane in lanes:
                 self._waits.pop(lane, None)
 
+    def control_waits(self, error: Exception) -> float:
+        """Record that the control loop has failed; return for how long it has."""
+        now, known = self._clock(), self._control
+        self._control = _Since(now if known is None else known.began, reason_of(error))
+        return now - self._control.began
+
+    def upkeep_waits(self, name: str) -> float:
+        """Record that something beside publishing has failed; return for how long it has."""
+        now = self._clock()
+        with self._lock:
+            return now - self._upkeep.setdefault(name, now)
+
+    def upkeep_goes_on(self, name: str) -> None:
+        """Record that it has succeeded."""
+        with self._lock:
+            self._upkeep.pop(name, None)
+
     def ticked(self, *, started: bool) -> None:
         """Record that the control loop has reached Postgres. ``started``: the lanes it holds, if any, are published.
 
         Once started, a relay is so for good: a standby is ready, and stays so while it takes lanes over.
         """
+        self._control = None
         self._ticked_at = self._clock()
         self._started = self._started or started
 
-    def look(self, held: Sequence[Lease], turned_at: float, *, away: bool = False) -> Health:
+    def look(
+        self, held: Sequence[Lease], turned_at: float, *, away: bool = False, besides: Sequence[Wait] = ()
+    ) -> Health:
         """Return the worker's health. The last turn of its loop ended at ``turned_at``, by the same clock.
 
-        ``away``: its lanes were left to a relay that reaches the brokers.
+        ``away``: its lanes were left to a relay that reaches the brokers. ``besides`` stands still besides the lanes.
         """
         now = self._clock()
         with self._lock:
             waits = {lease.lane: self._waits[lease.lane] for lease in held if lease.lane in self._waits}
+            upkeep = {name: now - began for name, began in self._upkeep.items()}
         for lease in held:
             if (left := lease.remaining_seconds) < 0 and lease.lane not in waits:
                 waits[lease.lane] = _Since(now + left, Reason.LEASE_EXPIRED)
@@ -150,10 +185,20 @@ class WorkerHealth:
         if hangs:
             hanging = _Since(turned_at, Reason.TURN_UNFINISHED)
             waits = {lease.lane: waits.get(lease.lane, hanging) for lease in held}
-        by_reason: dict[Reason, dict[int, float]] = {}
-        for lane, since in waits.items():
-            by_reason.setdefault(since.reason, {})[lane] = now - since.began
-        found = [Wait(reason, sorted(lanes), max(lanes.values())) for reason, lanes in sorted(by_reason.items())]
+        all_waits = [Wait(since.reason, [lane], now - since.began) for lane, since in waits.items()]
+        if (control := self._control) is not None:
+            all_waits.append(Wait(control.reason, [], now - control.began))
+        found = _by_reason([*all_waits, *besides])
         ticks = self._ticked_at is not None and now - self._ticked_at < self._standing
-        stands = hangs or any(wait.seconds >= self._standing for wait in found)
-        return Health(self._started and ticks and not stands and not away, len(held), found)
+        stands = hangs or bool(besides) or any(wait.seconds >= self._standing for wait in found)
+        return Health(self._started and ticks and not stands and not away, len(held), found, upkeep)
+
+
+def _by_reason(waits: Sequence[Wait]) -> list[Wait]:
+    by_reason: dict[Reason, list[Wait]] = {}
+    for wait in waits:
+        by_reason.setdefault(wait.reason, []).append(wait)
+    return [
+        Wait(reason, sorted(lane for wait in some for lane in wait.lanes), max(wait.seconds for wait in some))
+        for reason, some in sorted(by_reason.items())
+    ]

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -142,8 +143,8 @@ def next_step(census: Census, me: str) -> Step:
 class LaneTable:
     """The statements over outbox.lanes and outbox.relays, each in its own short transaction.
 
-    ``connection`` is in autocommit. Every method raises Unavailable when Postgres is away, SchemaError when the tables
-    are not there.
+    ``connection`` is in autocommit; ``pooled`` is what begin_session has found of it. Every method raises Unavailable
+    when Postgres is away, SchemaError when the tables are not there.
     """
 
     def __init__(
@@ -154,8 +155,11 @@ class LaneTable:
         version: str,
         ttl_seconds: float,
         source: str = "polling",
+        *,
+        pooled: bool = False,
     ) -> None:
         self._connection = connection
+        self._pooled = pooled
         self._names = {"lanes": sql.Identifier(schema, "lanes"), "relays": sql.Identifier(schema, "relays")}
         self._me = instance
         self._version = version
@@ -250,6 +254,13 @@ class LaneTable:
         return sorted(leases, key=lambda lease: lease.lane)
 
     def _run(self, query: str, values: Mapping[str, object], doing: str) -> Sequence[Any]:
-        with unavailable_on_error(doing), self._connection.cursor() as cursor:
+        with unavailable_on_error(doing), self._limited(), self._connection.cursor() as cursor:
             cursor.execute(sql.SQL(query).format(**self._names), values)
             return cursor.fetchall() if cursor.description else []
+
+    def _limited(self) -> AbstractContextManager[object]:
+        """Behind a pooler, statement by statement and not in a pipeline: between two of them Postgres can end it.
+
+        These lock rows. A relay that sleeps in a transaction that was sent at once keeps them for as long as it does.
+        """
+        return self._connection.transaction() if self._pooled else nullcontext()

@@ -141,13 +141,21 @@ class SlotWatch:
 
 
 class RelayMetrics:
-    """Shows what a worker's lanes wait for, whether it is ready, and how many topics can't be written to."""
+    """Shows what a worker's lanes wait for, whether it is ready, and what is wrong with its topics.
+
+    ``hanging`` returns in how many partitions a transaction hangs.
+    """
 
     def __init__(
-        self, health: Callable[[], Health], topics: Callable[[], Collection[str]], registry: CollectorRegistry
+        self,
+        health: Callable[[], Health],
+        topics: Callable[[], Collection[str]],
+        hanging: Callable[[], int],
+        registry: CollectorRegistry,
     ) -> None:
         self._health = health
         self._topics = topics
+        self._hanging = hanging
         registry.register(self)
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
@@ -163,7 +171,9 @@ class RelayMetrics:
             "outbox_relay_lanes_waiting", "Lanes whose last attempt failed, by reason.", labels=["reason"]
         )
         seconds = GaugeMetricFamily(
-            "outbox_relay_lane_wait_seconds", "How long the first of these lanes has waited.", labels=["reason"]
+            "outbox_relay_lane_wait_seconds",
+            "How long the first of these lanes, or the worker, has waited.",
+            labels=["reason"],
         )
         waits = {wait.reason: wait for wait in health.waits}
         for reason in Reason:
@@ -172,10 +182,23 @@ class RelayMetrics:
             seconds.add_metric([reason], 0.0 if wait is None else wait.seconds)
         yield waiting
         yield seconds
+        upkeep = GaugeMetricFamily(
+            "outbox_relay_upkeep_wait_seconds",
+            "For how long something that a relay does beside publishing has failed.",
+            labels=["task"],
+        )
+        for task, failing in health.upkeep.items():
+            upkeep.add_metric([task], failing)
+        yield upkeep
         yield GaugeMetricFamily(
             "outbox_relay_topics_unusable",
             "Topics that are missing or may not be written to; their events wait.",
             value=len(self._topics()),
+        )
+        yield GaugeMetricFamily(
+            "outbox_relay_partitions_hanging",
+            "Partitions in which a transaction hangs: readers in read_committed see nothing behind it.",
+            value=self._hanging(),
         )
 
 

@@ -23,7 +23,7 @@ import structlog
 
 from outbox.errors import SchemaError
 from relay.database import Connector, StandingError, begin_session, unavailable_on_error
-from relay.health import STANDING_LEASES, Health, WorkerHealth
+from relay.health import STANDING_LEASES, Health, Wait, WorkerHealth
 from relay.lanes import Census, LaneTable, next_step
 from relay.lease import HeldLanes, Lease, LetGo
 from relay.loop import Pace, WorkerLoop
@@ -48,6 +48,7 @@ class Upkeep:
     alert must go out while everything else waits for a standby.
     """
 
+    name: str
     task: Callable[[], None]
     seconds: float
 
@@ -72,6 +73,8 @@ class Plan:
     let_go_all: Callable[[], None] = lambda: None
     """Source wal: called when the worker has let go of all lanes."""
     upkeep: Sequence[Upkeep] = ()
+    besides: Callable[[], Sequence[Wait]] = tuple
+    """What stands still besides the lanes, as upkeep has found."""
     figures: Callable[[], Mapping[str, float]] = dict
     """For the last line of the log."""
 
@@ -151,6 +154,36 @@ class _Log:
             self._said.pop(lane, None)
 
 
+class _Complaint:
+    """Logs that something beside the loop fails: once at first, and once more each minute from the first minute on.
+
+    ``text`` is what to say at first. What needs a person is an error from the beginning.
+    """
+
+    def __init__(self, text: str, **named: str) -> None:
+        self._text = text
+        self._named = named
+        self._said: tuple[str, float] | None = None
+
+    def failed(self, error: Exception, seconds: float) -> None:
+        """Log an attempt that failed, if it is time to. ``seconds``: since the first of them."""
+        # Not by its text, which may be another one each time.
+        what, now = type(error).__name__, time.monotonic()
+        if self._said is not None and self._said[0] == what and now - self._said[1] < _STANDING_SECONDS:
+            return
+        self._said = (what, now)
+        if seconds >= _STANDING_SECONDS:
+            log.error("still waiting", **self._named, error=str(error), seconds=round(seconds))
+        elif isinstance(error, StandingError):
+            log.error(self._text, **self._named, error=str(error))
+        else:
+            log.warning(self._text, **self._named, error=str(error))
+
+    def over(self) -> None:
+        """Note that it works again."""
+        self._said = None
+
+
 class _WorkerThread(threading.Thread):
     """The worker's loop in a thread. ``error`` holds what ended it, if anything did."""
 
@@ -176,26 +209,27 @@ class _WorkerThread(threading.Thread):
 
 
 class _UpkeepThread(threading.Thread):
-    """Does it until ``stop``, whatever happens. What is in the way is said once."""
+    """Does it until ``stop``, whatever happens. What is in the way is said as of everything else that waits."""
 
-    def __init__(self, upkeep: Upkeep, stop: threading.Event) -> None:
-        super().__init__(name="upkeep", daemon=True)
+    def __init__(self, upkeep: Upkeep, stop: threading.Event, health: WorkerHealth) -> None:
+        super().__init__(name=f"upkeep {upkeep.name}", daemon=True)
         self._upkeep = upkeep
         self._stop_now = stop
-        self._said: str | None = None
+        self._health = health
+        self._complaint = _Complaint("upkeep has to wait", upkeep=upkeep.name)
 
     def run(self) -> None:
         while True:
             try:
                 self._upkeep.task()
             except (Unavailable, SchemaError) as error:
-                if str(error) != self._said:
-                    log.warning("upkeep has to wait", error=str(error))
-                self._said = str(error)
+                self._complaint.failed(error, self._health.upkeep_waits(self._upkeep.name))
             except Exception:
-                log.exception("upkeep failed")
+                self._health.upkeep_waits(self._upkeep.name)
+                log.exception("upkeep failed", upkeep=self._upkeep.name)
             else:
-                self._said = None
+                self._complaint.over()
+                self._health.upkeep_goes_on(self._upkeep.name)
             if self._stop_now.wait(self._upkeep.seconds):
                 return
 
@@ -218,7 +252,8 @@ class Supervisor:
         self._worker = _WorkerThread(plan, self._held, self._health)
         self._waits = False
         self._table: LaneTable | None = None
-        self._failures = 0
+        self._complaint = _Complaint("waiting for Postgres", what="the leases")
+        self._fails = False
         # Often enough to notice a newcomer soon.
         self._tick_seconds = min(plan.lease_seconds / 3, 1.0)
         self._beat_at = self._forget_at = -1e9
@@ -227,7 +262,9 @@ class Supervisor:
 
     def health(self) -> Health:
         """Return what the lanes wait for, and whether the relay is ready. From any thread, at any time."""
-        return self._health.look(self._held.leases, self._worker.loop.turned_at, away=self._away)
+        return self._health.look(
+            self._held.leases, self._worker.loop.turned_at, away=self._away, besides=self._plan.besides()
+        )
 
     def run(self, stop: threading.Event, abandon: threading.Event) -> int:
         """Work until ``stop``; then finish what is in flight until done, the deadline, or ``abandon``.
@@ -237,7 +274,7 @@ class Supervisor:
         log.info("relay started", instance=self._plan.instance, version=self._plan.version)
         done = threading.Event()
         for upkeep in self._plan.upkeep:
-            _UpkeepThread(upkeep, done).start()
+            _UpkeepThread(upkeep, done, self._health).start()
         self._worker.start()
         try:
             while not stop.is_set():
@@ -262,13 +299,13 @@ class Supervisor:
             self._keep(self._table)
             self._balance(self._table)
             self._health.ticked(started=self._worker.loop.has_succeeded or not self._held.leases)
-            if self._failures:
-                self._failures = 0
+            if self._fails:
+                self._fails = False
+                self._complaint.over()
                 log.info("Postgres is back")
         except (Unavailable, SchemaError) as error:
-            if self._failures == 0:
-                log.warning("waiting for Postgres", error=str(error))
-            self._failures += 1
+            self._fails = True
+            self._complaint.failed(error, self._health.control_waits(error))
             self._disconnect()
 
     def _connect(self) -> LaneTable:
@@ -276,8 +313,10 @@ class Supervisor:
         source = "polling" if plan.all_lanes is None else "wal"
         connection = plan.connect()
         with unavailable_on_error("beginning a session"):
-            begin_session(connection)
-        return LaneTable(connection, plan.schema, plan.instance, plan.version, plan.lease_seconds, source)
+            pooled = not begin_session(connection)
+        return LaneTable(
+            connection, plan.schema, plan.instance, plan.version, plan.lease_seconds, source, pooled=pooled
+        )
 
     def _disconnect(self) -> None:
         table, self._table = self._table, None

@@ -27,6 +27,7 @@ from relay.database import Connector
 from relay.failures import Failures
 from relay.kafka.fencing import fence
 from relay.kafka.idempotent import IdempotentPublisher
+from relay.kafka.open_transactions import OpenTransactions, TransactionWatch
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover
 from relay.kafka.topics import Topics
@@ -47,6 +48,7 @@ from relay.wal import Replication
 
 _WATCH_SECONDS: Final = 10.0
 _ARCHIVE_SECONDS: Final = 60.0
+_TRANSACTIONS_SECONDS: Final = 60.0
 # Of a lease, beyond what a turn may take: for reading, settling, and clocks.
 _SPARE_PART: Final = 0.1
 
@@ -64,6 +66,10 @@ def build(settings: Settings) -> Supervisor:
     if settings.source is SourceKind.WAL:
         wal = _Wal(settings, connect, f"outbox relay {instance}"[:63], renew_part)
     registry = CollectorRegistry()
+    transactions = _transactions(settings) if exact else None
+    upkeep = _upkeep(settings, connect, registry)
+    if transactions is not None:
+        upkeep.append(Upkeep("transactions", transactions.look, _TRANSACTIONS_SECONDS))
     relay = Supervisor(
         Plan(
             instance=instance,
@@ -81,11 +87,12 @@ def build(settings: Settings) -> Supervisor:
             publisher=new_publisher,
             all_lanes=None if wal is None else wal.begin,
             let_go_all=(lambda: None) if wal is None else wal.end,
-            upkeep=_upkeep(settings, connect, registry),
+            upkeep=upkeep,
+            besides=tuple if transactions is None else transactions.waits,
             figures=figures.summary if exact else dict,
         )
     )
-    RelayMetrics(relay.health, topics.reasons, registry)
+    RelayMetrics(relay.health, topics.reasons, int if transactions is None else transactions.hanging, registry)
     if settings.relay.metrics_address is not None:
         serve(settings.relay.metrics_address, registry, health=relay.health)
     return relay
@@ -201,6 +208,13 @@ def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) 
     return new_publisher
 
 
+def _transactions(settings: Settings) -> TransactionWatch:
+    timeout = int(producer_options(settings)["transaction.timeout.ms"]) / 1000
+    # A router of its own: the publisher's learns types in another thread.
+    may_write = build_router(settings).may_write
+    return TransactionWatch(OpenTransactions(client_options(settings), may_write, state_topic_name(settings), timeout))
+
+
 def _upkeep(settings: Settings, connect: Connector, registry: CollectorRegistry) -> list[Upkeep]:
     """Return what a relay does beside publishing."""
     # A slot that is not read, before a switch or after one, fills the disk as well; then polling relays are the only
@@ -212,8 +226,8 @@ def _upkeep(settings: Settings, connect: Connector, registry: CollectorRegistry)
         registry,
         by_book=settings.source is not SourceKind.WAL,
     )
-    tasks = [Upkeep(watch.look, _WATCH_SECONDS)]
+    tasks = [Upkeep("slot", watch.look, _WATCH_SECONDS)]
     if settings.relay.archive_days > 0:
         retention = Retention(connect, settings.db_schema, settings.relay.archive_days)
-        tasks.append(Upkeep(retention.keep, _ARCHIVE_SECONDS))
+        tasks.append(Upkeep("archive", retention.keep, _ARCHIVE_SECONDS))
     return tasks

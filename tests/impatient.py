@@ -1,11 +1,19 @@
-"""``outbox …`` that waits two seconds, and not ten, for a broker to write the markers of a transaction that has ended.
+"""``outbox …`` with less patience, for tests of what never ends. Nothing else differs.
 
-For tests of transactions that never end: each look at them waits so long. Nothing else differs.
+| what                                                              | seconds | here |
+|-------------------------------------------------------------------|---------|------|
+| for a broker to write the markers of a transaction that has ended | 10      | 2    |
+| between two looks for transactions that hang                      | 60      | 0.5  |
+| between two looks at the slot                                     | 10      | 0.5  |
+| for a coordinator to abort what has outlasted its time-out        | 15      | 1    |
+| until a wait is an error                                          | 60      | 3    |
 """
 
 from __future__ import annotations
 
+from relay import supervisor, wiring
 from relay.cli import main
+from relay.kafka import open_transactions
 from relay.kafka.state_topic import StateTopic
 
 if __name__ == "__main__":
@@ -13,4 +21,12 @@ if __name__ == "__main__":
     assert defaults is not None
     assert "decide_seconds" in defaults
     defaults["decide_seconds"] = 2.0
+    for module, name, seconds in (
+        (wiring, "_TRANSACTIONS_SECONDS", 0.5),
+        (wiring, "_WATCH_SECONDS", 0.5),
+        (open_transactions, "_GRACE_SECONDS", 1.0),
+        (supervisor, "_STANDING_SECONDS", 3.0),
+    ):
+        assert hasattr(module, name)
+        setattr(module, name, seconds)
     main()

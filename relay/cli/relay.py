@@ -153,7 +153,7 @@ def reconcile(
                 typer.echo(
                     "  abort it, and publish them again"
                     if part.held == part.events
-                    else f"  to abort it loses the others; it is left alone. By hand: {part.command}"
+                    else f"  to abort it loses the others; it is left alone. {part.way_out}"
                 )
         for state in repaired:
             typer.echo(f"lane {state.lane}: repaired, {state.found} events settled, {state.rows} to be published")

@@ -56,6 +56,16 @@ def abort_command(bootstrap_servers: str, undecided: Undecided) -> str:
     )
 
 
+def read_command(bootstrap_servers: str, undecided: Undecided) -> str:
+    """Return the command of Kafka's distribution that shows what lies behind the beginning of what hangs."""
+    return (
+        f"kafka-console-consumer.sh --bootstrap-server {bootstrap_servers} --topic {undecided.partition.topic} "
+        f"--partition {undecided.partition.number} --offset {undecided.stable} "
+        f"--max-messages {undecided.end - undecided.stable} --timeout-ms 10000 --isolation-level read_uncommitted "
+        "--property print.headers=true --property print.key=true --property print.offset=true"
+    )
+
+
 def _abort(options: Mapping[str, Any], transactional_id: str, hanging: Collection[Undecided]) -> None:
     try:
         producer = Producer(short_lived_options(options, transactional_id), logger=silent())

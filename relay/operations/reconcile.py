@@ -49,7 +49,7 @@ from relay.database import FURTHER, TIMELINE, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.kafka.client import silent, text_of
 from relay.kafka.fencing import fence, short_lived_options
-from relay.kafka.hanging import abort_command, abort_hanging
+from relay.kafka.hanging import abort_command, abort_hanging, read_command
 from relay.kafka.offsets import Offsets, Partition, Undecided
 from relay.kafka.state_topic import MarkersRead, StateTopic
 from relay.kafka.takeover import ids_to_fence, own_ids
@@ -68,6 +68,7 @@ _SAME_CLOCK_MS: Final = 2000
 _KAFKA_SECONDS: Final = 30.0
 _SETTLE_ROWS: Final = 10_000
 _AUDIT_IDS: Final = 1000
+_NAMED: Final = 10
 
 _LANES: Final = """
 SELECT lane, last_batch, (SELECT system_identifier::text FROM pg_control_system()),
@@ -181,8 +182,9 @@ class LaneState:
 class HangingPartition:
     """A partition that waits for the end of a transaction: for long enough to say so.
 
-    ``events`` may belong to that transaction, by their time; ``held`` of them still have their row in the outbox.
-    ``command`` aborts it, whoever began it.
+    ``events`` may belong to that transaction, by their time; ``held`` of them still have their row in the outbox, and
+    ``missing`` are those that have none, the first of many. ``read`` shows them, ``command`` aborts the transaction,
+    whoever began it: both are of Kafka's distribution.
     """
 
     topic: str
@@ -192,6 +194,22 @@ class HangingPartition:
     events: int
     held: int
     command: str
+    read: str
+    missing: Sequence[str] = ()
+
+    @property
+    def way_out(self) -> str:
+        """Return what a person can do about events that have no row any more."""
+        named = " ".join(f"--event-id {event_id}" for event_id in self.missing[:_NAMED])
+        rest = self.events - self.held - len(self.missing[:_NAMED])
+        more = f" (and {rest} more, see `outbox relay reconcile --json`)" if rest else ""
+        return (
+            f"Kafka has {self.events - self.held} events that no reader in read_committed sees, and the outbox has "
+            f"them no more. 1. Save them: {self.read} > saved. 2. Make sure that no program has the transaction open, "
+            f"and end it: {self.command}. 3. Send them again: with relay.archive_days, outbox replay {named}{more}; "
+            "else write what was saved anew, under the same event ids. They come after the later events of their keys. "
+            "4. If a lane has stopped: `outbox relay reconcile --apply` again"
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -482,6 +500,7 @@ class Reconciler:
         )
         bounds: dict[Partition, int] = {}
         counts: dict[Partition, tuple[int, int]] = {found.partition: (0, 0) for found in events}
+        missing: dict[Partition, list[str]] = {found.partition: [] for found in events}
         lanes: set[int] = set()
         for group in behind(self._client, events):
             for seen in group:
@@ -495,8 +514,18 @@ class Reconciler:
             for seen in hidden:
                 of, there = counts[seen.partition]
                 counts[seen.partition] = (of + 1, there + (seen.event_id in held))
+                if seen.event_id not in held and len(missing[seen.partition]) < _AUDIT_IDS:
+                    missing[seen.partition].append(seen.event_id or "")
         return [
-            HangingPartition(*found.partition, found.stable, found.end, *counts[found.partition], self._command(found))
+            HangingPartition(
+                *found.partition,
+                found.stable,
+                found.end,
+                *counts[found.partition],
+                self._command(found),
+                read_command(self._servers, found),
+                missing[found.partition],
+            )
             for found in events
         ], lanes
 
@@ -517,9 +546,8 @@ class Reconciler:
                     f"{found.stable} for the end of a transaction, the outbox has {found.held} rows only"
                     for found in lost
                 )
-                + ". To abort it loses those that are in it and not in the outbox. Nothing was done. Save them first "
-                "(read the partition in read_uncommitted, or take them from outbox.published), then: "
-                + "; ".join(found.command for found in lost)
+                + ". To abort it loses those that are in it and not in the outbox, so nothing was done. "
+                + "; ".join(f"{found.topic!r} partition {found.partition}: {found.way_out}" for found in lost)
             )
         more = sorted(lanes - holding.epochs.keys())
         states = self._compared(more)
@@ -541,7 +569,11 @@ class Reconciler:
             )
 
     def _command(self, found: Undecided) -> str:
-        return abort_command(self._client.get("bootstrap.servers", "…"), found)
+        return abort_command(self._servers, found)
+
+    @property
+    def _servers(self) -> str:
+        return self._client.get("bootstrap.servers", "…")
 
     # -- holding lanes
 

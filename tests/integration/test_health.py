@@ -2,81 +2,26 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
-import urllib.error
-import urllib.request
+from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
-from support import drained, look_up, order, wait_until
+from shown import LEASE, Shown
+from support import drained, logged, look_up, order, wait_until
 from wal_support import to_wal, wal
 
 from outbox import Event, Outbox
 from outbox.testing._ports import free_ports
+from outbox.testing.fixtures import RelayProcess
 
 __all__ = ["order", "wal"]
 
-LEASE = 1.0
-
-
-class Shown:
-    """What one relay answers."""
-
-    def __init__(self, port: int) -> None:
-        self._address = f"http://127.0.0.1:{port}"
-
-    def ready(self) -> tuple[int, dict[str, list[int]]]:
-        """Return the status of /readyz, and which lanes wait for which reason. 0 while nobody answers."""
-        try:
-            with urllib.request.urlopen(f"{self._address}/readyz", timeout=30) as answer:
-                status, body = answer.status, answer.read()
-        except urllib.error.HTTPError as error:
-            with error:
-                status, body = error.code, error.read()
-        except OSError:
-            return 0, {}
-        found = json.loads(body)
-        assert found["ready"] is (status == 200)
-        return status, {wait["reason"]: wait["lanes"] for wait in found["waits"]}
-
-    def metric(self, name: str, reason: str | None = None) -> float:
-        label = "" if reason is None else f'{{reason="{reason}"}}'
-        with urllib.request.urlopen(f"{self._address}/metrics", timeout=30) as answer:
-            lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
-        return float(lines[f"outbox_relay_{name}{label}"])
-
-    def stands(self, reason: str, lanes: list[int] | None = None) -> None:
-        """Wait until the relay is not ready, and these lanes (or some) wait for this reason."""
-
-        def standing() -> bool:
-            status, waits = self.ready()
-            waiting = reason in waits if lanes is None else waits == {reason: lanes}
-            # All of it at once: a relay whose leases have run out meanwhile begins to count anew.
-            return (
-                status == 503
-                and waiting
-                and self.metric("lane_wait_seconds", reason) >= 3 * LEASE
-                and self.metric("lanes_waiting", reason) > 0
-                and self.metric("ready") == 0
-            )
-
-        wait_until(standing, what=f"lanes to stand still for {reason}")
-
-    def recovers(self) -> None:
-        """Wait until the relay is ready, and no lane waits."""
-        wait_until(lambda: self.ready() == (200, {}) and self.metric("ready") == 1, 60, "the relay to be ready")
-
-    def stays_ready(self) -> None:
-        """No lane waits, but for a lease: where the machine stands still, one of a second may run out."""
-
-        def nothing_waits() -> bool:
-            status, waits = self.ready()
-            assert waits.keys() <= {"lease_expired"}
-            return (status, waits) == (200, {})
-
-        wait_until(nothing_waits, what="the leases to be prolonged")
+IMPATIENT = (str(Path(__file__).parents[1] / "impatient.py"),)
+STANDING = 3
+"""After how many seconds a wait is an error there."""
 
 
 @pytest.fixture
@@ -89,9 +34,14 @@ def settings(shown):
     return {
         "relay__lease_seconds": LEASE,
         "relay__max_backoff_seconds": 0.2,
-        "relay__metrics_address": shown._address.removeprefix("http://"),
+        "relay__metrics_address": shown.address,
         "kafka__reconnect_backoff_max_ms": 500,
     }
+
+
+def complaints(relay: RelayProcess, text: str) -> list[dict[str, Any]]:
+    """Return the lines with this text that say that something waits."""
+    return [line for line in logged(relay, text) if "wait" in line["event"]]
 
 
 def add(url: str, kind: str, keys: int = 100, payload: object = None) -> None:
@@ -175,10 +125,49 @@ def test_servers_that_are_away(private_postgres, private_kafka, outbox_relay, se
 
 
 def test_a_server_that_never_was_there(outbox_kafka, outbox_relay, settings, shown):
-    """It is not ready before it has reached Postgres."""
-    relay = outbox_relay(database_url="postgresql://127.0.0.1:1/x", **settings)
+    """It is not ready before it has reached Postgres. That is an error after a while, and again each time as long."""
+    relay = outbox_relay(database_url="postgresql://127.0.0.1:1/x", program=IMPATIENT, log_format="json", **settings)
     relay.wait_for_log("waiting for Postgres")
-    assert shown.ready() == (503, {})
+    assert shown.ready() == (503, {"postgres_unavailable": []})
+    still = '"what": "the leases"'
+    wait_until(lambda: len(complaints(relay, still)) >= 3, what="it to be said again")
+    assert shown.metric("lane_wait_seconds", "postgres_unavailable") >= 2 * STANDING
+    assert shown.metric("lanes_waiting", "postgres_unavailable") == 0
+    said = complaints(relay, still)
+    assert (said[0]["event"], said[0]["level"]) == ("waiting for Postgres", "warning")
+    for line, before in zip(said[1:], said, strict=False):
+        assert (line["event"], line["level"], "127.0.0.1" in line["error"]) == ("still waiting", "error", True)
+        assert line["seconds"] >= before.get("seconds", 0) + STANDING - 1
+
+
+def test_a_table_that_the_control_loop_misses(outbox_postgres, outbox_relay, settings, shown):
+    """It waits for a person, and goes on by itself then."""
+    relay = outbox_relay(program=IMPATIENT, log_format="json", **settings)
+    shown.recovers()
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        connection.execute("ALTER TABLE outbox.relays RENAME TO away")
+        wait_until(lambda: "postgres_refuses" in shown.ready()[1], what="the reason to be shown")
+        wait_until(lambda: len(complaints(relay, '"what": "the leases"')) >= 2, what="it to be said again")
+        wait_until(lambda: shown.ready()[0] == 503, what="the relay to be not ready")
+        last = complaints(relay, '"what": "the leases"')[-1]
+        assert (last["event"], last["level"], "outbox db upgrade" in last["error"]) == ("still waiting", "error", True)
+        connection.execute("ALTER TABLE outbox.away RENAME TO relays")
+    shown.recovers()
+
+
+def test_what_fails_beside_publishing_leaves_the_relay_ready(outbox_postgres, outbox_relay, settings, shown):
+    relay = outbox_relay(program=IMPATIENT, log_format="json", **settings)
+    shown.recovers()
+    assert shown.metric("upkeep_wait_seconds", task="slot") == 0
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        connection.execute("ALTER TABLE outbox.streams RENAME TO away")
+        wait_until(lambda: len(complaints(relay, '"upkeep": "slot"')) >= 3, what="it to be said again")
+        assert shown.metric("upkeep_wait_seconds", task="slot") >= 2 * STANDING
+        shown.stays_ready()
+        said = [(line["event"], line["level"]) for line in complaints(relay, '"upkeep": "slot"')]
+        assert said[:3] == [("upkeep has to wait", "warning"), *[("still waiting", "error")] * 2]
+        connection.execute("ALTER TABLE outbox.away RENAME TO streams")
+    wait_until(lambda: shown.metric("upkeep_wait_seconds", task="slot") == 0, what="the look at the slot to succeed")
 
 
 def test_a_standby_is_ready(outbox_postgres, outbox_relay, settings, shown, wal):

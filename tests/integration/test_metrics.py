@@ -118,7 +118,7 @@ def test_the_alert_of_a_relay_that_polls_and_whose_control_loop_hangs(outbox_pos
         connect=Connector(url, "control loop"),
         source=away,
         publisher=away,
-        upkeep=[Upkeep(watch.look, 0.05)],
+        upkeep=[Upkeep("slot", watch.look, 0.05)],
     )
     watch.look()
     assert look("healthy") is None

@@ -52,6 +52,42 @@ def worker():
     return Worker()
 
 
+def test_the_control_loop_waits_with_its_reason_without_any_lane(worker):
+    worker.leases = []
+    assert worker.health.control_waits(DatabaseUnavailable("away")) == 0.0
+    worker.now += STANDING
+    worker.turned_at = worker.now
+    assert worker.health.control_waits(SchemaError("no table")) == STANDING
+    assert worker.waits() == [Wait(Reason.POSTGRES_REFUSES, [], STANDING)]
+    assert not worker.ready()
+    worker.health.ticked(started=True)
+    assert (worker.ready(), worker.waits()) == (True, [])
+
+
+def test_the_control_loop_and_lanes_that_wait_for_the_same_are_one_wait(worker):
+    worker.health.waits([1], DatabaseUnavailable("away"))
+    worker.now += 1.0
+    worker.health.control_waits(DatabaseUnavailable("away"))
+    worker.now += 1.0
+    assert worker.waits() == [Wait(Reason.POSTGRES, [1], 2.0)]
+
+
+def test_what_stands_still_besides_the_lanes_makes_the_worker_not_ready(worker):
+    besides = [Wait(Reason.HANGING, [], 1.0)]
+    health = worker.health.look(worker.leases, worker.turned_at, besides=besides)
+    assert (health.ready, health.waits) == (False, besides)
+
+
+def test_upkeep_that_fails_leaves_the_worker_ready(worker):
+    assert worker.health.upkeep_waits("slot") == 0.0
+    worker.later(2 * STANDING)
+    assert worker.health.upkeep_waits("slot") == 2 * STANDING
+    health = worker.health.look(worker.leases, worker.turned_at)
+    assert (health.ready, health.waits, health.upkeep) == (True, [], {"slot": 2 * STANDING})
+    worker.health.upkeep_goes_on("slot")
+    assert worker.health.look(worker.leases, worker.turned_at).upkeep == {}
+
+
 def test_a_lane_stands_still_from_its_first_failure_on_whatever_the_reason_is_now(worker):
     assert worker.health.waits([1], BrokerUnavailable("away")) == 0.0
     worker.later(STANDING / 2)

@@ -1,0 +1,256 @@
+"""Transactions that stay open in a topic: readers in read_committed wait there, and nothing else tells of it.
+
+A broker that restarts can lose the markers of a transaction that its coordinator calls committed (KAFKA-20734). In a
+lane's partition of the state topic the next take-over notices it. In a partition of events the relay goes on, and all
+that it publishes there stays hidden behind the transaction. So the last stable offset is compared with the high
+watermark: a transaction at work moves it on, one that hangs does not.
+
+| the first record that is undecided          | it hangs when it has stood there for longer than                      |
+|---------------------------------------------|-----------------------------------------------------------------------|
+| is an event of an outbox (it has an id), or | the relays' transaction.timeout.ms: their coordinator would have      |
+| in the state topic                          | aborted it                                                            |
+| is another program's                        | the longest time-out that brokers allow by default. The doctor names  |
+|                                             | it; a relay does not, for it may be at work                           |
+| may not be read: READ is not granted        | the same, and a relay names it                                        |
+
+Who began it, no client library tells (DescribeProducers); its first record does, and since when it is there.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum, auto
+from typing import Any, Final
+
+import structlog
+from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
+
+from outbox.event import CE_ID
+from relay.health import Reason, Wait
+from relay.kafka.client import silent, text_of
+from relay.kafka.offsets import Offsets, Partition, Undecided
+from relay.ports import BrokerUnavailable
+
+log = structlog.get_logger("relay")
+
+# transaction.max.timeout.ms of a broker that was not told another.
+_LONGEST_SECONDS: Final = 900.0
+# A coordinator looks each ten seconds for transactions to abort, and then has to tell the partitions.
+_GRACE_SECONDS: Final = 15.0
+_SAY_AGAIN_SECONDS: Final = 300.0
+_READ_SECONDS: Final = 10.0
+_FORBIDDEN: Final = frozenset({KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.GROUP_AUTHORIZATION_FAILED})
+
+
+class Whose(Enum):
+    """Who began a transaction, as far as its first record tells."""
+
+    AN_OUTBOX = auto()
+    ANOTHER = auto()
+    UNKNOWN = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class OpenTransaction:
+    """A transaction that is open in a partition. ``since`` is the time of its first record, in seconds since 1970."""
+
+    undecided: Undecided
+    whose: Whose
+    since: float | None
+
+
+class OpenTransactions:
+    """Looks for open transactions in the topics that an outbox may write, ``may_write``, and in its state topic.
+
+    ``timeout_seconds`` is how long its relays' transactions may last. Raises BrokerUnavailable when Kafka is away.
+    """
+
+    def __init__(
+        self, options: Mapping[str, str], may_write: Callable[[str], bool], state_topic: str, timeout_seconds: float
+    ) -> None:
+        self._options = dict(options)
+        self._may_write = may_write
+        self._state_topic = state_topic
+        self._timeout = timeout_seconds
+        self._offsets: Offsets | None = None
+
+    def look(self) -> list[Undecided]:
+        """Return the partitions that end in an open transaction just now: two requests a broker."""
+        return self._await({}, 0.0)
+
+    def unmoved(self, seconds: float) -> list[Undecided]:
+        """Return the partitions whose open transaction is the same one after so many seconds, if there is any."""
+        before = {found.partition: found for found in self.look()}
+        if not before:
+            return []
+        after = self._await({partition: found.end for partition, found in before.items()}, seconds)
+        return [found for found in after if found.stable == before[found.partition].stable]
+
+    def limit(self, whose: Whose) -> float:
+        """Return after how many seconds an open transaction hangs."""
+        return _GRACE_SECONDS + (self._timeout if whose is Whose.AN_OUTBOX else max(self._timeout, _LONGEST_SECONDS))
+
+    def examine(self, undecided: Collection[Undecided]) -> list[OpenTransaction]:
+        """Return the transactions that these partitions wait for."""
+        try:
+            first = _first_records(self._options, undecided)
+        except KafkaException as error:
+            raise _away(error) from error
+        examined = []
+        for found in undecided:
+            message = first.get(found.partition)
+            whose, since = Whose.UNKNOWN, None
+            if message is not None:
+                since = message.timestamp()[1] / 1000
+                headers: dict[str, Any] = dict(message.headers() or ())
+                whose = Whose.AN_OUTBOX if CE_ID in headers else Whose.ANOTHER
+            if found.partition.topic == self._state_topic:
+                whose = Whose.AN_OUTBOX
+            examined.append(OpenTransaction(found, whose, since))
+        return examined
+
+    def _await(self, ends: Mapping[Partition, int], seconds: float) -> list[Undecided]:
+        try:
+            # It asks for a client, and so for threads and connections, which are kept.
+            offsets = self._offsets = self._offsets or Offsets(self._options)
+            if not ends:
+                topics = {topic for topic in offsets.topics() if self._may_write(topic) or topic == self._state_topic}
+                ends = offsets.high(offsets.partitions(topics))
+            return offsets.await_decided(ends, seconds)
+        except KafkaException as error:
+            self._offsets = None
+            raise _away(error) from error
+
+
+@dataclass(slots=True)
+class _Standing:
+    """What is known of a partition that was undecided when it was looked at last, at the same offset as before."""
+
+    undecided: Undecided
+    seen_at: float
+    found: OpenTransaction | None = None
+    said_at: float | None = None
+
+
+class TransactionWatch:
+    """What a relay knows of transactions that hang. ``look`` from time to time, from one thread; the rest from any.
+
+    By this machine's clock, from when it saw a transaction first: other machines' clocks are their own.
+    """
+
+    def __init__(self, transactions: OpenTransactions, clock: Callable[[], float] = time.monotonic) -> None:
+        self._transactions = transactions
+        self._clock = clock
+        self._standing: dict[Partition, _Standing] = {}
+        self._hanging: Sequence[_Standing] = ()
+
+    def look(self) -> None:
+        """Look at all partitions, and log what hangs, again every few minutes. Raises BrokerUnavailable."""
+        undecided = self._transactions.look()
+        now = self._clock()
+        before, self._standing = self._standing, {}
+        for found in undecided:
+            known = before.get(found.partition)
+            if known is None or known.undecided.stable != found.stable:
+                known = _Standing(found, now)
+            known.undecided = found
+            self._standing[found.partition] = known
+        self._examine([each for each in self._standing.values() if self._is_to_be_examined(each, now)])
+        was, self._hanging = self._hanging, [each for each in self._standing.values() if self._hangs(each, now)]
+        for each in self._hanging:
+            self._say(each, now)
+        if was and not self._hanging:
+            log.info("no transaction hangs any more")
+
+    def hanging(self) -> int:
+        """Return in how many partitions a transaction hangs."""
+        return len(self._hanging)
+
+    def waits(self) -> list[Wait]:
+        """Return what to show of it; no lane waits."""
+        hanging = self._hanging
+        if not hanging:
+            return []
+        now = self._clock()
+        return [Wait(Reason.HANGING, [], max(now - each.seen_at for each in hanging))]
+
+    def _is_to_be_examined(self, each: _Standing, now: float) -> bool:
+        known = each.found is not None and each.found.whose is not Whose.UNKNOWN
+        return not known and now - each.seen_at >= self._transactions.limit(Whose.AN_OUTBOX)
+
+    def _hangs(self, each: _Standing, now: float) -> bool:
+        if each.found is None or each.found.whose is Whose.ANOTHER:
+            return False
+        return now - each.seen_at >= self._transactions.limit(each.found.whose)
+
+    def _examine(self, standing: Sequence[_Standing]) -> None:
+        found = self._transactions.examine([each.undecided for each in standing])
+        for each, transaction in zip(standing, found, strict=True):
+            each.found = transaction
+
+    def _say(self, each: _Standing, now: float) -> None:
+        if each.said_at is not None and now - each.said_at < _SAY_AGAIN_SECONDS:
+            return
+        each.said_at = now
+        assert each.found is not None
+        log.error(
+            "a transaction hangs: readers in read_committed wait for its end, and see nothing behind it; "
+            "see `outbox relay reconcile`",
+            topic=each.undecided.partition.topic,
+            partition=each.undecided.partition.number,
+            offset=each.undecided.stable,
+            end=each.undecided.end,
+            seconds=round(now - each.seen_at),
+            known_to_be_an_outbox_s=each.found.whose is Whose.AN_OUTBOX,
+        )
+
+
+def _first_records(options: Mapping[str, str], undecided: Collection[Undecided]) -> dict[Partition, Message]:
+    """Return the first record of what is open in each partition; those that may not be read, or not now, are absent."""
+    if not undecided:
+        return {}
+    consumer = Consumer(
+        {
+            **options,
+            # A copy in the reader's own rack may lag behind the leader.
+            "client.rack": "",
+            "group.id": "outbox-transactions",
+            "enable.auto.commit": False,
+            "isolation.level": "read_uncommitted",
+            "auto.offset.reset": "earliest",
+            "allow.auto.create.topics": False,
+            # One record of each is wanted, and there may be millions behind it.
+            "queued.min.messages": 1,
+            "fetch.message.max.bytes": 65_536,
+        },
+        logger=silent(),
+    )
+    found: dict[Partition, Message] = {}
+    unread = {each.partition for each in undecided}
+    deadline = time.monotonic() + _READ_SECONDS
+    try:
+        consumer.assign([TopicPartition(*each.partition, each.stable) for each in undecided])
+        while unread and time.monotonic() < deadline:
+            message = consumer.poll(0.5)
+            if message is None:
+                continue
+            partition = Partition(message.topic() or "", message.partition() or 0)
+            error = message.error()
+            if error is None:
+                found.setdefault(partition, message)
+            elif error.code() not in _FORBIDDEN:
+                raise KafkaException(error)
+            elif error.code() == KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                unread = {each for each in unread if each.topic != partition.topic}
+            if partition in unread:
+                unread.discard(partition)
+                consumer.incremental_unassign([TopicPartition(*partition)])
+    finally:
+        consumer.close()
+    return found
+
+
+def _away(error: KafkaException) -> BrokerUnavailable:
+    return BrokerUnavailable(f"Kafka, looking for transactions that hang: {text_of(error)}")

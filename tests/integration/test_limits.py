@@ -1,0 +1,152 @@
+"""A relay whose statements meet a lock that is not let go of gives them up: directly, and behind a pooler."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import psycopg
+import pytest
+from one_lane import OneLane
+from pgbouncer import PgBouncer
+from support import look_up, wait_until
+
+from outbox import Event, Outbox
+from outbox.testing._process import patience
+from relay import database
+from relay.database import Connector, begin_session, unavailable_on_error
+from relay.failures import FailurePolicy, Failures
+from relay.lanes import LaneTable
+from relay.lease import Lease
+from relay.polling.source import PollingSource
+from relay.ports import PUBLISHED, DatabaseUnavailable, Receipt
+from relay.routing import Router
+
+
+@pytest.fixture(params=["direct", "pooled"])
+def url(request, private_postgres) -> Iterator[str]:
+    """A database's address, by way of a PgBouncer or not."""
+    address = private_postgres.database(private_postgres({"fsync": "off"})).url
+    if request.param == "direct":
+        yield address
+        return
+    with PgBouncer(address, size=4) as pooler:
+        yield pooler.url
+
+
+@pytest.fixture
+def lease(url):
+    with psycopg.connect(url, autocommit=True, prepare_threshold=None) as connection:
+        [lease] = LaneTable(connection, "outbox", "me", "0", 600.0).acquire(1)
+    return lease
+
+
+@contextmanager
+def opened(url: str, lease: Lease) -> Iterator[OneLane]:
+    """A source. After an error it is of no further use."""
+    polling = PollingSource(Connector(url, "test"), "outbox", Failures("outbox", FailurePolicy(), Router()))
+    with OneLane(polling, lease) as source:
+        yield source
+
+
+@contextmanager
+def locked(url: str, table: str) -> Iterator[None]:
+    """Lock a table, but not for ever: a relay without limits is to fail its test, and not to hang in it."""
+    with psycopg.connect(url, prepare_threshold=None) as other:
+        other.execute("SELECT set_config('idle_in_transaction_session_timeout', %s, true)", (f"{20 * patience()}s",))
+        other.execute(f"LOCK TABLE outbox.{table} IN ACCESS EXCLUSIVE MODE")
+        yield
+        other.rollback()
+
+
+def limit(monkeypatch, *, lock: int, statement: int) -> None:
+    monkeypatch.setattr(database, "_LOCK_SECONDS", lock)
+    monkeypatch.setattr(database, "_STATEMENT_SECONDS", statement)
+
+
+def add(url: str, lane: int) -> None:
+    with psycopg.connect(url, prepare_threshold=None) as connection:
+        Outbox().add_many(connection, [Event("Order", f"k{n}", "T", {"n": n}) for n in range(40)])
+        connection.execute("DELETE FROM outbox.events WHERE lane <> %s", (lane,))
+
+
+@pytest.mark.parametrize(
+    ("lock", "statement", "why"), [(1, 600, "lock timeout"), (600, 1, "statement timeout")], ids=["lock", "statement"]
+)
+def test_a_read_and_a_settling_that_meet_a_lock_are_given_up(url, lease, monkeypatch, lock, statement, why):
+    limit(monkeypatch, lock=lock, statement=statement)
+    add(url, lease.lane)
+    with opened(url, lease) as source, locked(url, "events"), pytest.raises(DatabaseUnavailable, match=why):
+        source.fetch(100)
+    with opened(url, lease) as source:
+        claims = source.fetch(100)
+        assert claims
+        source.settle(Receipt([(claim, PUBLISHED) for claim in claims]))
+        with locked(url, "lanes"), pytest.raises(DatabaseUnavailable, match=why):
+            source.flush()
+    with opened(url, lease) as source:
+        # Nothing of it was settled, and all of it is now.
+        assert [claim.event_id for claim in source.fetch(100)] == [claim.event_id for claim in claims]
+        source.settle(Receipt([(claim, PUBLISHED) for claim in claims]))
+        source.flush()
+    assert look_up(url, "SELECT count(*) FROM outbox.events") == [(0,)]
+
+
+def test_a_statement_outside_of_any_transaction_is_given_up_too(url, lease, monkeypatch):
+    limit(monkeypatch, lock=1, statement=600)
+    with opened(url, lease) as source, locked(url, "lanes"), pytest.raises(DatabaseUnavailable, match="lock timeout"):
+        source.source.lane_count()
+    with opened(url, lease) as source:
+        assert source.source.lane_count() == 4
+
+
+def test_the_control_loops_statements_are_given_up(url, monkeypatch):
+    limit(monkeypatch, lock=1, statement=600)
+    connection = Connector(url, "test")()
+    pooled = not begin_session(connection)
+    table = LaneTable(connection, "outbox", "me", "0", 600.0, pooled=pooled)
+    try:
+        leases = table.acquire(4)
+        for doing in (table.beat, table.census, lambda: table.renew(leases), lambda: table.acquire(1)):
+            with locked(url, "lanes"), locked(url, "relays"), pytest.raises(DatabaseUnavailable, match="lock timeout"):
+                doing()
+        table.beat()
+        assert (table.census().total, len(leases)) == (4, 4)
+    finally:
+        table.close()
+
+
+def test_behind_a_pooler_no_server_keeps_the_limits(private_postgres):
+    """They would be those of strangers, who get the same server process next."""
+    address = private_postgres.database(private_postgres({"fsync": "off"})).url
+    shown = "SELECT current_setting('lock_timeout') || current_setting('statement_timeout')"
+    with PgBouncer(address, size=1) as pooler:
+        with psycopg.connect(pooler.url, autocommit=True, prepare_threshold=None) as stranger:
+            before = stranger.execute(shown).fetchone()
+            connection = Connector(pooler.url, "test")()
+            assert not begin_session(connection)
+            assert connection.execute(shown).fetchone() == ("10s2min",)
+            with connection.transaction(), connection.transaction():
+                assert connection.execute(shown).fetchone() == ("10s2min",)
+            connection.close()
+            assert stranger.execute(shown).fetchone() == before == ("00",)
+
+
+def test_a_relay_that_sleeps_in_a_transaction_behind_a_pooler_lets_go_of_its_locks(private_postgres, monkeypatch):
+    monkeypatch.setattr(database, "_IDLE_SECONDS", 1)
+    address = private_postgres.database(private_postgres({"fsync": "off"})).url
+    with PgBouncer(address, size=2) as pooler:
+        connection = Connector(pooler.url, "test")()
+        assert not begin_session(connection)
+        held = "SELECT count(*) FROM pg_locks WHERE relation = 'outbox.lanes'::regclass AND mode = 'RowExclusiveLock'"
+
+        def sleep() -> None:
+            with unavailable_on_error("sleeping"), connection.transaction():
+                connection.execute("UPDATE outbox.lanes SET epoch = epoch")
+                assert look_up(address, held) == [(1,)]
+                wait_until(lambda: look_up(address, held) == [(0,)], what="Postgres to end the session")
+                connection.execute("SELECT 1")
+
+        with pytest.raises(DatabaseUnavailable, match="idle-in-transaction"):
+            sleep()
+        connection.close()

@@ -1,0 +1,75 @@
+"""What a relay answers to Prometheus and to a readiness probe, over real HTTP."""
+
+from __future__ import annotations
+
+import json
+import urllib.error
+import urllib.request
+
+from support import wait_until
+
+LEASE = 1.0
+"""Of the relays that are looked at, in seconds."""
+
+
+class Shown:
+    """What one relay answers."""
+
+    def __init__(self, port: int) -> None:
+        self.address = f"127.0.0.1:{port}"
+
+    def ready(self) -> tuple[int, dict[str, list[int]]]:
+        """Return the status of /readyz, and which lanes wait for which reason. 0 while nobody answers."""
+        try:
+            with urllib.request.urlopen(f"http://{self.address}/readyz", timeout=30) as answer:
+                status, body = answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                status, body = error.code, error.read()
+        except OSError:
+            return 0, {}
+        found = json.loads(body)
+        assert found["ready"] is (status == 200)
+        return status, {wait["reason"]: wait["lanes"] for wait in found["waits"]}
+
+    def metric(self, name: str, reason: str | None = None, *, task: str | None = None) -> float:
+        """Return a figure; 0 for a task that has never failed."""
+        label = "" if reason is None else f'{{reason="{reason}"}}'
+        if task is not None:
+            label = f'{{task="{task}"}}'
+        with urllib.request.urlopen(f"http://{self.address}/metrics", timeout=30) as answer:
+            lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines() if line[0] != "#")
+        if task is not None:
+            return float(lines.get(f"outbox_relay_{name}{label}", 0))
+        return float(lines[f"outbox_relay_{name}{label}"])
+
+    def stands(self, reason: str, lanes: list[int] | None = None) -> None:
+        """Wait until the relay is not ready, and these lanes (or some) wait for this reason, or the worker."""
+
+        def standing() -> bool:
+            status, waits = self.ready()
+            waiting = reason in waits if lanes is None else waits == {reason: lanes}
+            # All of it at once: a relay whose leases have run out meanwhile begins to count anew.
+            return (
+                status == 503
+                and waiting
+                and self.metric("lane_wait_seconds", reason) >= 3 * LEASE
+                and self.metric("lanes_waiting", reason) > 0
+                and self.metric("ready") == 0
+            )
+
+        wait_until(standing, what=f"lanes to stand still for {reason}")
+
+    def recovers(self) -> None:
+        """Wait until the relay is ready, and no lane waits."""
+        wait_until(lambda: self.ready() == (200, {}) and self.metric("ready") == 1, 60, "the relay to be ready")
+
+    def stays_ready(self) -> None:
+        """No lane waits, but for a lease: where the machine stands still, one of a second may run out."""
+
+        def nothing_waits() -> bool:
+            status, waits = self.ready()
+            assert waits.keys() <= {"lease_expired"}
+            return (status, waits) == (200, {})
+
+        wait_until(nothing_waits, what="the leases to be prolonged")
