@@ -14,7 +14,7 @@ for longer than ``standing_seconds``, three leases: a restart of a broker or a f
 | the lanes were left to a relay that reaches the brokers       | ``ready`` is 0                    | no              |
 | a standby without lanes                                       |                                   | yes             |
 | events are refused, or are dead letters; a key waits          |                                   | yes: other keys |
-| a topic is missing or forbidden                               | ``topics_unusable``               | yes: other      |
+| a topic is missing, forbidden, or takes nothing               | ``topics_unusable``               | yes: other      |
 |                                                               |                                   | topics go on    |
 """
 
