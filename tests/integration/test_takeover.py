@@ -260,6 +260,27 @@ def test_two_producers_take_turns(place):
     assert second != first
 
 
+def test_a_worker_that_goes_on_under_new_ids_takes_its_lanes_over_from_itself_and_fences_nobody(place):
+    place.add()
+    worker = place.worker("a")
+    assert worker.join() == {}
+    worker.turn(1)
+    # Published and not settled: the markers know.
+    sent = worker.publish(2)
+    assert sent.failure is None
+    worker.source.settle(sent.receipts)
+    worker.renew("b")
+    assert worker.join() == {}
+    assert worker.fenced == []
+    assert place.tables.ids() == dict.fromkeys(range(LANES), worker.base_id)
+    assert worker.base_id.endswith("b")
+    worker.drain()
+    assert place.all_once()
+    heir = place.worker("c")
+    assert heir.join() == {}
+    assert heir.fenced == own_ids(worker.base_id)
+
+
 @pytest.mark.parametrize("turns", [0, 1, 2, 3])
 def test_a_worker_whose_lanes_were_taken_can_write_nothing_more_whoever_of_its_producers_is_at_hand(place, turns):
     place.add()

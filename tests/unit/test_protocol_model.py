@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from protocol_model import AT_LEAST, CONCURRENT, EXACTLY, MUTATIONS, SPLIT_FETCH, Action, World, explore
+from protocol_model import AT_LEAST, CONCURRENT, EXACTLY, MUTATIONS, RENEW, SPLIT_FETCH, Action, World, explore
 
 _KEYS = "abc"
 _MIXED: Final = (EXACTLY, AT_LEAST)
@@ -31,6 +31,7 @@ _RIGHT: Final[dict[str, tuple[_Scenario, int]]] = {
     "two lanes, one producer": ({"written": "ab", "producers": 1}, 1),
     "two lanes, taken during a turn": ({"written": "ab", "variants": [CONCURRENT]}, 1),
     "two batches": (_ONE, 2),
+    "new ids": ({**_ONE, "variants": [RENEW]}, 2),
     "rows with last_batch NULL": ({"lanes": 1, "written": "a", "warm": False}, 1),
     "asynchronous writers": (_WRITERS, 1),
     "at-least-once beside exactly-once": (_AT_LEAST, 2),
@@ -104,7 +105,7 @@ class Protocol(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World((EXACTLY,) * 3, warm=False, mutations=[SPLIT_FETCH, CONCURRENT])
+        self.world = World((EXACTLY,) * 3, warm=False, mutations=[SPLIT_FETCH, CONCURRENT, RENEW])
         self.paused: int | None = None
 
     def _do(self, action: Action) -> None:
