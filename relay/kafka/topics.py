@@ -55,6 +55,12 @@ _LOOK_SECONDS: Final = 2.0
 
 @dataclass(slots=True)
 class _Unusable:
+    """Why a topic can't be written to, and when it is tried again.
+
+    ``stalled``: its messages have no answer. Then it is looked at first, after ``look_seconds``; ``cleared``: nothing
+    was found against it, and the next turn tries it.
+    """
+
     reason: str
     wait_seconds: float
     again_at: float
