@@ -5,11 +5,14 @@ from __future__ import annotations
 import gc
 import time
 import weakref
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
+from types import SimpleNamespace
+from typing import Any, cast
 
 import psycopg
 import pytest
 from confluent_kafka import KafkaError
+from confluent_kafka.admin import TopicMetadata
 
 from outbox.errors import ConfigurationError, SchemaError
 from outbox.urls import display_url
@@ -408,3 +411,42 @@ def test_a_turn_with_a_stalled_topic_ends_early():
     assert time.monotonic() - started < 30
     assert sender.failed
     sender.close()
+
+
+class Settings(Topics):
+    """Topics whose min.insync.replicas is known, or not: the relay may not read it."""
+
+    def __init__(self, in_sync: int | None) -> None:
+        self.in_sync = in_sync
+        super().__init__(OPTIONS, create=False)
+
+    def _min_in_sync(self, topic: str, seconds: float) -> int | None:
+        return self.in_sync
+
+
+def lacks(in_sync: int | None, states: Sequence[tuple[int, list[int]]], **what: Any) -> str | None:
+    """What a topic lacks by its partitions' leaders and replicas in sync, of three each; brokers 1 and 2 are there."""
+    found = SimpleNamespace(
+        partitions={
+            number: SimpleNamespace(id=number, leader=leader, replicas=[1, 2, 3], isrs=isrs)
+            for number, (leader, isrs) in enumerate(states)
+        }
+    )
+    return Settings(in_sync)._lack("t", cast("TopicMetadata", found), {1: "", 2: ""}, Unanswered(**what), 1.0)
+
+
+def test_what_a_topic_lacks_is_told_by_its_partitions():
+    well, thin = (1, [1, 2, 3]), (1, [1])
+    assert lacks(2, [well, well]) is None
+    assert lacks(2, [well, (-1, [3]), (3, [3])]) == "topic 't' has no leader for partitions 1, 2: a broker is away"
+    # Two of three are enough.
+    assert lacks(2, [well, (1, [1, 2])]) is None
+    assert lacks(2, [well, thin]) == "topic 't' has too few replicas in sync for partition 1: a broker is away"
+    # What became of its messages, the others need not care for.
+    assert lacks(2, [well, thin], partitions=frozenset({0})) is None
+    # Not known how many it needs: where only those wait that miss some, it is more than there are.
+    waiting = {"partitions": frozenset({1}), "silent": False, "alone": False}
+    assert "partition 1:" in str(lacks(None, [well, thin], **waiting))
+    assert lacks(None, [well, thin], **waiting | {"alone": True}) is None
+    assert lacks(None, [well, thin], **waiting | {"partitions": frozenset({0, 1})}) is None
+    assert lacks(None, [well, thin]) is None
