@@ -20,7 +20,7 @@ for longer than ``standing_seconds``, three leases: a restart of a broker or a f
 | events are refused, or are dead letters; a key waits          |                                   | yes: other keys |
 | upkeep fails: the archive, a look at the slot                 | ``upkeep_wait_seconds``, by task  | yes: publishing |
 |                                                               |                                   | goes on         |
-| a topic is missing or forbidden                               | ``topics_unusable``               | yes: other      |
+| a topic is missing, forbidden, or takes nothing               | ``topics_unusable``               | yes: other      |
 |                                                               |                                   | topics go on    |
 """
 

@@ -27,6 +27,8 @@ next turn does.
 |                                         | their own; there the batch is halved until one event is left, or cut     |
 |                                         | before the likeliest one. Lanes that were refused with it go free then   |
 | a turn does not finish in time          | the next one is half as large                                            |
+| it does but for topics that take none   | they wait by themselves, the others go on at full size; see              |
+| of their messages                       | kafka/topics.py                                                          |
 | one lane can't be taken over or settled | it is tried again by itself, with backoff; the others go on              |
 """
 

@@ -192,7 +192,7 @@ class RelayMetrics:
         yield upkeep
         yield GaugeMetricFamily(
             "outbox_relay_topics_unusable",
-            "Topics that are missing or may not be written to; their events wait.",
+            "Topics that are missing, may not be written to or take nothing; their events wait.",
             value=len(self._topics()),
         )
         yield GaugeMetricFamily(

@@ -115,11 +115,21 @@ class BatchRefused(BrokerUnavailable):
 
 
 class TopicUnusable(BrokerUnavailable):
-    """A whole topic can't be written to: it is missing, forbidden, or its name is refused. No event is at fault."""
+    """A whole topic can't be written to: it is missing, forbidden, takes nothing, or its name is refused.
+
+    No event is at fault.
+    """
 
     def __init__(self, topic: str, text: str) -> None:
         super().__init__(text)
         self.topic = topic
+
+
+class IdBusy(BrokerUnavailable):
+    """The last transaction of a transactional.id can't be ended: a partition of it has no leader, most likely.
+
+    No producer gets the id before that. What was not decided of it is aborted by now.
+    """
 
 
 class UndecidedTransaction(BrokerUnavailable):

@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
 
+import structlog
 from prometheus_client import CollectorRegistry
 
 from outbox import __version__
@@ -37,7 +38,7 @@ from relay.loop import Pace
 from relay.metrics import RelayMetrics, SlotWatch, serve
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.source import PollingSource
-from relay.ports import Publisher, Source
+from relay.ports import IdBusy, Publisher, Source, TakeoverStore
 from relay.retention import Retention
 from relay.settlement import RENEW_PART
 from relay.slot import slot_names
@@ -45,6 +46,8 @@ from relay.stream import Stream, StreamLimits
 from relay.stream_source import StreamSource
 from relay.supervisor import Events, Plan, Supervisor, Upkeep
 from relay.wal import Replication
+
+log = structlog.get_logger("relay")
 
 _WATCH_SECONDS: Final = 10.0
 _ARCHIVE_SECONDS: Final = 60.0
@@ -173,23 +176,15 @@ def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) 
     options, seconds, router = producer_options(settings), delivery_seconds(settings), build_router(settings)
     archive = settings.relay.archive_days > 0
     state = StateTopic(client_options(settings), state_topic_name(settings), replication=settings.state_replication)
-    # One for the life of the process: lanes' rows name it, and a publisher that is made anew fences its predecessor.
-    base_id = f"{settings.name}.relay.{uuid.uuid4()}"
+    exact = settings.delivery is Delivery.EXACTLY_ONCE
+    # Lanes' rows name the last one, and a publisher that is made anew fences its predecessor.
+    bases = [_new_base(settings)]
     idempotent = partial(IdempotentPublisher, options, router, topics, settings.ce_source, seconds)
     # An option librdkafka does not know ends the command here, not a turn later.
     idempotent().close()
 
-    def new_publisher(source: Source) -> Publisher:
-        exact = settings.delivery is Delivery.EXACTLY_ONCE
-        store = source.store
-        takeover = Takeover(store, state, partial(fence, options), settings.name, base_id if exact else None)
-        if not exact:
-            return idempotent(
-                takeover=takeover,
-                headers=settings.headers,
-                record_offsets=archive,
-                once=settings.delivery is Delivery.AT_MOST_ONCE,
-            )
+    def transactional(store: TakeoverStore) -> TransactionalPublisher:
+        *abandoned, base_id = bases
         return TransactionalPublisher(
             options,
             router,
@@ -197,13 +192,29 @@ def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) 
             settings.ce_source,
             seconds,
             base_id=base_id,
-            takeover=takeover,
+            takeover=Takeover(store, state, partial(fence, options), settings.name, base_id, abandoned=abandoned),
             lanes=store.lane_count(),
             state=state,
             figures=figures,
             headers=settings.headers,
             record_offsets=archive,
         )
+
+    def new_publisher(source: Source) -> Publisher:
+        store = source.store
+        if not exact:
+            return idempotent(
+                takeover=Takeover(store, state, partial(fence, options), settings.name, None),
+                headers=settings.headers,
+                record_offsets=archive,
+                once=settings.delivery is Delivery.AT_MOST_ONCE,
+            )
+        try:
+            return transactional(store)
+        except IdBusy as error:
+            bases.append(_new_base(settings))
+            log.warning("publishing with new transactional ids", error=str(error), ids=bases[-1])
+            return transactional(store)
 
     return new_publisher
 
@@ -213,6 +224,10 @@ def _transactions(settings: Settings) -> TransactionWatch:
     # A router of its own: the publisher's learns types in another thread.
     may_write = build_router(settings).may_write
     return TransactionWatch(OpenTransactions(client_options(settings), may_write, state_topic_name(settings), timeout))
+
+
+def _new_base(settings: Settings) -> str:
+    return f"{settings.name}.relay.{uuid.uuid4()}"
 
 
 def _upkeep(settings: Settings, connect: Connector, registry: CollectorRegistry) -> list[Upkeep]:

@@ -7,9 +7,9 @@ by the real ``relay.marker.resume``.
 
 The protocol
 ------------
-A worker has one base id for its whole life and the transactional ids ``<base>.0`` and ``<base>.1`` (or only the first:
-``producers=1``). Turn k uses producer k mod 2, whose previous transaction was turn k - 2. The row of a lane names the
-base id under which the lane may have been written; NULL: nobody needs to be fenced.
+A worker has one base id (for its whole life, but see 4) and the transactional ids ``<base>.0`` and ``<base>.1`` (or
+only the first: ``producers=1``). Turn k uses producer k mod 2, whose previous transaction was turn k - 2. The row of a
+lane names the base id under which the lane may have been written; NULL: nobody needs to be fenced.
 
 1. Start: init_transactions on both ids, before anything else.
 2. Take a lane: acquire (epoch + 1, the row still names the former id); fence both former ids, once for all lanes
@@ -22,6 +22,9 @@ base id under which the lane may have been written; NULL: nobody needs to be fen
    the turn is not matched, the transaction is aborted as in 4.
 4. Any other outcome of a transaction: throw both producers away, init_transactions on both, then read the markers of
    all held lanes and settle them as in 2. An unanswered statement: the same, without new producers.
+   Where init_transactions finds a transaction that is prepared and can't be ended, because a partition of it has no
+   leader: take a new base id, and take the held lanes over from the one before, which needs no fence: its producers are
+   gone.
 5. Release: one statement checks epoch, own id and ``last_batch``, settles, sets the id to NULL and frees the lease.
    Only between turns.
 6. An at-least-once worker fences, reads and settles as in 2, and writes NULL as its own id.
@@ -44,6 +47,7 @@ without a name for it.
 | events produced, no EndTxn                       | the taker's fence aborts them; the marker is that of before      |
 | EndTxn without an answer                         | init_transactions decides it; the marker says how                |
 | EndTxn answered, markers not yet written         | the marker's reader waits; fencing waits too                     |
+| they can't be written in one partition           | its worker goes on under a new base id, by the lanes' markers    |
 | turn k prepared, turn k + 1 aborted              | the same: marker k is undecided until it is written              |
 | turn k prepared, turn k + 1 prepared             | offsets keep the order: a reader sees k + 1 only after k         |
 | committed, not settled                           | the marker names the rows; the taker settles them                |
@@ -109,6 +113,7 @@ _FAULTS: Final = {"kill", "expire", "crash", "timeout", "failover"}
 SPLIT_FETCH: Final = "split_fetch"  # reading and the statement are two steps, as they are in the relay
 PRODUCE_FIRST: Final = "produce_first"  # the statement comes at any time between reading and EndTxn
 CONCURRENT: Final = "concurrent"  # lanes are taken while a transaction is open, as by a thread of their own
+RENEW: Final = "renew"  # a worker whose last transaction can't be ended goes on under a new base id
 
 # What a worker could get wrong.
 MUTATIONS: Final = {
@@ -331,6 +336,16 @@ class FakeKafka(_Saved):
         self.under_way -= {transaction}
         self.valid -= {transaction}
 
+    def busy(self, transaction: TransactionalId) -> bool:
+        """Return whether the id's transaction is prepared and not ended yet."""
+        return any(entry.taken and entry.transaction == transaction for entry in self._entries())
+
+    def abandon(self, transaction: TransactionalId) -> None:
+        """Ask for the id and do not wait: what is open is aborted, what is prepared stays. It is not used again."""
+        if not self.busy(transaction):
+            self.fence(transaction)
+        self.valid -= {transaction}
+
     def produce(self, transaction: TransactionalId, records: Iterable[tuple[int, str | Marker]]) -> None:
         self._check(transaction)
         self.written(transaction)
@@ -358,7 +373,7 @@ class FakeKafka(_Saved):
         self._take(transaction)
 
     def written(self, transaction: TransactionalId) -> None:
-        if any(entry.taken and entry.transaction == transaction for entry in self._entries()):
+        if self.busy(transaction):
             self.logs = tuple(
                 Log(_write(log.events, transaction), _write(log.markers, transaction)) for log in self.logs
             )
@@ -466,7 +481,7 @@ class WorkerModel(_Saved):
     ``unconfirmed`` are the lanes and epochs of a turn that is being produced while its statement is still to come.
     """
 
-    fields = ("base", "phase", "which", "lanes", "rows", "queue", "stale", "fenced", "unconfirmed")
+    fields = ("base", "phase", "which", "lanes", "rows", "queue", "stale", "fenced", "unconfirmed", "abandoned")
 
     def __init__(self, pg: FakePostgres, kafka: FakeKafka, delivery: str, world: World) -> None:
         self.pg = pg
@@ -487,6 +502,7 @@ class WorkerModel(_Saved):
         self.stale = False
         self.fenced: frozenset[Base] = frozenset()
         self.unconfirmed: tuple[tuple[int, int], ...] = ()
+        self.abandoned: frozenset[Base] = frozenset()
 
     def disconnect(self) -> None:
         """Postgres crashed. Between transactions nothing notices, but rows in hand are not to be trusted."""
@@ -507,6 +523,8 @@ class WorkerModel(_Saved):
     def requests(self) -> Iterator[Request]:
         if self.phase == "init":
             yield Request("init")
+            if RENEW in self.mutations and any(map(self.kafka.busy, self._own_ids())):
+                yield Request("renew")
             return
         if self.phase == "secure":
             yield Request("secure")
@@ -541,7 +559,7 @@ class WorkerModel(_Saved):
                 yield Request("adopt", (number,))
 
     def _readable(self, number: int, lane: Lane) -> bool:
-        own = lane.former is not None and lane.former == self.base
+        own = lane.former is not None and lane.former in {self.base, *self.abandoned}
         if own and self.phase != "idle" and "own_lane_in_turn" not in self.mutations:
             return False
         return "lso_only" in self.mutations or self.kafka.decided(number)
@@ -618,6 +636,18 @@ class WorkerModel(_Saved):
             self.stale = False
             self.phase = "send" if self.queue else "idle"
 
+    def _own_ids(self) -> list[TransactionalId]:
+        assert self.base is not None
+        return [(self.base, which) for which in range(self.producers)]
+
+    def _renew(self) -> None:
+        """Go on under a new base id. Held lanes are taken over from the one before, and are to be read by now."""
+        assert self.base is not None
+        for each in self._own_ids():
+            self.kafka.abandon(each)
+        self.abandoned |= {self.base}
+        self.base, self.which = self.kafka.new_base(), 0
+
     def _acquire(self, lanes: tuple[int, ...]) -> None:
         (number,) = lanes
         row = self.pg.now.lanes[number]
@@ -626,7 +656,7 @@ class WorkerModel(_Saved):
             changes["base"] = self.base
         self.pg.commit("async_acquire" not in self.mutations, lanes=self.pg.with_lane(number, **changes))
         stage = "fence"
-        if row.base is None or row.base == self.base:
+        if row.base is None or row.base in {self.base, *self.abandoned}:
             stage = "read" if self.exactly else "adopt"
         elif row.base in self.fenced or self.mutations & {"read_before_fence", "" if self.exactly else "alo_no_fence"}:
             stage = "read"
@@ -876,6 +906,7 @@ _REQUESTS: Final = {
     "acquire": "acquires",
     "read": "reads the marker of",
     "adopt": "settles the marker and writes its id into the row of",
+    "renew": "takes a new base id",
     "secure": "settles, and what it read is durable",
     "release": "releases",
 }
@@ -893,10 +924,10 @@ class Action(NamedTuple):
     def fault(self) -> bool:
         """Whether this counts against a search's number of faults; a lease that no worker knows of runs out anyway.
 
-        A release is no fault, but it is counted as one: otherwise lanes go round for ever.
+        A release is no fault, nor is a new base id, but they are counted: otherwise lanes go round for ever.
         """
         if self.name == "step":
-            return self.how != "ok" or (self.what is not None and self.what.name == "release")
+            return self.how != "ok" or (self.what is not None and self.what.name in {"release", "renew"})
         return self.name in _FAULTS and self.how != "unheld"
 
 
@@ -1153,6 +1184,8 @@ class World:
                 known = worker.lanes[number]
                 parts.append((number, known is not None and known.epoch == epoch))
             parts.extend(named(base) for base in sorted(worker.fenced))
+            parts.append(len(worker.abandoned))
+            parts.extend(named(base) for base in sorted(worker.abandoned))
             for lane, row in zip(worker.lanes, now.lanes, strict=True):
                 if lane is None:
                     parts.append(None)

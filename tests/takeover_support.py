@@ -103,6 +103,7 @@ class Worker:
         self.figures = TransactionFigures()
         self.source = place.tables.source(leases)
         self.fenced: list[str] = []
+        self.abandoned: list[str] = []
         self.publisher = self.new_publisher()
 
     def new_publisher(self) -> TransactionalPublisher | IdempotentPublisher:
@@ -113,7 +114,14 @@ class Worker:
             self.fenced.append(transactional_id)
             fence(options, transactional_id)
 
-        takeover = Takeover(self.source, self.place.state, fencing, settings.name, self.base_id if self.exact else None)
+        takeover = Takeover(
+            self.source,
+            self.place.state,
+            fencing,
+            settings.name,
+            self.base_id if self.exact else None,
+            abandoned=self.abandoned,
+        )
         if not self.exact:
             made = IdempotentPublisher(options, *shared, takeover=takeover)
         else:
@@ -130,6 +138,13 @@ class Worker:
             made._clean_seconds = 3600.0
         self.place.opened.append(made)
         return made
+
+    def renew(self, base_id: str) -> None:
+        """Go on under other ids, as where the broker does not lend the old ones."""
+        self.publisher.close()
+        self.abandoned.append(self.base_id)
+        self.base_id = self.place.settings.name + ".relay." + base_id
+        self.publisher = self.new_publisher()
 
     def join(self) -> Mapping[int, OutboxError]:
         return self.publisher.join(self.leases)

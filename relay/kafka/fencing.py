@@ -9,7 +9,10 @@ from confluent_kafka import KafkaError, KafkaException, Producer
 
 from outbox.errors import ConfigurationError
 from relay.kafka.client import silent, text_of
-from relay.ports import BrokerUnavailable
+from relay.ports import BrokerUnavailable, IdBusy
+
+BUSY_SECONDS: Final = 2.0
+"""For how long an id is waited for that the broker lends to nobody yet: mostly for much less, or for hours."""
 
 # Callbacks and statistics of the relay's own producer: nothing serves them here.
 _NOT_WANTED: Final = frozenset({"statistics.interval.ms", "stats_cb", "error_cb", "on_delivery"})
@@ -18,25 +21,46 @@ _FORBIDDEN: Final = frozenset(
 )
 
 
-def fence(options: Mapping[str, Any], transactional_id: str, seconds: float = 10.0) -> None:
+def fence(
+    options: Mapping[str, Any], transactional_id: str, seconds: float = 10.0, busy_seconds: float = BUSY_SECONDS
+) -> None:
     """End the open transaction of a transactional.id, and let no producer that had the id before write again.
 
     options are librdkafka's, from config.producer_options. What the id's last transaction had committed stays; what it
     had not is aborted. Doing it twice does no harm. On return the broker has decided the transaction; that every
     partition knows it is for the reader to check (see StateTopic).
 
-    Raises Unavailable when the broker does not answer in time or refuses, ConfigurationError for an unknown option.
+    Raises Unavailable when the broker does not answer in time or refuses (IdBusy, when it has not ended the last
+    transaction within ``busy_seconds``), ConfigurationError for an unknown option.
     """
     try:
         producer = Producer(short_lived_options(options, transactional_id), logger=silent())
     except KafkaException as error:
         raise ConfigurationError(f"Kafka options: {text_of(error)}") from error
     try:
-        producer.init_transactions(seconds)
+        initialize(producer, seconds, busy_seconds)
     except KafkaException as error:
-        raise BrokerUnavailable(_explained(error, transactional_id, seconds)) from error
+        kind = IdBusy if is_busy(error) else BrokerUnavailable
+        raise kind(_explained(error, transactional_id, seconds)) from error
     finally:
         producer.purge()
+
+
+def initialize(producer: Producer, seconds: float, busy_seconds: float) -> None:
+    """Call init_transactions; give up after ``busy_seconds`` where it is only waited for the id's last transaction."""
+    try:
+        producer.init_transactions(busy_seconds)
+    except KafkaException as error:
+        if is_busy(error) or not error.args[0].retriable() or seconds <= busy_seconds:
+            raise
+    else:
+        return
+    producer.init_transactions(seconds - busy_seconds)
+
+
+def is_busy(error: KafkaException) -> bool:
+    """Return whether the broker has not ended the last transaction of an id yet."""
+    return bool(error.args[0].code() == KafkaError.CONCURRENT_TRANSACTIONS)
 
 
 def short_lived_options(options: Mapping[str, Any], transactional_id: str) -> dict[str, Any]:
@@ -62,5 +86,10 @@ def _explained(error: KafkaException, transactional_id: str, seconds: float) -> 
         return (
             f"{doing}: the transaction coordinator did not answer within {seconds:g} s; is a broker away, or has "
             f"__transaction_state no leader? ({text_of(error)})"
+        )
+    if is_busy(error):
+        return (
+            f"{doing}: its last transaction can't be ended yet; has one of its partitions no leader, or too few "
+            f"replicas in sync? ({text_of(error)})"
         )
     return f"{doing}: {text_of(error)}"

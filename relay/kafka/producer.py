@@ -19,7 +19,7 @@ from outbox.event import DEAD_LETTER
 from relay.failpoints import failpoint
 from relay.kafka.client import silent, text_of, weak_callback
 from relay.kafka.headers import HeaderSet, message_headers
-from relay.kafka.topics import FORBIDDEN, Topics
+from relay.kafka.topics import FORBIDDEN, Topics, Unanswered
 from relay.ports import (
     PUBLISHED,
     Batches,
@@ -96,9 +96,12 @@ class Sender:
         self._transactional = "transactional.id" in options
         self._offsets: dict[int, Published] | None = {} if record_offsets else None
         self._failed: dict[int, tuple[Claim, KafkaError]] = {}
+        self._partitions: dict[int, int | None] = {}
         self._markers: dict[int, KafkaError] = {}
         self._fatal: KafkaError | None = None
         self._late = False
+        self._trial: float | None = None
+        self._stalled: list[str] | None = None
         self._broken_off = False
         self._used: set[str] = set()
         self._topic_of: dict[Kind, str] = {}
@@ -202,7 +205,11 @@ class Sender:
 
         The deadline is ours and not librdkafka's: that one lets go of messages one by one, so a later message of the
         same key could still be delivered after an earlier one was given up, and would stand before it for good.
+        A topic that has stalled is tried in less time than a turn has: what is sent with it waits as long.
         """
+        self._trial = self._topics.trial_seconds(self._used)
+        if self._trial is not None:
+            deadline = min(deadline, time.monotonic() + self._trial)
         # flush() sends what lingers at once.
         flush_seconds = _FLUSH_SECONDS
         while len(self.producer):
@@ -280,7 +287,13 @@ class Sender:
                 blamed.setdefault(lane, f"the lane's marker: {REFUSALS[error.code()]} ({error.str()})")
         if blamed:
             return BatchRefused(next(iter(blamed.values()))), list(blamed)
-        return self._unavailable(causes, seconds), ()
+        if self._late:
+            if self._stalled is None:
+                self._stalled = self._topics.stalled(self._unanswered(), seconds)
+            if self._stalled:
+                topic = self._stalled[0]
+                return TopicUnusable(topic, self._topics.reasons()[topic] + self._lost()), ()
+        return self._unavailable(causes, min(seconds, self._trial or seconds)), ()
 
     def likeliest(self) -> dict[int, int]:
         """Return which events are too large most likely: of each topic the largest that the broker calls so, by lane.
@@ -294,6 +307,24 @@ class Sender:
                 if topic not in largest or len(claim.value or b"") > len(largest[topic].value or b""):
                     largest[topic] = claim
         return {claim.lane: claim.position for claim in largest.values()}
+
+    def _unanswered(self) -> dict[str, Unanswered]:
+        """Return the topics of the turn that have messages which were not acknowledged."""
+        failed: dict[str, set[int]] = {}
+        acknowledged: set[str] = set()
+        for claims in self.sent.values():
+            for claim in claims:
+                topic = self._topic(claim)
+                if claim.position not in self._failed:
+                    acknowledged.add(topic)
+                    continue
+                partition = self._partitions.get(claim.position)
+                # Without one where librdkafka has not heard of the topic's partitions yet.
+                failed.setdefault(topic, set()).update([] if partition is None or partition < 0 else [partition])
+        return {
+            topic: Unanswered(frozenset(partitions), silent=topic not in acknowledged, alone=not acknowledged - {topic})
+            for topic, partitions in failed.items()
+        }
 
     def _unavailable(self, causes: Sequence[tuple[Claim, KafkaError]], seconds: float) -> Unavailable:
         """Return what failed, where no event and no topic is at fault."""
@@ -422,13 +453,15 @@ class Sender:
             raise BrokerUnavailable(f"Kafka: {text_of(error)}") from error
         self._fatal = error.args[0]
 
-    def _on_failure(self, claim: Claim, error: KafkaError | None, _message: Any) -> None:
+    def _on_failure(self, claim: Claim, error: KafkaError | None, message: Any) -> None:
         if error is not None:
             self._failed[claim.position] = (claim, error)
+            if message is not None:
+                self._partitions[claim.position] = message.partition()
 
     def _on_answer(self, claim: Claim, error: KafkaError | None, message: Any) -> None:
         if error is not None:
-            self._failed[claim.position] = (claim, error)
+            self._on_failure(claim, error, message)
         else:
             assert self._offsets is not None
             self._offsets[claim.position] = Published(message.topic(), message.partition(), message.offset())

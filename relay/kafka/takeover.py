@@ -21,11 +21,12 @@ lane gone; one from before the fence can commit nothing any more, and what it ha
 | it released the lane (ids NULL) and sleeps | it has no open transaction with the lane's events, and no lease         |
 | two takers fence the same ids              | init_transactions does no harm twice; the epoch lets one of them publish|
 | our own init meets a taker's fence         | the taker acquired before; the leases are read after our init           |
+| our own ids can't be initialized again     | new ids take the lanes over from the old ones, as another worker would  |
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from outbox.errors import OutboxError, SchemaError
@@ -33,7 +34,7 @@ from relay.failpoints import failpoint
 from relay.kafka.state_topic import StateTopic
 from relay.lease import LEGACY_ID, Lease
 from relay.marker import Identity, Marker, StateLost, resume
-from relay.ports import LaneBusy, LaneLost, TakeoverStore, Unavailable
+from relay.ports import IdBusy, LaneBusy, LaneLost, TakeoverStore, Unavailable
 
 PRODUCERS = 2
 """Producers of a worker that take turns; each has an id of its own."""
@@ -60,17 +61,28 @@ def ids_to_fence(named: str, lane: int, name: str) -> list[str]:
 class Takeover:
     """Takes lanes over. ``own_base`` is what the lanes' rows are to name, None for a worker without transactions.
 
-    ``fence`` is given one transactional id; see fencing.py. ``name`` is the outbox's.
+    ``fence`` is given one transactional id; see fencing.py. ``name`` is the outbox's. ``abandoned`` are bases that this
+    process used before: their producers are gone, so nothing that was not decided can be committed under them, but by
+    an EndTxn that is on its way. What that one could commit has its markers in the lanes' partitions, where it is read
+    as undecided until it is. So they need no fence, which they may not get for as long as a broker is away.
     """
 
     def __init__(
-        self, store: TakeoverStore, state: StateTopic, fence: Callable[[str], None], name: str, own_base: str | None
+        self,
+        store: TakeoverStore,
+        state: StateTopic,
+        fence: Callable[[str], None],
+        name: str,
+        own_base: str | None,
+        *,
+        abandoned: Collection[str] = (),
     ) -> None:
         self._store = store
         self._state = state
         self._fence = fence
         self._name = name
         self._own_base = own_base
+        self._own_bases = {own_base, *abandoned}
 
     def take_over(self, leases: Sequence[Lease]) -> TakenOver:
         """Take these lanes over. Raises Unavailable when a server is away: then all is to be done again."""
@@ -123,19 +135,21 @@ class Takeover:
     def _fence_former(self, leases: Sequence[Lease], seen: Mapping[int, Marker | None]) -> dict[int, OutboxError]:
         """Fence each id once; return the lanes that could not be, because of an id that others do not share.
 
-        Raise Unavailable when the first one fails: the brokers are away.
+        Raise Unavailable when the first one fails: the brokers are away. One that is busy says nothing of others.
         """
         ids: dict[str, list[int]] = {}
         for lease in leases:
-            for base in sorted(_may_have_written(lease, seen.get(lease.lane)) - {self._own_base}):
+            for base in sorted(_may_have_written(lease, seen.get(lease.lane)) - self._own_bases):
                 for each in ids_to_fence(base, lease.lane, self._name):
                     ids.setdefault(each, []).append(lease.lane)
         failed: dict[int, OutboxError] = {}
         for number, (each, lanes) in enumerate(ids.items()):
+            if failed.keys() >= set(lanes):
+                continue
             try:
                 self._fence(each)
             except Unavailable as error:
-                if number == 0:
+                if number == 0 and not isinstance(error, IdBusy):
                     raise
                 failed |= dict.fromkeys(lanes, error)
         return failed

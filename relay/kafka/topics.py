@@ -7,7 +7,14 @@
 | missing; WRITE is not granted; refused | unusable: its events stay in the outbox, are left out of the next reads,   |
 |                                        | no attempt of theirs is counted, other topics go on. It is tried again     |
 |                                        | after a wait that doubles up to a minute                                   |
+| a partition has no leader or not       | stalled: the same, and it is tried again with events only when the         |
+| enough replicas, so that messages stay | metadata shows no reason why it should fail; then in a turn that ends      |
+| without an answer                      | early, or it would take its whole time from other topics each time         |
 | usable again                           | its events are read from the lowest id                                     |
+
+Messages without an answer say nothing by themselves: a turn may be too large, and the brokers slow or away. A topic is
+stalled where the metadata says why, or where none of its messages was acknowledged while others' were. One that
+acknowledged some is late, and a smaller turn helps it.
 """
 
 from __future__ import annotations
@@ -20,7 +27,12 @@ from typing import Final
 
 import structlog
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
-from confluent_kafka.admin import AclOperation, AdminClient  # type: ignore[attr-defined]
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    AclOperation,
+    AdminClient,
+    ConfigResource,
+    TopicMetadata,
+)
 from confluent_kafka.cimpl import NewTopic
 
 from outbox.errors import ConfigurationError
@@ -32,13 +44,42 @@ log = structlog.get_logger("relay")
 _METADATA_SECONDS: Final = 10.0
 _FIRST_WAIT_SECONDS: Final = 1.0
 _LONGEST_WAIT_SECONDS: Final = 60.0
+# A look at the metadata costs the other topics next to nothing.
+_LONGEST_LOOK_SECONDS: Final = 5.0
+# How much of the time that it has waited a turn with a stalled topic may take, and how long it may take at least.
+_TRIAL_PART: Final = 1 / 6
+_TRIAL_SECONDS: Final = 1.0
+# Other topics wait while it is asked what is the matter with one.
+_LOOK_SECONDS: Final = 2.0
 
 
 @dataclass(slots=True)
 class _Unusable:
+    """Why a topic can't be written to, and when it is tried again.
+
+    ``stalled``: its messages have no answer. Then it is looked at first, after ``look_seconds``; ``cleared``: nothing
+    was found against it, and the next turn tries it.
+    """
+
     reason: str
     wait_seconds: float
     again_at: float
+    stalled: bool = False
+    look_seconds: float = _FIRST_WAIT_SECONDS
+    cleared: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Unanswered:
+    """What became of a topic's messages in a turn that ran out of time.
+
+    ``partitions`` are those of messages without an answer, as far as they are known; ``silent``: none of the topic's
+    messages was acknowledged; ``alone``: nor was one of any other topic.
+    """
+
+    partitions: frozenset[int] = frozenset()
+    silent: bool = True
+    alone: bool = True
 
 
 class Topics:
@@ -78,7 +119,7 @@ class Topics:
             return
         with self._lock:
             state = self._unusable.get(topic)
-            if state is not None and self._clock() < state.again_at:
+            if state is not None and self._waits(topic, state):
                 raise TopicUnusable(topic, state.reason)
             if topic in self._known:
                 return
@@ -102,9 +143,8 @@ class Topics:
         """Return the topics that are not to be tried now."""
         if not self._unusable:
             return frozenset()
-        now = self._clock()
         with self._lock:
-            return frozenset(topic for topic, state in self._unusable.items() if now < state.again_at)
+            return frozenset(topic for topic, state in self._unusable.items() if self._waits(topic, state))
 
     def reasons(self) -> Mapping[str, str]:
         """Return why topics can't be written to."""
@@ -116,14 +156,49 @@ class Topics:
         with self._lock:
             self._refuse(topic, reason)
 
+    def stalled(self, unanswered: Mapping[str, Unanswered], seconds: float) -> list[str]:
+        """Return those of the topics that hold a turn up for themselves; they are unusable from now on.
+
+        The others are late: it is the turn that was too large, or the brokers that are slow or away. ``seconds`` is how
+        long the turn could wait; to look takes a part of that at most.
+        """
+        if not unanswered:
+            return []
+        with self._lock:
+            reasons = self._blocked(unanswered, min(seconds / 8, _LOOK_SECONDS))
+            if reasons is None:
+                return []
+            for topic, what in unanswered.items():
+                if topic in reasons:
+                    continue
+                state = self._unusable.get(topic)
+                tried = state if state is not None and state.stalled else None
+                if what.silent and tried is not None:
+                    reasons[topic] = tried.reason
+                elif what.silent and not what.alone:
+                    reasons[topic] = _SILENT.format(topic=topic)
+                elif tried is not None:
+                    # It takes messages, and is to have the time for it that others have.
+                    self._usable(topic)
+            for topic, reason in reasons.items():
+                self._refuse(topic, reason, stalled=True)
+            return list(reasons)
+
+    def trial_seconds(self, topics: Collection[str]) -> float | None:
+        """Return how long a turn with these topics may wait for acknowledgements; None: as long as others."""
+        if not self._unusable:
+            return None
+        with self._lock:
+            states = [state for topic in topics if (state := self._unusable.get(topic)) is not None and state.stalled]
+        return max((max(state.wait_seconds * _TRIAL_PART, _TRIAL_SECONDS) for state in states), default=None)
+
     def written(self, topics: Collection[str]) -> None:
         """Record that these topics could be written to."""
         if not self._unusable:
             return
         with self._lock:
             for topic in topics:
-                if self._unusable.pop(topic, None) is not None:
-                    log.info("topic can be written to again", topic=topic)
+                self._usable(topic)
 
     def forbidden(self, topics: Collection[str]) -> list[str]:
         """Return those of the topics to which this user may not write, as far as the broker says.
@@ -154,12 +229,80 @@ class Topics:
         with self._lock:
             self._known = frozenset()
 
-    def _refuse(self, topic: str, reason: str) -> TopicUnusable:
+    def _waits(self, topic: str, state: _Unusable) -> bool:
+        """Return whether it is too early to try the topic, or would be in vain."""
+        now = self._clock()
+        if now < state.again_at:
+            return True
+        if not state.stalled or state.cleared:
+            return False
+        reasons = self._blocked({topic: Unanswered()}, _LOOK_SECONDS)
+        state.cleared = reasons is not None and topic not in reasons
+        if state.cleared:
+            return False
+        state.look_seconds = min(state.look_seconds * 2, _LONGEST_LOOK_SECONDS)
+        state.again_at = now + state.look_seconds
+        return True
+
+    def _blocked(self, unanswered: Mapping[str, Unanswered], seconds: float) -> dict[str, str] | None:
+        """Return why topics take no messages, as far as the metadata says; None when no broker answers."""
+        try:
+            # All topics and not these: asking for one by name could make the broker create it.
+            found = self._admin.list_topics(timeout=seconds)
+        except KafkaException:
+            return None
+        reasons = {}
+        for topic, what in unanswered.items():
+            if topic in found.topics:
+                reason = self._lack(topic, found.topics[topic], found.brokers, what, seconds)
+                if reason is not None:
+                    reasons[topic] = reason
+        return reasons
+
+    def _lack(
+        self, topic: str, found: TopicMetadata, brokers: Collection[int], what: Unanswered, seconds: float
+    ) -> str | None:
+        """Return what partitions of the topic lack: those of messages without an answer, or any of them."""
+        partitions = [found.partitions[n] for n in what.partitions if n in found.partitions]
+        partitions = partitions or list(found.partitions.values())
+        headless = [partition.id for partition in partitions if partition.leader not in brokers]
+        if headless:
+            return f"topic {topic!r} has no leader for {_partitions(headless)}: a broker is away"
+        thin = [partition for partition in partitions if len(partition.isrs) < len(partition.replicas)]
+        if not thin:
+            return None
+        needed = self._min_in_sync(topic, seconds)
+        if needed is not None:
+            few = [partition.id for partition in thin if len(partition.isrs) < needed]
+        else:
+            # No right to read the topic's settings. Nothing but these waits, so they are what it waits for.
+            few = [partition.id for partition in thin]
+            if what.alone or not what.partitions or len(few) < len(partitions):
+                return None
+        if not few:
+            return None
+        return f"topic {topic!r} has too few replicas in sync for {_partitions(few)}: a broker is away"
+
+    def _min_in_sync(self, topic: str, seconds: float) -> int | None:
+        """Return the topic's min.insync.replicas; None when the broker does not tell."""
+        resource = ConfigResource(ConfigResource.Type.TOPIC, topic)
+        try:
+            config = self._admin.describe_configs([resource], request_timeout=seconds)[resource].result()
+        except KafkaException:
+            return None
+        return int(config["min.insync.replicas"].value)
+
+    def _usable(self, topic: str) -> None:
+        if self._unusable.pop(topic, None) is not None:
+            log.info("topic can be written to again", topic=topic)
+
+    def _refuse(self, topic: str, reason: str, *, stalled: bool = False) -> TopicUnusable:
         state = self._unusable.get(topic)
         wait = _FIRST_WAIT_SECONDS if state is None else min(state.wait_seconds * 2, _LONGEST_WAIT_SECONDS)
-        if state is None or state.reason != reason:
+        # What a stalled topic lacks may change while it waits: that is not said again and again.
+        if state is None or (state.reason != reason and not (state.stalled and stalled)):
             log.error("topic can't be written to; its events wait", topic=topic, reason=reason)
-        self._unusable[topic] = _Unusable(reason, wait, self._clock() + wait)
+        self._unusable[topic] = _Unusable(reason, wait, self._clock() + wait, stalled)
         return TopicUnusable(topic, reason)
 
     def _create_topic(self, topic: str) -> None:
@@ -186,4 +329,14 @@ class Topics:
             raise BrokerUnavailable(f"Kafka, creating topic {topic!r}: {text_of(error)}") from error
 
 
+def _partitions(numbers: Collection[int]) -> str:
+    some = sorted(numbers)
+    shown = ", ".join(map(str, some[:10])) + (", …" if len(some) > 10 else "")
+    return f"partition{'s' if len(some) > 1 else ''} {shown}"
+
+
+_SILENT: Final = (
+    "no message to topic {topic!r} is acknowledged, while others are: see whether its partitions have leaders, and "
+    "enough replicas in sync"
+)
 FORBIDDEN: Final = "the relay may not write to topic {topic!r}: grant it WRITE and DESCRIBE"

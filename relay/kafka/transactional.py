@@ -23,6 +23,8 @@ that is undecided.
 | the coordinator times the transaction out | fatal: new producers, markers                                       |
 | a relay that slept wakes                  | fenced in Kafka; its epoch is over in Postgres                      |
 | the state topic can't be read             | wait; nothing is published                                          |
+| a partition of the transaction has no     | the coordinator can't end it before the leader is back, and gives the   |
+| leader when it ends                       | ids to nobody until then: the relay goes on with new ids                |
 | the broker lost a transaction's markers   | UndecidedTransaction; nothing is published                          |
 | the state topic lost records              | the lane stops with StateLost; the others go on                     |
 
@@ -50,6 +52,7 @@ from confluent_kafka import KafkaError, KafkaException
 from outbox.errors import OutboxError
 from relay.failpoints import failpoint
 from relay.kafka.client import text_of, weak_callback
+from relay.kafka.fencing import BUSY_SECONDS, initialize, is_busy
 from relay.kafka.headers import HeaderSet
 from relay.kafka.producer import REFUSALS, Sender
 from relay.kafka.state_topic import StateTopic
@@ -64,6 +67,7 @@ from relay.ports import (
     BrokerUnavailable,
     Claim,
     Confirm,
+    IdBusy,
     Kind,
     Late,
     Receipt,
@@ -143,7 +147,7 @@ class TransactionalPublisher:
 
     options are librdkafka's, from config.producer_options; ``base_id`` is what the lanes' rows name; ``lanes`` is how
     many partitions the state topic needs. Making it fences what this worker's former publisher may have left open.
-    Raises Unavailable or ConfigurationError.
+    Raises Unavailable (IdBusy: with another ``base_id`` it would not) or ConfigurationError.
     """
 
     def __init__(
@@ -168,6 +172,7 @@ class TransactionalPublisher:
         self._base_id = base_id
         self._takeover = takeover
         self._lanes = lanes
+        self._topics = topics
         self._state = state
         self._figures = figures
         self._joined: dict[int, _Joined] = {}
@@ -187,8 +192,9 @@ class TransactionalPublisher:
                         record_offsets=record_offsets,
                     )
                 )
-            for sender in self._senders:
-                self._init(sender)
+            busy = [error for sender in self._senders if (error := self._init(sender)) is not None]
+            if busy:
+                raise busy[0]
         except BaseException:
             self.close()
             raise
@@ -297,11 +303,18 @@ class TransactionalPublisher:
         }
         return Sent(receipts, renew=sender.suspicious)
 
-    def _init(self, sender: _TransactionalSender) -> None:
+    def _init(self, sender: _TransactionalSender) -> IdBusy | None:
+        """Begin with an id; return what keeps the broker from lending it."""
+        doing = "beginning with this worker's transactional.id"
+        # A topic that takes no messages may keep a transaction from being ended too: new ids are better than waiting.
+        busy_seconds = BUSY_SECONDS if self._topics.reasons() else _INIT_SECONDS
         try:
-            sender.producer.init_transactions(_INIT_SECONDS)
+            initialize(sender.producer, _INIT_SECONDS, busy_seconds)
         except KafkaException as error:
-            raise self._explained(error, "beginning with this worker's transactional.id") from error
+            if is_busy(error):
+                return IdBusy(f"Kafka, {doing}: {text_of(error)}")
+            raise self._explained(error, doing) from error
+        return None
 
     def _marker(self, lane: int, number: int, claims: Sequence[Claim], sent: Sequence[Claim]) -> Marker:
         joined = self._joined[lane]

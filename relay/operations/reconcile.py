@@ -596,7 +596,7 @@ class Reconciler:
 
     def _fence(self, holding: Holding, lanes: Collection[int]) -> None:
         for transactional_id in sorted(holding.former(lanes)):
-            fence(self._producer, transactional_id, _KAFKA_SECONDS)
+            fence(self._producer, transactional_id, _KAFKA_SECONDS, _KAFKA_SECONDS)
 
     def _settle(self, holding: Holding, lane: int) -> None:
         """Under the lane's row, and only while the lane is still ours: a marker that came after would be a lie."""

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import psycopg
 import pytest
+import takeover_support
 from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 from one_lane import OneLane
@@ -22,7 +23,7 @@ from relay.kafka.transactional import TransactionalPublisher
 from relay.lease import LEGACY_ID
 from relay.marker import Marker, StateLost
 from relay.polling import source as polling
-from relay.ports import PUBLISHED, LaneLost, Receipt, Unavailable
+from relay.ports import PUBLISHED, IdBusy, LaneLost, Receipt, Unavailable
 from relay.settlement import Settlement
 
 __all__ = ["place"]
@@ -260,6 +261,27 @@ def test_two_producers_take_turns(place):
     assert second != first
 
 
+def test_a_worker_that_goes_on_under_new_ids_takes_its_lanes_over_from_itself_and_fences_nobody(place):
+    place.add()
+    worker = place.worker("a")
+    assert worker.join() == {}
+    worker.turn(1)
+    # Published and not settled: the markers know.
+    sent = worker.publish(2)
+    assert sent.failure is None
+    worker.source.settle(sent.receipts)
+    worker.renew("b")
+    assert worker.join() == {}
+    assert worker.fenced == []
+    assert place.tables.ids() == dict.fromkeys(range(LANES), worker.base_id)
+    assert worker.base_id.endswith("b")
+    worker.drain()
+    assert place.all_once()
+    heir = place.worker("c")
+    assert heir.join() == {}
+    assert heir.fenced == own_ids(worker.base_id)
+
+
 @pytest.mark.parametrize("turns", [0, 1, 2, 3])
 def test_a_worker_whose_lanes_were_taken_can_write_nothing_more_whoever_of_its_producers_is_at_hand(place, turns):
     place.add()
@@ -435,6 +457,32 @@ def test_lanes_of_several_former_workers_are_taken_over_at_once(place):
     heir = place.worker("d")
     assert heir.join() == {}
     assert sorted(heir.fenced) == sorted(each for worker in former for each in own_ids(worker.base_id))
+    heir.drain()
+    assert place.all_once()
+
+
+def test_an_id_that_the_broker_lends_to_nobody_holds_up_its_own_lanes_only(place, monkeypatch):
+    """Its last transaction has a partition without a leader, say; see tests/acceptance/test_stuck_topics.py."""
+    place.add()
+    former = [place.worker(name, lanes) for name, lanes in (("a", [0, 1]), ("b", [2, 3, 4, 5]))]
+    for worker in former:
+        assert worker.join() == {}
+        assert worker.publish(2).failure is None
+    heir = place.worker("c")
+    busy = own_ids(former[0].base_id)
+
+    def fence_all_but_busy(options, transactional_id):
+        if transactional_id in busy:
+            raise IdBusy("its last transaction can't be ended yet")
+        fence(options, transactional_id)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(takeover_support, "fence", fence_all_but_busy)
+        failed = heir.join()
+    assert {lane: type(error) for lane, error in failed.items()} == {0: IdBusy, 1: IdBusy}
+    # Each takes its time: one is enough to know.
+    assert heir.fenced == [busy[0], *own_ids(former[1].base_id)]
+    assert heir.publisher.join(heir.leases[:2]) == {}
     heir.drain()
     assert place.all_once()
 

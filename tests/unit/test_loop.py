@@ -31,6 +31,7 @@ from relay.ports import (
     Receipt,
     Refused,
     Sent,
+    TopicUnusable,
     Unavailable,
 )
 
@@ -1119,6 +1120,22 @@ def test_a_turn_of_one_lane_that_is_narrowed_down_and_late_is_halved_too():
     world.broker.script = [poisoned(1, names_lanes=True), *[slow(4)] * 12]
     world.run()
     assert [len(turn[0]) for turn in world.broker.turns[:6]] == [64, 32, 16, 8, 4, 8]
+    assert in_order(world, rows)
+
+
+def test_topics_that_take_nothing_are_left_out_and_turns_stay_as_large():
+    rows = spread(2, 300)
+
+    def stalled(batches: Batches) -> Sent:
+        world.broker.paused = frozenset({("Invoice", False)})
+        half = {lane: Receipt([(item, PUBLISHED) for item in claims[:16]]) for lane, claims in batches.items()}
+        return Sent(half, TopicUnusable("invoice-events", "topic 'invoice-events' has no leader for partition 0"))
+
+    world = World(rows, stalled, pace=replace(PACE, batch_size=32))
+    world.run()
+    assert {len(claims) for turn in world.broker.turns[:8] for claims in turn.values()} == {32}
+    assert world.table.left_out[:2] == [frozenset(), frozenset({("Invoice", False)})]
+    # What was acknowledged beside them is not sent again.
     assert in_order(world, rows)
 
 

@@ -14,7 +14,18 @@ import pytest
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from protocol_model import AT_LEAST, CONCURRENT, EXACTLY, MUTATIONS, PRODUCE_FIRST, SPLIT_FETCH, Action, World, explore
+from protocol_model import (
+    AT_LEAST,
+    CONCURRENT,
+    EXACTLY,
+    MUTATIONS,
+    PRODUCE_FIRST,
+    RENEW,
+    SPLIT_FETCH,
+    Action,
+    World,
+    explore,
+)
 
 _KEYS = "abc"
 _MIXED: Final = (EXACTLY, AT_LEAST)
@@ -32,12 +43,14 @@ _RIGHT: Final[dict[str, tuple[_Scenario, int]]] = {
     "two lanes, one producer": ({"written": "ab", "producers": 1}, 1),
     "two lanes, taken during a turn": ({"written": "ab", "variants": [CONCURRENT]}, 1),
     "two batches": (_ONE, 2),
+    "new ids": ({**_ONE, "variants": [RENEW]}, 2),
     "rows with last_batch NULL": ({"lanes": 1, "written": "a", "warm": False}, 1),
     "asynchronous writers": (_WRITERS, 1),
     "produced before it is confirmed": ({"written": "ab", "variants": [PRODUCE_FIRST]}, 1),
     "produced before it is confirmed, two batches": ({**_ONE, "variants": [PRODUCE_FIRST]}, 2),
     "produced before it is confirmed, asynchronous writers": (_BEHIND_WRITERS, 1),
     "produced before it is confirmed, beside at-least-once": ({**_AT_LEAST, "variants": [PRODUCE_FIRST]}, 2),
+    "produced before it is confirmed, new ids": ({**_ONE, "variants": [PRODUCE_FIRST, RENEW]}, 2),
     "at-least-once beside exactly-once": (_AT_LEAST, 2),
     "at-least-once, two lanes": ({**_AT_LEAST, "lanes": 2}, 1),
     "a failover that loses a commit, one worker": (_FAILOVER, 2),
@@ -108,7 +121,7 @@ def test_known_limit_a_failover_that_loses_the_name_of_whom_to_fence() -> None:
 class Protocol(RuleBasedStateMachine):
     """Three workers, one of which may be paused, writers of three keys; faults bounded by the run's length only."""
 
-    variants: tuple[str, ...] = (SPLIT_FETCH, CONCURRENT)
+    variants: tuple[str, ...] = (SPLIT_FETCH, CONCURRENT, RENEW)
 
     def __init__(self) -> None:
         super().__init__()
@@ -168,7 +181,7 @@ class Protocol(RuleBasedStateMachine):
 class ProducedFirst(Protocol):
     """The same; what is read is produced before the statement that makes it ours."""
 
-    variants = (PRODUCE_FIRST, CONCURRENT)
+    variants = (PRODUCE_FIRST, CONCURRENT, RENEW)
 
 
 @pytest.mark.parametrize("machine", [Protocol, ProducedFirst])
