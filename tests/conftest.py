@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 
 # Assertions in what tests share show values too, as those in test files do.
-_scripts = {"conftest", "class_archives", "impatient", "mutant"}
+_scripts = {"conftest", "class_archives", "impatient", "mutant", "warm_daemon"}
 pytest.register_assert_rewrite(*sorted({path.stem for path in HERE.glob("*.py")} - _scripts))
 
 # The same examples in every run, or those of a seed.
@@ -54,6 +54,8 @@ if ARCHIVES["spark"].exists():
 os.environ.setdefault("JDK_JAVA_OPTIONS", " ".join(_options))
 if ARCHIVES["kafka"].exists():
     _broker._JVM = (*_broker._JVM, f"-XX:SharedArchiveFile={ARCHIVES['kafka']}")
+# A line for each topic and each producer of each test is a good part of what a broker does.
+_broker._LOGGING = _broker._LOGGING.replace('<Root level="INFO">', '<Root level="WARN">')
 
 
 @pytest.hookimpl(tryfirst=True)
