@@ -111,9 +111,12 @@ def group(nodeid: str) -> str:
 
     spark    every test of that folder: a Spark session is the most expensive thing here, and takes all processors.
     kit      tests of the test kit and of the wheel, which start and end servers of their own and need no others.
-    Otherwise, the tests of one file are a group.
+    Each test of the protocol's model is a group of its own: they come last, need nothing but a processor, and one
+    process would go on with them long after the others had ended. Otherwise, the tests of one file are a group.
     """
     path = Path(nodeid.partition("::")[0])
+    if path.name == "test_protocol_model.py":
+        return nodeid
     if path.parent.name == "spark":
         return "spark"
     if path.name == "test_wheel.py" or path.name.startswith("test_sandbox_"):
