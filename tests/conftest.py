@@ -15,16 +15,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from class_archives import ARCHIVES, QUIET
 from hypothesis import settings
+from nursery import Nursery
 
 from outbox.testing import _broker
 
 if TYPE_CHECKING:
-    from outbox.testing.fixtures import DatabaseServer
+    from outbox.testing.fixtures import DatabaseServer, RelayFactory
 
 HERE = Path(__file__).parent
 
 # Assertions in what tests share show values too, as those in test files do.
-_scripts = {"conftest", "class_archives", "impatient", "mutant", "warm_daemon"}
+_scripts = {"conftest", "class_archives", "impatient", "mutant", "nursery", "warm_daemon"}
 pytest.register_assert_rewrite(*sorted({path.stem for path in HERE.glob("*.py")} - _scripts))
 
 # The same examples in every run, or those of a seed.
@@ -132,6 +133,31 @@ def _leave_nothing() -> Iterator[None]:
         structlog.reset_defaults()
     if support := sys.modules.get("support"):
         support.close_connections()
+
+
+@pytest.fixture(scope="session")
+def _nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def outbox_relay(request: pytest.FixtureRequest, tmp_path: Path, _nursery: Nursery) -> Iterator[RelayFactory]:
+    """The fixture of the test kit, but relays are forked and need not import everything anew; see nursery."""
+    from nursery import relays
+
+    # In the order in which the test kit's own fixture asks for them, and for its reason.
+    for name in ("outbox_postgres", "outbox_kafka"):
+        if name in request.fixturenames:
+            request.getfixturevalue(name)
+    with relays(
+        _nursery,
+        lambda: request.getfixturevalue("outbox_postgres").url,
+        lambda: request.getfixturevalue("outbox_kafka").bootstrap_servers,
+        tmp_path,
+    ) as factory:
+        yield factory
 
 
 @pytest.fixture(scope="session")
