@@ -15,16 +15,17 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from class_archives import ARCHIVES, QUIET
 from hypothesis import settings
+from nursery import Nursery
 
 from outbox.testing import _broker
 
 if TYPE_CHECKING:
-    from outbox.testing.fixtures import DatabaseServer
+    from outbox.testing.fixtures import DatabaseServer, RelayFactory
 
 HERE = Path(__file__).parent
 
 # Assertions in what tests share show values too, as those in test files do.
-_scripts = {"conftest", "class_archives", "impatient", "mutant"}
+_scripts = {"conftest", "class_archives", "impatient", "mutant", "nursery", "warm_daemon"}
 pytest.register_assert_rewrite(*sorted({path.stem for path in HERE.glob("*.py")} - _scripts))
 
 # The same examples in every run, or those of a seed.
@@ -54,6 +55,8 @@ if ARCHIVES["spark"].exists():
 os.environ.setdefault("JDK_JAVA_OPTIONS", " ".join(_options))
 if ARCHIVES["kafka"].exists():
     _broker._JVM = (*_broker._JVM, f"-XX:SharedArchiveFile={ARCHIVES['kafka']}")
+# A line for each topic and each producer of each test is a good part of what a broker does.
+_broker._LOGGING = _broker._LOGGING.replace('<Root level="INFO">', '<Root level="WARN">')
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -109,9 +112,12 @@ def group(nodeid: str) -> str:
 
     spark    every test of that folder: a Spark session is the most expensive thing here, and takes all processors.
     kit      tests of the test kit and of the wheel, which start and end servers of their own and need no others.
-    Otherwise, the tests of one file are a group.
+    Each test of the protocol's model is a group of its own: they come last, need nothing but a processor, and one
+    process would go on with them long after the others had ended. Otherwise, the tests of one file are a group.
     """
     path = Path(nodeid.partition("::")[0])
+    if path.name == "test_protocol_model.py":
+        return nodeid
     if path.parent.name == "spark":
         return "spark"
     if path.name == "test_wheel.py" or path.name.startswith("test_sandbox_"):
@@ -127,6 +133,31 @@ def _leave_nothing() -> Iterator[None]:
         structlog.reset_defaults()
     if support := sys.modules.get("support"):
         support.close_connections()
+
+
+@pytest.fixture(scope="session")
+def _nursery() -> Iterator[Nursery]:
+    nursery = Nursery()
+    yield nursery
+    nursery.close()
+
+
+@pytest.fixture
+def outbox_relay(request: pytest.FixtureRequest, tmp_path: Path, _nursery: Nursery) -> Iterator[RelayFactory]:
+    """The fixture of the test kit, but relays are forked and need not import everything anew; see nursery."""
+    from nursery import relays
+
+    # In the order in which the test kit's own fixture asks for them, and for its reason.
+    for name in ("outbox_postgres", "outbox_kafka"):
+        if name in request.fixturenames:
+            request.getfixturevalue(name)
+    with relays(
+        _nursery,
+        lambda: request.getfixturevalue("outbox_postgres").url,
+        lambda: request.getfixturevalue("outbox_kafka").bootstrap_servers,
+        tmp_path,
+    ) as factory:
+        yield factory
 
 
 @pytest.fixture(scope="session")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 import psycopg
 import sqlalchemy as sa
 
-from outbox.testing._process import Supervised, patience, pause, wait_for
+from outbox.testing._process import Process, Supervised, patience, pause, wait_for
 from outbox.testing.errors import ServiceError, tail
 from outbox.testing.kafka import KafkaCluster
 from outbox.testing.postgres import PostgresServer, create_database, drop_database
@@ -303,13 +303,19 @@ class Topics:
         return sorted(found.partitions)
 
 
+class Started(Process, Protocol):
+    """A process whose exit status is known once ``wait`` saw its end."""
+
+    @property
+    def exit_code(self) -> int | None: ...
+
+
 class RelayProcess:
     """A relay that runs as a process of its own, as in production."""
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: Path) -> None:
         self.log_file = log
-        # Not in the directory where the tests run: an outbox.toml there is not for this relay.
-        self._process = Supervised(command, log=log, env=environment, cwd=log.parent, orphan_signal=signal.SIGKILL)
+        self._process = self._start(command, environment)
 
     @property
     def pid(self) -> int:
@@ -364,9 +370,16 @@ class RelayProcess:
             seconds = timeout * patience()
             raise AssertionError(f"the relay did not log {text!r} within {seconds:g} s\n{tail(self.log_file)}")
 
+    def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> Started:
+        # Not in the directory where the tests run: an outbox.toml there is not for this relay.
+        cwd = self.log_file.parent
+        return Supervised(command, log=self.log_file, env=environment, cwd=cwd, orphan_signal=signal.SIGKILL)
+
 
 class RelayFactory:
     """Starts relays; leaving the ``with`` block ends them all, and shows their logs where pytest captures them."""
+
+    _kind: type[RelayProcess] = RelayProcess
 
     def __init__(self, database_url: Callable[[], str], bootstrap_servers: Callable[[], str], directory: Path) -> None:
         self._database_url = database_url
@@ -404,7 +417,7 @@ class RelayFactory:
         environment |= env or {}
         command = [sys.executable, *program, "relay", "run", *arguments]
         log = self._directory / f"relay-{len(self._started) + 1}.log"
-        process = RelayProcess(command, environment, log)
+        process = self._kind(command, environment, log)
         self._started.append(process)
         return process
 

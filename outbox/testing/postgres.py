@@ -203,7 +203,8 @@ class PostgresServer:
 
     def create_database(self, name: str, template: str | None = None) -> str:
         """Create a database, as a copy of ``template`` when given (nobody may be connected to it). Gives its URL."""
-        create_database(self.url(), name, template)
+        # Where nothing is flushed, to copy the files is ten times cheaper than to log each of their pages.
+        create_database(self.url(), name, template, copy_files=self._settings.get("fsync") == "off")
         return self.url(name)
 
     def drop_database(self, name: str) -> None:
@@ -347,12 +348,17 @@ class PostgresServer:
         return True
 
 
-def create_database(server_url: str, name: str, template: str | None = None) -> None:
-    """Create a database on the server of ``server_url``, whose user needs CREATEDB."""
+def create_database(server_url: str, name: str, template: str | None = None, *, copy_files: bool = False) -> None:
+    """Create a database on the server of ``server_url``, whose user needs CREATEDB.
+
+    copy_files   between two checkpoints, and not page by page through the log, as is Postgres' own way from 15 on.
+    """
     statement = sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name))
     if template is not None:
         statement += sql.SQL(" TEMPLATE {}").format(sql.Identifier(template))
     with psycopg.connect(server_url, autocommit=True) as connection:
+        if copy_files and connection.info.server_version >= 150000:
+            statement += sql.SQL(" STRATEGY FILE_COPY")
         connection.execute(statement)
 
 

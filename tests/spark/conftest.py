@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +13,16 @@ from bench import Bench
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[Any]:
-    """A real Spark, local[2,4]."""
+    """A real Spark, local[2,4], whose Python workers have their imports from warm_daemon."""
     from outbox.testing import jars
     from spark_jobs import session
 
-    started = session.start("tests", jars=jars.fetch("spark-kafka"))
+    # Spark looks for the daemon where the workers look for modules, and that it has from the environment.
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        started = session.start(
+            "tests", jars=jars.fetch("spark-kafka"), conf={"spark.python.daemon.module": "warm_daemon"}
+        )
     yield started
     started.stop()
 

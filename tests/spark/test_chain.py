@@ -197,7 +197,8 @@ def test_the_whole_chain_killed_at_every_hop(chain, outbox_postgres, outbox_kafk
     url = outbox_postgres.url
     settings, (orders, enriched), (enrich, total) = chain
     chance = random.Random(11)
-    with Orders(url, "Order", pause=0.05) as load:
+    # Drivers take seconds to start: hundreds of events wait for each of them even so, which is more than a round.
+    with Orders(url, "Order", pause=0.1) as load:
         relay = outbox_relay(**settings)
         for consumer in (enrich, total):
             consumer.start("--continuous", "--max-records", "300")
