@@ -20,6 +20,7 @@ by, and it is on no topic). Mutations that need processes, crashes or time are i
 | mark_past_a_transaction | the low-water mark does not wait for open transactions                                 |
 | never_suspicious        | every commit counts as clean, however long it took and however often EndTxn was sent   |
 | used_again              | after a commit that was not clean the worker goes on with the same producers           |
+| not_asked_before_a_turn | what the statistics have counted since a producer's last turn is seen after its next   |
 | first_markers_unseen    | whether the commit of the lanes' first markers was clean is not looked at              |
 """
 
@@ -32,6 +33,7 @@ from typing import Any
 import psycopg
 import pytest
 from proxy import END_TXN, Fired, KafkaProxy, delay_request
+from support import wait_until
 from takeover_support import LANES, Place, Worker, place
 
 from outbox import Event, Outbox
@@ -376,7 +378,9 @@ def far(outbox_postgres, network) -> Iterator[Place]:
     with Topics(cluster.bootstrap_servers) as topics:
         place = Place(outbox_postgres, topics, proxy.address, slow_commits_count=True)
         yield place
+        # What a test left behind is not the next one's.
         proxy.clear()
+        proxy.release()
         for publisher in place.opened:
             publisher.close()
         for source in place.tables.opened:
@@ -432,7 +436,27 @@ def the_first_markers_commit_is_late(place: Place, late: LateEnd) -> None:
         worker.publisher.close()
         worker.publisher = worker.new_publisher()
         assert worker.join() == {}
+    worker.turn(1)
     late.arrive_in_a_turn_of(worker, 0)
+    work(worker)
+
+
+def only_the_statistics_show_that_a_commit_is_late(place: Place, late: LateEnd) -> None:
+    """The time that it took shows nothing. The count of EndTxn does, before its producer's next turn."""
+    place.slow_commits_count = False
+    worker = joined(place, "a")
+    late.hold()
+    assert worker.turn(1) > 0
+    publisher: Any = worker.publisher
+
+    def counted() -> bool:
+        publisher.serve()
+        return bool(publisher._senders[1].suspicious)
+
+    wait_until(counted, what="librdkafka's statistics")
+    # The other producer's turn.
+    worker.turn(1)
+    late.arrive_in_a_turn_of(worker, 1)
     work(worker)
 
 
@@ -447,6 +471,12 @@ def used_again(patch: pytest.MonkeyPatch) -> None:
         return replace(real(self, batches), renew=False)
 
     patch.setattr(TransactionalPublisher, "publish", publish)
+    # The statistics would show it as well, and each turn would be put off.
+    not_asked_before_a_turn(patch)
+
+
+def not_asked_before_a_turn(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(TransactionalPublisher, "_unfit", lambda _: None)
 
 
 def first_markers_unseen(patch: pytest.MonkeyPatch) -> None:
@@ -458,6 +488,8 @@ def first_markers_unseen(patch: pytest.MonkeyPatch) -> None:
             sender.suspicious = False
 
     patch.setattr(TransactionalPublisher, "_commit", commit)
+    # The statistics would show it as well.
+    not_asked_before_a_turn(patch)
 
 
 LATE_CASES: list[tuple[Callable[[Place, LateEnd], None], Mutate, set[str]]] = [
@@ -467,6 +499,8 @@ LATE_CASES: list[tuple[Callable[[Place, LateEnd], None], Mutate, set[str]]] = [
     (the_first_markers_commit_is_late, as_it_is, set()),
     (the_first_markers_commit_is_late, never_suspicious, {"twice"}),
     (the_first_markers_commit_is_late, first_markers_unseen, {"twice"}),
+    (only_the_statistics_show_that_a_commit_is_late, as_it_is, set()),
+    (only_the_statistics_show_that_a_commit_is_late, not_asked_before_a_turn, {"twice"}),
 ]
 
 
