@@ -8,16 +8,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 from relay import settlement
 from relay.cli import main
 from relay.kafka.transactional import TransactionalPublisher
 from relay.loop import WorkerLoop
+from relay.marker import Marker
 from relay.polling import source as polling
 from relay.polling.source import PollingSource
-from relay.ports import PUBLISHED, Batches, Confirm, Fetched, Receipt, Sent
+from relay.ports import PUBLISHED, Batches, Claim, Confirm, Fetched, Late, Receipt, Sent
 
 
 def marker_first() -> None:
@@ -103,6 +104,26 @@ def let_go_unsettled() -> None:
     WorkerLoop._let_go = let_go  # type: ignore[method-assign]
 
 
+def marker_of_all_claims() -> None:
+    """A lane's marker names all events of the turn, those too that were left out of it."""
+    real = TransactionalPublisher._marker
+
+    def marker(self: Any, lane: int, number: int, claims: Sequence[Claim], _sent: Sequence[Claim]) -> Marker:
+        return real(self, lane, number, claims, claims)
+
+    TransactionalPublisher._marker = marker  # type: ignore[method-assign]
+
+
+def no_halving() -> None:
+    """A turn that was late is tried again as it was."""
+    real = WorkerLoop._narrowed
+
+    def narrowed(self: Any, fetched: Fetched, sent: Sent) -> Sent:
+        return sent if isinstance(sent.failure, Late) else real(self, fetched, sent)
+
+    WorkerLoop._narrowed = narrowed  # type: ignore[method-assign]
+
+
 MUTATIONS: dict[str, Callable[[], None]] = {
     "none": lambda: None,
     "marker_first": marker_first,
@@ -110,6 +131,8 @@ MUTATIONS: dict[str, Callable[[], None]] = {
     "no_flush_barrier": no_flush_barrier,
     "settle_before_ack": settle_before_ack,
     "let_go_unsettled": let_go_unsettled,
+    "marker_of_all_claims": marker_of_all_claims,
+    "no_halving": no_halving,
 }
 
 if __name__ == "__main__":

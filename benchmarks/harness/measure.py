@@ -101,6 +101,18 @@ def threads(pid: int) -> int:
     return _status(pid, "Threads")
 
 
+def waits(pid: int) -> int:
+    """Return how often threads of a process and its children have waited for something, librdkafka's left out."""
+    total = 0
+    for member in _family([pid]):
+        for task in Path(f"/proc/{member}/task").glob("*"):
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+                if not (task / "comm").read_text().startswith("rdk:"):
+                    lines = (task / "status").read_text().splitlines()
+                    total += next((int(line.split()[1]) for line in lines if line.startswith("voluntary_ctxt")), 0)
+    return total
+
+
 def connections(site: Site) -> int:
     """Return the number of sessions on the site's database, walsenders included and this one not."""
     found = site.value(

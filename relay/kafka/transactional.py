@@ -32,9 +32,10 @@ A producer is used again only after a clean commit, and a turn begins only after
 An EndTxn that librdkafka sent twice (an answer was lost) could arrive late and end the producer's *next* transaction in
 the middle, because brokers do not bump the epoch with each transaction for this client (KIP-890 part 2). librdkafka
 repeats EndTxn after ``retry.backoff.ms`` (less 20 % jitter) at least, so a commit that took less time sent it once; and
-its statistics count the requests, as a second witness. A commit is clean when it raised nothing, was faster than that,
-and no more EndTxn were counted than there were commits. After anything else both producers are thrown away, their ids
-are initialized again, and only then it is read from Postgres which lanes are still ours, and their markers.
+its statistics count the requests, as a second witness, which is heard after a turn and before the next one. A commit is
+clean when it raised nothing, was faster than that, and no more EndTxn were counted than there were commits. After
+anything else both producers are thrown away, their ids are initialized again, and only then it is read from Postgres
+which lanes are still ours, and their markers.
 """
 
 from __future__ import annotations
@@ -220,8 +221,8 @@ class TransactionalPublisher:
 
     def publish(self, batches: Batches, confirm: Confirm | None = None) -> Sent:
         """Send the events and a marker for each lane in one transaction, and commit it once that is confirmed."""
-        if self._closed:
-            return Sent({}, Unavailable("this publisher is closed"))
+        if (unfit := self._unfit()) is not None:
+            return unfit
         sender = self._senders[self._turn % len(self._senders)]
         deadline = time.monotonic() + self._delivery_seconds
         try:
@@ -302,6 +303,19 @@ class TransactionalPublisher:
             for lane in batches
         }
         return Sent(receipts, renew=sender.suspicious)
+
+    def _unfit(self) -> Sent | None:
+        """Return the result of a turn that can't be begun: closed, or a commit was not clean, as is known by now."""
+        if self._closed:
+            return Sent({}, Unavailable("this publisher is closed"))
+        # A fatal error comes as an exception; begin_transaction() raises it again.
+        with contextlib.suppress(KafkaException):
+            # Statistics of the last turns may be there only now.
+            self.serve()
+        if any(sender.suspicious for sender in self._senders):
+            self._figures.renewed += 1
+            return Sent({}, renew=True)
+        return None
 
     def _init(self, sender: _TransactionalSender) -> IdBusy | None:
         """Begin with an id; return what keeps the broker from lending it."""

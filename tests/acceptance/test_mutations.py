@@ -14,8 +14,9 @@ from pathlib import Path
 import psutil
 import psycopg
 import pytest
-from support import Load, Unsound, backlog, caught_up, check, drained, owners, wait_until
+from support import Load, Unsound, backlog, caught_up, check, drained, look_up, owners, wait_until
 
+from outbox import Event, Outbox
 from relay.failpoints import VARIABLE
 
 MUTANT = str(Path(__file__).parents[1] / "mutant.py")
@@ -120,6 +121,37 @@ def test_a_relay_that_stops(outbox_postgres, outbox_kafka, outbox_relay, scenari
     outbox_relay(**settings)
     drained(url)
     assert verdict(url, outbox_kafka.consume(topic)) == expected
+
+
+@pytest.mark.parametrize(("mutation", "expected"), [("none", set()), ("marker_of_all_claims", {"lost"})])
+def test_a_kill_after_a_turn_that_left_rows_out(
+    outbox_postgres, outbox_kafka, outbox_relay, scenario, mutation, expected
+):
+    """It is committed and not settled. The next relay deletes what the markers name, and the rest was not published."""
+    url, (kind, topic, settings) = outbox_postgres.url, scenario
+    missing = outbox_kafka.name("Missing")
+    count = 60
+    with psycopg.connect(url) as connection:
+        # Of both kinds in every lane, one after the other.
+        events = [Event(each, f"k{n}", "T", {"n": n}) for n in range(count) for each in (kind, missing)]
+        Outbox().add_many(connection, events)
+    settings = settings | {"create_topics": False, "state_replication": 1}
+    victim = outbox_relay(env={VARIABLE: "txn.committed=kill"}, program=(MUTANT, mutation), **settings)
+    assert victim.wait(40) == -signal.SIGKILL
+    assert backlog(url) == 2 * count
+    there = len(outbox_kafka.consume(topic))
+    assert 0 < there <= count
+    outbox_relay(**settings)
+    left = "SELECT count(*) FROM outbox.events WHERE aggregate_type = %s"
+    wait_until(lambda: look_up(url, left, kind) == [(0,)], 60, "what has a topic to be published")
+    # The topic comes, and with it what waited for it.
+    late = outbox_kafka.create_topic(f"{missing.lower()}-events", 2)
+    drained(url)
+    found = [Counter(message.key().decode() for message in outbox_kafka.consume(each)) for each in (topic, late)]
+    once = Counter(f"k{n}" for n in range(count))
+    assert found[0] == once
+    assert (set() if found[1] == once else {"lost"}) == expected
+    assert found[1] <= once
 
 
 def stop_flushing(url: str) -> None:

@@ -6,8 +6,11 @@ import datetime as dt
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 
+import psycopg
 import pytest
 from proxy import (
     CREATE_TOPICS,
@@ -29,17 +32,21 @@ from support import (
     caught_up,
     check,
     check_at_most_once,
+    drained,
     look_up,
     said_to_be_lost,
     wait_until,
 )
 
+from outbox import Event, Outbox
 from outbox.testing.fixtures import Topics
 from outbox.testing.kafka import KafkaCluster
 from relay.failpoints import VARIABLE
 from relay.kafka import state_topic
 from relay.kafka.state_topic import StateTopic
 from relay.ports import Unavailable
+
+MUTANT = str(Path(__file__).parents[1] / "mutant.py")
 
 
 @pytest.fixture(scope="module")
@@ -213,6 +220,44 @@ def test_an_outage_longer_than_lease_delivery_and_transaction(outbox_postgres, o
     assert repeats <= (0 if delivery == "exactly-once" else 4 * QUICK["relay__batch_size"])
     relay.terminate()
     assert relay.wait() == 0
+
+
+@pytest.mark.parametrize("mutation", ["none", "no_halving"])
+def test_a_batch_that_is_always_late_is_halved_until_it_is_not(
+    outbox_postgres, outbox_relay, network, topics, mutation
+):
+    """Exactly-once, over a way to the broker on which the whole batch takes twice the time there is for it."""
+    _, proxy = network
+    url = outbox_postgres.url
+    kind = topics.name("Order")
+    topic = topics.create_topic(f"{kind.lower()}-events", 1)
+    count, batch, of_a_request, request_seconds, deadline = 320, 40, 5, 0.1, 1.6
+    settings = QUICK | {"delivery": "exactly-once", "name": topics.name("outbox"), "relay__batch_size": batch}
+    settings |= {"relay__max_backoff_seconds": 0.5, "kafka__batch_num_messages": of_a_request}
+    settings["kafka__delivery_timeout_ms"] = int(deadline * 1000)
+    settings["bootstrap_servers"] = proxy.address
+    # A turn is a batch of each of the four lanes, and the answers come one after the other.
+    assert 4 * batch / of_a_request * request_seconds >= 2 * deadline
+    with psycopg.connect(url) as connection:
+        Outbox().add_many(connection, [Event(kind, f"k{n}", "T", {"n": n}) for n in range(count)])
+    lanes = look_up(url, "SELECT count(*) FROM outbox.events GROUP BY lane")
+    assert len(lanes) == 4
+    assert all(number >= batch for (number,) in lanes), lanes
+    proxy.on(PRODUCE, delay_response(request_seconds), times=1_000_000)
+    late = "no acknowledgement within"
+    relay = outbox_relay(program=(MUTANT, mutation), **settings)
+    if mutation == "none":
+        drained(url, 90)
+        # The whole one, and half of it.
+        assert relay.log().count(late) >= 2
+    else:
+        wait_until(lambda: relay.log().count(late) > 4, 90, "some attempts")
+        assert backlog(url) == count
+    relay.terminate()
+    relay.wait()
+    proxy.clear()
+    found = Counter(message.key().decode() for message in topics.consume(topic))
+    assert found == (Counter(f"k{n}" for n in range(count)) if mutation == "none" else Counter())
 
 
 def test_a_state_topic_that_can_not_be_read_is_waited_for(outbox_postgres, outbox_relay, network, topics):

@@ -2,47 +2,76 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
+from collections import Counter
+from collections.abc import Collection, Iterator
 
 import psycopg
 import pytest
 from support import wait_until
 
 from outbox import Event, Outbox
+from outbox.errors import SchemaError
 from outbox.testing.fixtures import PrivatePostgres
-from relay import db
+from relay import db, settlement
 from relay.database import Connector
 from relay.failures import FailurePolicy, Failures
 from relay.lane_hash import lane_of
 from relay.lanes import LaneTable
+from relay.lease import Lease
 from relay.polling import source as polling
 from relay.polling.source import PollingSource
 from relay.ports import PUBLISHED, Batches, LaneBusy, LaneLost, Receipt, Refused, Unavailable
 from relay.routing import Router
 
 LANES = 2
-KEYS = [next(f"k{n}" for n in range(1000) if lane_of("Order", f"k{n}", LANES) == lane) for lane in range(LANES)]
+MANY = 64
 LIMIT = 10
 
 
-class Box:
-    """An outbox of two lanes, and the source of a worker that holds both."""
+def keys_of(lanes: int, each: int) -> list[list[str]]:
+    """Return so many keys of each lane."""
+    found: list[list[str]] = [[] for _ in range(lanes)]
+    numbers = itertools.count()
+    while any(len(keys) < each for keys in found):
+        key = f"k{next(numbers)}"
+        lane = found[lane_of("Order", key, lanes)]
+        if len(lane) < each:
+            lane.append(key)
+    return found
 
-    def __init__(self, database, archive: bool = False) -> None:
+
+KEYS = [keys[0] for keys in keys_of(LANES, 1)]
+
+
+class Box:
+    """An outbox of two lanes or more, and the source of a worker that holds them all."""
+
+    def __init__(self, database, archive: bool = False, lanes: int = LANES) -> None:
         self.database = database
         self.archive = archive
-        db.change_lanes(database.url, LANES)
+        self.lanes = lanes
+        db.change_lanes(database.url, lanes)
         self.admin = psycopg.connect(database.url, autocommit=True)
         with psycopg.connect(database.url, autocommit=True) as connection:
-            self.leases = LaneTable(connection, "outbox", "me", "0", 30.0).acquire(LANES)
+            self.leases = LaneTable(connection, "outbox", "me", "0", 30.0).acquire(lanes)
+        self.opened: list[PollingSource] = []
+        self.source = self.new_source(self.leases)
+
+    def new_source(self, leases: Collection[Lease]) -> PollingSource:
+        """Return a source that holds these lanes."""
         failures = Failures("outbox", FailurePolicy(), Router())
-        self.source = PollingSource(Connector(database.url, "test"), "outbox", failures, archive=archive)
-        for lease in self.leases:
-            self.source.hold(lease)
+        source = PollingSource(Connector(self.database.url, "test"), "outbox", failures, archive=self.archive)
+        self.opened.append(source)
+        for lease in leases:
+            source.hold(lease)
+        return source
 
     def close(self) -> None:
-        self.source.close()
+        for source in self.opened:
+            source.close()
         self.admin.close()
 
     def add(self, *lanes: int, **options: str) -> str:
@@ -59,7 +88,7 @@ class Box:
         self.admin.execute("SELECT pg_logical_emit_message(true, 'other', '')")
 
     def fetch(self, limit: int = LIMIT):
-        return self.source.fetch(dict.fromkeys(range(LANES), limit))
+        return self.source.fetch(dict.fromkeys(range(self.lanes), limit))
 
     def turn(self, limit: int = LIMIT) -> Batches:
         """Publish a turn, and return what it had."""
@@ -70,6 +99,10 @@ class Box:
 
     def left(self) -> int:
         return self.admin.execute("SELECT count(*) FROM outbox.events").fetchone()[0]
+
+    def left_by_lane(self) -> dict[int, int]:
+        found = dict(self.admin.execute("SELECT lane, count(*) FROM outbox.events GROUP BY lane").fetchall())
+        return {lane: found.get(lane, 0) for lane in range(self.lanes)}
 
 
 def published(batches: Batches) -> dict[int, Receipt]:
@@ -128,6 +161,17 @@ def test_what_a_crash_may_repeat_of_a_lane_is_a_batch(box, count):
     assert sorted(fetched.settling) == ([0] if count == 6 else [])
     if count == 7:
         assert box.left() == 8
+
+
+def test_what_a_crash_may_repeat_of_a_lane_is_a_batch_of_the_size_it_has_now(box):
+    """After a turn that was late, batches are half as large: what is published of a lane already counts as before."""
+    box.add(*[0] * 5, 1)
+    box.turn(10)
+    box.add(*[0] * 3, 1)
+    fetched = box.fetch(6)
+    assert len(ids(fetched.batches)) == 4
+    # Three alone are no backlog; with the five that are not settled yet they would be more than a batch.
+    assert (fetched.settling, box.left()) == ((), 4)
 
 
 def test_a_backlog_is_settled_before_more_is_published(box):
@@ -288,3 +332,130 @@ def test_exactly_once_the_turn_before_is_settled_before_the_next_one_is_seen(box
     assert (len(ids(fetched.batches)), fetched.settling, fetched.unconfirmed) == (2, (), True)
     assert box.source.confirm(time.monotonic() + 60) == {}
     assert box.left() == 2
+
+
+# At size
+
+
+@pytest.fixture
+def large(outbox_postgres, monkeypatch) -> Iterator[Box]:
+    monkeypatch.setattr(polling, "_FLUSH_SECONDS", 30.0)
+    box = Box(outbox_postgres, lanes=MANY)
+    yield box
+    box.close()
+
+
+class Lanes:
+    """Turns of half a batch of each of many lanes, and what has been published of them."""
+
+    def __init__(self, box: Box) -> None:
+        self.box = box
+        self.keys = keys_of(box.lanes, LIMIT // 2)
+        self.published: Counter[int] = Counter()
+
+    def add(self, each: int) -> None:
+        """Commit so many events of each lane, of as many keys."""
+        with psycopg.connect(self.box.database.url) as connection:
+            keys = [key for lane in self.keys for key in lane[:each]]
+            Outbox().add_many(connection, [Event("Order", key, "T", {}) for key in keys])
+
+    def publish(self, batches: Batches) -> dict[int, Receipt]:
+        """Publish a turn. What the broker was given before it must not be given again."""
+        self.published.update(ids(batches))
+        assert self.published.most_common(1)[0][1] == 1
+        return published(batches)
+
+
+def test_many_lanes_of_which_one_is_lost_one_locked_and_one_refused_while_a_turn_is_settled(large, monkeypatch):
+    box, lanes = large, Lanes(large)
+    lost, locked, refused = 7, 19, 40
+    others = set(range(MANY)) - {lost, locked, refused}
+    half = LIMIT // 2
+    lanes.add(half)
+    fetched = box.fetch()
+    assert len(ids(fetched.batches)) == MANY * half
+    assert box.source.settle(lanes.publish(fetched.batches)) == {}
+    lanes.add(half)
+    taken: list[Lease] = []
+    reached: list[str] = []
+    with psycopg.connect(box.database.url) as holder:
+
+        def meanwhile(name: str) -> None:
+            """The leases were checked, and the statement that settles the turn before is about to be sent."""
+            if name == "batch.settling" and not reached:
+                reached.append(name)
+                box.admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity' WHERE lane = %s", (lost,))
+                taken.extend(LaneTable(box.admin, "outbox", "another", "0", 600.0).acquire(1))
+                holder.execute("SELECT FROM outbox.lanes WHERE lane = %s FOR UPDATE", (locked,))
+
+        monkeypatch.setattr(settlement, "failpoint", meanwhile)
+        # What was committed is flushed, so that nobody has to wait for that.
+        box.flush()
+        fetched = box.fetch()
+        assert reached
+        assert (fetched.failed, sorted(fetched.settling)) == ({}, list(range(MANY)))
+        assert len(ids(fetched.batches)) == MANY * half
+        receipts = lanes.publish(fetched.batches)
+        *fine, last = fetched.batches[refused]
+        receipts[refused] = Receipt([*((claim, PUBLISHED) for claim in fine), (last, Refused("too large"))])
+        failed = box.source.settle(receipts)
+        assert {lane: type(error) for lane, error in failed.items()} == {lost: LaneLost, locked: LaneBusy}
+        # Of the others the first turn is settled. With what was refused, the second one too.
+        assert box.left_by_lane() == dict.fromkeys(others, half) | {lost: 2 * half, locked: 2 * half, refused: 1}
+    # As the loop does it: a lane that is lost is dropped, and of one that was locked all is settled once more.
+    box.source.drop(lost)
+    pending = box.source.settlement.lanes[locked].pending.claims
+    assert len(pending) == 2 * half
+    assert box.source.settle({locked: Receipt([(claim, PUBLISHED) for claim in pending])}) == {}
+    assert box.source.flush([locked]) == {}
+    # Two more turns, not of the key that waits behind what was refused.
+    for _ in range(2):
+        lanes.add(half - 1)
+        fetched = box.source.fetch(dict.fromkeys(set(range(MANY)) - {lost}, LIMIT))
+        assert fetched.failed == {}
+        assert fetched.batches.keys() == others | {locked, refused}
+        assert box.source.settle(lanes.publish(fetched.batches)) == {}
+    assert box.source.flush(list(range(MANY))) == {}
+    rest = 2 * half + 2 * (half - 1)
+    assert box.left_by_lane() == dict.fromkeys(others | {locked}, 0) | {lost: rest, refused: 1}
+    failures = box.admin.execute("SELECT lane, id FROM outbox.failures").fetchall()
+    assert failures == [(refused, last.position)]
+    # Whoever has the lost lane publishes what was not settled of it again: a batch, and not more.
+    assert [lease.lane for lease in taken] == [lost]
+    again = ids(box.new_source(taken).fetch({lost: 100}).batches)
+    assert len(again) == rest
+    assert len([position for position in again if lanes.published[position]]) == LIMIT
+
+
+def test_many_lanes_of_which_one_can_not_be_settled(large):
+    """One statement settles them all. It fails, nothing of it is there, and a new source settles what can be."""
+    box, lanes = large, Lanes(large)
+    half, stuck = LIMIT // 2, 40
+    box.admin.execute(
+        "CREATE FUNCTION outbox.refuse() RETURNS trigger LANGUAGE plpgsql AS "
+        "'BEGIN RAISE EXCEPTION ''a trigger of the application''; END'"
+    )
+    box.admin.execute(
+        "CREATE TRIGGER refuse BEFORE DELETE ON outbox.events FOR EACH ROW "
+        f"WHEN (OLD.lane = {stuck}) EXECUTE FUNCTION outbox.refuse()"
+    )
+    turns = []
+    lanes.add(half)
+    fetched = box.fetch()
+    assert box.source.settle(lanes.publish(fetched.batches)) == {}
+    turns.append(fetched.batches)
+    lanes.add(half)
+    box.flush()
+    fetched = box.fetch()
+    assert sorted(fetched.settling) == list(range(MANY))
+    turns.append(fetched.batches)
+    with pytest.raises((Unavailable, SchemaError), match="a trigger of the application"):
+        box.source.settle(lanes.publish(fetched.batches))
+    box.source.close()
+    assert box.left_by_lane() == dict.fromkeys(range(MANY), 2 * half)
+    source = box.new_source(box.leases)
+    for lane in set(range(MANY)) - {stuck}:
+        claims = [claim for turn in turns for claim in turn[lane]]
+        assert source.settle({lane: Receipt([(claim, PUBLISHED) for claim in claims])}) == {}
+    assert source.flush(list(range(MANY))) == {}
+    assert box.left_by_lane() == {lane: 2 * half if lane == stuck else 0 for lane in range(MANY)}
