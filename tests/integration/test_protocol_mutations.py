@@ -49,7 +49,7 @@ from relay.lease import Lease
 from relay.polling import low_water_mark
 from relay.polling import source as polling
 from relay.polling.source import PollingSource
-from relay.ports import Batches, LaneLost, Sent, Unavailable
+from relay.ports import Batches, Confirm, LaneLost, Sent, Unavailable
 
 __all__ = ["place"]
 
@@ -467,8 +467,8 @@ def never_suspicious(patch: pytest.MonkeyPatch) -> None:
 def used_again(patch: pytest.MonkeyPatch) -> None:
     real = TransactionalPublisher.publish
 
-    def publish(self: Any, batches: Batches) -> Sent:
-        return replace(real(self, batches), renew=False)
+    def publish(self: Any, batches: Batches, confirm: Confirm | None = None) -> Sent:
+        return replace(real(self, batches, confirm), renew=False)
 
     patch.setattr(TransactionalPublisher, "publish", publish)
     # The statistics would show it as well, and each turn would be put off.
@@ -482,8 +482,8 @@ def not_asked_before_a_turn(patch: pytest.MonkeyPatch) -> None:
 def first_markers_unseen(patch: pytest.MonkeyPatch) -> None:
     real = TransactionalPublisher._commit
 
-    def commit(self: Any, sender: Any, markers: Mapping[int, Any], deadline: float) -> None:
-        real(self, sender, markers, deadline)
+    def commit(self: Any, sender: Any, *what: Any) -> None:
+        real(self, sender, *what)
         if not sender.sent:
             sender.suspicious = False
 
