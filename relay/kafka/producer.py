@@ -359,8 +359,8 @@ class Sender:
         return frozenset(kind for kind, topic in self._topic_of.items() if topic in paused)
 
     def serve(self) -> None:
-        """Serve callbacks. librdkafka queues its statistics until somebody does, without end."""
-        self.producer.poll(0)
+        """Serve callbacks. librdkafka queues its statistics until somebody does, without end. Raises Unavailable."""
+        self._poll(0)
 
     def close(self) -> None:
         """Forget what is queued and in flight."""
@@ -441,9 +441,9 @@ class Sender:
         except KafkaException as error:
             self._on_exception(error)
 
-    def _poll(self) -> None:
+    def _poll(self, seconds: float = _POLL_SECONDS) -> None:
         try:
-            self.producer.poll(_POLL_SECONDS)
+            self.producer.poll(seconds)
         except KafkaException as error:
             self._on_exception(error)
 

@@ -308,10 +308,8 @@ class TransactionalPublisher:
         """Return the result of a turn that can't be begun: closed, or a commit was not clean, as is known by now."""
         if self._closed:
             return Sent({}, Unavailable("this publisher is closed"))
-        # A fatal error comes as an exception; begin_transaction() raises it again.
-        with contextlib.suppress(KafkaException):
-            # Statistics of the last turns may be there only now.
-            self.serve()
+        # Statistics of the last turns may be there only now.
+        self.serve()
         if any(sender.suspicious for sender in self._senders):
             self._figures.renewed += 1
             return Sent({}, renew=True)

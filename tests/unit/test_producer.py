@@ -11,7 +11,7 @@ from typing import Any, cast
 
 import psycopg
 import pytest
-from confluent_kafka import KafkaError
+from confluent_kafka import KafkaError, KafkaException
 from confluent_kafka.admin import TopicMetadata
 
 from outbox.errors import ConfigurationError, SchemaError
@@ -90,6 +90,30 @@ def test_what_was_not_acknowledged_is_said_in_a_sentence():
     dropped = failure_of(2, late=False)
     assert type(dropped) is BrokerUnavailable
     assert str(dropped) == "Kafka: the batch was dropped (4 of 4 events not acknowledged)"
+
+
+class Ended:
+    """A producer that a fatal error ends while nothing is sent: librdkafka says so to whoever polls next."""
+
+    def __init__(self, real: Any) -> None:
+        self.real = real
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.real, name)
+
+    def poll(self, _seconds: float) -> int:
+        raise KafkaException(KafkaError(KafkaError._FENCED, "another has the id", fatal=True))
+
+
+def test_a_fatal_error_while_a_worker_is_idle_fails_its_next_turn_and_not_the_worker():
+    sender = new_sender()
+    sender.producer = cast("Any", Ended(sender.producer))
+    sender.serve()
+    assert sender.failed
+    failure, _ = sender.failure(4)
+    assert isinstance(failure, BrokerUnavailable)
+    assert "another relay has taken a lane over" in str(failure)
+    sender.close()
 
 
 def test_a_failed_marker_is_named_with_its_lane_and_no_event_is_at_fault_for_it():
