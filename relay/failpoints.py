@@ -45,6 +45,7 @@ NAMES: Final = frozenset(
         # one batch, exactly-once
         "txn.begun",
         "txn.marker_sent",
+        "txn.confirmed",
         "txn.committed",
         # the WAL as the source
         "stream.taking_over",

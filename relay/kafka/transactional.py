@@ -378,6 +378,7 @@ class TransactionalPublisher:
         failpoint("batch.acknowledged")
         if confirm is not None and (unconfirmed := confirm(deadline)):
             raise _Unconfirmed(unconfirmed)
+        failpoint("txn.confirmed")
         sender.ends += 1
         started = time.monotonic()
         sender.producer.commit_transaction(max(deadline - started, 0.1))

@@ -45,6 +45,7 @@ EXACTLY_ONCE = [
     "batch.sent",
     "txn.marker_sent",
     "batch.acknowledged",
+    "txn.confirmed",
     "txn.committed",
     "batch.settling",
     "batch.settled",
@@ -114,6 +115,7 @@ def test_stopped_at_every_step_and_woken_after_the_take_over(
         "batch.fetched",
         "txn.begun",
         "txn.marker_sent",
+        "txn.confirmed",
         "txn.committed",
         "batch.settled",
     ]

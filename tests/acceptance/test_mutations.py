@@ -75,12 +75,13 @@ def test_a_kill_between_the_steps(outbox_postgres, outbox_kafka, outbox_relay, s
 def test_a_sleeper_that_wakes_with_a_batch_in_hand(
     outbox_postgres, outbox_kafka, outbox_relay, scenario, mutation, expected
 ):
+    """It sleeps when Postgres has said that the lanes are its own, and before Kafka is told to commit."""
     url, (kind, topic, settings) = outbox_postgres.url, scenario
     # Time enough for what the sleeper sends when it wakes.
     settings = settings | {"relay__lease_seconds": 4.0}
     program = (MUTANT, mutation)
     with Load(url, kind) as load:
-        sleeper = outbox_relay(env={VARIABLE: "batch.fetched=pause@8"}, program=program, **settings)
+        sleeper = outbox_relay(env={VARIABLE: "txn.confirmed=pause@8"}, program=program, **settings)
         wait_until(lambda: psutil.Process(sleeper.pid).status() == psutil.STATUS_STOPPED, what="the relay to stop")
         other = outbox_relay(relay__instance="other", program=program, **settings)
         wait_until(lambda: owners(url) == {"other": 4}, what="the other relay with all lanes")
