@@ -47,6 +47,7 @@ from relay.marker import StateLost
 from relay.ports import (
     BatchRefused,
     Claim,
+    DatabaseUnavailable,
     Fetched,
     LaneLost,
     Late,
@@ -248,15 +249,21 @@ class WorkerLoop:
             if fetched.known:
                 self._succeeded(fine)
             return False
-        sent = self._publisher.publish(fetched.batches, source.confirm if fetched.unconfirmed else None)
+        self._publish(self._publisher, source, fetched, fine)
+        return True
+
+    def _publish(self, publisher: Publisher, source: Source, fetched: Fetched, fine: Collection[int]) -> None:
+        sent = publisher.publish(fetched.batches, source.confirm if fetched.unconfirmed else None)
         if sent.unconfirmed:
             # Nothing of the turn is published: what is still ours is read again.
             if sent.renew:
                 self._close_publisher()
             self._give_up_failed(sent.unconfirmed)
-            return True
+            return
+        if isinstance(sent.failure, DatabaseUnavailable):
+            # Nothing is published either, and the source would wait for what has taken too long.
+            raise sent.failure
         self._settle(source, self._narrowed(fetched, sent), fine, set(fetched.settling))
-        return True
 
     def _take_and_let_go(self) -> None:
         for lease in self._held.leases:

@@ -245,6 +245,7 @@ class _Behind(NamedTuple):
     cursor: psycopg.Cursor[Any]
     lanes: Collection[int]
     asked_at: float
+    missing: Sequence[int]
 
 
 class Settlement:
@@ -363,24 +364,37 @@ class Settlement:
     def begin(self, lanes: Collection[int]) -> None:
         """Begin to settle what is pending of these lanes, in the background: the connection is in use until ``end``."""
         assert self._prepared, "behind a pooler the statement needs a transaction"
+        failpoint("batch.settling")
+        self._behind = self._begin(lanes)
+
+    def _begin(self, lanes: Collection[int], missing: Sequence[int] = ()) -> _Behind:
         cursor = self._connection.cursor()
         query, values = self._statement(lanes)
-        failpoint("batch.settling")
-        self._behind = _Behind(cursor, lanes, time.monotonic())
+        asked_at = time.monotonic()
 
         def execute() -> None:
             cursor.execute(query, values, prepare=True)
 
         self.background.start(execute)
+        return _Behind(cursor, lanes, asked_at, missing)
 
     def end(self, deadline: float | None = None) -> dict[int, OutboxError]:
         """Wait until what ``begin`` began is done; return the lanes that were not held. Safe to call without it.
 
         Raises DatabaseUnavailable at ``deadline``, by time.monotonic(); it may be called again after that.
         """
-        behind = self._behind
-        if behind is None:
+        missing: Sequence[int] | None = None
+        while self._behind is not None:
+            missing = self._end(self._behind, deadline)
+        if missing is None:
             return {}
+        with unavailable_on_error(f"settling {lanes_text(missing)}"):
+            failed = self._why_not(missing)
+        failpoint("batch.settled")
+        return failed
+
+    def _end(self, behind: _Behind, deadline: float | None) -> Sequence[int]:
+        """Wait for a statement; return the lanes that were not held. Others, that have moved, are asked for again."""
         seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         with unavailable_on_error(f"settling {lanes_text(behind.lanes)}"):
             try:
@@ -395,9 +409,12 @@ class Settlement:
                     "to be published next is given up, and read again"
                 )
             self._behind = None
-            failed = self.answered(behind.cursor, behind.lanes, behind.asked_at)
-        failpoint("batch.settled")
-        return failed
+            missing = self._note_held(behind.cursor.fetchall(), behind.lanes, behind.asked_at)
+            moved = self._moved(missing)
+            missing = [*behind.missing, *(lane for lane in missing if lane not in moved)]
+            if moved:
+                self._behind = self._begin(moved, missing)
+        return missing
 
     def overlaps(self, lanes: Collection[int]) -> bool:
         """Return whether turns of these lanes may be published before the ones before them are settled.
@@ -509,17 +526,28 @@ class Settlement:
 
     def _settled(self, rows: Sequence[Any], lanes: Collection[int], asked_at: float) -> dict[int, OutboxError]:
         missing = self._note_held(rows, lanes, asked_at)
-        moved = [lane for lane in missing if self.lanes[lane].by_version]
+        moved = self._moved(missing)
         if moved:
-            # The control loop has prolonged a lease, say. Not for a lock: a locked row is looked for as well.
-            for lane in moved:
-                self.lanes[lane].version = None
             again_at = time.monotonic()
             with self._connection.cursor() as cursor:
                 with self._to_the_index(moved):
                     self.send(cursor, moved)
                 left = self._note_held(cursor.fetchall(), moved, again_at)
             missing = [lane for lane in missing if lane not in moved or lane in left]
+        return self._why_not(missing)
+
+    def _moved(self, missing: Sequence[int]) -> list[int]:
+        """Return those that are to be looked for by their numbers now: their rows are not where they were.
+
+        The control loop has prolonged a lease, say. Not for a lock: a locked row is looked for as well.
+        """
+        moved = [lane for lane in missing if self.lanes[lane].by_version]
+        for lane in moved:
+            self.lanes[lane].version = None
+        return moved
+
+    def _why_not(self, missing: Sequence[int]) -> dict[int, OutboxError]:
+        """Return the reasons of lanes that were not held, but for those that are held when they are tried again."""
         failed = self._reasons(missing) if missing else {}
         busy = [lane for lane, error in failed.items() if isinstance(error, LaneBusy)]
         if busy:

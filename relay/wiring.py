@@ -26,7 +26,7 @@ from relay.config import (
 )
 from relay.database import Connector
 from relay.failures import Failures
-from relay.kafka.fencing import fence
+from relay.kafka.fencing import Fencing
 from relay.kafka.idempotent import IdempotentPublisher
 from relay.kafka.open_transactions import OpenTransactions, TransactionWatch
 from relay.kafka.state_topic import StateTopic
@@ -179,6 +179,7 @@ def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) 
     exact = settings.delivery is Delivery.EXACTLY_ONCE
     # Lanes' rows name the last one, and a publisher that is made anew fences its predecessor.
     bases = [_new_base(settings)]
+    fencing = Fencing(options)
     idempotent = partial(IdempotentPublisher, options, router, topics, settings.ce_source, seconds)
     # An option librdkafka does not know ends the command here, not a turn later.
     idempotent().close()
@@ -192,7 +193,7 @@ def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) 
             settings.ce_source,
             seconds,
             base_id=base_id,
-            takeover=Takeover(store, state, partial(fence, options), settings.name, base_id, abandoned=abandoned),
+            takeover=Takeover(store, state, fencing, settings.name, base_id, abandoned=abandoned),
             lanes=store.lane_count(),
             state=state,
             figures=figures,
@@ -204,7 +205,7 @@ def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) 
         store = source.store
         if not exact:
             return idempotent(
-                takeover=Takeover(store, state, partial(fence, options), settings.name, None),
+                takeover=Takeover(store, state, fencing, settings.name, None),
                 headers=settings.headers,
                 record_offsets=archive,
                 once=settings.delivery is Delivery.AT_MOST_ONCE,

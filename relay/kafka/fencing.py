@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -13,6 +14,8 @@ from relay.ports import BrokerUnavailable, IdBusy
 
 BUSY_SECONDS: Final = 2.0
 """For how long an id is waited for that the broker lends to nobody yet: mostly for much less, or for hours."""
+
+_BUSY_AGAIN_SECONDS: Final = 10.0
 
 # Callbacks and statistics of the relay's own producer: nothing serves them here.
 _NOT_WANTED: Final = frozenset({"statistics.interval.ms", "stats_cb", "error_cb", "on_delivery"})
@@ -44,6 +47,29 @@ def fence(
         raise kind(_explained(error, transactional_id, seconds)) from error
     finally:
         producer.purge()
+
+
+class Fencing:
+    """``fence``, which remembers for a while that an id is busy. Each lane that names it would wait for it again.
+
+    From one thread.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._options = options
+        self._busy: dict[str, tuple[IdBusy, float]] = {}
+
+    def __call__(self, transactional_id: str) -> None:
+        """Fence. Raises as ``fence`` does."""
+        known = self._busy.get(transactional_id)
+        if known is not None and time.monotonic() < known[1]:
+            raise IdBusy(str(known[0]))
+        try:
+            fence(self._options, transactional_id)
+        except IdBusy as busy:
+            self._busy[transactional_id] = (busy, time.monotonic() + _BUSY_AGAIN_SECONDS)
+            raise
+        self._busy.pop(transactional_id, None)
 
 
 def initialize(producer: Producer, seconds: float, busy_seconds: float) -> None:

@@ -289,7 +289,7 @@ class Sender:
             return BatchRefused(next(iter(blamed.values()))), list(blamed)
         if self._late:
             if self._stalled is None:
-                self._stalled = self._topics.stalled(self._unanswered(), seconds)
+                self._stalled = self._topics.stalled(self._unanswered(), seconds, trial=self._trial is not None)
             if self._stalled:
                 topic = self._stalled[0]
                 return TopicUnusable(topic, self._topics.reasons()[topic] + self._lost()), ()

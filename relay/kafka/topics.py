@@ -156,15 +156,19 @@ class Topics:
         with self._lock:
             self._refuse(topic, reason)
 
-    def stalled(self, unanswered: Mapping[str, Unanswered], seconds: float) -> list[str]:
+    def stalled(self, unanswered: Mapping[str, Unanswered], seconds: float, *, trial: bool = False) -> list[str]:
         """Return those of the topics that hold a turn up for themselves; they are unusable from now on.
 
         The others are late: it is the turn that was too large, or the brokers that are slow or away. ``seconds`` is how
-        long the turn could wait; to look takes a part of that at most.
+        long the turn could wait; to look takes a part of that at most. ``trial``: it had less time than others, because
+        of topics that are tried. So nothing is said of the rest.
         """
-        if not unanswered:
-            return []
         with self._lock:
+            if trial:
+                tried = {topic for topic, state in self._unusable.items() if state.stalled}
+                unanswered = {topic: what for topic, what in unanswered.items() if topic in tried}
+            if not unanswered:
+                return []
             reasons = self._blocked(unanswered, min(seconds / 8, _LOOK_SECONDS))
             if reasons is None:
                 return []
@@ -172,12 +176,12 @@ class Topics:
                 if topic in reasons:
                     continue
                 state = self._unusable.get(topic)
-                tried = state if state is not None and state.stalled else None
-                if what.silent and tried is not None:
-                    reasons[topic] = tried.reason
+                known = state if state is not None and state.stalled else None
+                if what.silent and known is not None:
+                    reasons[topic] = known.reason
                 elif what.silent and not what.alone:
                     reasons[topic] = _SILENT.format(topic=topic)
-                elif tried is not None:
+                elif known is not None:
                     # It takes messages, and is to have the time for it that others have.
                     self._usable(topic)
             for topic, reason in reasons.items():

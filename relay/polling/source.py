@@ -388,6 +388,7 @@ class PollingSource:
         self._watch_seconds = 0.0 if self._pooled else watch_seconds
         self._overlaps = overlap and not self._pooled
         self._failed_behind: dict[int, OutboxError] = {}
+        self._unconfirmed: Collection[int] = ()
         self._flush_in_vain_at = -_FLUSH_AGAIN_SECONDS
         self.settlement = Settlement(
             self._connection,
@@ -460,17 +461,24 @@ class PollingSource:
         self._note_sizes(batches)
         if batches:
             failpoint("batch.fetched")
+        self._unconfirmed = batches.keys() if unconfirmed else ()
         if settling or unconfirmed:
             self.settlement.begin(settling or unconfirmed)
         elif self._overlaps and self._worth_reading_ahead(batches, limits) and not failed:
             # Lanes that have joined since are read with the others from now on.
-            self._read_ahead({lane: limits[lane] for lane in self._crowd(limits)}, batches)
+            with unavailable_on_error("reading ahead"):
+                self._read_ahead({lane: limits[lane] for lane in self._crowd(limits)}, batches)
         return Fetched(batches, failed, settling=settling, unconfirmed=bool(unconfirmed))
 
     def confirm(self, deadline: float) -> dict[int, OutboxError]:
-        """Wait until the turn before is settled, and with it these leases are checked and what was read is durable."""
+        """Wait until the turn before is settled, and with it these leases are checked and what was read is durable.
+
+        Lanes that have no events in this turn do not take it back: of those ``settle`` says what has failed.
+        """
         self._end(deadline)
-        return self.finish_settling()
+        failed = {lane: error for lane, error in self._failed_behind.items() if lane in self._unconfirmed}
+        self._failed_behind = {lane: error for lane, error in self._failed_behind.items() if lane not in failed}
+        return failed
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
         """Do not return events of these kinds: their topics can't be written to."""
@@ -775,7 +783,8 @@ class PollingSource:
         """
         claims = self._read_only(limits, self._in_hand())
         batches = by_lane(claims)
-        settled = sorted(batches.keys() | set(self.settlement.unsettled))
+        # What is pending of a lane that was given up is its marker's to settle, when it is taken over again.
+        settled = sorted(batches.keys() | (set(self.settlement.unsettled) & limits.keys()))
         if claims and not self._worth_reading_ahead(batches, limits):
             return claims, {}, settled
         return claims, self.settlement.settle(settled), ()
@@ -1032,7 +1041,8 @@ class PollingSource:
             if cursor.rowcount:
                 dead = self._failures.record(self._connection, lane, refused)
         # Not before the commit: what is rolled back prolongs no lease.
-        failed = settlement.answered(cursor, [lane], asked_at)
+        with unavailable_on_error(f"settling lane {lane}"):
+            failed = settlement.answered(cursor, [lane], asked_at)
         if failed:
             return failed[lane]
         self._lanes[lane].known = False

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 
 import psycopg
+import pytest
 from support import wait_until
 from takeover_support import LANES, Place, Worker, place
 
@@ -122,6 +124,71 @@ def test_a_lane_that_is_locked_takes_the_turn_back(place):
     assert worker.join() == {}
     worker.drain()
     assert place.all_once()
+
+
+def test_a_lane_that_stays_locked_does_not_hold_the_others_up(place):
+    """Its turn is taken back once. After that it is settled by its marker, when it can be taken over again."""
+    worker, first = begun(place)
+    with psycopg.connect(place.tables.url) as other:
+        other.execute("SELECT FROM outbox.lanes WHERE lane = 3 FOR UPDATE")
+        sent = worker.publisher.publish(fetch(worker).batches, worker.source.confirm)
+        assert sent.unconfirmed.keys() == {3}
+        worker.publisher = worker.new_publisher()
+        assert {lane: type(error) for lane, error in worker.join().items()} == {3: LaneBusy}
+        all_leases = worker.leases
+        worker.leases = [lease for lease in all_leases if lease.lane != 3]
+        for _ in range(3):
+            fetched = fetch(worker)
+            assert fetched.unconfirmed
+            sent = worker.publisher.publish(fetched.batches, worker.source.confirm)
+            assert sent.unconfirmed == {}
+            settle(worker, sent)
+            place.add(30)
+        assert readable(place) > first
+    worker.leases = all_leases
+    assert worker.join() == {}
+    worker.drain()
+    assert place.all_once()
+
+
+def test_a_locked_lane_without_new_events_takes_nothing_back(place):
+    worker, first = begun(place)
+    place.tables.run("DELETE FROM outbox.events WHERE lane = 3 AND id > %s", max_id(place, first))
+    gone = place.count - len(place.tables.left())
+    with psycopg.connect(place.tables.url) as other:
+        other.execute("SELECT FROM outbox.lanes WHERE lane = 3 FOR UPDATE")
+        fetched = fetch(worker)
+        assert 3 not in fetched.batches
+        sent = worker.publisher.publish(fetched.batches, worker.source.confirm)
+        assert sent.unconfirmed == {}
+        failed = worker.source.settle(sent.receipts)
+        assert {lane: type(error) for lane, error in failed.items()} == {3: LaneBusy}
+    worker.drain()
+    assert place.read().total() == place.count - gone
+
+
+def max_id(place: Place, count: int) -> int:
+    """Return the highest id of the first events."""
+    return place.tables.run("SELECT max(id) FROM (SELECT id FROM outbox.events ORDER BY id LIMIT %s) AS e", count)[0][0]
+
+
+def test_the_deadline_holds_for_lanes_whose_leases_were_prolonged_meanwhile(place):
+    """Their rows are somewhere else then, and the statement is sent once more."""
+    worker, _ = begun(place)
+    settle(worker, worker.publisher.publish(fetch(worker).batches, worker.source.confirm))
+    place.add(30)
+    place.tables.run("UPDATE outbox.lanes SET lease_until = lease_until + interval '1 s'")
+    with psycopg.connect(place.tables.url) as other:
+        other.execute("SELECT FROM outbox.events ORDER BY id FOR UPDATE")
+        assert fetch(worker).unconfirmed
+        began = time.monotonic()
+        with pytest.raises(DatabaseUnavailable, match="settling"):
+            worker.source.confirm(began + 1.0)
+        # Without the deadline it is the limit for locks that ends it.
+        waited = time.monotonic() - began
+        other.rollback()
+    assert waited < 8
+    assert worker.source.finish_settling() == {}
 
 
 def test_readers_do_not_wait_for_a_database_that_does_not_answer(place):

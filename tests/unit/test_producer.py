@@ -18,9 +18,10 @@ from outbox.errors import ConfigurationError, SchemaError
 from outbox.urls import display_url
 from relay.config import load, producer_options
 from relay.database import Connector, unavailable_on_error
+from relay.kafka import fencing
 from relay.kafka.producer import Sender
 from relay.kafka.topics import Topics, Unanswered
-from relay.ports import BatchRefused, BrokerUnavailable, Claim, Late, Refused, TopicUnusable, Unavailable
+from relay.ports import BatchRefused, BrokerUnavailable, Claim, IdBusy, Late, Refused, TopicUnusable, Unavailable
 from relay.routing import Router
 
 OPTIONS = {"bootstrap.servers": "127.0.0.1:1"}
@@ -424,6 +425,24 @@ def test_an_attempt_that_fails_while_nothing_else_is_sent_is_the_topics_too():
     assert sender.paused() == {("Invoice", False)}
 
 
+def test_an_attempt_says_nothing_of_the_topics_beside_it():
+    """They had less time than a turn has, because of the topic that was tried."""
+    topics = Looked()
+    late_turn(topics, [1, 2, 3])
+    topics.now = 1.0
+    assert topics.paused() == frozenset()
+    sender = Sender(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop")
+    sender.send({0: [claim(0, n, kind) for n, kind in enumerate(["Order", "Invoice", "Refund"], 1)]}, soon())
+    sender.drain(time.monotonic())
+    del sender._failed[3]
+    failure, _ = sender.failure(4)
+    assert isinstance(failure, TopicUnusable)
+    assert failure.topic == "invoice-events"
+    assert sender.paused() == {("Invoice", False)}
+    assert topics.reasons().keys() == {"invoice-events"}
+    sender.close()
+
+
 def test_a_turn_with_a_stalled_topic_ends_early():
     topics = Looked()
     late_turn(topics, [1, 2, 3])
@@ -435,6 +454,27 @@ def test_a_turn_with_a_stalled_topic_ends_early():
     assert time.monotonic() - started < 30
     assert sender.failed
     sender.close()
+
+
+def test_an_id_that_is_busy_is_not_asked_for_again_at_once(monkeypatch):
+    """Every lane that names it would wait for it, and keep the worker's other lanes waiting."""
+    clock = [0.0]
+    asked: list[str] = []
+
+    def ask(_options: Mapping[str, Any], each: str) -> None:
+        asked.append(each)
+        if each == "busy":
+            raise IdBusy("its last transaction can't be ended yet")
+
+    monkeypatch.setattr(fencing, "fence", ask)
+    monkeypatch.setattr(fencing, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    fence = fencing.Fencing(OPTIONS)
+    for now in (0.0, 3.0, 9.9, 10.1):
+        clock[0] = now
+        with pytest.raises(IdBusy, match="can't be ended yet"):
+            fence("busy")
+        fence("well")
+    assert asked == ["busy", "well", "well", "well", "busy", "well"]
 
 
 class Settings(Topics):
