@@ -1226,7 +1226,7 @@ def test_a_turn_holds_no_more_than_its_bytes_and_all_lanes_have_theirs(outboxed)
     turns: list[Batches] = []
     published = Producer.publish
     with pytest.MonkeyPatch.context() as patch, psycopg.connect(box.url) as connection:
-        patch.setattr(Producer, "publish", lambda self, batches: turns.append(batches) or published(self, batches))
+        patch.setattr(Producer, "publish", lambda self, batches, *_: turns.append(batches) or published(self, batches))
         for message in (True, False):
             outbox = Outbox(**box.transport(message=message))
             for number in range(30):
