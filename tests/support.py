@@ -11,12 +11,13 @@ import random
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
 import psycopg
 import pytest
+from confluent_kafka import Message
 from psycopg import sql
 
 from outbox import Event, Outbox
@@ -30,6 +31,18 @@ def order(outbox_kafka):
     """An aggregate type, and its topic of three partitions."""
     kind = outbox_kafka.name("Order")
     return kind, outbox_kafka.create_topic(f"{kind.lower()}-events", 3)
+
+
+def numbers_by_key(messages: Sequence[Message], field: str) -> tuple[dict[str, list[int]], int]:
+    """Return the numbers of a payload field by key, for a reader that drops repeats, and how many repeats there were."""
+    seen: dict[str, list[int]] = defaultdict(list)
+    ids: set[bytes] = set()
+    for message in messages:
+        event_id = dict(message.headers())["ce_id"]
+        if event_id not in ids:
+            ids.add(event_id)
+            seen[message.key().decode()].append(json.loads(message.value())[field])
+    return dict(seen), len(messages) - len(ids)
 
 
 def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "the condition") -> Any:

@@ -269,23 +269,23 @@ class Topics:
         """Return what partitions of the topic lack: those of messages without an answer, or any of them."""
         partitions = [found.partitions[n] for n in what.partitions if n in found.partitions]
         partitions = partitions or list(found.partitions.values())
-        headless = [partition.id for partition in partitions if partition.leader not in brokers]
-        if headless:
-            return f"topic {topic!r} has no leader for {_partitions(headless)}: a broker is away"
-        thin = [partition for partition in partitions if len(partition.isrs) < len(partition.replicas)]
-        if not thin:
+        leaderless = [partition.id for partition in partitions if partition.leader not in brokers]
+        if leaderless:
+            return f"topic {topic!r} has no leader for {_partitions(leaderless)}: a broker is away"
+        under_replicated = [partition for partition in partitions if len(partition.isrs) < len(partition.replicas)]
+        if not under_replicated:
             return None
         needed = self._min_in_sync(topic, seconds)
         if needed is not None:
-            few = [partition.id for partition in thin if len(partition.isrs) < needed]
+            under_min_isr = [partition.id for partition in under_replicated if len(partition.isrs) < needed]
         else:
             # No right to read the topic's settings. Nothing but these waits, so they are what it waits for.
-            few = [partition.id for partition in thin]
-            if what.alone or not what.partitions or len(few) < len(partitions):
+            under_min_isr = [partition.id for partition in under_replicated]
+            if what.alone or not what.partitions or len(under_min_isr) < len(partitions):
                 return None
-        if not few:
+        if not under_min_isr:
             return None
-        return f"topic {topic!r} has too few replicas in sync for {_partitions(few)}: a broker is away"
+        return f"topic {topic!r} has too few replicas in sync for {_partitions(under_min_isr)}: a broker is away"
 
     def _min_in_sync(self, topic: str, seconds: float) -> int | None:
         """Return the topic's min.insync.replicas; None when the broker does not tell."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
-from support import drained, logged, look_up, wait_until
+from support import drained, logged, look_up, numbers_by_key, wait_until
 from wal_support import to_wal
 
 from outbox import Event, Outbox
@@ -56,18 +54,6 @@ def add(url: str, events: Sequence[Event], **options: Any) -> None:
 def events(kind: str, sizes: range, keys: int = 40) -> list[Event]:
     """So many events of each of the keys, numbered."""
     return [Event(kind, f"k{key}", "Counted", {"seq": seq}) for seq in sizes for key in range(keys)]
-
-
-def numbers(messages: Sequence[Any]) -> tuple[dict[str, list[int]], int]:
-    """The numbers of a topic's events by key for a reader that drops repeats; and how many repeats there were."""
-    seen: dict[str, list[int]] = defaultdict(list)
-    ids: set[bytes] = set()
-    for message in messages:
-        event_id = dict(message.headers())["ce_id"]
-        if event_id not in ids:
-            ids.add(event_id)
-            seen[message.key().decode()].append(json.loads(message.value())["seq"])
-    return dict(seen), len(messages) - len(ids)
 
 
 # How a topic is stuck while broker 1 is away: its partitions' replicas, how many must be in sync, what is said of it.
@@ -147,7 +133,7 @@ def test_a_topic_that_takes_nothing_waits_and_others_go_on(
         for what in (UNUSABLE, USABLE):
             assert [line["topic"] for line in logged(relay, what)].count(stuck) == 1
         for kind, count in ((STUCK, 44), *((kind, 62) for kind in HEALTHY)):
-            seen, repeats = numbers(topics.consume(f"{kinds[kind].lower()}-events"))
+            seen, repeats = numbers_by_key(topics.consume(f"{kinds[kind].lower()}-events"), "seq")
             assert seen == {f"k{key}": list(range(count)) for key in range(40)}
             if delivery == "exactly-once":
                 assert repeats == 0

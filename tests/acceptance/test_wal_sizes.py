@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import json
-from collections import defaultdict
-from typing import Any
-
 import psycopg
 import pytest
-from support import Crashes, backlog, drained, order, wait_until
+from support import Crashes, backlog, drained, numbers_by_key, order, wait_until
 from wal_support import streaming, to_wal, wal
 
 from outbox import Event, Outbox
@@ -33,18 +29,6 @@ def write(url: str, kind: str, first: int, last: int) -> None:
             )
 
 
-def numbers(messages: list[Any]) -> tuple[dict[str, list[int]], int]:
-    """Return the numbers of each key in order, the first time each came, and how many came again."""
-    seen: dict[str, list[int]] = defaultdict(list)
-    ids: set[bytes] = set()
-    for message in messages:
-        event_id = dict(message.headers())["ce_id"]
-        if event_id not in ids:
-            ids.add(event_id)
-            seen[message.key().decode()].append(json.loads(message.value())["n"])
-    return seen, len(messages) - len(ids)
-
-
 @pytest.mark.parametrize("delivery", DELIVERIES)
 @pytest.mark.parametrize("lanes", [4, 64])
 def test_many_events_over_many_lanes_with_a_kill_in_the_middle(
@@ -66,7 +50,7 @@ def test_many_events_over_many_lanes_with_a_kill_in_the_middle(
     drained(url, 120)
     relay.terminate()
     assert relay.wait() == 0
-    seen, repeats = numbers(list(outbox_kafka.consume(topic)))
+    seen, repeats = numbers_by_key(outbox_kafka.consume(topic), "n")
     assert dict(seen) == {f"k{key}": list(range(key, 30_000, KEYS)) for key in range(KEYS)}
     # What one turn has at most: 2,000 of a lane, and of four lanes' worth over all.
     assert repeats <= (8000 if delivery == "at-least-once" else 0)
@@ -96,6 +80,6 @@ def test_large_events(outbox_postgres, outbox_kafka, outbox_relay, wal, order, d
     relay.terminate()
     assert relay.wait() == 0
     assert '"event": "waiting for a server"' not in relay.log()[said:]
-    seen, repeats = numbers(list(outbox_kafka.consume(topic)))
+    seen, repeats = numbers_by_key(outbox_kafka.consume(topic), "n")
     assert dict(seen) == {f"k{key}": list(range(key, count, 10)) for key in range(10)}
     assert repeats == 0

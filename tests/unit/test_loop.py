@@ -105,7 +105,7 @@ class Table:
     behind: bool = False
     """Whether a turn is settled while the next one is published, as long as there is one."""
     unconfirmed: bool = False
-    """Whether a turn is sent before the one before is settled, and published after that."""
+    """A turn is sent before the one before is settled, and published after that."""
     fail_confirm: list[OutboxError] = field(default_factory=list)
     ended: list[int] = field(default_factory=list)
     on_wait: Callable[[Collection[int]], None] = lambda _: None
