@@ -34,7 +34,7 @@ def order(outbox_kafka):
 
 
 def numbers_by_key(messages: Sequence[Message], field: str) -> tuple[dict[str, list[int]], int]:
-    """Return the numbers of a payload field by key, for a reader that drops repeats, and how many repeats there were."""
+    """Return the numbers of a payload field by key, for a reader that drops repeats, and how many were repeated."""
     seen: dict[str, list[int]] = defaultdict(list)
     ids: set[bytes] = set()
     for message in messages:
