@@ -129,7 +129,7 @@ _STATEMENT_SECONDS: Final = 120
 _IDLE_SECONDS: Final = 10
 
 _LIMITS: Final = "SELECT set_config('lock_timeout', %s, %s), set_config('statement_timeout', %s, %s)"
-_IDLE_LIMIT: Final = "SELECT set_config('idle_in_transaction_session_timeout', %s, true)"
+_LIMITS_AND_IDLE: Final = _LIMITS + ", set_config('idle_in_transaction_session_timeout', %s, true)"
 
 
 class RelayConnection(psycopg.Connection[Any]):
@@ -150,8 +150,7 @@ class RelayConnection(psycopg.Connection[Any]):
             self._depth += 1
             try:
                 if self.limits_transactions and self._depth == 1:
-                    self.execute(_LIMITS, _limits(local=True))
-                    self.execute(_IDLE_LIMIT, (f"{_IDLE_SECONDS}s",))
+                    self.execute(_LIMITS_AND_IDLE, (*_limits(local=True), f"{_IDLE_SECONDS}s"))
                 yield transaction
             finally:
                 self._depth -= 1
