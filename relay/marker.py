@@ -24,7 +24,7 @@ from __future__ import annotations
 
 import base64
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, Final
@@ -32,7 +32,7 @@ from typing import Any, Final
 import orjson
 
 from outbox.errors import OutboxError
-from relay.ports import At
+from relay.ports import At, has_row
 
 _VERSION: Final = 1
 
@@ -55,8 +55,8 @@ class Marker:
 
     ``positions`` are the rows' ids and ``event_ids`` (as text, in the same order) guard against an id that was used
     again. ``system_identifier`` and ``timeline`` say which Postgres they were read from. Of events that came from the
-    WAL, ``stream`` is where the last one stands of which all before it are done with; a negative position is an event
-    without a row. ``writer`` is what the transactional ids begin with under which it was written, if that is known.
+    WAL, ``stream`` is where the last one stands of which all before it are done with; some of them may have no row,
+    see ``has_row``. ``writer`` is what the transactional ids begin with under which it was written, if that is known.
     """
 
     batch: int
@@ -67,6 +67,19 @@ class Marker:
     event_ids: Sequence[str] = ()
     stream: At | None = None
     writer: str | None = None
+
+    @property
+    def rows(self) -> list[tuple[int, str]]:
+        """Return the row's id and the event id of each event that has a row."""
+        return [(place, event_id) for place, event_id in self._named() if has_row(place)]
+
+    @property
+    def without_row(self) -> list[tuple[int, str]]:
+        """Return the number and the event id of each event that was written as a message."""
+        return [(place, event_id) for place, event_id in self._named() if not has_row(place)]
+
+    def _named(self) -> Iterable[tuple[int, str]]:
+        return zip(self.positions, self.event_ids, strict=True)
 
     def encode(self) -> bytes:
         """Return the record's value: JSON, positions as differences, event ids as base64 of 16 bytes each."""

@@ -35,6 +35,11 @@ def up_to(at: At, end_lsn: int) -> At:
     return at if at.commit_lsn < end_lsn else At(end_lsn - 1, 2**31 - 1, 0)
 
 
+def has_row(position: int) -> bool:
+    """Return whether a position is a row's id. An event that was written as a message has a negative number instead."""
+    return position > 0
+
+
 class Claim(NamedTuple):
     """One event taken from a source, and where it stood there.
 
@@ -58,7 +63,7 @@ class Claim(NamedTuple):
     @property
     def has_row(self) -> bool:
         """Return whether the event is a row of ``events``. One that was written as a message has none."""
-        return self.position > 0
+        return has_row(self.position)
 
 
 class Published(NamedTuple):

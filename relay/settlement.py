@@ -187,7 +187,7 @@ class Pending:
         """Return what is to be settled after this receipt."""
         results: Sequence[tuple[Claim, Any]] = receipt.results
         done = [result for result in results if isinstance(result[1], Published)]
-        rows = [result for result in done if result[0].position > 0]
+        rows = [result for result in done if result[0].has_row]
         return Pending(
             [claim for claim, _ in rows],
             [place for _, place in rows],

@@ -136,7 +136,7 @@ class Channel:
         """Return whether the event is new to this lane."""
         assert claim.at is not None
         # A row may bear the id of an event that was published before: a replay does.
-        return claim.at[:2] > self._resume and (claim.position > 0 or claim.event_id not in self._repeated)
+        return claim.at[:2] > self._resume and (claim.has_row or claim.event_id not in self._repeated)
 
     def put(self, claims: Sequence[Claim]) -> None:
         """Add events, in order."""

@@ -621,8 +621,7 @@ class StreamSource:
             repeated = lane.published
             if lane.marker is not None:
                 # Of what stands behind the marker's own position, the rows are settled; the others have only their ids.
-                pairs = zip(lane.marker.positions, lane.marker.event_ids, strict=True)
-                repeated = [event_id for position, event_id in pairs if position < 0]
+                repeated = [event_id for _, event_id in lane.marker.without_row]
             published = None
             if lane.marker is not None and lane.marker.stream is not None:
                 published = lane.marker.timeline, lane.marker.stream.commit_lsn

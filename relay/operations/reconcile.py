@@ -402,8 +402,7 @@ class Reconciler:
 
     def _gone(self, lane: int, marker: Marker) -> int:
         """Return how many of the rows that a marker names are not in the outbox."""
-        # A negative position is an event without a row.
-        named = [pair for pair in zip(marker.positions, marker.event_ids, strict=True) if pair[0] > 0]
+        named = marker.rows
         values = {"lane": lane, "ids": [id_ for id_, _ in named], "event_ids": [event_id for _, event_id in named]}
         [(gone,)] = self._run(_GONE, values, "looking for the marker's rows")
         return int(gone)
@@ -671,8 +670,7 @@ class Reconciler:
             here = seen[lane]
             names: list[tuple[int, str]] = []
             if last is not None and last.system_identifier == here.system:
-                pairs = zip(last.positions, last.event_ids, strict=True)
-                names = [(place, event_id) for place, event_id in pairs if place < 0]
+                names = last.without_row
             fresh[lane] = Marker(
                 max(state.next_batch, here.last_batch or 0, 0 if last is None else last.batch + 1),
                 holding.epochs[lane],

@@ -1016,7 +1016,7 @@ class PollingSource:
             state.due = 1 if refused else min(state.due * 2, _MOST_DUE)
 
     def _settle_marker(self, lane: int, last_batch: int | None, adopted: Marker) -> None:
-        rows = [(n, text) for n, text in zip(adopted.positions, adopted.event_ids, strict=True) if n > 0]
+        rows = adopted.rows
         ids = [n for n, _ in rows]
         gone = self._connection.execute(
             self._queries.settle_marker, {"lane": lane, "ids": ids, "event_ids": [text for _, text in rows]}
