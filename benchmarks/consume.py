@@ -34,6 +34,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+# relay.py beside this file is called like the package: the folder above comes first.
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
 import orjson
 import psycopg
 from confluent_kafka import Consumer, Producer, TopicPartition

@@ -58,6 +58,8 @@ _SETTINGS: Final[Mapping[str, Any]] = {
     # What is read ahead beyond the range is read again by whoever gets the next one.
     "fetch.message.max.bytes": 2 * 1024 * 1024,
     "queued.max.messages.kbytes": 8 * 1024,
+    # With a full queue librdkafka rests for a second, unless it is told otherwise.
+    "fetch.queue.backoff.ms": 5,
 }
 
 
