@@ -18,6 +18,7 @@ read once more, whole, and the next attempt of those ranges puts them aside in t
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -51,6 +52,7 @@ RETRIED_AT_ONCE: Final = 100
 """Dead letters in one transaction; the driver holds them whole, so not too many."""
 FAILED_ALONE: Final = 3
 """So many dead letters may end the effect in one round, each tried alone: then new messages come first."""
+_PLACES: Final = "topic string, partition int, offset long"
 _AGAIN: Final = frozenset({"roundabout", "uncopyable", "culprits"})
 _ERRORS: Final[dict[str, type[ConsumerError]]] = {
     "fenced": Fenced,
@@ -274,8 +276,10 @@ class Rounds:
 
     def _few(self, span: Span) -> bool:
         """Return whether a Spark job would cost more than what it does. Functions of the job's own run in executors."""
-        plain = isinstance(self._job.effect, str | Insert | Upsert)
-        return plain and sum(one.end - one.start for one in span.ranges.values()) <= self._reading.few
+        return isinstance(self._job.effect, str | Insert | Upsert) and self._short(span)
+
+    def _short(self, span: Span) -> bool:
+        return sum(one.end - one.start for one in span.ranges.values()) <= self._reading.few
 
     def _by_ranges(self, span: Span, do: OfRange, schema: str) -> DataFrame:
         """Return what a function makes of each range, one task for each."""
@@ -471,19 +475,27 @@ class Rounds:
         """Find the messages of these keys; of one with a place those that come after it."""
         if not keys:
             return
-        found_behind = "topic string, partition int, offset long"
-        if self._late is not None:
-            without = {partition: _offsets_of(state.letters(partition)) for partition in span.ranges}
-            rows = self._by_ranges(
-                span, functools.partial(_behind_in, self._late, keys, dict(span.ranges), without), found_behind
-            )
-        else:
+        most = self._job.max_dead + 1
+        places: Iterable[Any]
+        if self._late is None:
             rows = spark.chosen(self._source(span), self._job, state.dead).select("topic", "partition", "offset", "key")
-            rows = rows.mapInArrow(lambda batches: behind(keys, batches), found_behind)
-        # Not before: messages in front of the dead letter must not use it up.
-        rows = rows.limit(self._job.max_dead + 1)
+            # Not before: messages in front of the dead letter must not use the limit up.
+            places = rows.mapInArrow(lambda batches: behind(keys, batches), _PLACES).limit(most).collect()
+        else:
+            without = {partition: _offsets_of(state.letters(partition)) for partition in span.ranges}
+            find = functools.partial(_behind_in, self._late, keys, dict(span.ranges), without)
+            if self._short(span):
+                with kept(self._reading.tasks) as reader:
+                    found_here = [
+                        zip(*batch.to_pydict().values(), strict=True)
+                        for part in span.ranges
+                        for batch in find(reader, part)
+                    ]
+                places = itertools.chain.from_iterable(found_here)
+            else:
+                places = self._by_ranges(span, find, _PLACES).limit(most).collect()
         why = "an earlier message of its key is a dead letter"
-        found = {place: Culprit(place, "behind", why) for place in map(tuple, rows.collect())}
+        found = {place: Culprit(place, "behind", why) for place in map(tuple, places)}
         if found:
             self._check_number(state, len(found), "behind other dead letters")
             state.dead |= self._read_whole(span, found)

@@ -1,0 +1,143 @@
+"""Small rounds run in the driver, large ones and functions in executors; what comes of them is the same."""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from bench import Bench
+from support import wait_until
+from uuid_utils.compat import uuid7
+
+from spark_jobs import reader, rounds
+from spark_jobs.effects import Insert
+from spark_jobs.job import ConsumerJob
+
+pytestmark = pytest.mark.spark
+
+SETUP = "CREATE TABLE IF NOT EXISTS seen (n int CHECK (n <> 13), at bigint, part int, pid int)"
+SQL = "INSERT INTO seen SELECT n, message_offset, message_part FROM batch ORDER BY message_part, message_offset"
+
+
+@pytest.fixture
+def jobs_of_spark(monkeypatch) -> list[int]:
+    """How many Spark jobs rounds have started to read ranges."""
+    started: list[int] = []
+    real = rounds.Rounds._by_ranges
+
+    def counted(self: Any, *arguments: Any) -> Any:
+        started.append(1)
+        return real(self, *arguments)
+
+    monkeypatch.setattr(rounds.Rounds, "_by_ranges", counted)
+    return started
+
+
+def send_everything(bench: Bench) -> None:
+    """Send what can be the matter with messages: in both partitions, with the same numbers each time."""
+    producer = bench.producer()
+    values: list[tuple[int | bytes | None, str, int | None]] = [
+        (1, "a", 1),
+        (2, "b", 2),
+        (1, "a", 1),
+        (b"no JSON", "c", 3),
+        (3, "c", 4),
+        (None, "a", 5),
+        (13, "d", 6),
+        (4, "d", 7),
+        (5, "e", None),
+        (b'{"n":"text"}', "f", 8),
+        (2**40, "g", 9),
+        (6, "g", 10),
+    ]
+    for part in range(2):
+        # A repeat is in the partition of what it repeats.
+        ids = [str(uuid7()).encode() for _ in range(11)]
+        for value, key, number in values:
+            given = json.dumps({"n": value}).encode() if isinstance(value, int) else value
+            headers: Any = [] if number is None else [("ce_id", ids[number])]
+            producer.produce(bench.topic, given, f"{key}{part}", partition=part, headers=headers)
+    assert producer.flush(30) == 0
+
+
+def outcome(bench: Bench, job: ConsumerJob, **options: Any) -> dict[str, Any]:
+    """Run the job over all messages in a group of its own, and return everything that it left in the sink."""
+    bench.run("DROP TABLE IF EXISTS seen; TRUNCATE consumer.processed_messages, consumer.dead_letters")
+    totals = bench.once(job, **options)
+    return {
+        "totals": (totals.read, totals.applied, totals.duplicates, totals.dead),
+        "seen": bench.rows("SELECT part, at, n FROM seen ORDER BY part, at, n"),
+        "offsets": bench.rows(
+            "SELECT part, next_offset, applied, duplicates, dead FROM consumer.offsets "
+            f"WHERE grp = '{job.group}' ORDER BY part"
+        ),
+        "dead": bench.rows(
+            "SELECT part, message_offset, reason, error, message_id, message_key, message_value, message_headers, "
+            "message_time FROM consumer.dead_letters ORDER BY part, message_offset"
+        ),
+    }
+
+
+@pytest.mark.parametrize("keep_order", [False, True])
+@pytest.mark.parametrize("effect", [SQL, Insert("seen", {"n": "n", "at": "message_offset", "part": "message_part"})])
+def test_the_driver_does_what_executors_do(bench, jobs_of_spark, effect, keep_order):
+    send_everything(bench)
+    job = ConsumerJob("one", (bench.topic,), effect, schema="n int", setup=SETUP, keep_order=keep_order)
+    here = outcome(bench, job)
+    in_driver = len(jobs_of_spark)
+    there = outcome(bench, replace(job, group="two"), driver_records=0)
+    by_spark = outcome(bench, replace(job, group="three", transform=lambda rows: rows))
+    assert len(jobs_of_spark) > in_driver
+    assert in_driver == 0
+    assert here == there == by_spark
+    assert {row[2] for row in here["dead"]} == {"undecodable", "failed", "no-id"} | (
+        {"behind"} if keep_order else set()
+    )
+    # Of 12: the repeat, and five that are dead by themselves; with keep_order also what is behind three of these.
+    dead = 8 if keep_order else 5
+    assert [row[1:] for row in here["offsets"]] == [(12, 11 - dead, 1, dead)] * 2
+
+
+def test_functions_run_in_executors(bench, jobs_of_spark):
+    def effect(cursor: Any, rows: Any) -> None:
+        for n in rows.column("n").to_pylist():
+            cursor.execute("INSERT INTO seen (n, pid) VALUES (%s, %s)", (n, os.getpid()))
+
+    bench.send_raw(b'{"n":1}', [("ce_id", str(uuid7()).encode())])
+    totals = bench.once(ConsumerJob("function", (bench.topic,), effect, schema="n int", setup=SETUP))
+    assert (totals.applied, len(jobs_of_spark)) == (1, 1)
+    ((pid,),) = bench.rows("SELECT pid FROM seen")
+    assert pid not in {None, os.getpid()}
+
+
+def test_few_messages_that_are_large_are_left_to_executors(bench, jobs_of_spark, monkeypatch):
+    monkeypatch.setattr(reader, "_MOST_BYTES", 20_000_000)
+    producer = bench.producer()
+    for number in range(30):
+        value = json.dumps({"n": 100 + number, "pad": "x" * 900_000}).encode()
+        producer.produce(bench.topic, value, partition=0, headers=[("ce_id", str(uuid7()).encode())])
+    assert producer.flush(30) == 0
+    totals = bench.once(ConsumerJob("large", (bench.topic,), SQL, schema="n int", setup=SETUP))
+    assert (totals.applied, len(jobs_of_spark)) == (30, 1)
+    assert bench.rows("SELECT count(DISTINCT n) FROM seen") == [(30,)]
+
+
+def test_an_idle_driver_hears_of_new_messages_at_once(bench):
+    """Each round begins when Kafka has something, not when the driver looks into the sink the next time."""
+    job = ConsumerJob("idle", (bench.topic,), SQL, schema="n int", setup=SETUP)
+    runner = bench.runner(job)
+    stop = threading.Event()
+    thread = threading.Thread(target=runner.continuous, args=(stop,))
+    thread.start()
+    try:
+        for number in range(5):
+            bench.send_raw(b'{"n":%d}' % number, [("ce_id", str(uuid7()).encode())])
+            wait_until(lambda there=number + 1: runner.totals.applied == there, what="the message")
+    finally:
+        stop.set()
+        thread.join(30)
+    assert bench.rows("SELECT n FROM seen ORDER BY n") == [(number,) for number in range(5)]
