@@ -1,15 +1,19 @@
 """How fast one consumer job empties a topic into a table, beside what people would otherwise run.
 
-    python benchmarks/consume.py [--events 500000] [--rounds 2]
+    python benchmarks/consume.py [--events 500000] [--rounds 2] [--only throughput | latency]
 
-All read the same topic (JSON of about 740 bytes, 5,000 keys, 4 partitions) into tables of the same columns, in one
-session with local[2]:
+Throughput. All read the same topic (JSON of about 740 bytes, 5,000 keys, 4 partitions) into tables of the same columns,
+in one session with local[2]:
 
 - dedup: our consumer as it comes: each event's row, id and offset in one transaction.
 - without: the same without remembering ids: what dedup costs.
 - append: Spark's own way, foreachBatch and a JDBC append: batchsize 10,000, reWriteBatchedInserts. May repeat rows.
 - tuned: the same with our options for Kafka's reader.
 - loop: confluent-kafka and psycopg, COPY and a commit each 10,000 messages, in one process. May repeat rows.
+
+Latency. ``--continuous`` with dedup, warm: from the timestamp of a message, which its producer gave it, to the COMMIT
+of its row (track_commit_timestamp); for rounds of 10 messages, and at 1,000 messages a second. Then what an empty
+topic costs: transactions and connections a second.
 
 The ratios are the figures; rows a second depend on the machine. The reader is warmed up on other messages first.
 ``python benchmarks/consume.py lock`` writes jars.lock, the JDBC driver's checksum, anew.
@@ -29,6 +33,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+# relay.py beside this file is called like the package: the folder above comes first.
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import orjson
 import psycopg
@@ -174,18 +181,97 @@ def loop(place: Place, topic: str, table: str, events: int) -> float:
     return seconds
 
 
+def latency(place: Place, topic: str) -> dict[str, Any]:
+    """Measure a driver that runs all the time. Returns milliseconds, and what an idle second costs."""
+    stop = threading.Event()
+    effect = Insert("latency", {"n": "n", "sent": "message_time"})
+    job = ConsumerJob(group="latency", topics=[topic], schema="n long", effect=effect)
+    runner = Runner(place.spark, job, Options(place.url, {"bootstrap.servers": place.kafka}), lambda *_: None)
+    thread = threading.Thread(target=runner.continuous, args=(stop,))
+    producer = Producer({"bootstrap.servers": place.kafka, "linger.ms": 0, "acks": "all"})
+    sent = 0
+
+    def send(count: int) -> None:
+        nonlocal sent
+        for number in range(sent, sent + count):
+            headers: Any = [("ce_id", str(uuid7()).encode())]
+            producer.produce(topic, b'{"n":%d}' % number, b"%d" % (number % KEYS), headers=headers)
+        sent += count
+
+    with psycopg.connect(place.url, autocommit=True) as connection:
+        connection.execute("CREATE TABLE latency (n bigint, sent timestamptz)")
+
+        def arrived() -> None:
+            while connection.execute("SELECT count(*) FROM latency").fetchone() != (sent,):
+                time.sleep(0.01)
+
+        def taken(after: int) -> list[float]:
+            query = (
+                "SELECT extract(epoch FROM max(pg_xact_commit_timestamp(xmin)) - sent)::float8 * 1000 FROM latency "
+                "WHERE n >= %s GROUP BY n, sent ORDER BY 1"
+            )
+            return [row[0] for row in connection.execute(query, (after,))]
+
+        def counted() -> tuple[int, int]:
+            row = connection.execute(
+                "SELECT xact_commit + xact_rollback, sessions FROM pg_stat_database WHERE datname = current_database()"
+            ).fetchone()
+            assert row is not None
+            return int(row[0]), int(row[1])
+
+        thread.start()
+        for _ in range(5):
+            send(200)
+            producer.flush(30)
+            arrived()
+        small: list[float] = []
+        for _ in range(40):
+            first = sent
+            send(10)
+            producer.flush(30)
+            arrived()
+            small.append(taken(first)[-1])
+            time.sleep(0.3)
+        first, began = sent, time.perf_counter()
+        while (passed := time.perf_counter() - began) < 30:
+            send(max(0, int(passed * 1000) - (sent - first)))
+            producer.poll(0)
+            time.sleep(0.002)
+        producer.flush(30)
+        arrived()
+        steady = taken(first + 2000)
+        time.sleep(3)
+        before, began = counted(), time.perf_counter()
+        time.sleep(20)
+        after, seconds = counted(), time.perf_counter() - began
+        stop.set()
+        thread.join()
+        connection.execute("DROP TABLE latency")
+    small.sort()
+    return {
+        "ten_p50_ms": round(statistics.median(small), 1),
+        "ten_max_ms": round(small[-1], 1),
+        "steady_p50_ms": round(statistics.median(steady), 1),
+        "steady_p99_ms": round(steady[len(steady) * 99 // 100], 1),
+        "idle_transactions_per_second": round((after[0] - before[0]) / seconds, 1),
+        "idle_connections_per_second": round((after[1] - before[1]) / seconds, 1),
+    }
+
+
 def main() -> None:
     """Run, print a table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--events", type=int, default=500_000)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--only", choices=["throughput", "latency"])
     options = parser.parse_args()
     driver = jars.fetch("jdbc", lock=LOCK)
     spark = spark_session.start("bench", jars=[*jars.fetch("spark-kafka"), *driver])
+    settings = {"track_commit_timestamp": "on"}
     others = ("append", "tuned", "without", "loop")
     table = Table("round", "dedup", "without", "append", "tuned", "loop", *(f"dedup/{other}" for other in others))
     ratios: dict[str, list[float]] = defaultdict(list)
-    with PostgresServer() as server, KafkaCluster() as cluster:
+    with PostgresServer(settings=settings) as server, KafkaCluster() as cluster:
         url = server.create_database("bench")
         db.upgrade_consumer(url)
         host = psycopg.conninfo.conninfo_to_dict(url)
@@ -196,6 +282,12 @@ def main() -> None:
         place = Place(spark, url, jdbc, cluster.bootstrap_servers)
         topics = Topics(cluster.bootstrap_servers)
         warm, topic = topics.create_topic("warm", PARTITIONS), topics.create_topic("events", PARTITIONS)
+        if options.only != "throughput":
+            found = latency(place, topics.create_topic("latency", PARTITIONS))
+            print(orjson.dumps(found).decode(), flush=True)
+        if options.only == "latency":
+            spark.stop()
+            return
         fill(place.kafka, warm, 50_000)
         fill(place.kafka, topic, options.events)
 

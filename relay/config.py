@@ -126,6 +126,8 @@ class ConsumerSettings(BaseModel):
 
     keep_days: int = Field(14, ge=1, le=3650)
     """Ids of applied messages are remembered for so many whole days: longer than Kafka keeps the messages."""
+    driver_records: int = Field(2_000, ge=0, le=100_000)
+    """Rounds of up to so many messages run in the driver, without a Spark job; 0 leaves all rounds to the executors."""
     metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=_ADDRESS)
     """Answer Prometheus there: ``host:port``. Not at all, if not given."""
 

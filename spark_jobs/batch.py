@@ -300,7 +300,7 @@ def _kept(applying: Applying, messages: set[Place]) -> set[Place]:
     return messages if applying.count() else set()
 
 
-def _stage(plan: _StagePlan, batches: TaskInput) -> Iterator[pa.RecordBatch]:
+def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Be the function of mapInArrow: COPY one partition's rows, under a name that no other attempt has."""
     import pyarrow as pa
 

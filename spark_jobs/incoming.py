@@ -1,30 +1,78 @@
-"""Kafka's columns to those of META, for rows that Spark hands to the task as they are.
+"""Kafka's messages to the columns of META, for jobs that need nothing of Spark's to read a payload.
 
-Spark can do the same with expressions (session.py), and has to where a transform looks at the rows; but its functions
-over a message's headers cost more than all the rest of reading it. A test holds both ways against each other. (They
-differ where bytes are no UTF-8 because of half a surrogate pair: Java replaces it by one character, Python by three.)
+Spark can do the same with expressions (session.py), and has to where a transform looks at the rows. A test holds both
+ways against each other. (They differ where bytes are no UTF-8 because of half a surrogate pair: Java replaces it by one
+character, Python by three.)
 """
 
 from __future__ import annotations
 
+import base64
 import datetime as dt
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, NamedTuple
 
 import numpy as np
+import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
 from spark_jobs import identity
 from spark_jobs.framing import HEADER
 
-COLUMNS: Final = ("topic", "partition", "offset", "timestamp", "key", "value", "headers")
-"""Of Spark's Kafka source."""
+Headers = Sequence[tuple[str, bytes | None]]
 
-# In microseconds of Unix time.
+# In milliseconds of Unix time.
 _FIRST_TIME, _LAST_TIME = (
-    int(dt.datetime(*day, tzinfo=dt.UTC).timestamp()) * 1_000_000 for day in ((1, 1, 2), (9999, 12, 30))
+    int(dt.datetime(*day, tzinfo=dt.UTC).timestamp()) * 1_000 for day in ((1, 1, 2), (9999, 12, 30))
 )
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Messages of one partition, column by column.
+
+    milliseconds  Kafka's timestamps, in Unix time.
+    keys, values  None is Kafka's null.
+    headers       each message's, in their order.
+    """
+
+    topic: str
+    part: int
+    offsets: Sequence[int]
+    milliseconds: Sequence[int]
+    keys: Sequence[bytes | None]
+    values: Sequence[bytes | None]
+    headers: Sequence[Headers]
+
+    def __len__(self) -> int:
+        """Return the number of messages."""
+        return len(self.offsets)
+
+    def places(self) -> pa.RecordBatch:
+        """Return topic, partition, offset and key."""
+        columns = {
+            "topic": pa.repeat(self.topic, len(self)),
+            "partition": pa.repeat(pa.scalar(self.part, pa.int32()), len(self)),
+            "offset": pa.array(self.offsets, pa.int64()),
+            "key": pa.array(self.keys, pa.binary()),
+        }
+        return pa.RecordBatch.from_pydict(columns)
+
+    def only(self, numbers: Sequence[int]) -> Messages:
+        """Return the messages with these numbers, from 0."""
+        listed: list[list[Any]] = [
+            [column[number] for number in numbers]
+            for column in (self.offsets, self.milliseconds, self.keys, self.values, self.headers)
+        ]
+        return Messages(self.topic, self.part, *listed)
+
+    @property
+    def times(self) -> pa.Array:
+        """Return the timestamps, within what Postgres and Python can show: a producer may have meant microseconds."""
+        limited = np.clip(np.asarray(self.milliseconds, np.int64), _FIRST_TIME, _LAST_TIME)
+        return pa.array(limited * 1_000, pa.timestamp("us", "UTC"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,56 +86,89 @@ class Incoming:
     types: tuple[str, ...] | None
     fingerprint: bool
 
-    def taken(self, batch: pa.RecordBatch) -> tuple[dict[str, pa.Array], pa.Array, pa.Array]:
-        """Return META's columns, the payloads, and the headers that name a payload's schema, of a batch of COLUMNS."""
-        headers = _Headers(batch.column("headers"))
-        kinds = _text(headers.first("ce_type", "event-type"))
-        if self.types is not None:
-            wanted = pc.is_in(kinds, value_set=pa.array(self.types, pa.string()))
-            batch, kinds = batch.filter(wanted), kinds.filter(wanted)
-            headers = _Headers(batch.column("headers"))
-        value = batch.column("value")
+    def taken(self, messages: Messages) -> tuple[dict[str, pa.Array], pa.Array, pa.Array]:
+        """Return META's columns, the payloads, and the headers that name a payload's schema."""
+        messages, headers, kinds = self._chosen(messages)
+        values = pa.array(messages.values, pa.binary())
         meta = {
-            "message_topic": batch.column("topic"),
-            "message_part": batch.column("partition"),
-            "message_offset": batch.column("offset"),
-            "message_key": _text(batch.column("key")),
+            "message_topic": pa.repeat(messages.topic, len(messages)),
+            "message_part": pa.repeat(pa.scalar(messages.part, pa.int32()), len(messages)),
+            "message_offset": pa.array(messages.offsets, pa.int64()),
+            "message_key": _text(pa.array(messages.keys, pa.binary())),
             "message_type": kinds,
-            "message_time": _shown(batch.column("timestamp")),
-            "message_tombstone": value.is_null(),
-            "message_id": _fingerprints(batch) if self.fingerprint else _ids(headers),
+            "message_time": messages.times,
+            "message_tombstone": values.is_null(),
+            "message_id": self._ids(messages, headers),
         }
-        return meta, value, headers.first(HEADER)
+        return meta, values, headers.first(HEADER)
+
+    def chosen(self, messages: Messages) -> Messages:
+        """Return the messages of the types that are taken."""
+        return messages if self.types is None else self._chosen(messages)[0]
+
+    def raw(self, messages: Messages) -> list[Raw]:
+        """Return what a dead letter keeps of each message."""
+        ids = [None] * len(messages) if self.fingerprint else _ids(_Headers(messages.headers)).to_pylist()
+        times = messages.times.cast(pa.int64()).to_pylist()
+        return [
+            Raw(offset, id_, key, value, _headers_text(headers), time)
+            for offset, id_, key, value, headers, time in zip(
+                messages.offsets, ids, messages.keys, messages.values, messages.headers, times, strict=True
+            )
+        ]
+
+    def _chosen(self, messages: Messages) -> tuple[Messages, _Headers, pa.Array]:
+        headers = _Headers(messages.headers)
+        kinds = _text(headers.first("ce_type", "event-type"))
+        if self.types is None:
+            return messages, headers, kinds
+        wanted = pc.is_in(kinds, value_set=pa.array(self.types, pa.string()))
+        messages = messages.only(pc.indices_nonzero(wanted).to_pylist())
+        return messages, _Headers(messages.headers), kinds.filter(wanted)
+
+    def _ids(self, messages: Messages, headers: _Headers) -> pa.Array:
+        if not self.fingerprint:
+            return _ids(headers)
+        pairs = zip(messages.keys, messages.values, strict=True)
+        return pa.array([identity.uuid8(content(key, value)) for key, value in pairs], pa.string())
+
+
+class Raw(NamedTuple):
+    """A message as a dead letter keeps it. ``headers`` are JSON, ``time`` is in microseconds of Unix time."""
+
+    offset: int
+    message_id: str | None
+    key: bytes | None
+    value: bytes | None
+    headers: str
+    time: int
 
 
 class _Headers:
-    """The headers of a batch: names and values in one row, and whose they are."""
+    """The headers of messages, by their names."""
 
-    def __init__(self, column: pa.ListArray) -> None:
-        self._rows = len(column)
-        self._names, self._values = column.flatten().flatten()
-        self._owners = pc.list_parent_indices(column).to_numpy(zero_copy_only=False)
+    def __init__(self, headers: Sequence[Headers]) -> None:
+        self._named = [dict(one) for one in headers]
+        for number, (one, named) in enumerate(zip(headers, self._named, strict=True)):
+            if len(one) != len(named):
+                # Of several with one name the first counts.
+                self._named[number] = dict(reversed(one))
 
     def first(self, name: str, otherwise: str | None = None) -> pa.Array:
         """Return the value of each message's first header of this name; ``otherwise`` where it has none or is null."""
-        at = np.flatnonzero(pc.equal(self._names, name).to_numpy(zero_copy_only=False))
-        owners = self._owners[at]
-        if len(at) != self._rows or not np.array_equal(owners, np.arange(self._rows)):
-            places = np.full(self._rows, -1, np.int64)
-            # From behind, so that the first one stays.
-            places[owners[::-1]] = at[::-1]
-            found = self._values.take(pa.array(places, mask=places < 0))
-        else:
-            found = self._values.take(pa.array(at))
-        if otherwise is not None and found.null_count:
-            found = pc.coalesce(found, self.first(otherwise))
-        return found
+        found = [named.get(name) for named in self._named]
+        if otherwise is not None and None in found:
+            pairs = zip(self._named, found, strict=True)
+            found = [named.get(otherwise) if value is None else value for named, value in pairs]
+        return pa.array(found, pa.binary())
 
 
-def _shown(when: pa.Array) -> pa.Array:
-    """Return times within what Postgres and Python can show: a producer may have meant microseconds."""
-    limited = pc.max_element_wise(pc.min_element_wise(when.cast(pa.int64()), _LAST_TIME), _FIRST_TIME)
-    return limited.cast(when.type)
+def _headers_text(headers: Headers) -> str:
+    listed = [
+        {"key": name.replace("\0", "\ufffd"), "value": None if value is None else base64.b64encode(value).decode()}
+        for name, value in headers
+    ]
+    return orjson.dumps(listed).decode()
 
 
 def _text(column: pa.Array) -> pa.Array:
@@ -117,11 +198,6 @@ def _ids(headers: _Headers) -> pa.Array:
         elif name:
             texts[number] = name.decode()
     return pa.array(texts, pa.string())
-
-
-def _fingerprints(batch: pa.RecordBatch) -> pa.Array:
-    keys, values = batch.column("key").to_pylist(), batch.column("value").to_pylist()
-    return pa.array([identity.uuid8(content(key, value)) for key, value in zip(keys, values, strict=True)], pa.string())
 
 
 def content(key: bytes | None, value: bytes | None) -> bytes:

@@ -104,6 +104,13 @@ class KafkaView:
                     raise _unavailable(error) from error
             time.sleep(0.2)
 
+    def ends(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
+        """Return where each partition's committed messages end now. Raises ConsumerUnavailable."""
+        try:
+            return _offsets(self._ask(partitions, _LATEST, committed=True))
+        except KafkaException as error:
+            raise _unavailable(error) from error
+
     def at_time(self, partitions: Iterable[Partition], when: dt.datetime) -> dict[Partition, int | None]:
         """Return the offset of the first message at or after a time; None where all are older.
 

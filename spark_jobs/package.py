@@ -32,7 +32,16 @@ from spark_jobs.job import ConsumerJob, find_job
 MANIFEST: Final = "outbox-package.json"
 """Name of the file in the zip that says which job it is for, and which version of this package is inside."""
 
-EXECUTORS_NEED: Final = ("numpy", "orjson", "pandas", "psycopg", "pyarrow", "sqlalchemy", "uuid-utils")
+EXECUTORS_NEED: Final = (
+    "confluent-kafka",
+    "numpy",
+    "orjson",
+    "pandas",
+    "psycopg",
+    "pyarrow",
+    "sqlalchemy",
+    "uuid-utils",
+)
 """Distributions that our own modules import on executors; beside pyspark, which every executor has."""
 
 _DECODERS_NEED: Final[dict[type, str]] = {Avro: "fastavro", JsonSchema: "jsonschema", Protobuf: "protobuf"}

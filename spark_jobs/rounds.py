@@ -18,12 +18,13 @@ read once more, whole, and the next attempt of those ranges puts them aside in t
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from spark_jobs import incoming, task, task_input
 from spark_jobs import session as spark
+from spark_jobs import task, task_input
 from spark_jobs.applying import Culprit
 from spark_jobs.decoding import PROBLEM
 from spark_jobs.direct import Direct
@@ -32,12 +33,16 @@ from spark_jobs.errors import BadMessage, ConsumerError, ConsumerUnavailable, Ef
 from spark_jobs.job import META, ConsumerJob
 from spark_jobs.letters import Letter, Retried, behind
 from spark_jobs.planner import Partition, Range
+from spark_jobs.reader import RangeReader, ReaderSettings, TooMuch, kept
 from spark_jobs.store import Store
 from spark_jobs.strategies import Place
 from spark_jobs.task import Late, TaskPlan
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import DataFrame, Row, SparkSession
+
+    OfRange = Callable[[RangeReader, Partition], Iterator[pa.RecordBatch]]
 
 SUSPECT_ROUNDS: Final = 5
 """Repeats come in bursts: a partition that had one goes the slower way for that many rounds. So does one whose rows
@@ -56,14 +61,18 @@ _ERRORS: Final[dict[str, type[ConsumerError]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How the executors reach Kafka: addresses, and the Java client's options.
+    """How Kafka is read: by Spark's source, with the Java client's options; or by the tasks themselves.
 
     compacted  says whether messages of these topics may go away between two reads.
+    tasks      for jobs that need nothing of Spark's to read a payload.
+    few        up to so many offsets, the driver does a round itself: starting Spark's tasks takes longer than that.
     """
 
     bootstrap_servers: str
     options: Mapping[str, str]
     compacted: Callable[[Sequence[str]], bool]
+    tasks: ReaderSettings
+    few: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,20 +241,54 @@ class Rounds:
         return spark.late(self._job)
 
     def _attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
+        if self._late is not None:
+            return self._attempt_reading(self._late, span, state, generation)
         rows = self._source(span)
         tasks: Mapping[int, Partition] = {}
-        if self._late is not None:
-            rows = spark.left_in(rows, state.dead).select(*incoming.COLUMNS)
-            columns: Mapping[str, str] = self._late.columns
-        else:
-            rows = spark.shaped(spark.decoded(spark.chosen(rows, self._job, state.dead), self._job), self._job)
-            if self._job.transform is not None:
-                tasks = spark.tasks(rows, span.ranges)
-            rows, columns = spark.copyable(rows)
+        rows = spark.shaped(spark.decoded(spark.chosen(rows, self._job, state.dead), self._job), self._job)
+        if self._job.transform is not None:
+            tasks = spark.tasks(rows, span.ranges)
+        rows, columns = spark.copyable(rows)
         plan = self._plan(span, state, generation, columns)
-        plan = replace(plan, late=self._late, direct=self._direct(columns), tasks=tasks)
+        plan = replace(plan, direct=self._direct(columns), tasks=tasks)
         reports = rows.mapInArrow(lambda batches: task.run(plan, task_input.from_spark(batches)), task.REPORT).collect()
         return reported(reports)
+
+    def _attempt_reading(self, late: Late, span: Span, state: State, generation: int) -> dict[Partition, Told]:
+        """Let each task read its range itself; or, of few messages, do here what the tasks would do.
+
+        Raises ConsumerUnavailable where a task has not reported: nothing else says what became of its range.
+        """
+        from pyspark.sql import Row
+
+        plan = self._plan(span, state, generation, late.columns)
+        plan = replace(plan, late=late, direct=self._direct(late.columns))
+        if self._few(span):
+            with suppress(TooMuch):
+                return reported(Row(**row) for row in task.run_here(plan, self._reading.tasks))
+        told = reported(self._by_ranges(span, functools.partial(task.run_with, plan), task.REPORT).collect())
+        silent = sorted(span.ranges.keys() - told.keys())
+        if silent and not any(one.outcome in _ERRORS for one in told.values()):
+            raise ConsumerUnavailable(f"a task did not report what became of {silent[0]}; the range is read again")
+        return told
+
+    def _few(self, span: Span) -> bool:
+        """Return whether a Spark job would cost more than what it does. Functions of the job's own run in executors."""
+        plain = isinstance(self._job.effect, str | Insert | Upsert)
+        return plain and sum(one.end - one.start for one in span.ranges.values()) <= self._reading.few
+
+    def _by_ranges(self, span: Span, do: OfRange, schema: str) -> DataFrame:
+        """Return what a function makes of each range, one task for each."""
+        partitions = sorted(span.ranges)
+        settings = self._reading.tasks
+
+        def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+            for batch in batches:
+                for number in batch.column("id").to_pylist():
+                    with kept(settings) as reader:
+                        yield from do(reader, partitions[number])
+
+        return self._session.range(0, len(partitions), 1, len(partitions)).mapInArrow(run, schema)
 
     def _attempt_retry(self, rows: DataFrame, letters: Sequence[Retried], state: State, generation: int) -> Told:
         from pyspark.sql import Row
@@ -428,8 +471,15 @@ class Rounds:
         """Find the messages of these keys; of one with a place those that come after it."""
         if not keys:
             return
-        rows = spark.chosen(self._source(span), self._job, state.dead).select("topic", "partition", "offset", "key")
-        rows = rows.mapInArrow(lambda batches: behind(keys, batches), "topic string, partition int, offset long")
+        found_behind = "topic string, partition int, offset long"
+        if self._late is not None:
+            without = {partition: _offsets_of(state.letters(partition)) for partition in span.ranges}
+            rows = self._by_ranges(
+                span, functools.partial(_behind_in, self._late, keys, dict(span.ranges), without), found_behind
+            )
+        else:
+            rows = spark.chosen(self._source(span), self._job, state.dead).select("topic", "partition", "offset", "key")
+            rows = rows.mapInArrow(lambda batches: behind(keys, batches), found_behind)
         # Not before: messages in front of the dead letter must not use it up.
         rows = rows.limit(self._job.max_dead + 1)
         why = "an earlier message of its key is a dead letter"
@@ -444,14 +494,25 @@ class Rounds:
         for topic, part in {place[:2] for place in culprits}:
             offsets = [place[2] for place in culprits if place[:2] == (topic, part)]
             narrow[topic, part] = replace(span.ranges[topic, part], start=min(offsets), end=max(offsets) + 1)
-        condition = spark.places(culprits)
-        assert condition is not None
-        rows = spark.raw(self._source(replace(span, ranges=narrow)).filter(condition), self._job).collect()
         found: dict[Place, Letter] = {}
-        for row in rows:
-            place = (row.topic, row.partition, row.offset)
-            key, value = (None if one is None else bytes(one) for one in (row.key, row.value))
-            found[place] = Letter(culprits[place], row.message_id, key, value, row.headers, row.time)
+        if self._late is not None:
+            with kept(self._reading.tasks) as reader:
+                for partition, range_ in narrow.items():
+                    for messages in reader.range(partition, range_):
+                        numbers = [n for n, at in enumerate(messages.offsets) if (*partition, at) in culprits]
+                        for raw in self._late.incoming.raw(messages.only(numbers)):
+                            place = (*partition, raw.offset)
+                            found[place] = Letter(
+                                culprits[place], raw.message_id, raw.key, raw.value, raw.headers, raw.time
+                            )
+        else:
+            condition = spark.places(culprits)
+            assert condition is not None
+            rows = spark.raw(self._source(replace(span, ranges=narrow)).filter(condition), self._job).collect()
+            for row in rows:
+                place = (row.topic, row.partition, row.offset)
+                key, value = (None if one is None else bytes(one) for one in (row.key, row.value))
+                found[place] = Letter(culprits[place], row.message_id, key, value, row.headers, row.time)
         missing = culprits.keys() - found.keys()
         if missing:
             raise EffectFailed(f"{min(missing)} could be read a moment ago and is gone now")
@@ -477,6 +538,23 @@ def reported(reports: Iterable[Row]) -> dict[Partition, Told]:
             )
         told[partition] = Told(row.outcome, row.read, row.fresh, row.detail)
     return told
+
+
+def _offsets_of(letters: Iterable[Letter]) -> frozenset[int]:
+    return frozenset(letter.culprit.place[2] for letter in letters)
+
+
+def _behind_in(
+    late: Late,
+    keys: Mapping[tuple[str, bytes], Place | None],
+    ranges: Mapping[Partition, Range],
+    without: Mapping[Partition, frozenset[int]],
+    reader: RangeReader,
+    partition: Partition,
+) -> Iterator[pa.RecordBatch]:
+    """Return the places of a range's messages that come after a dead letter of their key."""
+    parts = reader.range(partition, ranges[partition], without[partition])
+    return behind(keys, (late.incoming.chosen(messages).places() for messages in parts))
 
 
 def _not_deterministic() -> EffectFailed:

@@ -31,6 +31,7 @@ from spark_jobs.errors import ConsumerUnavailable, DataLost
 from spark_jobs.job import ConsumerJob
 from spark_jobs.kafka import KafkaView, TopicMissing
 from spark_jobs.planner import Extent, Partition, find_losses, halt, new_partitions, plan
+from spark_jobs.reader import ReaderSettings, close_kept
 from spark_jobs.retention import KEEP_DAYS
 from spark_jobs.rounds import Counts, Reading, Rounds, Span
 from spark_jobs.session import failed, first_line, is_away
@@ -41,6 +42,8 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 
+_LOOK_SECONDS: Final = 1.0
+"""How often an idle driver looks into the sink: whether the group is still its own, and for dead letters to retry."""
 _PINNED_SECONDS: Final = 5.0
 """How often Kafka is asked what waits behind open transactions: a request more than a round needs."""
 
@@ -53,8 +56,10 @@ class Options:
     kafka        librdkafka's options for the driver: addresses and credentials.
     reader       the Java client's options for the executors, over READER_OPTIONS.
     max_records  at most this many messages a round, over all partitions.
+    idle_seconds how often ``continuous`` asks Kafka for new messages when there were none.
     patience     how long ``once`` waits for a server that is away.
     keep_days    how long ids are remembered; see retention.
+    driver_records  rounds of up to so many messages run in the driver, where the job allows it; see rounds.
     """
 
     url: str = field(repr=False)
@@ -62,10 +67,11 @@ class Options:
     schema: str = "consumer"
     reader: Mapping[str, str] = field(default_factory=dict, repr=False)
     max_records: int | None = 200_000
-    idle_seconds: float = 0.2
+    idle_seconds: float = 0.05
     patience: float = 60.0
     max_backoff_seconds: float = 5.0
     keep_days: int = KEEP_DAYS
+    driver_records: int = 2_000
 
 
 @dataclass
@@ -112,11 +118,18 @@ class Runner:
         self._store = Store(options.url, options.schema, job.group, owner)
         self._generation: int | None = None
         kind = BatchRounds if job.atomic == "batch" else Rounds
-        reading = Reading(options.kafka["bootstrap.servers"], options.reader, self._kafka.compacted)
+        reading = Reading(
+            options.kafka["bootstrap.servers"],
+            options.reader,
+            self._kafka.compacted,
+            ReaderSettings(dict(options.kafka), job.group),
+            options.driver_records,
+        )
         self._rounds = kind(session, job, reading, options.url, options.schema, self._store)
         self._day_made_at: float | None = None
         self._pinned: dict[Partition, int] = {}
         self._pinned_at: float | None = None
+        self._ends: Mapping[Partition, int] = {}
         self._totals = Totals(job.group)
         self._started = time.monotonic()
 
@@ -153,7 +166,7 @@ class Runner:
             return not self._round(targets)
 
         done = False
-        with self._watch():
+        with self._watch(), _readers():
             while not done and not stop.is_set():
                 done = self._waiting_for_servers(step, stop, self._options.patience)
         self._report_lag(self._kafka.lag_shown(self._job.group))
@@ -161,12 +174,23 @@ class Runner:
 
     def continuous(self, stop: threading.Event) -> Totals:
         """Apply what comes, until stopped. Waits for servers that are away for as long as it takes."""
-        with self._watch():
+        with self._watch(), _readers():
             while not stop.is_set():
                 if self._waiting_for_servers(lambda: not self._round(None), stop, None):
-                    stop.wait(self._options.idle_seconds)
+                    self._idle(stop)
         self._report_lag(self._kafka.lag_shown(self._job.group))
         return self.totals
+
+    def _idle(self, stop: threading.Event) -> None:
+        """Wait for new messages. Returns after a second without any: there may be dead letters to be tried again."""
+        deadline = time.monotonic() + _LOOK_SECONDS
+        while time.monotonic() < deadline and not stop.wait(self._options.idle_seconds):
+            try:
+                if self._kafka.ends(self._ends) != self._ends:
+                    return
+            except ConsumerUnavailable:
+                # The next round meets the same, and waits for it.
+                return
 
     def _watch(self) -> Watch:
         return Watch(self._options.url, self._job.group, self._report)
@@ -247,6 +271,7 @@ class Runner:
             with self._recorded(generation):
                 halt(find_losses(self._store.stored(error.topics), {}, {}), self._job.group)
             raise
+        self._ends = {partition: extent.end for partition, extent in extents.items()}
         if ask:
             self._pinned_at = time.monotonic()
             self._pinned = {partition: extent.pinned for partition, extent in extents.items() if extent.pinned}
@@ -295,3 +320,12 @@ class Runner:
                 self._report("waiting for a server", {"error": shown, "wait_seconds": round(delay, 1)})
                 if stop.wait(delay * random.uniform(0.5, 1.0)):  # noqa: S311  jitter
                     return True
+
+
+@contextmanager
+def _readers() -> Iterator[None]:
+    """Let go of what this process has read Kafka with."""
+    try:
+        yield
+    finally:
+        close_kept()

@@ -71,6 +71,7 @@ _AWAY: Final = (
     "psycopg.OperationalError",
     "spark_jobs.registry.RegistryUnavailable",
     "spark_jobs.errors.InputCut",
+    "spark_jobs.errors.ConsumerUnavailable",
     "psycopg.errors.",
     "java.net.",
     "java.util.concurrent.TimeoutException",

@@ -33,13 +33,14 @@ from spark_jobs.direct import Direct, Roundabout
 from spark_jobs.errors import JobError, storable
 from spark_jobs.letters import Letter
 from spark_jobs.planner import Partition, Range
+from spark_jobs.reader import RangeReader, ReaderSettings, kept
 from spark_jobs.strategies import Book, Place, Strategy
 from spark_jobs.task_input import NO_INPUT, NoInput, TaskInput
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from spark_jobs.incoming import Incoming
+    from spark_jobs.incoming import Incoming, Messages
     from spark_jobs.job import PythonEffect
     from spark_jobs.payload import Reader
 
@@ -77,7 +78,7 @@ Wish = tuple[int, str]
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """How a task makes rows of ``batch`` from Kafka's columns (incoming.COLUMNS), which Spark only hands on.
+    """How a task makes rows of ``batch`` from messages that it has read itself.
 
     columns   of ``batch``, with their types in Postgres.
     kind      the payload's fields and PROBLEM, as an Arrow struct.
@@ -90,15 +91,15 @@ class Late:
     plan: Callable[[], Reader]
     incoming: Incoming
 
-    def decoding(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Return the batches as Spark would have decoded them."""
+    def decoding(self, parts: Iterable[Messages]) -> Iterator[pa.RecordBatch]:
+        """Return the messages' rows, as Spark would have decoded them."""
         import pyarrow as pa
 
         from spark_jobs.payload import columns
 
         reader = self.plan()
-        for batch in batches:
-            found, payloads, headers = self.incoming.taken(batch)
+        for messages in parts:
+            found, payloads, headers = self.incoming.taken(messages)
             fields = columns(reader, payloads, headers, self.kind).flatten()
             found |= dict(zip((kind.name for kind in self.kind), fields, strict=True))
             yield pa.RecordBatch.from_pydict(found)
@@ -115,7 +116,7 @@ class TaskPlan:
     lenient   partitions with a value that does not fit its column.
     direct    where rows can go straight to; not those of ``suspects``, ``lenient`` and ``slow``.
     slow      partitions that found something the matter on the way straight to it.
-    late      how to decode, for rows that are Kafka's own.
+    late      how to decode, for a task that reads Kafka itself.
     tasks     which of Spark's tasks has which partition, where a transform could have changed that.
     """
 
@@ -148,6 +149,10 @@ class TaskPlan:
         """Where the group's ids are remembered."""
         return Book(self.schema, self.group)
 
+    def without(self, partition: Partition) -> frozenset[int]:
+        """Return the offsets of the messages that are put aside."""
+        return frozenset(letter.culprit.place[2] for letter in self.dead.get(partition, ()))
+
     def direct_for(self, partition: Partition) -> Direct | None:
         """Return where a partition's rows can go straight to."""
         return None if partition in self.suspects | self.lenient | self.slow else self.direct
@@ -174,7 +179,7 @@ class Stop(Exception):
         self.detail = storable(detail)
 
 
-def run(plan: TaskPlan, batches: TaskInput) -> Iterator[pa.RecordBatch]:
+def run(plan: TaskPlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Be the function of mapInArrow: take one partition's rows, apply them, report.
 
     Failures that a retry can mend (a server that is away) are raised and Spark tries again; what would fail again is
@@ -184,21 +189,49 @@ def run(plan: TaskPlan, batches: TaskInput) -> Iterator[pa.RecordBatch]:
     if first is None:
         # No rows: the partition's range held only transaction markers, or all was filtered. The driver moves it on.
         return
-    named = ("message_topic", "message_part") if plan.late is None else ("topic", "partition")
+    named = ("message_topic", "message_part")
     topic, part = (first.column(name)[0].as_py() for name in named)
     partition = _mine(plan) or (topic, part)
     rows = _of_one(partition, named, (batch for batch in itertools.chain([first], batches) if batch.num_rows))
-    feed = Feed(plan.required, rows if plan.late is None else plan.late.decoding(rows))
+    yield _run(plan, partition, Feed(plan.required, rows), batches)
+
+
+def run_with(plan: TaskPlan, reader: RangeReader, partition: Partition) -> Iterator[pa.RecordBatch]:
+    """Read a partition's range from Kafka, apply it, report."""
+    yield run_range(plan, partition, reader.range(partition, plan.ranges[partition], plan.without(partition)))
+
+
+def run_here(plan: TaskPlan, settings: ReaderSettings) -> list[dict[str, Any]]:
+    """Do what tasks would do, one range after the other, and return the rows of REPORT. Raises TooMuch before any."""
+    without = {partition: plan.without(partition) for partition in plan.ranges}
+    with kept(settings) as reader:
+        read = reader.whole(plan.ranges, without)
+    return [row for partition, messages in read.items() for row in run_range(plan, partition, messages).to_pylist()]
+
+
+def run_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages]) -> pa.RecordBatch:
+    """Apply a partition's range, read from Kafka by the caller, and return the report.
+
+    Unlike ``run`` it moves the offset over a range without any message too: that there is none is proved here.
+    """
+    assert plan.late is not None
+    # Before the transaction: Kafka may make it wait, and the partition's offset must not be locked meanwhile.
+    first = next(messages, None)
+    parts = messages if first is None else itertools.chain([first], messages)
+    return _run(plan, partition, Feed(plan.required, plan.late.decoding(parts)), messages)
+
+
+def _run(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskInput[Any]) -> pa.RecordBatch:
     outcome, fresh, detail = "applied", 0, ""
     try:
-        applied = _apply(plan, partition, feed, batches)
+        applied = _apply(plan, partition, feed, source)
         if applied is None:
             outcome = "already"
         else:
             fresh = applied
     except Stop as stop:
         outcome, detail = stop.outcome, stop.detail
-    yield report(partition, outcome, feed.rows, fresh, detail)
+    return report(partition, outcome, feed.rows, fresh, detail)
 
 
 def _mine(plan: TaskPlan) -> Partition | None:
@@ -227,7 +260,9 @@ def _of_one(partition: Partition, names: Sequence[str], batches: Iterable[pa.Rec
         yield batch
 
 
-def run_retry(plan: TaskPlan, retried: Mapping[Place, Wish], batches: TaskInput) -> Iterator[pa.RecordBatch]:
+def run_retry(
+    plan: TaskPlan, retried: Mapping[Place, Wish], batches: TaskInput[pa.RecordBatch]
+) -> Iterator[pa.RecordBatch]:
     """Be the function of mapInArrow for dead letters that are tried again: all of them in one transaction.
 
     retried  the dead letters by their messages' places. Those without a row were filtered: they are settled too.
@@ -321,7 +356,7 @@ def culprits_from(text: str) -> list[Culprit]:
     ]
 
 
-def _apply(plan: TaskPlan, partition: Partition, feed: Feed, batches: TaskInput) -> int | None:
+def _apply(plan: TaskPlan, partition: Partition, feed: Feed, batches: TaskInput[Any]) -> int | None:
     """Apply a partition's rows. Gives the number of fresh ones, None when the range was applied before."""
     span = plan.ranges[partition]
     where = f"{partition[0]}-{partition[1]} offsets {span.start} to {span.end - 1}"
@@ -355,7 +390,7 @@ def _apply_batch(cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partiti
     return fresh
 
 
-def _apply_retried(plan: TaskPlan, retried: Mapping[Place, Wish], feed: Feed, batches: TaskInput) -> int:
+def _apply_retried(plan: TaskPlan, retried: Mapping[Place, Wish], feed: Feed, batches: TaskInput[Any]) -> int:
     """Apply dead letters. Gives the number of fresh rows; the rest had been applied before."""
     with stopping("dead letters"), transaction(plan.url, f"outbox consumer {plan.group}", batches) as cursor:
         if not hold(cursor, plan, retried):
@@ -419,7 +454,7 @@ def _on_letters(
 
 
 @contextmanager
-def transaction(url: str, name: str, batches: TaskInput | NoInput) -> Iterator[psycopg.Cursor[Any]]:
+def transaction(url: str, name: str, batches: TaskInput[Any] | NoInput) -> Iterator[psycopg.Cursor[Any]]:
     """Begin a transaction and give a cursor; COMMIT at the end, ROLLBACK on an error.
 
     The session stays open for this process's next transaction, without anything that an effect may have left in it.

@@ -7,6 +7,7 @@ COMMIT after that would take a part for the whole. So every input of a task name
 
 | where the rows come from   | the proof                                                                             |
 |----------------------------|---------------------------------------------------------------------------------------|
+| Kafka (``reader``)         | Kafka has sent a message, or the end of what is committed, at the range's end or later |
 | Spark (``from_spark``)     | END_OF_STREAM is next in the worker's input; Spark writes it when all rows are written |
 | a list (``in_memory``)     | the rows were all there before                                                        |
 | none (``NO_INPUT``)        | the driver's own transactions: they read no rows, and their tasks prove theirs        |
@@ -20,7 +21,7 @@ import os
 import select
 import socket
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Generic, TypeVar
 
 from spark_jobs.errors import InputCut, InputUnproven
 
@@ -39,21 +40,24 @@ Stream = io.BufferedReader | io.BufferedRWPair
 """What a Python worker reads from Spark: the first when the daemon has started it, else the second."""
 
 
-class TaskInput:
-    """The batches of a task, in one pass.
+Batch = TypeVar("Batch")
+
+
+class TaskInput(Generic[Batch]):
+    """The batches of a task, in one pass: of Arrow's from Spark, of messages from Kafka.
 
     check_end  raises InputCut unless the batches were all there are; called when they end.
     """
 
-    def __init__(self, batches: Iterable[pa.RecordBatch], check_end: Callable[[], None]) -> None:
+    def __init__(self, batches: Iterable[Batch], check_end: Callable[[], None]) -> None:
         self._batches = iter(batches)
         self._check_end = check_end
         self._whole = False
 
-    def __iter__(self) -> Iterator[pa.RecordBatch]:
+    def __iter__(self) -> Iterator[Batch]:
         return self
 
-    def __next__(self) -> pa.RecordBatch:
+    def __next__(self) -> Batch:
         try:
             return next(self._batches)
         except StopIteration:
@@ -79,12 +83,12 @@ class NoInput:
 NO_INPUT: Final = NoInput()
 
 
-def in_memory(batches: Sequence[pa.RecordBatch]) -> TaskInput:
+def in_memory(batches: Sequence[pa.RecordBatch]) -> TaskInput[pa.RecordBatch]:
     """Return batches that are all there as an input."""
     return TaskInput(batches, NO_INPUT.require_whole)
 
 
-def from_spark(batches: Iterable[pa.RecordBatch]) -> TaskInput:
+def from_spark(batches: Iterable[pa.RecordBatch]) -> TaskInput[pa.RecordBatch]:
     """Return the batches that Spark gives to a function of ``mapInArrow`` as an input; call it in that function.
 
     Raises InputUnproven where the worker's input can't be found.

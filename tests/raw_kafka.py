@@ -17,8 +17,8 @@ UNVERIFIED: Final = {"transaction.partition.verification.enable": "false"}
 _PRODUCE, _INIT_PRODUCER_ID, _FIND_COORDINATOR = 0, 22, 10
 _TRANSACTIONAL: Final = 0x10
 
-Record = tuple[bytes, bytes, Mapping[str, str]]
-"""Key, value, headers."""
+Record = tuple[bytes, bytes, Mapping[str, str] | Mapping[bytes, bytes]]
+"""Key, value, headers; of these, bytes go out as they are."""
 
 
 class HangingTransaction:
@@ -44,13 +44,28 @@ class HangingTransaction:
         """Append records to a partition whose leader is this broker."""
         sequence = self._sequences.get((topic, partition), 0)
         self._sequences[topic, partition] = sequence + len(records)
-        batch = _batch(records, self._producer, self._epoch, sequence)
-        body = _text(self._id) + struct.pack(">hii", -1, 30_000, 1) + _text(topic)
-        body += struct.pack(">iii", 1, partition, len(batch)) + batch
-        with socket.create_connection(self._address, 30) as connection:
-            answer = _call(connection, _PRODUCE, 3, body)
-        [error] = struct.unpack_from(">h", answer, 4 + 2 + len(topic) + 4 + 4)
-        assert error == 0, f"Produce: error {error}"
+        batch = _batch(records, _TRANSACTIONAL, self._producer, self._epoch, sequence)
+        body = _text(self._id) + _partition_of(topic, partition, batch)
+        _produce(self._address, topic, body)
+
+
+def produce(address: str, topic: str, partition: int, records: Sequence[Record]) -> None:
+    """Append records to a partition whose leader is this broker, without a transaction; as they are."""
+    host, port = address.split(":")
+    body = struct.pack(">h", -1) + _partition_of(topic, partition, _batch(records, 0, -1, -1, -1))
+    _produce((host, int(port)), topic, body)
+
+
+def _partition_of(topic: str, partition: int, batch: bytes) -> bytes:
+    head = struct.pack(">hii", -1, 30_000, 1) + _text(topic) + struct.pack(">iii", 1, partition, len(batch))
+    return head + batch
+
+
+def _produce(address: tuple[str, int], topic: str, body: bytes) -> None:
+    with socket.create_connection(address, 30) as connection:
+        answer = _call(connection, _PRODUCE, 3, body)
+    [error] = struct.unpack_from(">h", answer, 4 + 2 + len(topic) + 4 + 4)
+    assert error == 0, f"Produce: error {error}"
 
 
 def _call(connection: socket.socket, key: int, version: int, body: bytes) -> bytes:
@@ -69,19 +84,23 @@ def _exactly(connection: socket.socket, size: int) -> bytes:
     return got
 
 
-def _batch(records: Sequence[Record], producer: int, epoch: int, sequence: int) -> bytes:
+def _batch(records: Sequence[Record], attributes: int, producer: int, epoch: int, sequence: int) -> bytes:
     now = int(time.time() * 1000)
     body = b"".join(_record(number, record) for number, record in enumerate(records))
     last = len(records) - 1
-    checked = struct.pack(">hiqqqhii", _TRANSACTIONAL, last, now, now, producer, epoch, sequence, len(records)) + body
+    checked = struct.pack(">hiqqqhii", attributes, last, now, now, producer, epoch, sequence, len(records)) + body
     return struct.pack(">qiibI", 0, 9 + len(checked), -1, 2, _crc32c(checked)) + checked
 
 
 def _record(number: int, record: Record) -> bytes:
     key, value, headers = record
     body = b"\x00" + _varint(0) + _varint(number) + _sized(key) + _sized(value) + _varint(len(headers))
-    body += b"".join(_sized(name.encode()) + _sized(text.encode()) for name, text in headers.items())
+    body += b"".join(_sized(_bytes(name)) + _sized(_bytes(text)) for name, text in headers.items())
     return _sized(body)
+
+
+def _bytes(value: str | bytes) -> bytes:
+    return value.encode() if isinstance(value, str) else value
 
 
 def _sized(value: bytes) -> bytes:

@@ -87,6 +87,7 @@ def _run(
         reader=settings.spark.kafka,
         max_records=max_records,
         keep_days=settings.consumer.keep_days,
+        driver_records=settings.consumer.driver_records,
     )
     metrics = _metrics(settings, job)
     spark = session.start(

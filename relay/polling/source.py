@@ -82,6 +82,8 @@ TURN_BYTES: Final = 16 << 20
 _LANE_BYTES: Final = 1 << 20
 # Of many lanes with events of this size, a few are read at a time: to know how much fits, each has to be unpacked.
 _LARGE_BYTES: Final = 64 << 10
+# Up to so many events in hand, a prepared plan is as quick as one of its own; see _Read.
+_MANY: Final = 100
 _MOST_DUE: Final = 500
 # With this many lanes, a turn's statement settles all of them, whether they had events lately or not.
 _FEW_LANES: Final = 16
@@ -326,13 +328,18 @@ class _Ahead:
 
 @dataclass(slots=True)
 class _Read:
-    """One statement that reads. ``due`` names the lane whose due events it reads."""
+    """One statement that reads. ``due`` names the lane whose due events it reads.
+
+    ``many`` says that the list of events that are in hand is long. Only a plan that is made for this list looks rows up
+    in it by their hash; one that fits any list compares each row with all of it.
+    """
 
     query: sql.Composed
     values: dict[str, Any]
     lanes: Collection[int]
     marks: Marks
     due: int | None = None
+    many: bool = False
     cursor: psycopg.Cursor[Claim] | None = None
     rows: Sequence[Claim] = ()
 
@@ -674,6 +681,7 @@ class PollingSource:
         marks = self._marks.start(lanes, draw_xid=self._draw_xid, xmin=self._xmin)
         after = {lane: claims[-1].position for lane, claims in in_hand.items() if claims}
         pending = array([claim.position for claims in in_hand.values() for claim in claims])
+        many = sum(map(len, in_hand.values())) > _MANY
         share = max(self._turn_bytes // max(len(lanes) if self._crowded else 4, 1), 1)
         common: dict[str, Any] = {"pending": pending, "max_bytes": share}
         if some := bool(self._left_out):
@@ -693,7 +701,8 @@ class PollingSource:
                 "limits": array([self._rows(lane, limits[lane], share) for lane in plain]),
                 **common,
             }
-            reads.append(_Read(self._queries.read_some if some else self._queries.read, values, plain, marks))
+            query = self._queries.read_some if some else self._queries.read
+            reads.append(_Read(query, values, plain, marks, many=many))
         for lane in lanes:
             state = self._lanes[lane]
             if state.failures is None:
@@ -705,9 +714,9 @@ class PollingSource:
             values["limit"] = self._rows(lane, limits[lane], share)
             if state.due_next:
                 due = self._queries.read_some_due if some else self._queries.read_due
-                reads.append(_Read(due, values, [lane], marks, due=lane))
+                reads.append(_Read(due, values, [lane], marks, due=lane, many=many))
             around = self._queries.read_some_around if some else self._queries.read_around
-            reads.append(_Read(around, values, [lane], marks))
+            reads.append(_Read(around, values, [lane], marks, many=many))
         return reads
 
     def _rows(self, lane: int, limit: int, share: int) -> int:
@@ -846,7 +855,8 @@ class PollingSource:
     def _send(self, reads: Sequence[_Read], looks: Collection[int]) -> psycopg.Cursor[Any] | None:
         for read in reads:
             read.cursor = self._connection.cursor(binary=True, row_factory=_claim_row)
-            read.cursor.execute(read.query, read.values, prepare=not self._pooled)
+            # A statement that is not prepared has a plan of its own.
+            read.cursor.execute(read.query, read.values, prepare=not self._pooled and not read.many)
         if not looks:
             return None
         return self._connection.execute(self._queries.failures, {"lanes": list(looks)})

@@ -154,3 +154,33 @@ def test_a_source_that_is_closed_before_its_thread_has_sent_anything_says_nothin
     gc.collect()
     assert closing.is_set()
     assert caplog.records == []
+
+
+def test_a_long_list_of_what_is_in_hand_has_a_plan_of_its_own(outbox_postgres, monkeypatch):
+    """256 lanes with 20,000 events: 7,936 in hand at each read ahead.
+
+    After five times the server may take a plan that fits any list; that compared each row with each of them.
+    """
+    monkeypatch.setattr("relay.polling.source._LOOK_SECONDS", 3600.0)
+    url = outbox_postgres.url
+    db.change_lanes(url, 256)
+    with psycopg.connect(url) as connection:
+        Outbox().add_many(connection, [Event("Order", f"k{n}", "T", {}) for n in range(20_000)])
+    leases = LaneTable(outbox_postgres.connect(autocommit=True), "outbox", "me", "0", 60.0).acquire(256)
+    source = PollingSource(Connector(url, "test"), "outbox", Failures("outbox", FailurePolicy(), Router()))
+    for lease in leases:
+        source.hold(lease)
+    turns = in_hand = done = 0
+    while batches := read(source, 4, range(256)):
+        turns += 1
+        ahead = source._ahead
+        if ahead is not None:
+            in_hand = max(in_hand, sum(len(one.values["pending"].split(",")) for one in ahead.reads))
+        done += sum(map(len, batches.values()))
+        assert source.settle(published(batches)) == {}
+    assert (done, turns > 12, in_hand > 500) == (20_000, True, True)
+    plans = source.connection.execute(
+        "SELECT coalesce(sum(generic_plans), 0) FROM pg_prepared_statements WHERE statement LIKE '%AS running%'"
+    ).fetchone()
+    source.close()
+    assert plans == (0,)

@@ -1,7 +1,8 @@
 """A task commits only what it has seen the end of: 25,000 messages in a partition, and a fault behind the first 10,000.
 
 Spark hands rows over in batches of 10,000. When something upstream of the task fails, the task sees the end of its rows
-at the next border between two batches, as if they had all come (spark_jobs.task_input).
+at the next border between two batches, as if they had all come (spark_jobs.task_input). A task that reads Kafka itself
+(spark_jobs.reader) has parts of 10,000 too; its own faults, on a real broker, are in tests/integration/test_reader.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psycopg
 import pytest
 from bench import Bench
 from confluent_kafka import Producer
@@ -24,8 +26,9 @@ from uuid_utils.compat import uuid7
 
 from outbox.testing.fixtures import Topics
 from spark_jobs import batch, rounds, session, task_input
+from spark_jobs.decoding import Json
 from spark_jobs.effects import Insert
-from spark_jobs.errors import EffectFailed
+from spark_jobs.errors import ConsumerUnavailable, EffectFailed
 from spark_jobs.job import ConsumerJob
 
 pytestmark = pytest.mark.spark
@@ -62,10 +65,10 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 
 
-def job(bench: Bench, topic: str, way: str, transform: Transform | None) -> ConsumerJob:
+def job(bench: Bench, topic: str, way: str, transform: Transform | None, schema: Any = "n int") -> ConsumerJob:
     # No constraint on ``seen``: whatever is applied twice shows.
     setup = "CREATE TABLE IF NOT EXISTS seen (n int, at bigint)"
-    return ConsumerJob("input", (topic,), schema="n int", setup=setup, transform=transform, **WAYS[way])
+    return ConsumerJob("input", (topic,), schema=schema, setup=setup, transform=transform, **WAYS[way])
 
 
 def check(bench: Bench, *, dead: int) -> None:
@@ -86,7 +89,7 @@ def nothing_moved(bench: Bench) -> None:
 
 @pytest.mark.parametrize(
     ("way", "transform"),
-    [("partition", None), ("partition", "same"), ("direct", "same"), ("batch", None)],
+    [("partition", None), ("direct", None), ("partition", "same"), ("direct", "same"), ("batch", None)],
 )
 def test_a_message_that_does_not_decode_costs_one_row(bench, topics, way, transform):
     made = job(bench, topics["bad"], way, (lambda rows: rows) if transform else None)
@@ -142,6 +145,52 @@ def by_map(passed: Callable[[Any], Any]) -> Transform:
 
 def by_udf(passed: Callable[[Any], Any]) -> Transform:
     return lambda rows: rows.withColumn("n", functions.udf(lambda n: passed(n), "int", useArrow=True)("n"))
+
+
+def reading(passed: Callable[[Any], Any]) -> Any:
+    """Return a decoder that gives each number to a function, in the task that has read its message."""
+
+    class Reading:
+        """Not at the module's level: executors do not have this module."""
+
+        def names(self) -> tuple[str, ...]:
+            return ("n",)
+
+        def decode(self, rows: Any) -> Any:
+            return Json("n int").decode(rows)
+
+        def late(self) -> Any:
+            fields, plan = Json("n int").late()
+
+            def made() -> Any:
+                read = plan()
+
+                def one(value: bytes, header: bytes | None) -> Any:
+                    (n,) = read(value, header)
+                    return (passed(n),)
+
+                return one
+
+            return fields, made
+
+    return Reading()
+
+
+def ending_the_session(number: int, once: Path, url: str) -> Callable[[Any], Any]:
+    """Return a function of a number that ends the task's own session of the database at this one, the first time."""
+
+    def passed(n: Any) -> Any:
+        if n == number and not once.exists():
+            once.touch()
+            with psycopg.connect(url, autocommit=True) as connection:
+                ended = connection.execute(
+                    "SELECT pg_terminate_backend(pid) FROM pg_stat_activity "
+                    "WHERE application_name = 'outbox consumer input' AND datname = current_database()"
+                ).fetchall()
+            assert ended == [(True,)]
+        return n
+
+    return passed
 
 
 def unchecked() -> Callable[[Any], task_input.TaskInput]:
@@ -200,7 +249,7 @@ def test_without_the_proof_a_part_is_committed_as_the_whole(bench, topics, monke
 def test_where_the_end_can_not_be_checked_nothing_is_committed(bench, topics, monkeypatch, way):
     given_by(monkeypatch, elsewhere())
     with pytest.raises(EffectFailed, match=r"InputUnproven: .*can't be checked.*remove spark\.python\.worker\.module"):
-        bench.once(job(bench, topics["good"], way, None))
+        bench.once(job(bench, topics["good"], way, lambda rows: rows))
     nothing_moved(bench)
 
 
@@ -225,4 +274,47 @@ def test_a_transform_whose_worker_is_killed(bench, topics, monkeypatch, tmp_path
     given_by(monkeypatch, announcing(seen))
     totals = bench.once(job(bench, topics["good"], way, by_map(fault_at(FAULT, once=killed, seen=seen, kills=True))))
     assert (killed.exists(), totals.applied) == (True, MESSAGES)
+    check(bench, dead=0)
+
+
+@pytest.mark.parametrize("way", ["partition", "direct"])
+@pytest.mark.parametrize("fault", ["raises", "killed", "session ended"])
+def test_a_task_that_reads_kafka_itself_fails_in_its_third_part(bench, topics, tmp_path, way, fault):
+    """The first try of the task fails, in the middle of its transaction; the next one applies the whole range."""
+    once = tmp_path / "once"
+    passed = (
+        ending_the_session(IN_THE_THIRD, once, bench.database.url)
+        if fault == "session ended"
+        else fault_at(IN_THE_THIRD, once=once, kills=fault == "killed")
+    )
+    totals = bench.once(job(bench, topics["good"], way, None, reading(passed)))
+    assert (once.exists(), totals.applied) == (True, MESSAGES)
+    check(bench, dead=0)
+
+
+@pytest.mark.parametrize("way", ["partition", "direct"])
+def test_a_task_that_reads_kafka_itself_and_always_fails(bench, topics, tmp_path, way):
+    broken = tmp_path / "broken"
+    broken.touch()
+    with pytest.raises(EffectFailed, match="RuntimeError: the transform fails here"):
+        bench.once(job(bench, topics["good"], way, None, reading(fault_at(IN_THE_THIRD, while_there=broken))))
+    nothing_moved(bench)
+    broken.unlink()
+    assert bench.once(job(bench, topics["good"], way, None)).applied == MESSAGES
+    check(bench, dead=0)
+
+
+def test_a_task_that_does_not_report_is_not_taken_for_one_without_messages(bench, topics, monkeypatch):
+    """Where Spark cuts what it gives to the task short, the range must not be stepped over."""
+    real = rounds.Rounds._by_ranges
+
+    def cut(self: Any, span: Any, do: Any, schema: str) -> Any:
+        return real(self, span, do, schema).limit(0)
+
+    monkeypatch.setattr(rounds.Rounds, "_by_ranges", cut)
+    with pytest.raises(ConsumerUnavailable, match="a task did not report what became of"):
+        bench.once(job(bench, topics["good"], "partition", None), patience=0.5)
+    nothing_moved(bench)
+    monkeypatch.undo()
+    assert bench.once(job(bench, topics["good"], "partition", None)).applied == MESSAGES
     check(bench, dead=0)

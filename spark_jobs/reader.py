@@ -1,0 +1,332 @@
+"""One partition's range of messages, read from Kafka by the task that applies it, and the proof that it is whole.
+
+The reader knows where it stands, so the end of a range is proved by Kafka and not by an iterator that ends:
+
+| what Kafka sends                               | what it proves                                                      |
+|------------------------------------------------|---------------------------------------------------------------------|
+| the message before the range's end             | all of the range has come                                           |
+| a message at the end or behind it              | the same: offsets in between are markers, aborted or compacted      |
+| the end of what is committed, at or behind it  | the same                                                            |
+| the end of what is committed, before it        | nothing: this broker does not know of all yet (a new leader); wait  |
+| an error: a lost offset, a corrupt record, ... | the range can't be read: ConsumerUnavailable, the driver plans anew |
+| nothing, for ``patience_seconds``              | the same                                                            |
+
+Messages come in the order of their offsets; one out of order ends the attempt (InputCut).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import time
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, cast
+
+from spark_jobs.errors import ConsumerUnavailable, InputCut, JobError
+from spark_jobs.incoming import Headers, Messages
+from spark_jobs.planner import Partition, Range
+from spark_jobs.task_input import TaskInput
+
+if TYPE_CHECKING:
+    from confluent_kafka import Consumer, KafkaError, Message
+
+PATIENCE_SECONDS: Final = 30.0
+_OURS: Final = frozenset({"isolation.level", "group.id", "enable.auto.commit", "auto.offset.reset"})
+_ROWS: Final = 10_000
+"""At most so many messages are handed on together."""
+_BYTES: Final = 16 * 1024 * 1024
+"""And about so many bytes of keys and values, of which Python, Arrow and the COPY hold a copy each."""
+_AT_ONCE: Final = 2_000
+"""So many messages are asked of librdkafka at once. With large ones its queue, of some MiB, is the bound."""
+_WAIT_SECONDS: Final = 0.02
+_MOST_BYTES: Final = 64 * 1024 * 1024
+"""Of values that are held at once."""
+_SETTINGS: Final[Mapping[str, Any]] = {
+    "enable.auto.commit": False,
+    "enable.partition.eof": True,
+    "isolation.level": "read_committed",
+    # Retention or a truncation has taken the offset: an error, and not another place to read on.
+    "auto.offset.reset": "error",
+    "allow.auto.create.topics": False,
+    "check.crcs": True,
+    # How long a broker waits at the end of a partition, where a transaction's marker is the last record: until it
+    # answers, nobody knows that no message follows.
+    "fetch.wait.max.ms": 20,
+    # What is read ahead beyond the range is read again by whoever gets the next one.
+    "fetch.message.max.bytes": 2 * 1024 * 1024,
+    "queued.max.messages.kbytes": 8 * 1024,
+    # With a full queue librdkafka rests for a second, unless it is told otherwise.
+    "fetch.queue.backoff.ms": 5,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderSettings:
+    """How a task reaches Kafka.
+
+    options  librdkafka's: addresses and credentials, and the user's own settings of its consumer.
+    group    the consumers' group; the client shows itself to Kafka as one of it and joins nothing.
+    """
+
+    options: Mapping[str, str] = field(repr=False)
+    group: str
+    patience_seconds: float = PATIENCE_SECONDS
+
+    def librdkafka(self) -> dict[str, Any]:
+        """Return librdkafka's options. Raises JobError for one that would break the promise."""
+        for name in _OURS & self.options.keys():
+            raise JobError(f"kafka option {name!r} is set by the consumer itself; remove it")
+        return {**_SETTINGS, **self.options, "group.id": f"{self.group}-spark"}
+
+
+UNREADABLE: Final = [("(headers with names that are not UTF-8)", None)]
+"""Headers of a message that has such a name. There is no id in them, so the message becomes a dead letter."""
+
+
+class TooMuch(Exception):
+    """The messages are few, and too large to be held at once."""
+
+
+class _Span:
+    """How far one partition's range has come."""
+
+    def __init__(self, partition: Partition, span: Range, without: Collection[int]) -> None:
+        self.partition = partition
+        self.end = span.end
+        self.at = span.start
+        self.whole = span.start >= span.end
+        self._without = frozenset(without)
+
+    def take(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages that belong to the range, and note how far it has come. Raises InputCut."""
+        offsets = [message.offset() or 0 for message in messages]
+        if any(there <= here for here, there in zip([self.at - 1, *offsets], offsets, strict=False)):
+            raise InputCut(
+                f"{self.partition[0]}-{self.partition[1]}: Kafka sent offset {min(offsets)} where {self.at} or a later "
+                "one was to come; nothing was committed"
+            )
+        if offsets:
+            self.reach(offsets[-1] + 1)
+        if not self.whole and not self._without:
+            return list(messages)
+        pairs = zip(messages, offsets, strict=True)
+        return [message for message, offset in pairs if offset < self.end and offset not in self._without]
+
+    def reach(self, at: int) -> None:
+        """Note that no message is to come before this offset."""
+        self.at = max(self.at, at)
+        self.whole = self.at >= self.end
+
+    def require_whole(self) -> None:
+        """Raise InputCut unless Kafka has proved that all of the range has come."""
+        if not self.whole:
+            raise InputCut(
+                f"{self.partition[0]}-{self.partition[1]}: read up to offset {self.at}, and the range ends at "
+                f"{self.end}; nothing was committed. Another try reads the same range again"
+            )
+
+
+class RangeReader:
+    """Reads ranges, one after the other, with one client. For one thread at a time; ``close`` it.
+
+    ``broken`` is true after an error, and while a range is read: such a client is not to be used for another one.
+    """
+
+    def __init__(self, settings: ReaderSettings) -> None:
+        from confluent_kafka import Consumer, KafkaException
+
+        self._patience = settings.patience_seconds
+        self.broken = False
+        logger = logging.getLogger("spark_jobs.librdkafka")
+        logger.setLevel(logging.CRITICAL + 1)
+        try:
+            self._consumer: Consumer = Consumer(settings.librdkafka(), logger=logger)
+        except KafkaException as error:
+            raise JobError(f"kafka: {error.args[0]}") from error
+
+    def close(self) -> None:
+        """Leave Kafka."""
+        self._consumer.close()
+
+    def range(self, partition: Partition, span: Range, without: Collection[int] = ()) -> TaskInput[Messages]:
+        """Return a range's messages, but for those ``without``; read as they are asked for."""
+        progress = _Span(partition, span, without)
+        return TaskInput(self._parts(progress), progress.require_whole)
+
+    def whole(
+        self, ranges: Mapping[Partition, Range], without: Mapping[Partition, Collection[int]]
+    ) -> dict[Partition, TaskInput[Messages]]:
+        """Return the messages of several ranges, all read at once: for few messages. Raises TooMuch."""
+        spans = {partition: _Span(partition, span, without.get(partition, ())) for partition, span in ranges.items()}
+        found: dict[Partition, list[Message]] = {partition: [] for partition in spans}
+        size = 0
+        for part in self._read(spans):
+            for partition, messages in part.items():
+                found[partition] += messages
+                size += sum(map(len, messages))
+            if size > _MOST_BYTES:
+                raise TooMuch
+        return {
+            partition: TaskInput([_columns(partition, messages)] if messages else [], spans[partition].require_whole)
+            for partition, messages in found.items()
+        }
+
+    def _parts(self, span: _Span) -> Iterator[Messages]:
+        held: list[Message] = []
+        size = 0
+        for part in self._read({span.partition: span}):
+            messages = part[span.partition]
+            held += messages
+            size += sum(map(len, messages))
+            if len(held) >= _ROWS or size >= _BYTES:
+                yield _columns(span.partition, held)
+                held, size = [], 0
+        if held:
+            yield _columns(span.partition, held)
+
+    def _read(self, spans: Mapping[Partition, _Span]) -> Iterator[dict[Partition, list[Message]]]:
+        """Read until all are whole."""
+        from confluent_kafka import KafkaException, TopicPartition
+
+        unread = {partition: span for partition, span in spans.items() if not span.whole}
+        if not unread:
+            return
+        # Until it is done: whoever stops in the middle leaves messages in the client's queue.
+        self.broken = True
+        try:
+            self._consumer.assign([TopicPartition(*partition, span.at) for partition, span in unread.items()])
+            heard = time.monotonic()
+            while unread:
+                most = min(_AT_ONCE, sum(span.end - span.at for span in unread.values()))
+                with _no_garbage_collection():
+                    messages = self._consumer.consume(most, _WAIT_SECONDS)
+                    part = self._sorted(messages, unread)
+                if messages:
+                    heard = time.monotonic()
+                elif time.monotonic() - heard > self._patience:
+                    raise ConsumerUnavailable(
+                        f"Kafka: nothing of {_shown(unread)} came for {self._patience:g} s; nothing was committed"
+                    )
+                whole = [partition for partition, span in unread.items() if span.whole]
+                for partition in whole:
+                    del unread[partition]
+                if whole and unread:
+                    self._consumer.incremental_unassign([TopicPartition(*partition) for partition in whole])
+                yield part
+            self._consumer.unassign()
+        except KafkaException as error:
+            raise ConsumerUnavailable(f"Kafka, reading {_shown(unread)}: {error.args[0]}") from error
+        self.broken = False
+
+    def _sorted(self, messages: Sequence[Message], spans: Mapping[Partition, _Span]) -> dict[Partition, list[Message]]:
+        """Return the messages of each partition. Raises KafkaException for an error."""
+        if len(spans) == 1 and not any(message.error() for message in messages):
+            ((partition, span),) = spans.items()
+            return {partition: span.take(messages)}
+        taken: dict[Partition, list[Message]] = {partition: [] for partition in spans}
+        for message in messages:
+            partition = (message.topic() or "", message.partition() or 0)
+            error = message.error()
+            if error is None and partition in spans:
+                taken[partition] += spans[partition].take([message])
+            elif error is not None and _is_end(error) and partition in spans:
+                # Its offset is that of the next message to come.
+                spans[partition].reach(message.offset() or 0)
+        return taken
+
+
+def _is_end(error: KafkaError) -> bool:
+    """Return whether this is the end of a partition. Raises KafkaException for an error.
+
+    A reader with partitions and offsets of its own needs no right on a group. librdkafka asks for the coordinator of
+    its group all the same, says that it was refused, and reads on.
+    """
+    from confluent_kafka import KafkaError, KafkaException
+
+    if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  a documented name, in spite of the underscore
+        return True
+    if error.code() != KafkaError.GROUP_AUTHORIZATION_FAILED:
+        raise KafkaException(error)
+    return False
+
+
+def _shown(spans: Mapping[Partition, _Span]) -> str:
+    named = [f"{topic}-{part} from offset {span.at}" for (topic, part), span in spans.items()]
+    return ", ".join(named[:3]) + (f" and {len(named) - 3} partitions more" if len(named) > 3 else "")
+
+
+def _columns(partition: Partition, messages: Sequence[Message]) -> Messages:
+    with _no_garbage_collection():
+        return Messages(
+            *partition,
+            [message.offset() or 0 for message in messages],
+            [message.timestamp()[1] for message in messages],
+            [message.key() for message in messages],
+            [message.value() for message in messages],
+            _headers(messages),
+        )
+
+
+def _headers(messages: Sequence[Message]) -> list[Headers]:
+    """Return the headers of messages; UNREADABLE for those with a name that is not UTF-8.
+
+    For such a message the client's C code returns a list with a hole in it, and leaves an error behind. Only a call
+    from C, as by map(), is certain to notice that: Python's own calls stop looking once they are optimised, and whoever
+    touches the list ends the process. So does a second call, which returns the same list without an error.
+    """
+    from confluent_kafka import Message
+
+    found: list[Headers] = []
+    answers = map(Message.headers, messages)
+    while True:
+        try:
+            for headers in answers:
+                # Bytes or None, whatever the type hints say of what one may write.
+                found.append(cast("Headers", headers or []))  # noqa: PERF401  it has to go on behind an error
+        except SystemError:
+            found.append(UNREADABLE)
+        else:
+            return found
+
+
+@contextmanager
+def _no_garbage_collection() -> Iterator[None]:
+    """Make many small objects without Python looking for rings among them, again and again: it halves the time."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
+_KEPT: dict[tuple[int, str, frozenset[tuple[str, str]]], RangeReader] = {}
+
+
+@contextmanager
+def kept(settings: ReaderSettings) -> Iterator[RangeReader]:
+    """Lend this process's reader, which stays connected from one task to the next. For one thread at a time."""
+    # A fork has a copy of this table, and none of librdkafka's threads.
+    name = (os.getpid(), settings.group, frozenset(settings.options.items()))
+    reader = _KEPT.pop(name, None) or RangeReader(settings)
+    try:
+        yield reader
+    except BaseException:
+        reader.broken = True
+        raise
+    finally:
+        if reader.broken:
+            reader.close()
+        else:
+            _KEPT[name] = reader
+
+
+def close_kept() -> None:
+    """Close this process's readers."""
+    while _KEPT:
+        _, reader = _KEPT.popitem()
+        reader.close()
