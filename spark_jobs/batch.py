@@ -225,7 +225,7 @@ class BatchRounds(Rounds):
             sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in as_text.items()
         )
         named = sql.Identifier(self._schema, table)
-        with self._store.connect() as connection:
+        with self._store.transaction() as connection:
             # Columns may be other ones in each round, as after a pivot.
             if self._made.get(table) != as_text:
                 connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(named))
@@ -265,7 +265,7 @@ class BatchRounds(Rounds):
             self._drop_before(generation + 1)
 
     def _drop_before(self, generation: int) -> None:
-        with self._store.connect() as connection:
+        with self._store.transaction() as connection:
             values = {
                 "schema": sql.Identifier(self._schema).as_string(connection),
                 "like": f"{self._stem()}\\_%",
@@ -277,7 +277,7 @@ class BatchRounds(Rounds):
 
     def _empty(self, staged: _Staged) -> None:
         # Gone when a younger driver has dropped it: the next transaction here finds that out, and says so.
-        with self._store.connect() as connection, suppress(psycopg.errors.UndefinedTable):
+        with self._store.transaction() as connection, suppress(psycopg.errors.UndefinedTable):
             connection.execute(
                 sql.SQL("DELETE FROM {} WHERE outbox_batch_staged_by = ANY(%s)").format(staged.table), (staged.names,)
             )

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 
 import psycopg
 
-from outbox.urls import libpq_url
+from spark_jobs.connections import application_name, connect
 
 _WAITING: Final = """
 SELECT waiting.application_name, by.pid,
@@ -46,7 +46,7 @@ class Blocker:
 
 def names(group: str) -> tuple[str, str]:
     """Return the application names of the group's sessions: the driver's and its tasks'."""
-    return f"outbox driver {group}"[:63], f"outbox consumer {group}"[:63]
+    return application_name(f"outbox driver {group}"), application_name(f"outbox consumer {group}")
 
 
 def look(connection: psycopg.Connection[Any], group: str, after: float = 1.0) -> list[Blocker]:
@@ -91,26 +91,34 @@ class Watch:
 
     def _run(self) -> None:
         told: set[int] = set()
-        while not self._stop.wait(self._look_seconds):
-            try:
-                with psycopg.connect(
-                    libpq_url(self._url),
-                    autocommit=True,
-                    application_name=f"outbox watch {self._group}"[:63],
-                    connect_timeout=10,
-                    tcp_user_timeout=10_000,
-                ) as connection:
+        # One session for all looks; of this thread alone.
+        connection: psycopg.Connection[Any] | None = None
+        try:
+            while not self._stop.wait(self._look_seconds):
+                try:
+                    if connection is None:
+                        connection = connect(self._url, f"outbox watch {self._group}", autocommit=True)
                     found = look(connection, self._group)
-            except psycopg.Error:
-                continue  # the driver's own connections say what is wrong with the server; here nothing depends on it
-            for blocker in found:
-                if blocker.pid not in told:
-                    self._report(
-                        "waiting for a lock",
-                        {
-                            "waiting": blocker.waiting,
-                            "blocked_by": str(blocker),
-                            "to_end_it": f"SELECT pg_terminate_backend({blocker.pid})",
-                        },
-                    )
-            told = {blocker.pid for blocker in found}
+                except psycopg.Error:
+                    # The driver's own sessions say what is wrong with the server; here nothing depends on it.
+                    if connection is not None:
+                        connection.close()
+                        connection = None
+                    continue
+                for blocker in found:
+                    if blocker.pid not in told:
+                        self._tell(blocker)
+                told = {blocker.pid for blocker in found}
+        finally:
+            if connection is not None:
+                connection.close()
+
+    def _tell(self, blocker: Blocker) -> None:
+        self._report(
+            "waiting for a lock",
+            {
+                "waiting": blocker.waiting,
+                "blocked_by": str(blocker),
+                "to_end_it": f"SELECT pg_terminate_backend({blocker.pid})",
+            },
+        )

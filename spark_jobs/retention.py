@@ -18,14 +18,15 @@ time. Without the rights of the tables' owner nothing is made or dropped, and th
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Final, LiteralString
 
 import psycopg
 from psycopg import errors, sql
 
-from outbox.urls import libpq_url
+from spark_jobs import connections
 from spark_jobs.sink import first_line
 
 KEEP_DAYS: Final = 14
@@ -105,10 +106,12 @@ class Memory:
     """The ids that all groups of one sink remember.
 
     keep_days   whole days besides today, 1 or more.
+    name        of the session, which is kept: a driver's upkeep shares the driver's.
     """
 
-    def __init__(self, url: str, schema: str, keep_days: int) -> None:
+    def __init__(self, url: str, schema: str, keep_days: int, name: str = "outbox upkeep") -> None:
         self._url = url
+        self._name = name
         self._schema = schema
         self._keep_days = keep_days
         self._names = {name: sql.Identifier(schema, name) for name in ("groups", "processed_messages")}
@@ -120,7 +123,7 @@ class Memory:
         By the database's clock. One query when all are there. A day of which the default partition holds rows already
         stays there: slower to forget, and just as right.
         """
-        with self._connect() as connection:
+        with self._transaction() as connection:
             if not self._missing(connection):
                 return Upkeep()
             connection.execute("SET LOCAL statement_timeout = '5s'")
@@ -142,7 +145,7 @@ class Memory:
 
         One driver at a time: while another one is at it, nothing is done.
         """
-        with self._connect() as connection:
+        with self._transaction() as connection:
             today = self._today(connection)
             ranges = self._ranges(connection)
         horizon = today - dt.timedelta(days=self._keep_days)
@@ -213,10 +216,11 @@ class Memory:
             row = self._run(connection, _FORGET_STRAY, values, default=self._default, stray=stray).fetchone()
         return int(row[0]) if row is not None else 0
 
-    def _alone(self) -> psycopg.Connection[Any]:
-        connection = self._connect()
-        connection.execute("SELECT set_config('lock_timeout', %s, true)", (_GIVE_WAY,))
-        return connection
+    @contextmanager
+    def _alone(self) -> Iterator[psycopg.Connection[Any]]:
+        with self._transaction() as connection:
+            connection.execute("SELECT set_config('lock_timeout', %s, true)", (_GIVE_WAY,))
+            yield connection
 
     @staticmethod
     def _locked(connection: psycopg.Connection[Any]) -> bool:
@@ -234,8 +238,8 @@ class Memory:
         parent = sql.Literal(self._names["processed_messages"].as_string(connection))
         return connection.execute(sql.SQL(_RANGES).format(parent=parent)).fetchall()
 
-    def _connect(self) -> psycopg.Connection[Any]:
-        return psycopg.connect(libpq_url(self._url), application_name="outbox upkeep", connect_timeout=10)
+    def _transaction(self) -> AbstractContextManager[psycopg.Connection[Any]]:
+        return connections.transaction(self._url, self._name, reset=False)
 
     def _run(
         self,

@@ -10,7 +10,8 @@ import psycopg
 from psycopg import errors
 
 from outbox.errors import SchemaError
-from outbox.urls import display_url, libpq_url
+from outbox.urls import display_url
+from spark_jobs import connections
 from spark_jobs.errors import ConsumerUnavailable
 
 AWAY: Final = (
@@ -32,18 +33,10 @@ _SCHEMA: Final = (
 )
 
 
-def connect(url: str, application_name: str, connect_seconds: int = 10) -> psycopg.Connection[Any]:
+def connect(url: str, application_name: str, connect_seconds: int | None = None) -> psycopg.Connection[Any]:
     """Connect, in autocommit. Raises ConsumerUnavailable when the server can't be reached."""
     try:
-        return psycopg.connect(
-            libpq_url(url),
-            autocommit=True,
-            # PgBouncer in transaction mode does not keep prepared statements.
-            prepare_threshold=None,
-            application_name=application_name[:63],
-            connect_timeout=connect_seconds,
-            tcp_user_timeout=20_000,
-        )
+        return connections.connect(url, application_name, autocommit=True, connect_seconds=connect_seconds)
     except psycopg.OperationalError as error:
         raise ConsumerUnavailable(f"Postgres at {display_url(url)}: {first_line(error)}") from error
 

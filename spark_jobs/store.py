@@ -1,19 +1,20 @@
 """The driver's side of the consumers' tables: take-over, new partitions, losses, dead letters, partitions of days.
 
-Every method is one short transaction on a connection of its own, so a database that restarts between rounds is met by
-the next call. Errors of the database pass through as psycopg raises them.
+Every method is one short transaction on the driver's session, which stays open between them; a server that has
+restarted between two calls has a new one (see connections). Errors of the database pass through as psycopg raises them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from typing import Any, Final
 
 import psycopg
 from psycopg import sql
 
-from outbox.urls import libpq_url
-from spark_jobs import letters
+from spark_jobs import blockers, connections, letters
 from spark_jobs.applying import Culprit
 from spark_jobs.direct import Direct, direct_for
 from spark_jobs.errors import Fenced, JobError
@@ -64,9 +65,8 @@ SELECT id, topic, part, message_offset, message_key, message_value, message_head
  WHERE grp = %(grp)s AND state = 'retry'
  ORDER BY message_offset, id LIMIT %(most)s"""
 # A message may have gone behind one that a person was just retrying or discarding: nobody would come back for it.
-_RELEASE: Final = """
-UPDATE {dead_letters} AS letter SET state = 'retry'
- WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'dead' AND reason = 'behind'
+_STRANDED: Final = """
+grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'dead' AND reason = 'behind'
    AND NOT EXISTS (
        SELECT FROM {dead_letters} AS other
         WHERE other.grp = letter.grp AND other.topic = letter.topic
@@ -74,7 +74,26 @@ UPDATE {dead_letters} AS letter SET state = 'retry'
           AND other.state = 'dead' AND other.reason <> 'behind'
           AND CASE WHEN other.part = letter.part THEN other.message_offset < letter.message_offset
                    ELSE other.id < letter.id END)"""
+_RELEASE: Final = "UPDATE {dead_letters} AS letter SET state = 'retry' WHERE {stranded}"
+# In an order that the index has: else all dead letters are read for it where another group retries many.
+_RETRY_WAITS: Final = """
+SELECT (SELECT true FROM {dead_letters} WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry'
+         ORDER BY topic LIMIT 1) IS NOT NULL
+       OR %(keep_order)s AND EXISTS (SELECT FROM {dead_letters} AS letter WHERE {stranded})"""
+_GENERATION: Final = "SELECT generation, owner FROM {groups} WHERE grp = %(grp)s"
+_STATE: Final = """
+SELECT g.generation, g.owner, ({retry_waits}), o.topic, o.part, o.topic_id, o.next_offset
+  FROM {groups} AS g LEFT JOIN {offsets} AS o ON o.grp = g.grp AND o.topic = ANY(%(topics)s)
+ WHERE g.grp = %(grp)s"""
 _SETUP_LOCK: Final = 0x6F7574626F780003
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """How far a group is. ``retry_waits``: there are dead letters to try again."""
+
+    stored: Mapping[Partition, Stored]
+    retry_waits: bool
 
 
 class Store:
@@ -85,29 +104,30 @@ class Store:
         self._schema = schema
         self._group = group
         self._owner = owner
-        self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "dead_letters")}
+        self._name = blockers.names(group)[0]
+        self._names: dict[str, sql.Composable] = {
+            name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "dead_letters")
+        }
+        self._names["stranded"] = sql.SQL(_STRANDED).format(**self._names)
+        self._names["retry_waits"] = sql.SQL(_RETRY_WAITS).format(**self._names)
 
-    def connect(self) -> psycopg.Connection[Any]:
-        """Connect for a transaction of the driver's."""
-        return psycopg.connect(
-            libpq_url(self._url),
-            # PgBouncer in transaction mode does not keep prepared statements.
-            prepare_threshold=None,
-            application_name=f"outbox driver {self._group}"[:63],
-            connect_timeout=10,
-            client_encoding="UTF8",
-        )
+    def transaction(self, *, reset: bool = False) -> AbstractContextManager[psycopg.Connection[Any]]:
+        """Run a transaction on the driver's session. ``reset``: with statements that are not the consumer's own."""
+        return connections.transaction(self._url, self._name, reset=reset)
+
+    def close(self) -> None:
+        """Close the sessions of the group that are open in this process. What is called after that opens new ones."""
+        connections.close(self._url, *blockers.names(self._group))
 
     def require_utf8(self) -> None:
         """Raise JobError for a sink that has not all characters that a message may have."""
-        with self.connect() as connection:
-            row = connection.execute("SHOW server_encoding").fetchone()
-        if row != ("UTF8",):
-            raise JobError(f"the sink's database is in {row and row[0]}, which has not all characters: it must be UTF8")
+        [(encoding,)] = self._read("SELECT current_setting('server_encoding')")
+        if encoding != "UTF8":
+            raise JobError(f"the sink's database is in {encoding}, which has not all characters: it must be UTF8")
 
     def take_over(self) -> int:
         """Become the group's consumer. Gives the generation; whoever had the one before can commit nothing more."""
-        with self.connect() as connection:
+        with self.transaction() as connection:
             row = self._run(connection, _TAKE, owner=self._owner).fetchone()
             assert row is not None
             self._run(connection, _FENCE, generation=row[0])
@@ -117,35 +137,36 @@ class Store:
         """Run the job's own DDL, one driver at a time."""
         if statements is None:
             return
-        with self.connect() as connection:
+        with self.transaction(reset=True) as connection:
             connection.execute("SELECT pg_advisory_xact_lock(%s)", (_SETUP_LOCK,))
             connection.execute(statements.encode())
 
     def stored(self, topics: Iterable[str]) -> dict[Partition, Stored]:
         """Return how far the group is."""
-        with self.connect() as connection:
-            rows = self._run(connection, _STORED, topics=list(topics)).fetchall()
+        rows = self._read(_STORED, topics=list(topics))
         return {(topic, part): Stored(topic_id, offset) for topic, part, topic_id, offset in rows}
 
     def add(self, partitions: Iterable[Partition], topic_ids: Mapping[str, str], generation: int) -> None:
         """Begin with new partitions, at 0. Raises Fenced when the group is somebody else's now."""
-        with self.connect() as connection:
+        with self.transaction() as connection:
             self._require(connection, generation)
             for topic, part in partitions:
                 self._run(connection, _ADD, topic=topic, part=part, topic_id=topic_ids[topic], generation=generation)
 
     def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
         """Return the keys of the group's dead letters, with their topics."""
-        with self.connect() as connection:
-            rows = self._run(connection, _DEAD_KEYS, topics=list(topics)).fetchall()
+        rows = self._read(_DEAD_KEYS, topics=list(topics))
         return {(topic, bytes(key)): None for topic, key in rows}
 
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[Retried]:
         """Return dead letters that are to be tried again: those of one partition, in their messages' order.
 
-        With ``keep_order`` also those that are behind a message which no longer stands in their way.
+        With ``keep_order`` also those that are behind a message which no longer stands in their way. One statement when
+        there are none.
         """
-        with self.connect() as connection:
+        if not self._read(_RETRY_WAITS, topics=list(topics), keep_order=keep_order)[0][0]:
+            return []
+        with self.transaction() as connection:
             if keep_order:
                 self._run(connection, _RELEASE, topics=list(topics))
             rows = self._run(connection, _RETRIED, topics=list(topics), most=most, keep_order=keep_order).fetchall()
@@ -156,7 +177,7 @@ class Store:
 
     def failed_again(self, failed: Iterable[tuple[int, Culprit]], generation: int) -> None:
         """Count another attempt of dead letters. Raises Fenced."""
-        with self.connect() as connection:
+        with self.transaction() as connection:
             self._require(connection, generation)
             for number, culprit in failed:
                 letters.failed_again(connection.cursor(), self._schema, self._group, number, culprit)
@@ -165,22 +186,32 @@ class Store:
         self, effect: object, strategy: Strategy, columns: Mapping[str, str], payload: Sequence[str]
     ) -> Direct | None:
         """Return where rows can go straight to, if there is such a place; see direct.direct_for."""
-        with self.connect() as connection:
+        with self.transaction() as connection:
             return direct_for(connection.cursor(), effect, strategy, columns, payload)
 
     def column_types(self, table: str) -> dict[str, str]:
         """Return the columns of a table of the sink with their types. Raises JobError when there is no such table."""
-        with self.connect() as connection:
+        with self.transaction() as connection:
             return column_types(connection.cursor(), table)
 
     def require(self, generation: int) -> None:
-        """Raise Fenced unless the group is still in this generation."""
-        with self.connect() as connection:
-            self._require(connection, generation)
+        """Raise Fenced unless the group is still in this generation. One statement."""
+        rows = self._read(_GENERATION)
+        self._require_row(rows[0] if rows else None, generation)
+
+    def state(self, topics: Iterable[str], generation: int, *, keep_order: bool) -> GroupState:
+        """Return how far the group is and whether dead letters wait to be tried again, in one statement.
+
+        What ``stored``, ``retried`` and ``require`` answer for a round that has nothing to do. Raises Fenced.
+        """
+        rows = self._read(_STATE, topics=list(topics), keep_order=keep_order)
+        self._require_row(rows[0][:2] if rows else None, generation)
+        stored = {(topic, part): Stored(*rest) for _, _, _, topic, part, *rest in rows if topic is not None}
+        return GroupState(stored, retry_waits=rows[0][2])
 
     def record_losses(self, losses: Iterable[Loss], generation: int) -> None:
         """Write down what Kafka lost, once for as long as nobody has accepted it. Raises Fenced."""
-        with self.connect() as connection:
+        with self.transaction() as connection:
             self._require(connection, generation)
             for loss in losses:
                 self._run(
@@ -197,14 +228,16 @@ class Store:
 
     def make_days(self, keep_days: int = KEEP_DAYS) -> Upkeep:
         """Make the partitions of processed_messages for the days that are kept and a few ahead: see Memory.make."""
-        return Memory(self._url, self._schema, keep_days).make()
+        return Memory(self._url, self._schema, keep_days, self._name).make()
 
     def forget_days(self, keep_days: int = KEEP_DAYS) -> Upkeep:
         """Forget the ids of days that are no longer kept: see Memory.forget."""
-        return Memory(self._url, self._schema, keep_days).forget()
+        return Memory(self._url, self._schema, keep_days, self._name).forget()
 
     def _require(self, connection: psycopg.Connection[Any], generation: int) -> None:
-        row = self._run(connection, _STILL_MINE).fetchone()
+        self._require_row(self._run(connection, _STILL_MINE).fetchone(), generation)
+
+    def _require_row(self, row: tuple[Any, ...] | None, generation: int) -> None:
         if row is None or row[0] != generation:
             now = "its row is gone" if row is None else f"generation {row[0]} now, by {row[1]}"
             raise Fenced(
@@ -214,3 +247,7 @@ class Store:
 
     def _run(self, connection: psycopg.Connection[Any], query: str, **values: object) -> psycopg.Cursor[Any]:
         return connection.execute(sql.SQL(query).format(**self._names), {"grp": self._group, **values})
+
+    def _read(self, query: str, **values: object) -> list[tuple[Any, ...]]:
+        named = sql.SQL(query).format(**self._names)
+        return connections.read(self._url, self._name, named, {"grp": self._group, **values})

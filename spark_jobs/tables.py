@@ -156,6 +156,14 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.CheckConstraint("state IN ('dead', 'retry')", name="dead_letters_state"),
         # By hash: a key may be longer than an index takes.
         sa.Index("dead_letters_key", "grp", "topic", sa.text("sha256(message_key)")),
+        # What each round asks for: the few that may have something done about them.
+        sa.Index(
+            "dead_letters_waiting",
+            "grp",
+            "state",
+            "topic",
+            postgresql_where=sa.text("state = 'retry' OR reason = 'behind'"),
+        ),
         schema=schema,
         comment="Messages that could not be applied, whole. `outbox consumers retry` or `discard`.",
     )

@@ -19,15 +19,14 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, LiteralString
 
 import psycopg
 from psycopg import sql
 
-from outbox.urls import libpq_url
-from spark_jobs import letters
+from spark_jobs import connections, letters
 from spark_jobs.applying import Applying, Broken, Culprit, Culprits, Uncopyable, passing, places_of, shown
 from spark_jobs.decoding import PROBLEM
 from spark_jobs.direct import Direct, Roundabout
@@ -456,7 +455,9 @@ def _on_letters(
 
 @contextmanager
 def transaction(url: str, name: str, batches: TaskInput[Any] | NoInput) -> Iterator[psycopg.Cursor[Any]]:
-    """Open a connection and give a cursor; COMMIT at the end, ROLLBACK on an error, and closed whatever happens.
+    """Begin a transaction and give a cursor; COMMIT at the end, ROLLBACK on an error.
+
+    The session stays open for this process's next transaction, without anything that an effect may have left in it.
 
     batches  what the transaction applies. Raises InputCut instead of COMMIT where nothing proves that they were all of
              the task's rows. A transaction that was rolled back by the caller needs no proof.
@@ -464,18 +465,7 @@ def transaction(url: str, name: str, batches: TaskInput[Any] | NoInput) -> Itera
     Where this machine vanishes, the server ends the transaction within a minute instead of after its default of two
     hours: until then the offsets' rows would stay locked, and a take-over would wait for them.
     """
-    # Not left to defaults that somebody may have changed: COPY sends UTF-8, and what is forgotten must be seen at once.
-    opened = psycopg.connect(
-        libpq_url(url),
-        # PgBouncer in transaction mode does not keep prepared statements.
-        prepare_threshold=None,
-        application_name=name[:63],
-        connect_timeout=10,
-        tcp_user_timeout=30_000,
-        client_encoding="UTF8",
-    )
-    opened.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
-    with closing(opened) as connection, connection:
+    with connections.transaction(url, name, reset=True) as connection:
         cursor = connection.cursor()
         cursor.execute(_KEEPALIVES)
         yield cursor

@@ -133,6 +133,8 @@ def _leave_nothing() -> Iterator[None]:
         structlog.reset_defaults()
     if support := sys.modules.get("support"):
         support.close_connections()
+    if connections := sys.modules.get("spark_jobs.connections"):
+        connections.close_all()
 
 
 @pytest.fixture(scope="session")

@@ -112,8 +112,8 @@ def _run(
         view.report(text, figures)
 
     try:
-        runner = Runner(spark, job, options, report)
-        totals = runner.once(stop) if once else runner.continuous(stop)
+        with Runner(spark, job, options, report) as runner:
+            totals = runner.once(stop) if once else runner.continuous(stop)
     finally:
         spark.stop()
     after = _progress(settings, job) if before else []

@@ -265,6 +265,35 @@ def test_a_task_that_waits_for_the_drop_sees_that_its_day_is_forgotten(sink, mon
     assert seen == [old + dt.timedelta(days=1)]
 
 
+def test_a_role_that_repeats_reads_forgets_no_id_that_was_seen_just_now(sink, monkeypatch):
+    """Read on a snapshot from before its wait for a task, the day would look as if nobody had used it since."""
+    with psycopg.connect(sink.url, autocommit=True) as connection:
+        connection.execute(
+            sql.SQL("ALTER ROLE {} IN DATABASE {} SET default_transaction_isolation = 'repeatable read'").format(
+                sql.Identifier(connection.info.user), sql.Identifier(connection.info.dbname)
+            )
+        )
+    monkeypatch.setattr("spark_jobs.retention._GIVE_WAY", "60s")
+    sink.group("g")
+    old = sink.day(KEEP + 2)
+    sink.partition(old)
+    sink.remember("g", old, KEEP + 2)
+    done: list[Upkeep] = []
+    with psycopg.connect(sink.url) as task:
+        task.execute(
+            "INSERT INTO consumer.processed_messages (grp, day, message_id) VALUES ('g', %s, gen_random_uuid())", (old,)
+        )
+        forgetting = threading.Thread(target=lambda: done.append(sink.memory.forget()))
+        forgetting.start()
+        name = f"consumer.processed_messages_{old:%Y%m%d}"
+        waits = "SELECT count(*) FROM pg_locks WHERE NOT granted AND relation = %s::regclass"
+        wait_until(lambda: sink.one(waits, (name,)) == 1, what="the drop to wait for the task")
+        task.commit()
+    forgetting.join(30)
+    assert done == [Upkeep()]
+    assert sink.remembered() == {("g", old): 2}
+
+
 def test_two_drivers_at_once(sink):
     """Both make and forget; each day is made once and nothing fails."""
     sink.group("g")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+from contextlib import contextmanager
 from dataclasses import replace
 
 import psycopg
@@ -151,23 +152,22 @@ def test_a_driver_that_stalls_in_a_transaction_or_meets_a_standby_goes_on(bench)
     ends = [
         "SET LOCAL idle_in_transaction_session_timeout = '50ms'",
         "SET LOCAL transaction_timeout = '50ms'",
-        # The first question writes nothing, and is answered.
-        "SET TRANSACTION READ ONLY",
         "SET TRANSACTION READ ONLY",
     ]
     runner = bench.runner()
-    connect = runner._store.connect
+    transaction = runner._store.transaction
 
-    def stalled():
-        connection = connect()
-        if ends:
-            end = ends.pop(0)
-            connection.execute(end)
-            alive = f"SELECT FROM pg_stat_activity WHERE pid = {connection.info.backend_pid}"
-            wait_until(lambda: "timeout" not in end or not bench.rows(alive), what="the session's end")
-        return connection
+    @contextmanager
+    def stalled(**options):
+        with transaction(**options) as connection:
+            if ends:
+                end = ends.pop(0)
+                connection.execute(end)
+                alive = f"SELECT FROM pg_stat_activity WHERE pid = {connection.info.backend_pid}"
+                wait_until(lambda: "timeout" not in end or not bench.rows(alive), what="the session's end")
+            yield connection
 
-    runner._store.connect = stalled
+    runner._store.transaction = stalled
     bench.send("a", 1)
     assert runner.once(threading.Event()).applied == 1
     waited = [figures["error"] for text, figures in bench.reports if text == "waiting for a server"]

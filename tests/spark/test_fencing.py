@@ -384,7 +384,11 @@ def test_the_sink_ends_a_session_that_idles_in_its_transaction(bench, drive, mar
 
     driver = drive(bench.runner(replace(bench.job, effect=effect), patience=PATIENCE), once=True)
     wait_until(lambda: markers.stalled, PATIENCE, "the effect to stall")
-    mine = "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'outbox consumer order-totals'"
+    # Sessions of workers that have nothing to do stay open; the stalled one is the only one in a transaction.
+    mine = (
+        "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'outbox consumer order-totals' "
+        "AND datname = current_database() AND xact_start IS NOT NULL"
+    )
     wait_until(lambda: bench.rows(mine) == [(0,)], PATIENCE, "Postgres to end the session")
     markers.go()
     driver.result()

@@ -113,8 +113,8 @@ CONNECTS: dict[str, Callable[[str], object]] = {
     "db": opened,
     "sink": lambda url: sink.connect(url, "test"),
     "task": began,
-    "driver": lambda url: Store(url, "consumer", "group", "owner").connect(),
-    "upkeep": lambda url: Memory(url, "consumer", 14)._connect(),
+    "driver": lambda url: Store(url, "consumer", "group", "owner").stored(["topic"]),
+    "upkeep": lambda url: Memory(url, "consumer", 14).make(),
     "settings": lambda url: load(database_url=url),
 }
 
