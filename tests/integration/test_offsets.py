@@ -27,7 +27,7 @@ from spark_jobs.job import ConsumerJob
 from spark_jobs.kafka import KafkaView, TopicMissing
 from spark_jobs.offsets import MoveRefused, NoSuchGroup, Offsets
 from spark_jobs.planner import Extent, Range
-from spark_jobs.rounds import Span, State
+from spark_jobs.rounds import Counts, Span, State
 from spark_jobs.runner import Options, Runner
 
 GROUP = "billing"
@@ -46,10 +46,24 @@ class Driver:
         self.reports: list[str] = []
         self.runner = self.start()
 
-    def start(self) -> Runner:
+    def start(self, most: int = 200_000) -> Runner:
         job = ConsumerJob(group=GROUP, topics=[self.topic], effect="SELECT 1")
-        options = Options(self.url, {"bootstrap.servers": self.topics.bootstrap_servers}, patience=30.0)
+        kafka = {"bootstrap.servers": self.topics.bootstrap_servers}
+        options = Options(self.url, kafka, max_records=most, patience=30.0)
         return Runner(None, job, options, lambda text, figures: self.reports.append(text))
+
+    def step(self) -> dict[int, tuple[int, int]]:
+        """Run one round that steps over what it reads. Gives from where to where, by partition."""
+        runner, spans = self.runner, []
+
+        def apply(span: Span, generation: int) -> Counts:
+            runner._rounds._step_over(span, State(), generation)
+            spans.append(span)
+            return Counts()
+
+        runner._rounds.apply = apply
+        runner._round(None)
+        return {part: (one.start, one.end) for span in spans for (_, part), one in span.ranges.items()}
 
     def send(self, part: int, count: int, topic: str | None = None, **at) -> None:
         producer = Producer({"bootstrap.servers": self.topics.bootstrap_servers, "linger.ms": 5})
@@ -260,6 +274,23 @@ def test_partitions_that_are_added_begin_at_0_unless_messages_went_before(driver
     driver.read(3, 6)
     driver.look()
     assert driver.positions() == {0: 0, 1: 0, 2: 0, 3: 6}
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+def test_many_partitions_take_turns(outbox_postgres, outbox_kafka, restarted):
+    """Also where every round is the first one of a driver: what is stored says whose turn it is."""
+    driver = Driver(outbox_postgres, outbox_kafka, 40)
+    for part in range(40):
+        driver.send(part, 3)
+    driver.runner = driver.start(most=16)
+    rounds = []
+    for _ in range(5):
+        if restarted:
+            driver.runner = driver.start(most=16)
+        rounds.append(driver.step())
+    assert [len(one) for one in rounds] == [16] * 5
+    for three in (rounds[:3], rounds[1:4], rounds[2:]):
+        assert {part for one in three for part in one} == set(range(40))
 
 
 def test_a_log_that_was_cut(driver):
