@@ -79,6 +79,9 @@ class ConsumerJob:
     max_dead    a round that would make more dead letters than this ends the job instead: then it is not the messages.
     max_payload_bytes  a message with a larger payload becomes a dead letter, and nobody looks into it. The default is
                 far above what Kafka takes unless it is told to.
+    start       where a new group begins: "earliest" with all that the topics have, "latest" at their ends of then, as
+                far as is committed. Partitions that are met later are read from 0 in any case, and once the group has
+                an offset this has no meaning.
 
     Raises JobError for a declaration that can't work.
     """
@@ -96,6 +99,7 @@ class ConsumerJob:
     keep_order: bool = False
     max_dead: int = 1000
     max_payload_bytes: int = 16 * 2**20
+    start: Literal["earliest", "latest"] = "earliest"
 
     def __post_init__(self) -> None:
         if not self.group or len(self.group) > 200 or "\0" in self.group:
@@ -139,7 +143,11 @@ class ConsumerJob:
     def _check_choices(self) -> None:
         if not isinstance(self.strategy, Dedup | Natural | Version | Fingerprint):
             raise JobError("strategy: must be Dedup(), Natural(…), Version(…) or Fingerprint(…)")
-        for name, allowed in (("atomic", ("partition", "batch")), ("on_bad", ("dead-letter", "halt"))):
+        for name, allowed in (
+            ("atomic", ("partition", "batch")),
+            ("on_bad", ("dead-letter", "halt")),
+            ("start", ("earliest", "latest")),
+        ):
             if getattr(self, name) not in allowed:
                 raise JobError(f"{name}: must be {' or '.join(allowed)}, not {getattr(self, name)!r}")
         if self.max_dead < 0:

@@ -4,6 +4,7 @@
 |------------------------------------------------|-----------------------------------------------------------|
 | partition not stored, its first offset is 0    | it is read from 0                                         |
 | partition not stored, its first offset is not 0| DataLost: messages went before the group read any         |
+| nothing stored, and the job starts at "latest" | each begins at its end; what it had before is no loss     |
 | stored offset below Kafka's first              | DataLost: retention was faster than the group             |
 | stored offset above Kafka's end                | DataLost: the log was cut, as by an unclean election      |
 | stored topic_id is not the topic's             | TopicRecreated, whether it is shorter now or longer       |
@@ -104,13 +105,18 @@ def new_partitions(
     extents: Mapping[Partition, Extent],
     topic_ids: Mapping[str, str],
     group: str = "GROUP",
+    *,
+    at_end: bool = False,
 ) -> list[Partition]:
     """Return the partitions that Kafka has and the group does not know.
+
+    at_end   they are to begin at their ends, so that nothing is lost of what went before.
 
     Raises DataLost for one that begins above 0, and like ``plan`` for the others: one error names everything.
     """
     fresh = sorted(extents.keys() - stored.keys())
-    halt(_never_read(fresh, extents, topic_ids) + find_losses(stored, extents, topic_ids), group)
+    never_read = [] if at_end else _never_read(fresh, extents, topic_ids)
+    halt(never_read + find_losses(stored, extents, topic_ids), group)
     return fresh
 
 

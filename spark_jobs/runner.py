@@ -30,7 +30,7 @@ from spark_jobs.blockers import Watch
 from spark_jobs.errors import ConsumerUnavailable, DataLost
 from spark_jobs.job import ConsumerJob
 from spark_jobs.kafka import KafkaView, TopicMissing
-from spark_jobs.planner import Extent, Partition, find_losses, halt, new_partitions, next_turn, plan
+from spark_jobs.planner import Extent, Partition, Stored, find_losses, halt, new_partitions, next_turn, plan
 from spark_jobs.progress import progress
 from spark_jobs.reader import ReaderSettings, close_kept
 from spark_jobs.retention import KEEP_DAYS
@@ -207,6 +207,8 @@ class Runner:
     def _announce(self, targets: Mapping[Partition, Extent]) -> None:
         """Say how much there is to do; what Kafka counts, markers included."""
         stored = self._store.stored(self._job.topics)
+        if self._begins_at_end(stored):
+            targets = {}
         waiting = [
             max(0, extent.end - (stored[partition].next_offset if partition in stored else extent.first))
             for partition, extent in targets.items()
@@ -226,9 +228,11 @@ class Runner:
             }
         with self._recorded(generation):
             stored = self._store.stored(self._job.topics)
-            fresh = new_partitions(stored, extents, ids, self._job.group)
+            at_end = self._begins_at_end(stored)
+            fresh = new_partitions(stored, extents, ids, self._job.group, at_end=at_end)
             if fresh:
-                self._store.add(fresh, ids, generation)
+                starts = {partition: extents[partition].end for partition in fresh} if at_end else None
+                self._store.add(fresh, ids, generation, starts)
                 stored = self._store.stored(self._job.topics)
             if targets is not None:
                 # A partition added while ``once`` runs is for the next run; the ends of this one are fixed.
@@ -251,6 +255,10 @@ class Runner:
         ends = {partition: span.end for partition, span in ranges.items()}
         self._report_lag(self._kafka.show_lag(self._job.group, ends, seconds=0))
         return True
+
+    def _begins_at_end(self, stored: Mapping[Partition, Stored]) -> bool:
+        """Return whether partitions that the group does not know begin at their ends: those that it begins with."""
+        return self._job.start == "latest" and not stored and self._store.is_new()
 
     def _last_read(self) -> list[Partition]:
         """Return the partitions in the order in which the group's drivers have moved them, the one longest ago first.

@@ -34,7 +34,8 @@ _STORED: Final = (
 )
 _ADD: Final = """
 INSERT INTO {offsets} (grp, topic, part, topic_id, next_offset, generation)
-VALUES (%(grp)s, %(topic)s, %(part)s, %(topic_id)s, 0, %(generation)s) ON CONFLICT DO NOTHING"""
+VALUES (%(grp)s, %(topic)s, %(part)s, %(topic_id)s, %(start)s, %(generation)s) ON CONFLICT DO NOTHING"""
+_NEW: Final = "SELECT NOT EXISTS (SELECT FROM {offsets} WHERE grp = %(grp)s)"
 # One row for each place and kind until it is accepted. While the group stands, retention goes on: the row grows.
 _LOSS: Final = """
 INSERT INTO {losses} AS l (grp, topic, topic_id, part, first_offset, end_offset, kind, detail)
@@ -127,12 +128,33 @@ class Store:
             rows = self._run(connection, _STORED, topics=list(topics)).fetchall()
         return {(topic, part): Stored(topic_id, offset) for topic, part, topic_id, offset in rows}
 
-    def add(self, partitions: Iterable[Partition], topic_ids: Mapping[str, str], generation: int) -> None:
-        """Begin with new partitions, at 0. Raises Fenced when the group is somebody else's now."""
+    def is_new(self) -> bool:
+        """Return whether the group has no offset, of any topic.
+
+        Who adds some for another driver raises the generation: what is true here is true in ``add``, or that is Fenced.
+        """
+        with self.connect() as connection:
+            row = self._run(connection, _NEW).fetchone()
+        assert row is not None
+        return bool(row[0])
+
+    def add(
+        self,
+        partitions: Iterable[Partition],
+        topic_ids: Mapping[str, str],
+        generation: int,
+        starts: Mapping[Partition, int] | None = None,
+    ) -> None:
+        """Begin with new partitions, all of them or none: at 0, or where ``starts`` says.
+
+        Raises Fenced when the group is somebody else's now.
+        """
+        starts = starts or {}
         with self.connect() as connection:
             self._require(connection, generation)
             for topic, part in partitions:
-                self._run(connection, _ADD, topic=topic, part=part, topic_id=topic_ids[topic], generation=generation)
+                values = {"topic": topic, "part": part, "topic_id": topic_ids[topic], "generation": generation}
+                self._run(connection, _ADD, **values, start=starts.get((topic, part), 0))
 
     def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
         """Return the keys of the group's dead letters, with their topics."""

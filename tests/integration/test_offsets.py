@@ -46,8 +46,8 @@ class Driver:
         self.reports: list[str] = []
         self.runner = self.start()
 
-    def start(self, most: int = 200_000) -> Runner:
-        job = ConsumerJob(group=GROUP, topics=[self.topic], effect="SELECT 1")
+    def start(self, most: int = 200_000, **declared) -> Runner:
+        job = ConsumerJob(group=GROUP, topics=[self.topic], effect="SELECT 1", **declared)
         kafka = {"bootstrap.servers": self.topics.bootstrap_servers}
         options = Options(self.url, kafka, max_records=most, patience=30.0)
         return Runner(None, job, options, lambda text, figures: self.reports.append(text))
@@ -104,9 +104,10 @@ class Driver:
         self.admin.delete_topics([self.topic])[self.topic].result(30)
         wait_until(lambda: self.topic not in self.admin.list_topics().topics, what="the topic to go")
 
-    def rows(self, query: str, *values):
+    def rows(self, query: str, *values, result: bool = True):
         with psycopg.connect(self.url) as connection:
-            return connection.execute(query, values).fetchall()
+            cursor = connection.execute(query, values)
+            return cursor.fetchall() if result else None
 
     def positions(self) -> dict[int, int]:
         return dict(self.rows("SELECT part, next_offset FROM consumer.offsets WHERE topic = %s", self.topic))
@@ -291,6 +292,77 @@ def test_many_partitions_take_turns(outbox_postgres, outbox_kafka, restarted):
     assert [len(one) for one in rounds] == [16] * 5
     for three in (rounds[:3], rounds[1:4], rounds[2:]):
         assert {part for one in three for part in one} == set(range(40))
+
+
+def test_a_new_group_begins_at_the_end_if_it_is_told_to(driver):
+    """What went before it is no loss. Everything else begins at 0: partitions and topics that come later."""
+    driver.send(0, 5)
+    driver.send(1, 2)
+    driver.delete_before(0, 3)
+    driver.runner = driver.start(start="latest")
+    driver.look()
+    assert driver.positions() == {0: 5, 1: 2}
+    assert driver.losses() == []
+    driver.send(0, 2)
+    driver.runner = driver.start(start="latest")
+    assert driver.step() == {0: (5, 7)}
+    driver.admin.create_partitions([NewPartitions(driver.topic, 4)])[driver.topic].result(30)
+    wait_until(lambda: len(driver.runner._kafka.look([driver.topic])[1]) == 4, what="the partitions")
+    driver.send(2, 4)
+    driver.send(3, 6)
+    # The other one has asked for this topic's leaders before there was a partition 3.
+    driver.admin = AdminClient({"bootstrap.servers": driver.topics.bootstrap_servers})
+    driver.delete_before(3, 1)
+    with pytest.raises(DataLost, match="first 1 messages"):
+        driver.step()
+    assert driver.positions() == {0: 7, 1: 2}
+    driver.offsets().reset(GROUP, driver.topic, "loss", "why")
+    driver.runner = driver.start(start="latest")
+    assert driver.step() == {2: (0, 4), 3: (1, 6)}
+
+
+def test_a_transaction_that_is_open_when_a_group_begins_at_the_end_is_read(driver):
+    driver.send(0, 2)
+    open_one = Producer({"bootstrap.servers": driver.topics.bootstrap_servers, "transactional.id": driver.topic})
+    open_one.init_transactions(30)
+    open_one.begin_transaction()
+    open_one.produce(driver.topic, b"{}", partition=0)
+    assert open_one.flush(30) == 0
+    driver.send(0, 1)
+    driver.runner = driver.start(start="latest")
+    driver.look()
+    assert driver.positions() == {0: 2, 1: 0}
+    open_one.commit_transaction(30)
+    wait_until(lambda: driver.runner._kafka.look([driver.topic])[1][driver.topic, 0].end == 5, what="the commit")
+    assert driver.step() == {0: (2, 5)}
+
+
+def test_a_group_that_reads_another_topic_already_is_not_new(driver):
+    other = driver.topics.create_topic(driver.topics.name("other"), 1)
+    driver.offsets().reset(GROUP, other, "latest", "why", new=True)
+    driver.send(0, 3)
+    driver.runner = driver.start(start="latest")
+    assert driver.step() == {0: (0, 3)}
+
+
+def test_a_group_begins_with_all_of_its_partitions_or_with_none(driver):
+    """A crash in between leaves no row: the group is as new as before, and no partition of it begins at 0."""
+    driver.send(0, 5)
+    driver.send(1, 2)
+    driver.rows("ALTER TABLE consumer.offsets ADD CONSTRAINT crash CHECK (part <> 1)", result=False)
+    driver.runner = driver.start(start="latest")
+    with pytest.raises(psycopg.errors.CheckViolation):
+        driver.look()
+    assert driver.positions() == {}
+    driver.rows("ALTER TABLE consumer.offsets DROP CONSTRAINT crash", result=False)
+    driver.send(0, 1)
+    driver.runner = driver.start(start="latest")
+    driver.look()
+    assert driver.positions() == {0: 6, 1: 2}
+    # The answer to that COMMIT may have been lost as well: then another driver finds the rows, and goes on from them.
+    driver.send(1, 1)
+    driver.runner = driver.start(start="latest")
+    assert driver.step() == {1: (2, 3)}
 
 
 def test_a_log_that_was_cut(driver):
