@@ -266,9 +266,11 @@ def test_avro_that_is_nested_without_an_end():
     node = {"type": "record", "name": "Node", "fields": [{"name": "next", "type": ["null", "Node"]}]}
     writer = {**ORDER, "fields": [{"name": "tree", "type": node}, *ORDER["fields"]]}
     kind, reader = avro(writer, ORDER)
-    payloads = [varint(1) * levels + varint(0) + varint(1) + b"a" for levels in (10, 100_000)]
-    good, bad, last = read_with(reader, kind, [*payloads, payloads[0]])
-    assert good == last == {"id": "a", PROBLEM: None}
+    payloads = [varint(1) * levels + varint(0) + varint(1) + b"a" for levels in (10, 900, 100_000)]
+    payloads.append(varint(1) * 100 + varint(0) + varint(2000) + b"a" * 2000)
+    good, deep, bad, large = read_with(reader, kind, payloads)
+    assert good == deep == {"id": "a", PROBLEM: None}
+    assert large == {"id": "a" * 2000, PROBLEM: None}
     assert bad["id"] is None
     assert "RecursionError" in bad[PROBLEM]
 
