@@ -45,6 +45,8 @@ _LOGICAL: Final[Mapping[str, tuple[t.DataType, type]]] = {
 }
 _EXACT: Final = "outbox-decimal"
 """In place of ``decimal``, whose reader in fastavro rounds to the schema's precision."""
+_SHALLOW: Final = 1000
+"""Payloads of so many bytes can't be nested too deep for anybody."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,6 +124,7 @@ class _Resolved:
     def __init__(self, writer: Any, reader: Any, policy: Policy) -> None:
         self._writer = writer
         self._reader = reader
+        self._endless = _holds_itself(writer, _names(writer))
         for path, change in _differences(_names(writer), writer, _names(reader), reader, ""):
             if change == "unknown" and policy.unknown == "dead-letter":
                 raise Problem(f"field {path}: is not in the job's schema")
@@ -130,6 +133,11 @@ class _Resolved:
 
     def read(self, payload: bytes) -> Any:
         from fastavro import schemaless_reader
+
+        if self._endless and len(payload) > _SHALLOW:
+            # Each level takes a byte or more. The compiled reader goes down as far as the payload says, until the
+            # stack overflows and the process is gone; the one in Python ends with a RecursionError.
+            from fastavro._read_py import schemaless_reader
 
         source = io.BytesIO(payload)
         try:
@@ -331,6 +339,30 @@ def _differences(
             yield from _differences(writer_names, fields.pop(match)["type"], reader_names, field["type"], here)
     for name in fields:
         yield f"{path}.{name}" if path else name, "unknown"
+
+
+def _holds_itself(schema: Any, named: Mapping[str, Any]) -> bool:
+    """Return whether a value of this schema may be nested without an end."""
+    inside: set[str] = set()
+    done: set[str] = set()
+
+    def holds(one: Any) -> bool:
+        if isinstance(one, list):
+            return any(map(holds, one))
+        if isinstance(one, str):
+            return one in inside or (one in named and one not in done and holds(named[one]))
+        of = one["type"]
+        if of in ("record", "error"):
+            inside.add(one["name"])
+            found = any(holds(field["type"]) for field in one["fields"])
+            inside.discard(one["name"])
+            done.add(one["name"])
+            return found
+        if of in ("array", "map"):
+            return holds(one["items" if of == "array" else "values"])
+        return holds(of) if isinstance(of, (list, dict)) else False
+
+    return holds(schema)
 
 
 def _inner(schema: Any, named: Mapping[str, Any]) -> Mapping[str, Any] | None:

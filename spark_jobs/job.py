@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 from spark_jobs.decoding import PROBLEM, Decoder, decoder_of
 from spark_jobs.effects import Insert, Upsert
 from spark_jobs.errors import JobError
+from spark_jobs.limited import Limited
 from spark_jobs.strategies import Dedup, Fingerprint, Natural, Strategy, Version
 
 if TYPE_CHECKING:
@@ -76,6 +77,11 @@ class ConsumerJob:
                 the transaction that moves the offsets; "halt" ends the job before it.
     keep_order  later messages of a key that has a dead letter go behind it (reason ``behind``) and do not overtake it.
     max_dead    a round that would make more dead letters than this ends the job instead: then it is not the messages.
+    max_payload_bytes  a message with a larger payload becomes a dead letter, and nobody looks into it. The default is
+                far above what Kafka takes unless it is told to.
+    start       where a new group begins: "earliest" with all that the topics have, "latest" at their ends of then, as
+                far as is committed. Partitions that are met later are read from 0 in any case, and once the group has
+                an offset this has no meaning.
 
     Raises JobError for a declaration that can't work.
     """
@@ -92,6 +98,8 @@ class ConsumerJob:
     on_bad: Literal["dead-letter", "halt"] = "dead-letter"
     keep_order: bool = False
     max_dead: int = 1000
+    max_payload_bytes: int = 16 * 2**20
+    start: Literal["earliest", "latest"] = "earliest"
 
     def __post_init__(self) -> None:
         if not self.group or len(self.group) > 200 or "\0" in self.group:
@@ -135,18 +143,24 @@ class ConsumerJob:
     def _check_choices(self) -> None:
         if not isinstance(self.strategy, Dedup | Natural | Version | Fingerprint):
             raise JobError("strategy: must be Dedup(), Natural(…), Version(…) or Fingerprint(…)")
-        for name, allowed in (("atomic", ("partition", "batch")), ("on_bad", ("dead-letter", "halt"))):
+        for name, allowed in (
+            ("atomic", ("partition", "batch")),
+            ("on_bad", ("dead-letter", "halt")),
+            ("start", ("earliest", "latest")),
+        ):
             if getattr(self, name) not in allowed:
                 raise JobError(f"{name}: must be {' or '.join(allowed)}, not {getattr(self, name)!r}")
         if self.max_dead < 0:
             raise JobError("max_dead: must be 0 or more")
+        if self.max_payload_bytes < 1:
+            raise JobError("max_payload_bytes: must be 1 or more")
         if self.keep_order and self.on_bad == "halt":
             raise JobError("keep_order: goes with on_bad='dead-letter'; a job that halts never overtakes")
 
     @property
-    def decoder(self) -> Decoder:
-        """What reads the payload."""
-        return decoder_of(self.schema)
+    def decoder(self) -> Limited:
+        """What reads the payload, within the limit."""
+        return Limited(decoder_of(self.schema), self.max_payload_bytes)
 
     def payload_columns(self) -> tuple[str, ...]:
         """Return the payload's columns before the transform. Raises JobError for a name that is the consumer's own."""

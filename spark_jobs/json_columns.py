@@ -25,7 +25,8 @@ _NOTHING: Final[dict[str, Any]] = {}
 # A decimal number of up to 15 digits is told from all others by its double, and repr() gives it back.
 _DIGITS: Final = bytes(ord("0") if chr(byte) in "0123456789." else ord(" ") for byte in range(256))
 _LONG: Final = b"0" * 16
-_TOO_LONG: Final = re.compile(rb"\d{16}[.eE]|(?=[\d.]{17})\d+\.\d")
+# From the first digit only: from each of them it would go to the end again, and of a long text that is all there is.
+_TOO_LONG: Final = re.compile(rb"\d{16}[.eE]|(?<!\d)(?=[\d.]{17})\d+\.\d")
 _EXPONENT: Final = re.compile(rb"[0-9.][eE][-+0-9]")
 
 

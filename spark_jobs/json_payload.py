@@ -10,6 +10,7 @@ import base64
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import UTC, date, datetime
 from decimal import Context, Decimal
@@ -120,8 +121,9 @@ def _decimal(text: str) -> Decimal | float:
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     parsed = dict(pairs)
     if len(parsed) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        # Not count() of each name: whoever sends very many of them would keep us for minutes.
+        times = Counter(name for name, _ in pairs)
+        twice = next(name for name, _ in pairs if times[name] > 1)
         raise Problem(f"{shown(twice)}: stands twice in one object")
     return parsed
 

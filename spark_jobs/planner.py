@@ -4,6 +4,7 @@
 |------------------------------------------------|-----------------------------------------------------------|
 | partition not stored, its first offset is 0    | it is read from 0                                         |
 | partition not stored, its first offset is not 0| DataLost: messages went before the group read any         |
+| nothing stored, and the job starts at "latest" | each begins at its end; what it had before is no loss     |
 | stored offset below Kafka's first              | DataLost: retention was faster than the group             |
 | stored offset above Kafka's end                | DataLost: the log was cut, as by an unclean election      |
 | stored topic_id is not the topic's             | TopicRecreated, whether it is shorter now or longer       |
@@ -26,7 +27,14 @@ from spark_jobs.errors import DataLost, TopicRecreated
 Partition = tuple[str, int]
 """Topic and partition number."""
 
+ENOUGH: Final = 5_000
+"""So many messages of a partition are worth a task and a transaction of their own."""
+FEW: Final = 16
+"""So many partitions are all read in every round, however little of each."""
+
 _SHOWN: Final = 3
+# A message's share of a round is counted in thousandths: a large one has the share of several, and a part of another.
+_UNIT: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,13 +105,18 @@ def new_partitions(
     extents: Mapping[Partition, Extent],
     topic_ids: Mapping[str, str],
     group: str = "GROUP",
+    *,
+    at_end: bool = False,
 ) -> list[Partition]:
     """Return the partitions that Kafka has and the group does not know.
+
+    at_end   they are to begin at their ends, so that nothing is lost of what went before.
 
     Raises DataLost for one that begins above 0, and like ``plan`` for the others: one error names everything.
     """
     fresh = sorted(extents.keys() - stored.keys())
-    halt(_never_read(fresh, extents, topic_ids) + find_losses(stored, extents, topic_ids), group)
+    never_read = [] if at_end else _never_read(fresh, extents, topic_ids)
+    halt(never_read + find_losses(stored, extents, topic_ids), group)
     return fresh
 
 
@@ -113,8 +126,19 @@ def plan(
     topic_ids: Mapping[str, str],
     max_records: int | None = None,
     group: str = "GROUP",
+    *,
+    turn: Sequence[Partition] = (),
+    row_bytes: Mapping[str, int] | None = None,
+    max_bytes: int | None = None,
 ) -> dict[Partition, Range]:
-    """Return a range for each partition that has something to read; ``max_records`` in all, shared out evenly.
+    """Return ranges of what is to be read: of all partitions that wait, or of those whose turn it is.
+
+    max_records  how many messages in all. Of FEW partitions each gets a share. Where there are more, a share has ENOUGH
+                 messages, unless so many do not wait, and those whose turn is later are for the next rounds.
+    turn         the partitions in the order in which they were last read, the one longest ago first; see next_turn.
+                 One that is not named comes before them.
+    max_bytes    how many bytes in all, as far as ``row_bytes`` says what a topic's messages have on average. A message
+                 that is larger is read all the same. Only together with ``max_records``.
 
     Raises TopicRecreated or DataLost when the stored offsets do not fit what Kafka has; ``group`` is for their text.
     """
@@ -124,7 +148,23 @@ def plan(
         for partition, here in sorted(stored.items())
         if partition in extents and extents[partition].end > here.next_offset
     }
-    return waiting if max_records is None else _clip(waiting, max_records)
+    if max_records is None:
+        return waiting
+    weights = dict.fromkeys((topic for topic, _ in waiting), _UNIT)
+    if max_bytes is not None:
+        for topic, average in (row_bytes or {}).items():
+            weights[topic] = max(_UNIT, -(-_UNIT * max_records * average // max_bytes))
+    return _clip(_at_turn(waiting, max_records, turn, weights), max_records, weights)
+
+
+def next_turn(turn: Sequence[Partition], read: Collection[Partition]) -> list[Partition]:
+    """Return the order for the next round, after one that has ``read`` these.
+
+    In the order of ``consumer.offsets.updated_at`` a new driver finds the same one. Whoever is read goes behind all the
+    others, so a partition waits for each other one at most once, whatever comes into these meanwhile.
+    """
+    waited = [partition for partition in turn if partition not in read]
+    return [*waited, *sorted(set(read).difference(turn)), *(partition for partition in turn if partition in read)]
 
 
 def find_losses(
@@ -206,14 +246,36 @@ def _advice(kinds: Collection[LossKind], topics: Sequence[str], group: str) -> s
     return f"When it is accounted for: {commands} accepts it and goes on with the first message that is left"
 
 
-def _clip(waiting: Mapping[Partition, Range], most: int) -> dict[Partition, Range]:
+def _at_turn(
+    waiting: Mapping[Partition, Range], most: int, turn: Sequence[Partition], weights: Mapping[str, int]
+) -> dict[Partition, Range]:
+    """Return those that a round is for: as many as get enough of it, or can be read whole."""
+    if len(waiting) <= FEW:
+        return dict(waiting)
+    places = {partition: place for place, partition in enumerate(turn)}
+    enough = max(1, min(ENOUGH, most // FEW)) * _UNIT
+    left = most * _UNIT
+    chosen: dict[Partition, Range] = {}
+    for partition in sorted(waiting, key=lambda partition: places.get(partition, -1)):
+        whole, weight = waiting[partition], weights[partition[0]]
+        needed = min((whole.end - whole.start) * weight, max(enough, weight))
+        # Nobody is passed over for one behind, whose part may be smaller: it would be again and again.
+        if needed > left and chosen:
+            break
+        chosen[partition] = whole
+        left -= needed
+    return chosen
+
+
+def _clip(waiting: Mapping[Partition, Range], most: int, weights: Mapping[str, int]) -> dict[Partition, Range]:
     """Share ``most`` out: short partitions whole, what they leave over to the longer ones, at least 1 each."""
     clipped: dict[Partition, Range] = {}
-    left = most
-    by_length = sorted(waiting.items(), key=lambda item: (item[1].end - item[1].start, item[0]))
+    left = most * _UNIT
+    by_length = sorted(waiting.items(), key=lambda item: ((item[1].end - item[1].start) * weights[item[0][0]], item[0]))
     for index, (partition, whole) in enumerate(by_length):
-        share = max(1, left // (len(by_length) - index))
+        weight = weights[partition[0]]
+        share = max(1, left // (len(by_length) - index) // weight)
         taken = min(share, whole.end - whole.start)
         clipped[partition] = Range(whole.topic_id, whole.start, whole.start + taken)
-        left -= taken
+        left -= taken * weight
     return clipped

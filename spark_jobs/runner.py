@@ -30,7 +30,8 @@ from spark_jobs.blockers import Watch
 from spark_jobs.errors import ConsumerUnavailable, DataLost
 from spark_jobs.job import ConsumerJob
 from spark_jobs.kafka import KafkaView, TopicMissing
-from spark_jobs.planner import Extent, Partition, find_losses, halt, new_partitions, plan
+from spark_jobs.planner import Extent, Partition, Stored, find_losses, halt, new_partitions, next_turn, plan
+from spark_jobs.progress import progress
 from spark_jobs.reader import ReaderSettings, close_kept
 from spark_jobs.retention import KEEP_DAYS
 from spark_jobs.rounds import Counts, Reading, Rounds, Span
@@ -117,6 +118,7 @@ class Runner:
         owner = f"{socket.gethostname()}-{os.getpid()}"
         self._store = Store(options.url, options.schema, job.group, owner)
         self._generation: int | None = None
+        self._turn: list[Partition] | None = None
         kind = BatchRounds if job.atomic == "batch" else Rounds
         reading = Reading(
             options.kafka["bootstrap.servers"],
@@ -215,6 +217,8 @@ class Runner:
     def _announce(self, targets: Mapping[Partition, Extent]) -> None:
         """Say how much there is to do; what Kafka counts, markers included."""
         stored = self._store.stored(self._job.topics)
+        if self._begins_at_end(stored):
+            targets = {}
         waiting = [
             max(0, extent.end - (stored[partition].next_offset if partition in stored else extent.first))
             for partition, extent in targets.items()
@@ -233,30 +237,48 @@ class Runner:
                 if partition in targets
             }
         with self._recorded(generation):
-            stored = self._store.stored(self._job.topics)
-            fresh = new_partitions(stored, extents, ids, self._job.group)
+            state = self._store.state(self._job.topics, generation, keep_order=self._job.keep_order)
+            stored = state.stored
+            at_end = self._begins_at_end(stored)
+            fresh = new_partitions(stored, extents, ids, self._job.group, at_end=at_end)
             if fresh:
-                self._store.add(fresh, ids, generation)
+                starts = {partition: extents[partition].end for partition in fresh} if at_end else None
+                self._store.add(fresh, ids, generation, starts)
                 stored = self._store.stored(self._job.topics)
             if targets is not None:
                 # A partition added while ``once`` runs is for the next run; the ends of this one are fixed.
                 stored = {partition: here for partition, here in stored.items() if partition in extents or fresh}
-            ranges = plan(stored, extents, ids, self._options.max_records, self._job.group)
+            turn = self._turn = self._last_read() if self._turn is None else self._turn
+            ranges = plan(stored, extents, ids, self._options.max_records, self._job.group, turn=turn)
         began = time.monotonic()
-        retried = self._rounds.retry(generation)
+        retried = self._rounds.retry(generation) if state.retry_waits else Counts()
         if retried.read:
             self._count(retried, began)
         if not ranges:
-            self._store.require(generation)
             return retried.left
         log_ends = {partition: known[partition].end for partition in ranges}
         began = time.monotonic()
         counts = self._rounds.apply(Span(ranges, log_ends), generation)
+        self._turn = next_turn(turn, ranges)
         self._count(counts, began, passed=sum(span.end - span.start for span in ranges.values()))
         # Nobody waits for the answer before the next round is read.
         ends = {partition: span.end for partition, span in ranges.items()}
         self._report_lag(self._kafka.show_lag(self._job.group, ends, seconds=0))
         return True
+
+    def _begins_at_end(self, stored: Mapping[Partition, Stored]) -> bool:
+        """Return whether partitions that the group does not know begin at their ends: those that it begins with."""
+        return self._job.start == "latest" and not stored and self._store.is_new()
+
+    def _last_read(self) -> list[Partition]:
+        """Return the partitions in the order in which the group's drivers have moved them, the one longest ago first.
+
+        Asked for once: from then on this driver knows it, whatever the database's clock does.
+        """
+        with self._store.transaction() as connection:
+            rows = progress(connection, self._options.schema, self._job.group)
+        moved = {(row["topic"], row["part"]): row["updated_at"] for row in rows if row["topic"] in self._job.topics}
+        return sorted(moved, key=lambda partition: (moved[partition], partition))
 
     def _report_lag(self, problem: str | None) -> None:
         if problem is not None:

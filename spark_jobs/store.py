@@ -35,7 +35,8 @@ _STORED: Final = (
 )
 _ADD: Final = """
 INSERT INTO {offsets} (grp, topic, part, topic_id, next_offset, generation)
-VALUES (%(grp)s, %(topic)s, %(part)s, %(topic_id)s, 0, %(generation)s) ON CONFLICT DO NOTHING"""
+VALUES (%(grp)s, %(topic)s, %(part)s, %(topic_id)s, %(start)s, %(generation)s) ON CONFLICT DO NOTHING"""
+_NEW: Final = "SELECT NOT EXISTS (SELECT FROM {offsets} WHERE grp = %(grp)s)"
 # One row for each place and kind until it is accepted. While the group stands, retention goes on: the row grows.
 _LOSS: Final = """
 INSERT INTO {losses} AS l (grp, topic, topic_id, part, first_offset, end_offset, kind, detail)
@@ -80,7 +81,6 @@ _RETRY_WAITS: Final = """
 SELECT (SELECT true FROM {dead_letters} WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry'
          ORDER BY topic LIMIT 1) IS NOT NULL
        OR %(keep_order)s AND EXISTS (SELECT FROM {dead_letters} AS letter WHERE {stranded})"""
-_GENERATION: Final = "SELECT generation, owner FROM {groups} WHERE grp = %(grp)s"
 _STATE: Final = """
 SELECT g.generation, g.owner, ({retry_waits}), o.topic, o.part, o.topic_id, o.next_offset
   FROM {groups} AS g LEFT JOIN {offsets} AS o ON o.grp = g.grp AND o.topic = ANY(%(topics)s)
@@ -146,12 +146,31 @@ class Store:
         rows = self._read(_STORED, topics=list(topics))
         return {(topic, part): Stored(topic_id, offset) for topic, part, topic_id, offset in rows}
 
-    def add(self, partitions: Iterable[Partition], topic_ids: Mapping[str, str], generation: int) -> None:
-        """Begin with new partitions, at 0. Raises Fenced when the group is somebody else's now."""
+    def is_new(self) -> bool:
+        """Return whether the group has no offset, of any topic.
+
+        Who adds some for another driver raises the generation: what is true here is true in ``add``, or that is Fenced.
+        """
+        [(is_new,)] = self._read(_NEW)
+        return bool(is_new)
+
+    def add(
+        self,
+        partitions: Iterable[Partition],
+        topic_ids: Mapping[str, str],
+        generation: int,
+        starts: Mapping[Partition, int] | None = None,
+    ) -> None:
+        """Begin with new partitions, all of them or none: at 0, or where ``starts`` says.
+
+        Raises Fenced when the group is somebody else's now.
+        """
+        starts = starts or {}
         with self.transaction() as connection:
             self._require(connection, generation)
             for topic, part in partitions:
-                self._run(connection, _ADD, topic=topic, part=part, topic_id=topic_ids[topic], generation=generation)
+                values = {"topic": topic, "part": part, "topic_id": topic_ids[topic], "generation": generation}
+                self._run(connection, _ADD, **values, start=starts.get((topic, part), 0))
 
     def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
         """Return the keys of the group's dead letters, with their topics."""
@@ -194,15 +213,10 @@ class Store:
         with self.transaction() as connection:
             return column_types(connection.cursor(), table)
 
-    def require(self, generation: int) -> None:
-        """Raise Fenced unless the group is still in this generation. One statement."""
-        rows = self._read(_GENERATION)
-        self._require_row(rows[0] if rows else None, generation)
-
     def state(self, topics: Iterable[str], generation: int, *, keep_order: bool) -> GroupState:
         """Return how far the group is and whether dead letters wait to be tried again, in one statement.
 
-        What ``stored``, ``retried`` and ``require`` answer for a round that has nothing to do. Raises Fenced.
+        Raises Fenced unless the group is still in this generation.
         """
         rows = self._read(_STATE, topics=list(topics), keep_order=keep_order)
         self._require_row(rows[0][:2] if rows else None, generation)

@@ -20,13 +20,13 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, LiteralString
 
 import psycopg
 from psycopg import sql
 
-from spark_jobs import connections, letters
+from spark_jobs import blockers, connections, letters
 from spark_jobs.applying import Applying, Broken, Culprit, Culprits, Uncopyable, passing, places_of, shown
 from spark_jobs.decoding import PROBLEM
 from spark_jobs.direct import Direct, Roundabout
@@ -118,6 +118,7 @@ class TaskPlan:
     slow      partitions that found something the matter on the way straight to it.
     late      how to decode, for a task that reads Kafka itself.
     tasks     which of Spark's tasks has which partition, where a transform could have changed that.
+    here      the driver does it itself, on the session that it has.
     """
 
     url: str = field(repr=False)
@@ -138,6 +139,13 @@ class TaskPlan:
     direct: Direct | None = None
     slow: frozenset[Partition] = frozenset()
     tasks: Mapping[int, Partition] = field(default_factory=dict)
+    here: bool = False
+
+    @property
+    def session(self) -> str:
+        """The name of the session in which the plan is carried out."""
+        driver, consumer = blockers.names(self.group)
+        return driver if self.here else consumer
 
     @property
     def required(self) -> tuple[str, ...]:
@@ -203,6 +211,7 @@ def run_with(plan: TaskPlan, reader: RangeReader, partition: Partition) -> Itera
 
 def run_here(plan: TaskPlan, settings: ReaderSettings) -> list[dict[str, Any]]:
     """Do what tasks would do, one range after the other, and return the rows of REPORT. Raises TooMuch before any."""
+    plan = replace(plan, here=True)
     without = {partition: plan.without(partition) for partition in plan.ranges}
     with kept(settings) as reader:
         read = reader.whole(plan.ranges, without)
@@ -360,7 +369,7 @@ def _apply(plan: TaskPlan, partition: Partition, feed: Feed, batches: TaskInput[
     """Apply a partition's rows. Gives the number of fresh ones, None when the range was applied before."""
     span = plan.ranges[partition]
     where = f"{partition[0]}-{partition[1]} offsets {span.start} to {span.end - 1}"
-    with stopping(where), transaction(plan.url, f"outbox consumer {plan.group}", batches) as cursor:
+    with stopping(where), transaction(plan.url, plan.session, batches) as cursor:
         if not move(cursor, plan, partition):
             # Not committed, because the input is not read.
             cursor.connection.rollback()
@@ -392,7 +401,7 @@ def _apply_batch(cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partiti
 
 def _apply_retried(plan: TaskPlan, retried: Mapping[Place, Wish], feed: Feed, batches: TaskInput[Any]) -> int:
     """Apply dead letters. Gives the number of fresh rows; the rest had been applied before."""
-    with stopping("dead letters"), transaction(plan.url, f"outbox consumer {plan.group}", batches) as cursor:
+    with stopping("dead letters"), transaction(plan.url, plan.session, batches) as cursor:
         if not hold(cursor, plan, retried):
             cursor.connection.rollback()
             return 0

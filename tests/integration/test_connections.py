@@ -506,7 +506,6 @@ def test_an_idle_round_is_one_statement_and_no_connection(counting):
         "state": lambda: store.state(["t"], 1, keep_order=True),
         "stored": lambda: store.stored(["t"]),
         "retried": lambda: store.retried(["t"], 100, keep_order=True),
-        "require": lambda: store.require(1),
     }
     asked["state"]()
     counting.statements.clear()

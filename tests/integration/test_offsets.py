@@ -27,7 +27,7 @@ from spark_jobs.job import ConsumerJob
 from spark_jobs.kafka import KafkaView, TopicMissing
 from spark_jobs.offsets import MoveRefused, NoSuchGroup, Offsets
 from spark_jobs.planner import Extent, Range
-from spark_jobs.rounds import Span, State
+from spark_jobs.rounds import Counts, Span, State
 from spark_jobs.runner import Options, Runner
 
 GROUP = "billing"
@@ -46,10 +46,24 @@ class Driver:
         self.reports: list[str] = []
         self.runner = self.start()
 
-    def start(self) -> Runner:
-        job = ConsumerJob(group=GROUP, topics=[self.topic], effect="SELECT 1")
-        options = Options(self.url, {"bootstrap.servers": self.topics.bootstrap_servers}, patience=30.0)
+    def start(self, most: int = 200_000, **declared) -> Runner:
+        job = ConsumerJob(group=GROUP, topics=[self.topic], effect="SELECT 1", **declared)
+        kafka = {"bootstrap.servers": self.topics.bootstrap_servers}
+        options = Options(self.url, kafka, max_records=most, patience=30.0)
         return Runner(None, job, options, lambda text, figures: self.reports.append(text))
+
+    def step(self) -> dict[int, tuple[int, int]]:
+        """Run one round that steps over what it reads. Gives from where to where, by partition."""
+        runner, spans = self.runner, []
+
+        def apply(span: Span, generation: int) -> Counts:
+            runner._rounds._step_over(span, State(), generation)
+            spans.append(span)
+            return Counts()
+
+        runner._rounds.apply = apply
+        runner._round(None)
+        return {part: (one.start, one.end) for span in spans for (_, part), one in span.ranges.items()}
 
     def send(self, part: int, count: int, topic: str | None = None, **at) -> None:
         producer = Producer({"bootstrap.servers": self.topics.bootstrap_servers, "linger.ms": 5})
@@ -90,9 +104,10 @@ class Driver:
         self.admin.delete_topics([self.topic])[self.topic].result(30)
         wait_until(lambda: self.topic not in self.admin.list_topics().topics, what="the topic to go")
 
-    def rows(self, query: str, *values):
+    def rows(self, query: str, *values, result: bool = True):
         with psycopg.connect(self.url) as connection:
-            return connection.execute(query, values).fetchall()
+            cursor = connection.execute(query, values)
+            return cursor.fetchall() if result else None
 
     def positions(self) -> dict[int, int]:
         return dict(self.rows("SELECT part, next_offset FROM consumer.offsets WHERE topic = %s", self.topic))
@@ -262,6 +277,94 @@ def test_partitions_that_are_added_begin_at_0_unless_messages_went_before(driver
     assert driver.positions() == {0: 0, 1: 0, 2: 0, 3: 6}
 
 
+@pytest.mark.parametrize("restarted", [False, True])
+def test_many_partitions_take_turns(outbox_postgres, outbox_kafka, restarted):
+    """Also where every round is the first one of a driver: what is stored says whose turn it is."""
+    driver = Driver(outbox_postgres, outbox_kafka, 40)
+    for part in range(40):
+        driver.send(part, 3)
+    driver.runner = driver.start(most=16)
+    rounds = []
+    for _ in range(5):
+        if restarted:
+            driver.runner = driver.start(most=16)
+        rounds.append(driver.step())
+    assert [len(one) for one in rounds] == [16] * 5
+    for three in (rounds[:3], rounds[1:4], rounds[2:]):
+        assert {part for one in three for part in one} == set(range(40))
+
+
+def test_a_new_group_begins_at_the_end_if_it_is_told_to(driver):
+    """What went before it is no loss. Everything else begins at 0: partitions and topics that come later."""
+    driver.send(0, 5)
+    driver.send(1, 2)
+    driver.delete_before(0, 3)
+    driver.runner = driver.start(start="latest")
+    driver.look()
+    assert driver.positions() == {0: 5, 1: 2}
+    assert driver.losses() == []
+    driver.send(0, 2)
+    driver.runner = driver.start(start="latest")
+    assert driver.step() == {0: (5, 7)}
+    driver.admin.create_partitions([NewPartitions(driver.topic, 4)])[driver.topic].result(30)
+    wait_until(lambda: len(driver.runner._kafka.look([driver.topic])[1]) == 4, what="the partitions")
+    driver.send(2, 4)
+    driver.send(3, 6)
+    # The other one has asked for this topic's leaders before there was a partition 3.
+    driver.admin = AdminClient({"bootstrap.servers": driver.topics.bootstrap_servers})
+    driver.delete_before(3, 1)
+    with pytest.raises(DataLost, match="first 1 messages"):
+        driver.step()
+    assert driver.positions() == {0: 7, 1: 2}
+    driver.offsets().reset(GROUP, driver.topic, "loss", "why")
+    driver.runner = driver.start(start="latest")
+    assert driver.step() == {2: (0, 4), 3: (1, 6)}
+
+
+def test_a_transaction_that_is_open_when_a_group_begins_at_the_end_is_read(driver):
+    driver.send(0, 2)
+    open_one = Producer({"bootstrap.servers": driver.topics.bootstrap_servers, "transactional.id": driver.topic})
+    open_one.init_transactions(30)
+    open_one.begin_transaction()
+    open_one.produce(driver.topic, b"{}", partition=0)
+    assert open_one.flush(30) == 0
+    driver.send(0, 1)
+    driver.runner = driver.start(start="latest")
+    driver.look()
+    assert driver.positions() == {0: 2, 1: 0}
+    open_one.commit_transaction(30)
+    wait_until(lambda: driver.runner._kafka.look([driver.topic])[1][driver.topic, 0].end == 5, what="the commit")
+    assert driver.step() == {0: (2, 5)}
+
+
+def test_a_group_that_reads_another_topic_already_is_not_new(driver):
+    other = driver.topics.create_topic(driver.topics.name("other"), 1)
+    driver.offsets().reset(GROUP, other, "latest", "why", new=True)
+    driver.send(0, 3)
+    driver.runner = driver.start(start="latest")
+    assert driver.step() == {0: (0, 3)}
+
+
+def test_a_group_begins_with_all_of_its_partitions_or_with_none(driver):
+    """A crash in between leaves no row: the group is as new as before, and no partition of it begins at 0."""
+    driver.send(0, 5)
+    driver.send(1, 2)
+    driver.rows("ALTER TABLE consumer.offsets ADD CONSTRAINT crash CHECK (part <> 1)", result=False)
+    driver.runner = driver.start(start="latest")
+    with pytest.raises(psycopg.errors.CheckViolation):
+        driver.look()
+    assert driver.positions() == {}
+    driver.rows("ALTER TABLE consumer.offsets DROP CONSTRAINT crash", result=False)
+    driver.send(0, 1)
+    driver.runner = driver.start(start="latest")
+    driver.look()
+    assert driver.positions() == {0: 6, 1: 2}
+    # The answer to that COMMIT may have been lost as well: then another driver finds the rows, and goes on from them.
+    driver.send(1, 1)
+    driver.runner = driver.start(start="latest")
+    assert driver.step() == {1: (2, 3)}
+
+
 def test_a_log_that_was_cut(driver):
     """No election can be had here that loses messages; a position beyond the end looks the same to the driver."""
     driver.send(0, 5)
@@ -330,7 +433,7 @@ def test_setting_an_offset_fences_a_running_consumer_and_is_audited(driver):
     assert "known by its id" in planned.stdout
     assert "nothing was changed" in planned.stdout
     assert (driver.positions()[0], driver.audit()) == (6, [])
-    running._store.require(running._generation)
+    running._store.state((), running._generation, keep_order=False)
     said = driver.command("set", GROUP, driver.topic, "0", "4", "--reason", "wrong totals", "--json")
     moved = orjson.loads(said.stdout)
     assert (moved["moves"][0]["before"], moved["moves"][0]["after"], moved["moves"][0]["again"]) == (6, 4, 2)

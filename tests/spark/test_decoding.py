@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import threading
 import uuid
+from dataclasses import replace
 from datetime import UTC, date, datetime, time
 from decimal import Decimal
 from typing import Any
@@ -493,6 +494,69 @@ def test_json_schema_by_a_registry(bench, registry):
     found = JsonSchema(where, "variant", validate=False).decode(source(bench.spark, good, cases[3][0], b"")).collect()
     assert [item.payload is not None and json.loads(item.payload.toJson())["id"] for item in found] == ["a", "a", False]
     assert [item.message_problem is None for item in found] == [True, True, False]
+
+
+@pytest.mark.parametrize("transform", [None, lambda rows: rows], ids=["task", "spark"])
+@pytest.mark.parametrize("atomic", ["partition", "batch"])
+def test_a_hostile_payload_costs_one_row(bench, transform, atomic):
+    """Each between two good messages, all in one round."""
+    job = ConsumerJob(
+        "hostile",
+        [bench.topic],
+        "INSERT INTO hostile SELECT message_offset, id, amount FROM batch",
+        schema="id string, amount decimal(12,2)",
+        setup="CREATE TABLE IF NOT EXISTS hostile (number bigint PRIMARY KEY, id text, amount numeric)",
+        transform=transform,
+        atomic=atomic,
+        max_payload_bytes=300_000,
+    )
+    digits = b"7" * 40_000
+    hostile = {
+        "stands twice": b"{%s}" % b",".join(b'"f%d":1' % number for number in [*range(16_000), 0]),
+        "not JSON": b"[" * 100_000,
+        "not JSON ": b'{"id":"a","other":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        "not JSON  ": b'{"id":"a","amount":1e400000}',
+        "not JSON   ": b'{"id":"a","amount":' + b"1" * 10**5 + b"}",
+        "300001 bytes": b'{"id":"' + b"a" * (300_001 - 9) + b'"}',
+    }
+    for value in hostile.values():
+        send(bench, b'{"id":"%s","amount":1.5}' % digits)
+        send(bench, value)
+    send(bench, None)
+    totals = bench.once(job)
+    assert (totals.applied, totals.dead) == (len(hostile) + 1, len(hostile))
+    found = dead(bench)
+    assert sorted(found) == list(range(1, 2 * len(hostile), 2))
+    for said, error in zip(hostile, (found[offset] for offset in sorted(found)), strict=True):
+        assert said.strip() in error
+    assert bench.rows("SELECT DISTINCT reason FROM consumer.dead_letters") == [("undecodable",)]
+    assert bench.rows("SELECT count(*), min(amount) FROM hostile WHERE id = repeat('7', 40000)") == [
+        (len(hostile), Decimal("1.5"))
+    ]
+    assert bench.positions() == {0: 2 * len(hostile) + 1, 1: 0}
+    # What was too large is read when the job allows it, as any other dead letter that is tried again.
+    bench.run("UPDATE consumer.dead_letters SET state = 'retry' WHERE error LIKE '%bytes%'")
+    assert bench.once(replace(job, max_payload_bytes=300_001)).applied == 1
+    assert bench.rows("SELECT length(id) FROM hostile WHERE number = 11") == [(300_001 - 9,)]
+
+
+def test_the_limit_is_for_every_decoder(bench):
+    """Bytes as well, and a decoder that works in Spark only."""
+    send(bench, b"1234")
+    send(bench, b"12345")
+    send(bench, None)
+    job = ConsumerJob(
+        "bytes",
+        [bench.topic],
+        "INSERT INTO sizes SELECT message_offset, length(payload), message_tombstone FROM batch",
+        setup="CREATE TABLE IF NOT EXISTS sizes (number bigint PRIMARY KEY, size int, tombstone boolean)",
+        max_payload_bytes=4,
+    )
+    assert bench.once(job).dead == 1
+    assert bench.rows("SELECT * FROM sizes ORDER BY 1") == [(0, 4, False), (2, None, True)]
+    ((offset, value, error),) = bench.rows("SELECT message_offset, message_value, error FROM consumer.dead_letters")
+    assert (offset, bytes(value)) == (1, b"12345")
+    assert error == "the payload has 5 bytes, and the job takes 4 at most (max_payload_bytes)"
 
 
 def test_bare_avro_and_bytes_keep_every_row_in_its_place(bench):

@@ -72,6 +72,19 @@ def test_with_fingerprint_every_tombstone_of_a_key_is_the_same_message():
     assert job(Upsert("s", ["k"]), strategy=Fingerprint()).reducing == Fingerprint()
 
 
+def test_a_group_starts_at_one_of_two_ends():
+    assert job("SELECT 1").start == "earliest"
+    assert job("SELECT 1", start="latest").start == "latest"
+    with pytest.raises(JobError, match="start: must be earliest or latest, not 'end'"):
+        job("SELECT 1", start="end")
+
+
+def test_a_limit_for_payloads_lets_something_pass():
+    assert job("SELECT 1", max_payload_bytes=1).max_payload_bytes == 1
+    with pytest.raises(JobError, match="max_payload_bytes: must be 1 or more"):
+        job("SELECT 1", max_payload_bytes=0)
+
+
 def test_names_that_are_the_consumers_own():
     for name in ("outbox_batch_held_at", "message_raw_key", *META):
         with pytest.raises(JobError, match=f"the name {name} is the consumer's own"):

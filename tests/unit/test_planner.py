@@ -2,13 +2,27 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from spark_jobs.errors import DataLost, JobError, TopicRecreated
 from spark_jobs.job import ConsumerJob, find_job
-from spark_jobs.planner import Extent, Loss, LossKind, Range, Stored, find_losses, new_partitions, plan
+from spark_jobs.planner import (
+    ENOUGH,
+    FEW,
+    Extent,
+    Loss,
+    LossKind,
+    Range,
+    Stored,
+    find_losses,
+    new_partitions,
+    next_turn,
+    plan,
+)
 
 ID = {"t": "id-1"}
 
@@ -24,6 +38,11 @@ def test_a_new_partition_must_begin_at_0():
     assert new_partitions({("t", 0): Stored("id-1", 0)}, extents, ID) == [("t", 1)]
     with pytest.raises(DataLost, match="first 4 messages"):
         new_partitions({}, {("t", 0): Extent(4, 9)}, ID)
+
+
+def test_what_went_before_a_group_that_begins_at_the_end_is_no_loss():
+    extents = {("t", 0): Extent(4, 9), ("t", 1): Extent(0, 0)}
+    assert new_partitions({}, extents, ID, at_end=True) == [("t", 0), ("t", 1)]
 
 
 @pytest.mark.parametrize(
@@ -140,6 +159,89 @@ def test_clipping_keeps_starts_wastes_nothing_and_starves_nobody(lengths, starts
     # At least one for each; beyond that never more than asked for, and all of it if there is so much.
     assert taken <= max(most, len(clipped))
     assert taken >= min(most, sum(lengths)) - len(clipped) or taken == sum(lengths)
+
+
+def clipped(waiting, most, **more):
+    """Plan a round of partitions that wait with so many messages: how many are read of each."""
+    stored = dict.fromkeys(waiting, Stored("id-1", 0))
+    extents = {partition: Extent(0, length) for partition, length in waiting.items()}
+    ids = {topic: "id-1" for topic, _ in waiting}
+    return {partition: span.end for partition, span in plan(stored, extents, ids, most, **more).items()}
+
+
+def test_a_round_over_many_partitions_reads_few_of_them_with_enough_of_each():
+    """A task and a transaction for each 200 messages cost more than the messages."""
+    waiting = {("t", part): 1_000_000 for part in range(1000)}
+    assert clipped(waiting, 200_000) == {("t", part): ENOUGH for part in range(200_000 // ENOUGH)}
+    # Short ones are read whole, however many there are: each needs one transaction, be it in this round or in another.
+    short = {("t", part): 150 for part in range(1000)}
+    assert clipped(short, 200_000) == short
+    # What they leave over is for the long ones.
+    assert clipped(short | {("t", 500): 10**9}, 200_000) == short | {("t", 500): 200_000 - 999 * 150}
+
+
+def test_the_next_round_goes_on_where_the_last_one_ended():
+    waiting = {("t", part): 1_000_000 for part in range(100)}
+    turn = ()
+    for first in (0, 40, 80, 120):
+        ranges = clipped(waiting, 200_000, turn=turn)
+        assert set(ranges) == {("t", part % 100) for part in range(first, first + 40)}
+        turn = next_turn(turn, ranges)
+    # A partition that nobody has read yet comes before all of them.
+    assert ("u", 0) in clipped(waiting | {("u", 0): 1}, 200_000, turn=turn)
+
+
+def test_a_round_of_large_messages_is_clipped_by_their_bytes():
+    waiting = {(topic, part): 1_000_000 for topic in ("big", "small") for part in range(50)}
+    ranges = clipped(waiting, 200_000, row_bytes={"big": 100_000}, max_bytes=200_000_000)
+    rows = {topic: sum(read for (of, _), read in ranges.items() if of == topic) for topic in ("big", "small")}
+    assert 0 < rows["big"] * 100_000 <= 200_000_000
+    assert rows["big"] + rows["small"] <= 200_000
+    # One message that is larger than a round is read all the same, alone.
+    assert clipped(waiting, 200_000, row_bytes={"big": 10**9}, max_bytes=10**8) == {("big", 0): 1}
+
+
+@settings(deadline=None)
+@given(
+    waiting=st.lists(st.integers(0, 30_000), min_size=1, max_size=120),
+    grows=st.sets(st.integers(0, 119), max_size=10),
+    restarts=st.sets(st.integers(0, 40)),
+    most=st.one_of(st.integers(1, 300), st.integers(1, 300_000)),
+)
+def test_every_partition_that_waits_is_read_within_a_rotation(waiting, grows, restarts, most):
+    """Beside partitions that grow faster than they are read, and drivers that die after any round."""
+    left = {("t", part): length for part, length in enumerate(waiting)}
+    hot = {partition for partition in left if partition[1] in grows}
+    offsets = dict.fromkeys(left, 0)
+    moved = dict.fromkeys(left, 0)
+    turn = sorted(moved, key=moved.__getitem__)
+    bound = math.ceil(len(left) / max(min(FEW, most), most // ENOUGH))
+    waits_since = {partition: 1 for partition, length in left.items() if length}
+    for number in range(1, 2 * bound + 2):
+        stored = {partition: Stored("id-1", at) for partition, at in offsets.items()}
+        extents = {partition: Extent(0, offsets[partition] + length) for partition, length in left.items()}
+        few = sum(map(bool, left.values())) <= FEW
+        ranges = plan(stored, extents, ID, most, turn=turn)
+        assert bool(ranges) == any(left.values())
+        taken = {partition: span.end - span.start for partition, span in ranges.items()}
+        for partition, count in taken.items():
+            assert 0 < count <= left[partition]
+            assert number - waits_since.pop(partition) < bound
+            offsets[partition] += count
+            left[partition] -= count
+            moved[partition] = number
+        # Where few wait each of them has one at least, even if that is more.
+        assert sum(taken.values()) <= (max(most, len(taken)) if few else most)
+        # All that there is, or more than a round less the share of one partition.
+        assert not any(left.values()) or sum(taken.values()) > most - max(1, min(ENOUGH, most // FEW))
+        for partition in hot:
+            left[partition] += most + 1
+        for partition, length in left.items():
+            if length:
+                waits_since.setdefault(partition, number + 1)
+        # A new driver knows what is stored, and no more.
+        turn = sorted(moved, key=moved.__getitem__) if number in restarts else next_turn(turn, ranges)
+    assert all(number - since < bound for since in waits_since.values())
 
 
 @pytest.mark.parametrize(
