@@ -6,11 +6,10 @@ import json
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 from typing import Any
 
+import nursery
 import psutil
 import psycopg
 import pytest
@@ -365,8 +364,7 @@ def reconcile(url: str, kafka, settings, *arguments: str) -> tuple[int, dict[str
         "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": kafka.bootstrap_servers,
         "OUTBOX_NAME": settings["name"],
     }
-    command = [sys.executable, "-m", "relay.cli", "relay", "reconcile", "--json", *arguments]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480)
+    done = nursery.run(["-m", "relay.cli", "relay", "reconcile", "--json", *arguments], environment)
     assert done.stdout, done.stderr
     return done.returncode, json.loads(done.stdout)
 
