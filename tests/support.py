@@ -292,6 +292,19 @@ class Crash:
     lanes: frozenset[int]
 
 
+def end_leases(url: str, instance: str | None = None) -> frozenset[int]:
+    """Free the lanes of a relay that is dead, as time would; None: of all relays. Return which it held."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        held = connection.execute(
+            "UPDATE outbox.lanes SET lease_until = '-infinity' "
+            "WHERE lease_until > clock_timestamp() AND owner = coalesce(%s, owner) RETURNING lane",
+            (instance,),
+        ).fetchall()
+        # It counts no more among those that share the lanes.
+        connection.execute("DELETE FROM outbox.relays WHERE instance = coalesce(%s, instance)", (instance,))
+    return frozenset(lane for (lane,) in held)
+
+
 class Crashes:
     """Relays that a test kills, and what each kill had sent twice.
 
@@ -309,15 +322,7 @@ class Crashes:
     def note(self, instance: str | None = None) -> None:
         """Record that this relay is dead by now; None: the only one that there was."""
         at = time.time()
-        with psycopg.connect(self._url, autocommit=True) as connection:
-            held = connection.execute(
-                "UPDATE outbox.lanes SET lease_until = '-infinity' "
-                "WHERE lease_until > clock_timestamp() AND owner = coalesce(%s, owner) RETURNING lane",
-                (instance,),
-            ).fetchall()
-            # It counts no more among those that share the lanes.
-            connection.execute("DELETE FROM outbox.relays WHERE instance = coalesce(%s, instance)", (instance,))
-        self.noted.append(Crash(at, frozenset(lane for (lane,) in held)))
+        self.noted.append(Crash(at, end_leases(self._url, instance)))
 
     def repeats(self, messages: Iterable[Any]) -> list[int]:
         """Return how many events each kill had sent again, by the times at which producers made the messages.
