@@ -67,18 +67,19 @@ _connections: dict[str, psycopg.Connection[Any]] = {}
 def look_up(url: str, query: str, *values: Any) -> list[tuple[Any, ...]]:
     """Return the rows of a query that a test asks again and again, over a connection that stays open until its end.
 
-    A connection that broke since the last query is replaced. Raises OperationalError while Postgres is away.
+    To open one takes far more processor time than to ask, here and in Postgres. A connection that broke since the last
+    query is replaced. Raises OperationalError while Postgres is away.
     """
     connection = _connections.get(url)
     if connection is not None:
         try:
-            return connection.execute(query, values).fetchall()
+            return connection.execute(query, values or None).fetchall()
         except psycopg.OperationalError:
             # Killed, restarted, promoted: only a new connection shows whether it is back.
             _connections.pop(url).close()
     # Without prepared statements: tests change tables under this connection.
     connection = _connections[url] = psycopg.connect(url, autocommit=True, prepare_threshold=None)
-    return connection.execute(query, values).fetchall()
+    return connection.execute(query, values or None).fetchall()
 
 
 def close_connections() -> None:

@@ -25,6 +25,7 @@ from support import (
     caught_up,
     check,
     end_leases,
+    look_up,
     order,
     owners,
     wait_until,
@@ -410,8 +411,7 @@ def test_rows_that_postgres_lost_stop_the_lane_until_it_is_reconciled(
 
 
 def all_lanes_have_settled(url: str) -> bool:
-    with psycopg.connect(url, autocommit=True) as connection:
-        return connection.execute("SELECT bool_and(coalesce(last_batch, 0) > 2) FROM outbox.lanes").fetchone()[0]
+    return look_up(url, "SELECT bool_and(coalesce(last_batch, 0) > 2) FROM outbox.lanes")[0][0]
 
 
 @pytest.mark.parametrize(
