@@ -9,6 +9,7 @@ from typing import Any
 
 import psycopg
 from confluent_kafka import Producer
+from support import look_up
 from uuid_utils.compat import uuid7
 
 from relay import db
@@ -58,8 +59,7 @@ class Bench:
         return self.runner(job, **options).once(threading.Event())
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
-        with psycopg.connect(self.database.url) as connection:
-            return connection.execute(query).fetchall()
+        return look_up(self.database.url, query)
 
     def run(self, statements: str) -> None:
         """Change the sink's database by hand."""

@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 
 from class_archives import ARCHIVES, QUIET
 from hypothesis import settings
-from nursery import Nursery
+from nursery import NURSERY, Nursery
 
 from outbox.testing import _broker
 
@@ -137,11 +137,10 @@ def _leave_nothing() -> Iterator[None]:
         connections.close_all()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="session", autouse=True)
 def _nursery() -> Iterator[Nursery]:
-    nursery = Nursery()
-    yield nursery
-    nursery.close()
+    yield NURSERY
+    NURSERY.close()
 
 
 @pytest.fixture

@@ -1,9 +1,10 @@
-"""Relays for tests, forked from a process that has imported the relay: half a second of processor time less each.
+"""Relays and commands for tests, forked from a process that has imported the relay.
 
-A relay so started is a process like any other: with an environment, a directory, a log and a session of its own, killed
-and halted by signals. Only the interpreter's start and the imports are done once. The protocol, JSON lines on a socket:
+That is half a second of processor time less for each. A relay so started is a process like any other: with an
+environment, a directory, a log and a session of its own, killed and halted by signals. Only the interpreter's start and
+the imports are done once. The protocol, JSON lines on a socket:
 
-    asked     {"argv": […], "env": {…}, "cwd": path, "log": path}; argv as after ``python -m``
+    asked     {"argv": […], "env": {…}, "cwd": path, "out": path, "err": path}; argv as after ``python``
     answered  {"pid": n}, in the order of the questions; and at its end {"pid": n, "exit": code}, negative for a signal
 
 When the asking process is gone, however it went, the socket ends; then this process does, and Linux ends its relays.
@@ -23,12 +24,13 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
     from outbox.testing.fixtures import RelayFactory, Started
@@ -81,17 +83,34 @@ class Nursery:
         self._socket: socket.socket | None = None
         self._born: queue.SimpleQueue[Forked | None] = queue.SimpleQueue()
 
-    def fork(self, argv: Sequence[str], environment: Mapping[str, str], cwd: Path, log: Path) -> Forked:
-        """Start ``python -m argv``."""
+    def fork(
+        self, argv: Sequence[str], environment: Mapping[str, str], cwd: Path, out: Path, err: Path | None = None
+    ) -> Forked:
+        """Start ``python argv``. What it writes is appended to ``out``, and its errors to ``err`` if that is given."""
         with self._lock:
             if self._process is None:
                 self._start()
             assert self._socket is not None
-            asked = {"argv": list(argv), "env": dict(environment), "cwd": str(cwd), "log": str(log)}
+            files = {"cwd": str(cwd), "out": str(out), "err": str(err or out)}
+            asked = {"argv": list(argv), "env": dict(environment), **files}
             self._socket.sendall(json.dumps(asked).encode() + b"\n")
             born = self._born.get(timeout=120)
             assert born is not None, "the nursery has ended"
             return born
+
+    def run(
+        self, argv: Sequence[str], environment: Mapping[str, str], timeout: float = 480.0
+    ) -> subprocess.CompletedProcess[str]:
+        """Run ``python argv`` to its end, as ``subprocess.run`` does. Raises TimeoutExpired."""
+        with tempfile.TemporaryDirectory(prefix="outbox-command-") as folder:
+            out, err = Path(folder, "out"), Path(folder, "err")
+            child = self.fork(argv, environment, Path.cwd(), out, err)
+            if not child.wait(timeout):
+                child.signal(signal.SIGKILL)
+                child.wait(30)
+                raise subprocess.TimeoutExpired(list(argv), timeout, out.read_bytes(), err.read_bytes())
+            assert child.exit_code is not None
+            return subprocess.CompletedProcess(list(argv), child.exit_code, out.read_text(), err.read_text())
 
     def close(self) -> None:
         """End it, and whatever it has started."""
@@ -134,16 +153,22 @@ class Nursery:
         self._born.put(None)
 
 
+NURSERY: Final = Nursery()
+"""Of this process; conftest.py closes it."""
+
+
+def run(argv: Sequence[str], environment: Mapping[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run ``python argv`` to its end, as a command that a user has typed."""
+    return NURSERY.run(argv, environment)
+
+
 def relays(nursery: Nursery, *arguments: Any) -> RelayFactory:
-    """Make a factory of relays that forks what can be forked: not what runs another program."""
+    """Make a factory of relays that forks them."""
     from outbox.testing.fixtures import RelayFactory, RelayProcess
 
     class ForkedRelay(RelayProcess):
         def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> Started:
-            _, option, *program = command
-            if option != "-m":
-                return super()._start(command, environment)
-            return nursery.fork(program, environment, self.log_file.parent, self.log_file)
+            return nursery.fork(command[1:], environment, self.log_file.parent, self.log_file)
 
     class Forking(RelayFactory):
         _kind = ForkedRelay
@@ -185,7 +210,9 @@ def _serve(asking: socket.socket) -> list[str]:
         *asked, rest = (rest + received).split(b"\n")
         for question in map(json.loads, asked):
             # There from the start: who asked reads it from now on.
-            log = os.open(question["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+            outputs = [
+                os.open(question[name], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666) for name in ("out", "err")
+            ]
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
@@ -193,8 +220,9 @@ def _serve(asking: socket.socket) -> list[str]:
                 for descriptor in (wake_read, wake_write):
                     os.close(descriptor)
                 asking.close()
-                return _become(question, log, server)
-            os.close(log)
+                return _become(question, outputs, server)
+            for descriptor in outputs:
+                os.close(descriptor)
             asking.sendall(json.dumps({"pid": pid}).encode() + b"\n")
 
 
@@ -211,22 +239,23 @@ def _ended() -> list[tuple[int, int]]:
         found.append((pid, os.waitstatus_to_exitcode(status)))
 
 
-def _become(asked: dict[str, Any], log: int, server: int) -> list[str]:
+def _become(asked: dict[str, Any], outputs: Sequence[int], server: int) -> list[str]:
     """Make a forked process what it would be had it been executed. Gives its arguments."""
     os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
         if os.getppid() != server:
             os._exit(1)
-    for descriptor in (1, 2):
-        os.dup2(log, descriptor)
-    os.close(log)
+    for descriptor, output in enumerate(outputs, 1):
+        os.dup2(output, descriptor)
+        os.close(output)
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["env"])
     time.tzset()
-    sys.path[0] = asked["cwd"]  # as after ``python -m``
-    return list(asked["argv"])
+    argv = list(asked["argv"])
+    sys.path[0] = asked["cwd"] if argv[0] == "-m" else str(Path(argv[0]).parent)
+    return argv
 
 
 def main() -> None:
@@ -243,9 +272,13 @@ def main() -> None:
         assert len(list(threads.iterdir())) == 1, "an import of the relay's started a thread"
     # Nothing of this can be rubbish, and a relay whose collector looked through it would have to copy all the memory.
     gc.freeze()
-    module, *arguments = _serve(asking)
-    sys.argv = [module, *arguments]
-    runpy.run_module(module, run_name="__main__", alter_sys=True)
+    program, *arguments = _serve(asking)
+    if program == "-m":
+        sys.argv = arguments
+        runpy.run_module(arguments[0], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv = [program, *arguments]
+        runpy.run_path(program, run_name="__main__")
 
 
 if __name__ == "__main__":

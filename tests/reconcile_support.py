@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import nursery
 import psycopg
 import pytest
 from confluent_kafka import Producer
@@ -120,8 +120,7 @@ class Outbox:
             "OUTBOX_NAME": self.name,
             "OUTBOX_FAILPOINTS": failpoints,
         }
-        command = [sys.executable, *self.program, *arguments]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=480, check=False)
+        done = nursery.run([*self.program, *arguments], environment)
         assert "Traceback" not in done.stderr, done.stderr
         return done
 

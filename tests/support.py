@@ -67,18 +67,19 @@ _connections: dict[str, psycopg.Connection[Any]] = {}
 def look_up(url: str, query: str, *values: Any) -> list[tuple[Any, ...]]:
     """Return the rows of a query that a test asks again and again, over a connection that stays open until its end.
 
-    A connection that broke since the last query is replaced. Raises OperationalError while Postgres is away.
+    To open one takes far more processor time than to ask, here and in Postgres. A connection that broke since the last
+    query is replaced. Raises OperationalError while Postgres is away.
     """
     connection = _connections.get(url)
     if connection is not None:
         try:
-            return connection.execute(query, values).fetchall()
+            return connection.execute(query, values or None).fetchall()
         except psycopg.OperationalError:
             # Killed, restarted, promoted: only a new connection shows whether it is back.
             _connections.pop(url).close()
     # Without prepared statements: tests change tables under this connection.
     connection = _connections[url] = psycopg.connect(url, autocommit=True, prepare_threshold=None)
-    return connection.execute(query, values).fetchall()
+    return connection.execute(query, values or None).fetchall()
 
 
 def close_connections() -> None:
@@ -292,6 +293,19 @@ class Crash:
     lanes: frozenset[int]
 
 
+def end_leases(url: str, instance: str | None = None) -> frozenset[int]:
+    """Free the lanes of a relay that is dead, as time would; None: of all relays. Return which it held."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        held = connection.execute(
+            "UPDATE outbox.lanes SET lease_until = '-infinity' "
+            "WHERE lease_until > clock_timestamp() AND owner = coalesce(%s, owner) RETURNING lane",
+            (instance,),
+        ).fetchall()
+        # It counts no more among those that share the lanes.
+        connection.execute("DELETE FROM outbox.relays WHERE instance = coalesce(%s, instance)", (instance,))
+    return frozenset(lane for (lane,) in held)
+
+
 class Crashes:
     """Relays that a test kills, and what each kill had sent twice.
 
@@ -309,15 +323,7 @@ class Crashes:
     def note(self, instance: str | None = None) -> None:
         """Record that this relay is dead by now; None: the only one that there was."""
         at = time.time()
-        with psycopg.connect(self._url, autocommit=True) as connection:
-            held = connection.execute(
-                "UPDATE outbox.lanes SET lease_until = '-infinity' "
-                "WHERE lease_until > clock_timestamp() AND owner = coalesce(%s, owner) RETURNING lane",
-                (instance,),
-            ).fetchall()
-            # It counts no more among those that share the lanes.
-            connection.execute("DELETE FROM outbox.relays WHERE instance = coalesce(%s, instance)", (instance,))
-        self.noted.append(Crash(at, frozenset(lane for (lane,) in held)))
+        self.noted.append(Crash(at, end_leases(self._url, instance)))
 
     def repeats(self, messages: Iterable[Any]) -> list[int]:
         """Return how many events each kill had sent again, by the times at which producers made the messages.

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import nursery
 import psycopg
 import pytest
 from support import Load, look_up, wait_until
@@ -35,14 +35,7 @@ def wal(outbox_kafka) -> dict[str, Any]:
 def run_outbox(url: str, settings: Mapping[str, Any], *arguments: str) -> subprocess.CompletedProcess[str]:
     """Run a command of the CLI with a relay's settings."""
     environment = os.environ | {f"OUTBOX_{name.upper()}": str(value) for name, value in settings.items()}
-    return subprocess.run(
-        [sys.executable, "-m", "relay.cli", *arguments],
-        env=environment | {"OUTBOX_DATABASE_URL": url},
-        capture_output=True,
-        text=True,
-        timeout=480,
-        check=False,
-    )
+    return nursery.run(["-m", "relay.cli", *arguments], environment | {"OUTBOX_DATABASE_URL": url})
 
 
 def done(url: str, settings: Mapping[str, Any], *arguments: str) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import psycopg
 import pytest
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
-from support import drained, logged, look_up, numbers_by_key, wait_until
+from support import drained, end_leases, logged, look_up, numbers_by_key, wait_until
 from wal_support import to_wal
 
 from outbox import Event, Outbox
@@ -110,6 +110,7 @@ def test_a_topic_that_takes_nothing_waits_and_others_go_on(
                 if number == 1 and killed:
                     # The next one has to fence this one, and to find out for itself.
                     relay.kill()
+                    end_leases(url)
                     relay = outbox_relay(**settings)
                 for kind in HEALTHY:
                     add(url, events(kinds[kind], range(start, start + 20)))
