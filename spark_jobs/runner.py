@@ -25,6 +25,9 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Self
 
+import psycopg
+
+from spark_jobs.applying import shown as described
 from spark_jobs.batch import BatchRounds
 from spark_jobs.blockers import Watch
 from spark_jobs.errors import ConsumerUnavailable, DataLost
@@ -329,7 +332,7 @@ class Runner:
             try:
                 return step()
             except (*AWAY, ConsumerUnavailable, PySparkException, Py4JError) as error:
-                shown = first_line(error)
+                shown = described(error) if isinstance(error, psycopg.Error) else first_line(error)
                 if isinstance(error, PySparkException | Py4JError) and not is_away(error):
                     raise failed(error) from error
                 began = began or time.monotonic()

@@ -56,7 +56,8 @@ class Bench:
         )
 
     def once(self, job: ConsumerJob | None = None, **options: Any) -> Totals:
-        return self.runner(job, **options).once(threading.Event())
+        with self.runner(job, **options) as runner:
+            return runner.once(threading.Event())
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         return look_up(self.database.url, query)
