@@ -24,13 +24,15 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
+import psycopg
+
 from spark_jobs import session as spark
 from spark_jobs import task, task_input
-from spark_jobs.applying import Culprit
+from spark_jobs.applying import Culprit, shown
 from spark_jobs.decoding import PROBLEM
 from spark_jobs.direct import Direct
 from spark_jobs.effects import Insert, Upsert
-from spark_jobs.errors import BadMessage, ConsumerError, ConsumerUnavailable, EffectFailed, Fenced
+from spark_jobs.errors import BadMessage, ConsumerError, ConsumerUnavailable, EffectFailed, Fenced, InputCut
 from spark_jobs.job import META, ConsumerJob
 from spark_jobs.letters import Letter, Retried, behind
 from spark_jobs.planner import Partition, Range
@@ -267,12 +269,23 @@ class Rounds:
         plan = replace(plan, late=late, direct=self._direct(late.columns))
         if self._few(span):
             with suppress(TooMuch):
-                return reported(Row(**row) for row in task.run_here(plan, self._reading.tasks))
+                return reported(Row(**row) for row in self._run_here(plan))
         told = reported(self._by_ranges(span, functools.partial(task.run_with, plan), task.REPORT).collect())
         silent = sorted(span.ranges.keys() - told.keys())
         if silent and not any(one.outcome in _ERRORS for one in told.values()):
             raise ConsumerUnavailable(f"a task did not report what became of {silent[0]}; the range is read again")
         return told
+
+    def _run_here(self, plan: TaskPlan) -> list[dict[str, Any]]:
+        """Do what tasks would do. Raises what Spark's errors would be taken for, and TooMuch."""
+        try:
+            return task.run_here(plan, self._reading.tasks)
+        except InputCut as error:
+            raise ConsumerUnavailable(str(error)) from error
+        except (TooMuch, ConsumerError, psycopg.Error):
+            raise
+        except Exception as error:
+            raise EffectFailed(f"the driver can't run the job: {shown(error)}") from error
 
     def _few(self, span: Span) -> bool:
         """Return whether a Spark job would cost more than what it does. Functions of the job's own run in executors."""

@@ -6,15 +6,19 @@ import json
 import os
 import threading
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from bench import Bench
+from counting import Counting
 from support import wait_until
 from uuid_utils.compat import uuid7
 
 from spark_jobs import reader, rounds
+from spark_jobs.decoding import Json
 from spark_jobs.effects import Insert
+from spark_jobs.errors import ConsumerUnavailable, EffectFailed, InputCut
 from spark_jobs.job import ConsumerJob
 
 pytestmark = pytest.mark.spark
@@ -141,3 +145,68 @@ def test_an_idle_driver_hears_of_new_messages_at_once(bench):
         stop.set()
         thread.join(30)
     assert bench.rows("SELECT n FROM seen ORDER BY n") == [(number,) for number in range(5)]
+
+
+def test_an_idle_driver_asks_one_question_and_opens_nothing(bench):
+    """How often is runner._LOOK_SECONDS: once a second."""
+    job = ConsumerJob("idle", (bench.topic,), SQL, schema="n int", setup=SETUP, keep_order=True)
+    stop = threading.Event()
+    with Counting(bench.database.url) as counting:
+        bench.database = SimpleNamespace(url=counting.url)
+        bench.send_raw(b'{"n":1}', [("ce_id", str(uuid7()).encode())])
+        with bench.runner(job) as runner:
+            thread = threading.Thread(target=runner.continuous, args=(stop,))
+            thread.start()
+            wait_until(lambda: runner.totals.applied == 1, what="the message")
+            began = len(counting.statements)
+            opened = counting.opened
+            wait_until(lambda: len(counting.statements) >= began + 6, what="some looks")
+            stop.set()
+            thread.join(30)
+    # The first ones may still be of the round; the lock monitor has a session of its own.
+    asked = [text for text in counting.statements[began + 2 :] if b"pg_blocking_pids" not in text]
+    assert {text.split()[:2][1] for text in asked} == {b"g.generation,"}
+    assert counting.opened <= opened + 1
+
+
+@pytest.mark.parametrize("where", ["driver", "executors"])
+@pytest.mark.parametrize("error", ["a fault of the decoder", "an order that is not Kafka's"])
+def test_errors_mean_the_same_in_the_driver(bench, monkeypatch, where, error):
+    """What may pass by itself is tried again, anything else ends the job; nothing is applied by either."""
+    bench.send_raw(b'{"n":1}', [("ce_id", str(uuid7()).encode())])
+    job = ConsumerJob("errors", (bench.topic,), SQL, schema=failing(error), setup=SETUP)
+    options = {"patience": 0.5, "driver_records": 2_000 if where == "driver" else 0}
+    if error == "a fault of the decoder":
+        with pytest.raises(EffectFailed, match="ZeroDivisionError"):
+            bench.once(job, **options)
+    else:
+        with pytest.raises(ConsumerUnavailable, match="out of order"):
+            bench.once(job, **options)
+    assert bench.rows("SELECT count(*) FROM seen") == [(0,)]
+    assert set(bench.positions().values()) == {0}
+
+
+def failing(error: str) -> Any:
+    """Return a decoder that raises this."""
+
+    class Failing:
+        """Not at the module's level: executors do not have this module."""
+
+        def names(self) -> tuple[str, ...]:
+            return ("n",)
+
+        def decode(self, rows: Any) -> Any:
+            return Json("n int").decode(rows)
+
+        def late(self) -> Any:
+            fields, _ = Json("n int").late()
+
+            def made() -> Any:
+                def one(value: bytes, header: bytes | None) -> Any:
+                    raise ZeroDivisionError if error == "a fault of the decoder" else InputCut("out of order")
+
+                return one
+
+            return fields, made
+
+    return Failing()

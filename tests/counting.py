@@ -1,0 +1,38 @@
+"""What a client asks of Postgres, counted on the way there."""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from proxy import Connection, TcpProxy
+
+
+class Counting(TcpProxy):
+    """In front of Postgres: counts connections, and the statements that clients send."""
+
+    def __init__(self, url: str) -> None:
+        where = urlsplit(url)
+        assert where.hostname is not None
+        super().__init__(where.hostname, where.port)
+        self.opened = 0
+        self.statements: list[bytes] = []
+        self._rest: dict[Connection, bytes] = {}
+        self._begun: set[Connection] = set()
+        self.url = url.replace(f"{where.hostname}:{where.port}", f"127.0.0.1:{self.port}")
+
+    def _from_client(self, connection: Connection, data: bytes) -> None:
+        rest = self._rest.pop(connection, b"") + data
+        while True:
+            # Before the session begins, messages have no type.
+            head = 1 if connection in self._begun else 0
+            size = head + int.from_bytes(rest[head : head + 4], "big")
+            if len(rest) < head + 4 or len(rest) < size:
+                break
+            message, rest = rest[:size], rest[size:]
+            if message[:1] in b"PQ" and head:
+                self.statements.append(message[5:].strip(b"\0").partition(b"\0")[0])
+            elif not head and message[4:8] == b"\0\3\0\0":
+                self.opened += 1
+                self._begun.add(connection)
+        self._rest[connection] = rest
+        self._to_target(connection, data)
