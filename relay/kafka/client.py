@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import KafkaError, KafkaException, Message
 
 
 def text_of(error: KafkaException) -> str:
@@ -27,6 +27,19 @@ def is_end(error: KafkaError) -> bool:
     if error.code() != KafkaError.GROUP_AUTHORIZATION_FAILED:
         raise KafkaException(error)
     return False
+
+
+def headers_of(message: Message) -> dict[str, Any]:
+    """Return a record's headers; none where a name is not UTF-8, which another program may have written.
+
+    For such a name the client's C code leaves an error behind beside a broken list. Only a call from C, as by map(), is
+    certain to notice it. Ask once only: a second call returns the list without the error, and who reads it crashes.
+    """
+    try:
+        [found] = map(Message.headers, [message])
+    except SystemError:
+        return {}
+    return dict(found or ())
 
 
 def silent() -> logging.Logger:

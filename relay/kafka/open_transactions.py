@@ -22,14 +22,14 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Final
+from typing import Final
 
 import structlog
 from confluent_kafka import Consumer, KafkaError, KafkaException, Message, TopicPartition
 
 from outbox.event import CE_ID
 from relay.health import Reason, Wait
-from relay.kafka.client import silent, text_of
+from relay.kafka.client import headers_of, silent, text_of
 from relay.kafka.offsets import Offsets, Partition, Undecided
 from relay.ports import BrokerUnavailable
 
@@ -104,7 +104,7 @@ class OpenTransactions:
             whose, since = Whose.UNKNOWN, None
             if message is not None:
                 since = message.timestamp()[1] / 1000
-                headers: dict[str, Any] = dict(message.headers() or ())
+                headers = headers_of(message)
                 whose = Whose.AN_OUTBOX if CE_ID in headers else Whose.ANOTHER
             if found.partition.topic == self._state_topic:
                 whose = Whose.AN_OUTBOX

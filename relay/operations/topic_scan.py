@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
 
 from outbox.event import CE_ID, DEAD_LETTER, REPLAY
-from relay.kafka.client import is_end, silent, text_of
+from relay.kafka.client import headers_of, is_end, silent, text_of
 from relay.kafka.offsets import Offsets, Partition, Undecided
 from relay.ports import Unavailable
 
@@ -106,7 +106,7 @@ def _read(
 
 
 def _seen(partition: Partition, message: Message) -> Seen:
-    headers: dict[str, Any] = dict(message.headers() or ())
+    headers = headers_of(message)
     value = message.value()
     return Seen(
         partition,
