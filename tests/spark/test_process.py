@@ -88,7 +88,7 @@ class Feed(threading.Thread):
 
 @pytest.mark.chaos
 def test_the_driver_killed_at_random_points(bench, tmp_path):
-    feed = Feed(bench)
+    feed = Feed(bench, seqs=200)
     feed.start()
     feed.join()
     chance = random.Random(5)
@@ -99,6 +99,7 @@ def test_the_driver_killed_at_random_points(bench, tmp_path):
         until(process, tmp_path, lambda goal=goal: applied(bench) >= goal, f"progress before kill {kill + 1}")
         process.kill()
         process.wait()
+        assert applied(bench) < total, "the driver was killed when it had nothing left to do"
     process = consume(bench, tmp_path, "--once", "--json")
     assert process.wait(400) == 0
     # The JVM may have a last word.
@@ -113,16 +114,18 @@ def test_the_driver_killed_at_random_points(bench, tmp_path):
 def test_broker_and_postgres_restart_during_a_run(spark, private_postgres, private_kafka, tmp_path):
     server, cluster = private_postgres(), private_kafka()
     bench = Bench(spark, private_postgres.database(server), private_kafka.topics(cluster))
-    feed = Feed(bench)
+    # Enough rounds to be in the midst of them at both crashes.
+    feed = Feed(bench, seqs=400)
     feed.start()
     feed.join()
-    process = consume(bench, tmp_path, "--continuous", "--max-records", "250")
+    process = consume(bench, tmp_path, "--continuous", "--max-records", "100")
     try:
         until(process, tmp_path, lambda: applied(bench) > 300, "progress before the crash of Postgres")
         server.kill()
         server.start()
         at = applied(bench)
         until(process, tmp_path, lambda: applied(bench) > at + 300, "progress after the crash of Postgres")
+        assert applied(bench) < feed.orders * feed.seqs
         cluster.kill_broker(0)
         cluster.start_broker(0)
         until(process, tmp_path, lambda: applied(bench) == feed.orders * feed.seqs, "everything to be applied")
