@@ -11,7 +11,8 @@ import base64
 import datetime as dt
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import chain
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import orjson
@@ -22,6 +23,10 @@ from spark_jobs import identity
 from spark_jobs.framing import HEADER
 
 Headers = Sequence[tuple[str, bytes | None]]
+UNREADABLE: Final[Headers] = [("(headers with names that are not UTF-8)", None)]
+"""This very list stands for the headers of a message with such a name. Its type and id are not known: it is taken
+whatever the types are, and becomes a dead letter."""
+_NO_UTF8: Final = "the name of a header is not UTF-8"
 
 # In milliseconds of Unix time.
 _FIRST_TIME, _LAST_TIME = (
@@ -49,6 +54,19 @@ class Messages:
     def __len__(self) -> int:
         """Return the number of messages."""
         return len(self.offsets)
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of keys, values and headers' values."""
+        of_headers = [value for headers in self.headers for _, value in headers if value]
+        return sum(map(len, of_headers)) + sum(len(one) for one in chain(self.keys, self.values) if one)
+
+    @staticmethod
+    def joined(parts: Sequence[Messages]) -> Messages:
+        """Return one partition's messages as one; there must be some."""
+        columns = zip(*((p.offsets, p.milliseconds, p.keys, p.values, p.headers) for p in parts), strict=True)
+        listed: list[list[Any]] = [list(chain.from_iterable(column)) for column in columns]
+        return Messages(parts[0].topic, parts[0].part, *listed)
 
     def places(self) -> pa.RecordBatch:
         """Return topic, partition, offset and key."""
@@ -86,8 +104,8 @@ class Incoming:
     types: tuple[str, ...] | None
     fingerprint: bool
 
-    def taken(self, messages: Messages) -> tuple[dict[str, pa.Array], pa.Array, pa.Array]:
-        """Return META's columns, the payloads, and the headers that name a payload's schema."""
+    def taken(self, messages: Messages) -> tuple[dict[str, pa.Array], pa.Array, pa.Array, pa.Array]:
+        """Return META's columns, the payloads, the headers that name their schemas, and problems: null for none."""
         messages, headers, kinds = self._chosen(messages)
         values = pa.array(messages.values, pa.binary())
         meta = {
@@ -100,7 +118,8 @@ class Incoming:
             "message_tombstone": values.is_null(),
             "message_id": self._ids(messages, headers),
         }
-        return meta, values, headers.first(HEADER)
+        problems = pa.array([_NO_UTF8 if one is UNREADABLE else None for one in messages.headers], pa.string())
+        return meta, values, headers.first(HEADER), problems
 
     def chosen(self, messages: Messages) -> Messages:
         """Return the messages of the types that are taken."""
@@ -122,7 +141,8 @@ class Incoming:
         kinds = _text(headers.first("ce_type", "event-type"))
         if self.types is None:
             return messages, headers, kinds
-        wanted = pc.is_in(kinds, value_set=pa.array(self.types, pa.string()))
+        unreadable = pa.array([one is UNREADABLE for one in messages.headers], pa.bool_())
+        wanted = pc.or_(pc.is_in(kinds, value_set=pa.array(self.types, pa.string())), unreadable)
         messages = messages.only(pc.indices_nonzero(wanted).to_pylist())
         return messages, _Headers(messages.headers), kinds.filter(wanted)
 

@@ -20,13 +20,16 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final, cast
 
+import orjson
+
 from spark_jobs.errors import ConsumerUnavailable, InputCut, JobError
-from spark_jobs.incoming import Headers, Messages
+from spark_jobs.incoming import UNREADABLE, Headers, Messages
 from spark_jobs.planner import Partition, Range
 from spark_jobs.task_input import TaskInput
 
@@ -34,16 +37,21 @@ if TYPE_CHECKING:
     from confluent_kafka import Consumer, KafkaError, Message
 
 PATIENCE_SECONDS: Final = 30.0
-_OURS: Final = frozenset({"isolation.level", "group.id", "enable.auto.commit", "auto.offset.reset"})
+_OURS: Final = frozenset(
+    {
+        *("isolation.level", "group.id", "enable.auto.commit", "auto.offset.reset"),
+        *("enable.partition.eof", "check.crcs", "statistics.interval.ms"),
+    }
+)
 _ROWS: Final = 10_000
 """At most so many messages are handed on together."""
 _BYTES: Final = 16 * 1024 * 1024
-"""And about so many bytes of keys and values, of which Python, Arrow and the COPY hold a copy each."""
+"""And about so many bytes, of which Python, Arrow and the COPY hold a copy each."""
 _AT_ONCE: Final = 2_000
 """So many messages are asked of librdkafka at once. With large ones its queue, of some MiB, is the bound."""
 _WAIT_SECONDS: Final = 0.02
 _MOST_BYTES: Final = 64 * 1024 * 1024
-"""Of values that are held at once."""
+"""That the driver holds at once."""
 _SETTINGS: Final[Mapping[str, Any]] = {
     "enable.auto.commit": False,
     "enable.partition.eof": True,
@@ -52,6 +60,8 @@ _SETTINGS: Final[Mapping[str, Any]] = {
     "auto.offset.reset": "error",
     "allow.auto.create.topics": False,
     "check.crcs": True,
+    # Says how far the client is in what it does not hand on: see RangeReader._progress.
+    "statistics.interval.ms": 1000,
     # How long a broker waits at the end of a partition, where a transaction's marker is the last record: until it
     # answers, nobody knows that no message follows.
     "fetch.wait.max.ms": 20,
@@ -80,10 +90,6 @@ class ReaderSettings:
         for name in _OURS & self.options.keys():
             raise JobError(f"kafka option {name!r} is set by the consumer itself; remove it")
         return {**_SETTINGS, **self.options, "group.id": f"{self.group}-spark"}
-
-
-UNREADABLE: Final = [("(headers with names that are not UTF-8)", None)]
-"""Headers of a message that has such a name. There is no id in them, so the message becomes a dead letter."""
 
 
 class TooMuch(Exception):
@@ -139,11 +145,15 @@ class RangeReader:
         from confluent_kafka import Consumer, KafkaException
 
         self._patience = settings.patience_seconds
+        self._heard = 0.0
+        self._fetched: dict[tuple[str, str], int] = {}
         self.broken = False
         logger = logging.getLogger("spark_jobs.librdkafka")
         logger.setLevel(logging.CRITICAL + 1)
         try:
-            self._consumer: Consumer = Consumer(settings.librdkafka(), logger=logger)
+            self._consumer: Consumer = Consumer(
+                {**settings.librdkafka(), "stats_cb": _weakly(self._progress)}, logger=logger
+            )
         except KafkaException as error:
             raise JobError(f"kafka: {error.args[0]}") from error
 
@@ -161,34 +171,34 @@ class RangeReader:
     ) -> dict[Partition, TaskInput[Messages]]:
         """Return the messages of several ranges, all read at once: for few messages. Raises TooMuch."""
         spans = {partition: _Span(partition, span, without.get(partition, ())) for partition, span in ranges.items()}
-        found: dict[Partition, list[Message]] = {partition: [] for partition in spans}
+        found: dict[Partition, list[Messages]] = {partition: [] for partition in spans}
         size = 0
         for part in self._read(spans):
             for partition, messages in part.items():
-                found[partition] += messages
-                size += sum(map(len, messages))
+                found[partition].append(messages)
+                size += messages.size
             if size > _MOST_BYTES:
                 raise TooMuch
         return {
-            partition: TaskInput([_columns(partition, messages)] if messages else [], spans[partition].require_whole)
-            for partition, messages in found.items()
+            partition: TaskInput([Messages.joined(parts)] if parts else [], spans[partition].require_whole)
+            for partition, parts in found.items()
         }
 
     def _parts(self, span: _Span) -> Iterator[Messages]:
-        held: list[Message] = []
-        size = 0
+        held: list[Messages] = []
+        rows = size = 0
         for part in self._read({span.partition: span}):
-            messages = part[span.partition]
-            held += messages
-            size += sum(map(len, messages))
-            if len(held) >= _ROWS or size >= _BYTES:
-                yield _columns(span.partition, held)
-                held, size = [], 0
+            for messages in part.values():
+                held.append(messages)
+                rows, size = rows + len(messages), size + messages.size
+            if rows >= _ROWS or size >= _BYTES:
+                yield Messages.joined(held)
+                held, rows, size = [], 0, 0
         if held:
-            yield _columns(span.partition, held)
+            yield Messages.joined(held)
 
-    def _read(self, spans: Mapping[Partition, _Span]) -> Iterator[dict[Partition, list[Message]]]:
-        """Read until all are whole."""
+    def _read(self, spans: Mapping[Partition, _Span]) -> Iterator[dict[Partition, Messages]]:
+        """Read until all are whole. Gives what has come, without partitions of which nothing has."""
         from confluent_kafka import KafkaException, TopicPartition
 
         unread = {partition: span for partition, span in spans.items() if not span.whole}
@@ -198,15 +208,16 @@ class RangeReader:
         self.broken = True
         try:
             self._consumer.assign([TopicPartition(*partition, span.at) for partition, span in unread.items()])
-            heard = time.monotonic()
+            self._heard = time.monotonic()
             while unread:
                 most = min(_AT_ONCE, sum(span.end - span.at for span in unread.values()))
                 with _no_garbage_collection():
                     messages = self._consumer.consume(most, _WAIT_SECONDS)
-                    part = self._sorted(messages, unread)
+                    taken = self._sorted(messages, unread).items()
+                    part = {partition: _columns(partition, some) for partition, some in taken if some}
                 if messages:
-                    heard = time.monotonic()
-                elif time.monotonic() - heard > self._patience:
+                    self._heard = time.monotonic()
+                elif time.monotonic() - self._heard > self._patience:
                     raise ConsumerUnavailable(
                         f"Kafka: nothing of {_shown(unread)} came for {self._patience:g} s; nothing was committed"
                     )
@@ -221,10 +232,27 @@ class RangeReader:
             raise ConsumerUnavailable(f"Kafka, reading {_shown(unread)}: {error.args[0]}") from error
         self.broken = False
 
+    def _progress(self, statistics: str) -> None:
+        """Note that the client gets on, though nothing comes of it: records of aborted transactions may be very many.
+
+        Only for how long to wait; what librdkafka has fetched proves nothing about what it has handed on.
+        """
+        topics = orjson.loads(statistics)["topics"]
+        fetched = {
+            (topic, part): figures["next_offset"]
+            for topic, of_topic in topics.items()
+            for part, figures in of_topic["partitions"].items()
+        }
+        if fetched != self._fetched:
+            self._fetched = fetched
+            self._heard = time.monotonic()
+
     def _sorted(self, messages: Sequence[Message], spans: Mapping[Partition, _Span]) -> dict[Partition, list[Message]]:
         """Return the messages of each partition. Raises KafkaException for an error."""
         if len(spans) == 1 and not any(message.error() for message in messages):
             ((partition, span),) = spans.items()
+            if any((message.topic(), message.partition()) != partition for message in messages):
+                raise InputCut(f"{partition[0]}-{partition[1]}: Kafka sent messages of another partition")
             return {partition: span.take(messages)}
         taken: dict[Partition, list[Message]] = {partition: [] for partition in spans}
         for message in messages:
@@ -259,15 +287,14 @@ def _shown(spans: Mapping[Partition, _Span]) -> str:
 
 
 def _columns(partition: Partition, messages: Sequence[Message]) -> Messages:
-    with _no_garbage_collection():
-        return Messages(
-            *partition,
-            [message.offset() or 0 for message in messages],
-            [message.timestamp()[1] for message in messages],
-            [message.key() for message in messages],
-            [message.value() for message in messages],
-            _headers(messages),
-        )
+    return Messages(
+        *partition,
+        [message.offset() or 0 for message in messages],
+        [message.timestamp()[1] for message in messages],
+        [message.key() for message in messages],
+        [message.value() for message in messages],
+        _headers(messages),
+    )
 
 
 def _headers(messages: Sequence[Message]) -> list[Headers]:
@@ -290,6 +317,18 @@ def _headers(messages: Sequence[Message]) -> list[Headers]:
             found.append(UNREADABLE)
         else:
             return found
+
+
+def _weakly(method: Callable[[str], None]) -> Callable[[str], None]:
+    """Return a callback that does not keep its object, which holds the client that holds the callback, alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(text: str) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(text)
+
+    return call
 
 
 @contextmanager
@@ -319,10 +358,8 @@ def kept(settings: ReaderSettings) -> Iterator[RangeReader]:
         reader.broken = True
         raise
     finally:
-        if reader.broken:
+        if reader.broken or _KEPT.setdefault(name, reader) is not reader:
             reader.close()
-        else:
-            _KEPT[name] = reader
 
 
 def close_kept() -> None:

@@ -20,7 +20,6 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
@@ -32,7 +31,7 @@ from spark_jobs.applying import Culprit, shown
 from spark_jobs.decoding import PROBLEM
 from spark_jobs.direct import Direct
 from spark_jobs.effects import Insert, Upsert
-from spark_jobs.errors import BadMessage, ConsumerError, ConsumerUnavailable, EffectFailed, Fenced, InputCut
+from spark_jobs.errors import BadMessage, ConsumerError, ConsumerUnavailable, EffectFailed, Fenced
 from spark_jobs.job import META, ConsumerJob
 from spark_jobs.letters import Letter, Retried, behind
 from spark_jobs.planner import Partition, Range
@@ -44,6 +43,9 @@ from spark_jobs.task import Late, TaskPlan
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, Row, SparkSession
+
+    from spark_jobs.incoming import Messages
+    from spark_jobs.task_input import TaskInput
 
     OfRange = Callable[[RangeReader, Partition], Iterator[pa.RecordBatch]]
 
@@ -267,22 +269,31 @@ class Rounds:
 
         plan = self._plan(span, state, generation, late.columns)
         plan = replace(plan, late=late, direct=self._direct(late.columns))
-        if self._few(span):
-            with suppress(TooMuch):
-                return reported(Row(**row) for row in self._run_here(plan))
+        if self._few(span) and (read := self._read_here(plan)) is not None:
+            return reported(Row(**row) for row in self._run_here(plan, read))
         told = reported(self._by_ranges(span, functools.partial(task.run_with, plan), task.REPORT).collect())
         silent = sorted(span.ranges.keys() - told.keys())
         if silent and not any(one.outcome in _ERRORS for one in told.values()):
             raise ConsumerUnavailable(f"a task did not report what became of {silent[0]}; the range is read again")
         return told
 
-    def _run_here(self, plan: TaskPlan) -> list[dict[str, Any]]:
-        """Do what tasks would do. Raises what Spark's errors would be taken for, and TooMuch."""
+    def _read_here(self, plan: TaskPlan) -> Mapping[Partition, TaskInput[Messages]] | None:
+        """Read the ranges. None where tasks should: the messages are large, or one of several ranges can't be read."""
         try:
-            return task.run_here(plan, self._reading.tasks)
-        except InputCut as error:
-            raise ConsumerUnavailable(str(error)) from error
-        except (TooMuch, ConsumerError, psycopg.Error):
+            return task.read_here(plan, self._reading.tasks)
+        except TooMuch:
+            return None
+        except ConsumerUnavailable:
+            if len(plan.ranges) == 1:
+                raise
+            return None
+
+    @staticmethod
+    def _run_here(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) -> list[dict[str, Any]]:
+        """Do what tasks would do. Raises what Spark's errors would be taken for."""
+        try:
+            return task.run_here(plan, read)
+        except (ConsumerError, psycopg.Error):
             raise
         except Exception as error:
             raise EffectFailed(f"the driver can't run the job: {shown(error)}") from error

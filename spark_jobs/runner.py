@@ -30,7 +30,7 @@ import psycopg
 from spark_jobs.applying import shown as described
 from spark_jobs.batch import BatchRounds
 from spark_jobs.blockers import Watch
-from spark_jobs.errors import ConsumerUnavailable, DataLost
+from spark_jobs.errors import ConsumerUnavailable, DataLost, InputCut
 from spark_jobs.job import ConsumerJob
 from spark_jobs.kafka import KafkaView, TopicMissing
 from spark_jobs.planner import Extent, Partition, Stored, find_losses, halt, new_partitions, next_turn, plan
@@ -247,6 +247,9 @@ class Runner:
             if fresh:
                 starts = {partition: extents[partition].end for partition in fresh} if at_end else None
                 self._store.add(fresh, ids, generation, starts)
+                if starts:
+                    shown = {f"{topic}-{part}": end for (topic, part), end in sorted(starts.items())}
+                    self._report("the group begins at the ends of its topics", {"offsets": shown})
                 stored = self._store.stored(self._job.topics)
             if targets is not None:
                 # A partition added while ``once`` runs is for the next run; the ends of this one are fixed.
@@ -261,8 +264,9 @@ class Runner:
             return retried.left
         log_ends = {partition: known[partition].end for partition in ranges}
         began = time.monotonic()
-        counts = self._rounds.apply(Span(ranges, log_ends), generation)
+        # Before the round: one that fails must not keep those that wait behind it.
         self._turn = next_turn(turn, ranges)
+        counts = self._rounds.apply(Span(ranges, log_ends), generation)
         self._count(counts, began, passed=sum(span.end - span.start for span in ranges.values()))
         # Nobody waits for the answer before the next round is read.
         ends = {partition: span.end for partition, span in ranges.items()}
@@ -331,7 +335,7 @@ class Runner:
         while True:
             try:
                 return step()
-            except (*AWAY, ConsumerUnavailable, PySparkException, Py4JError) as error:
+            except (*AWAY, ConsumerUnavailable, InputCut, PySparkException, Py4JError) as error:
                 shown = described(error) if isinstance(error, psycopg.Error) else first_line(error)
                 if isinstance(error, PySparkException | Py4JError) and not is_away(error):
                     raise failed(error) from error

@@ -36,7 +36,10 @@ _STORED: Final = (
 _ADD: Final = """
 INSERT INTO {offsets} (grp, topic, part, topic_id, next_offset, generation)
 VALUES (%(grp)s, %(topic)s, %(part)s, %(topic_id)s, %(start)s, %(generation)s) ON CONFLICT DO NOTHING"""
-_NEW: Final = "SELECT NOT EXISTS (SELECT FROM {offsets} WHERE grp = %(grp)s)"
+# A group whose topics were lost has begun once, also when its offsets are forgotten.
+_NEW: Final = """
+SELECT NOT EXISTS (SELECT FROM {offsets} WHERE grp = %(grp)s)
+   AND NOT EXISTS (SELECT FROM {losses} WHERE grp = %(grp)s)"""
 # One row for each place and kind until it is accepted. While the group stands, retention goes on: the row grows.
 _LOSS: Final = """
 INSERT INTO {losses} AS l (grp, topic, topic_id, part, first_offset, end_offset, kind, detail)
@@ -147,7 +150,7 @@ class Store:
         return {(topic, part): Stored(topic_id, offset) for topic, part, topic_id, offset in rows}
 
     def is_new(self) -> bool:
-        """Return whether the group has no offset, of any topic.
+        """Return whether the group has no offset, of any topic, and never lost one.
 
         Who adds some for another driver raises the generation: what is true here is true in ``add``, or that is Fenced.
         """

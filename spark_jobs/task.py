@@ -94,14 +94,17 @@ class Late:
     def decoding(self, parts: Iterable[Messages]) -> Iterator[pa.RecordBatch]:
         """Return the messages' rows, as Spark would have decoded them."""
         import pyarrow as pa
+        import pyarrow.compute as pc
 
         from spark_jobs.payload import columns
 
         reader = self.plan()
         for messages in parts:
-            found, payloads, headers = self.incoming.taken(messages)
+            found, payloads, headers, problems = self.incoming.taken(messages)
             fields = columns(reader, payloads, headers, self.kind).flatten()
             found |= dict(zip((kind.name for kind in self.kind), fields, strict=True))
+            if problems.null_count < len(problems):
+                found[PROBLEM] = pc.coalesce(problems, found[PROBLEM])
             yield pa.RecordBatch.from_pydict(found)
 
 
@@ -209,13 +212,29 @@ def run_with(plan: TaskPlan, reader: RangeReader, partition: Partition) -> Itera
     yield run_range(plan, partition, reader.range(partition, plan.ranges[partition], plan.without(partition)))
 
 
-def run_here(plan: TaskPlan, settings: ReaderSettings) -> list[dict[str, Any]]:
-    """Do what tasks would do, one range after the other, and return the rows of REPORT. Raises TooMuch before any."""
-    plan = replace(plan, here=True)
+def read_here(plan: TaskPlan, settings: ReaderSettings) -> dict[Partition, TaskInput[Messages]]:
+    """Read all ranges, for run_here. Raises TooMuch."""
     without = {partition: plan.without(partition) for partition in plan.ranges}
     with kept(settings) as reader:
-        read = reader.whole(plan.ranges, without)
-    return [row for partition, messages in read.items() for row in run_range(plan, partition, messages).to_pylist()]
+        return reader.whole(plan.ranges, without)
+
+
+def run_here(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) -> list[dict[str, Any]]:
+    """Do what tasks would do, one range after the other, and return the rows of REPORT.
+
+    Raises the first error when all have been tried: one range must not hold the others up.
+    """
+    plan = replace(plan, here=True)
+    rows: list[dict[str, Any]] = []
+    errors: list[Exception] = []
+    for partition, messages in read.items():
+        try:
+            rows += run_range(plan, partition, messages).to_pylist()
+        except Exception as error:  # noqa: BLE001  raised below
+            errors.append(error)
+    if errors:
+        raise errors[0]
+    return rows
 
 
 def run_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages]) -> pa.RecordBatch:

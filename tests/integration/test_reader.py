@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,7 +23,7 @@ from outbox.testing.kafka import KafkaCluster
 from spark_jobs import reader, task
 from spark_jobs.decoding import PROBLEM
 from spark_jobs.errors import ConsumerUnavailable, InputCut, JobError
-from spark_jobs.incoming import Incoming, Messages
+from spark_jobs.incoming import UNREADABLE, Incoming, Messages
 from spark_jobs.job import META
 from spark_jobs.json_columns import JsonReader
 from spark_jobs.payload import Policy
@@ -211,9 +212,32 @@ def test_header_names_that_are_no_text(opened, outbox_kafka):
         send(address, topic, [b"fine"])
     (part,) = opened.range((topic, PART), span(0, 400))
     assert part.values == [value for number in range(200) for value in (b"%d" % number, b"fine")]
-    assert part.headers == [reader.UNREADABLE, [("ce_id", b"0")]] * 200
-    meta, _, _ = Incoming(None, fingerprint=False).taken(part)
-    assert [one is None for one in meta["message_id"].to_pylist()] == [True, False] * 200
+    assert part.headers == [UNREADABLE, [("ce_id", b"0")]] * 200
+    # Whatever the job's types and strategy are: what nobody can know the type of is not left out without a word.
+    for types, fingerprint, count in ((None, False, 400), (("order",), False, 200), (("order",), True, 200)):
+        taken = late_job(types, fingerprint)
+        (rows,) = taken.decoding([part])
+        problems = [one for one in rows.column(PROBLEM).to_pylist() if one == "the name of a header is not UTF-8"]
+        assert (rows.num_rows, len(problems)) == (count, 200)
+        assert len(taken.incoming.chosen(part)) == count
+
+
+def test_keys_and_headers_count_too(opened, outbox_kafka):
+    topic = outbox_kafka.create_topic(outbox_kafka.name("keys"))
+    producer = Producer({"bootstrap.servers": outbox_kafka.bootstrap_servers})
+    for number in range(60):
+        large = os.urandom(400_000)
+        producer.produce(topic, None, large, partition=PART, headers=[("x", large), ("ce_id", b"%d" % number)])
+        if number % 10 == 0:
+            producer.flush(60)
+    assert producer.flush(60) == 0
+    found = list(opened.range((topic, PART), span(0, 60)))
+    assert max(part.size for part in found) < 40_000_000
+    assert [offset for part in found for offset in part.offsets] == list(range(60))
+    with pytest.MonkeyPatch.context() as changed:
+        changed.setattr(reader, "_MOST_BYTES", 30_000_000)
+        with pytest.raises(TooMuch):
+            opened.whole({(topic, PART): span(0, 60)}, {})
 
 
 def test_the_brokers_end_in_the_middle(opened, outbox_postgres):
@@ -276,11 +300,13 @@ def apply(group: ConsumerGroup, made: RangeReader, topic: str, name: str = "t") 
     return dict(row)
 
 
-def late_job() -> task.Late:
+def late_job(types: tuple[str, ...] | None = None, fingerprint: bool = False) -> task.Late:
     """Return how one field is read, as session.late() would; that asks Spark for what the schema means."""
     kind = pa.struct([("n", pa.int32()), (PROBLEM, pa.string())])
     declared = StructType([StructField("n", IntegerType())])
-    return task.Late({"n": "integer"} | META, kind, lambda: JsonReader(declared, Policy()), Incoming(None, False))
+    return task.Late(
+        {"n": "integer"} | META, kind, lambda: JsonReader(declared, Policy()), Incoming(types, fingerprint)
+    )
 
 
 def nothing_applied(group: ConsumerGroup) -> bool:
@@ -348,6 +374,47 @@ def test_kafka_that_stays_away_in_the_middle(between, sink):
     proxy.release()
     made.close()
     assert nothing_applied(sink)
+
+
+@pytest.fixture
+def aborted(between) -> Iterator[str]:
+    """A topic with 40 large messages that were aborted, the marker of that, and one message."""
+    cluster, _, _ = between
+    with Topics(cluster.bootstrap_servers) as topics:
+        topic = topics.create_topic(topics.name("aborted"))
+        producer = Producer({"bootstrap.servers": cluster.bootstrap_servers, "transactional.id": topic})
+        producer.init_transactions(30)
+        producer.begin_transaction()
+        for _ in range(40):
+            producer.produce(topic, os.urandom(900_000), partition=PART)
+            assert producer.flush(60) == 0
+        producer.abort_transaction(30)
+        send(cluster.bootstrap_servers, topic, [b"1"])
+        yield topic
+
+
+def test_a_long_stretch_that_was_aborted_is_waited_for(between, aborted, monkeypatch):
+    """The client hands nothing on for longer than anybody waits; that it gets on is seen by its statistics."""
+    _, proxy, _ = between
+    # A record with each answer, and each answer late.
+    settings_ = {"fetch.message.max.bytes": 900_000, "statistics.interval.ms": 50}
+    monkeypatch.setattr(reader, "_SETTINGS", {**reader._SETTINGS, **settings_})
+    proxy.on(FETCH, delay_response(0.4), times=10_000)
+    try:
+        made = RangeReader(settings(proxy.address, patience_seconds=1.0))
+        began = time.monotonic()
+        # The marker may be written behind the message: the coordinator answers before.
+        (offset,) = offsets(made.range((aborted, PART), span(0, 42)))
+        assert offset in {40, 41}
+        assert time.monotonic() - began > 1.5
+        made.close()
+        monkeypatch.setattr(RangeReader, "_progress", lambda self, text: None)
+        made = RangeReader(settings(proxy.address, patience_seconds=1.0))
+        with pytest.raises(ConsumerUnavailable, match="came for 1 s"):
+            offsets(made.range((aborted, PART), span(0, 42)))
+        made.close()
+    finally:
+        proxy.clear()
 
 
 def reached_early(self: Any, at: int) -> None:
@@ -420,7 +487,7 @@ def test_a_process_keeps_one_reader_and_none_that_is_unfinished(full):
     assert reader._KEPT == {}
 
 
-@pytest.mark.parametrize("name", ["isolation.level", "group.id", "enable.auto.commit", "auto.offset.reset"])
+@pytest.mark.parametrize("name", sorted(reader._OURS))
 def test_options_that_would_break_the_promise_are_refused(name):
     with pytest.raises(JobError, match=f"kafka option '{name}' is set by the consumer itself"):
         ReaderSettings({name: "x"}, "g").librdkafka()

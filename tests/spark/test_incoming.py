@@ -109,8 +109,8 @@ def test_the_task_takes_messages_in_as_spark_does(spark, strategy, types):
     by_spark = spark_session.decoded(spark_session.chosen(rows, job), job).select(*META).toArrow().to_pylist()
     taken = Incoming(None if types is None else tuple(types), isinstance(strategy, Fingerprint))
     by_task = []
-    for meta, payloads, headers in map(taken.taken, [read(messages()[:50]), read(messages()[50:])]):
-        assert len(payloads) == len(headers) == len(meta["message_id"])
+    for meta, payloads, headers, problems in map(taken.taken, [read(messages()[:50]), read(messages()[50:])]):
+        assert len(payloads) == len(headers) == len(meta["message_id"]) == problems.null_count
         columns = zip(*(meta[name].to_pylist() for name in META), strict=True)
         by_task += [dict(zip(META, one, strict=True)) for one in columns]
     assert len(by_task) > (10 if types else 250)
