@@ -9,6 +9,7 @@ from __future__ import annotations
 import datetime as dt
 import threading
 import time
+from contextlib import suppress
 
 import orjson
 import psycopg
@@ -26,7 +27,7 @@ from spark_jobs.errors import ConsumerUnavailable, DataLost, Fenced, TopicRecrea
 from spark_jobs.job import ConsumerJob
 from spark_jobs.kafka import KafkaView, TopicMissing
 from spark_jobs.offsets import MoveRefused, NoSuchGroup, Offsets
-from spark_jobs.planner import Extent, Range
+from spark_jobs.planner import Extent, Loss, LossKind, Range
 from spark_jobs.rounds import Counts, Span, State
 from spark_jobs.runner import Options, Runner
 
@@ -292,6 +293,40 @@ def test_many_partitions_take_turns(outbox_postgres, outbox_kafka, restarted):
     assert [len(one) for one in rounds] == [16] * 5
     for three in (rounds[:3], rounds[1:4], rounds[2:]):
         assert {part for one in three for part in one} == set(range(40))
+
+
+def test_a_round_that_fails_keeps_nobody_who_waits_behind_it(outbox_postgres, outbox_kafka):
+    driver = Driver(outbox_postgres, outbox_kafka, 40)
+    for part in range(40):
+        driver.send(part, 3)
+    runner = driver.runner = driver.start(most=16)
+    tried: list[set[int]] = []
+
+    def apply(span: Span, generation: int) -> Counts:
+        tried.append({part for _, part in span.ranges})
+        if 0 in tried[-1]:
+            raise ConsumerUnavailable("partition 0 can't be read")
+        runner._rounds._step_over(span, State(), generation)
+        return Counts()
+
+    runner._rounds.apply = apply
+    for _ in range(6):
+        with suppress(ConsumerUnavailable):
+            runner._round(None)
+    assert set().union(*tried) == set(range(40))
+    assert sum(0 in one for one in tried) < 4
+
+
+def test_a_group_that_has_lost_a_topic_is_not_new(driver):
+    """The topic was made again, and its old offsets were forgotten: what it holds now was never read."""
+    driver.runner = driver.start(start="latest")
+    driver.look()
+    lost = Loss(driver.topic, 0, "another", 0, None, LossKind.RECREATED, "gone")
+    driver.runner._store.record_losses([lost], driver.runner._begin())
+    driver.offsets().forget(GROUP, driver.topic, "it was made anew")
+    driver.send(0, 3)
+    driver.runner = driver.start(start="latest")
+    assert driver.step() == {0: (0, 3)}
 
 
 def test_a_new_group_begins_at_the_end_if_it_is_told_to(driver):

@@ -9,9 +9,11 @@ from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
+import psycopg
 import pytest
 from bench import Bench
 from counting import Counting
+from psycopg import sql
 from support import wait_until
 from uuid_utils.compat import uuid7
 
@@ -145,6 +147,26 @@ def test_an_idle_driver_hears_of_new_messages_at_once(bench):
         stop.set()
         thread.join(30)
     assert bench.rows("SELECT n FROM seen ORDER BY n") == [(number,) for number in range(5)]
+
+
+def test_a_range_that_fails_does_not_hold_up_the_others(bench):
+    """As for executors' tasks: one partition's offset is locked, and the other's messages are applied."""
+    job = ConsumerJob("locked", (bench.topic,), SQL, schema="n int", setup=SETUP)
+    with psycopg.connect(bench.database.url, autocommit=True) as connection, bench.runner(job) as runner:
+        name = sql.Identifier(bench.database.name)
+        connection.execute(sql.SQL("ALTER DATABASE {} SET lock_timeout = '500ms'").format(name))
+        assert runner._round(None) is False
+        producer = bench.producer()
+        for part in range(2):
+            producer.produce(bench.topic, b'{"n":1}', partition=part, headers=[("ce_id", str(uuid7()).encode())])
+        assert producer.flush(30) == 0
+        with connection.transaction():
+            connection.execute("SELECT FROM consumer.offsets WHERE part = 0 FOR UPDATE")
+            with pytest.raises(psycopg.errors.LockNotAvailable):
+                runner._round(None)
+            assert bench.positions() == {0: 0, 1: 1}
+        assert runner._round(None) is True
+    assert bench.rows("SELECT part, n FROM seen ORDER BY part") == [(0, 1), (1, 1)]
 
 
 def test_an_idle_driver_asks_one_question_and_opens_nothing(bench):
