@@ -78,10 +78,13 @@ SELECT lane, last_batch, (SELECT system_identifier::text FROM pg_control_system(
 
 _COUNT: Final = "SELECT lane, count(*) FROM {events} WHERE lane = ANY(%s::smallint[]) GROUP BY lane"
 
+# LIMIT keeps the planner from joining the other way around, here and in _SETTLE; see relay.settlement.
 _GONE: Final = """
-SELECT count(*) FROM unnest(%(ids)s::bigint[], %(event_ids)s::uuid[]) AS named(id, event_id)
- WHERE NOT EXISTS (SELECT FROM {events} AS e
-                    WHERE e.lane = %(lane)s AND e.id = named.id AND e.event_id = named.event_id)"""
+SELECT count(*)
+  FROM unnest(%(ids)s::bigint[], %(event_ids)s::uuid[]) AS named(id, event_id)
+  LEFT JOIN LATERAL (SELECT true AS there FROM {events} AS e
+                      WHERE e.lane = %(lane)s AND e.id = named.id AND e.event_id = named.event_id LIMIT 1) AS e ON true
+ WHERE e.there IS NULL"""
 
 _KINDS: Final = """
 SELECT aggregate_type, coalesce(headers ? %(dead)s, false), min(created_at)
@@ -133,9 +136,15 @@ _FOUND_IDS: Final = "SELECT event_id::text FROM pg_temp.outbox_reconcile WHERE f
 _SETTLE: Final = """
 WITH picked AS (SELECT id, event_id FROM pg_temp.outbox_reconcile
                  WHERE found AND lane = %(lane)s AND id > %(after)s ORDER BY id LIMIT %(rows)s),
-     deleted AS (DELETE FROM {events} AS e USING picked AS p
-                  WHERE e.lane = %(lane)s AND e.id = p.id AND e.event_id = p.event_id),
-     forgotten AS (DELETE FROM {failures} AS f USING picked AS p WHERE f.lane = %(lane)s AND f.id = p.id)
+     deleted AS (DELETE FROM {events} WHERE ctid = ANY(ARRAY(
+         SELECT e.place
+           FROM picked AS p
+          CROSS JOIN LATERAL (SELECT e.ctid AS place FROM {events} AS e
+                               WHERE e.lane = %(lane)s AND e.id = p.id AND e.event_id = p.event_id LIMIT 1) AS e))),
+     failed AS MATERIALIZED (
+         SELECT p.id FROM picked AS p
+          CROSS JOIN LATERAL (SELECT FROM {failures} AS f WHERE f.lane = %(lane)s AND f.id = p.id LIMIT 1) AS f),
+     forgotten AS (DELETE FROM {failures} AS f USING failed AS p WHERE f.lane = %(lane)s AND f.id = p.id)
 SELECT max(id) FROM picked"""
 
 _DONE: Final = """

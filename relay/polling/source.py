@@ -168,12 +168,16 @@ SELECT f.*, (SELECT id FROM {events} AS e WHERE e.lane = f.lane ORDER BY id DESC
           FROM unnest(%(lanes)s::smallint[]) AS l(lane) JOIN {failures} AS f ON f.lane = l.lane
          GROUP BY l.lane) AS f"""
 
-# By id and event id: after a restore an id may have been given to another event.
+# By id and event id: after a restore an id may have been given to another event. LIMIT and ctid as in settlement.
 _SETTLE_MARKER: Final = """
 WITH gone AS (
-    DELETE FROM {events} AS e USING unnest(%(ids)s::bigint[], %(event_ids)s::uuid[]) AS p(place_id, place_event_id)
-     WHERE e.lane = %(lane)s AND e.id = p.place_id AND e.event_id = p.place_event_id
-    RETURNING e.*){kept}
+    DELETE FROM {events} WHERE ctid = ANY(ARRAY(
+        SELECT e.place
+          FROM unnest(%(ids)s::bigint[], %(event_ids)s::uuid[]) AS p(place_id, place_event_id)
+         CROSS JOIN LATERAL (SELECT e.ctid AS place FROM {events} AS e
+                              WHERE e.lane = %(lane)s AND e.id = p.place_id AND e.event_id = p.place_event_id
+                              LIMIT 1) AS e))
+    RETURNING *){kept}
 SELECT count(*) FROM gone"""
 
 _KEPT: Final = """,
