@@ -76,8 +76,16 @@ class Broken(Exception):
 
 def passing(error: psycopg.Error) -> bool:
     """Return whether the same may work on another try."""
-    operational = isinstance(error, psycopg.OperationalError) and not (error.sqlstate or "").startswith(_STAYING)
-    return operational or error.sqlstate in _PASSING
+    return _passes(isinstance(error, psycopg.OperationalError), error.sqlstate)
+
+
+def passing_kind(kind: type[psycopg.Error]) -> bool:
+    """Return the same of an error of which only the class is known."""
+    return _passes(issubclass(kind, psycopg.OperationalError), getattr(kind, "sqlstate", None))
+
+
+def _passes(operational: bool, state: str | None) -> bool:
+    return (operational and not (state or "").startswith(_STAYING)) or state in _PASSING
 
 
 def by_data(error: psycopg.Error) -> bool:

@@ -324,6 +324,8 @@ def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.
     except Broken as error:
         # Another try of the task would find the same: the driver is to say so.
         broken = str(error)
+    except psycopg.errors.UndefinedTable as error:
+        raise ConsumerUnavailable(f"{plan.table} is gone: a younger driver has dropped it") from error
     yield pa.RecordBatch.from_pydict(
         {
             "staged_by": [name],

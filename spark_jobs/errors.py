@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from outbox.errors import OutboxError
 
 if TYPE_CHECKING:
-    from spark_jobs.planner import Loss
+    from spark_jobs.planner import Loss, Partition
 
 
 class ConsumerError(OutboxError):
-    """The base of the consumers' errors."""
+    """The base of the consumers' errors.
+
+    by_partition  what kept each partition's range from being applied, where that is known.
+    """
+
+    by_partition: Mapping[Partition, ConsumerError] = {}
 
 
 class JobError(ConsumerError):
@@ -50,6 +55,22 @@ class InputCut(ConsumerError):
     """A task's rows ended before all of them had come: something upstream failed. Nothing of it was committed."""
 
 
+class Interrupted(ConsumerError):
+    """Postgres ended the transaction of a range: a time limit, a lock, a deadlock. The same may work on another try."""
+
+
+class WorkerLost(ConsumerError):
+    """A Python worker or an executor of Spark ended in the middle of a range. Nothing of the range was committed."""
+
+
+class CorruptRecords(ConsumerError):
+    """Kafka holds records that can't be read, as by their checksum. Nothing was skipped."""
+
+
+class NotAuthorized(ConsumerError):
+    """Kafka refuses the consumer's credentials, or what it wants to do with them."""
+
+
 class InputUnproven(ConsumerError):
     """Where a task runs, nothing proves that its rows were all of them. Nothing of it was committed."""
 
@@ -68,6 +89,10 @@ class TopicRecreated(DataLost):
 
 class ConsumerUnavailable(ConsumerError):
     """Kafka or Postgres stayed away for too long. Nothing is lost; run the job again."""
+
+
+class SparkLost(ConsumerError):
+    """The JVM of the Spark session has ended. What was not committed is rolled back; run the job again."""
 
 
 def storable(text: str) -> str:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import datetime as dt
+import functools
 import logging
 import time
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -13,10 +15,12 @@ from typing import Any, Final
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec  # type: ignore[attr-defined]
 
-from spark_jobs.errors import ConsumerError, ConsumerUnavailable
+from spark_jobs.errors import ConsumerError, NotAuthorized
+from spark_jobs.failures import of_kafka
 from spark_jobs.planner import Extent, Partition
 
 _SECONDS: Final = 20.0
+_REFUSAL_SECONDS: Final = 0.5
 _EARLIEST: Final = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
 _LATEST: Final = OffsetSpec.latest()  # type: ignore[no-untyped-call]
 # A broker that has just started, a topic that was just made, a leader that moves: not every broker has heard of it at
@@ -68,7 +72,10 @@ class KafkaView:
         self._seconds = seconds
         self._logger = logging.getLogger("spark_jobs.librdkafka")
         self._logger.setLevel(logging.CRITICAL + 1)
-        self._admin = AdminClient(dict(options), logger=self._logger)
+        # What brokers have said while no request waited: a request itself only times out when none lets it in.
+        self._refusals: deque[KafkaError] = deque(maxlen=1)
+        settings: dict[str, Any] = {**options, "error_cb": functools.partial(_hear, self._refusals)}
+        self._admin = AdminClient(settings, logger=self._logger)
         self._shown: dict[str, _Shown] = {}
 
     def look(
@@ -78,7 +85,7 @@ class KafkaView:
 
         high_watermarks   ask for these too: one more request to each broker, so not on every round.
 
-        Raises TopicMissing, or ConsumerUnavailable when the brokers do not answer.
+        Raises TopicMissing, NotAuthorized, or ConsumerUnavailable when the brokers do not answer.
         """
         survey = self.survey(topics, high_watermarks=high_watermarks)
         if survey.missing:
@@ -101,7 +108,7 @@ class KafkaView:
                     return survey
             except KafkaException as error:
                 if _code(error) not in _UNHEARD or time.monotonic() > deadline:
-                    raise _unavailable(error) from error
+                    raise self._failure(error) from error
             time.sleep(0.2)
 
     def ends(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
@@ -109,7 +116,7 @@ class KafkaView:
         try:
             return _offsets(self._ask(partitions, _LATEST, committed=True))
         except KafkaException as error:
-            raise _unavailable(error) from error
+            raise self._failure(error) from error
 
     def at_time(self, partitions: Iterable[Partition], when: dt.datetime) -> dict[Partition, int | None]:
         """Return the offset of the first message at or after a time; None where all are older.
@@ -120,8 +127,25 @@ class KafkaView:
         try:
             found = _offsets(self._ask(partitions, spec, committed=True))
         except KafkaException as error:
-            raise _unavailable(error) from error
+            raise self._failure(error) from error
         return {partition: None if offset < 0 else offset for partition, offset in found.items()}
+
+    def _result(self, future: Future[Any]) -> Any:
+        """Return a request's result. Raises NotAuthorized as soon as a broker refuses: it would only time out."""
+        while True:
+            try:
+                return future.result(_REFUSAL_SECONDS)
+            except TimeoutError:
+                if not future.done():
+                    self._admin.poll(0)
+                    if self._refusals:
+                        raise of_kafka(self._refusals.pop(), "Kafka") from None
+
+    def _failure(self, error: KafkaException) -> ConsumerError:
+        """Return what a failed request means. Also for a topic that went between two requests: it is missing next."""
+        self._admin.poll(0)
+        refused = self._refusals.pop() if self._refusals else error.args[0]
+        return of_kafka(refused, "Kafka does not answer")
 
     def compacted(self, topics: Iterable[str]) -> bool:
         """Return whether Kafka may compact one of the topics. True as well where it does not tell: it is a right."""
@@ -140,7 +164,7 @@ class KafkaView:
         found = self._admin.describe_topics(TopicCollection(list(topics)), request_timeout=self._seconds)
         for name, future in found.items():
             try:
-                described[name] = future.result()
+                described[name] = self._result(future)
             except KafkaException as error:
                 if _code(error) != KafkaError.UNKNOWN_TOPIC_OR_PART:
                     raise
@@ -235,6 +259,11 @@ class _Shown:
         self._problem = next((str(problem) for problem in problems if problem is not None), None)
 
 
+def _hear(refusals: deque[KafkaError], error: KafkaError) -> None:
+    if isinstance(of_kafka(error, ""), NotAuthorized):
+        refusals.append(error)
+
+
 def _offsets(answers: Mapping[Any, Future[Any]]) -> dict[Partition, int]:
     return {(at.topic, at.partition): answer.result().offset for at, answer in answers.items()}
 
@@ -242,8 +271,3 @@ def _offsets(answers: Mapping[Any, Future[Any]]) -> dict[Partition, int]:
 def _code(error: KafkaException) -> int | None:
     inner = error.args[0]
     return inner.code() if isinstance(inner, KafkaError) else None
-
-
-def _unavailable(error: KafkaException) -> ConsumerUnavailable:
-    # Also for a topic that went between two requests: whoever asks again is told that it is missing.
-    return ConsumerUnavailable(f"Kafka does not answer: {error.args[0]}")

@@ -8,8 +8,12 @@ The reader knows where it stands, so the end of a range is proved by Kafka and n
 | a message at the end or behind it              | the same: offsets in between are markers, aborted or compacted      |
 | the end of what is committed, at or behind it  | the same                                                            |
 | the end of what is committed, before it        | nothing: this broker does not know of all yet (a new leader); wait  |
-| an error: a lost offset, a corrupt record, ... | the range can't be read: ConsumerUnavailable, the driver plans anew |
+| an error: a lost offset, a corrupt record, ... | the range can't be read: CorruptRecords, NotAuthorized, or else ... |
+|                                                | ... ConsumerUnavailable: the driver plans anew                      |
 | nothing, for ``patience_seconds``              | the same                                                            |
+
+What proves the end says more: up to that message, or that end of what is committed, there is none. The group's offset
+moves there, so that a long stretch of aborted transactions behind a range is read once and not again by the next one.
 
 Messages come in the order of their offsets; one out of order ends the attempt (InputCut).
 """
@@ -28,7 +32,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import orjson
 
-from spark_jobs.errors import ConsumerUnavailable, InputCut, JobError
+from spark_jobs.errors import ConsumerUnavailable, InputCut, JobError, NotAuthorized
+from spark_jobs.failures import of_kafka
 from spark_jobs.incoming import UNREADABLE, Headers, Messages
 from spark_jobs.planner import Partition, Range
 from spark_jobs.task_input import TaskInput
@@ -108,6 +113,8 @@ class _Span:
 
     def take(self, messages: Sequence[Message]) -> list[Message]:
         """Return the messages that belong to the range, and note how far it has come. Raises InputCut."""
+        if self.whole:
+            return []
         offsets = [message.offset() or 0 for message in messages]
         if any(there <= here for here, there in zip([self.at - 1, *offsets], offsets, strict=False)):
             raise InputCut(
@@ -115,16 +122,21 @@ class _Span:
                 "one was to come; nothing was committed"
             )
         if offsets:
-            self.reach(offsets[-1] + 1)
-        if not self.whole and not self._without:
+            self.reach(next((offset for offset in offsets if offset >= self.end), offsets[-1] + 1))
+        if not self._without and (not offsets or offsets[-1] < self.end):
             return list(messages)
         pairs = zip(messages, offsets, strict=True)
         return [message for message, offset in pairs if offset < self.end and offset not in self._without]
 
+    def position(self) -> int:
+        """Return the offset before which no further message is to come: behind the range, once that is whole."""
+        return self.at
+
     def reach(self, at: int) -> None:
-        """Note that no message is to come before this offset."""
-        self.at = max(self.at, at)
-        self.whole = self.at >= self.end
+        """Note that no message is to come before this offset. Nothing, of a range that is whole: there are some."""
+        if not self.whole:
+            self.at = max(self.at, at)
+            self.whole = self.at >= self.end
 
     def require_whole(self) -> None:
         """Raise InputCut unless Kafka has proved that all of the range has come."""
@@ -147,12 +159,14 @@ class RangeReader:
         self._patience = settings.patience_seconds
         self._heard = 0.0
         self._fetched: dict[tuple[str, str], int] = {}
+        self._refused: KafkaError | None = None
         self.broken = False
         logger = logging.getLogger("spark_jobs.librdkafka")
         logger.setLevel(logging.CRITICAL + 1)
         try:
             self._consumer: Consumer = Consumer(
-                {**settings.librdkafka(), "stats_cb": _weakly(self._progress)}, logger=logger
+                {**settings.librdkafka(), "stats_cb": _weakly(self._progress), "error_cb": _weakly(self._hear)},
+                logger=logger,
             )
         except KafkaException as error:
             raise JobError(f"kafka: {error.args[0]}") from error
@@ -164,7 +178,7 @@ class RangeReader:
     def range(self, partition: Partition, span: Range, without: Collection[int] = ()) -> TaskInput[Messages]:
         """Return a range's messages, but for those ``without``; read as they are asked for."""
         progress = _Span(partition, span, without)
-        return TaskInput(self._parts(progress), progress.require_whole)
+        return TaskInput(self._parts(progress), progress.require_whole, progress.position)
 
     def whole(
         self, ranges: Mapping[Partition, Range], without: Mapping[Partition, Collection[int]]
@@ -180,8 +194,9 @@ class RangeReader:
             if size > _MOST_BYTES:
                 raise TooMuch
         return {
-            partition: TaskInput([Messages.joined(parts)] if parts else [], spans[partition].require_whole)
+            partition: TaskInput([Messages.joined(parts)] if parts else [], span.require_whole, span.position)
             for partition, parts in found.items()
+            for span in (spans[partition],)
         }
 
     def _parts(self, span: _Span) -> Iterator[Messages]:
@@ -209,6 +224,7 @@ class RangeReader:
         try:
             self._consumer.assign([TopicPartition(*partition, span.at) for partition, span in unread.items()])
             self._heard = time.monotonic()
+            self._refused = None
             while unread:
                 most = min(_AT_ONCE, sum(span.end - span.at for span in unread.values()))
                 with _no_garbage_collection():
@@ -216,8 +232,10 @@ class RangeReader:
                     taken = self._sorted(messages, unread).items()
                     part = {partition: _columns(partition, some) for partition, some in taken if some}
                 if messages:
-                    self._heard = time.monotonic()
+                    self._heard, self._refused = time.monotonic(), None
                 elif time.monotonic() - self._heard > self._patience:
+                    if self._refused is not None:
+                        raise of_kafka(self._refused, f"Kafka, reading {_shown(unread)}")
                     raise ConsumerUnavailable(
                         f"Kafka: nothing of {_shown(unread)} came for {self._patience:g} s; nothing was committed"
                     )
@@ -229,7 +247,7 @@ class RangeReader:
                 yield part
             self._consumer.unassign()
         except KafkaException as error:
-            raise ConsumerUnavailable(f"Kafka, reading {_shown(unread)}: {error.args[0]}") from error
+            raise of_kafka(error.args[0], f"Kafka, reading {_shown(unread)}") from error
         self.broken = False
 
     def _progress(self, statistics: str) -> None:
@@ -246,6 +264,11 @@ class RangeReader:
         if fetched != self._fetched:
             self._fetched = fetched
             self._heard = time.monotonic()
+
+    def _hear(self, error: KafkaError) -> None:
+        """Note that a broker does not let the client in: nothing comes then, and nothing else says why."""
+        if isinstance(of_kafka(error, ""), NotAuthorized):
+            self._refused = error
 
     def _sorted(self, messages: Sequence[Message], spans: Mapping[Partition, _Span]) -> dict[Partition, list[Message]]:
         """Return the messages of each partition. Raises KafkaException for an error."""
@@ -319,14 +342,14 @@ def _headers(messages: Sequence[Message]) -> list[Headers]:
             return found
 
 
-def _weakly(method: Callable[[str], None]) -> Callable[[str], None]:
+def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
     """Return a callback that does not keep its object, which holds the client that holds the callback, alive."""
     reference = weakref.WeakMethod(method)
 
-    def call(text: str) -> None:
+    def call(told: Any) -> None:
         alive = reference()
         if alive is not None:
-            alive(text)
+            alive(told)
 
     return call
 

@@ -12,7 +12,8 @@ read once more, whole, and the next attempt of those ranges puts them aside in t
 | uncopyable        | again, the lenient way, which names culprits                                              |
 | fenced, broken    | the job ends, after the others have been counted                                          |
 | moved             | a task that the driver had given up on committed after all: the round is planned anew     |
-| UNDECODED         | a row that does not decode stood before a transform: the rows that don't are looked for   |
+| one of FAILURES   | nothing of the range was applied: the others are counted, then the runner tries again     |
+| (Undecoded)       | a row that does not decode stood before a transform: the rows that don't are looked for   |
 """
 
 from __future__ import annotations
@@ -23,15 +24,21 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-import psycopg
-
+from spark_jobs import failures, task, task_input
 from spark_jobs import session as spark
-from spark_jobs import task, task_input
 from spark_jobs.applying import Culprit, shown
 from spark_jobs.decoding import PROBLEM
 from spark_jobs.direct import Direct
 from spark_jobs.effects import Insert, Upsert
-from spark_jobs.errors import BadMessage, ConsumerError, ConsumerUnavailable, EffectFailed, Fenced
+from spark_jobs.errors import (
+    BadMessage,
+    ConsumerError,
+    ConsumerUnavailable,
+    EffectFailed,
+    Fenced,
+    Interrupted,
+    WorkerLost,
+)
 from spark_jobs.job import META, ConsumerJob
 from spark_jobs.letters import Letter, Retried, behind
 from spark_jobs.planner import Partition, Range
@@ -62,6 +69,7 @@ _ERRORS: Final[dict[str, type[ConsumerError]]] = {
     "fenced": Fenced,
     "broken": EffectFailed,
     "moved": ConsumerUnavailable,
+    **task.FAILURES,
 }
 
 
@@ -149,7 +157,15 @@ class Rounds:
         self._most_retried = RETRIED_AT_ONCE
 
     def apply(self, span: Span, generation: int) -> Counts:
-        """Apply the ranges. Raises Fenced, EffectFailed, BadMessage; and what Spark raises when a server is away."""
+        """Apply the ranges.
+
+        Raises Fenced, EffectFailed, BadMessage and SparkLost, which end the job. Whatever else it raises may pass: the
+        classes of task.FAILURES, WorkerLost, and psycopg's errors where the driver's own session fails.
+        """
+        with failures.understood():
+            return self._applied(span, generation)
+
+    def _applied(self, span: Span, generation: int) -> Counts:
         state = State()
         self._suspects, self._slow = (
             {partition: left - 1 for partition, left in known.items() if left > 1}
@@ -173,6 +189,10 @@ class Rounds:
         Where that ends the effect without a word about which it was, in ever fewer at once. What was dead already must
         not keep the group from its new messages: after a few such letters the others are for the next round.
         """
+        with failures.understood():
+            return self._retried(generation)
+
+    def _retried(self, generation: int) -> Counts:
         counts = Counts()
         self._look_again()
         alone = 0
@@ -192,10 +212,12 @@ class Rounds:
             try:
                 culprits = blocked or self._retry(letters, generation, counts)
                 self._most_retried = min(2 * self._most_retried, RETRIED_AT_ONCE)
-            except EffectFailed as error:
+            except (EffectFailed, WorkerLost, Interrupted) as error:
                 if len(letters) > 1:
                     self._most_retried = len(letters) // 2
                     continue
+                if isinstance(error, Interrupted):
+                    raise
                 culprits = [(letters[0], Culprit(letters[0].place, "failed", str(error)))]
                 alone += 1
             self._store.failed_again([(one.id, culprit) for one, culprit in culprits], generation)
@@ -206,21 +228,15 @@ class Rounds:
 
         Raises EffectFailed when nobody knows which it is: then nothing was applied.
         """
-        from py4j.protocol import Py4JError
-        from pyspark.errors import PySparkException
-
         made = self._session.sparkContext.parallelize([one.row() for one in letters], 1)
         rows = self._session.createDataFrame(made, Retried.SCHEMA, verifySchema=False)
         at = {one.place: one for one in letters}
         try:
-            told = self._attempt_retry(rows, letters, State(), generation)
-            if told.outcome == "uncopyable":
-                told = self._attempt_retry(rows, letters, State(lenient={("", 0)}), generation)
-        except (PySparkException, Py4JError) as error:
-            if spark.UNDECODED not in str(error):
-                if spark.is_away(error):
-                    raise
-                raise spark.failed(error) from error
+            with failures.understood():
+                told = self._attempt_retry(rows, letters, State(), generation)
+                if told.outcome == "uncopyable":
+                    told = self._attempt_retry(rows, letters, State(lenient={("", 0)}), generation)
+        except failures.Undecoded as error:
             found = self._undecoded(rows)
             if not found:
                 raise _not_deterministic() from error
@@ -293,8 +309,6 @@ class Rounds:
         """Do what tasks would do. Raises what Spark's errors would be taken for."""
         try:
             return task.run_here(plan, read)
-        except (ConsumerError, psycopg.Error):
-            raise
         except Exception as error:
             raise EffectFailed(f"the driver can't run the job: {shown(error)}") from error
 
@@ -392,10 +406,9 @@ class Rounds:
     def _try(self, span: Span, state: State, generation: int) -> tuple[dict[Partition, Told] | None, list[Culprit]]:
         """Return what was told, and the culprits. Nothing is told when a row that does not decode ended the attempt."""
         try:
-            told = self._attempt(span, state, generation)
-        except Exception as error:
-            if spark.UNDECODED not in str(error):
-                raise
+            with failures.understood():
+                told = self._attempt(span, state, generation)
+        except failures.Undecoded as error:
             culprits = self._undecoded(spark.chosen(self._source(span), self._job, state.dead))
             self._raise({}, culprits)
             if not culprits:
@@ -435,11 +448,17 @@ class Rounds:
         return again
 
     def _raise(self, told: Mapping[Partition, Told], culprits: Sequence[Culprit]) -> None:
-        """End the job with what an attempt says, fencing first."""
+        """Raise what an attempt says, fencing first."""
         for outcome, kind in _ERRORS.items():
             for one in told.values():
                 if one.outcome == outcome:
-                    raise kind(one.detail)
+                    error = kind(one.detail)
+                    error.by_partition = {
+                        partition: task.FAILURES[each.outcome](each.detail)
+                        for partition, each in told.items()
+                        if each.outcome in task.FAILURES
+                    }
+                    raise error
         if culprits and self._job.on_bad == "halt":
             first = min(culprits, key=lambda culprit: culprit.place)
             topic, part, offset = first.place

@@ -9,6 +9,8 @@
 | a message can't be applied         | it becomes a dead letter in the transaction that moves the offsets; see rounds  |
 | the effect itself fails            | its partition is rolled back, the job ends and says which                       |
 | Kafka lost what was not read       | recorded, and the job ends                                                      |
+| the same messages fail again       | ever fewer of them are read, until one is known; see poison                     |
+| Kafka refuses the credentials      | tried again a few times, then the job ends                                      |
 | somebody keeps a lock on the sink  | waited for, and reported: which session it is                                   |
 | SIGTERM                            | the running round ends, then the loop                                           |
 """
@@ -17,6 +19,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import socket
 import threading
 import time
@@ -30,15 +33,26 @@ import psycopg
 from spark_jobs.applying import shown as described
 from spark_jobs.batch import BatchRounds
 from spark_jobs.blockers import Watch
-from spark_jobs.errors import ConsumerUnavailable, DataLost, InputCut
+from spark_jobs.errors import (
+    BadMessage,
+    ConsumerError,
+    ConsumerUnavailable,
+    CorruptRecords,
+    DataLost,
+    InputCut,
+    Interrupted,
+    NotAuthorized,
+    WorkerLost,
+)
+from spark_jobs.failures import first_line
 from spark_jobs.job import ConsumerJob
 from spark_jobs.kafka import KafkaView, TopicMissing
-from spark_jobs.planner import Extent, Partition, Stored, find_losses, halt, new_partitions, next_turn, plan
+from spark_jobs.planner import Extent, Partition, Range, Stored, find_losses, halt, new_partitions, next_turn, plan
+from spark_jobs.poison import SAME, Search
 from spark_jobs.progress import progress
 from spark_jobs.reader import ReaderSettings, close_kept
 from spark_jobs.retention import KEEP_DAYS
 from spark_jobs.rounds import Counts, Reading, Rounds, Span
-from spark_jobs.session import failed, first_line, is_away
 from spark_jobs.sink import AWAY
 from spark_jobs.store import Store
 
@@ -48,6 +62,16 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS: Final = 1.0
 """How often an idle driver looks into the sink: whether the group is still its own, and for dead letters to retry."""
+_MAY_PASS: Final = (
+    *AWAY,
+    *(ConsumerUnavailable, Interrupted, InputCut, WorkerLost, CorruptRecords, NotAuthorized),
+)
+_OF_MESSAGES: Final = (Interrupted, InputCut, WorkerLost, CorruptRecords)
+"""These may be the fault of a message, although the servers answer."""
+_DEADLY: Final = (InputCut, WorkerLost, CorruptRecords)
+"""And these do not pass, once a single message has been tried alone."""
+_REFUSED_TIMES: Final = 5
+"""So often Kafka may refuse the credentials: somebody may be changing them."""
 _PINNED_SECONDS: Final = 5.0
 """How often Kafka is asked what waits behind open transactions: a request more than a round needs."""
 
@@ -122,6 +146,7 @@ class Runner:
         self._store = Store(options.url, options.schema, job.group, owner)
         self._generation: int | None = None
         self._turn: list[Partition] | None = None
+        self._search = Search()
         kind = BatchRounds if job.atomic == "batch" else Rounds
         reading = Reading(
             options.kafka["bootstrap.servers"],
@@ -262,16 +287,40 @@ class Runner:
             self._count(retried, began)
         if not ranges:
             return retried.left
+        ranges = self._search.narrowed(ranges)
         log_ends = {partition: known[partition].end for partition in ranges}
         began = time.monotonic()
         # Before the round: one that fails must not keep those that wait behind it.
         self._turn = next_turn(turn, ranges)
-        counts = self._rounds.apply(Span(ranges, log_ends), generation)
+        try:
+            counts = self._rounds.apply(Span(ranges, log_ends), generation)
+        except ConsumerError as error:
+            self._blame(ranges, error)
+            raise
         self._count(counts, began, passed=sum(span.end - span.start for span in ranges.values()))
         # Nobody waits for the answer before the next round is read.
         ends = {partition: span.end for partition, span in ranges.items()}
         self._report_lag(self._kafka.show_lag(self._job.group, ends, seconds=0))
         return True
+
+    def _blame(self, ranges: Mapping[Partition, Range], error: ConsumerError) -> None:
+        """Note which ranges failed. Raises BadMessage where it has come down to a single message."""
+        by_partition = error.by_partition or dict.fromkeys(ranges, error)
+        certain = bool(error.by_partition) or len(ranges) == 1
+        for partition, why in by_partition.items():
+            if not isinstance(why, _OF_MESSAGES) or partition not in ranges:
+                continue
+            # Without the figures, as of offsets and tasks.
+            same = re.sub(r"\d+", "#", f"{type(why).__name__} {first_line(why)}")
+            self._search.failed({partition: ranges[partition]}, same, certain=certain)
+            found = self._search.found()
+            if found is not None and isinstance(why, _DEADLY):
+                (topic, part), offset = found
+                raise BadMessage(
+                    f"{topic}-{part} offset {offset} can't be applied: by itself it failed {SAME} times, the last time "
+                    f"with: {first_line(why)}. The group stands before it, nothing was skipped. `outbox offsets set "
+                    f"{self._job.group} {topic} {part} {offset + 1} --skip --reason …` passes over it"
+                ) from error
 
     def _begins_at_end(self, stored: Mapping[Partition, Stored]) -> bool:
         """Return whether partitions that the group does not know begin at their ends: those that it begins with."""
@@ -327,18 +376,19 @@ class Runner:
 
     def _waiting_for_servers(self, step: Callable[[], bool], stop: threading.Event, patience: float | None) -> bool:
         """Do a step, again and again while servers are away. Raises ConsumerUnavailable after ``patience`` seconds."""
-        from py4j.protocol import Py4JError
-        from pyspark.errors import PySparkException
-
         began: float | None = None
-        tries = 0
+        tries = refused = 0
         while True:
             try:
                 return step()
-            except (*AWAY, ConsumerUnavailable, InputCut, PySparkException, Py4JError) as error:
+            except _MAY_PASS as error:
                 shown = described(error) if isinstance(error, psycopg.Error) else first_line(error)
-                if isinstance(error, PySparkException | Py4JError) and not is_away(error):
-                    raise failed(error) from error
+                refused = refused + 1 if isinstance(error, NotAuthorized) else 0
+                if refused == _REFUSED_TIMES:
+                    raise
+                if self._search.narrowing:
+                    # What comes next is less than what failed.
+                    began, tries = None, 0
                 began = began or time.monotonic()
                 if patience is not None and time.monotonic() - began > patience:
                     raise ConsumerUnavailable(

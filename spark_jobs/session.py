@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from spark_jobs.decoding import PROBLEM, LateDecoder, nullable
-from spark_jobs.errors import EffectFailed, JobError
+from spark_jobs.errors import JobError
+from spark_jobs.failures import UNDECODED
 from spark_jobs.job import KEPT, META, OWN, ConsumerJob
 from spark_jobs.planner import Partition, Range
 from spark_jobs.strategies import WHOLE_TIMES, Fingerprint, Place, uuid8
@@ -45,8 +46,6 @@ READER_OPTIONS: Final = {
     "fetch.max.wait.ms": "50",
 }
 _OURS: Final = frozenset({"isolation.level", "group.id", "enable.auto.commit", "auto.offset.reset"})
-UNDECODED: Final = "outbox: a row that does not decode met a transform"
-"""In the text of Spark's error when that happened."""
 _AS_ONE: Final = "declare atomic='batch'"
 _MOVING: Final = ("Exchange", "Coalesce", "CartesianProduct", "Union", "CollectLimit", "TakeOrdered", "GlobalLimit")
 _READ: Final = re.compile(r"KafkaSourceRDDPartition\((\d+),KafkaOffsetRange\(([\w.-]+)-(\d+),(\d+),(\d+),")
@@ -65,20 +64,6 @@ _JAVA_OPTIONS: Final = (
 )
 _COLLECTOR: Final = re.compile(r"-XX:\+Use\w+GC\b")
 _NODE: Final = re.compile(r"^[\s:+\-|*()\d]*(\w+)")
-# What in a Spark error speaks of a server, a network or an executor that is away. Anything else would fail again.
-_AWAY: Final = (
-    "org.apache.kafka.",
-    "psycopg.OperationalError",
-    "spark_jobs.registry.RegistryUnavailable",
-    "spark_jobs.errors.InputCut",
-    "spark_jobs.errors.ConsumerUnavailable",
-    "psycopg.errors.",
-    "java.net.",
-    "java.util.concurrent.TimeoutException",
-    "ExecutorLostFailure",
-    "Python worker exited unexpectedly",
-    "Connection refused",
-)
 _PLAIN: Final = {
     "string": "text",
     "bigint": "bigint",
@@ -468,25 +453,3 @@ def raw(rows: DataFrame, job: ConsumerJob) -> DataFrame:
         F.to_json(headers, {"ignoreNullFields": "false"}).alias("headers"),
         F.unix_micros(_time()).alias("time"),
     )
-
-
-def is_away(error: BaseException) -> bool:
-    """Return whether a Spark error is of a server, a network or an executor that is away: the same may work later."""
-    return any(sign in str(error) for sign in _AWAY)
-
-
-def failed(error: BaseException) -> EffectFailed:
-    """Return what ends a job whose Spark error is of its own making."""
-    return EffectFailed(f"Spark can't run the job: {first_line(error)}")
-
-
-def first_line(error: BaseException) -> str:
-    """Return the line of a Spark error that says what happened: Python's last one if there is one, else the first."""
-    text = str(error)
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    python = [line for line in lines if line.startswith(("psycopg.", "spark_jobs.", "Caused by:"))]
-    if not python:
-        # What a transform raised: the line under the frames of Python's traceback, which are indented.
-        _, found, trace = text.partition("Traceback (most recent call last):\n")
-        python = [line for line in trace.splitlines() if line[:1].strip()][:1] if found else []
-    return (python or lines or [type(error).__name__])[-1 if python else 0][:400]

@@ -5,7 +5,7 @@ The books are written before the effect: a function that ends the transaction, w
 | crash point                                          | result                                                       |
 |------------------------------------------------------|--------------------------------------------------------------|
 | before COMMIT                                        | rolled back; the retry reads the same range                  |
-| COMMIT sent, answer lost; or killed right after it   | the retry finds next_offset = end: already applied           |
+| COMMIT sent, answer lost; or killed right after it   | the retry finds next_offset at or behind end: applied        |
 | two attempts at once (speculation, a lost executor)  | the second waits for the offsets row, then finds it moved    |
 | the group was taken over meanwhile                   | the generation differs: nothing is written, Fenced           |
 | a zombie past the take-over                          | the same; the take-over itself waits for a running COMMIT    |
@@ -27,10 +27,21 @@ import psycopg
 from psycopg import sql
 
 from spark_jobs import blockers, connections, letters
-from spark_jobs.applying import Applying, Broken, Culprit, Culprits, Uncopyable, passing, places_of, shown
+from spark_jobs.applying import Applying, Broken, Culprit, Culprits, Uncopyable, places_of
 from spark_jobs.decoding import PROBLEM
 from spark_jobs.direct import Direct, Roundabout
-from spark_jobs.errors import JobError, storable
+from spark_jobs.errors import (
+    ConsumerError,
+    ConsumerUnavailable,
+    CorruptRecords,
+    EffectFailed,
+    InputCut,
+    Interrupted,
+    JobError,
+    NotAuthorized,
+    storable,
+)
+from spark_jobs.failures import of_postgres
 from spark_jobs.letters import Letter
 from spark_jobs.planner import Partition, Range
 from spark_jobs.reader import RangeReader, ReaderSettings, kept
@@ -49,7 +60,16 @@ REPORT: Final = "topic string, part int, outcome string, read long, fresh long, 
 
 outcome: applied, already; fenced, broken (both end the job); moved (plan again); and what makes the driver run the
 range once more: roundabout (not straight into the sink's table), uncopyable (needs the lenient way), culprits (detail
-names them, as JSON)."""
+names them, as JSON). The others are of FAILURES: another try may work, and the driver decides when."""
+
+FAILURES: Final[Mapping[str, type[ConsumerError]]] = {
+    "denied": NotAuthorized,
+    "corrupt": CorruptRecords,
+    "cut": InputCut,
+    "interrupted": Interrupted,
+    "unavailable": ConsumerUnavailable,
+}
+"""Why a range could not be applied this time, by outcome. A subclass is reported as the class that is named here."""
 
 _MOVE: Final = """
 UPDATE {offsets} SET next_offset = %(end)s, log_end = %(log_end)s, updated_at = now()
@@ -59,7 +79,8 @@ _LOOK: Final = """
 SELECT next_offset, generation, topic_id FROM {offsets}
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"""
 _COUNT: Final = """
-UPDATE {offsets} SET applied = applied + %(applied)s, duplicates = duplicates + %(duplicates)s, dead = dead + %(dead)s
+UPDATE {offsets} SET applied = applied + %(applied)s, duplicates = duplicates + %(duplicates)s, dead = dead + %(dead)s,
+       next_offset = greatest(next_offset, %(reached)s), log_end = greatest(log_end, %(reached)s)
  WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"""
 
 _KEEPALIVES: Final = (
@@ -193,8 +214,8 @@ class Stop(Exception):
 def run(plan: TaskPlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Be the function of mapInArrow: take one partition's rows, apply them, report.
 
-    Failures that a retry can mend (a server that is away) are raised and Spark tries again; what would fail again is
-    reported, so that the driver can take a message out or end the job with the reason.
+    Failures are reported and not raised, as far as they are understood here: an error of Spark's would end the tasks of
+    all other partitions, and say less.
     """
     first = next((batch for batch in batches if batch.num_rows), None)
     if first is None:
@@ -243,8 +264,12 @@ def run_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages
     Unlike ``run`` it moves the offset over a range without any message too: that there is none is proved here.
     """
     assert plan.late is not None
-    # Before the transaction: Kafka may make it wait, and the partition's offset must not be locked meanwhile.
-    first = next(messages, None)
+    try:
+        with stopping(_where(plan, partition)):
+            # Before the transaction: Kafka may make it wait, and the partition's offset must not be locked meanwhile.
+            first = next(messages, None)
+    except Stop as stop:
+        return report(partition, stop.outcome, 0, 0, stop.detail)
     parts = messages if first is None else itertools.chain([first], messages)
     return _run(plan, partition, Feed(plan.required, plan.late.decoding(parts)), messages)
 
@@ -384,25 +409,30 @@ def culprits_from(text: str) -> list[Culprit]:
     ]
 
 
+def _where(plan: TaskPlan, partition: Partition) -> str:
+    span = plan.ranges[partition]
+    return f"{partition[0]}-{partition[1]} offsets {span.start} to {span.end - 1}"
+
+
 def _apply(plan: TaskPlan, partition: Partition, feed: Feed, batches: TaskInput[Any]) -> int | None:
     """Apply a partition's rows. Gives the number of fresh ones, None when the range was applied before."""
-    span = plan.ranges[partition]
-    where = f"{partition[0]}-{partition[1]} offsets {span.start} to {span.end - 1}"
-    with stopping(where), transaction(plan.url, plan.session, batches) as cursor:
+    with stopping(_where(plan, partition)), transaction(plan.url, plan.session, batches) as cursor:
         if not move(cursor, plan, partition):
             # Not committed, because the input is not read.
             cursor.connection.rollback()
             return None
         direct = plan.direct_for(partition)
         if direct is None:
-            return _apply_batch(cursor, plan, partition, feed)
+            return _apply_batch(cursor, plan, partition, feed, batches)
         fresh = direct.apply(cursor, plan.book, plan.strategy, feed)
         feed.close()
-        settle(cursor, plan, partition, read=feed.rows, fresh=fresh)
+        settle(cursor, plan, partition, read=feed.rows, fresh=fresh, reached=batches.reached)
     return fresh
 
 
-def _apply_batch(cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partition, feed: Feed) -> int:
+def _apply_batch(
+    cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partition, feed: Feed, batches: TaskInput[Any]
+) -> int:
     """Apply rows through ``batch``, and count them. Gives the number of fresh ones."""
     applying = plan.applying(cursor)
     if partition in plan.lenient:
@@ -412,7 +442,7 @@ def _apply_batch(cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partiti
     feed.close()
     applying.reduce(suspect=partition in plan.suspects)
     fresh = applying.count()
-    settle(cursor, plan, partition, read=feed.rows, fresh=fresh)
+    settle(cursor, plan, partition, read=feed.rows, fresh=fresh, reached=batches.reached)
     if fresh:
         applying.apply()
     return fresh
@@ -470,6 +500,7 @@ def resolve(
     _on_letters(cursor, plan, _RESOLVED, retried)
     for (topic, part), applied in sorted(fresh.items()):
         counts = {"grp": plan.group, "topic": topic, "part": part, "applied": applied, "duplicates": 0, "dead": 0}
+        counts["reached"] = None
         _on_offsets(cursor, plan, _COUNT, counts)
 
 
@@ -502,7 +533,7 @@ def transaction(url: str, name: str, batches: TaskInput[Any] | NoInput) -> Itera
 
 
 class stopping:  # noqa: N801  reads as what it does
-    """Turns what ends a transaction for good into a Stop. ``where`` begins the messages that people read."""
+    """Turns what ends a transaction into a Stop, where it is understood. ``where`` begins what people read."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -519,8 +550,14 @@ class stopping:  # noqa: N801  reads as what it does
             raise Stop("roundabout", "") from error
         if isinstance(error, Broken | JobError):
             raise Stop("broken", f"{self._where}: {error}") from error
-        if isinstance(error, psycopg.Error) and not passing(error):
-            raise Stop("broken", f"{self._where}: {shown(error)}") from error
+        failure: BaseException | None = error
+        if isinstance(error, psycopg.Error):
+            failure = of_postgres(error, self._where)
+            if isinstance(failure, EffectFailed):
+                raise Stop("broken", str(failure)) from error
+        for outcome, failing in FAILURES.items():
+            if isinstance(failure, failing):
+                raise Stop(outcome, str(failure)) from error
 
 
 def move(cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partition) -> bool:
@@ -539,7 +576,8 @@ def move(cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partition) -> b
     if _on_offsets(cursor, plan, _MOVE, values).rowcount:
         return True
     row = _on_offsets(cursor, plan, _LOOK, values).fetchone()
-    if row is not None and row == (span.end, plan.generation, span.topic_id):
+    if row is not None and row[0] >= span.end and row[1:] == (plan.generation, span.topic_id):
+        # At its end, or where the next message is; or a task that the driver had given up on had more to read.
         return False
     if row is not None and row[0] > span.start and row[1:] == (plan.generation, span.topic_id):
         # A task that the driver had given up on, because another one failed, has committed a shorter range meanwhile.
@@ -552,12 +590,23 @@ def move(cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partition) -> b
     )
 
 
-def settle(cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partition, *, read: int, fresh: int) -> None:
-    """Put the partition's dead letters aside, and count."""
+def settle(
+    cursor: psycopg.Cursor[Any],
+    plan: TaskPlan,
+    partition: Partition,
+    *,
+    read: int,
+    fresh: int,
+    reached: int | None = None,
+) -> None:
+    """Put the partition's dead letters aside, and count.
+
+    reached  there is no message between the range's end and this offset: the group goes on from there.
+    """
     span = plan.ranges[partition]
     dead = letters.write(cursor, plan.schema, plan.group, span.topic_id, plan.dead.get(partition, ()))
     values = {"grp": plan.group, "topic": partition[0], "part": partition[1]}
-    counts = {"applied": fresh, "duplicates": read - fresh, "dead": dead}
+    counts = {"applied": fresh, "duplicates": read - fresh, "dead": dead, "reached": reached}
     _on_offsets(cursor, plan, _COUNT, values | counts)
 
 

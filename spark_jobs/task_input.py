@@ -47,11 +47,15 @@ class TaskInput(Generic[Batch]):
     """The batches of a task, in one pass: of Arrow's from Spark, of messages from Kafka.
 
     check_end  raises InputCut unless the batches were all there are; called when they end.
+    reached    says up to which offset there is no further message, once they have ended; where that is known.
     """
 
-    def __init__(self, batches: Iterable[Batch], check_end: Callable[[], None]) -> None:
+    def __init__(
+        self, batches: Iterable[Batch], check_end: Callable[[], None], reached: Callable[[], int] | None = None
+    ) -> None:
         self._batches = iter(batches)
         self._check_end = check_end
+        self._reached = reached
         self._whole = False
 
     def __iter__(self) -> Iterator[Batch]:
@@ -71,6 +75,11 @@ class TaskInput(Generic[Batch]):
         """Raise InputCut unless the batches were read to an end that is proved."""
         if not self._whole:
             raise InputCut("the task has not read its input to the end and must not commit; nothing was committed")
+
+    @property
+    def reached(self) -> int | None:
+        """Return the offset before which there is no further message; None before the end, and where nobody knows."""
+        return self._reached() if self._reached is not None and self._whole else None
 
 
 class NoInput:

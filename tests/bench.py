@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import threading
 import uuid
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import psycopg
 from confluent_kafka import Producer
+from psycopg import sql
 from support import look_up
 from uuid_utils.compat import uuid7
 
@@ -62,7 +64,7 @@ class Bench:
     def rows(self, query: str) -> list[tuple[Any, ...]]:
         return look_up(self.database.url, query)
 
-    def run(self, statements: str) -> None:
+    def run(self, statements: str | sql.Composed) -> None:
         """Change the sink's database by hand."""
         with psycopg.connect(self.database.url) as connection:
             connection.execute(statements)
@@ -74,3 +76,28 @@ class Bench:
 
     def positions(self) -> dict[int, int]:
         return dict(self.rows("SELECT part, next_offset FROM consumer.offsets"))
+
+
+class Driver:
+    """A runner in a thread: one driver beside another, in one Spark."""
+
+    def __init__(self, runner: Runner, *, once: bool = False) -> None:
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(1)
+        self._result = self._pool.submit(runner.once if once else runner.continuous, self._stop)
+
+    @property
+    def ended(self) -> bool:
+        return self._result.done()
+
+    def result(self, seconds: float = 240.0) -> Totals:
+        """Wait for its end; raises what it raised."""
+        return self._result.result(seconds)
+
+    def stop(self) -> Totals:
+        self._stop.set()
+        return self.result()
+
+    def close(self) -> None:
+        self._stop.set()
+        self._pool.shutdown(wait=True)

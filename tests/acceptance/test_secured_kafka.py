@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -28,7 +29,13 @@ from outbox import Event, Outbox
 from outbox.testing.fixtures import Topics
 from outbox.testing.java import java
 from outbox.testing.kafka import KafkaCluster
+from relay import db
 from relay.failpoints import VARIABLE
+from spark_jobs.errors import NotAuthorized
+from spark_jobs.job import ConsumerJob
+from spark_jobs.planner import Range
+from spark_jobs.reader import RangeReader, ReaderSettings
+from spark_jobs.runner import Options, Runner
 
 __all__ = ["order"]
 
@@ -182,3 +189,40 @@ def test_tls_a_password_and_the_documented_rights_are_enough(outbox_postgres, ou
             ResourceType.ANY, None, ResourcePatternType.ANY, None, None, AclOperation.ANY, AclPermissionType.ANY
         )
         admin.delete_acls([everything])[everything].result()
+
+
+@pytest.mark.parametrize("wrong", ["password", "rights"])
+def test_a_consumer_that_kafka_refuses_ends_and_says_so(outbox_postgres, secured, wrong):
+    """Not at once: somebody may be changing the password. But it is no outage, which is waited for without an end."""
+    db.upgrade_consumer(outbox_postgres.url)
+    kafka = {
+        name.removeprefix("kafka__").replace("_", "."): str(value)
+        for name, value in secured.items()
+        if name.startswith("kafka__")
+    }
+    if wrong == "password":
+        kafka["sasl.password"] = "incorrect"
+    reports: list[str] = []
+    with Topics(secured["past_all_this"]) as topics:
+        topic = topics.create_topic(topics.name("refused"), 1)
+        job = ConsumerJob("refused", (topic,), schema="n int", effect="SELECT")
+        # The job ends before Spark is asked for anything.
+        runner = Runner(None, job, Options(outbox_postgres.url, kafka), lambda text, _: reports.append(text))
+        with runner, pytest.raises(NotAuthorized, match="look at the credentials and the ACLs"):
+            runner.continuous(threading.Event())
+    assert reports.count("waiting for a server") == 4
+
+
+def test_a_reader_says_that_it_was_refused(secured):
+    options = {
+        "bootstrap.servers": secured["kafka__bootstrap_servers"],
+        "security.protocol": "SASL_SSL",
+        "ssl.ca.location": secured["kafka__ssl_ca_location"],
+        "sasl.mechanism": "PLAIN",
+        "sasl.username": "relay",
+        "sasl.password": "incorrect",
+    }
+    reader = RangeReader(ReaderSettings(options, "refused", patience_seconds=2.0))
+    with pytest.raises(NotAuthorized, match="reading t-0 from offset 5"):
+        list(reader.range(("t", 0), Range("id", 5, 6)))
+    reader.close()

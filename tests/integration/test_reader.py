@@ -88,6 +88,18 @@ def test_a_range_comes_whole_in_order_and_in_parts(opened, full):
     assert [one for part in found for one in part.headers] == [[("ce_id", b"%d" % n)] for n in range(MESSAGES)]
 
 
+@pytest.mark.parametrize("end", [1, 5_000, 24_999, MESSAGES])
+def test_a_range_says_where_the_next_message_is(opened, full, end):
+    """Where messages follow each other that is its end: however many the client had taken beyond it."""
+    _, topic = full
+    parts = opened.range((topic, PART), span(0, end))
+    assert parts.reached is None
+    assert len(offsets(parts)) == end
+    assert parts.reached == end
+    whole = opened.whole({(topic, PART): span(0, min(end, 5_000))}, {})[topic, PART]
+    assert len(offsets(whole)) == whole.reached == min(end, 5_000)
+
+
 @pytest.mark.parametrize(("start", "end"), [(0, 1), (24_999, 25_000), (9_999, 20_001), (12_345, 12_345)])
 def test_a_range_in_the_middle_ends_where_it_ends(opened, full, start, end):
     _, topic = full
@@ -126,6 +138,11 @@ def test_what_is_aborted_is_left_out_and_markers_prove_the_end(opened, outbox_ka
     transaction(500, "abort")
     transaction(10, None)
     stable = 9_001 + 9_001 + 7_001 + 501
+    # A range that ends within a stretch that was aborted: the group goes on behind it, and nobody reads it again.
+    for end, reached in ((9_000, 9_000), (9_001, 18_002), (12_000, 18_002), (20_000, 20_000), (25_003, stable)):
+        parts = opened.range((topic, PART), span(end - 10, end))
+        offsets(parts)
+        assert parts.reached == reached
     committed = [*range(9_000), *range(18_002, 25_002)]
     assert offsets(opened.range((topic, PART), span(0, stable))) == committed
     assert offsets(opened.range((topic, PART), span(9_000, 18_002))) == []
@@ -374,6 +391,24 @@ def test_kafka_that_stays_away_in_the_middle(between, sink):
     proxy.release()
     made.close()
     assert nothing_applied(sink)
+
+
+def test_a_task_moves_the_group_behind_what_was_aborted(between, sink, aborted):
+    """In front of a long stretch without messages: the next range begins behind it. Another try finds it applied."""
+    made = RangeReader(settings(between[0].bootstrap_servers))
+    job = late_job()
+    plan = sink.plan(PART, 0, 5, job.columns, "INSERT INTO seen SELECT n, message_offset FROM batch", late=job)
+    said = []
+    for _ in range(2):
+        (row,) = task.run_range(plan, ("t", PART), made.range((aborted, PART), span(0, 5))).to_pylist()
+        said.append(row["outcome"])
+    made.close()
+    assert said == ["applied", "already"]
+    ((offset, log_end),) = sink.run("SELECT next_offset, log_end FROM consumer.offsets")
+    # The marker may be written behind the message: the coordinator answers before.
+    assert offset == log_end
+    assert offset in {40, 41}
+    assert sink.run("SELECT FROM seen") == []
 
 
 @pytest.fixture

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from bench import Bench
+from bench import Bench, Driver
+
+from spark_jobs.runner import Runner
 
 
 @pytest.fixture(scope="session")
@@ -30,3 +33,16 @@ def spark() -> Iterator[Any]:
 @pytest.fixture
 def bench(spark, outbox_postgres, outbox_kafka) -> Bench:
     return Bench(spark, outbox_postgres, outbox_kafka)
+
+
+@pytest.fixture
+def drive() -> Iterator[Callable[..., Driver]]:
+    """Start runners in threads; they are stopped with the test."""
+    with contextlib.ExitStack() as stack:
+
+        def start(runner: Runner, **options: bool) -> Driver:
+            driver = Driver(runner, **options)
+            stack.callback(driver.close)
+            return driver
+
+        yield start

@@ -8,9 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,7 +25,6 @@ from uuid_utils.compat import uuid7
 
 from spark_jobs.errors import Fenced
 from spark_jobs.job import ConsumerJob
-from spark_jobs.runner import Runner, Totals
 
 pytestmark = pytest.mark.spark
 
@@ -97,43 +94,6 @@ def stalling_before_transaction(bench: Bench, markers: Markers, order: str) -> C
 
     passing_column = F.udf(passing, StringType()).asNondeterministic()
     return replace(bench.job, transform=lambda rows: rows.withColumn("order_id", passing_column(rows["order_id"])))
-
-
-class Driver:
-    """A runner in a thread: one driver beside another, in one Spark."""
-
-    def __init__(self, runner: Runner, *, once: bool = False) -> None:
-        self._stop = threading.Event()
-        self._pool = ThreadPoolExecutor(1)
-        self._result = self._pool.submit(runner.once if once else runner.continuous, self._stop)
-
-    @property
-    def ended(self) -> bool:
-        return self._result.done()
-
-    def result(self, seconds: float = PATIENCE) -> Totals:
-        """Wait for its end; raises what it raised."""
-        return self._result.result(seconds)
-
-    def stop(self) -> Totals:
-        self._stop.set()
-        return self.result()
-
-    def close(self) -> None:
-        self._stop.set()
-        self._pool.shutdown(wait=True)
-
-
-@pytest.fixture
-def drive() -> Iterator[Callable[..., Driver]]:
-    with contextlib.ExitStack() as stack:
-
-        def start(runner: Runner, **options: bool) -> Driver:
-            driver = Driver(runner, **options)
-            stack.callback(driver.close)
-            return driver
-
-        yield start
 
 
 def feed(bench: Bench, seqs: range, orders: str = "abcdefgh") -> None:

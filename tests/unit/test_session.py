@@ -57,14 +57,3 @@ def test_one_partition_is_told_of_by_one_task():
     assert {place: one.read for place, one in reported(rows).items()} == {("t", 0): 2, ("t", 1): 2}
     with pytest.raises(EffectFailed, match="t-1: two tasks had rows of it"):
         reported([*rows, SimpleNamespace(**vars(rows[1]) | {"outcome": "already"})])
-
-
-def test_what_ends_a_job_names_the_error_of_its_transform():
-    traceback = '\nTraceback (most recent call last):\n  File "job.py", line 3\n    raise\njobs.X: n is 7\nmore\n'
-    for text, shown in (
-        (f"An exception was thrown from the Python worker:{traceback}\nJVM stacktrace:\n\tat a.B", "jobs.X: n is 7"),
-        (f"thrown:{traceback}spark_jobs.errors.InputUnproven: no end\n", "spark_jobs.errors.InputUnproven: no end"),
-        ("[DIVIDE_BY_ZERO] by zero\n\tat a.B", "[DIVIDE_BY_ZERO] by zero"),
-        ("", "Exception"),
-    ):
-        assert str(session.failed(Exception(text))) == f"Spark can't run the job: {shown}"

@@ -1,0 +1,217 @@
+"""What a failure of Kafka, Postgres or Spark means to the driver: which of ``errors`` it is.
+
+Tasks report what they understand as a row (task.REPORT), with its kind. The rest comes as an error of Spark's:
+
+| Spark's error                                       | what it is                                          |
+|-----------------------------------------------------|-----------------------------------------------------|
+| a row that does not decode stood before a transform | Undecoded                                           |
+| Python code has raised one of ``errors``            | the same                                            |
+| ... an error of psycopg's that passes by itself     | ConsumerUnavailable                                 |
+| ... ConnectionError or TimeoutError                 | ConsumerUnavailable                                 |
+| Kafka's Java client: authentication, authorization  | NotAuthorized                                       |
+| ... a corrupt record                                | CorruptRecords                                      |
+| ... anything else; Java's network                   | ConsumerUnavailable                                 |
+| a Python worker or an executor has ended            | WorkerLost                                          |
+| the JVM does not answer any more                    | SparkLost                                           |
+| anything else                                       | EffectFailed                                        |
+"""
+
+from __future__ import annotations
+
+import builtins
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import psycopg
+
+from spark_jobs.applying import passing, passing_kind, shown
+from spark_jobs.errors import (
+    ConsumerError,
+    ConsumerUnavailable,
+    CorruptRecords,
+    EffectFailed,
+    InputCut,
+    Interrupted,
+    JobError,
+    NotAuthorized,
+    SparkLost,
+    WorkerLost,
+)
+
+if TYPE_CHECKING:
+    from confluent_kafka import KafkaError
+
+UNDECODED: Final = "outbox: a row that does not decode met a transform"
+"""In the error of a row that must not reach a transform; see session.shaped."""
+
+# What Spark's scheduler says of these has no class of its own.
+_LOST: Final = re.compile(r"Python worker exited unexpectedly[^\n.]*|ExecutorLostFailure[^\n]{0,200}")
+_KAFKA: Final = "org.apache.kafka."
+_REFUSED: Final = frozenset(
+    f"{_KAFKA}common.errors.{name}" for name in ("AuthenticationException", "AuthorizationException")
+)
+_CORRUPT: Final = frozenset(f"{_KAFKA}common.errors.{name}" for name in ("CorruptRecordException",))
+# Connections, a server that stops or starts, one that lacks something, one that is read-only.
+_AWAY: Final = ("08", "53", "57P", "25006")
+_NETWORK: Final = ("java.net.", "java.util.concurrent.TimeoutException")
+_TRACEBACK: Final = "Traceback (most recent call last):\n"
+_CHAINED: Final = re.compile(
+    r"\n(?:The above exception was the direct cause of the following exception|"
+    r"During handling of the above exception, another exception occurred):\n"
+)
+
+
+class Undecoded(Exception):
+    """A row that does not decode stood before a transform."""
+
+
+def of_kafka(error: KafkaError, doing: str) -> ConsumerError:
+    """Return what an error of librdkafka's means; ``doing`` begins its text."""
+    from confluent_kafka import KafkaError as Codes
+
+    text = f"{doing}: {error}"
+    refused = {
+        # Documented names, in spite of the underscore.
+        Codes._AUTHENTICATION,  # noqa: SLF001
+        Codes.SASL_AUTHENTICATION_FAILED,
+        Codes.UNSUPPORTED_SASL_MECHANISM,
+        Codes.ILLEGAL_SASL_STATE,
+        Codes.TOPIC_AUTHORIZATION_FAILED,
+        Codes.GROUP_AUTHORIZATION_FAILED,
+        Codes.CLUSTER_AUTHORIZATION_FAILED,
+    }
+    if error.code() in refused:
+        return NotAuthorized(f"{text}; look at the credentials and the ACLs. Nothing was skipped")
+    if error.code() in {Codes._BAD_MSG, Codes._BAD_COMPRESSION, Codes.INVALID_MSG}:  # noqa: SLF001
+        return CorruptRecords(text)
+    return ConsumerUnavailable(text)
+
+
+def of_postgres(error: psycopg.Error, where: str) -> ConsumerError:
+    """Return what an error of the sink's means for a range, of which ``where`` says which it is."""
+    text = f"{where}: {shown(error)}"
+    if not passing(error):
+        return EffectFailed(text)
+    # Without a state the server is away. With one it has ended this transaction, unless it speaks of itself.
+    state = error.sqlstate
+    return ConsumerUnavailable(text) if state is None or state.startswith(_AWAY) else Interrupted(text)
+
+
+@contextmanager
+def understood() -> Iterator[None]:
+    """Turn Spark's errors into those of ``errors``, and Undecoded."""
+    from py4j.protocol import Py4JError, Py4JNetworkError
+    from pyspark.errors import PySparkException
+
+    try:
+        yield
+    except (Py4JNetworkError, ConnectionError) as error:
+        if _spark_answers():
+            raise
+        raise SparkLost(
+            f"the JVM of the Spark session has ended ({shown(error)}); what was not committed is rolled back, run the "
+            "job again"
+        ) from error
+    except (PySparkException, Py4JError) as error:
+        raise of_spark(error) from error
+
+
+def of_spark(error: BaseException) -> Exception:
+    """Return what an error of Spark's means: a ConsumerError, or Undecoded."""
+    text = str(error)
+    if UNDECODED in text:
+        return Undecoded(text)
+    line = first_line(error)
+    python = _raised(text)
+    if python is not None:
+        return _of_python(python, line)
+    kinds = list(_causes(error))
+    if any(kind in _CORRUPT for kind in kinds):
+        return CorruptRecords(line)
+    if any(kind in _REFUSED for kind in kinds):
+        return NotAuthorized(f"Kafka: {line}; look at the reader's credentials and the ACLs. Nothing was skipped")
+    if any(kind.startswith((_KAFKA, *_NETWORK)) for kind in kinds):
+        return ConsumerUnavailable(line)
+    if lost := _LOST.search(text):
+        return WorkerLost(f"{lost[0]}: memory that ran out, perhaps, or a library that crashed")
+    return failed(error)
+
+
+def failed(error: BaseException) -> EffectFailed:
+    """Return what ends a job whose Spark error is of its own making."""
+    return EffectFailed(f"Spark can't run the job: {first_line(error)}")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the line of a Spark error that says what happened: Python's last one if there is one, else the first."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    python = [line for line in lines if line.startswith(("psycopg.", "spark_jobs.", "Caused by:"))]
+    if not python and (raised := _raised_line(text)):
+        # What a transform raised.
+        python = [raised]
+    found = (python or lines or [type(error).__name__])[-1 if python else 0]
+    if not python and found.startswith("An error occurred while calling") and len(lines) > 1:
+        # Py4J's own first line says nothing.
+        found = lines[1].removeprefix(": ")
+    return found[:400]
+
+
+def _of_python(kind: type[BaseException], line: str) -> ConsumerError:
+    if issubclass(kind, ConsumerUnavailable):
+        return ConsumerUnavailable(line)
+    if issubclass(kind, InputCut):
+        return InputCut(line)
+    if issubclass(kind, psycopg.Error) and passing_kind(kind):
+        return ConsumerUnavailable(line)
+    if issubclass(kind, ConnectionError | TimeoutError):
+        return ConsumerUnavailable(line)
+    if issubclass(kind, JobError):
+        return JobError(line)
+    return EffectFailed(f"Spark can't run the job: {line}")
+
+
+def _raised(text: str) -> type[BaseException] | None:
+    """Return the class of what Python code has raised in an executor; None where it was not Python.
+
+    ``Exception`` for a class that this process has not imported: then it is none of those that matter here.
+    """
+    line = _raised_line(text)
+    if line is None:
+        return None
+    module, _, name = line.partition(":")[0].strip().rpartition(".")
+    found = getattr(sys.modules.get(module) if module else builtins, name, None)
+    return found if isinstance(found, type) and issubclass(found, BaseException) else Exception
+
+
+def _raised_line(text: str) -> str | None:
+    """Return the line under the frames of Python's last traceback, which are indented."""
+    trace = _CHAINED.split(text)[-1]
+    _, found, trace = trace.partition(_TRACEBACK)
+    return next((line for line in trace.splitlines() if line[:1].strip()), None) if found else None
+
+
+def _causes(error: BaseException) -> Iterator[str]:
+    """Return the names of the Java classes that a Spark error and its causes are of, their superclasses' included."""
+    cause: Any = getattr(error, "_origin", None) or getattr(error, "java_exception", None)
+    while cause is not None:
+        kind = cause.getClass()
+        while kind is not None:
+            yield kind.getName()
+            kind = kind.getSuperclass()
+        cause = cause.getCause()
+
+
+def _spark_answers() -> bool:
+    from py4j.protocol import Py4JError
+    from pyspark import SparkContext
+
+    context = SparkContext._active_spark_context  # noqa: SLF001  the only way to it without a session
+    try:
+        context._jvm.java.lang.System.nanoTime()  # type: ignore[union-attr]  # noqa: SLF001
+    except (Py4JError, ConnectionError, AttributeError):
+        return False
+    return True
