@@ -65,6 +65,7 @@ class _StagePlan:
     group: str
     columns: tuple[str, ...]
     required: tuple[str, ...]
+    max_dead: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,10 @@ class BatchRounds(Rounds):
     def _made(self) -> dict[str, dict[str, str]]:
         """The staging tables that this driver has made, with their columns."""
         return {}
+
+    def _stand_behind(self, state: State, span: Span, keys: Mapping[tuple[str, bytes], None]) -> None:
+        # Spark reads, and a transform must not see these messages: they are looked for beforehand.
+        self._put_behind(state, span, keys)
 
     def _attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
         def rows(without: Iterable[Place]) -> DataFrame:
@@ -128,10 +133,11 @@ class BatchRounds(Rounds):
         # With a shuffle only who the messages are: that is what dedup needs, and their content is read again.
         first = messages.select(*META, PROBLEM) if shuffled else result
         first, columns = spark.copyable(first)
+        most = max(self._job.max_dead, len(retried))
         with stopping("the round"):
-            staged = self._stage(first, columns, f"{generation}_m", self._job.strategy.required)
+            staged = self._stage(first, columns, f"{generation}_m", self._job.strategy.required, most)
         plan = self._plan(span, state, generation, {} if shuffled else columns)
-        plan = replace(plan, columns=columns, max_dead=max(self._job.max_dead, len(retried)))
+        plan = replace(plan, columns=columns, max_dead=most)
         name = f"outbox driver {self._job.group}"
         with stopping("the round"), task.transaction(self._url, name, NO_INPUT) as cursor:
             # The transaction stays open while executors work for it.
@@ -169,7 +175,7 @@ class BatchRounds(Rounds):
     def _transformed(self, cursor: psycopg.Cursor[Any], rows: DataFrame, plan: TaskPlan, generation: int) -> Applying:
         """Run the transform over what is fresh, and put its result in the place of the messages."""
         result, columns = spark.copyable(spark.shaped(spark.decoded(rows, self._job), self._job))
-        staged = self._stage(result, columns, f"{generation}_r", ())
+        staged = self._stage(result, columns, f"{generation}_r", (), plan.max_dead)
         upsert = self._job.effect if isinstance(self._job.effect, Upsert) else None
         if upsert:
             upsert.note(cursor)
@@ -217,7 +223,9 @@ class BatchRounds(Rounds):
                 "a staging table"
             )
 
-    def _stage(self, rows: DataFrame, columns: Mapping[str, str], suffix: str, required: tuple[str, ...]) -> _Staged:
+    def _stage(
+        self, rows: DataFrame, columns: Mapping[str, str], suffix: str, required: tuple[str, ...], max_dead: int
+    ) -> _Staged:
         """Stage rows. Raises Culprits for messages, and Broken for rows of no one message, that can't be applied."""
         table = f"{self._stem()}_{suffix}"
         as_text = textual(columns)
@@ -239,14 +247,14 @@ class BatchRounds(Rounds):
             # Of attempts that ended without COMMIT; what a task that nobody waits for still adds, the next one takes.
             connection.execute(sql.SQL("DELETE FROM {}").format(named))
         self._made[table] = as_text
-        plan = _StagePlan(self._url, self._schema, table, self._job.group, tuple(columns), required)
+        plan = _StagePlan(self._url, self._schema, table, self._job.group, tuple(columns), required, max_dead)
         reports = rows.mapInArrow(lambda batches: _stage(plan, task_input.from_spark(batches)), _REPORT).collect()
         broken = [row.broken for row in reports if row.broken]
         if broken:
             raise Broken(broken[0])
         culprits = [culprit for row in reports for culprit in task.culprits_from(row.culprits)]
         if culprits:
-            raise Culprits(culprits)
+            raise Culprits(sorted(culprits, key=lambda culprit: culprit.place)[: max_dead + 1])
         return _Staged(
             named,
             [row.staged_by for row in reports],
@@ -305,13 +313,13 @@ def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.
     import pyarrow as pa
 
     name = uuid.uuid4().hex
-    feed = Feed(plan.required, batches)
+    feed = Feed(plan.required, batches, plan.max_dead)
     found: list[Culprit] = []
     texts = [name for name, kind in textual(dict.fromkeys(plan.columns, "text")).items() if kind == "text"]
     table = sql.Identifier(plan.schema, plan.table)
 
     def named() -> Iterator[pa.RecordBatch]:
-        for batch in without_unfit(feed, texts, found):
+        for batch in without_unfit(feed, texts, found, plan.max_dead):
             yield batch.append_column("outbox_batch_staged_by", pa.array([name] * batch.num_rows, pa.string()))
 
     broken = ""
@@ -321,6 +329,9 @@ def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.
             found += feed.found
             if found:
                 cursor.connection.rollback()
+    except Culprits as error:
+        # More than may become dead letters: what comes after them was not read.
+        found = list(error.found)
     except Broken as error:
         # Another try of the task would find the same: the driver is to say so.
         broken = str(error)
@@ -328,7 +339,7 @@ def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.
         {
             "staged_by": [name],
             "rows": pa.array([0 if found else feed.rows], pa.int64()),
-            "culprits": [culprits_text(found)],
+            "culprits": [culprits_text(found[: plan.max_dead + 1])],
             "broken": [broken],
         }
     )

@@ -12,7 +12,7 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from pyspark.sql import functions
 from uuid_utils.compat import uuid7
 
-from spark_jobs import session
+from spark_jobs import rounds, session, task
 from spark_jobs.effects import Insert, Upsert
 from spark_jobs.errors import BadMessage, EffectFailed, Fenced, JobError, Reject
 from spark_jobs.job import ConsumerJob
@@ -240,6 +240,67 @@ def test_too_many_bad_messages_end_the_job_instead(bench):
         bench.once(replace(bench.job, max_dead=3))
     assert (bench.positions()[0], letters(bench)) == (0, [])
     assert bench.once(replace(bench.job, max_dead=4)).dead == 4
+
+
+WAYS = {
+    "task": ("partition", None),
+    "spark": ("partition", lambda rows: rows.filter("true")),
+    "batch": ("batch", None),
+    "shuffle": ("batch", lambda rows: rows.repartition(3)),
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "ways"),
+    [
+        ("undecodable", ["task", "spark", "batch", "shuffle"]),
+        ("no id", ["task", "batch"]),
+        ("not for Postgres", ["task", "shuffle"]),
+        ("rejected", ["spark"]),
+        ("forgotten", ["task"]),
+    ],
+)
+def test_very_many_bad_messages_are_counted_and_not_collected(bench, monkeypatch, wrong, ways):
+    """25,000 in one partition: what its task reports, and what the driver holds, is bounded by ``max_dead``."""
+    told, checked = [], []
+    culprits_from, check_number = task.culprits_from, rounds.Rounds._check_number
+
+    def measured(text):
+        told.append(len(text))
+        return culprits_from(text)
+
+    def checking(self, state, more, error):
+        checked.append(more)
+        check_number(self, state, more, error)
+
+    monkeypatch.setattr(task, "culprits_from", measured)
+    monkeypatch.setattr(rounds.Rounds, "_check_number", checking)
+
+    def rejecting(cursor, rows):
+        raise Reject("x" * 10_000, *rows["message_id"].to_pylist())
+
+    value = {"undecodable": b'{"order_id": "' + b"x" * 500, "not for Postgres": NUL.encode()}
+    producer = bench.producer(**{"linger.ms": 20})
+    for number in range(25_000):
+        event_id = f"01900000-0000-7000-8000-{number:012x}" if wrong == "forgotten" else str(uuid7())
+        headers = [] if wrong == "no id" else [("ce_id", event_id.encode())]
+        data = value.get(wrong, json.dumps(order("a", number)).encode())
+        producer.produce(bench.topic, data, "a", 0, headers=headers)
+        producer.poll(0)
+    assert producer.flush(60) == 0
+    for way in ways:
+        atomic, transform = WAYS[way]
+        effect = rejecting if wrong == "rejected" else bench.job.effect
+        job = replace(bench.job, group=way, max_dead=100, effect=effect, atomic=atomic, transform=transform)
+        with bench.runner(job) as runner:
+            runner._begin()
+            bench.run("UPDATE consumer.groups SET forgotten_before = '2024-06-11'")
+            with pytest.raises(EffectFailed, match=r"more than 100 .*max_dead"):
+                runner.once(threading.Event())
+    assert (set(bench.positions().values()), letters(bench)) == ({0}, [])
+    # One more than there may be, and of each no more than a dead letter shows.
+    assert checked == [101] * len(ways)
+    assert all(size < 101 * 2_200 for size in told)
 
 
 def test_a_function_rejects_what_it_can_not_take(bench):
