@@ -12,6 +12,8 @@ along, and one bad row costs one row.
 | the effect raises Reject                     | it says so itself                                                    |
 | its id is of a day that is forgotten         | by a query, after the ids went in                                    |
 | anything else of the database                | nothing to find: the job ends (EffectFailed), or is tried again      |
+
+One more culprit than ``max_dead`` is as many as ever are named: the job ends with that many, and nobody needs the rest.
 """
 
 from __future__ import annotations
@@ -59,7 +61,10 @@ class Culprit:
 
 
 class Culprits(Exception):
-    """Ends the transaction: these messages have to be taken out first. Each is named once, however many rows it has."""
+    """Ends the transaction: these messages have to be taken out first. Each is named once, however many rows it has.
+
+    They need not be all that there are: the next attempt names others.
+    """
 
     def __init__(self, found: Sequence[Culprit]) -> None:
         self.found = list({culprit.place: culprit for culprit in reversed(found)}.values())[::-1]
@@ -154,7 +159,8 @@ class Applying:
         # Under names that no table of the sink has: a temporary table hides others.
         self._create("outbox_batch_incoming", as_text)
         incoming = sql.Identifier("outbox_batch_incoming")
-        copy_csv(self._cursor, incoming, list(self._columns), self._kept_while(without_unfit(batches, names, found)))
+        fit = without_unfit(batches, names, found, self._max_dead)
+        copy_csv(self._cursor, incoming, list(self._columns), self._kept_while(fit))
         found += self._fill(incoming)
         if found:
             raise Culprits(found)
@@ -221,7 +227,8 @@ class Applying:
                 raise Broken(shown(error)) from error
             found = self._bisect(lambda: self._strategy.check(self._cursor))
             raise (Culprits(found) if found else Broken(shown(error))) from error
-        old = [one for one in self._strategy.too_old(self._cursor, self._book) if one[0] not in forgiven]
+        most = self._max_dead + 1 + len(forgiven)
+        old = [one for one in self._strategy.too_old(self._cursor, self._book, most) if one[0] not in forgiven]
         if old:
             culprits = [Culprit(place, "too-old", why) for place, why in old]
             if not self._bisecting:
@@ -334,7 +341,8 @@ class Applying:
                 self._effect(self._cursor, rows)
                 self._cursor.execute(IMMEDIATE)
         except Reject as reject:
-            culprits = [Culprit(place, "rejected", reject.why) for place in self._rejected(reject, rows)]
+            rejected = dict.fromkeys(self._rejected(reject, rows))
+            culprits = [Culprit(place, "rejected", reject.why) for place in list(rejected)[: self._max_dead + 1]]
             if not self._bisecting:
                 raise Broken(f"{culprits[0].place}: {reject.why}") from reject
             raise Culprits(culprits) from reject
@@ -429,12 +437,12 @@ def textual(columns: Mapping[str, str]) -> dict[str, str]:
 
 
 def without_unfit(
-    batches: Iterable[pa.RecordBatch], names: Sequence[str], found: list[Culprit]
+    batches: Iterable[pa.RecordBatch], names: Sequence[str], found: list[Culprit], max_dead: int
 ) -> Iterator[pa.RecordBatch]:
-    """Return the rows whose columns ``names`` are text for Postgres, and add the others to ``found``.
+    """Return the rows whose columns ``names`` are text for Postgres, and add the others' messages to ``found``.
 
     A NUL character or bytes that are no UTF-8 could not even be copied to find them there. Raises Broken when a row
-    does not say which message it is.
+    does not say which message it is, Culprits when they are more than ``max_dead``.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -446,7 +454,7 @@ def without_unfit(
             if has_beyond(column.type):
                 bad, why = beyond(column), f"column {name} holds a time beyond the years 1 to 9999"
                 good = pc.and_(good, pc.invert(bad))
-                _add_culprits(batch, bad, why, "22008", found)
+                _add_culprits(batch, bad, why, "22008", found, max_dead)
                 continue
             if not pa.types.is_string(column.type) and not pa.types.is_large_string(column.type):
                 continue
@@ -458,18 +466,24 @@ def without_unfit(
                 bad = pc.or_(bad, pa.array(broken, pa.bool_()))
                 why = f"column {name} holds a NUL character, or bytes that are no UTF-8"
             good = pc.and_(good, pc.invert(bad))
-            _add_culprits(batch, bad, why, "22021", found)
+            _add_culprits(batch, bad, why, "22021", found, max_dead)
         yield batch.filter(good)
 
 
-def _add_culprits(batch: pa.RecordBatch, bad: pa.Array, why: str, sqlstate: str, found: list[Culprit]) -> None:
+def _add_culprits(
+    batch: pa.RecordBatch, bad: pa.Array, why: str, sqlstate: str, found: list[Culprit], max_dead: int
+) -> None:
     if not bad.true_count:
         return
     if not set(META_PLACE) <= set(batch.schema.names):
         raise Broken(f"{why}; it is a row of the transform, of no one message, so no message can be put aside for it")
     known = {culprit.place for culprit in found}
-    places = places_of(batch.filter(bad))
-    found.extend(Culprit(place, "failed", why, sqlstate) for place in places if place not in known)
+    for place in places_of(batch.filter(bad)):
+        if place not in known:
+            known.add(place)
+            found.append(Culprit(place, "failed", why, sqlstate))
+        if len(found) > max_dead:
+            raise Culprits(found)
 
 
 def _is_utf8(column: pa.Array) -> bool:

@@ -67,7 +67,8 @@ class ConsumerJob:
     schema      of the JSON payload, as Spark DDL: ``"order_id string, amount_cents long"``; or a decoder of
                 spark_jobs.decoding. None: the payload stays bytes, in a column ``payload``.
     transform   a function from DataFrame to DataFrame, applied before the effect: select, filter, withColumn. It has to
-                keep the columns of KEPT. With ``atomic="partition"`` nothing that moves rows between partitions.
+                keep the columns of KEPT. With ``atomic="partition"`` nothing that moves rows between partitions; a join
+                with another table that is sent to all tasks (``functions.broadcast``) does not. Called for each round.
     setup       SQL that makes the sink's tables when they are not there; run by the driver, under a lock.
     strategy    how a message is known that the producer's side sent twice.
     atomic      "partition": each Kafka partition is a transaction of its own, run by an executor. "batch": the rows are

@@ -47,7 +47,8 @@ CONTENTS: Final = """jsonb_build_object(
                'value_base64', translate(encode(message_value, 'base64'), E'\\n', ''),
                'headers', message_headers)"""
 """The message itself, so that a mistake can be mended."""
-_LIMIT: Final = 2000
+LONGEST_ERROR: Final = 2000
+"""In characters; the rest of an error's text is cut off."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,7 +137,7 @@ def leave_out(cursor: psycopg.Cursor[Any], schema: str, group: str, ids: Sequenc
 
 def _why(culprit: Culprit) -> dict[str, Any]:
     # Text of an error may hold anything the message held.
-    return {"reason": culprit.reason, "error": storable(culprit.error)[:_LIMIT], "sqlstate": culprit.sqlstate}
+    return {"reason": culprit.reason, "error": storable(culprit.error)[:LONGEST_ERROR], "sqlstate": culprit.sqlstate}
 
 
 @dataclass(frozen=True, slots=True)

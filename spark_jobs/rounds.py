@@ -40,7 +40,7 @@ from spark_jobs.errors import (
     WorkerLost,
 )
 from spark_jobs.job import META, ConsumerJob
-from spark_jobs.letters import Letter, Retried, behind
+from spark_jobs.letters import LONGEST_ERROR, Letter, Retried, behind
 from spark_jobs.planner import Partition, Range
 from spark_jobs.reader import RangeReader, ReaderSettings, TooMuch, kept
 from spark_jobs.store import Store
@@ -110,6 +110,7 @@ class Told:
     read: int = 0
     fresh: int = 0
     detail: str = ""
+    behind: int = 0
 
 
 @dataclass
@@ -128,9 +129,17 @@ class Counts:
 
 @dataclass
 class State:
-    """What a round knows so far."""
+    """What a round knows so far.
+
+    dead      messages that are put aside with their ranges.
+    standing  keys of dead letters of earlier rounds, where the tasks themselves put aside what is behind them.
+    behind    how many messages they have put aside so.
+    lenient   partitions with a value that does not fit its column.
+    """
 
     dead: dict[Place, Letter] = field(default_factory=dict)
+    standing: frozenset[tuple[str, bytes]] = frozenset()
+    behind: int = 0
     lenient: set[Partition] = field(default_factory=set)
     counts: Counts = field(default_factory=Counts)
 
@@ -173,7 +182,7 @@ class Rounds:
         )
         self._look_again()
         if self._job.keep_order:
-            self._put_behind(state, span, self._store.dead_keys(self._job.topics))
+            self._stand_behind(state, span, self._store.dead_keys(self._job.topics))
         left = span
         while left.ranges:
             told, culprits = self._try(left, state, generation)
@@ -368,6 +377,7 @@ class Rounds:
             bisect=self._job.on_bad == "dead-letter",
             max_dead=self._job.max_dead,
             dead={partition: state.letters(partition) for partition in span.ranges if state.letters(partition)},
+            behind=self._shares(span, state),
             suspects=frozenset(self._suspects),
             lenient=frozenset(state.lenient),
             slow=frozenset(self._slow),
@@ -465,7 +475,9 @@ class Rounds:
             raise BadMessage(f"{topic}-{part} offset {offset}: {first.error}")
 
     def _count(self, state: State, partition: Partition, one: Told) -> None:
-        state.counts.read += one.read
+        state.counts.read += one.read + one.behind
+        state.counts.dead += one.behind
+        state.behind += one.behind
         state.counts.applied += one.fresh
         if one.fresh < one.read:
             state.counts.duplicates += one.read - one.fresh
@@ -491,10 +503,11 @@ class Rounds:
         """Find the rows that do not decode."""
         from pyspark.sql import functions as F  # noqa: N812
 
+        problem = F.substring(PROBLEM, 1, LONGEST_ERROR)
         found = (
             spark.decoded(rows, self._job)
             .filter(F.col(PROBLEM).isNotNull())
-            .select("message_topic", "message_part", "message_offset", PROBLEM)
+            .select("message_topic", "message_part", "message_offset", problem)
             .limit(self._job.max_dead + 1)
             .collect()
         )
@@ -510,9 +523,27 @@ class Rounds:
         if self._job.keep_order:
             keys: dict[tuple[str, bytes], Place | None] = {}
             for place, letter in sorted(letters.items(), reverse=True):
-                if letter.key is not None:
+                # What is behind a standing one its task has named already.
+                if letter.key is not None and (place[0], letter.key) not in state.standing:
                     keys[place[0], letter.key] = place
             self._put_behind(state, span, keys)
+
+    def _stand_behind(self, state: State, span: Span, keys: Mapping[tuple[str, bytes], None]) -> None:
+        """Put aside what is behind dead letters of earlier rounds; or leave that to tasks that see Kafka's messages."""
+        if self._late is None:
+            self._put_behind(state, span, keys)
+        else:
+            state.standing = frozenset(keys)
+
+    def _shares(self, span: Span, state: State) -> task.Behind | None:
+        """Return what tasks put aside themselves, and no more over all of them than the round may have."""
+        if not state.standing or not span.ranges:
+            return None
+        by_topic: dict[str, set[bytes]] = {}
+        for topic, key in state.standing:
+            by_topic.setdefault(topic, set()).add(key)
+        left = max(0, self._job.max_dead - len(state.dead) - state.behind)
+        return task.Behind(by_topic, left // len(span.ranges))
 
     def _put_behind(self, state: State, span: Span, keys: Mapping[tuple[str, bytes], Place | None]) -> None:
         """Find the messages of these keys; of one with a place those that come after it."""
@@ -537,8 +568,7 @@ class Rounds:
                 places = itertools.chain.from_iterable(found_here)
             else:
                 places = self._by_ranges(span, find, _PLACES).limit(most).collect()
-        why = "an earlier message of its key is a dead letter"
-        found = {place: Culprit(place, "behind", why) for place in map(tuple, places)}
+        found = {place: Culprit(place, "behind", task.BEHIND) for place in map(tuple, places)}
         if found:
             self._check_number(state, len(found), "behind other dead letters")
             state.dead |= self._read_whole(span, found)
@@ -574,7 +604,7 @@ class Rounds:
         return found
 
     def _check_number(self, state: State, more: int, error: str) -> None:
-        if len(state.dead) + more > self._job.max_dead:
+        if len(state.dead) + state.behind + more > self._job.max_dead:
             raise EffectFailed(
                 f"more than {self._job.max_dead} messages of one round can't be applied (max_dead), the last: {error}. "
                 "Nothing of their partitions was applied; if these messages are to become dead letters, raise max_dead"
@@ -591,7 +621,7 @@ def reported(reports: Iterable[Row]) -> dict[Partition, Told]:
                 f"{row.topic}-{row.part}: two tasks had rows of it, so one of them may have moved its offset over rows "
                 "of the other: compare the sink with the topic, and set the group back with `outbox offsets` if need be"
             )
-        told[partition] = Told(row.outcome, row.read, row.fresh, row.detail)
+        told[partition] = Told(row.outcome, row.read, row.fresh, row.detail, row.behind)
     return told
 
 

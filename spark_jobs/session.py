@@ -8,7 +8,8 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Iterable, Mapping
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
@@ -62,8 +63,14 @@ _JAVA_OPTIONS: Final = (
     *("JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS", "_JAVA_OPTIONS"),
     *("SPARK_SUBMIT_OPTS", "PYSPARK_SUBMIT_ARGS"),
 )
+_PLACE: Final = {"topic": "topic", "partition": "part", "offset": "offset"}
 _COLLECTOR: Final = re.compile(r"-XX:\+Use\w+GC\b")
-_NODE: Final = re.compile(r"^[\s:+\-|*()\d]*(\w+)")
+# A line of a plan: three characters for each level, whether it runs as generated code, and the node's name.
+_NODE: Final = re.compile(r"^((?:[ :]  )*(?:[+:]- )?)[\s*()\d]*(\w+)")
+_KAFKA: Final = re.compile(r"KafkaRelation\(.*\)")
+"""What a plan calls a source of Kafka, with its partitions and offsets."""
+_AS_LITERALS: Final = 1_000
+"""Up to so many messages are left out by a condition. More of them cost less as a table."""
 _PLAIN: Final = {
     "string": "text",
     "bigint": "bigint",
@@ -192,8 +199,42 @@ def left_in(rows: DataFrame, without: Iterable[Place]) -> DataFrame:
     """Return the messages ``without`` those named."""
     from pyspark.sql import functions as F  # noqa: N812  the name everybody knows it by
 
-    left_out = places(without)
+    named = set(without)
+    if len(named) > _AS_LITERALS:
+        offsets: dict[Partition, list[int]] = defaultdict(list)
+        for topic, part, offset in named:
+            offsets[topic, part].append(offset)
+        return without_offsets(rows, offsets)
+    left_out = places(named)
     return rows if left_out is None else rows.filter(~F.coalesce(left_out, F.lit(False)))
+
+
+def without_offsets(rows: DataFrame, offsets: Mapping[Partition, Sequence[int]]) -> DataFrame:
+    """Return the messages but for those at these offsets, however many these are.
+
+    They are a table that every task gets, and not a condition, of which each literal is made, analysed and sent by the
+    driver: 60,000 took it 20 seconds. What is left stays in its partition and in its order. Kafka's columns for a
+    message's place are never NULL, and equality is exact.
+    """
+    import pyarrow as pa
+    from pyspark.sql import functions as F  # noqa: N812
+
+    named = [
+        pa.table(
+            {
+                "outbox_topic": pa.repeat(topic, len(of_part)),
+                "outbox_part": pa.repeat(pa.scalar(part, pa.int32()), len(of_part)),
+                "outbox_offset": pa.array(of_part, pa.int64()),
+            }
+        )
+        for (topic, part), of_part in sorted(offsets.items())
+        if of_part
+    ]
+    if not named:
+        return rows
+    away = F.broadcast(rows.sparkSession.createDataFrame(pa.concat_tables(named)))
+    same = [F.col(here) == F.col(f"outbox_{there}") for here, there in _PLACE.items()]
+    return rows.join(away, same, "left_anti")
 
 
 def places(named: Iterable[Place]) -> Column | None:
@@ -269,10 +310,11 @@ def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
     result = job.transform(guarded)
     if job.atomic == "batch" and moves_rows(result, guarded):
         return result
-    if _shuffles(result):
+    if _shuffles(result, guarded):
         raise JobError(
-            "transform: it moves rows between partitions (a join, an aggregation, distinct, repartition or sort), but "
-            f"each partition is a transaction of its own; aggregate in the effect's SQL, or {_AS_ONE}"
+            "transform: it moves rows between partitions (an aggregation, distinct, repartition, sort, or a join that "
+            "is none with functions.broadcast(another table)), but each partition is a transaction of its own; "
+            f"aggregate in the effect's SQL, or {_AS_ONE}"
         )
     missing = [name for name in KEPT if name not in result.columns]
     if missing:
@@ -287,15 +329,37 @@ def moves_rows(rows: DataFrame, source: DataFrame) -> bool:
     does not say where they come from.
     """
     here, there = (one._jdf.queryExecution().analyzed().collectLeaves() for one in (rows, source))  # noqa: SLF001
-    return not here.equals(there) or _shuffles(rows)
+    return not here.equals(there) or _shuffles(rows, source)
 
 
-def _shuffles(rows: DataFrame) -> bool:
-    """Return whether the plan has a shuffle, or anything else that puts rows into other partitions."""
+def _shuffles(rows: DataFrame, source: DataFrame) -> bool:
+    """Return whether the plan has a shuffle, or anything else that brings rows of ``source`` into other partitions.
+
+    A table that is sent whole to all tasks leaves the rows that it is joined with where they are, however it was made
+    itself; unless it was made of the source, whose rows would meet those of all partitions in it.
+    """
     plan = rows._jdf.queryExecution().executedPlan().toString()  # noqa: SLF001  the only way to see it
-    # The nodes' names only: a column may be called ExchangeRate.
-    nodes = (found[1] for line in plan.splitlines() if (found := _NODE.match(line)))
-    return any(sign in node for node in nodes for sign in _MOVING)
+    leaves = source._jdf.queryExecution().analyzed().collectLeaves().mkString("\n")  # noqa: SLF001
+    kafka = _KAFKA.findall(leaves)
+    within: int | None = None
+    for line in plan.splitlines():
+        # The nodes' names only: a column may be called ExchangeRate.
+        if not (found := _NODE.match(line)):
+            continue
+        depth, node = len(found[1]), found[2]
+        if within is not None and depth > within:
+            if any(one in line for one in kafka):
+                return True
+            continue
+        within = None
+        if node == "BroadcastExchange":
+            within = depth
+        elif node == "ReusedExchange" and "], BroadcastExchange " in line:
+            # It stands, whole, in another place of the plan.
+            continue
+        elif any(sign in node for sign in _MOVING):
+            return True
+    return False
 
 
 def tasks(rows: DataFrame, ranges: Mapping[Partition, Range]) -> dict[int, Partition]:

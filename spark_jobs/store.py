@@ -170,7 +170,7 @@ class Store:
         """
         starts = starts or {}
         with self.transaction() as connection:
-            self._require(connection, generation)
+            self.require(connection, generation)
             for topic, part in partitions:
                 values = {"topic": topic, "part": part, "topic_id": topic_ids[topic], "generation": generation}
                 self._run(connection, _ADD, **values, start=starts.get((topic, part), 0))
@@ -200,7 +200,7 @@ class Store:
     def failed_again(self, failed: Iterable[tuple[int, Culprit]], generation: int) -> None:
         """Count another attempt of dead letters. Raises Fenced."""
         with self.transaction() as connection:
-            self._require(connection, generation)
+            self.require(connection, generation)
             for number, culprit in failed:
                 letters.failed_again(connection.cursor(), self._schema, self._group, number, culprit)
 
@@ -229,7 +229,7 @@ class Store:
     def record_losses(self, losses: Iterable[Loss], generation: int) -> None:
         """Write down what Kafka lost, once for as long as nobody has accepted it. Raises Fenced."""
         with self.transaction() as connection:
-            self._require(connection, generation)
+            self.require(connection, generation)
             for loss in losses:
                 self._run(
                     connection,
@@ -251,7 +251,8 @@ class Store:
         """Forget the ids of days that are no longer kept: see Memory.forget."""
         return Memory(self._url, self._schema, keep_days, self._name).forget()
 
-    def _require(self, connection: psycopg.Connection[Any], generation: int) -> None:
+    def require(self, connection: psycopg.Connection[Any], generation: int) -> None:
+        """Raise Fenced unless the group is still in this generation; it stays so until the transaction ends."""
         self._require_row(self._run(connection, _STILL_MINE).fetchone(), generation)
 
     def _require_row(self, row: tuple[Any, ...] | None, generation: int) -> None:

@@ -47,8 +47,9 @@ WITH fresh AS (
 DELETE FROM batch WHERE NOT EXISTS (SELECT 1 FROM fresh WHERE fresh.message_id = batch.message_id)"""
 _FORGOTTEN_BEFORE: Final = "SELECT forgotten_before - date '1970-01-01' FROM {groups} WHERE grp = %(grp)s"
 _FORGOTTEN: Final = """
-SELECT message_topic, message_part, message_offset, groups.forgotten_before FROM batch, {groups} AS groups
- WHERE groups.grp = %(grp)s AND {day} < groups.forgotten_before AND {day} <> date '1970-01-01'"""
+SELECT DISTINCT message_topic, message_part, message_offset, groups.forgotten_before FROM batch, {groups} AS groups
+ WHERE groups.grp = %(grp)s AND {day} < groups.forgotten_before AND {day} <> date '1970-01-01'
+ ORDER BY 1, 2, 3 LIMIT %(most)s"""
 # What stands before a key's last tombstone is undone by it, whatever its version: after it the key begins anew.
 _DROP_ENDED: Final = """
 DELETE FROM batch USING (
@@ -132,12 +133,12 @@ class _Remembering:
     def check(self, cursor: psycopg.Cursor[Any]) -> None:
         """Nothing of a row is compared with a table."""
 
-    def too_old(self, cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:
-        """Return the messages whose day the group has forgotten, each with an explanation."""
+    def too_old(self, cursor: psycopg.Cursor[Any], book: Book, most: int) -> list[tuple[Place, str]]:
+        """Return the first messages whose day the group has forgotten, each with an explanation."""
         # Most groups have forgotten nothing that could come again, and then no row has to be looked at.
         if forgotten_before(cursor, book) is None:
             return []
-        rows = book.run(cursor, _FORGOTTEN).fetchall()
+        rows = book.run(cursor, _FORGOTTEN, most=most).fetchall()
         why = "its id is of a day before {}, and such ids are no longer all remembered: it may have been applied before"
         return [((topic, part, offset), why.format(before)) for topic, part, offset, before in rows]
 
@@ -151,7 +152,7 @@ class _Comparing:
     def check(self, cursor: psycopg.Cursor[Any]) -> None:
         """Raise what the database says when a row can't be compared."""
 
-    def too_old(self, cursor: psycopg.Cursor[Any], book: Book) -> list[tuple[Place, str]]:  # noqa: ARG002
+    def too_old(self, cursor: psycopg.Cursor[Any], book: Book, most: int) -> list[tuple[Place, str]]:  # noqa: ARG002
         """Nothing is remembered, so nothing is forgotten."""
         return []
 

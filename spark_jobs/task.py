@@ -11,6 +11,9 @@ The books are written before the effect: a function that ends the transaction, w
 | a zombie past the take-over                          | the same; the take-over itself waits for a running COMMIT    |
 | a message is at fault                                | rolled back and named; the driver runs the range without it  |
 | something upstream fails: the rows end too early     | InputCut, rolled back; the retry reads the same range        |
+
+What a report names is bounded: a partition that has more culprits than ``max_dead`` names one more than that, and reads
+no further.
 """
 
 from __future__ import annotations
@@ -55,8 +58,8 @@ if TYPE_CHECKING:
     from spark_jobs.job import PythonEffect
     from spark_jobs.payload import Reader
 
-REPORT: Final = "topic string, part int, outcome string, read long, fresh long, detail string"
-"""What a task tells the driver, as Spark DDL.
+REPORT: Final = "topic string, part int, outcome string, read long, fresh long, behind long, detail string"
+"""What a task tells the driver, as Spark DDL. ``behind`` are messages that were not applied but put aside (see Behind).
 
 outcome: applied, already; fenced, broken (both end the job); moved (plan again); and what makes the driver run the
 range once more: roundabout (not straight into the sink's table), uncopyable (needs the lenient way), culprits (detail
@@ -92,6 +95,9 @@ _HOLD: Final = """
 SELECT id FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s) AND state = 'retry' ORDER BY id FOR UPDATE"""
 _RESOLVED: Final = "DELETE FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s)"
 
+
+BEHIND: Final = "an earlier message of its key is a dead letter"
+"""Why a message is put aside that nothing is the matter with."""
 
 Wish = tuple[int, str]
 """A dead letter that somebody wants tried again: its id, and for which reason it died."""
@@ -130,6 +136,42 @@ class Late:
 
 
 @dataclass(frozen=True, slots=True)
+class Behind:
+    """Which messages go behind a dead letter that stands since an earlier round, with ``keep_order``.
+
+    The task finds them as it reads, and puts them aside in the transaction that applies the others: so the range is
+    read once. Its share is what it may put aside by itself; all tasks' shares together are what ``max_dead`` leaves.
+    A range with more of them is not applied: they are culprits, and the driver counts them over all partitions.
+
+    keys   of the dead letters, by their topics.
+    share  of each range.
+    """
+
+    keys: Mapping[str, AbstractSet[bytes]]
+    share: int
+
+    def divided(self, messages: Messages, most: int, incoming: Incoming) -> tuple[Messages, list[Letter]]:
+        """Return the messages that are not behind, and those that are: at most so many."""
+        keys = self.keys.get(messages.topic, frozenset())
+        behind = [number for number, key in enumerate(messages.keys) if key in keys]
+        if not behind:
+            return messages, []
+        others = [number for number, key in enumerate(messages.keys) if key not in keys]
+        named = [
+            Letter(
+                Culprit((messages.topic, messages.part, raw.offset), "behind", BEHIND),
+                raw.message_id,
+                raw.key,
+                raw.value,
+                raw.headers,
+                raw.time,
+            )
+            for raw in incoming.raw(messages.only(behind[:most]))
+        ]
+        return messages.only(others), named
+
+
+@dataclass(frozen=True, slots=True)
 class TaskPlan:
     """Everything a task needs, sent to the executors with the code.
 
@@ -141,6 +183,7 @@ class TaskPlan:
     direct    where rows can go straight to; not those of ``suspects``, ``lenient`` and ``slow``.
     slow      partitions that found something the matter on the way straight to it.
     late      how to decode, for a task that reads Kafka itself.
+    behind    what such a task puts aside, beside ``dead``: it sees these messages for the first time.
     tasks     which of Spark's tasks has which partition, where a transform could have changed that.
     here      the driver does it itself, on the session that it has.
     """
@@ -160,6 +203,7 @@ class TaskPlan:
     suspects: frozenset[Partition] = frozenset()
     lenient: frozenset[Partition] = frozenset()
     late: Late | None = None
+    behind: Behind | None = None
     direct: Direct | None = None
     slow: frozenset[Partition] = frozenset()
     tasks: Mapping[int, Partition] = field(default_factory=dict)
@@ -225,7 +269,7 @@ def run(plan: TaskPlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.Recor
     topic, part = (first.column(name)[0].as_py() for name in named)
     partition = _mine(plan) or (topic, part)
     rows = _of_one(partition, named, (batch for batch in itertools.chain([first], batches) if batch.num_rows))
-    yield _run(plan, partition, Feed(plan.required, rows), batches)
+    yield _run(plan, partition, Feed(plan.required, rows, plan.max_dead), batches)
 
 
 def run_with(plan: TaskPlan, reader: RangeReader, partition: Partition) -> Iterator[pa.RecordBatch]:
@@ -271,7 +315,25 @@ def run_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages
     except Stop as stop:
         return report(partition, stop.outcome, 0, 0, stop.detail)
     parts = messages if first is None else itertools.chain([first], messages)
-    return _run(plan, partition, Feed(plan.required, plan.late.decoding(parts)), messages)
+    aside: list[Letter] = []
+    rows = plan.late.decoding(_ahead(plan, parts, aside))
+    share = 0 if plan.behind is None else plan.behind.share
+    return _run(plan, partition, Feed(plan.required, rows, plan.max_dead, aside, share), messages)
+
+
+def _ahead(plan: TaskPlan, parts: Iterable[Messages], aside: list[Letter]) -> Iterator[Messages]:
+    """Return the messages that no dead letter stands before, and add the others to ``aside``. Raises Culprits."""
+    assert plan.late is not None
+    for messages in parts:
+        if plan.behind is None:
+            yield messages
+            continue
+        most = plan.max_dead + 1 - len(aside)
+        taken, behind = plan.behind.divided(plan.late.incoming.chosen(messages), most, plan.late.incoming)
+        aside += behind
+        if len(aside) > plan.max_dead:
+            raise Culprits([letter.culprit for letter in aside])
+        yield taken
 
 
 def _run(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskInput[Any]) -> pa.RecordBatch:
@@ -284,7 +346,8 @@ def _run(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskInput[Any
             fresh = applied
     except Stop as stop:
         outcome, detail = stop.outcome, stop.detail
-    return report(partition, outcome, feed.rows, fresh, detail)
+    behind = len(feed.aside) if outcome == "applied" else 0
+    return report(partition, outcome, feed.rows, fresh, detail, behind=behind)
 
 
 def _mine(plan: TaskPlan) -> Partition | None:
@@ -320,7 +383,7 @@ def run_retry(
 
     retried  the dead letters by their messages' places. Those without a row were filtered: they are settled too.
     """
-    feed = Feed(plan.required, batches)
+    feed = Feed(plan.required, batches, plan.max_dead)
     outcome, fresh, detail = "applied", 0, ""
     try:
         fresh = _apply_retried(plan, retried, feed, batches)
@@ -329,7 +392,9 @@ def run_retry(
     yield report(("", 0), outcome, feed.rows, fresh, detail)
 
 
-def report(partition: Partition, outcome: str, read: int, fresh: int, detail: str) -> pa.RecordBatch:
+def report(
+    partition: Partition, outcome: str, read: int, fresh: int, detail: str, *, behind: int = 0
+) -> pa.RecordBatch:
     """Return a row of REPORT."""
     import pyarrow as pa
 
@@ -340,19 +405,40 @@ def report(partition: Partition, outcome: str, read: int, fresh: int, detail: st
             "outcome": [outcome],
             "read": pa.array([read], pa.int64()),
             "fresh": pa.array([fresh], pa.int64()),
+            "behind": pa.array([behind], pa.int64()),
             "detail": [detail],
         }
     )
 
 
 class Feed:
-    """The partition's batches as they go by: counted, and without the rows that can't be applied; those are named."""
+    """The partition's batches as they go by: counted, and without the rows that can't be applied; those are named.
 
-    def __init__(self, required: Sequence[str], batches: Iterable[pa.RecordBatch]) -> None:
+    max_dead  as soon as there are more of these than that, Culprits is raised: what follows need not be read.
+    aside     messages that are not among the rows, filled as the batches go by; see Behind. ``share`` of them may be
+              put aside without asking.
+    """
+
+    def __init__(
+        self,
+        required: Sequence[str],
+        batches: Iterable[pa.RecordBatch],
+        max_dead: int,
+        aside: Sequence[Letter] = (),
+        share: int = 0,
+    ) -> None:
         self._required = required
+        self._max_dead = max_dead
+        self._share = share
         self._batches = batches
+        self._found: dict[Place, Culprit] = {}
+        self.aside = aside
         self.rows = 0
-        self.found: list[Culprit] = []
+
+    @property
+    def found(self) -> list[Culprit]:
+        """The messages that can't be applied."""
+        return list(self._found.values())
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
         for batch in self._batches:
@@ -361,8 +447,9 @@ class Feed:
 
     def close(self) -> None:
         """Raise Culprits when there are any."""
-        if self.found:
-            raise Culprits(self.found)
+        more = [letter.culprit for letter in self.aside] if len(self.aside) > self._share else []
+        if found := [*self.found, *more]:
+            raise Culprits(found[: self._max_dead + 1])
 
     def _checked(self, batch: pa.RecordBatch) -> pa.RecordBatch:
         import pyarrow as pa
@@ -379,15 +466,20 @@ class Feed:
                 wrong = pc.and_not(wrong, batch.column("message_tombstone"))
             if not wrong.true_count:
                 continue
-            for row in pc.indices_nonzero(wrong).to_pylist():
-                self.found.append(_at_fault(batch, row, name))
+            self._name(batch.filter(wrong), name)
             batch = batch.filter(pc.invert(wrong))
         assert isinstance(batch, pa.RecordBatch)
         return batch
 
+    def _name(self, wrong: pa.RecordBatch, column: str) -> None:
+        for row, place in enumerate(places_of(wrong)):
+            if place not in self._found:
+                self._found[place] = _at_fault(wrong, row, place, column)
+            if len(self._found) > self._max_dead:
+                raise Culprits(self.found)
 
-def _at_fault(batch: pa.RecordBatch, row: int, name: str) -> Culprit:
-    (place,) = places_of(batch.slice(row, 1))
+
+def _at_fault(batch: pa.RecordBatch, row: int, place: Place, name: str) -> Culprit:
     reason, error = "rejected", f"column {name}, which the job's strategy needs, is NULL"
     if name == PROBLEM:
         reason, error = "undecodable", batch.column(PROBLEM)[row].as_py()
@@ -398,7 +490,9 @@ def _at_fault(batch: pa.RecordBatch, row: int, name: str) -> Culprit:
 
 def culprits_text(found: Sequence[Culprit]) -> str:
     """Return culprits as the JSON of a report."""
-    return json.dumps([[*one.place, one.reason, storable(one.error), one.sqlstate] for one in found])
+    return json.dumps(
+        [[*one.place, one.reason, storable(one.error)[: letters.LONGEST_ERROR], one.sqlstate] for one in found]
+    )
 
 
 def culprits_from(text: str) -> list[Culprit]:
@@ -426,7 +520,7 @@ def _apply(plan: TaskPlan, partition: Partition, feed: Feed, batches: TaskInput[
             return _apply_batch(cursor, plan, partition, feed, batches)
         fresh = direct.apply(cursor, plan.book, plan.strategy, feed)
         feed.close()
-        settle(cursor, plan, partition, read=feed.rows, fresh=fresh, reached=batches.reached)
+        settle(cursor, plan, partition, read=feed.rows, fresh=fresh, aside=feed.aside, reached=batches.reached)
     return fresh
 
 
@@ -442,7 +536,7 @@ def _apply_batch(
     feed.close()
     applying.reduce(suspect=partition in plan.suspects)
     fresh = applying.count()
-    settle(cursor, plan, partition, read=feed.rows, fresh=fresh, reached=batches.reached)
+    settle(cursor, plan, partition, read=feed.rows, fresh=fresh, aside=feed.aside, reached=batches.reached)
     if fresh:
         applying.apply()
     return fresh
@@ -597,14 +691,16 @@ def settle(
     *,
     read: int,
     fresh: int,
+    aside: Sequence[Letter] = (),
     reached: int | None = None,
 ) -> None:
-    """Put the partition's dead letters aside, and count.
+    """Put the partition's dead letters aside, the plan's and those ``aside``, and count.
 
     reached  there is no message between the range's end and this offset: the group goes on from there.
     """
     span = plan.ranges[partition]
-    dead = letters.write(cursor, plan.schema, plan.group, span.topic_id, plan.dead.get(partition, ()))
+    put = (*plan.dead.get(partition, ()), *aside)
+    dead = letters.write(cursor, plan.schema, plan.group, span.topic_id, put)
     values = {"grp": plan.group, "topic": partition[0], "part": partition[1]}
     counts = {"applied": fresh, "duplicates": read - fresh, "dead": dead, "reached": reached}
     _on_offsets(cursor, plan, _COUNT, values | counts)

@@ -108,6 +108,74 @@ def test_the_driver_does_what_executors_do(bench, jobs_of_spark, effect, keep_or
     assert [row[1:] for row in here["offsets"]] == [(12, 11 - dead, 1, dead)] * 2
 
 
+@pytest.mark.parametrize("where", ["driver", "executors"])
+def test_what_is_behind_a_dead_letter_is_put_aside_as_it_is_read(bench, jobs_of_spark, monkeypatch, where):
+    """A key that has a dead letter costs no second look at the range, in any later round."""
+    reads: list[set[Any]] = []
+    real = reader.RangeReader._read
+
+    def counted(self: Any, spans: Any) -> Any:
+        reads.append(set(spans))
+        return real(self, spans)
+
+    monkeypatch.setattr(reader.RangeReader, "_read", counted)
+    options = {"driver_records": 2_000 if where == "driver" else 0}
+    job = ConsumerJob("behind", (bench.topic,), SQL, schema="n int", setup=SETUP, keep_order=True, max_dead=7)
+    producer = bench.producer()
+
+    def send(*messages: tuple[int, str, int | bytes | None]) -> None:
+        for part, key, value in messages:
+            given = json.dumps({"n": value}).encode() if isinstance(value, int) else value
+            headers = [("ce_id", str(uuid7()).encode()), ("h", b"\xff")]
+            producer.produce(bench.topic, given, key, partition=part, headers=headers)
+        assert producer.flush(30) == 0
+
+    def once(**changes: Any) -> tuple[int, int, int]:
+        reads.clear()
+        jobs_of_spark.clear()
+        totals = bench.once(replace(job, **changes), **options)
+        return totals.read, totals.applied, totals.dead
+
+    dead = "SELECT part, message_offset, reason FROM consumer.dead_letters ORDER BY 1, 2"
+    send((0, "a", 13), (0, "b", 1), (1, "c", 2))
+    assert once() == (3, 2, 1)
+    both = {(bench.topic, 0), (bench.topic, 1)}
+    for at in (0, 3):
+        # A tombstone, one that does not decode, and one of a key that has moved to another partition.
+        send((0, "b", 3), (0, "a", None), (1, "a", b"{"), (0, "a", 4), (1, "c", 5))
+        assert once() == (5, 2, 3)
+        assert (reads, jobs_of_spark) == (([both], []) if where == "driver" else ([], [1]))
+        (last,) = bench.rows(
+            "SELECT message_id IS NOT NULL, message_key, message_value, message_headers, error "
+            "FROM consumer.dead_letters WHERE part = 1 ORDER BY message_offset DESC LIMIT 1"
+        )
+        assert (last[:3], last[3][1]) == ((True, b"a", b"{"), {"key": "h", "value": "/w=="})
+        assert last[4] == "an earlier message of its key is a dead letter"
+        assert len(bench.rows(dead)) == 4 + at
+    assert {reason for _, _, reason in bench.rows(dead)[1:]} == {"behind"}
+    counted_by_partition = "SELECT part, applied, duplicates, dead FROM consumer.offsets ORDER BY part"
+    assert bench.rows(counted_by_partition) == [(0, 3, 0, 5), (1, 3, 0, 2)]
+
+    # More than a range's share of what may be put aside, and not more than that over all: as many as it was before.
+    send(*[(0, "a", 6)] * 6, (1, "a", 7), (1, "c", 8))
+    assert once() == (8, 1, 7)
+    send(*[(0, "a", 6)] * 7, (1, "a", 7), (1, "c", 9))
+    with pytest.raises(EffectFailed, match=r"more than 7 .*max_dead"):
+        once()
+    assert bench.positions()[0] == 14
+    # With a new dead letter beside them, and what is behind that one; other types stay out of it.
+    assert once(max_dead=8)[2] == 7
+    send((0, "a", 1), (0, "d", 13), (0, "d", 10), (0, "e", 11), (1, "d", 12))
+    assert once()[1:] == (2, 3)
+    assert [reason for part, at, reason in bench.rows(dead) if part == 0 and at > 20] == ["behind", "failed", "behind"]
+    send((0, "a", 1))
+    assert once(types=["other"]) == (0, 0, 0)
+    # Discarded, it stands in nobody's way.
+    bench.run("DELETE FROM consumer.dead_letters")
+    send((0, "a", 14))
+    assert once() == (1, 1, 0)
+
+
 def test_functions_run_in_executors(bench, jobs_of_spark):
     def effect(cursor: Any, rows: Any) -> None:
         for n in rows.column("n").to_pylist():

@@ -12,7 +12,7 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from pyspark.sql import functions
 from uuid_utils.compat import uuid7
 
-from spark_jobs import session
+from spark_jobs import rounds, session, task
 from spark_jobs.effects import Insert, Upsert
 from spark_jobs.errors import BadMessage, EffectFailed, Fenced, JobError, Reject
 from spark_jobs.job import ConsumerJob
@@ -242,6 +242,127 @@ def test_too_many_bad_messages_end_the_job_instead(bench):
     assert bench.once(replace(bench.job, max_dead=4)).dead == 4
 
 
+WAYS = {
+    "task": ("partition", None),
+    "spark": ("partition", lambda rows: rows.filter("true")),
+    "batch": ("batch", None),
+    "shuffle": ("batch", lambda rows: rows.repartition(3)),
+}
+
+
+@pytest.mark.parametrize(
+    ("wrong", "ways"),
+    [
+        ("undecodable", ["task", "spark", "batch", "shuffle"]),
+        ("no id", ["task", "batch"]),
+        ("not for Postgres", ["task", "shuffle"]),
+        ("rejected", ["spark"]),
+        ("forgotten", ["task"]),
+    ],
+)
+def test_very_many_bad_messages_are_counted_and_not_collected(bench, monkeypatch, wrong, ways):
+    """25,000 in one partition: what its task reports, and what the driver holds, is bounded by ``max_dead``."""
+    told, checked = [], []
+    culprits_from, check_number = task.culprits_from, rounds.Rounds._check_number
+
+    def measured(text):
+        told.append(len(text))
+        return culprits_from(text)
+
+    def checking(self, state, more, error):
+        checked.append(more)
+        check_number(self, state, more, error)
+
+    monkeypatch.setattr(task, "culprits_from", measured)
+    monkeypatch.setattr(rounds.Rounds, "_check_number", checking)
+
+    def rejecting(cursor, rows):
+        raise Reject("x" * 10_000, *rows["message_id"].to_pylist())
+
+    value = {"undecodable": b'{"order_id": "' + b"x" * 500, "not for Postgres": NUL.encode()}
+    producer = bench.producer(**{"linger.ms": 20})
+    for number in range(25_000):
+        event_id = f"01900000-0000-7000-8000-{number:012x}" if wrong == "forgotten" else str(uuid7())
+        headers = [] if wrong == "no id" else [("ce_id", event_id.encode())]
+        data = value.get(wrong, json.dumps(order("a", number)).encode())
+        producer.produce(bench.topic, data, "a", 0, headers=headers)
+        producer.poll(0)
+    assert producer.flush(60) == 0
+    for way in ways:
+        atomic, transform = WAYS[way]
+        effect = rejecting if wrong == "rejected" else bench.job.effect
+        job = replace(bench.job, group=way, max_dead=100, effect=effect, atomic=atomic, transform=transform)
+        with bench.runner(job) as runner:
+            runner._begin()
+            bench.run("UPDATE consumer.groups SET forgotten_before = '2024-06-11'")
+            with pytest.raises(EffectFailed, match=r"more than 100 .*max_dead"):
+                runner.once(threading.Event())
+    assert (set(bench.positions().values()), letters(bench)) == ({0}, [])
+    # One more than there may be, and of each no more than a dead letter shows.
+    assert checked == [101] * len(ways)
+    assert all(size < 101 * 2_200 for size in told)
+
+
+def test_a_table_may_be_joined_that_is_sent_to_all_tasks(bench):
+    """The messages stay where they are. Where they do not, or meet those of other partitions, that is refused."""
+    known = [("c0", "zero")]
+
+    def table(rows):
+        return rows.sparkSession.createDataFrame(known * 2, "customer string, name string")
+
+    def customers(rows):
+        # Anew in each round, and out of a shuffle itself.
+        return table(rows).groupBy("customer").agg(functions.max("name").alias("name"))
+
+    def joined(rows):
+        names = functions.broadcast(customers(rows))
+        again = names.select("customer", functions.col("name").alias("once_more"))
+        return rows.join(names, "customer", "left").join(functions.broadcast(again), "customer", "left")
+
+    bench.run("CREATE TABLE named (order_id text, name text, part int)")
+    job = replace(
+        bench.job,
+        setup=None,
+        transform=joined,
+        effect="INSERT INTO named SELECT order_id, name || once_more, message_part FROM batch ORDER BY message_offset",
+    )
+    for seq in range(6):
+        put(bench, order(f"o{seq}", 1, customer=f"c{seq % 3}"), f"o{seq}", partition=seq % 2)
+    assert bench.once(job).applied == 6
+    named = "SELECT order_id, name, part FROM named ORDER BY 1"
+    before = [(f"o{seq}", "zerozero" if seq % 3 == 0 else None, seq % 2) for seq in range(6)]
+    assert bench.rows(named) == before
+    known.append(("c1", "one"))
+    put(bench, b"{", partition=1)
+    put(bench, order("o7", 1, customer="c1"), "o7", partition=1)
+    totals = bench.once(job)
+    assert (totals.applied, totals.dead) == (1, 1)
+    assert bench.rows(named) == [*before, ("o7", "oneone", 1)]
+    # What was a dead letter is joined like the others.
+    mended = json.dumps(order("o6", 1, customer="c1"))
+    bench.run(f"UPDATE consumer.dead_letters SET state = 'retry', message_value = '{mended}'")
+    assert bench.once(job).applied == 1
+    assert bench.rows(named) == [*before, ("o6", "oneone", 1), ("o7", "oneone", 1)]
+
+    put(bench, order("o8", 1), partition=0)
+    broadcast = functions.broadcast
+    for wrong in (
+        # The messages are what is sent to all tasks.
+        lambda rows: table(rows).join(broadcast(rows), "customer", "left"),
+        lambda rows: broadcast(rows).join(table(rows), "customer", "right"),
+        # Each meets those of all partitions.
+        lambda rows: rows.join(broadcast(rows.select("customer", "seq").toDF("customer", "other")), "customer"),
+        lambda rows: rows.join(broadcast(rows.groupBy("customer").count()), "customer"),
+        # What no task has found is added once, by one more task.
+        lambda rows: rows.join(broadcast(customers(rows).toDF("c", "name")), functions.col("seq") > 0, "full"),
+        # A join that is none of a table that is sent.
+        lambda rows: rows.join(customers(rows).hint("merge"), "customer", "left"),
+    ):
+        with pytest.raises(JobError, match=r"(?s)atomic='batch'"):
+            bench.once(replace(job, transform=wrong))
+    assert len(bench.rows(named)) == 8
+
+
 def test_a_function_rejects_what_it_can_not_take(bench):
     def effect(cursor, rows):
         seen = rows.to_pylist()
@@ -393,14 +514,13 @@ def test_a_whole_round_is_one_transaction(bench):
     totals = bench.once(replace(job, setup=None))
     assert (totals.applied, {name: found[1] for name, found in bench.totals().items()}) == (3, {"a": 2, "b": 2, "d": 1})
     staged = "SELECT relname FROM pg_class WHERE relname LIKE 'staged%' AND relkind = 'r'"
-    ((table,),) = bench.rows(staged)
-    assert bench.rows(f"SELECT count(*) FROM consumer.{table}") == [(0,)]
-    # The one that had the group before finds its staging table dropped. It says why, and leaves none behind.
+    assert bench.rows(staged) == []
+    # The one that had the group before makes no staging table any more, and says why.
     put(bench, order("a", 3), "a", partition=0)
     put(bench, b"not json", partition=0)
     with pytest.raises(Fenced, match="taken over"):
         older.once(threading.Event())
-    assert bench.rows(staged) == [(table,)]
+    assert bench.rows(staged) == []
     # A function must not end the transaction; what it has committed is in the books all the same.
     with pytest.raises(EffectFailed, match="savepoint"):
         bench.once(replace(job, setup=None, effect=lambda cursor, _: cursor.execute("COMMIT")))
