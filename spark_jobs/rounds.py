@@ -34,8 +34,10 @@ from spark_jobs.errors import (
     BadMessage,
     ConsumerError,
     ConsumerUnavailable,
+    CorruptRecords,
     EffectFailed,
     Fenced,
+    InputCut,
     Interrupted,
     WorkerLost,
 )
@@ -308,7 +310,7 @@ class Rounds:
             return task.read_here(plan, self._reading.tasks)
         except TooMuch:
             return None
-        except ConsumerUnavailable:
+        except (ConsumerUnavailable, CorruptRecords, InputCut):
             if len(plan.ranges) == 1:
                 raise
             return None

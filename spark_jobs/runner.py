@@ -47,7 +47,18 @@ from spark_jobs.errors import (
 from spark_jobs.failures import first_line
 from spark_jobs.job import ConsumerJob
 from spark_jobs.kafka import KafkaView, TopicMissing
-from spark_jobs.planner import Extent, Partition, Range, Stored, find_losses, halt, new_partitions, next_turn, plan
+from spark_jobs.planner import (
+    Extent,
+    Partition,
+    Range,
+    Stored,
+    find_losses,
+    halt,
+    new_partitions,
+    next_turn,
+    plan,
+    waiting_for_others,
+)
 from spark_jobs.poison import SAME, Search
 from spark_jobs.progress import progress
 from spark_jobs.reader import ReaderSettings, close_kept
@@ -147,6 +158,8 @@ class Runner:
         self._generation: int | None = None
         self._turn: list[Partition] | None = None
         self._search = Search()
+        self._ends_before: dict[Partition, int] = {}
+        self._added: set[Partition] = set()
         kind = BatchRounds if job.atomic == "batch" else Rounds
         reading = Reading(
             options.kafka["bootstrap.servers"],
@@ -268,7 +281,7 @@ class Runner:
             state = self._store.state(self._job.topics, generation, keep_order=self._job.keep_order)
             stored = state.stored
             at_end = self._begins_at_end(stored)
-            fresh = new_partitions(stored, extents, ids, self._job.group, at_end=at_end)
+            fresh = self._ready(new_partitions(stored, extents, ids, self._job.group, at_end=at_end), stored, extents)
             if fresh:
                 starts = {partition: extents[partition].end for partition in fresh} if at_end else None
                 self._store.add(fresh, ids, generation, starts)
@@ -321,6 +334,26 @@ class Runner:
                     f"with: {first_line(why)}. The group stands before it, nothing was skipped. `outbox offsets set "
                     f"{self._job.group} {topic} {part} {offset + 1} --skip --reason …` passes over it"
                 ) from error
+
+    def _ready(
+        self, fresh: list[Partition], stored: Mapping[Partition, Stored], extents: Mapping[Partition, Extent]
+    ) -> list[Partition]:
+        """Return the new partitions that may be read.
+
+        Until then the group does not know them, so the next driver looks at them anew, and waits for later ends.
+        """
+        if not fresh:
+            self._ends_before.clear()
+            return fresh
+        for partition in stored.keys() & extents.keys():
+            if any(topic == partition[0] for topic, _ in fresh):
+                self._ends_before.setdefault(partition, extents[partition].end)
+        waiting = waiting_for_others(fresh, stored, self._ends_before)
+        if waiting - self._added:
+            shown = sorted(f"{topic}-{part}" for topic, part in waiting)
+            self._report("new partitions wait until the others are read to their ends of now", {"partitions": shown})
+        self._added = waiting
+        return [partition for partition in fresh if partition not in waiting]
 
     def _begins_at_end(self, stored: Mapping[Partition, Stored]) -> bool:
         """Return whether partitions that the group does not know begin at their ends: those that it begins with."""

@@ -208,9 +208,44 @@ def test_a_partition_added_is_picked_up(bench):
     assert len(bench.positions()) == 4
 
 
-def _accepts(bench, payload) -> bool:
+def test_a_partition_added_waits_for_what_its_keys_have_in_others(bench):
+    """A backlog of one key in the old partition; its next message goes to a new one, and is applied last."""
+    bench.send("a", 1, key="a")
+    bench.once()
+    producer = bench.producer()
+    for seq in range(2, 3_001):
+        payload = {"order_id": "a", "seq": seq, "customer": "c", "amount_cents": 1, "status": "s"}
+        producer.produce(bench.topic, json.dumps(payload), "a", headers=[("ce_id", str(uuid7()).encode())])
+    assert producer.flush(60) == 0
+    admin = AdminClient({"bootstrap.servers": bench.topics.bootstrap_servers})
+    admin.create_partitions([NewPartitions(bench.topic, 4)])[bench.topic].result(30)
+    wait_until(lambda: len(admin.list_topics(bench.topic).topics[bench.topic].partitions) == 4, what="the partitions")
+    payload = {"order_id": "a", "seq": 3_001, "customer": "c", "amount_cents": 1, "status": "last"}
+    wait_until(lambda: _accepts(bench, json.dumps(payload).encode(), "a"), what="the new partition to take messages")
+    # Stopped in the middle and started again: nothing has been noted of the new partition, and it still waits.
+    stop = threading.Event()
+    with bench.runner(max_records=500) as runner:
+        report = runner._report
+
+        def stopping(text, figures):
+            report(text, figures)
+            if text == "round":
+                stop.set()
+
+        runner._report = stopping
+        runner.once(stop)
+    assert len(bench.positions()) == 2
+    bench.once(max_records=500)
+    (_, applied, last, out_of_order, _) = bench.totals()["a"]
+    assert (applied, last, out_of_order) == (3_001, 3_001, 0)
+    assert len(bench.positions()) == 4
+    waits = [figures["partitions"] for text, figures in bench.reports if text.startswith("new partitions wait")]
+    assert waits == [[f"{bench.topic}-2", f"{bench.topic}-3"]] * 2
+
+
+def _accepts(bench, payload, key="new") -> bool:
     try:
-        bench.send_raw(payload, [("ce_id", str(uuid7()).encode())], "new", partition=3)
+        bench.send_raw(payload, [("ce_id", str(uuid7()).encode())], key, partition=3)
     except Exception:  # noqa: BLE001  the client has not heard of the partition yet
         return False
     return True
