@@ -33,7 +33,7 @@ from outbox.testing._ports import free_ports
 from outbox.testing.errors import ServiceError
 from outbox.testing.fixtures import Topics, token
 from outbox.testing.kafka import KafkaCluster
-from spark_jobs.errors import ConsumerUnavailable
+from spark_jobs.errors import ConsumerUnavailable, NotAuthorized
 from spark_jobs.kafka import KafkaView
 
 # -- bytes
@@ -456,7 +456,7 @@ def test_a_look_at_a_topic_is_repeated_while_its_leader_moves(proxy, topics) -> 
     assert proxy.fired[-1].api_key == METADATA
     refuse(KafkaError.TOPIC_AUTHORIZATION_FAILED)
     seen = proxy.seen(LIST_OFFSETS)
-    with pytest.raises(ConsumerUnavailable, match="authorization"):
+    with pytest.raises(NotAuthorized, match="authorization"):
         view.look([topic])
     # Both ends, once.
     proxy.wait_seen(LIST_OFFSETS, seen + 2)
