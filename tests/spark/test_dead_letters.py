@@ -152,7 +152,8 @@ def test_a_thousand_at_fault_among_ten_thousand(bench):
     assert bench.rows("SELECT next_offset, applied, dead FROM consumer.offsets") == [
         (ROWS, ROWS - len(faults), len(faults))
     ]
-    assert len(counting.statements) < ROWS * math.log2(ROWS)
+    # Each message by itself would be 80,000.
+    assert len(counting.statements) < ROWS * math.log2(ROWS) / 2
 
 
 GOOD = 20
