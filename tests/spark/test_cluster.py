@@ -260,7 +260,7 @@ def test_twins_and_killed_executors_on_a_cluster(cluster, project, outbox_postgr
 
 
 def test_tasks_that_read_kafka_themselves_lose_their_executors(cluster, project, outbox_postgres, outbox_kafka):
-    """Killed with half of a range in the sink's table: another executor begins anew, and waits for the first's locks."""
+    """Killed with half of a range in the sink's table: another executor begins anew, behind the first one's locks."""
     each, half = 5_000, 2_500
     bench = Bench(None, outbox_postgres, outbox_kafka, partitions=3)
     producer = bench.producer(**{"linger.ms": 20})
