@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -48,6 +49,8 @@ META_PLACE: Final = {"message_topic": "text", "message_part": "integer", "messag
 """The columns that say which message a row is, with their types."""
 IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
 _PLACE: Final = "message_topic, message_part, message_offset"
+_MOST_TAKEN_BACK: Final = 1_000
+"""So many messages may have been put into ``batch`` in vain before its file is emptied."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,12 +265,24 @@ class Applying:
         """Do it over ever smaller parts of ``batch``, in the order of offsets; give the messages that make it fail."""
         refill = self._refilling("batch", self._listed)
 
+        filled = 0
+
+        def make_room(messages: int) -> None:
+            # What a savepoint has taken back stays in the file of ``batch``, and each statement reads all of that: the
+            # time for a thousand culprits would grow with their square. In use: by a cursor that the effect has left.
+            nonlocal filled
+            if filled > _MOST_TAKEN_BACK:
+                with suppress(psycopg.errors.ObjectInUse), self._cursor.connection.transaction():
+                    self._cursor.execute("TRUNCATE batch")
+                filled = 0
+            filled += messages
+
         def part(low: int, high: int) -> None:
             self._cursor.execute("DELETE FROM batch")
             self._cursor.execute(refill, (low, high))
             do()
 
-        return self._message_by_message(sql.Identifier("batch"), part)
+        return self._message_by_message(sql.Identifier("batch"), part, make_room)
 
     def _fill(self, source: sql.Composable) -> list[Culprit]:
         """Fill ``batch`` from rows of text; give the messages with values that do not fit."""
@@ -280,8 +295,15 @@ class Applying:
             "WHERE outbox_batch_held_at BETWEEN %s AND %s ORDER BY outbox_batch_held_at"
         ).format(sql.Identifier(table), self._listed, values)
 
-    def _message_by_message(self, source: sql.Composable, do: Callable[[int, int], object]) -> list[Culprit]:
+    def _message_by_message(
+        self,
+        source: sql.Composable,
+        do: Callable[[int, int], object],
+        before: Callable[[int], object] = lambda _messages: None,
+    ) -> list[Culprit]:
         """Put rows into outbox_batch_held, and do it for ever smaller parts of these; give the messages that fail.
+
+        before  is called with the number of a part's messages, outside of the part's savepoint.
 
         The rows of one message are never parted: what is done for some of them only is neither applied nor refused.
         """
@@ -297,15 +319,18 @@ class Applying:
         places = self._cursor.execute(listed).fetchall()
         return [
             Culprit(places[number - 1], "failed", shown(error), error.sqlstate)
-            for number, error in self._halves(1, len(places), do)
+            for number, error in self._halves(1, len(places), do, before)
         ]
 
-    def _halves(self, low: int, high: int, do: Callable[[int, int], object]) -> Iterator[tuple[int, psycopg.Error]]:
+    def _halves(
+        self, low: int, high: int, do: Callable[[int, int], object], before: Callable[[int], object]
+    ) -> Iterator[tuple[int, psycopg.Error]]:
         """Do it for messages ``low`` to ``high``, in ever smaller parts where it fails; give the single ones."""
         found = 0
         parts = [(low, high)] if low <= high else []
         while parts:
             low, high = parts.pop()
+            before(high - low + 1)
             try:
                 with self._cursor.connection.transaction():
                     do(low, high)

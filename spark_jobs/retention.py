@@ -12,7 +12,8 @@ group that reads an old topic for the first time has forgotten nothing. A task l
 ids, so a message whose id may have been forgotten becomes a dead letter, and is not applied twice.
 
 Making and dropping want locks that every task needs for a moment, so they give up quickly and are due again the next
-time. Without the rights of the tables' owner nothing is made or dropped, and the default partition takes the rows.
+time. Without the rights of the tables' owner nothing is made or dropped, and the default partition takes the rows;
+there they are forgotten all the same.
 """
 
 from __future__ import annotations
@@ -155,14 +156,20 @@ class Memory:
             if low is not None and low > NO_TIME and high is not None and high <= horizon
         ]
         dropped = []
+        problem = None
+        deleted = 0
         try:
-            for name, high in old:
-                if self._drop(name, high):
-                    dropped.append(name)
+            try:
+                for name, high in old:
+                    if self._drop(name, high):
+                        dropped.append(name)
+            except errors.InsufficientPrivilege as error:
+                # The default partition is another matter: a consumer's own rights are enough there.
+                problem = first_line(error)
             deleted = self._delete_stray(horizon)
         except (*_BUSY, errors.InsufficientPrivilege) as error:
-            return Upkeep(dropped=tuple(dropped), problem=first_line(error))
-        return Upkeep(dropped=tuple(dropped), deleted_rows=deleted)
+            problem = problem or first_line(error)
+        return Upkeep(dropped=tuple(dropped), deleted_rows=deleted, problem=problem)
 
     def _missing(self, connection: psycopg.Connection[Any]) -> list[dt.date]:
         today = self._today(connection)

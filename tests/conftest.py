@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 HERE = Path(__file__).parent
 
 # Assertions in what tests share show values too, as those in test files do.
-_scripts = {"conftest", "class_archives", "impatient", "mutant", "nursery", "warm_daemon"}
+_scripts = {"conftest", "class_archives", "impatient", "impatient_consumer", "mutant", "nursery", "warm_daemon"}
 pytest.register_assert_rewrite(*sorted({path.stem for path in HERE.glob("*.py")} - _scripts))
 
 # The same examples in every run, or those of a seed.

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
 
 import typer
 
@@ -17,9 +19,16 @@ from relay.cli.common import SinkUrl, failing_clearly, print_json
 from relay.config import Settings, client_options, load
 
 if TYPE_CHECKING:
+    import subprocess
+
+    from pyspark.sql import SparkSession
+
     from relay.cli.consume_view import View
     from spark_jobs.job import ConsumerJob
     from spark_jobs.metrics import ConsumerMetrics
+
+_SHOW_CURSOR: Final = b"\x1b[?25h"
+"""For a terminal whose bar has hidden it."""
 
 
 @failing_clearly
@@ -99,8 +108,7 @@ def _run(
     )
     stop = threading.Event()
     # After the session: starting it sets a handler of its own.
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    _obey_signals(stop)
 
     before: list[dict[str, Any]] = []
 
@@ -111,13 +119,72 @@ def _run(
             metrics.observe(text, figures)
         view.report(text, figures)
 
-    try:
-        with Runner(spark, job, options, report) as runner:
-            totals = runner.once(stop) if once else runner.continuous(stop)
-    finally:
-        spark.stop()
+    with _ending_with_its_jvm(spark), Runner(spark, job, options, report) as runner:
+        totals = runner.once(stop) if once else runner.continuous(stop)
     after = _progress(settings, job) if before else []
     return totals.as_dict(), by_topic(before, after) if after else {}
+
+
+def _obey_signals(stop: threading.Event) -> None:
+    """Have the first signal end the run after its round, and a second one end the process at once."""
+
+    def on_signal(*_: object) -> None:
+        if stop.is_set():
+            _die("ended in the middle of a round, as it was asked to twice; what was not committed is read again")
+        stop.set()
+        # Not by a logger, whose own line this may be in the middle of.
+        os.write(2, b"outbox: stopping after this round; another signal ends it at once\n")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+
+
+@contextmanager
+def _ending_with_its_jvm(spark: SparkSession) -> Iterator[None]:
+    """End the process when Spark's JVM ends, and stop Spark at the end. (With spark-submit, submitted.py looks after
+    that.)
+
+    A driver that applies small rounds itself would notice it late, and in the words of what it was just calling.
+    """
+    jvm: subprocess.Popen[bytes] | None = getattr(spark.sparkContext._gateway, "proc", None)  # noqa: SLF001
+    over = threading.Event()
+
+    def watch() -> None:
+        assert jvm is not None
+        jvm.wait()
+        if not over.is_set():
+            _die("Spark's JVM has ended; nothing is lost, run the job again")
+
+    watching = threading.Thread(target=watch, name="end-with-its-jvm", daemon=True)
+    if jvm is not None:
+        watching.start()
+    try:
+        yield
+    except BaseException:
+        if jvm is not None and not _answers(spark):
+            watching.join(30)
+        raise
+    finally:
+        over.set()
+        spark.stop()
+
+
+def _answers(spark: SparkSession) -> bool:
+    from py4j.protocol import Py4JError
+
+    try:
+        spark.sparkContext._jvm.java.lang.System.nanoTime()  # type: ignore[union-attr]  # noqa: SLF001
+    except (Py4JError, OSError):
+        return False
+    return True
+
+
+def _die(text: str) -> NoReturn:
+    """End as a kill does: the servers take back what is open."""
+    if sys.stdout.isatty():
+        os.write(1, _SHOW_CURSOR)
+    os.write(2, f"outbox: {text}\n".encode())
+    os._exit(1)
 
 
 def _progress(settings: Settings, job: ConsumerJob) -> list[dict[str, Any]]:

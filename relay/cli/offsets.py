@@ -160,8 +160,12 @@ def _tell(moved: Moved, *, as_json: bool) -> None:
     for one in changing:
         typer.echo(f"{moved.topic}-{one.part}: {_line(one)}")
     if any(one.again for one in changing):
-        known = "" if moved.forgotten_before is None else f"; of days before {moved.forgotten_before} not all are known"
-        typer.echo(f"what was applied is known by its id and dropped, as long as ids are remembered{known}")
+        typer.echo("what was applied is known by its id and dropped, as long as ids are remembered")
+        if moved.forgotten_before is not None:
+            typer.echo(
+                f"messages of days before {moved.forgotten_before} whose ids are not known any more become dead "
+                "letters (too-old)"
+            )
     if moved.dry_run:
         if any(one.skipped for one in changing):
             typer.echo("this needs --skip")

@@ -57,6 +57,8 @@ _TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
             "SELECT, INSERT, UPDATE, DELETE",
             ("groups", "offsets", "processed_messages", "dead_letters", "losses", "reservations"),
         ),
+        # To forget ids there; a task's ids come through the table that it is a partition of.
+        ("SELECT, DELETE", ("processed_messages_default",)),
         ("SELECT, INSERT", ("audit",)),
     ),
 }

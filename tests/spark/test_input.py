@@ -8,9 +8,6 @@ at the next border between two batches, as if they had all come (spark_jobs.task
 from __future__ import annotations
 
 import json
-import os
-import signal
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -21,12 +18,12 @@ import psycopg
 import pytest
 from bench import Bench
 from confluent_kafka import Producer
+from faults import Transform, by_map, fault_at, reading
 from pyspark.sql import functions
 from uuid_utils.compat import uuid7
 
 from outbox.testing.fixtures import Topics
 from spark_jobs import batch, rounds, session, task_input
-from spark_jobs.decoding import Json
 from spark_jobs.effects import Insert
 from spark_jobs.errors import ConsumerUnavailable, EffectFailed
 from spark_jobs.job import ConsumerJob
@@ -37,8 +34,6 @@ MESSAGES = 25_000
 FAULT = 15_000
 IN_THE_THIRD = 22_000
 """In the third batch of 10,000: the task gets the first one when Spark has the first row of the second."""
-
-Transform = Callable[[Any], Any]
 
 
 @pytest.fixture(scope="module")
@@ -98,82 +93,8 @@ def test_a_message_that_does_not_decode_costs_one_row(bench, topics, way, transf
     check(bench, dead=1)
 
 
-def fault_at(
-    number: int,
-    *,
-    once: Path | None = None,
-    while_there: Path | None = None,
-    seen: Path | None = None,
-    kills: bool = False,
-) -> Any:
-    """Return a function of a number that has a fault at this one, and returns it otherwise.
-
-    once         The fault is there once; then this file is.
-    while_there  The fault is there while this file is.
-    seen         The fault waits for this file, which ``announcing`` makes: without rows there is nothing to commit.
-    kills        The fault ends the Python worker with SIGKILL instead of raising an error.
-    """
-
-    def passed(n: Any) -> Any:
-        faulty = n == number and (once is None or not once.exists()) and (while_there is None or while_there.exists())
-        if not faulty:
-            return n
-        deadline = time.monotonic() + 120
-        while seen is not None and not seen.exists():
-            assert time.monotonic() < deadline, "no rows have come to the task"
-            time.sleep(0.01)
-        if once is not None:
-            once.touch()
-        if kills:
-            os.kill(os.getpid(), signal.SIGKILL)
-        raise RuntimeError("the transform fails here")
-
-    return passed
-
-
-def by_map(passed: Callable[[Any], Any]) -> Transform:
-    """Return a transform that gives its rows in small batches: what the worker has written last, it still holds."""
-
-    def pieces(frames: Iterator[Any]) -> Iterator[Any]:
-        for frame in frames:
-            for first in range(0, len(frame), 500):
-                piece = frame[first : first + 500]
-                yield piece.assign(n=piece["n"].map(passed))
-
-    return lambda rows: rows.mapInPandas(pieces, rows.schema)
-
-
 def by_udf(passed: Callable[[Any], Any]) -> Transform:
     return lambda rows: rows.withColumn("n", functions.udf(lambda n: passed(n), "int", useArrow=True)("n"))
-
-
-def reading(passed: Callable[[Any], Any]) -> Any:
-    """Return a decoder that gives each number to a function, in the task that has read its message."""
-
-    class Reading:
-        """Not at the module's level: executors do not have this module."""
-
-        def names(self) -> tuple[str, ...]:
-            return ("n",)
-
-        def decode(self, rows: Any) -> Any:
-            return Json("n int").decode(rows)
-
-        def late(self) -> Any:
-            fields, plan = Json("n int").late()
-
-            def made() -> Any:
-                read = plan()
-
-                def one(value: bytes, header: bytes | None) -> Any:
-                    (n,) = read(value, header)
-                    return (passed(n),)
-
-                return one
-
-            return fields, made
-
-    return Reading()
 
 
 def ending_the_session(number: int, once: Path, url: str) -> Callable[[Any], Any]:

@@ -1,0 +1,111 @@
+"""Two topics of 32 partitions in one job: they take turns, rounds are clipped, and a worker is killed among them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench import Bench
+from confluent_kafka import Producer
+from faults import by_map, fault_at, reading
+from uuid_utils.compat import uuid7
+
+from outbox.testing.fixtures import Topics
+from spark_jobs.effects import Insert
+from spark_jobs.job import ConsumerJob
+from spark_jobs.planner import Partition
+from spark_jobs.rounds import Rounds
+
+pytestmark = pytest.mark.spark
+
+PARTITIONS = 32
+SHORT, LONG = 20, 140
+MOST = 1_280
+"""In a round: of the long ones, what comes in a first turn is clipped."""
+Spans = list[dict[Partition, tuple[int, int]]]
+
+
+@pytest.fixture(scope="module")
+def topics(outbox_kafka_cluster) -> Iterator[Mapping[Partition, range]]:
+    """Which numbers are in each partition: many in each fourth one, and few in the others."""
+    with Topics(outbox_kafka_cluster.bootstrap_servers) as made:
+        producer = Producer({"bootstrap.servers": made.bootstrap_servers})
+        numbers: dict[Partition, range] = {}
+        first = 0
+        for topic in [made.create_topic(made.name(name), PARTITIONS) for name in ("left", "right")]:
+            for part in range(PARTITIONS):
+                numbers[topic, part] = range(first, first + (LONG if part % 4 == 1 else SHORT))
+                first = numbers[topic, part].stop
+                for n in numbers[topic, part]:
+                    headers = [("ce_id", str(uuid7()).encode())]
+                    producer.produce(topic, json.dumps({"n": n}), str(part), partition=part, headers=headers)
+        assert producer.flush(60) == 0
+        yield numbers
+
+
+@pytest.fixture
+def spans(monkeypatch) -> Spans:
+    """What each round has read of each partition: from where, and up to but not including."""
+    read: Spans = []
+    real = Rounds.apply
+
+    def noted(self: Any, span: Any, generation: int) -> Any:
+        counts = real(self, span, generation)
+        read.append({partition: (one.start, one.end) for partition, one in span.ranges.items()})
+        return counts
+
+    monkeypatch.setattr(Rounds, "apply", noted)
+    return read
+
+
+@pytest.mark.parametrize("way", ["plain", "transform"])
+def test_64_partitions_and_a_killed_worker(bench: Bench, topics, spans, tmp_path: Path, way):
+    killed = tmp_path / "killed"
+    ordered = sorted(topics)
+    # In the midst of a partition that the second round reads.
+    victim = next(partition for partition in ordered[PARTITIONS:] if len(topics[partition]) == LONG)
+    passed = fault_at(topics[victim][LONG // 4], once=killed, kills=True)
+    job = ConsumerJob(
+        "many",
+        sorted({topic for topic, _ in topics}),
+        Insert("seen", {"n": "n", "topic": "message_topic", "part": "message_part", "at": "message_offset"}),
+        schema=reading(passed) if way == "plain" else "n int",
+        transform=None if way == "plain" else by_map(passed),
+        # Without a constraint: whatever is applied twice shows.
+        setup="CREATE TABLE IF NOT EXISTS seen (n int, topic text, part int, at bigint)",
+    )
+    with bench.runner(job, max_records=MOST, driver_records=0) as runner:
+        totals = runner.once(threading.Event())
+    everything = sum(map(len, topics.values()))
+    assert killed.exists()
+    assert (totals.read, totals.applied, totals.duplicates, totals.dead) == (everything, everything, 0, 0)
+    assert bench.rows("SELECT topic, part, at, n FROM seen ORDER BY n") == [
+        (*partition, at, n) for partition in ordered for at, n in enumerate(topics[partition])
+    ]
+    assert bench.rows("SELECT topic, part, next_offset, applied FROM consumer.offsets ORDER BY topic, part") == [
+        (*partition, len(topics[partition]), len(topics[partition])) for partition in ordered
+    ]
+    take_turns(spans, topics)
+
+
+def take_turns(spans: Spans, topics: Mapping[Partition, range]) -> None:
+    """Check that no round is too large, that nobody has a second turn while others wait for their first, and that what
+    was clipped goes on where it was.
+    """
+    at = dict.fromkeys(topics, 0)
+    again = set()
+    for span in spans:
+        waiting = {partition for partition in topics if not at[partition]}
+        if any(at[partition] for partition in span):
+            assert waiting <= span.keys()
+        again |= span.keys() - waiting
+        assert sum(end - start for start, end in span.values()) <= MOST
+        for partition, (start, end) in span.items():
+            assert start == at[partition]
+            at[partition] = end
+    assert at == {partition: len(numbers) for partition, numbers in topics.items()}
+    assert again == {partition for partition, numbers in topics.items() if len(numbers) == LONG}

@@ -1,0 +1,101 @@
+"""Kafka's retention passes a range while a task reads it: recorded as a loss, and never stepped over."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+from bench import Bench
+from confluent_kafka import Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from faults import Transform, reading, stalling_at
+from support import wait_until
+from uuid_utils.compat import uuid7
+
+from outbox.testing.fixtures import Topics
+from spark_jobs.errors import DataLost
+from spark_jobs.job import ConsumerJob
+from spark_jobs.kafka import KafkaView
+from spark_jobs.offsets import Offsets
+
+pytestmark = pytest.mark.spark
+
+MESSAGES = 25_000
+SIZE = 2_000
+"""Bytes of a message: 50 MB are more than what anybody reads ahead of a task that stands still, sockets included."""
+LEFT = 24_500
+"""The first message that retention leaves."""
+
+
+@pytest.fixture
+def topic(outbox_kafka_cluster) -> Iterator[str]:
+    with Topics(outbox_kafka_cluster.bootstrap_servers) as made:
+        name = made.create_topic(made.name("short"), 1)
+        producer = Producer({"bootstrap.servers": made.bootstrap_servers, "linger.ms": 20})
+        for n in range(MESSAGES):
+            value = json.dumps({"n": n, "pad": "x" * SIZE})
+            producer.produce(name, value, str(n % 100), headers=[("ce_id", str(uuid7()).encode())])
+            producer.poll(0)
+        assert producer.flush(60) == 0
+        yield name
+
+
+@pytest.fixture
+def small_batches(spark) -> Iterator[None]:
+    """Spark reads whole batches ahead."""
+    name = "spark.sql.execution.arrow.maxRecordsPerBatch"
+    was = spark.conf.get(name)
+    spark.conf.set(name, "1000")
+    yield
+    spark.conf.set(name, was)
+
+
+def by_offset(passed: Callable[[int], int]) -> Transform:
+    def frames(given: Iterator[Any]) -> Iterator[Any]:
+        for frame in given:
+            passed(frame["message_offset"].iloc[0])
+            yield frame
+
+    return lambda rows: rows.mapInPandas(frames, rows.schema)
+
+
+@pytest.mark.parametrize("way", ["reads itself", "spark's source"])
+def test_retention_passes_a_range_while_it_is_read(bench: Bench, small_batches, topic, tmp_path, way):
+    seen, go = tmp_path / "seen", tmp_path / "go"
+    stalling = stalling_at(0, seen, go)
+    number = "n" if way == "reads itself" else "(convert_from(payload, 'UTF8')::json ->> 'n')::int"
+    job = ConsumerJob(
+        "short",
+        [topic],
+        f"INSERT INTO seen SELECT {number}, message_offset FROM batch ORDER BY message_offset",
+        # Bytes, where Spark reads: a decoder would be one more that reads ahead.
+        schema=reading(stalling) if way == "reads itself" else None,
+        transform=None if way == "reads itself" else by_offset(stalling),
+        setup="CREATE TABLE IF NOT EXISTS seen (n int, at bigint)",
+    )
+    view = KafkaView({"bootstrap.servers": bench.topics.bootstrap_servers})
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(bench.once, job)
+        try:
+            wait_until(lambda: running.done() or seen.exists(), 120, "a task to read")
+            admin = AdminClient({"bootstrap.servers": bench.topics.bootstrap_servers})
+            for future in admin.delete_records([TopicPartition(topic, 0, LEFT)]).values():
+                future.result(30)
+            wait_until(lambda: view.look([topic])[1][topic, 0].first == LEFT, what="the messages to go")
+        finally:
+            go.touch()
+        with pytest.raises(DataLost, match=rf"retention removed messages 0 to {LEFT - 1} before the group read them"):
+            running.result(240)
+    assert bench.rows("SELECT kind, first_offset, end_offset FROM consumer.losses") == [("retention", 0, LEFT)]
+    assert bench.rows("SELECT next_offset, applied FROM consumer.offsets") == [(0, 0)]
+    assert bench.rows("SELECT count(*) FROM seen") == [(0,)]
+
+    Offsets(bench.database.connect(autocommit=True), "consumer", view).reset("short", topic, "loss", "accounted for")
+    assert bench.once(job).applied == MESSAGES - LEFT
+    assert bench.rows("SELECT count(*), min(n), count(DISTINCT n) FROM seen") == [
+        (MESSAGES - LEFT, LEFT, MESSAGES - LEFT)
+    ]
+    assert bench.rows("SELECT next_offset, applied FROM consumer.offsets") == [(MESSAGES, MESSAGES - LEFT)]
