@@ -27,10 +27,11 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import psycopg
 
+from spark_jobs import job_groups
 from spark_jobs.applying import shown as described
 from spark_jobs.batch import BatchRounds
 from spark_jobs.blockers import Watch
-from spark_jobs.errors import ConsumerUnavailable, DataLost, InputCut
+from spark_jobs.errors import ConsumerUnavailable, DataLost, InputCut, JobError
 from spark_jobs.job import ConsumerJob
 from spark_jobs.kafka import KafkaView, TopicMissing
 from spark_jobs.planner import Extent, Partition, Stored, find_losses, halt, new_partitions, next_turn, plan
@@ -110,9 +111,23 @@ Report = Callable[[str, Mapping[str, Any]], None]
 
 
 class Runner:
-    """Runs one job in one Spark session. Taking the group over is the first thing it does."""
+    """Runs one job in one Spark session. Taking the group over is the first thing it does.
 
-    def __init__(self, session: SparkSession, job: ConsumerJob, options: Options, report: Report) -> None:
+    report     told what happens.
+    caught_up  told by ``continuous`` that there was nothing to do, with the time at which it began to look, by the
+               monotonic clock.
+    """
+
+    def __init__(
+        self,
+        session: SparkSession,
+        job: ConsumerJob,
+        options: Options,
+        report: Report,
+        caught_up: Callable[[float], None] | None = None,
+    ) -> None:
+        if not job.topics:
+            raise JobError(f"topics: the job {job.group} names none; only a job for exactly_once does without")
         self._session = session
         self._job = job
         self._options = options
@@ -137,6 +152,8 @@ class Runner:
         self._ends: Mapping[Partition, int] = {}
         self._totals = Totals(job.group)
         self._started = time.monotonic()
+        self._span: Span | None = None
+        self._caught_up = caught_up or (lambda _: None)
 
     def close(self) -> None:
         """Close the driver's session. A context manager does it at its end."""
@@ -159,6 +176,11 @@ class Runner:
         """Offsets that wait behind a transaction which is open, where there are any; some seconds old."""
         return self._pinned
 
+    @property
+    def span(self) -> Span | None:
+        """The ranges of the round that was reported last; None if it tried dead letters again."""
+        return self._span
+
     def once(self, stop: threading.Event) -> Totals:
         """Apply everything that is committed in Kafka now. Raises a ConsumerError when that is not possible."""
         targets: dict[Partition, Extent] | None = None
@@ -171,17 +193,26 @@ class Runner:
             return not self._round(targets)
 
         done = False
-        with self._watch(), _readers():
+        with self._watch(), self._spark():
             while not done and not stop.is_set():
                 done = self._waiting_for_servers(step, stop, self._options.patience)
         self._report_lag(self._kafka.lag_shown(self._job.group))
         return self.totals
 
-    def continuous(self, stop: threading.Event) -> Totals:
-        """Apply what comes, until stopped. Waits for servers that are away for as long as it takes."""
-        with self._watch(), _readers():
+    def continuous(self, stop: threading.Event, every: float = 0.0) -> Totals:
+        """Apply what comes, until stopped. Waits for servers that are away for as long as it takes.
+
+        every  a round begins no sooner than so many seconds after the one before.
+        """
+        with self._watch(), self._spark():
             while not stop.is_set():
-                if self._waiting_for_servers(lambda: not self._round(None), stop, None):
+                began = time.monotonic()
+                nothing_left = self._waiting_for_servers(lambda: not self._round(None), stop, None)
+                if nothing_left and not stop.is_set():
+                    self._caught_up(began)
+                if every:
+                    stop.wait(max(0.0, began + every - time.monotonic()))
+                elif nothing_left:
                     self._idle(stop)
         self._report_lag(self._kafka.lag_shown(self._job.group))
         return self.totals
@@ -257,7 +288,8 @@ class Runner:
             turn = self._turn = self._last_read() if self._turn is None else self._turn
             ranges = plan(stored, extents, ids, self._options.max_records, self._job.group, turn=turn)
         began = time.monotonic()
-        retried = self._rounds.retry(generation) if state.retry_waits else Counts()
+        self._span = None
+        retried = self._retry(generation) if state.retry_waits else Counts()
         if retried.read:
             self._count(retried, began)
         if not ranges:
@@ -266,12 +298,18 @@ class Runner:
         began = time.monotonic()
         # Before the round: one that fails must not keep those that wait behind it.
         self._turn = next_turn(turn, ranges)
-        counts = self._rounds.apply(Span(ranges, log_ends), generation)
+        self._span = Span(ranges, log_ends)
+        job_groups.show(self._session, self._job.group, job_groups.described(ranges))
+        counts = self._rounds.apply(self._span, generation)
         self._count(counts, began, passed=sum(span.end - span.start for span in ranges.values()))
         # Nobody waits for the answer before the next round is read.
         ends = {partition: span.end for partition, span in ranges.items()}
         self._report_lag(self._kafka.show_lag(self._job.group, ends, seconds=0))
         return True
+
+    def _retry(self, generation: int) -> Counts:
+        job_groups.show(self._session, self._job.group, "dead letters that are tried again")
+        return self._rounds.retry(generation)
 
     def _begins_at_end(self, stored: Mapping[Partition, Stored]) -> bool:
         """Return whether partitions that the group does not know begin at their ends: those that it begins with."""
@@ -350,11 +388,11 @@ class Runner:
                 if stop.wait(delay * random.uniform(0.5, 1.0)):  # noqa: S311  jitter
                     return True
 
-
-@contextmanager
-def _readers() -> Iterator[None]:
-    """Let go of what this process has read Kafka with."""
-    try:
-        yield
-    finally:
-        close_kept()
+    @contextmanager
+    def _spark(self) -> Iterator[None]:
+        """Leave this thread's job group as it was, and let go of what this process has read Kafka with."""
+        with job_groups.kept(self._session):
+            try:
+                yield
+            finally:
+                close_kept(self._job.group)
