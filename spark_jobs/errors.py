@@ -52,7 +52,7 @@ class CheckpointConflict(ConsumerError):
     state  what the sink has, as ``exactly_once(job, accept=…)`` takes it.
     """
 
-    def __init__(self, text: str, state: str) -> None:
+    def __init__(self, text: str, state: str = "") -> None:
         super().__init__(text)
         self.state = state
 

@@ -33,6 +33,7 @@ is, and all that a stream needs whose source does not repeat itself.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -50,6 +51,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal
 import psycopg
 from psycopg import sql
 
+from outbox.errors import OutboxError
 from spark_jobs import blockers, job_groups, task, task_input
 from spark_jobs import session as spark
 from spark_jobs.applying import Applying, Broken, passing, shown
@@ -293,9 +295,14 @@ class ExactlyOnce:
             batch = planned(rows, batch_id)
             with _for_batch(rows, self._job.group, batch), Watch(self._url, self._job.group, _report):
                 self._patiently(rows, batch)
-        except BaseException as error:
+        except OutboxError as error:
             self._error = error
-            raise
+            # Without its causes: Spark gets the whole chain as one text, with the JVM's stack of each error in it, and
+            # looks for patterns there. Of a long one its thread has died (StackOverflowError) with no error to see.
+            told = copy.copy(error).with_traceback(None)
+        else:
+            return
+        raise told
 
     def _patiently(self, rows: DataFrame, batch: Batch) -> None:
         """Apply a batch, again and again while servers are away. What was applied meanwhile is found applied."""
@@ -312,7 +319,7 @@ class ExactlyOnce:
                 if isinstance(error, psycopg.Error) and not passing(error):
                     raise EffectFailed(f"batch {batch.batch_id}: {shown(error)}") from error
                 if isinstance(error, PySparkException | Py4JError) and not spark.is_away(error):
-                    raise
+                    raise spark.failed(error) from error
                 text = shown(error) if isinstance(error, psycopg.Error) else spark.first_line(error)
                 if time.monotonic() - began > self._patience:
                     raise ConsumerUnavailable(

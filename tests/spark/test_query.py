@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import itertools
 import json
+import os
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import psycopg
@@ -296,3 +300,41 @@ def test_two_threads_without_garbage_collection():
     assert not gc.isenabled()
     inner.__exit__(None, None, None)
     assert gc.isenabled()
+
+
+PROGRAM = """
+from spark_jobs import ConsumerJob, Insert, run
+import sys
+
+setup = "CREATE TABLE IF NOT EXISTS seen (n int)"
+job = ConsumerJob("program", [sys.argv[1]], Insert("seen"), schema="n long", setup=setup)
+query = run(job)
+query.awaitTermination()
+print(query.totals.applied, query.isActive)
+left_running = run(job, trigger="continuous")
+left_running.processAllAvailable()
+print(left_running.isActive)
+"""
+
+
+def test_a_program_of_its_own_without_a_session(bench, tmp_path):
+    """It makes the session itself, and ends although a consumer still runs."""
+    send(bench, range(3))
+    root = Path(__file__).parents[2]
+    ended = subprocess.run(
+        [sys.executable, "-c", PROGRAM, bench.topic],
+        env=os.environ
+        | {
+            "OUTBOX_DATABASE_URL": bench.database.url,
+            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bench.topics.bootstrap_servers,
+            "PYTHONPATH": str(root),
+        },
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert (ended.returncode, ended.stdout) == (0, "3 False\nTrue\n"), ended.stderr[-3000:]
+    assert "Traceback" not in ended.stderr
+    assert [n for (n,) in bench.rows("SELECT n FROM seen ORDER BY n")] == [0, 1, 2]

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +19,8 @@ import pytest
 from psycopg import sql
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as F  # noqa: N812
+from support import wait_until
+from uuid_utils.compat import uuid7
 
 from spark_jobs import ConsumerJob, Insert, Upsert, exactly_once, streaming
 from spark_jobs.errors import CheckpointConflict, EffectFailed, Fenced, JobError
@@ -283,43 +290,51 @@ def test_rows_with_ids_need_one_each(stream):
     assert stream.sink("SELECT count(*) FROM consumer.checkpoints") == [(0,)]
 
 
-def test_the_younger_of_two_queries_goes_on(stream, tmp_path):
-    """A copy of the checkpoint, as where a driver was started on another machine and the first one still runs."""
-    entered, go_on = threading.Event(), threading.Event()
-    older = stream.function()
+def test_the_younger_of_two_queries_goes_on(stream):
+    """Another driver takes the group over while a batch of this one is between its first look and its transaction."""
+    taken: list[int] = []
 
-    def held(rows: Any, batch_id: int) -> None:
-        if batch_id == 1:
-            entered.set()
-            assert go_on.wait(120)
+    def transform(rows: Any) -> Any:
+        # Before this the number was looked at; the rows are staged, and the transaction comes, after it.
+        if taken == [1]:
+            taken.append(stream.function()._store.take_over())
+        return rows
+
+    older = stream.function(replace(JOB, transform=transform))
+    stream.add()
+    stream.add()
+
+    def first(rows: Any, batch_id: int) -> None:
         older(rows, batch_id)
+        taken.append(batch_id + 1)
 
-    stream.add()
-    stream.run()
-    shutil.copytree(stream.checkpoint, tmp_path / "copy")
-    stream.add()
-
-    def also(rows: Any, batch_id: int) -> None:
-        # As it runs, it is this group's.
-        if batch_id == 1:
-            older._begin(streaming.planned(rows, batch_id))
-        held(rows, batch_id)
-
-    first = stream.start(also)
-    assert entered.wait(120)
-    second = Stream.__new__(Stream)
-    second.__dict__.update(stream.__dict__, checkpoint=tmp_path / "copy", spark=stream.spark.newSession())
-    # Spark runs a query id once in a driver, so what another driver would do is done by hand.
-    taken = stream.function()
-    taken._store.take_over()
-    go_on.set()
-    with pytest.raises(StreamingQueryException, match="Fenced"):
-        first.awaitTermination(120)
+    with pytest.raises(StreamingQueryException, match="Fenced: group numbers was taken over from generation 1"):
+        stream.run(first)
+    assert taken == [1, 2]
     assert isinstance(older.exception(), Fenced)
     assert stream.seen() == [0, 1, 2]
     assert stream.left() == []
-    stream.run()
+    # A query that is started again takes the group over itself.
+    stream.run(older)
     assert stream.seen() == list(range(6))
+
+
+def test_a_take_over_between_staging_and_the_transaction(stream, monkeypatch):
+    """The rows are staged, and the group is another's: nothing of them is applied."""
+    real = streaming._stage_all
+
+    def staged(*arguments: Any) -> Any:
+        found = real(*arguments)
+        stream.function()._store.take_over()
+        return found
+
+    monkeypatch.setattr(streaming, "_stage_all", staged)
+    stream.add()
+    with pytest.raises(StreamingQueryException, match="Fenced"):
+        stream.run()
+    assert stream.seen() == []
+    assert stream.sink("SELECT count(*) FROM consumer.checkpoints") == [(0,)]
+    assert stream.left() == []
 
 
 def test_a_query_of_another_checkpoint_does_not_end_the_one_that_runs(stream, tmp_path):
@@ -461,3 +476,110 @@ def test_the_rate_source_and_a_users_session_settings(stream):
 def test_outside_of_a_query_there_is_no_batch(stream):
     with pytest.raises(JobError, match="no query is running here"):
         stream.function()(stream.spark.range(3).withColumnRenamed("id", "n"), 0)
+
+
+KILLED = """
+import os, signal, sys
+from spark_jobs import ConsumerJob, exactly_once
+from spark_jobs.session import start
+
+source, checkpoint, when = sys.argv[1:]
+spark = start("killed")
+
+def effect(cursor, rows):
+    cursor.executemany("INSERT INTO seen VALUES (%s)", [(n,) for n in rows.column("n").to_pylist()])
+    if when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+function = exactly_once(ConsumerJob("numbers", effect=effect))
+
+def around(rows, batch_id):
+    function(rows, batch_id)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+rows = spark.readStream.schema("n long").option("maxFilesPerTrigger", 1).csv(source)
+rows.writeStream.foreachBatch(around).option("checkpointLocation", checkpoint).start().awaitTermination()
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_driver_that_is_killed_before_or_after_commit(stream, when):
+    stream.add()
+    stream.run()
+    stream.add()
+    root = Path(__file__).parents[2]
+    paths = [str(root), os.environ.get("PYTHONPATH", "")]
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, str(stream.source), str(stream.checkpoint), when],
+        env=os.environ | {"OUTBOX_DATABASE_URL": stream.url, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr[-3000:]
+    # The server may see a moment later that nobody is there.
+    idle = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'outbox driver numbers' AND pid IN "
+    wait_until(
+        lambda: stream.sink(idle + "(SELECT pid FROM pg_locks WHERE relation = 'seen'::regclass)") == [(0,)],
+        60,
+        "the transaction's end",
+    )
+    assert stream.seen() == list(range(6 if when == "after" else 3))
+    stream.add()
+    stream.run()
+    assert stream.seen() == list(range(9))
+    assert stream.left() == []
+
+
+def test_sparks_own_kafka_source_with_repeats(bench, tmp_path):
+    """Batches of many messages, some sent twice; of each key the latest message counts, as the columns say."""
+    count, most = 52_000, 26_000
+    producer = bench.producer(**{"linger.ms": 50})
+    repeated = []
+    for n in range(count):
+        message = (json.dumps({"n": n}).encode(), f"k{n % 10}".encode(), [("ce_id", str(uuid7()).encode())])
+        repeated += [(n, message)] if n % 1000 == 0 else []
+        value, key, headers = message
+        producer.produce(bench.topic, value, key, headers=headers, partition=n % 2)
+        producer.poll(0)
+    for n, (value, key, headers) in repeated:
+        producer.produce(bench.topic, value, key, headers=headers, partition=n % 2)
+    assert producer.flush(60) == 0
+    read = bench.spark.readStream.format("kafka").options(
+        **{
+            "kafka.bootstrap.servers": bench.topics.bootstrap_servers,
+            "subscribe": bench.topic,
+            "startingOffsets": "earliest",
+            "includeHeaders": "true",
+            "maxOffsetsPerTrigger": str(most),
+        }
+    )
+    rows = read.load().select(
+        F.from_json(F.col("value").cast("string"), "n long").n.alias("n"),
+        F.expr("CAST(filter(headers, h -> h.key = 'ce_id')[0].value AS STRING)").alias("message_id"),
+        F.col("key").cast("string").alias("message_key"),
+        F.col("topic").alias("message_topic"),
+        F.col("partition").alias("message_part"),
+        F.col("offset").alias("message_offset"),
+        F.col("value").isNull().alias("message_tombstone"),
+    )
+    stream = Stream(bench.spark, bench.database.url, tmp_path)
+    setup = "CREATE TABLE IF NOT EXISTS latest (k text PRIMARY KEY, n int)"
+    job = ConsumerJob("kafka", effect=Upsert("latest", ["k"], {"k": "message_key", "n": "n"}), setup=setup)
+    stream.run(stream.function(job), rows)
+    assert stream.sink("SELECT k, n FROM latest ORDER BY k") == [(f"k{n}", count - 10 + n) for n in range(10)]
+    assert stream.sink("SELECT batch_id, applied, duplicates FROM consumer.checkpoints") == [(2, count, len(repeated))]
+    assert stream.sink("SELECT count(*) FROM consumer.processed_messages") == [(count,)]
+
+
+def test_an_error_of_sparks_is_told_in_a_line(stream):
+    """Spark's own text of an error in a job has pages; the cause is in the function's exception()."""
+    broken = F.udf(lambda n: n // 0, "long")
+    stream.add()
+    function = stream.function()
+    with pytest.raises(StreamingQueryException, match=r"EffectFailed.*ZeroDivisionError") as caught:
+        stream.run(function, stream.rows().withColumn("n", broken("n")))
+    assert len(str(caught.value)) < 4_000
+    assert isinstance(function.exception(), EffectFailed)
+    assert function.exception().__cause__ is not None
