@@ -9,27 +9,25 @@ A name that is not known is an error in the environment and in the file: a missp
 from __future__ import annotations
 
 import os
-import tomllib
 from collections.abc import Set as AbstractSet
 from enum import StrEnum
-from pathlib import Path
 from typing import Any, Final, Self
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
-    SettingsError,
     TomlConfigSettingsSource,
 )
 
+from outbox._app import environment
+from outbox._app.settings import ADDRESS, ConsumerSettings, SparkSettings, config_file, dotted, reaching, read
+from outbox._app.settings_errors import conflict
 from outbox.errors import ConfigurationError
 from outbox.urls import libpq_url
-from relay import environment, settings_errors
 from relay.kafka.headers import HeaderSet
 from relay.routing import DEFAULT_TEMPLATE, STATE_SUFFIX, OnFailure, topic_problem
-from relay.settings_errors import conflict
 
 
 class Delivery(StrEnum):
@@ -45,9 +43,6 @@ class SourceKind(StrEnum):
 
     POLLING = "polling"
     WAL = "wal"
-
-
-_ADDRESS: Final = "host:port, such as 0.0.0.0:9100"
 
 
 class RelaySettings(BaseModel):
@@ -69,7 +64,7 @@ class RelaySettings(BaseModel):
     """Longest wait between tries while Postgres or Kafka is away."""
     shutdown_seconds: float = Field(25.0, ge=0.1, le=3600)
     """After SIGTERM: how long the batches in flight may take."""
-    metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=_ADDRESS)
+    metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=ADDRESS)
     """Answer Prometheus there: ``host:port``. Not at all, if not given."""
     archive_days: int = Field(0, ge=0, le=3650)
     """Keep published events in ``published`` for so many days; 0 deletes them at once."""
@@ -117,33 +112,6 @@ class FailureSettings(BaseModel):
     max_backoff_seconds: float = Field(600.0, ge=0.001, le=86_400)
     dead_letter_topic: str | None = None
     """Where a copy of each dead letter goes, with the error in its headers."""
-
-
-class ConsumerSettings(BaseModel):
-    """How one consumer process works."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    keep_days: int = Field(14, ge=1, le=3650)
-    """Ids of applied messages are remembered for so many whole days: longer than Kafka keeps the messages."""
-    driver_records: int = Field(2_000, ge=0, le=100_000)
-    """Rounds of up to so many messages run in the driver, without a Spark job; 0 leaves all rounds to the executors."""
-    metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=_ADDRESS)
-    """Answer Prometheus there: ``host:port``. Not at all, if not given."""
-
-
-class SparkSettings(BaseModel):
-    """Options of the consumers. ``kafka`` holds the Java client's names, without Spark's ``kafka.`` prefix."""
-
-    model_config = ConfigDict(extra="forbid")
-
-    kafka: dict[str, str] = Field(default_factory=dict, repr=False)
-    conf: dict[str, str] = Field(default_factory=dict, repr=False)
-
-    @field_validator("kafka", "conf", mode="before")
-    @classmethod
-    def _dotted(cls, value: object) -> object:
-        return dotted(value)
 
 
 class Settings(BaseSettings):
@@ -242,7 +210,7 @@ class Settings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Arguments first, then the environment, then the file."""
-        return (init_settings, env_settings, _TomlFile(settings_cls, _config_file()))
+        return (init_settings, env_settings, _TomlFile(settings_cls, config_file()))
 
     def require_database(self) -> str:
         """Return the database URL. Raises ConfigurationError when there is none."""
@@ -274,33 +242,6 @@ class _TomlFile(TomlConfigSettingsSource):
         return values
 
 
-def _config_file() -> Path | None:
-    named = os.environ.get("OUTBOX_CONFIG")
-    if named:
-        path = Path(named)
-        if not path.is_file():
-            raise ConfigurationError(f"OUTBOX_CONFIG names {named!r}, which is not a file")
-        return path
-    path = Path("outbox.toml")
-    return path if path.is_file() else None
-
-
-def dotted(options: object) -> object:
-    """Spell Kafka's options as Kafka does: LINGER_MS → linger.ms, and every value as text."""
-    if not isinstance(options, dict):
-        return options
-    return {
-        str(name).replace("_", ".").lower() if "." not in str(name) else str(name): _text(value)
-        for name, value in options.items()
-    }
-
-
-def _text(value: object) -> object:
-    if isinstance(value, bool):
-        return "true" if value else "false"
-    return str(value) if isinstance(value, int | float) else value
-
-
 def check_environment() -> None:
     """Raise ConfigurationError for a variable ``OUTBOX_…`` that nothing reads. ``load`` does it too."""
     environment.check(os.environ, Settings)
@@ -310,24 +251,7 @@ def load(**given: Any) -> Settings:
     """Read the settings. ``given`` wins over environment and file. Raises ConfigurationError naming each mistake."""
     check_environment()
     given = {name: value for name, value in given.items() if value is not None}
-    file = _config_file()
-    try:
-        return Settings(**given)
-    except ValidationError as error:
-        problems = settings_errors.explain(
-            error, Settings, settings_errors.Origin(given, os.environ, file, _content(file))
-        )
-    except SettingsError as error:
-        # What a variable holds is not in this text, but it is in the cause.
-        problems = f"{error}: it must be a JSON object"
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
-        problems = f"{file} can't be read: {error}"
-    # Not raised in a handler: the errors above quote their input, which may be a password.
-    raise ConfigurationError(problems)
-
-
-def _content(file: Path | None) -> dict[str, Any]:
-    return {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
+    return read(Settings, given)
 
 
 _OURS: Final = frozenset(
@@ -458,8 +382,4 @@ def delivery_seconds(settings: Settings) -> float:
 def client_options(settings: Settings) -> dict[str, str]:
     """Return the options that any Kafka client needs to reach the brokers: addresses and credentials, no tuning."""
     settings.require_kafka()
-    return {
-        name: value
-        for name, value in settings.kafka.items()
-        if name == "bootstrap.servers" or name.startswith(("security.", "ssl.", "sasl.", "client.", "socket."))
-    }
+    return reaching(settings.kafka)

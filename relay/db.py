@@ -74,7 +74,12 @@ OUTBOX: Final = History(
 CONSUMER: Final = History(
     "consumer",
     "consumer",
-    {"offsets": "consumer_0001", "dead_letters": "consumer_0002", "reservations": "consumer_0002"},
+    {
+        "offsets": "consumer_0001",
+        "dead_letters": "consumer_0002",
+        "reservations": "consumer_0002",
+        "checkpoints": "consumer_0004",
+    },
 )
 
 

@@ -1,1 +1,98 @@
-"""Consumers: from Kafka into tables, each event applied once. Postgres is the only truth about how far they got."""
+"""Consumers: from Kafka into tables, each event applied once. Postgres is the only truth about how far they got.
+
+What a job needs is imported from here. Each name is looked up when it is used: whoever imports this package has neither
+pyspark nor a client of Kafka loaded by that.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
+if TYPE_CHECKING:
+    from spark_jobs.decoding import Avro, Json, JsonSchema, Protobuf, Raw
+    from spark_jobs.effects import Insert, Upsert
+    from spark_jobs.errors import (
+        BadMessage,
+        CheckpointConflict,
+        ConsumerError,
+        ConsumerUnavailable,
+        DataLost,
+        EffectFailed,
+        Fenced,
+        JobError,
+        Reject,
+        TopicRecreated,
+    )
+    from spark_jobs.external import External
+    from spark_jobs.http_call import HttpAsk, HttpCall
+    from spark_jobs.job import ConsumerJob
+    from spark_jobs.produce import Produce, Traced
+    from spark_jobs.query import ConsumerQuery, run
+    from spark_jobs.strategies import Dedup, Fingerprint, Natural, Version
+    from spark_jobs.streaming import exactly_once
+
+__all__ = [
+    "Avro",
+    "BadMessage",
+    "CheckpointConflict",
+    "ConsumerError",
+    "ConsumerJob",
+    "ConsumerQuery",
+    "ConsumerUnavailable",
+    "DataLost",
+    "Dedup",
+    "EffectFailed",
+    "External",
+    "Fenced",
+    "Fingerprint",
+    "HttpAsk",
+    "HttpCall",
+    "Insert",
+    "JobError",
+    "Json",
+    "JsonSchema",
+    "Natural",
+    "Produce",
+    "Protobuf",
+    "Raw",
+    "Reject",
+    "TopicRecreated",
+    "Traced",
+    "Upsert",
+    "Version",
+    "exactly_once",
+    "run",
+]
+
+_MODULES: Final = {
+    "decoding": ("Avro", "Json", "JsonSchema", "Protobuf", "Raw"),
+    "effects": ("Insert", "Upsert"),
+    "errors": (
+        *("BadMessage", "CheckpointConflict", "ConsumerError", "ConsumerUnavailable", "DataLost", "EffectFailed"),
+        *("Fenced", "JobError", "Reject", "TopicRecreated"),
+    ),
+    "external": ("External",),
+    "http_call": ("HttpAsk", "HttpCall"),
+    "job": ("ConsumerJob",),
+    "produce": ("Produce", "Traced"),
+    "query": ("ConsumerQuery", "run"),
+    "strategies": ("Dedup", "Fingerprint", "Natural", "Version"),
+    "streaming": ("exactly_once",),
+}
+_WHERE: Final = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    """Return a public name from the module that has it."""
+    module = _WHERE.get(name)
+    if module is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    """Return what is there, the public names included."""
+    return sorted({*globals(), *__all__})

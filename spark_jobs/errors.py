@@ -51,6 +51,17 @@ class Reject(Exception):
         self.message_ids = message_ids
 
 
+class CheckpointConflict(ConsumerError):
+    """A stream's batch is not the one that follows what the sink has: applying it might double or lose rows.
+
+    state  what the sink has, as ``exactly_once(job, accept=…)`` takes it.
+    """
+
+    def __init__(self, text: str, state: str = "") -> None:
+        super().__init__(text)
+        self.state = state
+
+
 class InputCut(ConsumerError):
     """A task's rows ended before all of them had come: something upstream failed. Nothing of it was committed."""
 

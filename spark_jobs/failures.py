@@ -23,6 +23,7 @@ import re
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
@@ -57,10 +58,22 @@ _CORRUPT: Final = frozenset(f"{_KAFKA}common.errors.{name}" for name in ("Corrup
 # Connections, a server that stops or starts, one that lacks something, one that is read-only.
 _AWAY: Final = ("08", "53", "57P", "25006")
 _NETWORK: Final = ("java.net.", "java.util.concurrent.TimeoutException")
+_NOT_OURS: Final = re.compile(
+    r"ModuleNotFoundError: No module named 'spark_jobs[^\n]*|"
+    r"ImportError: cannot import name \S+ from 'spark_jobs[^\n]*|"
+    r"AttributeError: [^\n]* on <module 'spark_jobs[^\n]*"
+)
 _TRACEBACK: Final = "Traceback (most recent call last):\n"
 _CHAINED: Final = re.compile(
     r"\n(?:The above exception was the direct cause of the following exception|"
     r"During handling of the above exception, another exception occurred):\n"
+)
+
+
+MAY_PASS: Final = (ConsumerUnavailable, Interrupted, InputCut, WorkerLost, CorruptRecords, NotAuthorized)
+"""Of ``errors`` those after which another try may work."""
+HIDDEN: Final = (
+    "{found} hides the package spark_jobs of outbox-kafka, which is {ours}: rename yours, or start from another folder"
 )
 
 
@@ -124,6 +137,14 @@ def of_spark(error: BaseException) -> Exception:
     text = str(error)
     if UNDECODED in text:
         return Undecoded(text)
+    if hidden := _NOT_OURS.search(text):
+        return JobError(
+            f"Spark's workers import another spark_jobs than this driver's: {hidden[0]}; "
+            + HIDDEN.format(
+                found="a folder or file of that name in their working directory or on their PYTHONPATH",
+                ours=Path(__file__).resolve().parent,
+            )
+        )
     line = first_line(error)
     python = _raised(text)
     if python is not None:

@@ -56,7 +56,8 @@ class ConsumerJob:
     """One consumer group and its effect.
 
     group       names the consumer in ``consumer.offsets`` and to Kafka's tools.
-    topics      to read. Together they are one group.
+    topics      to read. Together they are one group. None for a job of ``exactly_once``, which has its rows from a
+                stream of Spark's.
     effect      what to do with a batch, in the transaction that also moves the offsets and remembers the ids. SQL over
                 the temporary table ``batch`` (one statement or several), which holds a row for each message that was
                 never applied: the payload's columns and those of META. Or ``Upsert``, ``Insert``: columns mapped to a
@@ -88,8 +89,8 @@ class ConsumerJob:
     """
 
     group: str
-    topics: Sequence[str]
-    effect: str | PythonEffect | Insert | Upsert
+    topics: Sequence[str] = ()
+    effect: str | PythonEffect | Insert | Upsert = ""
     schema: str | Decoder | None = None
     types: Sequence[str] | None = None
     transform: Transform | None = None
@@ -133,7 +134,7 @@ class ConsumerJob:
             )
 
     def _check_topics(self) -> None:
-        if not self.topics or isinstance(self.topics, str):
+        if isinstance(self.topics, str):
             raise JobError(f"topics: must be a list of topic names, not {self.topics!r}")
         for topic in self.topics:
             if not _TOPIC.fullmatch(topic):

@@ -96,9 +96,10 @@ class Search:
             case.alone = case.alone + 1 if single and case.error == error else int(single)
             case.error = error
 
-    def found(self) -> tuple[Partition, int] | None:
-        """Return the partition and the offset that failed alone SAME times, if there is one."""
-        return next(((partition, case.start) for partition, case in self._cases.items() if case.alone >= SAME), None)
+    def found(self, partition: Partition) -> int | None:
+        """Return the offset of a partition that failed alone SAME times, if there is one."""
+        case = self._cases.get(partition)
+        return case.start if case is not None and case.alone >= SAME else None
 
     def _note_position(self, partition: Partition, start: int) -> None:
         case = self._cases.get(partition)

@@ -23,6 +23,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -227,7 +228,7 @@ class RangeReader:
             self._refused = None
             while unread:
                 most = min(_AT_ONCE, sum(span.end - span.at for span in unread.values()))
-                with _no_garbage_collection():
+                with _GARBAGE_COLLECTION.off():
                     messages = self._consumer.consume(most, _WAIT_SECONDS)
                     taken = self._sorted(messages, unread).items()
                     part = {partition: _columns(partition, some) for partition, some in taken if some}
@@ -354,16 +355,32 @@ def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
     return call
 
 
-@contextmanager
-def _no_garbage_collection() -> Iterator[None]:
-    """Make many small objects without Python looking for rings among them, again and again: it halves the time."""
-    was = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was:
-            gc.enable()
+class _GarbageCollection:
+    """Python's, switched off while any thread wants it so: a driver may run several consumers beside each other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._without = 0
+        self._was = False
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Make many small objects without Python looking for rings among them, again and again: it halves the time."""
+        with self._lock:
+            if self._without == 0:
+                self._was = gc.isenabled()
+                gc.disable()
+            self._without += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._without -= 1
+                if self._without == 0 and self._was:
+                    gc.enable()
+
+
+_GARBAGE_COLLECTION: Final = _GarbageCollection()
 
 
 _KEPT: dict[tuple[int, str, frozenset[tuple[str, str]]], RangeReader] = {}
@@ -385,8 +402,8 @@ def kept(settings: ReaderSettings) -> Iterator[RangeReader]:
             reader.close()
 
 
-def close_kept() -> None:
-    """Close this process's readers."""
-    while _KEPT:
-        _, reader = _KEPT.popitem()
-        reader.close()
+def close_kept(group: str) -> None:
+    """Close this process's readers of a group. Those of other groups may be another thread's."""
+    for name in [name for name in list(_KEPT) if name[1] == group]:
+        if reader := _KEPT.pop(name, None):
+            reader.close()

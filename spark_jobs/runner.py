@@ -30,6 +30,7 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import psycopg
 
+from spark_jobs import job_groups
 from spark_jobs.applying import shown as described
 from spark_jobs.batch import BatchRounds
 from spark_jobs.blockers import Watch
@@ -41,10 +42,11 @@ from spark_jobs.errors import (
     DataLost,
     InputCut,
     Interrupted,
+    JobError,
     NotAuthorized,
     WorkerLost,
 )
-from spark_jobs.failures import first_line
+from spark_jobs.failures import MAY_PASS, first_line
 from spark_jobs.job import ConsumerJob
 from spark_jobs.kafka import KafkaView, TopicMissing
 from spark_jobs.planner import (
@@ -73,10 +75,6 @@ if TYPE_CHECKING:
 
 _LOOK_SECONDS: Final = 1.0
 """How often an idle driver looks into the sink: whether the group is still its own, and for dead letters to retry."""
-_MAY_PASS: Final = (
-    *AWAY,
-    *(ConsumerUnavailable, Interrupted, InputCut, WorkerLost, CorruptRecords, NotAuthorized),
-)
 _OF_MESSAGES: Final = (Interrupted, InputCut, WorkerLost, CorruptRecords)
 """These may be the fault of a message, although the servers answer."""
 _DEADLY: Final = (InputCut, WorkerLost, CorruptRecords)
@@ -145,9 +143,23 @@ Report = Callable[[str, Mapping[str, Any]], None]
 
 
 class Runner:
-    """Runs one job in one Spark session. Taking the group over is the first thing it does."""
+    """Runs one job in one Spark session. Taking the group over is the first thing it does.
 
-    def __init__(self, session: SparkSession, job: ConsumerJob, options: Options, report: Report) -> None:
+    report     told what happens.
+    caught_up  told by ``continuous`` that there was nothing to do, with the time at which it began to look, by the
+               monotonic clock.
+    """
+
+    def __init__(
+        self,
+        session: SparkSession,
+        job: ConsumerJob,
+        options: Options,
+        report: Report,
+        caught_up: Callable[[float], None] | None = None,
+    ) -> None:
+        if not job.topics:
+            raise JobError(f"topics: the job {job.group} names none; only a job for exactly_once does without")
         self._session = session
         self._job = job
         self._options = options
@@ -175,6 +187,8 @@ class Runner:
         self._ends: Mapping[Partition, int] = {}
         self._totals = Totals(job.group)
         self._started = time.monotonic()
+        self._span: Span | None = None
+        self._caught_up = caught_up or (lambda _: None)
 
     def close(self) -> None:
         """Close the driver's session. A context manager does it at its end."""
@@ -197,6 +211,11 @@ class Runner:
         """Offsets that wait behind a transaction which is open, where there are any; some seconds old."""
         return self._pinned
 
+    @property
+    def span(self) -> Span | None:
+        """The ranges of the round that was reported last; None if it tried dead letters again."""
+        return self._span
+
     def once(self, stop: threading.Event) -> Totals:
         """Apply everything that is committed in Kafka now. Raises a ConsumerError when that is not possible."""
         targets: dict[Partition, Extent] | None = None
@@ -209,17 +228,26 @@ class Runner:
             return not self._round(targets)
 
         done = False
-        with self._watch(), _readers():
+        with self._watch(), self._spark():
             while not done and not stop.is_set():
                 done = self._waiting_for_servers(step, stop, self._options.patience)
         self._report_lag(self._kafka.lag_shown(self._job.group))
         return self.totals
 
-    def continuous(self, stop: threading.Event) -> Totals:
-        """Apply what comes, until stopped. Waits for servers that are away for as long as it takes."""
-        with self._watch(), _readers():
+    def continuous(self, stop: threading.Event, every: float = 0.0) -> Totals:
+        """Apply what comes, until stopped. Waits for servers that are away for as long as it takes.
+
+        every  a round begins no sooner than so many seconds after the one before.
+        """
+        with self._watch(), self._spark():
             while not stop.is_set():
-                if self._waiting_for_servers(lambda: not self._round(None), stop, None):
+                began = time.monotonic()
+                nothing_left = self._waiting_for_servers(lambda: not self._round(None), stop, None)
+                if nothing_left and not stop.is_set():
+                    self._caught_up(began)
+                if every:
+                    stop.wait(max(0.0, began + every - time.monotonic()))
+                elif nothing_left:
                     self._idle(stop)
         self._report_lag(self._kafka.lag_shown(self._job.group))
         return self.totals
@@ -295,7 +323,8 @@ class Runner:
             turn = self._turn = self._last_read() if self._turn is None else self._turn
             ranges = plan(stored, extents, ids, self._options.max_records, self._job.group, turn=turn)
         began = time.monotonic()
-        retried = self._rounds.retry(generation) if state.retry_waits else Counts()
+        self._span = None
+        retried = self._retry(generation) if state.retry_waits else Counts()
         if retried.read:
             self._count(retried, began)
         if not ranges:
@@ -305,8 +334,10 @@ class Runner:
         began = time.monotonic()
         # Before the round: one that fails must not keep those that wait behind it.
         self._turn = next_turn(turn, ranges)
+        self._span = Span(ranges, log_ends)
+        job_groups.show(self._session, self._job.group, job_groups.described(ranges))
         try:
-            counts = self._rounds.apply(Span(ranges, log_ends), generation)
+            counts = self._rounds.apply(self._span, generation)
         except ConsumerError as error:
             self._blame(ranges, error)
             raise
@@ -326,9 +357,9 @@ class Runner:
             # Without the figures, as of offsets and tasks.
             same = re.sub(r"\d+", "#", f"{type(why).__name__} {first_line(why)}")
             self._search.failed({partition: ranges[partition]}, same, certain=certain)
-            found = self._search.found()
-            if found is not None and isinstance(why, _DEADLY):
-                (topic, part), offset = found
+            offset = self._search.found(partition)
+            if offset is not None and isinstance(why, _DEADLY):
+                topic, part = partition
                 raise BadMessage(
                     f"{topic}-{part} offset {offset} can't be applied: by itself it failed {SAME} times, the last time "
                     f"with: {first_line(why)}. The group stands before it, nothing was skipped. `outbox offsets set "
@@ -354,6 +385,10 @@ class Runner:
             self._report("new partitions wait until the others are read to their ends of now", {"partitions": shown})
         self._added = waiting
         return [partition for partition in fresh if partition not in waiting]
+
+    def _retry(self, generation: int) -> Counts:
+        job_groups.show(self._session, self._job.group, "dead letters that are tried again")
+        return self._rounds.retry(generation)
 
     def _begins_at_end(self, stored: Mapping[Partition, Stored]) -> bool:
         """Return whether partitions that the group does not know begin at their ends: those that it begins with."""
@@ -414,7 +449,7 @@ class Runner:
         while True:
             try:
                 return step()
-            except _MAY_PASS as error:
+            except (*AWAY, *MAY_PASS) as error:
                 shown = described(error) if isinstance(error, psycopg.Error) else first_line(error)
                 refused = refused + 1 if isinstance(error, NotAuthorized) else 0
                 if refused == _REFUSED_TIMES:
@@ -433,11 +468,11 @@ class Runner:
                 if stop.wait(delay * random.uniform(0.5, 1.0)):  # noqa: S311  jitter
                     return True
 
-
-@contextmanager
-def _readers() -> Iterator[None]:
-    """Let go of what this process has read Kafka with."""
-    try:
-        yield
-    finally:
-        close_kept()
+    @contextmanager
+    def _spark(self) -> Iterator[None]:
+        """Leave this thread's job group as it was, and let go of what this process has read Kafka with."""
+        with job_groups.kept(self._session):
+            try:
+                yield
+            finally:
+                close_kept(self._job.group)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Final
 
 from spark_jobs.decoding import PROBLEM, LateDecoder, nullable
 from spark_jobs.errors import JobError
-from spark_jobs.failures import UNDECODED
+from spark_jobs.failures import HIDDEN, UNDECODED
 from spark_jobs.job import KEPT, META, OWN, ConsumerJob
 from spark_jobs.planner import Partition, Range
 from spark_jobs.strategies import WHOLE_TIMES, Fingerprint, Place, uuid8
@@ -106,6 +106,7 @@ def start(
         # Workers start with this interpreter, not with any python3 of the path; and they find the user's modules.
         os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
         paths = [str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
+        require_not_hidden(paths)
         os.environ["PYTHONPATH"] = os.pathsep.join(dict.fromkeys(paths))
     from pyspark.sql import SparkSession
 
@@ -137,6 +138,46 @@ def start(
     if not submitted():
         session.sparkContext.setLogLevel("OFF")
     return session
+
+
+def active() -> SparkSession | None:
+    """Return the session that this process has, if it has one. Raises JobError for one of Spark Connect."""
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    if SparkContext._active_spark_context is None:  # noqa: SLF001  there is no other way to ask without making one
+        return None
+    return SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
+
+
+def beside(session: SparkSession) -> SparkSession:
+    """Return a session of the same Spark for a consumer's own use: a clone, with the settings that it counts on.
+
+    Spark does the same for each streaming query. The clone has the session's temporary views and functions. Raises
+    JobError for a session of Spark Connect, which has no driver here.
+    """
+    from pyspark.sql import SparkSession
+
+    if not hasattr(session, "_jsparkSession"):
+        raise JobError("spark: a session of Spark Connect is on another machine; a consumer needs Spark's driver here")
+    if str(session.sparkContext.master).startswith("local"):
+        # There workers begin in this folder.
+        require_not_hidden([str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
+    made = SparkSession(session.sparkContext, session._jsparkSession.cloneSession())  # noqa: SLF001
+    for name, value in REQUIRED_CONF.items():
+        made.conf.set(name, value)
+    return made
+
+
+def require_not_hidden(paths: Iterable[str]) -> None:
+    """Raise JobError where a worker that looks for modules in these folders first would find another spark_jobs."""
+    ours = Path(__file__).resolve().parent
+    for path in paths:
+        for found in (Path(path) / ours.name, Path(path) / f"{ours.name}.py"):
+            if found.resolve() == ours:
+                return
+            if (found / "__init__.py").is_file() or (found.suffix and found.is_file()):
+                raise JobError(HIDDEN.format(found=found, ours=ours))
 
 
 def _collector(conf: Mapping[str, str]) -> dict[str, str]:

@@ -7,6 +7,7 @@ meets its twin.
 Ids that hold no time all count as the day 1970-01-01, which has a partition of its own and is never forgotten; days
 that have no partition go to the default one.
 ``dead_letters``, ``losses`` and ``audit`` are for people; ``reservations`` is the book of effects outside the database.
+``checkpoints`` is to a stream of Spark's what ``offsets`` is to a consumer's own reading.
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ class ConsumerTables:
     losses: sa.Table
     reservations: sa.Table
     audit: sa.Table
+    checkpoints: sa.Table
 
     @property
     def all(self) -> tuple[sa.Table, ...]:
@@ -52,6 +54,7 @@ class ConsumerTables:
             self.losses,
             self.reservations,
             self.audit,
+            self.checkpoints,
         )
 
 
@@ -282,7 +285,24 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         schema=schema,
         comment="What people did to groups by hand: offsets set, dead letters retried or discarded.",
     )
-    return ConsumerTables(groups, offsets, processed, default, dead_letters, losses, reservations, audit)
+    checkpoints = sa.Table(
+        "checkpoints",
+        metadata,
+        sa.Column("grp", sa.Text, nullable=False),
+        # What Spark keeps in the checkpoint: a new one has another.
+        sa.Column("query_id", pg.UUID(as_uuid=True), nullable=False),
+        sa.Column("batch_id", sa.BigInteger, nullable=False),
+        # A hash of what Spark planned the batch to be. Two batches may have one number, where a checkpoint was copied.
+        sa.Column("content", sa.Text, nullable=False),
+        sa.Column("applied", sa.BigInteger, nullable=False, server_default=sa.text("0")),
+        sa.Column("duplicates", sa.BigInteger, nullable=False, server_default=sa.text("0")),
+        sa.Column("updated_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.PrimaryKeyConstraint("grp", name="checkpoints_pkey"),
+        sa.CheckConstraint("batch_id >= 0", name="checkpoints_not_negative"),
+        schema=schema,
+        comment="The last batch of each stream that was applied. Moves in the transaction of the effect.",
+    )
+    return ConsumerTables(groups, offsets, processed, default, dead_letters, losses, reservations, audit, checkpoints)
 
 
 def _quoted(schema: str, name: str) -> str:

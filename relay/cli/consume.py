@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import signal
 import sys
@@ -77,7 +76,9 @@ def _run(
     view: View,
 ) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
     """Return the run's figures, and those of each topic."""
-    _require_spark()
+    from spark_jobs.installed import connector_jars, require_installed
+
+    require_installed()
     from relay.cli.consume_view import by_topic
     from spark_jobs import session
     from spark_jobs.job import find_job
@@ -102,7 +103,7 @@ def _run(
     spark = session.start(
         f"outbox {job.group}",
         master=master,
-        jars=() if settings.spark_packages or session.submitted() else _jars(),
+        jars=() if settings.spark_packages or session.submitted() else connector_jars(),
         packages=settings.spark_packages,
         conf=settings.spark.conf,
     )
@@ -217,20 +218,3 @@ def _metrics(settings: Settings, job: ConsumerJob) -> ConsumerMetrics | None:
     registry.register(metrics)
     serve(settings.consumer.metrics_address, registry, "OUTBOX_CONSUMER__METRICS_ADDRESS")
     return metrics
-
-
-def _require_spark() -> None:
-    for module in ("pyspark", "pyarrow", "pandas"):
-        if importlib.util.find_spec(module) is None:
-            raise ConfigurationError(f"{module} is not installed; run: pip install 'outbox-kafka[spark]'")
-
-
-def _jars() -> list[Path]:
-    try:
-        from outbox.testing import jars
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"{error.name} is not installed, so the Kafka connector's jars can't be fetched; run "
-            "pip install 'outbox-kafka[sandbox]', or give OUTBOX_SPARK_PACKAGES"
-        ) from error
-    return jars.fetch("spark-kafka")

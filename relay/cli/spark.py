@@ -14,7 +14,6 @@ import typer
 
 from outbox.errors import ConfigurationError
 from relay.cli.common import failing_clearly
-from relay.cli.consume import _require_spark
 from relay.config import Settings, load
 
 app = typer.Typer(help="Run a consumer job on a Spark cluster.", no_args_is_help=True)
@@ -86,7 +85,9 @@ def submit(
         raise ConfigurationError("say either --once or --continuous")
     if deploy_mode not in {None, "client", "cluster"}:
         raise ConfigurationError("--deploy-mode: client or cluster")
-    _require_spark()
+    from spark_jobs.installed import require_installed
+
+    require_installed()
     from spark_jobs.package import collect
     from spark_jobs.session import DEFAULT_MASTER, REQUIRED_CONF
     from spark_jobs.submit import Submission, holds_secret, installed_spark, properties

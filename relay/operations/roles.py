@@ -55,7 +55,7 @@ _TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
     Kind.CONSUMER: (
         (
             "SELECT, INSERT, UPDATE, DELETE",
-            ("groups", "offsets", "processed_messages", "dead_letters", "losses", "reservations"),
+            ("groups", "offsets", "processed_messages", "dead_letters", "losses", "reservations", "checkpoints"),
         ),
         # To forget ids there; a task's ids come through the table that it is a partition of.
         ("SELECT, DELETE", ("processed_messages_default",)),

@@ -523,7 +523,12 @@ def test_a_process_keeps_one_reader_and_none_that_is_unfinished(full):
         raise ZeroDivisionError
     with reader.kept(given) as last:
         assert last is not third
-    reader.close_kept()
+    with reader.kept(ReaderSettings({"bootstrap.servers": servers}, "another")) as another:
+        pass
+    reader.close_kept("g")
+    with reader.kept(ReaderSettings({"bootstrap.servers": servers}, "another")) as again:
+        assert again is another
+    reader.close_kept("another")
     assert reader._KEPT == {}
 
 

@@ -12,8 +12,8 @@ import pytest
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from outbox._app import environment
 from outbox.errors import ConfigurationError
-from relay import environment
 from relay.cli.app import app
 from relay.cli.assembly import assemble
 from relay.cli.wiring import build_router

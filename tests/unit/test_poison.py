@@ -44,7 +44,8 @@ class Reader:
         for partition, span in ranges.items():
             if partition not in failing and (self.certain or not failing):
                 self.position[partition] = span.end
-        return self.search.found()
+        found = {partition: self.search.found(partition) for partition in ENDS}
+        return next(((partition, offset) for partition, offset in found.items() if offset is not None), None)
 
     def until_found(self) -> tuple[tuple[str, int], int]:
         for _ in range(500):

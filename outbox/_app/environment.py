@@ -21,7 +21,7 @@ PREFIX: Final = "OUTBOX_"
 
 READ_ELSEWHERE: Final[Mapping[str, str]] = {
     "OUTBOX_CACHE": "outbox/testing: the directory of what is downloaded",
-    "OUTBOX_CONFIG": "relay.config: the file with settings",
+    "OUTBOX_CONFIG": "outbox/_app/settings.py: the file with settings",
     "OUTBOX_FAILPOINTS": "relay.failpoints: where a relay under test fails",
     "OUTBOX_MAVEN_REPOSITORY": "outbox/testing: where jars come from",
     "OUTBOX_PATIENCE": "outbox/testing: the factor of all time limits",

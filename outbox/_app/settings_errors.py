@@ -12,7 +12,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from relay.environment import PREFIX, choices_of, model_of, nearest_key, setting_names, values_of, variable
+from outbox._app.environment import PREFIX, choices_of, model_of, nearest_key, setting_names, values_of, variable
 
 _OPTIONS: Final = {
     "database_url": "--database-url",

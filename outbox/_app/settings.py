@@ -1,0 +1,107 @@
+"""Settings that relay and consumers read alike: the file, the spelling of Kafka's options, the consumers' sections.
+
+All settings together are in relay.config; those of a consumer that runs without the relay in spark_jobs.settings.
+"""
+
+from __future__ import annotations
+
+import os
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic_settings import BaseSettings, SettingsError
+
+from outbox._app import settings_errors
+from outbox.errors import ConfigurationError
+
+ADDRESS: Final = "host:port, such as 0.0.0.0:9100"
+
+Read = TypeVar("Read", bound=BaseSettings)
+
+
+class ConsumerSettings(BaseModel):
+    """How one consumer process works."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    keep_days: int = Field(14, ge=1, le=3650)
+    """Ids of applied messages are remembered for so many whole days: longer than Kafka keeps the messages."""
+    driver_records: int = Field(2_000, ge=0, le=100_000)
+    """Rounds of up to so many messages run in the driver, without a Spark job; 0 leaves all rounds to the executors."""
+    metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=ADDRESS)
+    """Answer Prometheus there: ``host:port``. Not at all, if not given."""
+
+
+class SparkSettings(BaseModel):
+    """Options of the consumers. ``kafka`` holds the Java client's names, without Spark's ``kafka.`` prefix."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    kafka: dict[str, str] = Field(default_factory=dict, repr=False)
+    conf: dict[str, str] = Field(default_factory=dict, repr=False)
+
+    @field_validator("kafka", "conf", mode="before")
+    @classmethod
+    def _dotted(cls, value: object) -> object:
+        return dotted(value)
+
+
+def config_file() -> Path | None:
+    """Return the file with settings, if there is one. Raises ConfigurationError when OUTBOX_CONFIG names none."""
+    named = os.environ.get("OUTBOX_CONFIG")
+    if named:
+        path = Path(named)
+        if not path.is_file():
+            raise ConfigurationError(f"OUTBOX_CONFIG names {named!r}, which is not a file")
+        return path
+    path = Path("outbox.toml")
+    return path if path.is_file() else None
+
+
+def read(kind: type[Read], given: Mapping[str, Any]) -> Read:
+    """Return settings. ``given`` wins over what else there is. Raises ConfigurationError naming each mistake."""
+    file = config_file()
+    try:
+        return kind(**given)
+    except ValidationError as error:
+        origin = settings_errors.Origin(given, os.environ, file, _content(file))
+        problems = settings_errors.explain(error, kind, origin)
+    except SettingsError as error:
+        # What a variable holds is not in this text, but it is in the cause.
+        problems = f"{error}: it must be a JSON object"
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        problems = f"{file} can't be read: {error}"
+    # Not raised in a handler: the errors above quote their input, which may be a password.
+    raise ConfigurationError(problems)
+
+
+def dotted(options: object) -> object:
+    """Spell Kafka's options as Kafka does: LINGER_MS → linger.ms, and every value as text."""
+    if not isinstance(options, dict):
+        return options
+    return {
+        str(name).replace("_", ".").lower() if "." not in str(name) else str(name): _text(value)
+        for name, value in options.items()
+    }
+
+
+def reaching(kafka: Mapping[str, str]) -> dict[str, str]:
+    """Return the options that any Kafka client needs to reach the brokers: addresses and credentials, no tuning."""
+    return {
+        name: value
+        for name, value in kafka.items()
+        if name == "bootstrap.servers" or name.startswith(("security.", "ssl.", "sasl.", "client.", "socket."))
+    }
+
+
+def _content(file: Path | None) -> dict[str, Any]:
+    return {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
+
+
+def _text(value: object) -> object:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return str(value) if isinstance(value, int | float) else value

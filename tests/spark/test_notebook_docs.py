@@ -1,0 +1,42 @@
+"""docs/notebooks.md does what it says: its examples run, in their order, in one namespace."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from uuid_utils.compat import uuid7
+
+pytestmark = pytest.mark.spark
+
+PAGE = Path(__file__).parents[2] / "docs" / "notebooks.md"
+BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+
+
+def test_the_examples_run(bench, monkeypatch, tmp_path, capsys):
+    monkeypatch.setenv("OUTBOX_DATABASE_URL", bench.database.url)
+    monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", bench.topics.bootstrap_servers)
+    for status in ("placed", "paid"):
+        value = json.dumps({"order_id": "o1", "status": status}).encode()
+        bench.send_raw(value, [("ce_id", str(uuid7()).encode())], "o1")
+    # Another test's topic has the name of the page's.
+    text = PAGE.read_text().replace("order-events", bench.topic)
+    blocks = [(text[: found.start()].count("\n") + 1, found[1]) for found in BLOCK.finditer(text)]
+    assert len(blocks) == 4
+    namespace = {"spark": bench.spark, "checkpoint": str(tmp_path / "checkpoint"), "__name__": __name__}
+    try:
+        for line, code in blocks:
+            exec(compile("\n" * line + code, PAGE, "exec", dont_inherit=True), namespace)
+    finally:
+        for name in ("query", "stream"):
+            if name in namespace:
+                namespace[name].stop()
+    assert capsys.readouterr().out == "Waiting for data to arrive 2 2\n"
+    assert bench.rows("SELECT * FROM order_status") == [("o1", "paid")]
+    ((readings, total, batch),) = bench.rows(
+        "SELECT sum(readings), sum(total), max(batch_id) FROM sensors, consumer.checkpoints WHERE grp = 'sensor-totals'"
+    )
+    assert batch >= 1
+    assert total == readings * (readings - 1) // 2

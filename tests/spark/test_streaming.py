@@ -1,0 +1,585 @@
+"""exactly_once: whatever ends a query, each of its batches is in the sink once; and what can't be known is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg import sql
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import functions as F  # noqa: N812
+from support import wait_until
+from uuid_utils.compat import uuid7
+
+from spark_jobs import ConsumerJob, Insert, Upsert, exactly_once, streaming
+from spark_jobs.errors import CheckpointConflict, EffectFailed, Fenced, JobError
+from spark_jobs.streaming import ExactlyOnce
+
+pytestmark = pytest.mark.spark
+
+SEEN = "CREATE TABLE IF NOT EXISTS seen (n bigint)"
+EFFECT = "INSERT INTO seen SELECT n FROM batch ORDER BY n"
+JOB = ConsumerJob("numbers", effect=EFFECT, setup=SEEN)
+
+
+class Stopped(Exception):
+    """Ends a query where a test wants it."""
+
+
+class Stream:
+    """A folder of files with numbers, as a stream with a checkpoint; each file is a batch."""
+
+    def __init__(self, spark: Any, url: str, folder: Path) -> None:
+        self.spark = spark
+        self.url = url
+        self.source = folder / "source"
+        self.source.mkdir()
+        self.checkpoint = folder / "checkpoint"
+        self.next = 0
+
+    def add(self, count: int = 3, columns: str = "n") -> None:
+        """Write one more file: a batch of so many numbers."""
+        numbers = range(self.next, self.next + count)
+        self.next += count
+        # Renamed, so that Spark never finds half of it.
+        path = self.source.parent / f"{self.next:08}.csv"
+        path.write_text("".join(f"{n}\n" for n in numbers))
+        # Spark takes the oldest first.
+        os.utime(path, (1_700_000_000 + self.next, 1_700_000_000 + self.next))
+        path.rename(self.source / path.name)
+
+    def rows(self) -> Any:
+        read = self.spark.readStream.schema("n long").option("maxFilesPerTrigger", 1)
+        return read.csv(str(self.source))
+
+    def function(self, job: ConsumerJob = JOB, **options: Any) -> ExactlyOnce:
+        return exactly_once(job, database_url=self.url, **options)
+
+    def start(self, function: Callable[[Any, int], None], rows: Any = None) -> Any:
+        """Start a query over what is there now; it ends by itself."""
+        writing = (self.rows() if rows is None else rows).writeStream.foreachBatch(function)
+        return writing.option("checkpointLocation", str(self.checkpoint)).trigger(availableNow=True).start()
+
+    def run(self, function: Callable[[Any, int], None] | None = None, rows: Any = None) -> None:
+        """Run a query to its end. Raises what ended it."""
+        assert self.start(function or self.function(), rows).awaitTermination(120)
+
+    def sink(self, query: str) -> list[tuple[Any, ...]]:
+        with psycopg.connect(self.url) as connection:
+            return connection.execute(query.encode()).fetchall()
+
+    def seen(self) -> list[int]:
+        return [n for (n,) in self.sink("SELECT n FROM seen ORDER BY n")]
+
+    def left(self) -> list[tuple[Any, ...]]:
+        """The staging tables."""
+        return self.sink("SELECT relname FROM pg_class WHERE relname LIKE 'staged%'")
+
+
+@pytest.fixture
+def stream(spark, outbox_postgres, tmp_path) -> Stream:
+    return Stream(spark, outbox_postgres.url, tmp_path)
+
+
+def test_batches_are_applied_and_counted(stream):
+    for _ in range(3):
+        stream.add()
+    stream.run()
+    assert stream.seen() == list(range(9))
+    assert stream.sink("SELECT grp, batch_id, applied, duplicates FROM consumer.checkpoints") == [("numbers", 2, 9, 0)]
+    stream.add()
+    stream.run()
+    assert stream.seen() == list(range(12))
+    assert stream.left() == []
+
+
+def test_a_batch_that_is_there_is_not_applied_again(stream):
+    function = stream.function()
+
+    def twice(rows: Any, batch_id: int) -> None:
+        function(rows, batch_id)
+        function(rows, batch_id)
+
+    stream.add()
+    stream.add()
+    stream.run(twice)
+    assert stream.seen() == list(range(6))
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_an_error_before_or_after_commit_and_a_restart(stream, when):
+    stream.add()
+    stream.run()
+
+    def ended(rows: Any, batch_id: int) -> None:
+        if when == "after":
+            stream.function()(rows, batch_id)
+        else:
+            # The effect is done, and the transaction is not: the number has moved with it, or neither has.
+            def effect(cursor: psycopg.Cursor[Any], _: Any) -> None:
+                cursor.execute(EFFECT)
+                raise Stopped
+
+            with pytest.raises(EffectFailed, match="Stopped"):
+                stream.function(ConsumerJob("numbers", effect=effect))(rows, batch_id)
+        raise Stopped
+
+    stream.add()
+    with pytest.raises(StreamingQueryException, match="Stopped"):
+        stream.run(ended)
+    assert stream.seen() == list(range(6 if when == "after" else 3))
+    stream.add()
+    stream.run()
+    assert stream.seen() == list(range(9))
+    assert stream.left() == []
+
+
+def test_without_the_compare_and_swap_a_batch_is_there_twice(stream, monkeypatch):
+    """The mutation that the tests above are there for."""
+    monkeypatch.setattr(streaming, "decide", lambda *_, **__: "apply")
+    monkeypatch.setattr(streaming, "_SWAP", streaming._SWAP.partition(" WHERE (c.query_id")[0])
+    stream.add()
+
+    def ended(rows: Any, batch_id: int) -> None:
+        stream.function()(rows, batch_id)
+        raise Stopped
+
+    with pytest.raises(StreamingQueryException, match="Stopped"):
+        stream.run(ended)
+    stream.run()
+    assert stream.seen() == [0, 0, 1, 1, 2, 2]
+
+
+def test_a_lost_answer_to_commit(stream, monkeypatch):
+    """The sink has committed, the driver has an error: the next try finds the batch there."""
+    real = streaming.task.transaction
+    lost = []
+
+    class Losing:
+        def __init__(self, *arguments: Any) -> None:
+            self.inner = real(*arguments)
+
+        def __enter__(self) -> Any:
+            return self.inner.__enter__()
+
+        def __exit__(self, *error: object) -> Any:
+            self.inner.__exit__(*error)
+            if error[0] is None and not lost:
+                lost.append(1)
+                raise psycopg.OperationalError("server closed the connection unexpectedly")
+
+    monkeypatch.setattr(streaming.task, "transaction", Losing)
+    stream.add()
+    stream.run()
+    assert lost == [1]
+    assert stream.seen() == [0, 1, 2]
+
+
+def test_a_lost_checkpoint_is_refused(stream):
+    stream.add()
+    stream.run()
+    shutil.rmtree(stream.checkpoint)
+    function = stream.function()
+    with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*a new one"):
+        stream.run(function)
+    assert stream.seen() == [0, 1, 2]
+    conflict = function.exception()
+    assert isinstance(conflict, CheckpointConflict)
+    # Whoever has cleared the sink says so, of the state as it is now.
+    with psycopg.connect(stream.url) as connection:
+        connection.execute("TRUNCATE seen")
+    stream.run(stream.function(accept=conflict.state))
+    assert stream.seen() == [0, 1, 2]
+    ((what, details),) = stream.sink("SELECT what, details->>'instead of' FROM consumer.audit")
+    assert (what, details) == ("checkpoint accepted", conflict.state)
+    # It was true once.
+    shutil.rmtree(stream.checkpoint)
+    with pytest.raises(StreamingQueryException, match="CheckpointConflict"):
+        stream.run(stream.function(accept=conflict.state))
+
+
+def test_an_older_checkpoint_is_refused(stream, tmp_path):
+    stream.add()
+    stream.run()
+    shutil.copytree(stream.checkpoint, tmp_path / "older")
+    stream.add()
+    stream.run()
+    stream.add()
+    shutil.rmtree(stream.checkpoint)
+    shutil.copytree(tmp_path / "older", stream.checkpoint)
+    # Batch 1 again by its number, and by its place in the source; but Spark has planned it anew.
+    with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*older copy"):
+        stream.run()
+    assert stream.seen() == list(range(6))
+
+
+def test_a_sink_that_was_put_back_is_refused(stream):
+    stream.add()
+    stream.run()
+    (stored,) = stream.sink("SELECT query_id, batch_id, content FROM consumer.checkpoints")
+    for _ in range(2):
+        stream.add()
+    stream.run()
+    with psycopg.connect(stream.url) as connection:
+        connection.execute("UPDATE consumer.checkpoints SET query_id = %s, batch_id = %s, content = %s", stored)
+    stream.add()
+    with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*put back"):
+        stream.run()
+    assert stream.seen() == list(range(9))
+
+
+def with_ids(rows: Any) -> Any:
+    return rows.withColumn("message_id", F.concat(F.lit("00000000-0000-8000-8000-"), F.lpad(F.col("n"), 12, "0")))
+
+
+def test_rows_with_ids_are_known_when_checkpoints_are_lost_or_old(stream, tmp_path):
+    def run() -> None:
+        stream.run(stream.function(from_beginning=True), with_ids(stream.rows()))
+
+    stream.add()
+    run()
+    shutil.copytree(stream.checkpoint, tmp_path / "older")
+    stream.add()
+    run()
+    shutil.rmtree(stream.checkpoint)
+    stream.add()
+    run()
+    assert stream.seen() == list(range(9))
+    assert stream.sink("SELECT applied, duplicates FROM consumer.checkpoints") == [(9, 6)]
+    shutil.rmtree(stream.checkpoint)
+    shutil.copytree(tmp_path / "older", stream.checkpoint)
+    with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*a new one"):
+        run()
+    # Of one query, an older one.
+    shutil.rmtree(stream.checkpoint)
+    run()
+    shutil.copytree(stream.checkpoint, tmp_path / "middle")
+    stream.add()
+    run()
+    shutil.rmtree(stream.checkpoint)
+    shutil.copytree(tmp_path / "middle", stream.checkpoint)
+    stream.add()
+    run()
+    assert stream.seen() == list(range(15))
+
+
+def test_an_id_twice_in_a_batch_counts_once(stream):
+    stream.add(4)
+    rows = with_ids(stream.rows()).withColumn("n", F.explode(F.array(F.col("n"), F.col("n") + 100)))
+    stream.run(rows=rows)
+    assert stream.seen() == [0, 1, 2, 3]
+    assert stream.sink("SELECT applied, duplicates FROM consumer.checkpoints") == [(4, 4)]
+
+
+def test_rows_with_ids_need_one_each(stream):
+    stream.add()
+    rows = stream.rows().withColumn("message_id", F.lit(None).cast("string"))
+    with pytest.raises(StreamingQueryException, match="message_id is NULL"):
+        stream.run(rows=rows)
+    assert stream.sink("SELECT count(*) FROM consumer.checkpoints") == [(0,)]
+
+
+def test_the_younger_of_two_queries_goes_on(stream):
+    """Another driver takes the group over while a batch of this one is between its first look and its transaction."""
+    taken: list[int] = []
+
+    def transform(rows: Any) -> Any:
+        # Before this the number was looked at; the rows are staged, and the transaction comes, after it.
+        if taken == [1]:
+            taken.append(stream.function()._store.take_over())
+        return rows
+
+    older = stream.function(replace(JOB, transform=transform))
+    stream.add()
+    stream.add()
+
+    def first(rows: Any, batch_id: int) -> None:
+        older(rows, batch_id)
+        taken.append(batch_id + 1)
+
+    with pytest.raises(StreamingQueryException, match="Fenced: group numbers was taken over from generation 1"):
+        stream.run(first)
+    assert taken == [1, 2]
+    assert isinstance(older.exception(), Fenced)
+    assert stream.seen() == [0, 1, 2]
+    assert stream.left() == []
+    # A query that is started again takes the group over itself.
+    stream.run(older)
+    assert stream.seen() == list(range(6))
+
+
+def test_a_take_over_between_staging_and_the_transaction(stream, monkeypatch):
+    """The rows are staged, and the group is another's: nothing of them is applied."""
+    real = streaming._stage_all
+
+    def staged(*arguments: Any) -> Any:
+        found = real(*arguments)
+        stream.function()._store.take_over()
+        return found
+
+    monkeypatch.setattr(streaming, "_stage_all", staged)
+    stream.add()
+    with pytest.raises(StreamingQueryException, match="Fenced"):
+        stream.run()
+    assert stream.seen() == []
+    assert stream.sink("SELECT count(*) FROM consumer.checkpoints") == [(0,)]
+    assert stream.left() == []
+
+
+def test_a_query_of_another_checkpoint_does_not_end_the_one_that_runs(stream, tmp_path):
+    stream.add()
+    function = stream.function()
+    stream.run(function)
+    other = Stream.__new__(Stream)
+    other.__dict__.update(stream.__dict__, checkpoint=tmp_path / "other")
+    with pytest.raises(StreamingQueryException, match="CheckpointConflict"):
+        other.run()
+    assert stream.sink("SELECT generation FROM consumer.groups") == [(1,)]
+
+
+def test_many_rows_in_a_batch_in_their_order(stream):
+    """The order is the stream's own: of each key the last row counts, which nothing else says."""
+    stream.add(25_001)
+    stream.add(1)
+    setup = SEEN + "; CREATE TABLE IF NOT EXISTS told (at bigint GENERATED ALWAYS AS IDENTITY, n bigint, kind text)"
+
+    def effect(cursor: psycopg.Cursor[Any], rows: Any) -> None:
+        numbers = rows.column("n").to_pylist()
+        cursor.executemany("INSERT INTO seen VALUES (%s)", [(n,) for n in numbers])
+        cursor.execute("INSERT INTO told (n, kind) VALUES (%s, %s)", (len(numbers), str(rows.schema.field("at").type)))
+        assert numbers == sorted(numbers)
+
+    rows = stream.rows().withColumn("at", F.timestamp_seconds("n"))
+    stream.run(stream.function(ConsumerJob("many", effect=effect, setup=setup)), rows)
+    assert stream.seen() == list(range(25_002))
+    assert stream.sink("SELECT n, kind FROM told ORDER BY at") == [
+        (25_001, "timestamp[us, tz=UTC]"),
+        (1, "timestamp[us, tz=UTC]"),
+    ]
+
+
+def test_insert_and_upsert_take_the_streams_columns(stream):
+    setup = (
+        "CREATE TABLE IF NOT EXISTS log (n int, name text, detail jsonb);"
+        "CREATE TABLE IF NOT EXISTS latest (name text PRIMARY KEY, n int)"
+    )
+    rows = stream.rows().select(
+        "n", F.format_string("k%d", F.col("n") % 2).alias("name"), F.struct("n").alias("detail")
+    )
+    stream.add(5)
+    stream.run(stream.function(ConsumerJob("log", effect=Insert("log"), setup=setup)), rows)
+    assert stream.sink("SELECT n, name, detail->>'n' FROM log ORDER BY n") == [
+        (n, f"k{n % 2}", str(n)) for n in range(5)
+    ]
+    stream.checkpoint = stream.checkpoint.with_name("second")
+    job = ConsumerJob("latest", effect=Upsert("latest", ["name"], ["name", "n"], version="n"), setup=setup)
+    stream.run(stream.function(job), rows)
+    assert stream.sink("SELECT name, n FROM latest ORDER BY name") == [("k0", 4), ("k1", 3)]
+
+
+def test_a_row_that_the_sink_refuses_ends_the_query_before_its_batch(stream):
+    job = ConsumerJob("numbers", effect=EFFECT, setup="CREATE TABLE IF NOT EXISTS seen (n bigint CHECK (n <> 4))")
+    stream.add()
+    stream.add()
+    stream.add()
+    function = stream.function(job)
+    with pytest.raises(StreamingQueryException, match="seen_n_check"):
+        stream.run(function)
+    assert isinstance(function.exception(), EffectFailed)
+    assert stream.seen() == [0, 1, 2]
+    with psycopg.connect(stream.url) as connection:
+        connection.execute("ALTER TABLE seen DROP CONSTRAINT seen_n_check")
+    stream.run()
+    assert stream.seen() == list(range(9))
+
+
+def test_a_value_that_no_column_takes(stream):
+    stream.add()
+    rows = stream.rows().withColumn("text", F.lit("a\0b"))
+    function = stream.function()
+    with pytest.raises(StreamingQueryException, match="can't be staged"):
+        stream.run(function, rows)
+    assert isinstance(function.exception(), EffectFailed)
+    assert stream.left() == []
+
+
+def test_batches_without_rows_are_batches(stream):
+    """A filter leaves nothing of the second one: the third follows it all the same."""
+    for _ in range(3):
+        stream.add()
+    stream.run(rows=stream.rows().filter("n NOT BETWEEN 3 AND 5"))
+    assert stream.seen() == [0, 1, 2, 6, 7, 8]
+    assert stream.sink("SELECT batch_id FROM consumer.checkpoints") == [(2,)]
+
+
+def test_a_session_that_the_server_ends_is_another_try(stream):
+    stream.add()
+    function = stream.function()
+    ended = []
+
+    def effect(cursor: psycopg.Cursor[Any], rows: Any) -> None:
+        cursor.executemany("INSERT INTO seen VALUES (%s)", [(n,) for n in rows.column("n").to_pylist()])
+        if not ended:
+            ended.append(1)
+            with psycopg.connect(stream.url) as connection:
+                connection.execute(
+                    sql.SQL("SELECT pg_terminate_backend({})").format(cursor.connection.info.backend_pid)
+                )
+            cursor.execute("SELECT 1")
+
+    function = stream.function(ConsumerJob("numbers", effect=effect, setup=SEEN))
+    stream.run(function)
+    assert (ended, stream.seen()) == ([1], [0, 1, 2])
+
+
+def test_the_rate_source_and_a_users_session_settings(stream):
+    """Any source; and neither time zone nor job group of the query are others afterwards."""
+    found = []
+    function = stream.function(ConsumerJob("rate", effect="INSERT INTO seen SELECT value FROM batch", setup=SEEN))
+
+    def around(rows: Any, batch_id: int) -> None:
+        context = rows.sparkSession.sparkContext
+        names = ("spark.jobGroup.id", "spark.job.description", "spark.job.interruptOnCancel")
+        before = [context.getLocalProperty(name) for name in names]
+        zone = rows.sparkSession.conf.get("spark.sql.session.timeZone")
+        function(rows, batch_id)
+        after = [context.getLocalProperty(name) for name in names]
+        found.append((zone, rows.sparkSession.conf.get("spark.sql.session.timeZone"), before == after))
+        done.set()
+
+    done = threading.Event()
+    session = stream.spark.newSession()
+    session.conf.set("spark.sql.session.timeZone", "America/New_York")
+    rows = session.readStream.format("rate").option("rowsPerSecond", 100).load()
+    writing = rows.writeStream.foreachBatch(around).option("checkpointLocation", str(stream.checkpoint))
+    query = writing.start()
+    try:
+        assert done.wait(120)
+    finally:
+        query.stop()
+    assert set(found) == {("America/New_York", "America/New_York", True)}
+    numbers = stream.seen()
+    assert numbers == list(range(len(numbers)))
+
+
+def test_outside_of_a_query_there_is_no_batch(stream):
+    with pytest.raises(JobError, match="no query is running here"):
+        stream.function()(stream.spark.range(3).withColumnRenamed("id", "n"), 0)
+
+
+KILLED = """
+import os, signal, sys
+from spark_jobs import ConsumerJob, exactly_once
+from spark_jobs.session import start
+
+source, checkpoint, when = sys.argv[1:]
+spark = start("killed")
+
+def effect(cursor, rows):
+    cursor.executemany("INSERT INTO seen VALUES (%s)", [(n,) for n in rows.column("n").to_pylist()])
+    if when == "before":
+        os.kill(os.getpid(), signal.SIGKILL)
+
+function = exactly_once(ConsumerJob("numbers", effect=effect))
+
+def around(rows, batch_id):
+    function(rows, batch_id)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+rows = spark.readStream.schema("n long").option("maxFilesPerTrigger", 1).csv(source)
+rows.writeStream.foreachBatch(around).option("checkpointLocation", checkpoint).start().awaitTermination()
+"""
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_driver_that_is_killed_before_or_after_commit(stream, when):
+    stream.add()
+    stream.run()
+    stream.add()
+    root = Path(__file__).parents[2]
+    paths = [str(root), os.environ.get("PYTHONPATH", "")]
+    ended = subprocess.run(
+        [sys.executable, "-c", KILLED, str(stream.source), str(stream.checkpoint), when],
+        env=os.environ | {"OUTBOX_DATABASE_URL": stream.url, "PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=180,
+        check=False,
+    )
+    assert ended.returncode == -signal.SIGKILL, ended.stderr[-3000:]
+    # The server may see a moment later that nobody is there.
+    idle = "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE 'outbox driver numbers' AND pid IN "
+    wait_until(
+        lambda: stream.sink(idle + "(SELECT pid FROM pg_locks WHERE relation = 'seen'::regclass)") == [(0,)],
+        60,
+        "the transaction's end",
+    )
+    assert stream.seen() == list(range(6 if when == "after" else 3))
+    stream.add()
+    stream.run()
+    assert stream.seen() == list(range(9))
+    assert stream.left() == []
+
+
+def test_sparks_own_kafka_source_with_repeats(bench, tmp_path):
+    """Batches of many messages, some sent twice; of each key the latest message counts, as the columns say."""
+    count, most = 52_000, 26_000
+    producer = bench.producer(**{"linger.ms": 50})
+    repeated = []
+    for n in range(count):
+        message = (json.dumps({"n": n}).encode(), f"k{n % 10}".encode(), [("ce_id", str(uuid7()).encode())])
+        repeated += [(n, message)] if n % 1000 == 0 else []
+        value, key, headers = message
+        producer.produce(bench.topic, value, key, headers=headers, partition=n % 2)
+        producer.poll(0)
+    for n, (value, key, headers) in repeated:
+        producer.produce(bench.topic, value, key, headers=headers, partition=n % 2)
+    assert producer.flush(60) == 0
+    read = bench.spark.readStream.format("kafka").options(
+        **{
+            "kafka.bootstrap.servers": bench.topics.bootstrap_servers,
+            "subscribe": bench.topic,
+            "startingOffsets": "earliest",
+            "includeHeaders": "true",
+            "maxOffsetsPerTrigger": str(most),
+        }
+    )
+    rows = read.load().select(
+        F.from_json(F.col("value").cast("string"), "n long").n.alias("n"),
+        F.expr("CAST(filter(headers, h -> h.key = 'ce_id')[0].value AS STRING)").alias("message_id"),
+        F.col("key").cast("string").alias("message_key"),
+        F.col("topic").alias("message_topic"),
+        F.col("partition").alias("message_part"),
+        F.col("offset").alias("message_offset"),
+        F.col("value").isNull().alias("message_tombstone"),
+    )
+    stream = Stream(bench.spark, bench.database.url, tmp_path)
+    setup = "CREATE TABLE IF NOT EXISTS latest (k text PRIMARY KEY, n int)"
+    job = ConsumerJob("kafka", effect=Upsert("latest", ["k"], {"k": "message_key", "n": "n"}), setup=setup)
+    stream.run(stream.function(job), rows)
+    assert stream.sink("SELECT k, n FROM latest ORDER BY k") == [(f"k{n}", count - 10 + n) for n in range(10)]
+    assert stream.sink("SELECT batch_id, applied, duplicates FROM consumer.checkpoints") == [(2, count, len(repeated))]
+    assert stream.sink("SELECT count(*) FROM consumer.processed_messages") == [(count,)]
+
+
+def test_an_error_of_sparks_is_told_in_a_line(stream):
+    """Spark's own text of an error in a job has pages; the cause is in the function's exception()."""
+    broken = F.udf(lambda n: n // 0, "long")
+    stream.add()
+    function = stream.function()
+    with pytest.raises(StreamingQueryException, match=r"EffectFailed.*ZeroDivisionError") as caught:
+        stream.run(function, stream.rows().withColumn("n", broken("n")))
+    assert len(str(caught.value)) < 4_000
+    assert isinstance(function.exception(), EffectFailed)
+    assert function.exception().__cause__ is not None

@@ -1,0 +1,116 @@
+"""Which batch of a stream follows what the sink has, and which can't be known to."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from spark_jobs.errors import CheckpointConflict, JobError
+from spark_jobs.job import ConsumerJob
+from spark_jobs.streaming import NOTHING, Batch, ExactlyOnce, Stored, content_of, decide
+
+HERE = Stored("q", 5, "five")
+
+
+def batch(number: int, content: str, before: str | None, query: str = "q") -> Batch:
+    return Batch(query, "run", number, content, before)
+
+
+def decided(stored: Stored | None, one: Batch, **given: object) -> str:
+    options = {"accept": None, "ids": False, "from_beginning": False} | given
+    return decide("g", stored, one, **options)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("stored", "one"),
+    [(None, batch(0, "zero", None)), (HERE, batch(6, "six", "five"))],
+    ids=["the first", "the next"],
+)
+def test_what_follows_is_applied(stored, one):
+    assert decided(stored, one) == "apply"
+
+
+def test_what_is_there_is_not_applied_again():
+    assert decided(HERE, batch(5, "five", "four")) == "applied"
+    # Whatever else is declared.
+    assert decided(HERE, batch(5, "five", None), accept=HERE.state, ids=True, from_beginning=True) == "applied"
+
+
+@pytest.mark.parametrize(
+    ("stored", "one", "why"),
+    [
+        (None, batch(1, "one", "zero"), "nothing shows whether"),
+        (HERE, batch(0, "zero", None, "another"), "a new one"),
+        (HERE, batch(6, "six", "five", "another"), "a new one"),
+        (HERE, batch(5, "other", "four"), "an older copy"),
+        (HERE, batch(3, "three", "two"), "an older copy"),
+        (HERE, batch(0, "zero", None), "an older copy"),
+        (HERE, batch(6, "six", "other"), "went on elsewhere"),
+        (HERE, batch(6, "six", None), "went on elsewhere"),
+        (HERE, batch(7, "seven", "six"), "put back"),
+    ],
+)
+def test_what_can_not_be_known_is_refused_until_it_is_accepted(stored, one, why):
+    with pytest.raises(CheckpointConflict, match=why) as caught:
+        decided(stored, one)
+    state = caught.value.state
+    assert state == (NOTHING if stored is None else "q/5/five")
+    assert repr(state) in str(caught.value)
+    assert decided(stored, one, accept=state) == "accepted"
+    # It was said of another state.
+    with pytest.raises(CheckpointConflict):
+        decided(stored, one, accept="q/4/four")
+
+
+def test_with_ids_an_older_checkpoint_repeats_what_is_known_and_leaves_nothing_out():
+    for number in (0, 3, 5):
+        assert decided(HERE, batch(number, "x", "y"), ids=True) == "apply"
+    # Something is missing in these, which ids do not bring back.
+    for one in (batch(6, "six", "other"), batch(7, "seven", "six")):
+        with pytest.raises(CheckpointConflict):
+            decided(HERE, one, ids=True, from_beginning=True)
+
+
+def test_with_ids_a_new_checkpoint_has_to_begin_at_the_beginning():
+    new = batch(0, "zero", None, "another")
+    with pytest.raises(CheckpointConflict):
+        decided(HERE, new, ids=True)
+    with pytest.raises(CheckpointConflict):
+        decided(HERE, new, from_beginning=True)
+    assert decided(HERE, new, ids=True, from_beginning=True) == "apply"
+    with pytest.raises(CheckpointConflict):
+        decided(HERE, batch(1, "one", "zero", "another"), ids=True, from_beginning=True)
+
+
+def plan(planned_at: int, *offsets: str, **more: object) -> str:
+    return "\n".join(["v1", json.dumps({"batchWatermarkMs": 0, "batchTimestampMs": planned_at} | more), *offsets])
+
+
+def test_a_plan_is_when_it_was_made_and_where_the_sources_end():
+    same = content_of(plan(1, '{"t":{"0":1,"1":2}}', "7"))
+    assert content_of(plan(1, '{"t":{"1":2,"0":1}}', "7", conf={"a": "b"})) == same
+    others = [
+        plan(2, '{"t":{"0":1,"1":2}}', "7"),
+        plan(1, '{"t":{"0":1,"1":3}}', "7"),
+        plan(1, '{"t":{"0":1,"1":2}}'),
+        plan(1, "7", '{"t":{"0":1,"1":2}}'),
+        plan(1, '{"t":{"0":1,"1":2}}', "-"),
+    ]
+    assert len({same, *map(content_of, others)}) == 1 + len(others)
+
+
+@pytest.mark.parametrize("text", ["v9\n", "v1\n{}\n7", "v1\n[]\n7", "", "v1\nnot json\n"])
+def test_an_unknown_form_of_the_log_is_no_proof(text):
+    with pytest.raises(JobError, match="not known"):
+        content_of(text)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("schema", "a int"), ("types", ["a"]), ("keep_order", True), ("start", "latest")],
+)
+def test_what_is_about_messages_of_kafka_is_refused(name, value):
+    job = ConsumerJob("g", effect="SELECT 1", **{name: value})
+    with pytest.raises(JobError, match=f"{name}: has no meaning"):
+        ExactlyOnce(job, "postgresql://h/d", "consumer", 14, accept=None, from_beginning=False, patience=1)
