@@ -595,6 +595,26 @@ def test_a_payload_may_have_any_name_that_is_not_refused(sink: Sink) -> None:
     assert outcomes(lines(sink, rows, names, effect=effect)) == [(1, "failed")]
 
 
+def test_a_function_is_given_what_came_in_and_its_places_are_not_asked_for(
+    sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """25,000 rows are one Arrow table, and nothing else in Python; only of repeats is looked which they are."""
+    given: list[pa.Table] = []
+    asked: list[int] = []
+    places = applying.Applying.places
+    monkeypatch.setattr(applying.Applying, "places", lambda self: asked.append(1) or places(self))
+    messages = [(event_id(n), n) for n in range(25_000)]
+
+    def effect(_: object, rows: pa.Table) -> None:
+        given.append(rows)
+
+    assert sink.apply(messages, effect=effect)["fresh"] == 25_000
+    assert (given[0]["n"].to_pylist(), asked) == (list(range(25_000)), [])
+    again = [*messages[:10], (event_id(25_000), 25_000), *messages[10:]]
+    assert sink.apply(again, start=25_000, effect=effect)["fresh"] == 1
+    assert (given[1]["n"].to_pylist(), asked) == ([25_000], [1])
+
+
 def commit(cursor: psycopg.Cursor[Any], _: object) -> None:
     cursor.execute(EFFECT)
     cursor.execute("COMMIT")
