@@ -495,9 +495,12 @@ def test_a_text_that_postgres_has_not_is_found_in_any_column(sink: Sink) -> None
     )
     found: list[Culprit] = []
     texts = [name for name, kind in applying.textual(columns).items() if kind == "text" and name in batch.schema.names]
-    (left,) = applying.without_unfit([batch], texts, found)
+    (left,) = applying.without_unfit([batch], texts, found, max_dead=2)
     assert left.column("message_offset").to_pylist() == [0]
     assert sorted(culprit.place[2] for culprit in found) == [1, 2]
+    # Where they are more than may be put aside, one more is enough.
+    with pytest.raises(applying.Culprits, match=r"^1 messages can't be applied"):
+        list(applying.without_unfit([batch], texts, [], max_dead=0))
 
 
 def test_a_version_that_is_none_costs_one_message_and_9_is_less_than_10(sink: Sink) -> None:
