@@ -284,7 +284,7 @@ def test_the_answer_to_a_commit_is_lost(bench, lost_commit, strategy, who):
     assert sum(bench.positions().values()) == 16
     assert bench.rows("SELECT sum(applied)::int, sum(duplicates)::int FROM consumer.offsets") == [(16, 0)]
     waited = [text for text, _ in bench.reports if text == "waiting for a server"]
-    # Both ranges were tried, though the first had failed: one wait is for both. Their figures went with the answers, and
+    # Both ranges were tried, though the first had failed: one wait is for both. Their figures went with the answers;
     # those in the database count.
     assert waited == ["waiting for a server"]
     if strategy == "adding":
