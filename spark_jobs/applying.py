@@ -402,7 +402,8 @@ class Applying:
         if not self._kept:
             return read_rows(self._cursor, self._columns, sql.SQL("batch"), sql.SQL("ctid"))
         table = pa.Table.from_batches(self._kept)
-        if not self.placed:
+        if not self.placed or self.count() == table.num_rows:
+            # Nearly always all of them; and of hundreds of thousands Python would make as many tuples.
             return table
         left = self.places()
         if len(left) < table.num_rows:

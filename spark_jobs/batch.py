@@ -21,8 +21,9 @@
 
 A table for each round, because rows that were deleted stay until VACUUM has seen them, which it can't while somebody's
 old transaction is open: then each round would read past those of all rounds before. A table takes some 30 rows of the
-catalogs instead, as the temporary table ``batch`` of any transaction does, and autovacuum keeps up with these. It is
-made in a transaction that holds the group's row, so a driver that was superseded can't leave one behind its successor.
+catalogs instead, as the temporary table ``batch`` of any transaction does, and autovacuum keeps up with these. The
+first is made in a transaction that holds the group's row, the second while the round's transaction holds the offsets',
+so a driver that is superseded leaves none that its successor does not find.
 """
 
 from __future__ import annotations
@@ -170,7 +171,7 @@ class BatchRounds(Rounds):
         first, columns = spark.copyable(first)
         most = max(self._job.max_dead, len(retried))
         with stopping("the round"):
-            staged = self._stage(first, columns, generation, self._job.strategy.required, most)
+            staged = self._stage(first, columns, generation, self._job.strategy.required, most, ask=True)
         plan = self._plan(span, state, generation, {} if shuffled else columns)
         plan = replace(plan, columns=columns, max_dead=most)
         name = f"outbox driver {self._job.group}"
@@ -210,7 +211,7 @@ class BatchRounds(Rounds):
     def _transformed(self, cursor: psycopg.Cursor[Any], rows: DataFrame, plan: TaskPlan, generation: int) -> Applying:
         """Run the transform over what is fresh, and put its result in the place of the messages."""
         result, columns = spark.copyable(spark.shaped(spark.decoded(rows, self._job), self._job))
-        staged = self._stage(result, columns, generation, (), plan.max_dead)
+        staged = self._stage(result, columns, generation, (), plan.max_dead, ask=False)
         upsert = self._job.effect if isinstance(self._job.effect, Upsert) else None
         if upsert:
             upsert.note(cursor)
@@ -259,11 +260,19 @@ class BatchRounds(Rounds):
             )
 
     def _stage(
-        self, rows: DataFrame, columns: Mapping[str, str], generation: int, required: tuple[str, ...], max_dead: int
+        self,
+        rows: DataFrame,
+        columns: Mapping[str, str],
+        generation: int,
+        required: tuple[str, ...],
+        max_dead: int,
+        *,
+        ask: bool,
     ) -> _Staged:
         """Stage rows. Raises Culprits for messages, and Broken for rows of no one message, that can't be applied.
 
-        Raises Fenced when the group is somebody else's now.
+        ask  make no table when the group is somebody else's now: Fenced. Not to be asked, from this other session,
+             while the round's transaction has the offsets: who takes the group over has its row, and waits for them.
         """
         table = f"{self._stem()}_{generation}_{uuid.uuid4().hex[:12]}"
         fields = sql.SQL(", ").join(
@@ -273,7 +282,8 @@ class BatchRounds(Rounds):
         # Before it is there: where COMMIT gets no answer, it may be.
         self._made.append(named)
         with self._store.transaction() as connection:
-            self._store.require(connection, generation)
+            if ask:
+                self._store.require(connection, generation)
             connection.execute(
                 sql.SQL(
                     "CREATE UNLOGGED TABLE {} ({}, outbox_batch_staged_by text, outbox_batch_staged_at bigint)"

@@ -8,6 +8,7 @@ call is under way. Errors of the database pass through as psycopg raises them.
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
@@ -38,6 +39,38 @@ SELECT *, response IS NOT NULL AS known, attempts - budget_from AS used,
            AND earlier.order_key = due.order_key AND earlier.id < due.id))
  ORDER BY next_attempt_at, id LIMIT %(most)s
    FOR UPDATE OF due SKIP LOCKED"""
+# What waits behind a stuck one waits for a person, and would stand in front of all that is due until then: each claim
+# would look at it again. The stuck one is locked, so who releases it comes before this, or after it and sees it. For an
+# hour, should it be released by a version that knows nothing of this.
+_PUT_BACK: Final = """
+WITH due AS MATERIALIZED (
+    SELECT message_id, order_key, id FROM {reservations}
+     WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'calling', 'cancelling')
+       AND next_attempt_at <= now()
+       AND EXISTS (SELECT FROM {reservations} WHERE grp = %(grp)s AND name = %(name)s AND state = 'stuck')
+     ORDER BY next_attempt_at, id LIMIT %(most)s),
+behind AS MATERIALIZED (
+    SELECT due.message_id FROM due, LATERAL (
+        SELECT 1 FROM {reservations} AS stuck
+         WHERE stuck.grp = %(grp)s AND stuck.name = %(name)s AND stuck.settled_at IS NULL AND stuck.state = 'stuck'
+           AND hashtextextended(stuck.order_key, 0) = hashtextextended(due.order_key, 0)
+           AND stuck.order_key = due.order_key AND stuck.id < due.id
+         LIMIT 1 FOR SHARE SKIP LOCKED) AS earlier),
+mine AS MATERIALIZED (
+    SELECT message_id FROM {reservations} AS waiting JOIN behind USING (message_id)
+     WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'cancelling') AND next_attempt_at <= now()
+       FOR UPDATE OF waiting SKIP LOCKED)
+UPDATE {reservations} AS waiting SET next_attempt_at = now() + interval '1 hour' FROM mine
+ WHERE waiting.grp = %(grp)s AND waiting.name = %(name)s AND waiting.message_id = mine.message_id"""
+# A statement of its own: it has to see what was put back before the released one could be locked.
+_RELEASE: Final = """
+UPDATE {reservations} AS waiting SET next_attempt_at = now()
+  FROM unnest(%(grps)s::text[], %(names)s::text[], %(keys)s::text[], %(ids)s::bigint[])
+       AS released (grp, name, order_key, id)
+ WHERE waiting.grp = released.grp AND waiting.name = released.name AND waiting.settled_at IS NULL
+   AND hashtextextended(waiting.order_key, 0) = hashtextextended(released.order_key, 0)
+   AND waiting.order_key = released.order_key AND waiting.id > released.id
+   AND waiting.state IN ('reserved', 'cancelling') AND waiting.next_attempt_at > now()"""
 _NOW: Final = """
 SELECT *, response IS NOT NULL AS known, attempts - budget_from AS used,
        coalesce(key_until <= now(), false) AS expired
@@ -72,7 +105,8 @@ SELECT extract(epoch FROM next_attempt_at - now())::float8
  WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'calling', 'cancelling')
    AND NOT EXISTS (
         SELECT 1 FROM {reservations} AS stuck
-         WHERE stuck.grp = due.grp AND stuck.name = due.name AND stuck.state = 'stuck'
+         WHERE stuck.grp = due.grp AND stuck.name = due.name AND stuck.state = 'stuck' AND stuck.settled_at IS NULL
+           AND hashtextextended(stuck.order_key, 0) = hashtextextended(due.order_key, 0)
            AND stuck.order_key = due.order_key AND stuck.id < due.id)
  ORDER BY next_attempt_at, id LIMIT 1"""
 _LIST: Final = """
@@ -96,13 +130,13 @@ UPDATE {reservations}
        next_attempt_at = now(), unsure = unsure AND NOT %(not_done)s,
        key_until = CASE WHEN %(not_done)s THEN NULL ELSE key_until END
 {chosen} AND state = 'stuck'
-RETURNING message_id"""
+RETURNING message_id, grp, name, order_key, id"""
 _CANCEL: Final = """
 UPDATE {reservations}
    SET state = 'cancelling', taking_back = true, unsure = unsure OR response IS NOT NULL, budget_from = attempts,
        key_until = NULL, next_attempt_at = now(), last_error = %(why)s
 {chosen} AND state IN ('reserved', 'stuck') AND NOT taking_back
-RETURNING message_id"""
+RETURNING message_id, grp, name, order_key, id"""
 _FORGET: Final = """
 DELETE FROM {reservations}
 {chosen} AND settled_at < now() - make_interval(days => %(days)s) AND conflict IS NULL"""
@@ -110,6 +144,9 @@ _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%(what)s, %(wh
 
 OPEN: Final = ("reserved", "calling", "cancelling")
 _LONGEST_ERROR: Final = 2000
+_LOOK_SECONDS, _REST_SECONDS = 1.0, 60.0
+"""Between two looks for what waits behind stuck ones: as long as there is some, and when there was none."""
+_AT_ONCE: Final = 10_000
 
 SqlEffect = Callable[[psycopg.Cursor[Any]], None]
 
@@ -144,6 +181,7 @@ class Reservations:
         self._names = {table: sql.Identifier(schema, table) for table in ("reservations", "audit")}
         self._which = {"grp": group, "name": name}
         self._rules = rules
+        self._look_at = 0.0
 
     def claim(
         self,
@@ -160,6 +198,8 @@ class Reservations:
         """
         claims: list[Claim] = []
         stuck = 0
+        # Before anything is claimed: an error must not lose what was.
+        self._put_back(connection)
         with connection.transaction(), connection.cursor(row_factory=dict_row) as cursor:
             for row in self._run(cursor, _DUE, most=most, busy=list(busy), lease=lease).fetchall():
                 standing = _standing(row)
@@ -181,7 +221,18 @@ class Reservations:
                     key_seconds=key_seconds,
                 )
                 claims.append(_claim(row, step, row["attempts"] + 1))
+        if stuck:
+            self._look_at = 0.0
         return claims, stuck
+
+    def _put_back(self, connection: psycopg.Connection[Any]) -> None:
+        """Let what waits behind stuck ones wait where no claim looks at it, until these are released."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        with connection.transaction(), connection.cursor() as cursor:
+            put_back = self._run(cursor, _PUT_BACK, most=_AT_ONCE).rowcount
+        self._look_at = now + (_LOOK_SECONDS if put_back else _REST_SECONDS)
 
     def settle(
         self,
@@ -239,6 +290,7 @@ class Reservations:
                 if row is None or (row["state"] != "stuck" and row["conflict"] is None):
                     raise NoSuchReservation(f"{message_id}: neither stuck nor in conflict; see `outbox external list`")
                 self._write(cursor, message_id, change, None)
+                _release(cursor, self._names, [row])
                 cursor.execute(
                     sql.SQL(
                         "UPDATE {reservations} SET conflict = NULL "
@@ -286,6 +338,10 @@ class Reservations:
             if change is not None:
                 learnt = answer.said == "done" and step in {"call", "ask", "confirm"} and not change.taking_back
                 self._write(cursor, claim.message_id, change, _json(answer.response) if learnt else None)
+                if row["state"] == "stuck" != change.state:
+                    _release(cursor, self._names, [row])
+                elif change.state == "stuck":
+                    self._look_at = 0.0
         return change
 
     def _write(self, cursor: psycopg.Cursor[Any], message_id: UUID, change: Change, response: Jsonb | None) -> None:
@@ -364,9 +420,10 @@ class Desk:
 
     def _change(self, what: str, query: str, chosen: Chosen, why: str | None, **values: object) -> list[str]:
         statement = sql.SQL(query).format(**self._names, chosen=sql.SQL(_CHOSEN))
-        with self._connection.transaction(), self._connection.cursor() as cursor:
+        with self._connection.transaction(), self._connection.cursor(row_factory=dict_row) as cursor:
             found = cursor.execute(statement, _values(chosen) | values | {"why": why}).fetchall()
-            ids = sorted(str(row[0]) for row in found)
+            ids = sorted(str(row["message_id"]) for row in found)
+            _release(cursor, self._names, found)
             if ids:
                 details = {"grp": chosen.group, "name": chosen.name, "message_ids": ids}
                 _audit(cursor, self._names, what, why, details)
@@ -376,6 +433,17 @@ class Desk:
 def _values(chosen: Chosen) -> dict[str, object]:
     ids = None if chosen.message_ids is None else list(chosen.message_ids)
     return {"grp": chosen.group, "name": chosen.name, "ids": ids}
+
+
+def _release(
+    cursor: psycopg.Cursor[Any], names: Mapping[str, sql.Identifier], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Make due at once what waited behind these, which were stuck until now."""
+    ordered = [row for row in rows if row["order_key"] is not None]
+    if ordered:
+        columns = {"grps": "grp", "names": "name", "keys": "order_key", "ids": "id"}
+        values = {name: [row[column] for row in ordered] for name, column in columns.items()}
+        cursor.execute(sql.SQL(_RELEASE).format(**names), values)
 
 
 def _audit(

@@ -497,9 +497,12 @@ def test_a_text_that_postgres_has_not_is_found_in_any_column(sink: Sink) -> None
     )
     found: list[Culprit] = []
     texts = [name for name, kind in applying.textual(columns).items() if kind == "text" and name in batch.schema.names]
-    (left,) = applying.without_unfit([batch], texts, found)
+    (left,) = applying.without_unfit([batch], texts, found, max_dead=2)
     assert left.column("message_offset").to_pylist() == [0]
     assert sorted(culprit.place[2] for culprit in found) == [1, 2]
+    # Where they are more than may be put aside, one more is enough.
+    with pytest.raises(applying.Culprits, match=r"^1 messages can't be applied"):
+        list(applying.without_unfit([batch], texts, [], max_dead=0))
 
 
 def test_a_version_that_is_none_costs_one_message_and_9_is_less_than_10(sink: Sink) -> None:
@@ -595,6 +598,26 @@ def test_a_payload_may_have_any_name_that_is_not_refused(sink: Sink) -> None:
     del rows[2]
     assert outcomes(lines(sink, rows, names, effect=effect, lenient=lenient)) == [(1, "failed")]
     assert outcomes(lines(sink, rows, names, effect=effect)) == [(1, "failed")]
+
+
+def test_a_function_is_given_what_came_in_and_its_places_are_not_asked_for(
+    sink: Sink, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """25,000 rows are one Arrow table, and nothing else in Python; only of repeats is looked which they are."""
+    given: list[pa.Table] = []
+    asked: list[int] = []
+    places = applying.Applying.places
+    monkeypatch.setattr(applying.Applying, "places", lambda self: asked.append(1) or places(self))
+    messages = [(event_id(n), n) for n in range(25_000)]
+
+    def effect(_: object, rows: pa.Table) -> None:
+        given.append(rows)
+
+    assert sink.apply(messages, effect=effect)["fresh"] == 25_000
+    assert (given[0]["n"].to_pylist(), asked) == (list(range(25_000)), [])
+    again = [*messages[:10], (event_id(25_000), 25_000), *messages[10:]]
+    assert sink.apply(again, start=25_000, effect=effect)["fresh"] == 1
+    assert (given[1]["n"].to_pylist(), asked) == ([25_000], [1])
 
 
 def commit(cursor: psycopg.Cursor[Any], _: object) -> None:

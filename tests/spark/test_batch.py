@@ -12,6 +12,7 @@ import psycopg
 import pytest
 from bench import Bench
 from psycopg import sql
+from support import wait_until
 from uuid_utils.compat import uuid7
 
 from spark_jobs import batch, session
@@ -19,6 +20,7 @@ from spark_jobs.errors import EffectFailed, Fenced
 from spark_jobs.job import ConsumerJob
 from spark_jobs.planner import Range
 from spark_jobs.rounds import Span
+from spark_jobs.store import Store
 
 pytestmark = pytest.mark.spark
 
@@ -57,9 +59,9 @@ def plans(monkeypatch) -> list[int]:
     sizes: list[int] = []
     real = batch.BatchRounds._stage
 
-    def measured(self: Any, rows: Any, *arguments: Any) -> Any:
+    def measured(self: Any, rows: Any, *arguments: Any, **options: Any) -> Any:
         sizes.append(len(rows._jdf.queryExecution().analyzed().toString()))
-        return real(self, rows, *arguments)
+        return real(self, rows, *arguments, **options)
 
     monkeypatch.setattr(batch.BatchRounds, "_stage", measured)
     return sizes
@@ -165,3 +167,37 @@ def test_a_round_leaves_no_table(bench):
         locking._rounds.apply(Span({(bench.topic, 0): Range("", 0, 1)}, {}), locking._generation)
     assert bench.rows(STAGED) == []
     assert last.once(threading.Event()).applied == 3
+
+
+def test_a_take_over_in_the_midst_of_a_round_waits_for_it(bench):
+    """It holds the group's row and waits for the offsets; the round's second table must not wait for that row."""
+    job = sums(bench)
+    calls: list[int] = []
+    taken: list[int] = []
+    successor = Store(bench.database.url, "consumer", job.group, "successor")
+    thread = threading.Thread(target=lambda: taken.append(successor.take_over()), daemon=True)
+    waiting = "SELECT count(*) FROM pg_locks WHERE NOT granted"
+
+    def transform(rows: Any) -> Any:
+        calls.append(1)
+        if len(calls) == 2:
+            # Once to see what it is, before the offsets move; and now over what is no repeat.
+            thread.start()
+            wait_until(lambda: bench.rows(waiting)[0][0] > 0, what="the take-over to wait")
+        assert job.transform is not None
+        return job.transform(rows)
+
+    send(bench, [(number, str(uuid7()).encode()) for number in range(10)])
+    with psycopg.connect(bench.database.url, autocommit=True) as connection:
+        # Whoever waits for longer gives up, and the test fails.
+        name = sql.Identifier(bench.database.name)
+        connection.execute(sql.SQL("ALTER DATABASE {} SET lock_timeout = '20s'").format(name))
+        with bench.runner(replace(job, transform=transform)) as runner:
+            assert runner._round(None) is True
+            thread.join(30)
+            assert taken == [runner._generation + 1]
+            send(bench, [(10, str(uuid7()).encode())])
+            with pytest.raises(Fenced, match="taken over"):
+                runner._round(None)
+    successor.close()
+    assert (len(calls), bench.rows("SELECT sum(messages)::int FROM sums"), bench.rows(STAGED)) == (2, [(10,)], [])

@@ -91,19 +91,6 @@ def test_a_message_that_ends_the_worker_is_named(bench, topic):
     applied(bench, without=1)
 
 
-def test_a_transform_that_ends_the_worker(bench, topic):
-    def ending(batches: Any) -> Any:
-        for batch in batches:
-            if any(pair == (0, FAULT) for pair in zip(batch["part"].to_pylist(), batch["n"].to_pylist(), strict=True)):
-                os._exit(3)
-            yield batch
-
-    made = job(topic, transform=lambda rows: rows.mapInArrow(ending, rows.schema))
-    with pytest.raises(BadMessage, match=f"{topic}-0 offset {FAULT} can't be applied"):
-        bench.once(made)
-    applied(bench)
-
-
 def test_an_error_that_passes_is_waited_for_and_not_blamed_on_a_message(bench, drive, topic):
     """A lock on the sink's table, and a lock_timeout: ever less is tried, nobody is blamed, and then all is applied."""
     bench.run(SETUP)
@@ -112,7 +99,7 @@ def test_an_error_that_passes_is_waited_for_and_not_blamed_on_a_message(bench, d
         limit(bench, "lock_timeout", "20ms")
         driver = drive(bench.runner(job(topic), driver_records=0))
         # More than it takes to come down to single messages.
-        wait_until(lambda: len(waits(bench)) > 40, 120, "many failures")
+        wait_until(lambda: len(waits(bench)) > 25, 120, "many failures")
         holder.rollback()
     wait_until(lambda: bench.positions() == {0: MESSAGES, 1: OTHERS}, 120, "all to be applied")
     driver.stop()
