@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from spark_jobs import failures, task, task_input
+from spark_jobs import failures, job_groups, task, task_input
 from spark_jobs import session as spark
 from spark_jobs.applying import Culprit, shown
 from spark_jobs.decoding import PROBLEM
@@ -174,6 +174,7 @@ class Rounds:
         classes of task.FAILURES, WorkerLost, and psycopg's errors where the driver's own session fails.
         """
         with failures.understood():
+            job_groups.show(self._session, self._job.group, job_groups.described(span.ranges))
             return self._applied(span, generation)
 
     def _applied(self, span: Span, generation: int) -> Counts:
@@ -201,6 +202,7 @@ class Rounds:
         not keep the group from its new messages: after a few such letters the others are for the next round.
         """
         with failures.understood():
+            job_groups.show(self._session, self._job.group, "dead letters that are tried again")
             return self._retried(generation)
 
     def _retried(self, generation: int) -> Counts:

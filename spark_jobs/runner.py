@@ -324,7 +324,7 @@ class Runner:
             ranges = plan(stored, extents, ids, self._options.max_records, self._job.group, turn=turn)
         began = time.monotonic()
         self._span = None
-        retried = self._retry(generation) if state.retry_waits else Counts()
+        retried = self._rounds.retry(generation) if state.retry_waits else Counts()
         if retried.read:
             self._count(retried, began)
         if not ranges:
@@ -335,7 +335,6 @@ class Runner:
         # Before the round: one that fails must not keep those that wait behind it.
         self._turn = next_turn(turn, ranges)
         self._span = Span(ranges, log_ends)
-        job_groups.show(self._session, self._job.group, job_groups.described(ranges))
         try:
             counts = self._rounds.apply(self._span, generation)
         except ConsumerError as error:
@@ -385,10 +384,6 @@ class Runner:
             self._report("new partitions wait until the others are read to their ends of now", {"partitions": shown})
         self._added = waiting
         return [partition for partition in fresh if partition not in waiting]
-
-    def _retry(self, generation: int) -> Counts:
-        job_groups.show(self._session, self._job.group, "dead letters that are tried again")
-        return self._rounds.retry(generation)
 
     def _begins_at_end(self, stored: Mapping[Partition, Stored]) -> bool:
         """Return whether partitions that the group does not know begin at their ends: those that it begins with."""

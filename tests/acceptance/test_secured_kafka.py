@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from outbox.testing.java import java
 from outbox.testing.kafka import KafkaCluster
 from relay import db
 from relay.failpoints import VARIABLE
+from spark_jobs import job_groups
 from spark_jobs.errors import NotAuthorized
 from spark_jobs.job import ConsumerJob
 from spark_jobs.planner import Range
@@ -192,7 +194,7 @@ def test_tls_a_password_and_the_documented_rights_are_enough(outbox_postgres, ou
 
 
 @pytest.mark.parametrize("wrong", ["password", "rights"])
-def test_a_consumer_that_kafka_refuses_ends_and_says_so(outbox_postgres, secured, wrong):
+def test_a_consumer_that_kafka_refuses_ends_and_says_so(outbox_postgres, secured, monkeypatch, wrong):
     """Not at once: somebody may be changing the password. But it is no outage, which is waited for without an end."""
     db.upgrade_consumer(outbox_postgres.url)
     kafka = {
@@ -206,7 +208,8 @@ def test_a_consumer_that_kafka_refuses_ends_and_says_so(outbox_postgres, secured
     with Topics(secured["past_all_this"]) as topics:
         topic = topics.create_topic(topics.name("refused"), 1)
         job = ConsumerJob("refused", (topic,), schema="n int", effect="SELECT")
-        # The job ends before Spark is asked for anything.
+        # The job ends before Spark is asked for anything, but for its job group.
+        monkeypatch.setattr(job_groups, "kept", lambda _: nullcontext())
         runner = Runner(None, job, Options(outbox_postgres.url, kafka), lambda text, _: reports.append(text))
         with runner, pytest.raises(NotAuthorized, match="look at the credentials and the ACLs"):
             runner.continuous(threading.Event())
