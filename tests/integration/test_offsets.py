@@ -6,6 +6,7 @@ there is to read, as the driver does where nothing is to be applied.
 
 from __future__ import annotations
 
+import contextlib
 import datetime as dt
 import threading
 import time
@@ -23,6 +24,7 @@ from typer.testing import CliRunner
 from outbox.errors import SchemaError
 from relay import db
 from relay.cli.app import app
+from spark_jobs import job_groups
 from spark_jobs.errors import ConsumerUnavailable, DataLost, Fenced, TopicRecreated
 from spark_jobs.job import ConsumerJob
 from spark_jobs.kafka import KafkaView, TopicMissing
@@ -139,6 +141,12 @@ class Driver:
             "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": self.topics.bootstrap_servers,
         }
         return CliRunner().invoke(app, ["offsets", *arguments], env=environment)
+
+
+@pytest.fixture(autouse=True)
+def without_spark(monkeypatch) -> None:
+    """These drivers plan, and have no session of Spark's whose job group they could set."""
+    monkeypatch.setattr(job_groups, "kept", lambda _: contextlib.nullcontext())
 
 
 @pytest.fixture
