@@ -94,6 +94,7 @@ def run(
         max_records=max_records,
         keep_days=settings.consumer.keep_days,
         driver_records=settings.consumer.driver_records,
+        max_bytes=settings.consumer.max_bytes,
         patience=patience,
     )
     if spark is None:

@@ -113,13 +113,15 @@ class Told:
     fresh: int = 0
     detail: str = ""
     behind: int = 0
+    size: int = 0
 
 
 @dataclass
 class Counts:
     """What a round did. read = applied + duplicates + dead, but for what another attempt had applied before.
 
-    left  there may be more dead letters to try again.
+    left   there may be more dead letters to try again.
+    sizes  of each topic the rows that were read, and the bytes that they took.
     """
 
     read: int = 0
@@ -127,6 +129,7 @@ class Counts:
     duplicates: int = 0
     dead: int = 0
     left: bool = False
+    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass
@@ -479,6 +482,8 @@ class Rounds:
             raise BadMessage(f"{topic}-{part} offset {offset}: {first.error}")
 
     def _count(self, state: State, partition: Partition, one: Told) -> None:
+        rows, size = state.counts.sizes.get(partition[0], (0, 0))
+        state.counts.sizes[partition[0]] = (rows + one.read, size + one.size)
         state.counts.read += one.read + one.behind
         state.counts.dead += one.behind
         state.behind += one.behind
@@ -625,7 +630,7 @@ def reported(reports: Iterable[Row]) -> dict[Partition, Told]:
                 f"{row.topic}-{row.part}: two tasks had rows of it, so one of them may have moved its offset over rows "
                 "of the other: compare the sink with the topic, and set the group back with `outbox offsets` if need be"
             )
-        told[partition] = Told(row.outcome, row.read, row.fresh, row.detail, row.behind)
+        told[partition] = Told(row.outcome, row.read, row.fresh, row.detail, row.behind, row.size)
     return told
 
 

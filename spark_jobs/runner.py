@@ -85,6 +85,9 @@ _PINNED_SECONDS: Final = 5.0
 """How often Kafka is asked what waits behind open transactions: a request more than a round needs."""
 
 
+MAX_BYTES: Final = 512 * 1024 * 1024
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
     """How a job is run. All times in seconds.
@@ -93,6 +96,7 @@ class Options:
     kafka        librdkafka's options for the driver: addresses and credentials.
     reader       the Java client's options for the executors, over READER_OPTIONS.
     max_records  at most this many messages a round, over all partitions.
+    max_bytes    and at most about so many bytes, as far as the rounds before say how large a topic's messages are.
     idle_seconds how often ``continuous`` asks Kafka for new messages when there were none.
     patience     how long ``once`` waits for a server that is away.
     keep_days    how long ids are remembered; see retention.
@@ -104,6 +108,7 @@ class Options:
     schema: str = "consumer"
     reader: Mapping[str, str] = field(default_factory=dict, repr=False)
     max_records: int | None = 200_000
+    max_bytes: int = MAX_BYTES
     idle_seconds: float = 0.05
     patience: float = 60.0
     max_backoff_seconds: float = 5.0
@@ -170,6 +175,7 @@ class Runner:
         self._generation: int | None = None
         self._turn: list[Partition] | None = None
         self._search = Search()
+        self._row_bytes: dict[str, int] = {}
         self._ends_before: dict[Partition, int] = {}
         self._added: set[Partition] = set()
         kind = BatchRounds if job.atomic == "batch" else Rounds
@@ -321,7 +327,16 @@ class Runner:
                 # A partition added while ``once`` runs is for the next run; the ends of this one are fixed.
                 stored = {partition: here for partition, here in stored.items() if partition in extents or fresh}
             turn = self._turn = self._last_read() if self._turn is None else self._turn
-            ranges = plan(stored, extents, ids, self._options.max_records, self._job.group, turn=turn)
+            ranges = plan(
+                stored,
+                extents,
+                ids,
+                self._options.max_records,
+                self._job.group,
+                turn=turn,
+                row_bytes=self._row_bytes,
+                max_bytes=self._options.max_bytes,
+            )
         began = time.monotonic()
         self._span = None
         retried = self._rounds.retry(generation) if state.retry_waits else Counts()
@@ -340,11 +355,18 @@ class Runner:
         except ConsumerError as error:
             self._blame(ranges, error)
             raise
+        self._note_sizes(counts)
         self._count(counts, began, passed=sum(span.end - span.start for span in ranges.values()))
         # Nobody waits for the answer before the next round is read.
         ends = {partition: span.end for partition, span in ranges.items()}
         self._report_lag(self._kafka.show_lag(self._job.group, ends, seconds=0))
         return True
+
+    def _note_sizes(self, counts: Counts) -> None:
+        """Note how large a topic's messages are. Large ones are remembered for some rounds: more may come."""
+        for topic, (rows, size) in counts.sizes.items():
+            if rows:
+                self._row_bytes[topic] = max(size // rows, self._row_bytes.get(topic, 0) // 2)
 
     def _blame(self, ranges: Mapping[Partition, Range], error: ConsumerError) -> None:
         """Note which ranges failed. Raises BadMessage where it has come down to a single message."""

@@ -58,8 +58,9 @@ if TYPE_CHECKING:
     from spark_jobs.job import PythonEffect
     from spark_jobs.payload import Reader
 
-REPORT: Final = "topic string, part int, outcome string, read long, fresh long, behind long, detail string"
-"""What a task tells the driver, as Spark DDL. ``behind`` are messages that were not applied but put aside (see Behind).
+REPORT: Final = "topic string, part int, outcome string, read long, size long, fresh long, behind long, detail string"
+"""What a task tells the driver, as Spark DDL. ``behind`` are messages that were not applied but put aside (see Behind);
+``size`` is what the rows took in memory, in bytes.
 
 outcome: applied, already; fenced, broken (both end the job); moved (plan again); and what makes the driver run the
 range once more: roundabout (not straight into the sink's table), uncopyable (needs the lenient way), culprits (detail
@@ -347,7 +348,7 @@ def _run(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskInput[Any
     except Stop as stop:
         outcome, detail = stop.outcome, stop.detail
     behind = len(feed.aside) if outcome == "applied" else 0
-    return report(partition, outcome, feed.rows, fresh, detail, behind=behind)
+    return report(partition, outcome, feed.rows, fresh, detail, behind=behind, size=feed.size)
 
 
 def _mine(plan: TaskPlan) -> Partition | None:
@@ -393,7 +394,7 @@ def run_retry(
 
 
 def report(
-    partition: Partition, outcome: str, read: int, fresh: int, detail: str, *, behind: int = 0
+    partition: Partition, outcome: str, read: int, fresh: int, detail: str, *, behind: int = 0, size: int = 0
 ) -> pa.RecordBatch:
     """Return a row of REPORT."""
     import pyarrow as pa
@@ -404,6 +405,7 @@ def report(
             "part": pa.array([partition[1]], pa.int32()),
             "outcome": [outcome],
             "read": pa.array([read], pa.int64()),
+            "size": pa.array([size], pa.int64()),
             "fresh": pa.array([fresh], pa.int64()),
             "behind": pa.array([behind], pa.int64()),
             "detail": [detail],
@@ -433,7 +435,7 @@ class Feed:
         self._batches = batches
         self._found: dict[Place, Culprit] = {}
         self.aside = aside
-        self.rows = 0
+        self.rows = self.size = 0
 
     @property
     def found(self) -> list[Culprit]:
@@ -456,6 +458,7 @@ class Feed:
         import pyarrow.compute as pc
 
         self.rows += batch.num_rows
+        self.size += batch.nbytes
         for name in (PROBLEM, *self._required):
             if name not in batch.schema.names:
                 continue

@@ -31,6 +31,9 @@ class ConsumerSettings(BaseModel):
     """Ids of applied messages are remembered for so many whole days: longer than Kafka keeps the messages."""
     driver_records: int = Field(2_000, ge=0, le=100_000)
     """Rounds of up to so many messages run in the driver, without a Spark job; 0 leaves all rounds to the executors."""
+    max_bytes: int = Field(512 << 20, ge=1 << 20)
+    """A round takes at most about so many bytes, over all partitions, as far as the rounds before say how large its
+    messages are. On a cluster with many cores, raise it."""
     metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=ADDRESS)
     """Answer Prometheus there: ``host:port``. Not at all, if not given."""
 

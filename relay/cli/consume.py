@@ -98,6 +98,7 @@ def _run(
         max_records=max_records,
         keep_days=settings.consumer.keep_days,
         driver_records=settings.consumer.driver_records,
+        max_bytes=settings.consumer.max_bytes,
     )
     metrics = _metrics(settings, job)
     spark = session.start(

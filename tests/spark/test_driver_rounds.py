@@ -301,3 +301,22 @@ def failing(error: str) -> Any:
             return fields, made
 
     return Failing()
+
+
+@pytest.mark.parametrize("driver_records", [0, 2_000])
+def test_a_round_is_bounded_by_bytes_too(bench, driver_records):
+    """400 messages of 50,000 bytes, 200 and 2 MB a round: the first one knows nothing, the others take 40 at most."""
+    producer = bench.producer()
+    for number in range(400):
+        value = json.dumps({"n": number, "pad": "x" * 50_000}).encode()
+        producer.produce(bench.topic, value, partition=0, headers=[("ce_id", str(uuid7()).encode())])
+    assert producer.flush(60) == 0
+    job = ConsumerJob("bytes", (bench.topic,), SQL, schema="n int, pad string", setup=SETUP)
+    with bench.runner(job, driver_records=driver_records, max_records=200, max_bytes=2_000_000) as runner:
+        sizes = []
+        while runner._round(None):
+            sizes.append(runner.totals.read - sum(sizes))
+    assert sizes[0] == 200
+    assert max(sizes[1:]) <= 40
+    assert sum(sizes) == 400
+    assert bench.rows("SELECT count(*), count(DISTINCT n) FROM seen") == [(400, 400)]

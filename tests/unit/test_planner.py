@@ -24,6 +24,7 @@ from spark_jobs.planner import (
     plan,
     waiting_for_others,
 )
+from spark_jobs.runner import Options, Runner
 
 ID = {"t": "id-1"}
 
@@ -250,7 +251,6 @@ def test_every_partition_that_waits_is_read_within_a_rotation(waiting, grows, re
     [
         {"group": ""},
         {"topics": "orders"},
-        {"topics": []},
         {"topics": ["a", "a"]},
         {"topics": ["a b"]},
         {"effect": " "},
@@ -277,3 +277,10 @@ def test_new_partitions_wait_for_the_others_of_their_topic_only():
     assert waiting_for_others(fresh, stored, ends) == {("t", 2), ("t", 3)}
     assert waiting_for_others(fresh, stored | {("t", 0): Stored("id", 6)}, ends) == set()
     assert waiting_for_others(fresh, {}, ends) == set()
+
+
+def test_a_consumer_of_no_topic_is_refused():
+    """Only a job for exactly_once reads none: there the stream is what is read."""
+    job = ConsumerJob("group", [], schema="n int", effect="SELECT 1")
+    with pytest.raises(JobError, match="topics: the job group names none"):
+        Runner(None, job, Options("postgresql://nowhere", {"bootstrap.servers": "nowhere:1"}), lambda *_: None)
