@@ -169,6 +169,8 @@ class Rounds:
         self._statements: dict[tuple[str, ...], str] = {}
         self._directs: dict[tuple[tuple[str, str], ...], Direct | None] = {}
         self._most_retried = RETRIED_AT_ONCE
+        self.not_here: Mapping[Partition, int] = {}
+        """Up to these offsets the driver reads nothing itself: a message there may have ended the one before."""
 
     def apply(self, span: Span, generation: int) -> Counts:
         """Apply the ranges.
@@ -330,6 +332,8 @@ class Rounds:
 
     def _few(self, span: Span) -> bool:
         """Return whether a Spark job would cost more than what it does. Functions of the job's own run in executors."""
+        if any(one.start < self.not_here.get(partition, 0) for partition, one in span.ranges.items()):
+            return False
         return isinstance(self._job.effect, str | Insert | Upsert) and self._short(span)
 
     def _short(self, span: Span) -> bool:

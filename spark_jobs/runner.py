@@ -3,6 +3,7 @@
 | what happens                       | what follows                                                                    |
 |------------------------------------|---------------------------------------------------------------------------------|
 | driver dies in a round             | some partitions have moved, others not; the next run reads the database         |
+| driver dies, and not by itself     | what waits when the next one starts is for executors: it may be a message       |
 | driver is started twice            | the younger takes the group over; the older is fenced at its next transaction   |
 | Kafka or Postgres is away          | waited out, with backoff (``continuous`` for as long as it takes)               |
 | a range holds only markers         | the driver moves the partition on, by the same compare-and-swap                 |
@@ -24,7 +25,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Self
 
@@ -198,6 +199,10 @@ class Runner:
 
     def close(self) -> None:
         """Close the driver's session. A context manager does it at its end."""
+        if self._generation is not None:
+            # A hint for the next driver, and no more: without it that one is careful.
+            with suppress(psycopg.Error):
+                self._store.end(self._generation)
         self._store.close()
 
     def __enter__(self) -> Self:
@@ -304,6 +309,9 @@ class Runner:
         """Apply one batch, up to ``targets`` if given. Says whether there may be more to do."""
         generation = self._begin()
         ids, known = self._look(generation)
+        if self._store.was_killed and not self._rounds.not_here:
+            # A message that crashes a library would end this driver like the one before; a worker's end it survives.
+            self._rounds.not_here = {partition: extent.end for partition, extent in known.items()}
         extents = known
         if targets is not None:
             extents = {

@@ -23,6 +23,8 @@ from spark_jobs.planner import Loss, Partition, Stored
 from spark_jobs.retention import KEEP_DAYS, Memory, Upkeep
 from spark_jobs.strategies import Strategy, column_types
 
+_ENDED: Final = "SELECT coalesce(ended_at >= taken_at, false) FROM {groups} WHERE grp = %(grp)s FOR UPDATE"
+_END: Final = "UPDATE {groups} SET ended_at = now() WHERE grp = %(grp)s AND generation = %(generation)s"
 _TAKE: Final = """
 INSERT INTO {groups} AS g (grp, owner) VALUES (%(grp)s, %(owner)s)
 ON CONFLICT (grp) DO UPDATE SET generation = g.generation + 1, owner = excluded.owner, taken_at = now()
@@ -108,6 +110,8 @@ class Store:
         self._group = group
         self._owner = owner
         self._name = blockers.names(group)[0]
+        self.was_killed = False
+        """After ``take_over``: the driver before runs still, or has not ended by itself."""
         self._names: dict[str, sql.Composable] = {
             name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "dead_letters")
         }
@@ -131,10 +135,17 @@ class Store:
     def take_over(self) -> int:
         """Become the group's consumer. Gives the generation; whoever had the one before can commit nothing more."""
         with self.transaction() as connection:
+            before = self._run(connection, _ENDED).fetchone()
+            self.was_killed = before is not None and not before[0]
             row = self._run(connection, _TAKE, owner=self._owner).fetchone()
             assert row is not None
             self._run(connection, _FENCE, generation=row[0])
         return int(row[0])
+
+    def end(self, generation: int) -> None:
+        """Note that this driver ends by itself."""
+        with self.transaction() as connection:
+            self._run(connection, _END, generation=generation)
 
     def setup(self, statements: str | None) -> None:
         """Run the job's own DDL, one driver at a time."""

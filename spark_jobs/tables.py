@@ -69,6 +69,8 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("taken_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         # Ids of days before this one are no longer all remembered: their messages become dead letters.
         sa.Column("forgotten_before", sa.Date),
+        # When the last driver has ended by itself. Before taken_at, or never: it runs, or something has killed it.
+        sa.Column("ended_at", sa.DateTime(timezone=True)),
         sa.PrimaryKeyConstraint("grp", name="groups_pkey"),
         sa.CheckConstraint("char_length(grp) BETWEEN 1 AND 200", name="groups_grp_length"),
         schema=schema,

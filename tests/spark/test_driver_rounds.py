@@ -320,3 +320,27 @@ def test_a_round_is_bounded_by_bytes_too(bench, driver_records):
     assert max(sizes[1:]) <= 40
     assert sum(sizes) == 400
     assert bench.rows("SELECT count(*), count(DISTINCT n) FROM seen") == [(400, 400)]
+
+
+def test_after_a_driver_that_was_killed_executors_do_what_waits(bench, jobs_of_spark):
+    """A message that crashes a library would end one driver after the other, and nobody would say which it is."""
+    job = ConsumerJob("killed", (bench.topic,), SQL, schema="n int", setup=SETUP)
+
+    def sent(number: int) -> None:
+        bench.send_raw(b'{"n":%d}' % number, [("ce_id", str(uuid7()).encode())])
+
+    sent(1)
+    # This one never says that it has ended.
+    bench.runner(job).once(threading.Event())
+    assert not jobs_of_spark
+    sent(2)
+    with bench.runner(job) as runner:
+        assert runner._round(None) is True
+        assert len(jobs_of_spark) == 1
+        sent(3)
+        assert runner._round(None) is True
+        assert len(jobs_of_spark) == 1
+    sent(4)
+    bench.once(job)
+    assert len(jobs_of_spark) == 1
+    assert bench.rows("SELECT n FROM seen ORDER BY n") == [(1,), (2,), (3,), (4,)]
