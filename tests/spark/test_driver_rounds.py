@@ -253,8 +253,8 @@ def test_an_idle_driver_asks_one_question_and_opens_nothing(bench):
             wait_until(lambda: len(counting.statements) >= began + 6, what="some looks")
             stop.set()
             thread.join(30)
-    # The first ones may still be of the round; the lock monitor has a session of its own.
-    asked = [text for text in counting.statements[began + 2 :] if b"pg_blocking_pids" not in text]
+            # The first ones may still be of the round; the lock monitor has a session of its own.
+            asked = [text for text in counting.statements[began + 2 :] if b"pg_blocking_pids" not in text]
     assert {text.split()[:2][1] for text in asked} == {b"g.generation,"}
     assert counting.opened <= opened + 1
 
@@ -308,7 +308,7 @@ def test_a_round_is_bounded_by_bytes_too(bench, driver_records):
     """400 messages of 50,000 bytes, 200 and 2 MB a round: the first one knows nothing, the others take 40 at most."""
     producer = bench.producer()
     for number in range(400):
-        value = json.dumps({"n": number, "pad": "x" * 50_000}).encode()
+        value = json.dumps({"n": 100 + number, "pad": "x" * 50_000}).encode()
         producer.produce(bench.topic, value, partition=0, headers=[("ce_id", str(uuid7()).encode())])
     assert producer.flush(60) == 0
     job = ConsumerJob("bytes", (bench.topic,), SQL, schema="n int, pad string", setup=SETUP)
