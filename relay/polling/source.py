@@ -103,10 +103,12 @@ SIZE: Final = """CASE WHEN pg_column_compression(payload) IS NULL THEN coalesce(
 # The turn before, which is settled a moment later, is left out; rows behind its last one need no look at the list.
 _THERE: Final = """lane = {lane} AND id > {above} AND (id > {after} OR id <> ALL(%(pending)s::bigint[]))"""
 
-# As many as fit into the bytes, and one at least. The limit is worked out over narrow rows first.
+# As many as fit into the bytes, and one at least. The limit is worked out over narrow rows first. What stands before the
+# first row, dead rows that a held xmin keeps, is passed once and not again by the read.
 _FITTING: Final = """(SELECT greatest(1, count(*) FILTER (WHERE total <= %(max_bytes)s)) AS fitting, count(*) AS there,
-                          coalesce(max(total) FILTER (WHERE total <= %(max_bytes)s), min(total), 0) AS bytes
-                     FROM (SELECT sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) AS total
+                          coalesce(max(total) FILTER (WHERE total <= %(max_bytes)s), min(total), 0) AS bytes,
+                          min(id) AS first
+                     FROM (SELECT id, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) AS total
                              FROM (SELECT id, {size} AS size FROM {events} AS e WHERE {conditions}
                                     ORDER BY id LIMIT {most}) AS sized) AS summed)"""
 
@@ -121,7 +123,7 @@ SELECT e.*, l.lane
                  CROSS JOIN LATERAL {fitting} AS f) AS l) AS l
   LEFT JOIN LATERAL (
      SELECT {columns}, NULL FROM {events} AS e
-      WHERE (l.running <= %(turn_bytes)s OR l.running = l.bytes) AND {conditions}
+      WHERE (l.running <= %(turn_bytes)s OR l.running = l.bytes) AND id >= l.first AND {conditions}
       ORDER BY id LIMIT l.fitting) AS e ON true
  WHERE e.id IS NOT NULL OR (l.there > 0 AND l.running > %(turn_bytes)s)"""
 
