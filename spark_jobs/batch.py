@@ -105,6 +105,8 @@ Offsets = Mapping[Partition, Sequence[int]]
 class BatchRounds(Rounds):
     """Applies rounds, each in one transaction of the driver."""
 
+    each_alone = False
+
     _prepared: int | None = None
 
     @functools.cached_property

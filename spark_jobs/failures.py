@@ -123,6 +123,8 @@ def understood() -> Iterator[None]:
         yield
     except (Py4JNetworkError, ConnectionError) as error:
         if _spark_answers():
+            if isinstance(error, Py4JNetworkError):
+                raise failed(error) from error
             raise
         raise SparkLost(
             f"the JVM of the Spark session has ended ({shown(error)}); what was not committed is rolled back, run the "
@@ -188,7 +190,8 @@ def _of_python(kind: type[BaseException], line: str) -> ConsumerError:
         return InputCut(line)
     if issubclass(kind, psycopg.Error) and passing_kind(kind):
         return ConsumerUnavailable(line)
-    if issubclass(kind, ConnectionError | TimeoutError):
+    # Libraries have classes of their own for this; the system's words are in their texts.
+    if issubclass(kind, ConnectionError | TimeoutError) or "Connection refused" in line:
         return ConsumerUnavailable(line)
     if issubclass(kind, JobError):
         return JobError(line)

@@ -170,6 +170,8 @@ class KafkaView:
                     raise
                 missing.append(name)
         partitions = [(name, part.id) for name, topic in described.items() for part in topic.partitions]
+        # Whoever refused the client before has let it in now.
+        self._refusals.clear()
         # All on their way before the first answer.
         asked = [self._ask(partitions, spec, committed=True) for spec in (_EARLIEST, _LATEST)]
         if high_watermarks:

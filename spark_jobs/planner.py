@@ -6,7 +6,7 @@
 | partition not stored, its first offset is not 0| DataLost: messages went before the group read any         |
 | nothing stored, and the job starts at "latest" | each begins at its end; what it had before is no loss     |
 | not stored, other partitions of its topic are  | it was added: keys have moved into it. It waits until the |
-|                                                | others are read to where they ended when it was seen      |
+|                                                | others are read to where they ended when it had messages  |
 | stored offset below Kafka's first              | DataLost: retention was faster than the group             |
 | stored offset above Kafka's end                | DataLost: the log was cut, as by an unclean election      |
 | stored topic_id is not the topic's             | TopicRecreated, whether it is shorter now or longer       |
@@ -123,18 +123,17 @@ def new_partitions(
 
 
 def waiting_for_others(
-    fresh: Collection[Partition], stored: Mapping[Partition, Stored], ends: Mapping[Partition, int]
+    fresh: Collection[Partition], stored: Mapping[Partition, Stored], ends: Mapping[Partition, Mapping[Partition, int]]
 ) -> set[Partition]:
     """Return those of the new partitions that must not be read yet: earlier messages of their keys are in others.
 
-    ends  where partitions ended when the new ones were first seen; they are read to there first.
+    ends  of a new partition: where the others ended when it was first seen with messages; they are read to there first.
     """
-    behind = {
-        topic
-        for (topic, part), here in stored.items()
-        if (topic, part) in ends and here.next_offset < ends[topic, part]
+    return {
+        one
+        for one in fresh
+        if any(other in stored and stored[other].next_offset < end for other, end in ends.get(one, {}).items())
     }
-    return {partition for partition in fresh if partition[0] in behind}
 
 
 def plan(

@@ -11,13 +11,14 @@ not help. The driver does not know which message it is, but that half of what fa
 | SAME times with the same error               | half of it, in a round of its own; the others' rounds go in between  |
 | the half passed                              | half of what is left of what failed                                  |
 | the half failed                              | half of that                                                         |
-| a single offset failed SAME times            | the driver decides: end with its place, or go on trying it           |
+| a single offset failed SAME times, for long  | the driver decides: end with its place, or go on trying it           |
 | all of what failed has passed                | what the planner gives it: an outage it was, which is over           |
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
@@ -34,7 +35,7 @@ class _Case:
     start   the offset at which it stands.
     until   where the least that has failed ends, not included.
     times   how often it failed in a row, at this offset and with this error.
-    alone   how often a single offset did.
+    alone   how often a single offset did, and since when.
     last    when it was tried last, in rounds.
     """
 
@@ -43,6 +44,7 @@ class _Case:
     error: str
     times: int = 0
     alone: int = 0
+    since: float = 0.0
     last: int = 0
 
     @property
@@ -53,15 +55,12 @@ class _Case:
 class Search:
     """The partitions that fail, and how much of each is read at once. Knows nothing of servers: the driver tells it."""
 
-    def __init__(self) -> None:
+    def __init__(self, verdict_seconds: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
+        self._verdict_seconds = verdict_seconds
+        self._clock = clock
         self._cases: dict[Partition, _Case] = {}
         self._rounds = 0
         self._others_first = False
-
-    @property
-    def narrowing(self) -> bool:
-        """Return whether less is going to be read than what failed last: another try makes sense at once."""
-        return any(case.suspect and case.until - case.start > 1 for case in self._cases.values())
 
     def narrowed(self, ranges: Mapping[Partition, Range]) -> dict[Partition, Range]:
         """Return what of the planned ranges is to be read now: all, those that do not fail, or a part of one."""
@@ -81,25 +80,42 @@ class Search:
         half = max(1, (case.until - case.start) // 2)
         return {partition: Range(span.topic_id, span.start, min(span.start + half, span.end))}
 
-    def failed(self, ranges: Mapping[Partition, Range], error: str, *, certain: bool) -> None:
+    def failed(self, ranges: Mapping[Partition, Range], error: str, *, certain: bool) -> bool:
         """Note that these ranges could not be applied. Equal texts are the same error.
+
+        Returns whether less is going to be read because of it: then another try makes sense at once.
 
         certain  each of them failed by itself; otherwise one did, and the others may have gone with it.
         """
+        narrowed = False
         for partition, span in ranges.items():
             case = self._cases.get(partition)
             if case is None or case.start != span.start or (case.error != error and not case.suspect):
                 case = self._cases[partition] = _Case(span.start, span.end, error)
+            less = span.end < case.until
             case.until = min(case.until, span.end)
             case.times += 1
+            narrowed |= case.suspect and case.until - case.start > 1 and (less or case.times == SAME)
             single = certain and span.end - span.start == 1
             case.alone = case.alone + 1 if single and case.error == error else int(single)
+            if case.alone == 1:
+                case.since = self._clock()
             case.error = error
+        return narrowed
+
+    def passed(self, ranges: Mapping[Partition, Range]) -> None:
+        """Note that these ranges were applied, each to its end or beyond."""
+        for partition, span in ranges.items():
+            case = self._cases.get(partition)
+            if case is not None and (not case.suspect or span.end >= case.until):
+                del self._cases[partition]
 
     def found(self, partition: Partition) -> int | None:
-        """Return the offset of a partition that failed alone SAME times, if there is one."""
+        """Return the offset of a partition that failed alone SAME times and for verdict_seconds, if there is one."""
         case = self._cases.get(partition)
-        return case.start if case is not None and case.alone >= SAME else None
+        if case is None or case.alone < SAME or self._clock() - case.since < self._verdict_seconds:
+            return None
+        return case.start
 
     def _note_position(self, partition: Partition, start: int) -> None:
         case = self._cases.get(partition)

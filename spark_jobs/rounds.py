@@ -155,6 +155,9 @@ class State:
 class Rounds:
     """Applies rounds, each partition in a transaction of its own, run by an executor."""
 
+    each_alone = True
+    """What an attempt says of a partition is true of that one, and not of the whole round."""
+
     def __init__(
         self, session: SparkSession, job: ConsumerJob, reading: Reading, url: str, schema: str, store: Store
     ) -> None:
@@ -230,12 +233,10 @@ class Rounds:
             try:
                 culprits = blocked or self._retry(letters, generation, counts)
                 self._most_retried = min(2 * self._most_retried, RETRIED_AT_ONCE)
-            except (EffectFailed, WorkerLost, Interrupted) as error:
+            except (EffectFailed, WorkerLost, Interrupted, InputCut) as error:
                 if len(letters) > 1:
                     self._most_retried = len(letters) // 2
                     continue
-                if isinstance(error, Interrupted):
-                    raise
                 culprits = [(letters[0], Culprit(letters[0].place, "failed", str(error)))]
                 alone += 1
             self._store.failed_again([(one.id, culprit) for one, culprit in culprits], generation)
@@ -474,11 +475,12 @@ class Rounds:
             for one in told.values():
                 if one.outcome == outcome:
                     error = kind(one.detail)
-                    error.by_partition = {
-                        partition: task.FAILURES[each.outcome](each.detail)
-                        for partition, each in told.items()
-                        if each.outcome in task.FAILURES
-                    }
+                    if self.each_alone:
+                        error.by_partition = {
+                            partition: task.FAILURES[each.outcome](each.detail)
+                            for partition, each in told.items()
+                            if each.outcome in task.FAILURES
+                        }
                     raise error
         if culprits and self._job.on_bad == "halt":
             first = min(culprits, key=lambda culprit: culprit.place)

@@ -11,7 +11,7 @@
 | the effect itself fails            | its partition is rolled back, the job ends and says which                       |
 | Kafka lost what was not read       | recorded, and the job ends                                                      |
 | the same messages fail again       | ever fewer of them are read, until one is known; see poison                     |
-| Kafka refuses the credentials      | tried again a few times, then the job ends                                      |
+| Kafka refuses the credentials      | tried again for some minutes, then the job ends                                 |
 | somebody keeps a lock on the sink  | waited for, and reported: which session it is                                   |
 | SIGTERM                            | the running round ends, then the loop                                           |
 """
@@ -68,7 +68,7 @@ from spark_jobs.reader import ReaderSettings, close_kept
 from spark_jobs.retention import KEEP_DAYS
 from spark_jobs.rounds import Counts, Reading, Rounds, Span
 from spark_jobs.sink import AWAY
-from spark_jobs.store import Store
+from spark_jobs.store import GroupState, Store
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -80,8 +80,6 @@ _OF_MESSAGES: Final = (Interrupted, InputCut, WorkerLost, CorruptRecords)
 """These may be the fault of a message, although the servers answer."""
 _DEADLY: Final = (InputCut, WorkerLost, CorruptRecords)
 """And these do not pass, once a single message has been tried alone."""
-_REFUSED_TIMES: Final = 5
-"""So often Kafka may refuse the credentials: somebody may be changing them."""
 _PINNED_SECONDS: Final = 5.0
 """How often Kafka is asked what waits behind open transactions: a request more than a round needs."""
 
@@ -101,6 +99,9 @@ class Options:
     idle_seconds how often ``continuous`` asks Kafka for new messages when there were none.
     patience     how long ``once`` waits for a server that is away.
     keep_days    how long ids are remembered; see retention.
+    verdict_seconds  for so long a single message must fail by itself before the job ends with its place: an executor
+                 that is lost now and then is no message's fault.
+    refused_seconds  for so long Kafka may refuse the credentials: somebody may be changing them.
     driver_records  rounds of up to so many messages run in the driver, where the job allows it; see rounds.
     """
 
@@ -115,6 +116,8 @@ class Options:
     max_backoff_seconds: float = 5.0
     keep_days: int = KEEP_DAYS
     driver_records: int = 2_000
+    verdict_seconds: float = 30.0
+    refused_seconds: float = 300.0
 
 
 @dataclass
@@ -175,9 +178,11 @@ class Runner:
         self._store = Store(options.url, options.schema, job.group, owner)
         self._generation: int | None = None
         self._turn: list[Partition] | None = None
-        self._search = Search()
+        self._search = Search(options.verdict_seconds)
+        self._narrowed = False
+        self._shown: dict[Partition, int] = {}
         self._row_bytes: dict[str, int] = {}
-        self._ends_before: dict[Partition, int] = {}
+        self._ends_before: dict[Partition, dict[Partition, int]] = {}
         self._added: set[Partition] = set()
         kind = BatchRounds if job.atomic == "batch" else Rounds
         reading = Reading(
@@ -308,20 +313,15 @@ class Runner:
     def _round(self, targets: Mapping[Partition, Extent] | None) -> bool:
         """Apply one batch, up to ``targets`` if given. Says whether there may be more to do."""
         generation = self._begin()
+        # Before the look: whatever of the group's offsets is known then, Kafka's ends are at or behind it.
+        state = self._recorded_state(generation)
+        stored = state.stored
         ids, known = self._look(generation)
         if self._store.was_killed and not self._rounds.not_here:
             # A message that crashes a library would end this driver like the one before; a worker's end it survives.
             self._rounds.not_here = {partition: extent.end for partition, extent in known.items()}
-        extents = known
-        if targets is not None:
-            extents = {
-                partition: replace(extent, end=min(extent.end, targets[partition].end))
-                for partition, extent in extents.items()
-                if partition in targets
-            }
+        extents = known if targets is None else _until(targets, known, stored)
         with self._recorded(generation):
-            state = self._store.state(self._job.topics, generation, keep_order=self._job.keep_order)
-            stored = state.stored
             at_end = self._begins_at_end(stored)
             fresh = self._ready(new_partitions(stored, extents, ids, self._job.group, at_end=at_end), stored, extents)
             if fresh:
@@ -351,6 +351,7 @@ class Runner:
         if retried.read:
             self._count(retried, began)
         if not ranges:
+            self._show_where(stored)
             return retried.left
         ranges = self._search.narrowed(ranges)
         log_ends = {partition: known[partition].end for partition in ranges}
@@ -363,12 +364,29 @@ class Runner:
         except ConsumerError as error:
             self._blame(ranges, error)
             raise
+        self._search.passed(ranges)
         self._note_sizes(counts)
         self._count(counts, began, passed=sum(span.end - span.start for span in ranges.values()))
         # Nobody waits for the answer before the next round is read.
         ends = {partition: span.end for partition, span in ranges.items()}
+        self._shown |= ends
         self._report_lag(self._kafka.show_lag(self._job.group, ends, seconds=0))
         return True
+
+    def _recorded_state(self, generation: int) -> GroupState:
+        with self._recorded(generation):
+            return self._store.state(self._job.topics, generation, keep_order=self._job.keep_order)
+
+    def _show_where(self, stored: Mapping[Partition, Stored]) -> None:
+        """Show Kafka where the group has got to beyond its rounds' ends: to the next messages, or to the log's end."""
+        further = {
+            partition: here.next_offset
+            for partition, here in stored.items()
+            if self._shown.get(partition, here.next_offset) < here.next_offset
+        }
+        if further:
+            self._shown |= further
+            self._report_lag(self._kafka.show_lag(self._job.group, further, seconds=0))
 
     def _note_sizes(self, counts: Counts) -> None:
         """Note how large a topic's messages are. Large ones are remembered for some rounds: more may come."""
@@ -385,14 +403,15 @@ class Runner:
                 continue
             # Without the figures, as of offsets and tasks.
             same = re.sub(r"\d+", "#", f"{type(why).__name__} {first_line(why)}")
-            self._search.failed({partition: ranges[partition]}, same, certain=certain)
+            self._narrowed |= self._search.failed({partition: ranges[partition]}, same, certain=certain)
             offset = self._search.found(partition)
             if offset is not None and isinstance(why, _DEADLY):
                 topic, part = partition
                 raise BadMessage(
-                    f"{topic}-{part} offset {offset} can't be applied: by itself it failed {SAME} times, the last time "
-                    f"with: {first_line(why)}. The group stands before it, nothing was skipped. `outbox offsets set "
-                    f"{self._job.group} {topic} {part} {offset + 1} --skip --reason …` passes over it"
+                    f"{topic}-{part} offset {offset} can't be applied: by itself it failed {SAME} times or more, in "
+                    f"{self._options.verdict_seconds:g} s at least, the last time with: {first_line(why)}. The group "
+                    f"stands before it, nothing was skipped. `outbox offsets set {self._job.group} {topic} {part} "
+                    f"{offset + 1} --skip --reason …` passes over it"
                 ) from error
 
     def _ready(
@@ -402,12 +421,18 @@ class Runner:
 
         Until then the group does not know them, so the next driver looks at them anew, and waits for later ends.
         """
-        if not fresh:
-            self._ends_before.clear()
-            return fresh
-        for partition in stored.keys() & extents.keys():
-            if any(topic == partition[0] for topic, _ in fresh):
-                self._ends_before.setdefault(partition, extents[partition].end)
+        known = {topic for topic, _ in stored}
+        # Of a topic that is new to the group, all at once. An added one without messages says nothing yet: producers
+        # hear of it minutes later, and until then the messages of its keys go to the others.
+        fresh = [one for one in fresh if one[0] not in known or extents[one].end > 0]
+        added = [one for one in fresh if one[0] in known]
+        self._ends_before = {one: ends for one, ends in self._ends_before.items() if one in added}
+        if added and not self._ends_before.keys() >= set(added):
+            # After they were seen to have messages; what an open transaction holds back has come before these, too.
+            _, later = self._kafka.look(self._job.topics, high_watermarks=True)
+            for one in added:
+                ends = {at: there.high_watermark or there.end for at, there in later.items() if at[0] == one[0]}
+                self._ends_before.setdefault(one, {at: end for at, end in ends.items() if at in stored})
         waiting = waiting_for_others(fresh, stored, self._ends_before)
         if waiting - self._added:
             shown = sorted(f"{topic}-{part}" for topic, part in waiting)
@@ -470,16 +495,18 @@ class Runner:
     def _waiting_for_servers(self, step: Callable[[], bool], stop: threading.Event, patience: float | None) -> bool:
         """Do a step, again and again while servers are away. Raises ConsumerUnavailable after ``patience`` seconds."""
         began: float | None = None
-        tries = refused = 0
+        refused_since: float | None = None
+        tries = 0
         while True:
+            self._narrowed = False
             try:
                 return step()
             except (*AWAY, *MAY_PASS) as error:
                 shown = described(error) if isinstance(error, psycopg.Error) else first_line(error)
-                refused = refused + 1 if isinstance(error, NotAuthorized) else 0
-                if refused == _REFUSED_TIMES:
+                refused_since = (refused_since or time.monotonic()) if isinstance(error, NotAuthorized) else None
+                if refused_since is not None and time.monotonic() - refused_since > self._options.refused_seconds:
                     raise
-                if self._search.narrowing:
+                if self._narrowed:
                     # What comes next is less than what failed.
                     began, tries = None, 0
                 began = began or time.monotonic()
@@ -501,3 +528,20 @@ class Runner:
                 yield
             finally:
                 close_kept(self._job.group)
+
+
+def _until(
+    targets: Mapping[Partition, Extent], known: Mapping[Partition, Extent], stored: Mapping[Partition, Stored]
+) -> dict[Partition, Extent]:
+    """Return the extents up to the targets.
+
+    But not less than the group has: it moves to the next message, which may be behind a target, and what it is beyond
+    must not look like a log that was cut.
+    """
+    extents = {}
+    for partition, there in known.items():
+        if partition in targets:
+            reached = stored[partition].next_offset if partition in stored else 0
+            end = max(min(there.end, targets[partition].end), min(reached, there.end))
+            extents[partition] = replace(there, end=end)
+    return extents

@@ -103,8 +103,8 @@ SIZE: Final = """CASE WHEN pg_column_compression(payload) IS NULL THEN coalesce(
 # The turn before, which is settled a moment later, is left out; rows behind its last one need no look at the list.
 _THERE: Final = """lane = {lane} AND id > {above} AND (id > {after} OR id <> ALL(%(pending)s::bigint[]))"""
 
-# As many as fit into the bytes, and one at least. The limit is worked out over narrow rows first. What stands before the
-# first row, dead rows that a held xmin keeps, is passed once and not again by the read.
+# As many as fit into the bytes, and one at least. The limit is worked out over narrow rows first. Dead rows before the
+# first one, which a held xmin keeps, are passed here and not again by the read.
 _FITTING: Final = """(SELECT greatest(1, count(*) FILTER (WHERE total <= %(max_bytes)s)) AS fitting, count(*) AS there,
                           coalesce(max(total) FILTER (WHERE total <= %(max_bytes)s), min(total), 0) AS bytes,
                           min(id) AS first

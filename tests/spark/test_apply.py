@@ -205,7 +205,7 @@ def test_a_partition_added_is_picked_up(bench):
     wait_until(lambda: _accepts(bench, payload), what="the new partition to take messages")
     bench.once()
     assert bench.totals()["new"][1] == 1
-    assert len(bench.positions()) == 4
+    assert bench.positions().keys() == {0, 1, 3}
 
 
 def test_a_partition_added_waits_for_what_its_keys_have_in_others(bench):
@@ -238,9 +238,78 @@ def test_a_partition_added_waits_for_what_its_keys_have_in_others(bench):
     bench.once(max_records=500)
     (_, applied, last, out_of_order, _) = bench.totals()["a"]
     assert (applied, last, out_of_order) == (3_001, 3_001, 0)
-    assert len(bench.positions()) == 4
+    # The other new one has no messages yet, and is none of the group's.
+    assert bench.positions().keys() == {0, 1, 3}
     waits = [figures["partitions"] for text, figures in bench.reports if text.startswith("new partitions wait")]
-    assert waits == [[f"{bench.topic}-2", f"{bench.topic}-3"]] * 2
+    assert waits == [[f"{bench.topic}-3"]] * 2
+
+
+def test_a_partition_added_that_was_seen_empty_waits_too(bench):
+    """Producers hear of a new partition minutes after the driver; and an open transaction hides what came before."""
+    bench.send("a", 1, key="a")
+    bench.once()
+    ((part, _),) = [(at, offset) for at, offset in bench.positions().items() if offset]
+    admin = AdminClient({"bootstrap.servers": bench.topics.bootstrap_servers})
+    admin.create_partitions([NewPartitions(bench.topic, 4)])[bench.topic].result(30)
+    wait_until(lambda: len(admin.list_topics(bench.topic).topics[bench.topic].partitions) == 4, what="the partitions")
+    with bench.runner(max_records=500) as runner:
+        assert runner._round(None) is False
+        assert bench.positions().keys() == {0, 1}
+
+        def send(producer, seq):
+            payload = {"order_id": "a", "seq": seq, "customer": "c", "amount_cents": 1, "status": "s"}
+            headers = [("ce_id", str(uuid7()).encode())]
+            producer.produce(bench.topic, json.dumps(payload), "a", headers=headers, partition=part)
+
+        producer = bench.producer()
+        for seq in range(2, 2_001):
+            send(producer, seq)
+        assert producer.flush(60) == 0
+        hidden = bench.producer(**{"transactional.id": bench.topic})
+        hidden.init_transactions(30)
+        hidden.begin_transaction()
+        send(hidden, 2_001)
+        assert hidden.flush(30) == 0
+        payload = {"order_id": "a", "seq": 2_002, "customer": "c", "amount_cents": 1, "status": "last"}
+        wait_until(lambda: _accepts(bench, json.dumps(payload).encode(), "a"), what="the partition to take messages")
+        while runner._round(None):
+            pass
+        # Everything that is committed in the old one has been applied; what the transaction hides has not.
+        assert bench.totals()["a"][1:3] == (2_000, 2_000)
+        hidden.commit_transaction(30)
+        wait_until(lambda: runner._round(None) is False and bench.totals()["a"][1] == 2_002, what="the rest")
+    assert bench.totals()["a"][1:4] == (2_002, 2_002, 0)
+
+
+def test_a_run_that_gets_further_than_its_target_has_lost_nothing(bench):
+    """A transaction that is open when the target is set, and aborted then: the group moves behind it."""
+
+    def send(producer, seq):
+        payload = {"order_id": "a", "seq": seq, "customer": "c", "amount_cents": 1, "status": "s"}
+        headers = [("ce_id", str(uuid7()).encode())]
+        producer.produce(bench.topic, json.dumps(payload), "a", headers=headers, partition=0)
+
+    one, two = (bench.producer(**{"transactional.id": f"{bench.topic}-{n}"}) for n in range(2))
+    for producer in (one, two):
+        producer.init_transactions(30)
+        producer.begin_transaction()
+    send(one, 1)
+    one.commit_transaction(30)
+    for seq in range(2, 7):
+        send(two, seq)
+    assert two.flush(30) == 0
+    with bench.runner() as runner:
+        report = runner._report
+
+        def aborting(text, figures):
+            report(text, figures)
+            if text == "planned":
+                two.abort_transaction(30)
+
+        runner._report = aborting
+        assert runner.once(threading.Event()).applied == 1
+    assert bench.rows("SELECT count(*) FROM consumer.losses") == [(0,)]
+    assert bench.totals()["a"][1] == 1
 
 
 def _accepts(bench, payload, key="new") -> bool:

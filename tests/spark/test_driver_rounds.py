@@ -265,7 +265,7 @@ def test_errors_mean_the_same_in_the_driver(bench, monkeypatch, where, error):
     """What may pass by itself is tried again, also of a single message; anything else ends the job at once."""
     bench.send_raw(b'{"n":1}', [("ce_id", str(uuid7()).encode())])
     job = ConsumerJob("errors", (bench.topic,), SQL, schema=failing(error), setup=SETUP)
-    options = {"patience": 60.0, "driver_records": 2_000 if where == "driver" else 0}
+    options = {"patience": 60.0, "verdict_seconds": 0.0, "driver_records": 2_000 if where == "driver" else 0}
     if error == "a fault of the decoder":
         with pytest.raises(EffectFailed, match="ZeroDivisionError"):
             bench.once(job, **options)

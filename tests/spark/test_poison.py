@@ -82,7 +82,7 @@ def test_a_message_that_ends_the_worker_is_named(bench, topic):
     with pytest.raises(
         BadMessage, match=f"{topic}-0 offset {FAULT} can't be applied: by itself it failed 3 times"
     ) as bad:
-        bench.once(made)
+        bench.once(made, verdict_seconds=1.0)
     assert "Python worker exited unexpectedly" in str(bad.value)
     assert f"outbox offsets set poison {topic} 0 {FAULT + 1} --skip" in str(bad.value)
     applied(bench)

@@ -273,7 +273,7 @@ def test_jobs_are_found_by_name():
 def test_new_partitions_wait_for_the_others_of_their_topic_only():
     stored = {("t", 0): Stored("id", 5), ("t", 1): Stored("id", 9), ("u", 0): Stored("id", 3)}
     fresh = [("t", 2), ("t", 3), ("u", 1), ("new", 0)]
-    ends = {("t", 0): 6, ("t", 1): 9, ("u", 0): 3}
+    ends = {("t", 2): {("t", 0): 6, ("t", 1): 9}, ("t", 3): {("t", 0): 6}, ("u", 1): {("u", 0): 3}}
     assert waiting_for_others(fresh, stored, ends) == {("t", 2), ("t", 3)}
     assert waiting_for_others(fresh, stored | {("t", 0): Stored("id", 6)}, ends) == set()
     assert waiting_for_others(fresh, {}, ends) == set()

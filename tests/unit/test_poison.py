@@ -21,6 +21,7 @@ class Reader:
         self.search = Search()
         self.position = dict.fromkeys(ENDS, 0)
         self.attempts = 0
+        self.narrowed = False
 
     def planned(self) -> dict[tuple[str, int], Range]:
         return {
@@ -40,10 +41,11 @@ class Reader:
         ]
         if failing:
             blamed = {partition: ranges[partition] for partition in (failing if self.certain else ranges)}
-            self.search.failed(blamed, error, certain=self.certain or len(ranges) == 1)
+            self.narrowed = self.search.failed(blamed, error, certain=self.certain or len(ranges) == 1)
         for partition, span in ranges.items():
             if partition not in failing and (self.certain or not failing):
                 self.position[partition] = span.end
+                self.search.passed({partition: span})
         found = {partition: self.search.found(partition) for partition in ENDS}
         return next(((partition, offset) for partition, offset in found.items() if offset is not None), None)
 
@@ -73,7 +75,6 @@ def test_fewer_failures_than_same_change_nothing():
     for _ in range(SAME - 1):
         reader.step()
     assert reader.search.narrowed(reader.planned()) == reader.planned()
-    assert not reader.search.narrowing
 
 
 def test_different_errors_are_not_the_same_failure():
@@ -99,7 +100,6 @@ def test_an_outage_that_is_over_leaves_nothing_behind():
         assert reader.step() is None
     # Those that were read in small parts meanwhile are read in full again.
     assert reader.attempts < SAME + 8 + 30
-    assert not reader.search.narrowing
 
 
 def test_who_is_set_back_begins_anew():
@@ -124,3 +124,42 @@ def test_whatever_is_bad_the_first_of_a_partition_is_found(bad, most, certain):
     partition, offset = found
     assert offset == min(other for where, other in bad if where == partition)
     assert reader.position[partition] == offset
+
+
+def test_each_failure_that_makes_less_of_it_says_so_and_they_come_to_an_end():
+    reader = Reader({(("t", 0), offset) for offset in range(25_000)}, certain=True)
+    said = []
+    for _ in range(60):
+        reader.step()
+        said.append(reader.narrowed)
+    # The third failure of 10,000, then one for each half down to two.
+    assert sum(said) == 13
+    assert not any(said[20:])
+
+
+def test_a_message_must_fail_for_a_while():
+    now = 100.0
+    search = Search(30.0, lambda: now)
+    span = {("t", 0): Range("id", 7, 8)}
+    for _ in range(10):
+        search.narrowed(span)
+        search.failed(span, "lost", certain=True)
+        assert search.found(("t", 0)) is None
+        now += 3
+    search.failed(span, "lost", certain=True)
+    assert search.found(("t", 0)) == 7
+    # Another error is another matter, and its time begins anew.
+    search.failed(span, "something else", certain=True)
+    assert search.found(("t", 0)) is None
+
+
+def test_what_has_passed_is_forgotten_also_where_nothing_follows():
+    search = Search()
+    whole = {("t", 0): Range("id", 0, 100)}
+    for _ in range(SAME):
+        search.failed(search.narrowed(whole), "an error", certain=True)
+    assert search.narrowed(whole) == {("t", 0): Range("id", 0, 50)}
+    search.passed({("t", 0): Range("id", 0, 50)})
+    assert search.narrowed({("t", 0): Range("id", 50, 100)}) == {("t", 0): Range("id", 50, 75)}
+    search.passed({("t", 0): Range("id", 50, 100)})
+    assert search.narrowed({("t", 0): Range("id", 0, 100)}) == whole
