@@ -26,6 +26,7 @@ by, and it is on no topic). Mutations that need processes, crashes or time are i
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
@@ -412,9 +413,19 @@ class LateEnd:
                 # The first half is on the broker, and no marker.
                 assert publisher._senders[number].producer.flush(30) == 0
                 self.arrived = self._proxy.release()
+                if accepted(self.arrived[0]):
+                    # The answer comes before the markers: what the turn sends next must not be of what has ended.
+                    worker.place.kafka.await_transactions(worker.place.topic)
             self._real(name)
 
         self._patch.setattr(producer, "failpoint", reached)
+
+
+def accepted(ended: Fired) -> bool:
+    """Return whether the broker took an EndTxn: its answer is correlation id, tags from version 3 on, time, error."""
+    assert ended.response is not None
+    (error,) = struct.unpack_from(">h", ended.response, 8 + (ended.api_version >= 3))
+    return bool(error == 0)
 
 
 def a_turns_commit_is_late(place: Place, late: LateEnd) -> None:
