@@ -19,10 +19,11 @@ Tasks report what they understand as a row (task.REPORT), with its kind. The res
 from __future__ import annotations
 
 import builtins
+import importlib
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -81,13 +82,12 @@ class Undecoded(Exception):
     """A row that does not decode stood before a transform."""
 
 
-def of_kafka(error: KafkaError, doing: str) -> ConsumerError:
-    """Return what an error of librdkafka's means; ``doing`` begins its text."""
+def is_refusal(error: KafkaError) -> bool:
+    """Return whether Kafka refuses the client's credentials, or what it wants to do with them."""
     from confluent_kafka import KafkaError as Codes
 
-    text = f"{doing}: {error}"
-    refused = {
-        # Documented names, in spite of the underscore.
+    return error.code() in {
+        # A documented name, in spite of the underscore.
         Codes._AUTHENTICATION,  # noqa: SLF001
         Codes.SASL_AUTHENTICATION_FAILED,
         Codes.UNSUPPORTED_SASL_MECHANISM,
@@ -96,7 +96,14 @@ def of_kafka(error: KafkaError, doing: str) -> ConsumerError:
         Codes.GROUP_AUTHORIZATION_FAILED,
         Codes.CLUSTER_AUTHORIZATION_FAILED,
     }
-    if error.code() in refused:
+
+
+def of_kafka(error: KafkaError, doing: str) -> ConsumerError:
+    """Return what an error of librdkafka's means; ``doing`` begins its text."""
+    from confluent_kafka import KafkaError as Codes
+
+    text = f"{doing}: {error}"
+    if is_refusal(error):
         return NotAuthorized(f"{text}; look at the credentials and the ACLs. Nothing was skipped")
     if error.code() in {Codes._BAD_MSG, Codes._BAD_COMPRESSION, Codes.INVALID_MSG}:  # noqa: SLF001
         return CorruptRecords(text)
@@ -184,10 +191,9 @@ def first_line(error: BaseException) -> str:
 
 
 def _of_python(kind: type[BaseException], line: str) -> ConsumerError:
-    if issubclass(kind, ConsumerUnavailable):
-        return ConsumerUnavailable(line)
-    if issubclass(kind, InputCut):
-        return InputCut(line)
+    for known in MAY_PASS:
+        if issubclass(kind, known):
+            return known(line)
     if issubclass(kind, psycopg.Error) and passing_kind(kind):
         return ConsumerUnavailable(line)
     # Libraries have classes of their own for this; the system's words are in their texts.
@@ -201,12 +207,16 @@ def _of_python(kind: type[BaseException], line: str) -> ConsumerError:
 def _raised(text: str) -> type[BaseException] | None:
     """Return the class of what Python code has raised in an executor; None where it was not Python.
 
-    ``Exception`` for a class that this process has not imported: then it is none of those that matter here.
+    ``Exception`` for a class of others that this process has not imported: it is none of those that matter here.
     """
     line = _raised_line(text)
     if line is None:
         return None
     module, _, name = line.partition(":")[0].strip().rpartition(".")
+    if module.startswith("spark_jobs."):
+        # A worker may have imported more of the package than the driver.
+        with suppress(ImportError):
+            importlib.import_module(module)
     found = getattr(sys.modules.get(module) if module else builtins, name, None)
     return found if isinstance(found, type) and issubclass(found, BaseException) else Exception
 

@@ -26,14 +26,14 @@ def name(group: str) -> str:
 
 @contextmanager
 def kept(session: SparkSession) -> Iterator[None]:
-    """Give this thread its own job group and description back in the end, or none if it had none."""
+    """Restore this thread's job group and description at the end."""
     with properties_kept(session, _PROPERTIES):
         yield
 
 
 @contextmanager
 def properties_kept(session: SparkSession, names: tuple[str, ...]) -> Iterator[None]:
-    """Give this thread's local properties of Spark their values back in the end."""
+    """Restore this thread's local properties of Spark at the end."""
     from py4j.protocol import Py4JError
 
     context = session.sparkContext

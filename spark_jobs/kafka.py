@@ -15,8 +15,8 @@ from typing import Any, Final
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec  # type: ignore[attr-defined]
 
-from spark_jobs.errors import ConsumerError, NotAuthorized
-from spark_jobs.failures import of_kafka
+from spark_jobs.errors import ConsumerError
+from spark_jobs.failures import is_refusal, of_kafka
 from spark_jobs.planner import Extent, Partition
 
 _SECONDS: Final = 20.0
@@ -262,7 +262,7 @@ class _Shown:
 
 
 def _hear(refusals: deque[KafkaError], error: KafkaError) -> None:
-    if isinstance(of_kafka(error, ""), NotAuthorized):
+    if is_refusal(error):
         refusals.append(error)
 
 

@@ -154,7 +154,7 @@ class ConsumerQuery:
 
     @property
     def isActive(self) -> bool:  # noqa: N802
-        """Whether it has not ended yet."""
+        """Return whether the consumer is still running."""
         return not self._ended
 
     @property

@@ -33,8 +33,8 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import orjson
 
-from spark_jobs.errors import ConsumerUnavailable, InputCut, JobError, NotAuthorized
-from spark_jobs.failures import of_kafka
+from spark_jobs.errors import ConsumerUnavailable, InputCut, JobError
+from spark_jobs.failures import is_refusal, of_kafka
 from spark_jobs.incoming import UNREADABLE, Headers, Messages
 from spark_jobs.planner import Partition, Range
 from spark_jobs.task_input import TaskInput
@@ -268,7 +268,7 @@ class RangeReader:
 
     def _hear(self, error: KafkaError) -> None:
         """Note that a broker does not let the client in: nothing comes then, and nothing else says why."""
-        if isinstance(of_kafka(error, ""), NotAuthorized):
+        if is_refusal(error):
             self._refused = error
 
     def _sorted(self, messages: Sequence[Message], spans: Mapping[Partition, _Span]) -> dict[Partition, list[Message]]:

@@ -68,7 +68,7 @@ from spark_jobs.reader import ReaderSettings, close_kept
 from spark_jobs.retention import KEEP_DAYS
 from spark_jobs.rounds import Counts, Reading, Rounds, Span
 from spark_jobs.sink import AWAY
-from spark_jobs.store import GroupState, Store
+from spark_jobs.store import Store
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -314,7 +314,7 @@ class Runner:
         """Apply one batch, up to ``targets`` if given. Says whether there may be more to do."""
         generation = self._begin()
         # Before the look: whatever of the group's offsets is known then, Kafka's ends are at or behind it.
-        state = self._recorded_state(generation)
+        state = self._store.state(self._job.topics, generation, keep_order=self._job.keep_order)
         stored = state.stored
         ids, known = self._look(generation)
         if self._store.was_killed and not self._rounds.not_here:
@@ -372,10 +372,6 @@ class Runner:
         self._shown |= ends
         self._report_lag(self._kafka.show_lag(self._job.group, ends, seconds=0))
         return True
-
-    def _recorded_state(self, generation: int) -> GroupState:
-        with self._recorded(generation):
-            return self._store.state(self._job.topics, generation, keep_order=self._job.keep_order)
 
     def _show_where(self, stored: Mapping[Partition, Stored]) -> None:
         """Show Kafka where the group has got to beyond its rounds' ends: to the next messages, or to the log's end."""
@@ -436,7 +432,9 @@ class Runner:
         waiting = waiting_for_others(fresh, stored, self._ends_before)
         if waiting - self._added:
             shown = sorted(f"{topic}-{part}" for topic, part in waiting)
-            self._report("new partitions wait until the others are read to their ends of now", {"partitions": shown})
+            self._report(
+                "new partitions wait until the others have been read to their current ends", {"partitions": shown}
+            )
         self._added = waiting
         return [partition for partition in fresh if partition not in waiting]
 

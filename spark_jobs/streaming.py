@@ -559,7 +559,7 @@ def _stage_all(rows: DataFrame, plan: _StagePlan) -> tuple[list[str], int]:
 
 
 def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Be the function of mapInArrow: COPY one task's rows, under a name that no other attempt has."""
+    """COPY one task's rows under a name that no other attempt has; the function of mapInArrow."""
     import pyarrow as pa
 
     name = uuid.uuid4().hex

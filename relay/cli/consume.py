@@ -128,7 +128,7 @@ def _run(
 
 
 def _obey_signals(stop: threading.Event) -> None:
-    """Have the first signal end the run after its round, and a second one end the process at once."""
+    """Let the first signal end the run after its round, and a second one end the process at once."""
 
     def on_signal(*_: object) -> None:
         if stop.is_set():
