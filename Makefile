@@ -29,7 +29,7 @@ demo: $(VENV)/.installed  ## orders → Postgres → Kafka → Spark, with a kil
 	@$(BIN)/outbox demo $(ARGS)
 
 test: $(VENV)/.installed  ## the whole test suite on real services
-	@$(BIN)/python tests/class_archives.py
+	@$(BIN)/python tests/support/class_archives.py
 	@$(BIN)/python -m compileall -q outbox relay spark_jobs
 	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
 

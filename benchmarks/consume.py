@@ -45,16 +45,16 @@ from rich.console import Console
 from rich.table import Table
 from uuid_utils import uuid7
 
-from outbox.testing import jars
+from outbox._app import migrate as db
+from outbox.sandbox import jars
+from outbox.sandbox.kafka import KafkaCluster
+from outbox.sandbox.postgres import PostgresServer
 from outbox.testing.fixtures import Topics
-from outbox.testing.kafka import KafkaCluster
-from outbox.testing.postgres import PostgresServer
-from relay import db
-from spark_jobs import session as spark_session
-from spark_jobs.effects import Insert
+from spark_jobs.dedup.strategies import Dedup
+from spark_jobs.driver.runner import Options, Runner
+from spark_jobs.effects.mapped import Insert
 from spark_jobs.job import ConsumerJob
-from spark_jobs.runner import Options, Runner
-from spark_jobs.strategies import Dedup
+from spark_jobs.spark import session as spark_session
 
 LOCK = Path(__file__).with_name("jars.lock")
 PARTITIONS = 4

@@ -1,4 +1,4 @@
-"""Alembic's environment. relay/db.py drives it and hands everything over in ``config.attributes``.
+"""Alembic's environment. outbox/_app/migrate.py drives it and hands everything over in ``config.attributes``.
 
 connection  an open connection in a transaction; none for offline SQL
 schema      where the tables go

@@ -27,7 +27,7 @@ from outbox._app.settings_errors import conflict
 from outbox.errors import ConfigurationError
 from outbox.urls import libpq_url
 from relay.kafka.headers import HeaderSet
-from relay.routing import DEFAULT_TEMPLATE, STATE_SUFFIX, OnFailure, topic_problem
+from relay.kafka.routing import DEFAULT_TEMPLATE, STATE_SUFFIX, OnFailure, topic_problem
 
 
 class Delivery(StrEnum):

@@ -37,7 +37,7 @@ from outbox.errors import SchemaError
 from relay.lease import Lease
 from relay.marker import StateLost
 from relay.ports import BrokerUnavailable, DatabaseUnavailable, LaneBusy, UndecidedTransaction
-from relay.slot import StreamLost
+from relay.wal.slot import StreamLost
 
 STANDING_LEASES: Final = 3
 """A lane that has waited for so many leases stands still."""

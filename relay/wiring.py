@@ -14,7 +14,7 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from outbox import __version__
-from relay.cli.wiring import build_router, build_topics, failure_policy
+from relay.archive import Retention
 from relay.config import (
     Delivery,
     Settings,
@@ -25,7 +25,6 @@ from relay.config import (
     state_topic_name,
 )
 from relay.database import Connector
-from relay.failures import Failures
 from relay.kafka.fencing import Fencing
 from relay.kafka.idempotent import IdempotentPublisher
 from relay.kafka.open_transactions import OpenTransactions, TransactionWatch
@@ -35,17 +34,18 @@ from relay.kafka.topics import Topics
 from relay.kafka.transactional import TransactionalPublisher, TransactionFigures
 from relay.lease import Lease
 from relay.loop import Pace
-from relay.metrics import RelayMetrics, SlotWatch, serve
+from relay.parts import build_router, build_topics, failure_policy
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.source import PollingSource
 from relay.ports import IdBusy, Publisher, Source, TakeoverStore
-from relay.retention import Retention
+from relay.retries import Failures
 from relay.settlement import RENEW_PART
-from relay.slot import slot_names
-from relay.stream import Stream, StreamLimits
-from relay.stream_source import StreamSource
 from relay.supervisor import Events, Plan, Supervisor, Upkeep
-from relay.wal import Replication
+from relay.wal.replication import Replication
+from relay.wal.session import Stream, StreamLimits
+from relay.wal.slot import slot_names
+from relay.wal.source import StreamSource
+from relay.web.metrics import RelayMetrics, SlotWatch, serve
 
 log = structlog.get_logger("relay")
 

@@ -10,8 +10,11 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from spark_jobs.decoding import Avro, Json, JsonSchema, Protobuf, Raw
-    from spark_jobs.effects import Insert, Upsert
+    from spark_jobs.dedup.strategies import Dedup, Fingerprint, Natural, Version
+    from spark_jobs.driver.query import ConsumerQuery, run
+    from spark_jobs.driver.streaming import exactly_once
+    from spark_jobs.effects.mapped import Insert, Upsert
+    from spark_jobs.effects.produce import Produce, Traced
     from spark_jobs.errors import (
         BadMessage,
         CheckpointConflict,
@@ -24,13 +27,10 @@ if TYPE_CHECKING:
         Reject,
         TopicRecreated,
     )
-    from spark_jobs.external import External
-    from spark_jobs.http_call import HttpAsk, HttpCall
+    from spark_jobs.external.caller import External
+    from spark_jobs.external.http_call import HttpAsk, HttpCall
     from spark_jobs.job import ConsumerJob
-    from spark_jobs.produce import Produce, Traced
-    from spark_jobs.query import ConsumerQuery, run
-    from spark_jobs.strategies import Dedup, Fingerprint, Natural, Version
-    from spark_jobs.streaming import exactly_once
+    from spark_jobs.payloads.decoding import Avro, Json, JsonSchema, Protobuf, Raw
 
 __all__ = [
     "Avro",
@@ -66,19 +66,19 @@ __all__ = [
 ]
 
 _MODULES: Final = {
-    "decoding": ("Avro", "Json", "JsonSchema", "Protobuf", "Raw"),
-    "effects": ("Insert", "Upsert"),
+    "payloads.decoding": ("Avro", "Json", "JsonSchema", "Protobuf", "Raw"),
+    "effects.mapped": ("Insert", "Upsert"),
     "errors": (
         *("BadMessage", "CheckpointConflict", "ConsumerError", "ConsumerUnavailable", "DataLost", "EffectFailed"),
         *("Fenced", "JobError", "Reject", "TopicRecreated"),
     ),
-    "external": ("External",),
-    "http_call": ("HttpAsk", "HttpCall"),
+    "external.caller": ("External",),
+    "external.http_call": ("HttpAsk", "HttpCall"),
     "job": ("ConsumerJob",),
-    "produce": ("Produce", "Traced"),
-    "query": ("ConsumerQuery", "run"),
-    "strategies": ("Dedup", "Fingerprint", "Natural", "Version"),
-    "streaming": ("exactly_once",),
+    "effects.produce": ("Produce", "Traced"),
+    "driver.query": ("ConsumerQuery", "run"),
+    "dedup.strategies": ("Dedup", "Fingerprint", "Natural", "Version"),
+    "driver.streaming": ("exactly_once",),
 }
 _WHERE: Final = {name: module for module, names in _MODULES.items() for name in names}
 

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Final
 
+from spark_jobs.effects.produce import Produce, Traced
 from spark_jobs.job import ConsumerJob
-from spark_jobs.produce import Produce, Traced
 
 _SETUP: Final = """
 CREATE TABLE IF NOT EXISTS customers (

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from outbox.errors import OutboxError
 
 if TYPE_CHECKING:
-    from spark_jobs.planner import Loss, Partition
+    from spark_jobs.driver.planner import Loss, Partition
 
 
 class ConsumerError(OutboxError):

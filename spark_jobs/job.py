@@ -8,11 +8,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
-from spark_jobs.decoding import PROBLEM, Decoder, decoder_of
-from spark_jobs.effects import Insert, Upsert
+from spark_jobs.dedup.strategies import Dedup, Fingerprint, Natural, Strategy, Version
+from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.errors import JobError
-from spark_jobs.limited import Limited
-from spark_jobs.strategies import Dedup, Fingerprint, Natural, Strategy, Version
+from spark_jobs.payloads.decoding import PROBLEM, Decoder, decoder_of
+from spark_jobs.payloads.limited import Limited
 
 if TYPE_CHECKING:
     import psycopg
@@ -66,7 +66,7 @@ class ConsumerJob:
     types       apply only messages of these event types (header ``ce_type`` or ``event-type``); the others are stepped
                 over before anything is decoded. None: all.
     schema      of the JSON payload, as Spark DDL: ``"order_id string, amount_cents long"``; or a decoder of
-                spark_jobs.decoding. None: the payload stays bytes, in a column ``payload``.
+                spark_jobs.payloads.decoding. None: the payload stays bytes, in a column ``payload``.
     transform   a function from DataFrame to DataFrame, applied before the effect: select, filter, withColumn. It has to
                 keep the columns of KEPT. With ``atomic="partition"`` nothing that moves rows between partitions; a join
                 with another table that is sent to all tasks (``functions.broadcast``) does not. Called for each round.

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import psycopg
 from psycopg import sql
 
-from spark_jobs.applying import Culprit
+from spark_jobs.dedup.strategies import Place
 from spark_jobs.errors import storable
-from spark_jobs.strategies import Place
+from spark_jobs.postgres.batch_table import Culprit
 
 if TYPE_CHECKING:
     import pyarrow as pa

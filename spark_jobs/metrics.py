@@ -20,9 +20,9 @@ from psycopg import sql
 from psycopg.rows import dict_row
 
 from outbox.errors import OutboxError
-from spark_jobs.kafka import KafkaView
-from spark_jobs.planner import Extent, Partition
-from spark_jobs.progress import progress
+from spark_jobs.driver.kafka_admin import KafkaView
+from spark_jobs.driver.planner import Extent, Partition
+from spark_jobs.postgres.progress import progress
 from spark_jobs.sink import clear_errors, connect
 
 T = TypeVar("T")

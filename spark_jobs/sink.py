@@ -11,8 +11,8 @@ from psycopg import errors
 
 from outbox.errors import SchemaError
 from outbox.urls import display_url
-from spark_jobs import connections
 from spark_jobs.errors import ConsumerUnavailable
+from spark_jobs.postgres import connections
 
 AWAY: Final = (
     psycopg.OperationalError,

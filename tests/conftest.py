@@ -12,21 +12,22 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent / "support"))
 
 from class_archives import ARCHIVES, QUIET
 from hypothesis import settings
 from nursery import NURSERY, Nursery
 
-from outbox.testing import _broker
+from outbox.sandbox import _broker
 
 if TYPE_CHECKING:
     from outbox.testing.fixtures import DatabaseServer, RelayFactory
 
-HERE = Path(__file__).parent
+SUPPORT = Path(__file__).parent / "support"
 
 # Assertions in what tests share show values too, as those in test files do.
-_scripts = {"conftest", "class_archives", "impatient", "impatient_consumer", "mutant", "nursery", "warm_daemon"}
-pytest.register_assert_rewrite(*sorted({path.stem for path in HERE.glob("*.py")} - _scripts))
+_scripts = {"class_archives", "impatient", "impatient_consumer", "mutant", "nursery", "warm_daemon"}
+pytest.register_assert_rewrite(*sorted({path.stem for path in SUPPORT.glob("*.py")} - _scripts))
 
 # The same examples in every run, or those of a seed.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
@@ -133,7 +134,7 @@ def _leave_nothing() -> Iterator[None]:
         structlog.reset_defaults()
     if support := sys.modules.get("support"):
         support.close_connections()
-    if connections := sys.modules.get("spark_jobs.connections"):
+    if connections := sys.modules.get("spark_jobs.postgres.connections"):
         connections.close_all()
 
 
@@ -164,7 +165,7 @@ def outbox_relay(request: pytest.FixtureRequest, tmp_path: Path, _nursery: Nurse
 @pytest.fixture(scope="session")
 def _outbox_template(_outbox_template: str, outbox_postgres_server: DatabaseServer) -> str:
     """The same database with the consumers' tables as well: consumers' tests need not make them one by one."""
-    from relay.db import upgrade_consumer
+    from outbox._app.migrate import upgrade_consumer
 
     upgrade_consumer(outbox_postgres_server.url(_outbox_template))
     return _outbox_template

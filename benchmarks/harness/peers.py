@@ -12,9 +12,9 @@ from urllib.parse import urlsplit
 
 from benchmarks.harness.publishers import Publisher, Way
 from benchmarks.harness.servers import ROOT, BenchError, Servers, Site, wait_until
-from outbox.testing.errors import ServiceError
+from outbox.sandbox.errors import ServiceError
 
-sys.path.append(str(ROOT / "tests"))
+sys.path += [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 
 from peers.connect import Worker
 from peers.page import blocks

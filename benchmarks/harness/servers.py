@@ -20,8 +20,8 @@ from confluent_kafka.admin import AdminClient
 from confluent_kafka.cimpl import NewTopic
 from psycopg import sql
 
-from outbox.testing.kafka import KafkaCluster
-from outbox.testing.postgres import PostgresServer
+from outbox.sandbox.kafka import KafkaCluster
+from outbox.sandbox.postgres import PostgresServer
 
 ROOT: Final = Path(__file__).parents[2]
 PARTITIONS: Final = 4

@@ -1,4 +1,4 @@
-"""Groups, offsets and processed messages. Frozen as it was written; a test holds it against spark_jobs/tables.py."""
+"""Groups, offsets and processed messages. Frozen as it was written; a test holds it against the tables."""
 
 import sqlalchemy as sa
 from alembic import context, op

@@ -1,6 +1,6 @@
 """Dead letters, losses, reservations and an audit; what a group has counted, and what it has forgotten.
 
-Frozen as it was written; a test holds it against spark_jobs/tables.py.
+Frozen as it was written; a test holds it against spark_jobs/postgres/tables.py.
 """
 
 import sqlalchemy as sa

@@ -5,7 +5,7 @@ or more often than once a second while there is nothing else to do.
 
 Locks: a consumer that puts a dead letter aside waits while the dead letters that are there are read once.
 
-Frozen as it was written; a test holds it against spark_jobs/tables.py.
+Frozen as it was written; a test holds it against spark_jobs/postgres/tables.py.
 """
 
 import sqlalchemy as sa

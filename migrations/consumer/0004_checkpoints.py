@@ -2,7 +2,7 @@
 
 Locks: none; a table is added.
 
-Frozen as it was written; a test holds it against spark_jobs/tables.py.
+Frozen as it was written; a test holds it against spark_jobs/postgres/tables.py.
 """
 
 import sqlalchemy as sa

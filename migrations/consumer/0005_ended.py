@@ -2,7 +2,7 @@
 
 Locks: ACCESS EXCLUSIVE on ``groups`` for a moment; nothing is rewritten.
 
-Frozen as it was written; a test holds it against spark_jobs/tables.py.
+Frozen as it was written; a test holds it against spark_jobs/postgres/tables.py.
 """
 
 import sqlalchemy as sa

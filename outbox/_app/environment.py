@@ -20,14 +20,14 @@ from outbox.errors import ConfigurationError
 PREFIX: Final = "OUTBOX_"
 
 READ_ELSEWHERE: Final[Mapping[str, str]] = {
-    "OUTBOX_CACHE": "outbox/testing: the directory of what is downloaded",
+    "OUTBOX_CACHE": "outbox/sandbox: the directory of what is downloaded",
     "OUTBOX_CONFIG": "outbox/_app/settings.py: the file with settings",
     "OUTBOX_FAILPOINTS": "relay.failpoints: where a relay under test fails",
-    "OUTBOX_MAVEN_REPOSITORY": "outbox/testing: where jars come from",
+    "OUTBOX_MAVEN_REPOSITORY": "outbox/sandbox: where jars come from",
     "OUTBOX_PATIENCE": "outbox/testing: the factor of all time limits",
-    "OUTBOX_PG_BIN": "outbox/testing: the directory of Postgres' programs",
-    "OUTBOX_SANDBOX": "outbox/testing: the sandbox's directory",
-    "OUTBOX_SUBMITTED_PID_FILE": "relay.cli.submitted: where a submitted driver writes its process id",
+    "OUTBOX_PG_BIN": "outbox/sandbox: the directory of Postgres' programs",
+    "OUTBOX_SANDBOX": "outbox/sandbox: the sandbox's directory",
+    "OUTBOX_SUBMITTED_PID_FILE": "spark_jobs.cli.submitted: where a submitted driver writes its process id",
 }
 """Every variable that is not a setting, and who reads it."""
 

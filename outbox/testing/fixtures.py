@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Final, Protocol, Self
 import psycopg
 import sqlalchemy as sa
 
-from outbox.testing._process import Process, Supervised, patience, pause, wait_for
-from outbox.testing.errors import ServiceError, tail
-from outbox.testing.kafka import KafkaCluster
-from outbox.testing.postgres import PostgresServer, create_database, drop_database
+from outbox.sandbox._process import Process, Supervised, patience, pause, wait_for
+from outbox.sandbox.errors import ServiceError, tail
+from outbox.sandbox.kafka import KafkaCluster
+from outbox.sandbox.postgres import PostgresServer, create_database, drop_database
 from outbox.urls import libpq_url, sqlalchemy_url, with_database
 
 if TYPE_CHECKING:
@@ -52,7 +52,7 @@ def token() -> str:
 
 def migrate(url: str, schema: str = "outbox") -> None:
     """Bring the outbox's tables into a database."""
-    from relay.db import upgrade
+    from outbox._app.migrate import upgrade
 
     upgrade(url, schema=schema)
 

@@ -40,7 +40,7 @@ def outbox_postgres_server() -> Iterator[DatabaseServer]:
 
         yield ExternalPostgres(url)
         return
-    from outbox.testing.postgres import PostgresServer
+    from outbox.sandbox.postgres import PostgresServer
 
     # What a test writes need not outlive the machine; it does outlive a kill of the server.
     with PostgresServer(settings={"fsync": "off"}) as server:
@@ -55,7 +55,7 @@ def outbox_kafka_cluster() -> Iterator[KafkaServer]:
 
         yield ExternalKafka(servers)
         return
-    from outbox.testing.kafka import KafkaCluster
+    from outbox.sandbox.kafka import KafkaCluster
 
     with KafkaCluster() as cluster:
         yield cluster

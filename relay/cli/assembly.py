@@ -10,11 +10,21 @@ import typer
 
 from outbox import __version__
 
-_GROUPS: Final = ("relay", "db", "cdc", "sandbox", "spark", "failures", "consumers", "offsets", "external")
-"""Modules here whose ``app`` is a group of commands of the same name."""
+_GROUPS: Final = {
+    **{name: f"relay.cli.{name}" for name in ("relay", "db", "cdc", "sandbox")},
+    "spark": "spark_jobs.cli.spark",
+    "failures": "relay.cli.failures",
+    **{name: f"spark_jobs.cli.{name}" for name in ("consumers", "offsets", "external")},
+}
+"""Groups of commands, and the modules whose ``app`` they are."""
 
-_COMMANDS: Final = {"doctor": "doctor", "replay": "failures", "consume": "consume", "demo": "demo"}
-"""Commands, and the modules here that have a function of that name."""
+_COMMANDS: Final = {
+    "doctor": "relay.cli.doctor",
+    "replay": "relay.cli.failures",
+    "consume": "spark_jobs.cli.consume",
+    "demo": "relay.cli.demo.run",
+}
+"""Commands, and the modules that have a function of that name."""
 
 
 def assemble(arguments: Sequence[str] = ()) -> typer.Typer:
@@ -32,12 +42,12 @@ def assemble(arguments: Sequence[str] = ()) -> typer.Typer:
     )
     app.callback()(_root)
     only = named if named in {*_GROUPS, *_COMMANDS} else None
-    for name in _GROUPS:
+    for name, module in _GROUPS.items():
         if only in {None, name}:
-            app.add_typer(import_module(f"relay.cli.{name}").app, name=name)
+            app.add_typer(import_module(module).app, name=name)
     for name, module in _COMMANDS.items():
         if only in {None, name}:
-            app.command(name)(getattr(import_module(f"relay.cli.{module}"), name))
+            app.command(name)(getattr(import_module(module), name))
     return app
 
 

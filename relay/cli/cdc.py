@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, require_reason
 from outbox.errors import ConfigurationError
-from relay.cli.common import AsJson, DatabaseUrl, failing_clearly, print_json, require_reason
 from relay.config import load
 
 if TYPE_CHECKING:
-    from relay.cdc import Cdc, Status
     from relay.config import Settings
+    from relay.operations.wal_setup import Cdc, Status
 
 app = typer.Typer(help="Set the WAL up as the source of the outbox.", no_args_is_help=True)
 
@@ -88,9 +88,9 @@ def drop(
 
 @contextmanager
 def _cdc(database_url: str | None) -> Iterator[tuple[Cdc, Settings]]:
-    from relay.cdc import Cdc
     from relay.database import Connector
-    from relay.slot import slot_names
+    from relay.operations.wal_setup import Cdc
+    from relay.wal.slot import slot_names
 
     settings = load(database_url=database_url)
     connection = Connector(settings.require_database(), "outbox cdc")()
@@ -101,7 +101,7 @@ def _cdc(database_url: str | None) -> Iterator[tuple[Cdc, Settings]]:
 
 
 def _summary(found: Status, settings: Settings) -> dict[str, Any]:
-    from relay.wal import lsn_text
+    from relay.wal.replication import lsn_text
 
     slot = found.slot
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json
 from outbox.errors import ConfigurationError
-from relay.cli.common import AsJson, DatabaseUrl, failing_clearly, print_json
 from relay.config import load
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def upgrade(
     lanes: _Lanes = None,
 ) -> None:
     """Bring the tables to this version. Safe to run from many pods at once, and again."""
-    from relay import db
+    from outbox._app import migrate as db
 
     url, name = _target(database_url, schema, consumer)
     if consumer:
@@ -51,7 +51,7 @@ def downgrade(
     drop_rows: Annotated[bool, typer.Option("--drop-rows", help="Even if rows are lost by it.")] = False,
 ) -> None:
     """Go back to a revision."""
-    from relay import db
+    from outbox._app import migrate as db
 
     url, name = _target(database_url, schema, consumer)
     db.downgrade(url, name, revision, history=db.CONSUMER if consumer else db.OUTBOX, drop_rows=drop_rows)
@@ -67,11 +67,12 @@ def check(
     as_json: AsJson = False,
 ) -> None:
     """Compare the tables with this version's, CHECKs and generated columns included. Exit status 1 if they differ."""
-    from relay import db, schema_check
+    from outbox._app import migrate as db
+    from outbox._app import schema_drift as schema_check
 
     url, name = _target(database_url, schema, consumer)
     if consumer:
-        from spark_jobs.tables import consumer_tables
+        from spark_jobs.postgres.tables import consumer_tables
 
         differences = schema_check.check_tables(
             url, name, lambda metadata, at: consumer_tables(metadata, at).all, history=db.CONSUMER
@@ -99,8 +100,8 @@ def sql(
     end: Annotated[str, typer.Option("--to", help="Up to this revision.")] = "head",
 ) -> None:
     """Print the SQL of the upgrade, for Flyway, psql or a careful reader. No database is asked."""
+    from outbox._app import migrate as db
     from outbox.tables import DEFAULT_LANES
-    from relay import db
 
     settings = load()
     if consumer:
@@ -120,7 +121,7 @@ def lanes(
     schema: _Schema = None,
 ) -> None:
     """Change the number of lanes. The outbox must be drained and the relays stopped."""
-    from relay import db
+    from outbox._app import migrate as db
 
     url, name = _target(database_url, schema, consumer=False)
     wanted = _number(number)
@@ -142,8 +143,8 @@ def prune(
     as_json: AsJson = False,
 ) -> None:
     """Drop the archive's partitions that are old enough, and make those of the coming days. Relays do the same."""
+    from relay.archive import Retention
     from relay.database import Connector
-    from relay.retention import Retention
 
     url, name = _target(database_url, schema, consumer=False)
     keep = load().relay.archive_days if days is None else days
@@ -202,7 +203,7 @@ def roles(
     ] = False,
 ) -> None:
     """Print the rights that each kind of role needs, and no more: by default those of outbox_writer, outbox_relay, …"""
-    from relay import db
+    from outbox._app import migrate as db
     from relay.config import SourceKind
     from relay.operations.roles import Kind, grants
 

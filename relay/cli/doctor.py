@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from relay.cli.common import AsJson, DatabaseUrl, failing_clearly, print_json
+from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json
 from relay.config import load
 
 
@@ -20,7 +20,7 @@ def doctor(
     from rich.console import Console
     from rich.table import Table
 
-    from relay.doctor import Level, examine
+    from relay.operations.doctor import Level, examine
 
     settings = load(database_url=database_url, delivery=delivery)
     settings.require_database()

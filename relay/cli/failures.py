@@ -11,14 +11,14 @@ from uuid import UUID
 
 import typer
 
+from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, require_choice, require_reason
 from outbox.errors import ConfigurationError
-from relay.cli.common import AsJson, DatabaseUrl, failing_clearly, print_json, require_choice, require_reason
 from relay.config import load
 
 if TYPE_CHECKING:
     import psycopg
 
-    from relay.dead_letters import DeadLetters, Selection
+    from relay.operations.dead_letters import DeadLetters, Selection
 
 app = typer.Typer(help="Events that could not be published: look, try again, give up.", no_args_is_help=True)
 
@@ -37,7 +37,7 @@ def list_failures(
     as_json: AsJson = False,
 ) -> None:
     """List events that wait for another attempt, and dead letters; the oldest failure first."""
-    from relay.dead_letters import Selection
+    from relay.operations.dead_letters import Selection
 
     with _desk(database_url) as desk:
         failures = desk.list(Selection(aggregate_type=aggregate_type), limit)
@@ -144,7 +144,7 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Send archived events once more: same event ids, marked by the header outbox-replay. Counts first, and asks."""
-    from relay.replay import Range, Replay
+    from relay.operations.replay import Range, Replay
 
     kind, _, key = (aggregate or "").partition("/")
     chosen = Range(
@@ -193,14 +193,14 @@ def _connection(database_url: str | None) -> Iterator[tuple[psycopg.Connection[A
 
 @contextmanager
 def _desk(database_url: str | None) -> Iterator[DeadLetters]:
-    from relay.dead_letters import DeadLetters
+    from relay.operations.dead_letters import DeadLetters
 
     with _connection(database_url) as (connection, schema):
         yield DeadLetters(connection, schema)
 
 
 def _selection(event_ids: Sequence[UUID] | None, aggregate_type: str | None, everything: bool) -> Selection:
-    from relay.dead_letters import Selection
+    from relay.operations.dead_letters import Selection
 
     require_choice(event_ids, everything, "event ids", "--aggregate-type for those of one type")
     return Selection([str(event_id) for event_id in event_ids] if event_ids else None, aggregate_type)
@@ -226,7 +226,7 @@ def _print_counts(counts: Mapping[str, int], done_word: str, as_json: bool) -> N
 
 
 def _all_found(asked: Sequence[UUID] | None, found: Sequence[str], locked: Sequence[str]) -> None:
-    from relay.dead_letters import FailuresLocked, NoSuchFailure
+    from relay.operations.dead_letters import FailuresLocked, NoSuchFailure
 
     if locked:
         raise FailuresLocked(locked)

@@ -12,8 +12,8 @@ from typing import Annotated
 
 import typer
 
+from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, require_reason
 from outbox.errors import ConfigurationError
-from relay.cli.common import AsJson, DatabaseUrl, failing_clearly, print_json, require_reason
 from relay.config import SourceKind, load
 
 app = typer.Typer(help="Publish events from the outbox to Kafka.", no_args_is_help=True)
@@ -41,7 +41,8 @@ def run(
     """
     import structlog
 
-    from relay import failpoints, logs
+    from outbox._app import logs
+    from relay import failpoints
     from relay.wiring import build
     from relay.workers import be_worker, run_workers
 
@@ -104,12 +105,12 @@ def reconcile(
     status 1 while a problem is left.
     """
     from relay import failpoints
-    from relay.cli.wiring import build_router
     from relay.config import Delivery, client_options, producer_options, state_topic_name
     from relay.database import Connector
     from relay.kafka.state_topic import StateTopic
     from relay.operations.reconcile import Reconciler
-    from relay.wal import Replication
+    from relay.parts import build_router
+    from relay.wal.replication import Replication
 
     if apply:
         require_reason(reason, "what happened; it is kept in the audit")
@@ -239,9 +240,9 @@ def switch(
     Relays of the one source finish what is under way and let go of their lanes; those of the other take them up. Run
     both kinds beside each other for as long as it takes.
     """
-    from relay.cdc import Cdc
     from relay.database import Connector
-    from relay.slot import slot_names
+    from relay.operations.wal_setup import Cdc
+    from relay.wal.slot import slot_names
 
     settings = load(database_url=database_url)
     connection = Connector(settings.require_database(), "outbox relay switch")()

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from relay.cli.common import failing_clearly, print_json
+from outbox._app.console import failing_clearly, print_json
 
 if TYPE_CHECKING:
-    from outbox.testing.sandbox import Sandbox, SandboxState
+    from outbox.sandbox.sandbox import Sandbox, SandboxState
 
 app = typer.Typer(
     help="A real Postgres and a real Kafka on this machine, without Docker. They run until `down`.",
@@ -20,7 +20,7 @@ app = typer.Typer(
 
 @app.callback()
 def _group() -> None:
-    from relay import logs
+    from outbox._app import logs
 
     logs.configure()  # to standard error: what a download that is tried again has to say must not mix with the result
 
@@ -71,7 +71,7 @@ def down(
 
 
 def _sandbox() -> Sandbox:
-    from outbox.testing.sandbox import Sandbox
+    from outbox.sandbox.sandbox import Sandbox
     from relay.config import check_environment
 
     check_environment()

@@ -16,11 +16,11 @@ from outbox.errors import OutboxError
 from relay.failpoints import failpoint
 from relay.kafka.headers import HeaderSet
 from relay.kafka.producer import Sender
+from relay.kafka.routing import Router
 from relay.kafka.takeover import Takeover
 from relay.kafka.topics import Topics
 from relay.lease import Lease
 from relay.ports import Batches, BatchRefused, BrokerUnavailable, Confirm, Kind, Receipt, Sent, Unavailable
-from relay.routing import Router
 
 
 class IdempotentPublisher:

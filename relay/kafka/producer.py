@@ -19,6 +19,7 @@ from outbox.event import DEAD_LETTER
 from relay.failpoints import failpoint
 from relay.kafka.client import silent, text_of, weak_callback
 from relay.kafka.headers import HeaderSet, message_headers
+from relay.kafka.routing import NoRoute, Router
 from relay.kafka.topics import FORBIDDEN, Topics, Unanswered
 from relay.ports import (
     PUBLISHED,
@@ -34,7 +35,6 @@ from relay.ports import (
     TopicUnusable,
     Unavailable,
 )
-from relay.routing import NoRoute, Router
 
 # The event is at fault: sending it again unchanged would fail again.
 REFUSALS: Final = {

@@ -56,6 +56,7 @@ from relay.kafka.client import text_of, weak_callback
 from relay.kafka.fencing import BUSY_SECONDS, initialize, is_busy
 from relay.kafka.headers import HeaderSet
 from relay.kafka.producer import REFUSALS, Sender
+from relay.kafka.routing import Router
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover, own_ids
 from relay.kafka.topics import Topics
@@ -76,7 +77,6 @@ from relay.ports import (
     TopicUnusable,
     Unavailable,
 )
-from relay.routing import Router
 
 # librdkafka's jitter is 20 %; the rest is for the clock's and the caller's own delays.
 _CLEAN_PART: Final = 0.8 * 0.9

@@ -51,15 +51,15 @@ from relay.kafka.client import silent, text_of
 from relay.kafka.fencing import fence, short_lived_options
 from relay.kafka.hanging import abort_command, abort_hanging, read_command
 from relay.kafka.offsets import Offsets, Partition, Undecided
+from relay.kafka.routing import NoRoute, Router
 from relay.kafka.state_topic import MarkersRead, StateTopic
 from relay.kafka.takeover import ids_to_fence, own_ids
 from relay.marker import Marker, StateLost, resume
 from relay.operations.holding import LEASE_SECONDS, Holding, LaneBusy, taken
 from relay.operations.topic_scan import Seen, behind, committed_since
 from relay.ports import At, Claim, Unavailable, UndecidedTransaction, up_to
-from relay.routing import NoRoute, Router
 from relay.settlement import position
-from relay.wal import Replication, lsn_text
+from relay.wal.replication import Replication, lsn_text
 
 _LOCK_SECONDS: Final = 10
 _MARGIN: Final = dt.timedelta(hours=1)

@@ -20,10 +20,10 @@ from collections.abc import Callable, Collection, Mapping
 
 from outbox.errors import OutboxError, SchemaError
 from relay.database import unavailable_on_error
-from relay.failures import Failures
 from relay.lease import Lease
 from relay.polling.source import PollingSource, refused_of
 from relay.ports import Claim, Fetched, Kind, Receipt, TakeoverStore, Unavailable
+from relay.retries import Failures
 from relay.settlement import Pending
 
 

@@ -50,11 +50,11 @@ from outbox.errors import OutboxError
 from outbox.event import DEAD_LETTER
 from relay.database import TIMELINE, begin_session, unavailable_on_error
 from relay.failpoints import failpoint
-from relay.failures import Failures
 from relay.lease import Lease
 from relay.marker import Identity, Marker, StateLost, resume
 from relay.polling.low_water_mark import LowWaterMarks, Marks
 from relay.ports import Claim, DatabaseUnavailable, Fetched, Kind, LaneBusy, Published, Receipt, Refused
+from relay.retries import Failures
 from relay.settlement import (
     KEEP_TO_THE_INDEX,
     NOTHING,

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from relay.cli.demo_book import Reconciliation
+from relay.cli.demo.ledger import Reconciliation
 
 
 @pytest.mark.spark

@@ -32,8 +32,8 @@ from support import (
 )
 
 from outbox import Event, Outbox
-from outbox.testing._process import patience
-from relay import db
+from outbox._app import migrate as db
+from outbox.sandbox._process import patience
 from relay.failpoints import VARIABLE
 
 __all__ = ["order"]

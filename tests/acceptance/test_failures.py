@@ -27,9 +27,9 @@ from support import Crashes, backlog, drained, wait_until
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
+from outbox._app import migrate as db
+from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
-from outbox.testing.kafka import KafkaCluster
-from relay import db
 from relay.cli.app import app
 
 QUICK = {"failures__max_attempts": 3, "failures__min_backoff_seconds": 0.05, "failures__max_backoff_seconds": 0.1}

@@ -19,7 +19,7 @@ from support import Load, Unsound, backlog, caught_up, check, drained, look_up, 
 from outbox import Event, Outbox
 from relay.failpoints import VARIABLE
 
-MUTANT = str(Path(__file__).parents[1] / "mutant.py")
+MUTANT = str(Path(__file__).parents[1] / "support" / "mutant.py")
 
 
 @pytest.fixture

@@ -39,14 +39,14 @@ from support import (
 )
 
 from outbox import Event, Outbox
+from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
-from outbox.testing.kafka import KafkaCluster
 from relay.failpoints import VARIABLE
 from relay.kafka import state_topic
 from relay.kafka.state_topic import StateTopic
 from relay.ports import Unavailable
 
-MUTANT = str(Path(__file__).parents[1] / "mutant.py")
+MUTANT = str(Path(__file__).parents[1] / "support" / "mutant.py")
 
 
 @pytest.fixture(scope="module")

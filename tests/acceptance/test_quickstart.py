@@ -16,8 +16,8 @@ from pathlib import Path
 
 import pytest
 
-from outbox.testing._dirs import cache_dir
-from outbox.testing._process import patience
+from outbox.sandbox._dirs import cache_dir
+from outbox.sandbox._process import patience
 
 ROOT = Path(__file__).parents[2]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

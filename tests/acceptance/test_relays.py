@@ -20,7 +20,7 @@ from support import (
     wait_until,
 )
 
-from outbox.testing._process import patience
+from outbox.sandbox._process import patience
 
 LEASE = 8.0
 """Renewed when a third of it is over. No machine is so slow that it runs out before."""

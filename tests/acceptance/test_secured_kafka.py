@@ -27,17 +27,17 @@ from support import Crashes, Load, check, look_up, order, wait_until
 from wal_support import run_outbox
 
 from outbox import Event, Outbox
+from outbox._app import migrate as db
+from outbox.sandbox.java import java
+from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
-from outbox.testing.java import java
-from outbox.testing.kafka import KafkaCluster
-from relay import db
 from relay.failpoints import VARIABLE
-from spark_jobs import job_groups
+from spark_jobs.driver.planner import Range
+from spark_jobs.driver.runner import Options, Runner
 from spark_jobs.errors import NotAuthorized
 from spark_jobs.job import ConsumerJob
-from spark_jobs.planner import Range
-from spark_jobs.reader import RangeReader, ReaderSettings
-from spark_jobs.runner import Options, Runner
+from spark_jobs.spark import job_groups
+from spark_jobs.task.reader import RangeReader, ReaderSettings
 
 __all__ = ["order"]
 

@@ -13,7 +13,7 @@ import pytest
 from support import Crashes, backlog, drained, look_up, owners, wait_until
 
 from outbox import Event, Outbox
-from relay import db
+from outbox._app import migrate as db
 from relay.failpoints import VARIABLE
 from relay.kafka.state_topic import StateTopic
 

@@ -12,8 +12,8 @@ from support import drained, end_leases, logged, look_up, numbers_by_key, wait_u
 from wal_support import to_wal
 
 from outbox import Event, Outbox
+from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
-from outbox.testing.kafka import KafkaCluster
 
 LANES = 4
 UNUSABLE = '"topic can\'t be written to; its events wait"'

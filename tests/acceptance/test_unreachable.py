@@ -6,7 +6,7 @@ import psycopg
 from support import drained, owners, wait_until
 
 from outbox import Event, Outbox
-from outbox.testing._ports import free_ports
+from outbox.sandbox._ports import free_ports
 
 
 def test_lanes_go_to_a_relay_that_reaches_kafka(outbox_postgres, outbox_kafka, outbox_relay):

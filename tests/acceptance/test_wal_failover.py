@@ -19,17 +19,17 @@ from support import Load, await_stops, backlog, check, order, wait_until
 from wal_support import cdc, done, more, run_outbox, to_wal, wal
 
 from outbox import Event, Outbox
-from relay import db
-from relay.cdc import CdcRefused
+from outbox._app import migrate as db
 from relay.config import SourceKind
 from relay.database import TIMELINE, unavailable_on_error
 from relay.failpoints import VARIABLE
-from relay.lane_hash import lane_of
 from relay.lanes import Lease
+from relay.operations.wal_setup import CdcRefused
 from relay.ports import Unavailable
-from relay.slot import Slot, SlotNames, StreamLost
-from relay.stream import Stream, StreamLimits
-from relay.wal import Switch
+from relay.wal.lane_hash import lane_of
+from relay.wal.replication import Switch
+from relay.wal.session import Stream, StreamLimits
+from relay.wal.slot import Slot, SlotNames, StreamLost
 
 __all__ = ["order", "wal"]
 

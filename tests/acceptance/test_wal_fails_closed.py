@@ -15,7 +15,7 @@ from wal_support import cdc, more, run_outbox, set_up, streaming, to_wal, wal
 
 from outbox import Event, Outbox
 from outbox.testing.fixtures import migrate, token
-from relay.cdc import CdcRefused
+from relay.operations.wal_setup import CdcRefused
 
 __all__ = ["order", "wal"]
 

@@ -28,10 +28,10 @@ from support import Crashes, Load, await_stops, check, drained, order, wait_unti
 from wal_support import done, more, streaming, to_wal, wal
 
 from outbox import Event, Outbox
+from outbox._app import migrate as db
 from outbox._message import message_prefix
-from relay import db
-from relay.dead_letters import DeadLetters, Selection
 from relay.failpoints import VARIABLE
+from relay.operations.dead_letters import DeadLetters, Selection
 
 # The tests of failures.py's policies, with relays that read the WAL.
 __all__ = [

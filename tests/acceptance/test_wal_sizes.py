@@ -8,7 +8,7 @@ from support import Crashes, backlog, drained, numbers_by_key, order, wait_until
 from wal_support import streaming, to_wal, wal
 
 from outbox import Event, Outbox
-from relay import db
+from outbox._app import migrate as db
 
 __all__ = ["order", "wal"]
 

@@ -13,7 +13,7 @@ from support import Load, backlog, caught_up, check, drained, order, owners, wai
 from wal_support import held_by, more, set_up, status, streaming, switch, to_wal, wal
 
 from relay.failpoints import VARIABLE
-from relay.wal import lsn_text
+from relay.wal.replication import lsn_text
 
 __all__ = ["order", "wal"]
 

@@ -12,7 +12,7 @@ import psycopg
 from support import drained, wait_until
 
 from outbox import Event, Outbox
-from outbox.testing._process import patience
+from outbox.sandbox._process import patience
 
 
 def _owners(url: str) -> list[str]:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 # In the place of this folder, whose modules are those of a package.
-sys.path[0] = str(ROOT / "tests")
+sys.path[:1] = [str(ROOT / "tests"), str(ROOT / "tests" / "support")]
 
 # As in tests/conftest.py: time limits are for quick machines, and the second compiler of a JVM takes half of this one.
 os.environ.setdefault("OUTBOX_PATIENCE", "4")
@@ -112,7 +112,9 @@ def _arguments() -> argparse.Namespace:
         default=["at-least-once", "exactly-once"],
     )
     parser.add_argument("--brokers", nargs="+", type=int, choices=(1, 3), default=[1, 3])
-    parser.add_argument("--mutation", default="none", help="of tests/mutant.py: is it found? Not added to the table")
+    parser.add_argument(
+        "--mutation", default="none", help="of tests/support/mutant.py: is it found? Not added to the table"
+    )
     parser.add_argument("--show", action="store_true", help="print the courses and run nothing")
     parser.add_argument("--rows", type=Path, default=ROOT / "docs" / "chaos.jsonl", help="the file of JSON lines")
     parser.add_argument("--page", type=Path, default=ROOT / "docs" / "chaos.md", help="the page with the table")

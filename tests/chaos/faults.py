@@ -15,10 +15,10 @@ from proxy import Action, KafkaProxy, TcpProxy
 from standby import Standby
 
 from chaos.course import RELAYS, Course, Fault
-from outbox.testing.errors import ServiceError
+from outbox.sandbox.errors import ServiceError
+from outbox.sandbox.kafka import KafkaCluster
+from outbox.sandbox.postgres import PostgresServer
 from outbox.testing.fixtures import RelayFactory, RelayProcess
-from outbox.testing.kafka import KafkaCluster
-from outbox.testing.postgres import PostgresServer
 from relay.failpoints import VARIABLE
 
 _API_KEYS: Final = {
@@ -38,7 +38,7 @@ _ACTIONS: Final[dict[str, Action]] = {
 # A relay that a failpoint has halted is woken after this, as an operator's SIGCONT would.
 _HALTED_SECONDS: Final = 6.0
 
-_MUTANT: Final = str(Path(__file__).parents[1] / "mutant.py")
+_MUTANT: Final = str(Path(__file__).parents[1] / "support" / "mutant.py")
 
 Healed = Callable[[str], None]
 
@@ -72,7 +72,7 @@ class Servers:
 
 
 class Relays:
-    """Three relays, each replaced when it ends. ``mutation``: of tests/mutant.py, to see that the checker finds it."""
+    """Three relays, each replaced when it ends. ``mutation``: a guard taken out, for the checker to find."""
 
     def __init__(self, factory: RelayFactory, course: Course, settings: dict[str, Any], mutation: str = "none") -> None:
         self._factory = factory

@@ -10,8 +10,8 @@ import confluent_kafka
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 
 from chaos.history import EventIds, Message, Sightings, digest_of
-from outbox.testing._process import wait_for
-from outbox.testing.errors import ServiceError
+from outbox.sandbox._process import wait_for
+from outbox.sandbox.errors import ServiceError
 from outbox.testing.fixtures import Topics, token
 
 _EOF: Final = KafkaError._PARTITION_EOF

@@ -22,7 +22,7 @@ from chaos.reading import LiveReader, read_all
 from chaos.recovery import RecoveryWatch
 from chaos.stage import KafkaSite, Stage
 from chaos.workload import Pace, Workload
-from outbox.testing._process import patience
+from outbox.sandbox._process import patience
 from outbox.testing.fixtures import RelayFactory
 
 _EVENTS_A_SECOND: Final = 700.0

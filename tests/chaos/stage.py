@@ -18,12 +18,12 @@ from chaos.faults import Servers
 from chaos.history import EventIds, Kind
 from chaos.reading import LiveReader
 from chaos.workload import prepare
-from outbox.testing._process import patience
-from outbox.testing.errors import ServiceError
+from outbox._app import migrate as db
+from outbox.sandbox._process import patience
+from outbox.sandbox.errors import ServiceError
+from outbox.sandbox.kafka import KafkaCluster
+from outbox.sandbox.postgres import USER, PostgresServer
 from outbox.testing.fixtures import Topics, migrate
-from outbox.testing.kafka import KafkaCluster
-from outbox.testing.postgres import USER, PostgresServer
-from relay import db
 
 # Small batches: many turns. With 256 lanes each has its part of them.
 _BATCH: Final = {4: 200, 256: 1000}

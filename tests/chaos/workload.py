@@ -14,7 +14,7 @@ import psycopg
 from chaos.course import WRITERS, Course, Transaction, Write, transactions
 from chaos.history import EventIds, Kind, digest_of, event_of
 from outbox import Event, Outbox
-from outbox.testing._process import patience
+from outbox.sandbox._process import patience
 
 _TABLES: Final = """
 CREATE TABLE business (event bigint PRIMARY KEY, kind smallint NOT NULL, key text NOT NULL, seq int NOT NULL,

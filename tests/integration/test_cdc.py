@@ -15,13 +15,13 @@ from typer.testing import CliRunner
 from wal_support import cdc, streaming, wal
 
 from outbox import Event, Outbox
+from outbox._app import migrate as db
 from outbox.errors import SchemaError
 from outbox.testing.fixtures import token
-from relay import db
-from relay.cdc import Cdc, CdcRefused
 from relay.cli.app import app
 from relay.config import SourceKind
-from relay.slot import SlotNames
+from relay.operations.wal_setup import Cdc, CdcRefused
+from relay.wal.slot import SlotNames
 
 __all__ = ["order", "wal"]
 

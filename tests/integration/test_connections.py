@@ -26,15 +26,18 @@ from psycopg.rows import dict_row
 from standby import Standby, either, set_parameter
 from support import look_up, wait_until
 
-from relay import db
-from spark_jobs import blockers, connections, sink, task
-from spark_jobs.blockers import Watch
+from outbox._app import migrate as db
+from spark_jobs import sink
+from spark_jobs.driver.planner import Stored
+from spark_jobs.driver.runner import Options, Runner
 from spark_jobs.errors import Fenced
 from spark_jobs.job import ConsumerJob
-from spark_jobs.planner import Stored
-from spark_jobs.runner import Options, Runner
-from spark_jobs.store import GroupState, Store
-from spark_jobs.task_input import NO_INPUT
+from spark_jobs.postgres import connections
+from spark_jobs.postgres import lock_monitor as blockers
+from spark_jobs.postgres.group_store import GroupState, Store
+from spark_jobs.postgres.lock_monitor import Watch
+from spark_jobs.task import partition as task
+from spark_jobs.task.input import NO_INPUT
 
 NAME = "test of sessions"
 PID = "SELECT pg_backend_pid()"
@@ -179,7 +182,7 @@ def test_threads_never_share_a_session(url):
 
 FORKED = """
 import gc, os, sys
-from spark_jobs import connections
+from spark_jobs.postgres import connections
 
 def ask():
     with connections.transaction(sys.argv[1], "forked", reset=True) as connection:

@@ -15,11 +15,11 @@ from support import wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
+from outbox._app import migrate as db
 from outbox.errors import ConfigurationError, SchemaError
 from outbox.testing.fixtures import Database, token
-from relay import db
 from relay.cli.app import app
-from spark_jobs.dead_letters import REASONS, DeadLetters, NoSuchDeadLetter, Selection
+from spark_jobs.admin.dead_letters import REASONS, DeadLetters, NoSuchDeadLetter, Selection
 from spark_jobs.errors import ConsumerUnavailable
 from spark_jobs.sink import connect
 
@@ -206,7 +206,7 @@ def test_a_retry_waits_for_the_round_that_is_applying_the_message(sink):
 
 
 def test_the_desk_does_not_wait_for_ever(sink, monkeypatch):
-    from spark_jobs import dead_letters
+    from spark_jobs.admin import dead_letters
 
     monkeypatch.setattr(dead_letters, "_TIMEOUT", "SELECT set_config('lock_timeout', '50ms', true)")
     letter = sink.bury(1)

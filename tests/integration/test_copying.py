@@ -16,8 +16,8 @@ import pyarrow as pa
 import pytest
 from psycopg import sql
 
-from spark_jobs import copying
-from spark_jobs.copying import Unfit, copy_csv, copy_rows
+from spark_jobs.postgres import copying
+from spark_jobs.postgres.copying import Unfit, copy_csv, copy_rows
 
 CHANCE = random.Random(3)
 FLOATS = [0.0, -0.0, 1.5, -1e308, 5e-324, math.inf, -math.inf, math.nan]

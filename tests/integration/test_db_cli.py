@@ -8,7 +8,8 @@ from psycopg import sql
 from typer.testing import CliRunner
 
 from outbox import ConfigurationError
-from relay import db, schema_check
+from outbox._app import migrate as db
+from outbox._app import schema_drift as schema_check
 from relay.cli.app import app
 
 NOWHERE = "postgresql://127.0.0.1:1/x"

@@ -19,16 +19,16 @@ from psycopg import sql
 from support import wait_until
 from uuid_utils import uuid7
 
-from spark_jobs import task
-from spark_jobs.applying import Applying
-from spark_jobs.batch import BatchRounds
-from spark_jobs.direct import Direct, direct_for
-from spark_jobs.effects import Insert, Upsert
+from spark_jobs.dedup.strategies import Book, Dedup, Fingerprint, Natural, Strategy, Version, column_types
+from spark_jobs.driver.batch_rounds import BatchRounds
+from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.errors import JobError
 from spark_jobs.job import META, ConsumerJob
-from spark_jobs.store import Store
-from spark_jobs.strategies import Book, Dedup, Fingerprint, Natural, Strategy, Version, column_types
-from spark_jobs.task_input import in_memory
+from spark_jobs.postgres.batch_table import Applying
+from spark_jobs.postgres.direct_copy import Direct, direct_for
+from spark_jobs.postgres.group_store import Store
+from spark_jobs.task import partition as task
+from spark_jobs.task.input import in_memory
 
 NOON = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
 PAYLOAD: dict[str, tuple[str, pa.DataType]] = {
@@ -197,7 +197,7 @@ def test_a_table_that_is_altered_while_it_is_looked_at(sink, monkeypatch):
         cursor.execute("ALTER TABLE s ALTER v TYPE numeric")
         return found
 
-    monkeypatch.setattr("spark_jobs.direct.column_types", altered)
+    monkeypatch.setattr("spark_jobs.postgres.direct_copy.column_types", altered)
     effect = Insert("s", {"v": "l"})
     assert sink.apply(effect, {"l": [5]}, sink.direct(effect)) == ("roundabout", [])
 

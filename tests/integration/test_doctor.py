@@ -19,20 +19,21 @@ from psycopg import sql
 from support import wait_until
 from typer.testing import CliRunner
 
+from outbox._app import migrate as db
 from outbox.errors import SchemaError
-from outbox.testing.kafka import KafkaCluster
-from relay import db, doctor
-from relay.cdc import Cdc
+from outbox.sandbox.kafka import KafkaCluster
 from relay.cli.app import app
 from relay.config import Delivery, SourceKind, load
 from relay.database import Connector
-from relay.doctor import EXPLAINED, Level, _identity, examine
-from relay.failures import Failures
 from relay.lease import Lease
+from relay.operations import doctor
+from relay.operations.doctor import EXPLAINED, Level, _identity, examine
 from relay.operations.roles import Kind, grants
+from relay.operations.wal_setup import Cdc
 from relay.polling.source import PollingSource
 from relay.ports import PUBLISHED, Receipt
-from relay.slot import SlotNames
+from relay.retries import Failures
+from relay.wal.slot import SlotNames
 
 
 def settings(database, kafka, **more):
@@ -178,7 +179,9 @@ def test_ids_that_sessions_take_in_blocks(outbox_postgres, outbox_kafka):
 
 
 def test_an_archive_that_is_too_large_to_look_through_is_left_out(outbox_postgres, outbox_kafka, monkeypatch):
-    monkeypatch.setattr("relay.doctor._ARCHIVE_TIMEOUT", "SELECT set_config('statement_timeout', '50ms', true)")
+    monkeypatch.setattr(
+        "relay.operations.doctor._ARCHIVE_TIMEOUT", "SELECT set_config('statement_timeout', '50ms', true)"
+    )
     with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
         connection.execute("CREATE TABLE slow AS SELECT 1")
         connection.execute(EVENTS, (1,))
@@ -296,7 +299,7 @@ def test_topics_that_may_not_be_written_to(outbox_postgres, guarded_kafka):
 
 
 def test_servers_that_are_away_are_findings_and_not_tracebacks(monkeypatch):
-    monkeypatch.setattr("relay.doctor._SECONDS", 2.0)
+    monkeypatch.setattr("relay.operations.doctor._SECONDS", 2.0)
     given = load(database_url="postgresql://u@127.0.0.1:1/db", kafka={"bootstrap.servers": "127.0.0.1:1"})
     findings = found(given)
     assert findings["Postgres"][0] is Level.FAILURE

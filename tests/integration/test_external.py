@@ -21,13 +21,13 @@ from external_support import Sink, payments
 from provider import Provider
 from support import wait_until
 
+from outbox._app import migrate as db
 from outbox.errors import SchemaError
-from relay import db
-from spark_jobs import reservations
 from spark_jobs.errors import ConsumerUnavailable, JobError
-from spark_jobs.external import Caller, Done, External, OutcomeUnknown, Refused, TryLater
-from spark_jobs.http_call import HttpCall
-from spark_jobs.reservations import Chosen, Desk, NoSuchReservation
+from spark_jobs.external import reservations
+from spark_jobs.external.caller import Caller, Done, External, OutcomeUnknown, Refused, TryLater
+from spark_jobs.external.http_call import HttpCall
+from spark_jobs.external.reservations import Chosen, Desk, NoSuchReservation
 from spark_jobs.sink import clear_errors
 
 

@@ -20,20 +20,20 @@ from support import backlog, wait_until
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
+from outbox._app import migrate as db
 from outbox.errors import OutboxError
-from relay import db
 from relay.cli.app import app
 from relay.database import Connector, StandingError
-from relay.dead_letters import DeadLetters, Selection
-from relay.failures import FailurePolicy, Failures
+from relay.kafka.routing import OnFailure, Route, Router
 from relay.lanes import LaneTable
 from relay.lease import HeldLanes, Lease
 from relay.loop import Pace, WorkerLoop
+from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling import low_water_mark
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.source import PollingSource
 from relay.ports import PUBLISHED, Batches, Claim, Confirm, DatabaseUnavailable, Kind, Published, Receipt, Refused, Sent
-from relay.routing import OnFailure, Route, Router
+from relay.retries import FailurePolicy, Failures
 
 BLOCK = Router({"Order": Route("orders")})
 SKIP = Router({"Order": Route("orders", OnFailure.SKIP)})

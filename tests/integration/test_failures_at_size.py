@@ -15,10 +15,11 @@ import pytest
 from support import wait_until
 from typer.testing import CliRunner
 
-from outbox.testing._process import patience
-from relay import db, dead_letters
+from outbox._app import migrate as db
+from outbox.sandbox._process import patience
 from relay.cli.app import app
-from relay.dead_letters import DeadLetters, Selection
+from relay.operations import dead_letters
+from relay.operations.dead_letters import DeadLetters, Selection
 
 MANY = 25_000
 

@@ -14,12 +14,12 @@ from support import drained, logged, look_up, order, wait_until
 from wal_support import to_wal, wal
 
 from outbox import Event, Outbox
-from outbox.testing._ports import free_ports
+from outbox.sandbox._ports import free_ports
 from outbox.testing.fixtures import RelayProcess
 
 __all__ = ["order", "wal"]
 
-IMPATIENT = (str(Path(__file__).parents[1] / "impatient.py"),)
+IMPATIENT = (str(Path(__file__).parents[1] / "support" / "impatient.py"),)
 STANDING = 3
 """After how many seconds a wait is an error there."""
 

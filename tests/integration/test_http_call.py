@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 from provider import Provider
 
-from outbox.testing._process import patience
+from outbox.sandbox._process import patience
 from spark_jobs.errors import JobError
-from spark_jobs.external import Call, Done, OutcomeUnknown, Refused, TryLater
-from spark_jobs.http_call import HttpAsk, HttpCall, _retry_after
+from spark_jobs.external.caller import Call, Done, OutcomeUnknown, Refused, TryLater
+from spark_jobs.external.http_call import HttpAsk, HttpCall, _retry_after
 
 
 @pytest.fixture

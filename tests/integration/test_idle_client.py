@@ -14,7 +14,7 @@ import takeover_support
 from support import wait_until
 from takeover_support import LANES, Worker, place
 
-from outbox.testing._process import patience
+from outbox.sandbox._process import patience
 from relay.kafka.producer import Sender
 from relay.kafka.transactional import TransactionalPublisher, _TransactionalSender
 from relay.lease import HeldLanes

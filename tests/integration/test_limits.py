@@ -12,15 +12,15 @@ from pgbouncer import PgBouncer
 from support import look_up, wait_until
 
 from outbox import Event, Outbox
-from outbox.testing._process import patience
+from outbox.sandbox._process import patience
 from relay import database
 from relay.database import Connector, begin_session, unavailable_on_error
-from relay.failures import FailurePolicy, Failures
+from relay.kafka.routing import Router
 from relay.lanes import LaneTable
 from relay.lease import Lease
 from relay.polling.source import PollingSource
 from relay.ports import PUBLISHED, DatabaseUnavailable, Receipt
-from relay.routing import Router
+from relay.retries import FailurePolicy, Failures
 
 
 @pytest.fixture(params=["direct", "pooled"])

@@ -7,11 +7,11 @@ import pytest
 
 from outbox import Event, Outbox
 from relay.database import Connector
-from relay.failures import FailurePolicy, Failures
+from relay.kafka.routing import Router
 from relay.lanes import LaneTable
 from relay.polling.source import PollingSource
 from relay.ports import PUBLISHED, LaneBusy, Receipt
-from relay.routing import Router
+from relay.retries import FailurePolicy, Failures
 
 
 @pytest.fixture

@@ -15,14 +15,14 @@ from structlog.testing import capture_logs
 from support import wait_until
 from wal_support import cdc, run_outbox, set_up, streaming, switch, wal
 
-from outbox.testing._ports import free_ports
-from relay import metrics
+from outbox.sandbox._ports import free_ports
 from relay.database import Connector
 from relay.loop import Pace
-from relay.metrics import SlotWatch, serve
 from relay.ports import Unavailable
-from relay.slot import SlotNames
 from relay.supervisor import Plan, Supervisor, Upkeep
+from relay.wal.slot import SlotNames
+from relay.web import metrics
+from relay.web.metrics import SlotWatch, serve
 
 __all__ = ["wal"]
 

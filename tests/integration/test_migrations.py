@@ -19,11 +19,12 @@ from alembic.config import Config
 from psycopg import sql
 
 from outbox import ConfigurationError, Event, Outbox, SchemaError, outbox_tables
+from outbox._app import migrate as db
+from outbox._app import schema_drift as schema_check
 from outbox.testing.fixtures import wait_for
-from relay import db, schema_check
-from relay.retention import Retention
-from spark_jobs.retention import Memory
-from spark_jobs.tables import consumer_tables
+from relay.archive import Retention
+from spark_jobs.postgres.retention import Memory
+from spark_jobs.postgres.tables import consumer_tables
 
 
 @pytest.fixture
@@ -545,7 +546,7 @@ def test_the_metadata_can_be_created_without_any_migration(empty):
 
 def test_an_older_postgres(monkeypatch):
     """The wheel carries Postgres 16 as well."""
-    from outbox.testing.postgres import PostgresServer
+    from outbox.sandbox.postgres import PostgresServer
 
     if os.environ.get("OUTBOX_DATABASE_URL"):
         pytest.skip("OUTBOX_DATABASE_URL is set: that server is the one to test")

@@ -21,17 +21,17 @@ from confluent_kafka.cimpl import NewPartitions
 from support import wait_until
 from typer.testing import CliRunner
 
+from outbox._app import migrate as db
 from outbox.errors import SchemaError
-from relay import db
 from relay.cli.app import app
-from spark_jobs import job_groups
+from spark_jobs.admin.offsets import MoveRefused, NoSuchGroup, Offsets
+from spark_jobs.driver.kafka_admin import KafkaView, TopicMissing
+from spark_jobs.driver.planner import Extent, Loss, LossKind, Range
+from spark_jobs.driver.rounds import Counts, Span, State
+from spark_jobs.driver.runner import Options, Runner
 from spark_jobs.errors import ConsumerUnavailable, DataLost, Fenced, TopicRecreated
 from spark_jobs.job import ConsumerJob
-from spark_jobs.kafka import KafkaView, TopicMissing
-from spark_jobs.offsets import MoveRefused, NoSuchGroup, Offsets
-from spark_jobs.planner import Extent, Loss, LossKind, Range
-from spark_jobs.rounds import Counts, Span, State
-from spark_jobs.runner import Options, Runner
+from spark_jobs.spark import job_groups
 
 GROUP = "billing"
 
@@ -456,7 +456,7 @@ def test_an_open_transaction_pins_what_comes_behind_it(driver):
 
 
 def test_high_watermarks_are_asked_for_now_and_then_only(driver, monkeypatch):
-    monkeypatch.setattr("spark_jobs.runner._PINNED_SECONDS", 3600.0)
+    monkeypatch.setattr("spark_jobs.driver.runner._PINNED_SECONDS", 3600.0)
     asked: list[bool] = []
     look = driver.runner._kafka.look
 

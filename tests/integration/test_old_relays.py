@@ -15,7 +15,7 @@ from psycopg import errors
 from support import drained
 
 from outbox import Event, Outbox
-from relay import db
+from outbox._app import migrate as db
 from relay.lanes import LaneTable
 from relay.lease import LEGACY_ID
 

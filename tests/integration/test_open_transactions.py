@@ -8,14 +8,14 @@ from reconcile_support import hanging, relay_settings, unverified
 from shown import Shown
 from support import logged, wait_until
 
-from outbox.testing._ports import free_ports
-from relay import doctor
+from outbox.sandbox._ports import free_ports
 from relay.config import load
-from relay.doctor import Level, examine
 from relay.kafka import open_transactions
 from relay.kafka.hanging import abort_hanging
 from relay.kafka.offsets import Offsets
 from relay.kafka.open_transactions import OpenTransactions, TransactionWatch, Whose
+from relay.operations import doctor
+from relay.operations.doctor import Level, examine
 from relay.ports import BrokerUnavailable
 
 __all__ = ["hanging", "unverified"]

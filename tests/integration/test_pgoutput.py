@@ -10,7 +10,7 @@ import psycopg
 import pytest
 
 from outbox import Event, Outbox
-from relay.pgoutput import (
+from relay.wal.pgoutput import (
     UNCHANGED,
     Begin,
     Commit,

@@ -12,7 +12,7 @@ from support import backlog, wait_until
 
 from outbox import Event, Outbox, SchemaError
 from relay.database import Connector
-from relay.failures import FailurePolicy, Failures
+from relay.kafka.routing import Router
 from relay.lanes import LaneTable
 from relay.lease import Lease
 from relay.marker import Marker
@@ -21,14 +21,14 @@ from relay.polling import source as polling
 from relay.polling.low_water_mark import LOWEST, LowWaterMarks
 from relay.polling.source import KEEP_TO_THE_INDEX, PollingSource, Queries
 from relay.ports import PUBLISHED, Claim, LaneLost, Receipt, Refused, Unavailable
-from relay.routing import Router
+from relay.retries import FailurePolicy, Failures
 from relay.settlement import Pending, Settlement
 
 
 @pytest.fixture
 def lanes(outbox_postgres):
     """One lane for the whole outbox, so that a test sees all its events."""
-    from relay import db
+    from outbox._app import migrate as db
 
     db.change_lanes(outbox_postgres.url, 1)
     return table(outbox_postgres, "me")
@@ -638,7 +638,7 @@ def test_a_lane_locked_by_another_is_skipped_and_not_waited_for(outbox_postgres)
 
 @pytest.mark.parametrize("count", [4, 256])
 def test_a_locked_lane_does_not_keep_the_others_from_being_renewed(outbox_postgres, count):
-    from relay import db
+    from outbox._app import migrate as db
 
     db.change_lanes(outbox_postgres.url, count)
     connection = outbox_postgres.connect(autocommit=True)

@@ -18,16 +18,15 @@ import pytest
 from support import backlog, wait_until
 
 from outbox import Event, Outbox
+from outbox._app import migrate as db
 from outbox.errors import OutboxError
-from outbox.testing._process import patience
-from relay import db
+from outbox.sandbox._process import patience
 from relay.database import Connector
-from relay.dead_letters import DeadLetters, Selection
-from relay.failures import FailurePolicy, Failures
-from relay.lane_hash import lane_of
+from relay.kafka.routing import OnFailure, Route, Router
 from relay.lanes import LaneTable
 from relay.lease import HeldLanes, Lease
 from relay.loop import Pace, WorkerLoop
+from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling import low_water_mark
 from relay.polling.source import TURN_BYTES, PollingSource
 from relay.ports import (
@@ -42,7 +41,8 @@ from relay.ports import (
     Refused,
     Sent,
 )
-from relay.routing import OnFailure, Route, Router
+from relay.retries import FailurePolicy, Failures
+from relay.wal.lane_hash import lane_of
 
 BATCH = 2000
 ROUTES = Router({"Order": Route("orders")})

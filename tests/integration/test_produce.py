@@ -13,9 +13,9 @@ import pytest
 from psycopg import sql
 from uuid_utils.compat import uuid7
 
-from relay import db
-from spark_jobs.produce import Produce, derived_id
-from spark_jobs.tables import DAY_OF_ID
+from outbox._app import migrate as db
+from spark_jobs.effects.produce import Produce, derived_id
+from spark_jobs.postgres.tables import DAY_OF_ID
 
 BATCH = """
 CREATE TEMPORARY TABLE batch (

@@ -38,8 +38,8 @@ from support import wait_until
 from takeover_support import LANES, Place, Worker, place
 
 from outbox import Event, Outbox
+from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
-from outbox.testing.kafka import KafkaCluster
 from relay import lanes as lanes_module
 from relay import settlement
 from relay.kafka import producer, takeover

@@ -29,12 +29,12 @@ from proxy import (
     edit_response,
 )
 
-from outbox.testing._ports import free_ports
-from outbox.testing.errors import ServiceError
+from outbox.sandbox._ports import free_ports
+from outbox.sandbox.errors import ServiceError
+from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics, token
-from outbox.testing.kafka import KafkaCluster
+from spark_jobs.driver.kafka_admin import KafkaView
 from spark_jobs.errors import ConsumerUnavailable, NotAuthorized
-from spark_jobs.kafka import KafkaView
 
 # -- bytes
 

@@ -11,9 +11,9 @@ from cloudevents.core.bindings.kafka import KafkaMessage, from_binary_event
 from outbox.errors import ConfigurationError
 from relay.config import load, producer_options
 from relay.kafka.idempotent import IdempotentPublisher
+from relay.kafka.routing import Router
 from relay.kafka.topics import Topics
 from relay.ports import PUBLISHED, BatchRefused, BrokerUnavailable, Claim, Late, Published, Receipt, Refused
-from relay.routing import Router
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 

@@ -10,13 +10,13 @@ import psycopg
 import pytest
 
 from outbox import Event, Outbox
-from relay import db
+from outbox._app import migrate as db
 from relay.database import Connector
-from relay.failures import FailurePolicy, Failures
+from relay.kafka.routing import Router
 from relay.lanes import LaneTable
 from relay.polling.source import PollingSource
 from relay.ports import PUBLISHED, Batches, Receipt
-from relay.routing import Router
+from relay.retries import FailurePolicy, Failures
 
 LANES = 3
 

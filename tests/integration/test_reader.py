@@ -19,18 +19,19 @@ from proxy import FETCH, KafkaProxy, delay_response, edit_response
 from pyspark.sql.types import IntegerType, StructField, StructType
 from raw_kafka import produce
 
+from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
-from outbox.testing.kafka import KafkaCluster
-from spark_jobs import reader, task
-from spark_jobs.decoding import PROBLEM
+from spark_jobs.driver.planner import Range
 from spark_jobs.errors import ConsumerUnavailable, InputCut, JobError
-from spark_jobs.incoming import UNREADABLE, Incoming, Messages
 from spark_jobs.job import META
-from spark_jobs.json_columns import JsonReader
-from spark_jobs.payload import Policy
-from spark_jobs.planner import Range
-from spark_jobs.reader import RangeReader, ReaderSettings, TooMuch
-from spark_jobs.task_input import TaskInput
+from spark_jobs.payloads.decoding import PROBLEM
+from spark_jobs.payloads.json_columns import JsonReader
+from spark_jobs.payloads.reading import Policy
+from spark_jobs.task import partition as task
+from spark_jobs.task import reader
+from spark_jobs.task.incoming import UNREADABLE, Incoming, Messages
+from spark_jobs.task.input import TaskInput
+from spark_jobs.task.reader import RangeReader, ReaderSettings, TooMuch
 
 MESSAGES = 25_000
 PART = 0

@@ -15,10 +15,10 @@ from structlog.testing import capture_logs
 from support import stop_clock, wait_until
 from typer.testing import CliRunner
 
-from relay import schema_check
+from outbox._app import schema_drift as schema_check
+from relay.archive import Retention
 from relay.cli.app import app
 from relay.database import Connector
-from relay.retention import Retention
 
 EVENT = (
     "INSERT INTO outbox.published (lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, "

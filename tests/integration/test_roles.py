@@ -13,8 +13,8 @@ from psycopg import sql
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
+from outbox._app import migrate as db
 from outbox.event import ATTEMPTS, DEAD_LETTER, REPLAY
-from relay import db
 from relay.cli.app import app
 from relay.operations.roles import Kind, grants
 

@@ -19,9 +19,9 @@ import psutil
 import psycopg
 import pytest
 
-from outbox.testing._process import alive, psutil_process, send, wait_for
+from outbox.sandbox._process import alive, psutil_process, send, wait_for
+from outbox.sandbox.sandbox import Sandbox
 from outbox.testing.fixtures import Topics
-from outbox.testing.sandbox import Sandbox
 
 COMMAND = [sys.executable, "-m", "relay.cli", "sandbox"]
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 import stamina
 
-from outbox.testing import jars
-from outbox.testing.errors import ChecksumMismatch, DownloadFailed, MissingDependency, ServiceError
+from outbox.sandbox import jars
+from outbox.sandbox.errors import ChecksumMismatch, DownloadFailed, MissingDependency, ServiceError
 
 
 @dataclass
@@ -240,7 +240,7 @@ def test_two_processes_at_once_fetch_every_file_once(repository: Repository, tmp
         real = jars.fetch(jars.SPARK_KAFKA)
     for jar, path in zip(jars.locked(jars.SPARK_KAFKA), real, strict=True):
         repository.put(jar, path.read_bytes())
-    command = [sys.executable, "-m", "outbox.testing.jars", "fetch", jars.SPARK_KAFKA]
+    command = [sys.executable, "-m", "outbox.sandbox.jars", "fetch", jars.SPARK_KAFKA]
     both = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/") for _ in range(2)
     ]

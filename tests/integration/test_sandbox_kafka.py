@@ -12,13 +12,13 @@ import pytest
 from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient, ConfigResource, ResourceType
 
-from outbox.testing import java as java_module
-from outbox.testing import kafka as kafka_module
-from outbox.testing._ports import free_ports
-from outbox.testing._process import wait_for
-from outbox.testing.errors import MissingDependency, PortTaken, ServiceError, StartFailed
+from outbox.sandbox import java as java_module
+from outbox.sandbox import kafka as kafka_module
+from outbox.sandbox._ports import free_ports
+from outbox.sandbox._process import wait_for
+from outbox.sandbox.errors import MissingDependency, PortTaken, ServiceError, StartFailed
+from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
-from outbox.testing.kafka import KafkaCluster
 
 
 @dataclass(frozen=True)

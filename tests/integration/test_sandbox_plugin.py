@@ -17,10 +17,10 @@ import sqlalchemy as sa
 from confluent_kafka import Producer
 from support import wait_until
 
+from outbox.sandbox._process import patience
+from outbox.sandbox.postgres import PostgresServer
 from outbox.testing import plugin
-from outbox.testing._process import patience
 from outbox.testing.fixtures import Database, DatabaseServer, PrivateKafka, PrivatePostgres, RelayFactory, Topics
-from outbox.testing.postgres import PostgresServer
 
 # Not the one of conftest.py: what the test kit has for others is what is tried here.
 outbox_relay = plugin.outbox_relay

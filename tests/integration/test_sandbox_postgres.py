@@ -15,11 +15,11 @@ import psutil
 import psycopg
 import pytest
 
-from outbox.testing import _dirs, _pgbin, postgres
-from outbox.testing._dirs import User
-from outbox.testing._ports import free_ports
-from outbox.testing.errors import MissingDependency, PortTaken, ServiceError, StartFailed
-from outbox.testing.postgres import PostgresServer
+from outbox.sandbox import _dirs, _pgbin, postgres
+from outbox.sandbox._dirs import User
+from outbox.sandbox._ports import free_ports
+from outbox.sandbox.errors import MissingDependency, PortTaken, ServiceError, StartFailed
+from outbox.sandbox.postgres import PostgresServer
 
 ROOT = os.geteuid() == 0
 
@@ -241,7 +241,7 @@ def test_whoever_is_not_root_runs_it_as_themselves(open_directory: Path) -> None
     user = _dirs.unprivileged_user()
     assert user is not None
     script = (
-        "from outbox.testing.postgres import PostgresServer\n"
+        "from outbox.sandbox.postgres import PostgresServer\n"
         "import psutil, os\n"
         "with PostgresServer() as server:\n"
         "    print(os.getuid(), psutil.Process(server.pid).uids().real, server.data_dir.stat().st_uid)\n"

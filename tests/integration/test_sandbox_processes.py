@@ -13,8 +13,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from outbox.testing._process import Detached, Supervised, alive, kill_with_children, patience, psutil_process, wait_for
-from outbox.testing.errors import ServiceError, StartFailed
+from outbox.sandbox._process import Detached, Supervised, alive, kill_with_children, patience, psutil_process, wait_for
+from outbox.sandbox.errors import ServiceError, StartFailed
 from outbox.testing.fixtures import RelayFactory
 
 SLEEPER = [sys.executable, "-c", "import signal; signal.pause()"]
@@ -53,8 +53,8 @@ def test_kill_9_of_the_owner_takes_postgres_and_kafka_along(owners: list[subproc
     owner, facts = run_owner(
         """
 import json, psutil, signal
-from outbox.testing.kafka import KafkaCluster
-from outbox.testing.postgres import PostgresServer
+from outbox.sandbox.kafka import KafkaCluster
+from outbox.sandbox.postgres import PostgresServer
 with PostgresServer() as postgres, KafkaCluster() as kafka:
     below = [p.pid for p in psutil.Process().children(recursive=True)]
     print(json.dumps({"pids": below, "postgres": postgres.pid, "kafka": kafka.pids,
@@ -80,7 +80,7 @@ def owner_of(argv: list[str], log: Path, more: str = "") -> str:
     return f"""
 import json, os, signal, sys
 from pathlib import Path
-from outbox.testing._process import Supervised
+from outbox.sandbox._process import Supervised
 server = Supervised({argv!r}, log=Path({str(log)!r}), orphan_signal=signal.SIGTERM, orphan_grace=1.0)
 facts = {{"server": server.pid, "supervisor": server.supervisor_pid}}
 {more}

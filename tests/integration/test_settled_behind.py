@@ -13,18 +13,19 @@ import pytest
 from support import wait_until
 
 from outbox import Event, Outbox
+from outbox._app import migrate as db
 from outbox.errors import SchemaError
 from outbox.testing.fixtures import PrivatePostgres
-from relay import db, settlement
+from relay import settlement
 from relay.database import Connector
-from relay.failures import FailurePolicy, Failures
-from relay.lane_hash import lane_of
+from relay.kafka.routing import Router
 from relay.lanes import LaneTable
 from relay.lease import Lease
 from relay.polling import source as polling
 from relay.polling.source import PollingSource
 from relay.ports import PUBLISHED, Batches, LaneBusy, LaneLost, Receipt, Refused, Unavailable
-from relay.routing import Router
+from relay.retries import FailurePolicy, Failures
+from relay.wal.lane_hash import lane_of
 
 LANES = 2
 MANY = 64

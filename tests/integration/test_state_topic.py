@@ -9,7 +9,7 @@ import pytest
 from confluent_kafka import KafkaException, Producer
 from confluent_kafka.admin import AdminClient
 
-from outbox.testing._process import patience
+from outbox.sandbox._process import patience
 from relay.kafka import state_topic
 from relay.kafka.fencing import fence
 from relay.kafka.offsets import Offsets

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from relay.lane_hash import SAMPLES, lane_of
-from relay.slot import Snapshot
+from relay.wal.lane_hash import SAMPLES, lane_of
+from relay.wal.slot import Snapshot
 
 # Postgres can't hold a NUL, and a lone surrogate has no UTF-8.
 TEXT = st.text(st.characters(exclude_characters="\0", exclude_categories=("Cs",)), max_size=60)

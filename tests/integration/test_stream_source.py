@@ -17,20 +17,21 @@ from standby import Standby
 from support import backlog, wait_until
 
 from outbox import Event, Outbox
+from outbox._app import migrate as db
 from outbox._message import message_prefix
 from outbox.errors import ConfigurationError, OutboxError, SchemaError
-from relay import cdc, db, loop
-from relay.cdc import Cdc, CdcRefused
+from relay import loop
 from relay.config import SourceKind
 from relay.database import Connector
-from relay.dead_letters import DeadLetters, Selection
-from relay.failures import FailurePolicy, Failures
+from relay.kafka.routing import OnFailure, Route, Router
 from relay.kafka.transactional import reached
-from relay.lane_hash import lane_of
 from relay.lanes import LaneTable
 from relay.lease import HeldLanes, Lease
 from relay.loop import Pace, WorkerLoop
 from relay.marker import Identity, Marker, StateLost
+from relay.operations import wal_setup as cdc
+from relay.operations.dead_letters import DeadLetters, Selection
+from relay.operations.wal_setup import Cdc, CdcRefused
 from relay.ports import (
     PUBLISHED,
     At,
@@ -47,11 +48,12 @@ from relay.ports import (
     Sent,
     Unavailable,
 )
-from relay.routing import OnFailure, Route, Router
-from relay.slot import IDLE_BYTES, SlotNames, heartbeat_prefix
-from relay.stream import Stream, StreamLimits
-from relay.stream_source import StreamSource
-from relay.wal import Replication
+from relay.retries import FailurePolicy, Failures
+from relay.wal.lane_hash import lane_of
+from relay.wal.replication import Replication
+from relay.wal.session import Stream, StreamLimits
+from relay.wal.slot import IDLE_BYTES, SlotNames, heartbeat_prefix
+from relay.wal.source import StreamSource
 
 BLOCK = Router({"Order": Route("orders"), "Bill": Route("bills")})
 SKIP = Router({"Order": Route("orders", OnFailure.SKIP)})

@@ -22,15 +22,21 @@ import pytest
 from consumer_group import ConsumerGroup
 from psycopg import sql
 
-from spark_jobs import applying, direct, identity, letters, processed, strategies, task, task_input
-from spark_jobs.applying import Culprit
-from spark_jobs.direct import Direct
-from spark_jobs.effects import Insert
+from spark_jobs import ids as identity
+from spark_jobs import letters
+from spark_jobs.dedup import processed, strategies
+from spark_jobs.dedup.strategies import Book, Dedup
+from spark_jobs.effects.mapped import Insert
 from spark_jobs.errors import InputCut, Reject
 from spark_jobs.letters import Letter
-from spark_jobs.strategies import Book, Dedup
-from spark_jobs.tables import DAY_OF_ID
-from spark_jobs.task_input import TaskInput, in_memory
+from spark_jobs.postgres import batch_table as applying
+from spark_jobs.postgres import direct_copy as direct
+from spark_jobs.postgres.batch_table import Culprit
+from spark_jobs.postgres.direct_copy import Direct
+from spark_jobs.postgres.tables import DAY_OF_ID
+from spark_jobs.task import input as task_input
+from spark_jobs.task import partition as task
+from spark_jobs.task.input import TaskInput, in_memory
 
 COLUMNS = {
     "n": "integer",

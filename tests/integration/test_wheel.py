@@ -45,7 +45,7 @@ def test_what_is_inside(wheel):
         "outbox/migrations/versions/0001_outbox.py",
         "outbox/migrations/consumer/0001_consumer.py",
         "outbox/examples/shop/__main__.py",
-        "outbox/testing/jars.lock",
+        "outbox/sandbox/jars.lock",
         "relay/cli/app.py",
         "spark_jobs/order_totals.py",
     ):

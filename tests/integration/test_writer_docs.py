@@ -9,7 +9,7 @@ from slots import Slot, opened_slot
 from writer_targets import stored
 
 from outbox._message import decode, message_prefix
-from relay import pgoutput
+from relay.wal import pgoutput
 
 PAGE = Path(__file__).parents[2] / "docs" / "writing-events.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)

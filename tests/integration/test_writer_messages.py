@@ -37,7 +37,7 @@ from outbox import AsyncOutbox, Event, EventTooLarge, Outbox, OutboxError, Paylo
 from outbox._message import decode
 from outbox._statements import emit_many, psycopg_sql
 from outbox.urls import sqlalchemy_url
-from relay import pgoutput
+from relay.wal import pgoutput
 
 
 @pytest.fixture

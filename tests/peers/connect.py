@@ -17,11 +17,11 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Final, Self
 
-from outbox.testing import jars
-from outbox.testing._ports import free_ports
-from outbox.testing._process import Supervised, kill_with_children, wait_for
-from outbox.testing.errors import ServiceError, StartFailed, tail
-from outbox.testing.java import java
+from outbox.sandbox import jars
+from outbox.sandbox._ports import free_ports
+from outbox.sandbox._process import Supervised, kill_with_children, wait_for
+from outbox.sandbox.errors import ServiceError, StartFailed, tail
+from outbox.sandbox.java import java
 
 LOCK: Final = Path(__file__).with_name("jars.lock")
 CONNECT: Final = "connect"

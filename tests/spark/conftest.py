@@ -11,18 +11,18 @@ from typing import Any
 import pytest
 from bench import Bench, Driver
 
-from spark_jobs.runner import Runner
+from spark_jobs.driver.runner import Runner
 
 
 @pytest.fixture(scope="session")
 def spark() -> Iterator[Any]:
     """A real Spark, local[2,4], whose Python workers have their imports from warm_daemon."""
-    from outbox.testing import jars
-    from spark_jobs import session
+    from outbox.sandbox import jars
+    from spark_jobs.spark import session
 
     # Spark looks for the daemon where the workers look for modules, and that it has from the environment.
     with pytest.MonkeyPatch.context() as changed:
-        changed.setenv("PYTHONPATH", str(Path(__file__).parents[1]), prepend=os.pathsep)
+        changed.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"), prepend=os.pathsep)
         started = session.start(
             "tests", jars=jars.fetch("spark-kafka"), conf={"spark.python.daemon.module": "warm_daemon"}
         )

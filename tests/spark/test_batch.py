@@ -15,12 +15,13 @@ from psycopg import sql
 from support import wait_until
 from uuid_utils.compat import uuid7
 
-from spark_jobs import batch, session
+from spark_jobs.driver import batch_rounds as batch
+from spark_jobs.driver.planner import Range
+from spark_jobs.driver.rounds import Span
 from spark_jobs.errors import EffectFailed, Fenced
 from spark_jobs.job import ConsumerJob
-from spark_jobs.planner import Range
-from spark_jobs.rounds import Span
-from spark_jobs.store import Store
+from spark_jobs.postgres.group_store import Store
+from spark_jobs.spark import session
 
 pytestmark = pytest.mark.spark
 

@@ -20,10 +20,10 @@ import pytest
 from support import Load, backlog, check, wait_until
 from uuid_utils.compat import uuid7
 
-from relay import db
+from outbox._app import migrate as db
 from spark_jobs import enrich_orders
+from spark_jobs.effects.produce import Traced, derived_id
 from spark_jobs.errors import JobError
-from spark_jobs.produce import Traced, derived_id
 
 pytestmark = pytest.mark.spark
 

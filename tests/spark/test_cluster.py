@@ -73,7 +73,7 @@ job = replace(
 )
 """,
     "jobs/plain.py": """
-from spark_jobs.effects import Insert
+from spark_jobs.effects.mapped import Insert
 from spark_jobs.job import ConsumerJob
 
 job = ConsumerJob(

@@ -18,9 +18,9 @@ from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
 from relay.cli.app import app
+from spark_jobs.driver.rounds import RETRIED_AT_ONCE
 from spark_jobs.errors import EffectFailed, Reject
 from spark_jobs.job import ConsumerJob
-from spark_jobs.rounds import RETRIED_AT_ONCE
 
 pytestmark = pytest.mark.spark
 

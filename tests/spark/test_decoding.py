@@ -30,10 +30,10 @@ from google.protobuf import descriptor_pb2, descriptor_pool, message_factory, ti
 from support import wait_until
 from uuid_utils.compat import uuid7
 
-from spark_jobs.decoding import Avro, Json, JsonSchema, Protobuf, Raw
 from spark_jobs.errors import ConsumerUnavailable, JobError
 from spark_jobs.job import ConsumerJob
-from spark_jobs.registry import Registry
+from spark_jobs.payloads.decoding import Avro, Json, JsonSchema, Protobuf, Raw
+from spark_jobs.payloads.registry import Registry
 
 pytestmark = pytest.mark.spark
 

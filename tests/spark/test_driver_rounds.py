@@ -17,11 +17,12 @@ from psycopg import sql
 from support import wait_until
 from uuid_utils.compat import uuid7
 
-from spark_jobs import reader, rounds
-from spark_jobs.decoding import Json
-from spark_jobs.effects import Insert
+from spark_jobs.driver import rounds
+from spark_jobs.effects.mapped import Insert
 from spark_jobs.errors import BadMessage, EffectFailed, InputCut, Interrupted
 from spark_jobs.job import ConsumerJob
+from spark_jobs.payloads.decoding import Json
+from spark_jobs.task import reader
 
 pytestmark = pytest.mark.spark
 

@@ -20,7 +20,7 @@ from support import wait_until
 
 pytestmark = pytest.mark.spark
 
-HERE = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 DRIVER, TASK = "outbox driver order-totals", "outbox consumer order-totals"
 
 
@@ -36,7 +36,7 @@ class Consumer:
         environment = os.environ | {
             "OUTBOX_DATABASE_URL": self.bench.database.url,
             "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": self.bench.topics.bootstrap_servers,
-            "PYTHONPATH": str(HERE.parent),
+            "PYTHONPATH": str(ROOT),
             **settings,
         }
         job = ["consume", "spark_jobs.order_totals:job", "--topic", self.bench.topic, *arguments]
@@ -133,7 +133,7 @@ def test_once_gives_up_without_its_servers_and_the_next_run_goes_on(
     seqs, orders = 120, 50
     send(bench, range(1, seqs + 1), orders)
     address = urlsplit(outbox_postgres.url)
-    program = (str(HERE / "impatient_consumer.py"),)
+    program = (str(ROOT / "tests" / "support" / "impatient_consumer.py"),)
 
     def applied() -> int:
         return sum(bench.positions().values())

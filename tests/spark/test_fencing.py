@@ -267,7 +267,7 @@ def lost_commit(bench) -> Iterator[LostCommit]:
 @pytest.mark.parametrize("strategy", ["dedup", "adding"])
 def test_the_answer_to_a_commit_is_lost(bench, lost_commit, strategy, who):
     """The driver looks again, and finds the ranges applied. Also where ids can not tell."""
-    from spark_jobs.strategies import Natural
+    from spark_jobs.dedup.strategies import Natural
 
     feed(bench, range(1, 3))
     job = bench.job

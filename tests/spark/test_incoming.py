@@ -9,15 +9,15 @@ import uuid
 
 import pytest
 
-from spark_jobs import identity
-from spark_jobs import session as spark_session
-from spark_jobs.effects import Insert
+from spark_jobs import ids as identity
+from spark_jobs.dedup.strategies import Dedup, Fingerprint
+from spark_jobs.effects.mapped import Insert
 from spark_jobs.errors import JobError
-from spark_jobs.framing import HEADER
-from spark_jobs.incoming import Incoming, Messages
 from spark_jobs.job import META, ConsumerJob
-from spark_jobs.strategies import Dedup, Fingerprint
-from spark_jobs.tables import DAY_OF_ID
+from spark_jobs.payloads.framing import HEADER
+from spark_jobs.postgres.tables import DAY_OF_ID
+from spark_jobs.spark import session as spark_session
+from spark_jobs.task.incoming import Incoming, Messages
 
 pytestmark = pytest.mark.spark
 

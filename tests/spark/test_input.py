@@ -1,8 +1,9 @@
 """A task commits only what it has seen the end of: 25,000 messages in a partition, and a fault behind the first 10,000.
 
 Spark hands rows over in batches of 10,000. When something upstream of the task fails, the task sees the end of its rows
-at the next border between two batches, as if they had all come (spark_jobs.task_input). A task that reads Kafka itself
-(spark_jobs.reader) has parts of 10,000 too; its own faults, on a real broker, are in tests/integration/test_reader.py.
+at the next border between two batches, as if they had all come (spark_jobs.task.input). A task that reads Kafka itself
+(spark_jobs.task.reader) has parts of 10,000 too; its own faults, on a real broker, are in
+tests/integration/test_reader.py.
 """
 
 from __future__ import annotations
@@ -23,10 +24,13 @@ from pyspark.sql import functions
 from uuid_utils.compat import uuid7
 
 from outbox.testing.fixtures import Topics
-from spark_jobs import batch, rounds, session, task_input
-from spark_jobs.effects import Insert
+from spark_jobs.driver import batch_rounds as batch
+from spark_jobs.driver import rounds
+from spark_jobs.effects.mapped import Insert
 from spark_jobs.errors import ConsumerUnavailable, EffectFailed
 from spark_jobs.job import ConsumerJob
+from spark_jobs.spark import session
+from spark_jobs.task import input as task_input
 
 pytestmark = pytest.mark.spark
 

@@ -15,10 +15,10 @@ from faults import by_map, fault_at, reading
 from uuid_utils.compat import uuid7
 
 from outbox.testing.fixtures import Topics
-from spark_jobs.effects import Insert
+from spark_jobs.driver.planner import Partition
+from spark_jobs.driver.rounds import Rounds
+from spark_jobs.effects.mapped import Insert
 from spark_jobs.job import ConsumerJob
-from spark_jobs.planner import Partition
-from spark_jobs.rounds import Rounds
 
 pytestmark = pytest.mark.spark
 

@@ -17,8 +17,8 @@ from uuid_utils.compat import uuid7
 
 from outbox.testing.fixtures import Topics
 from spark_jobs.errors import BadMessage, ConsumerUnavailable, EffectFailed, SparkLost
-from spark_jobs.failures import understood
 from spark_jobs.job import ConsumerJob
+from spark_jobs.spark.errors import understood
 
 pytestmark = pytest.mark.spark
 

@@ -19,8 +19,10 @@ from bench import Bench
 from uuid_utils.compat import uuid7
 
 from outbox.errors import ConfigurationError
-from spark_jobs import ConsumerJob, query, run, session
+from spark_jobs import ConsumerJob, run
+from spark_jobs.driver import query
 from spark_jobs.errors import EffectFailed, Fenced, JobError
+from spark_jobs.spark import session
 
 pytestmark = pytest.mark.spark
 
@@ -290,7 +292,7 @@ def test_two_threads_without_garbage_collection():
     """Each switches it off for a while; the last one to end switches it on again."""
     import gc
 
-    from spark_jobs import reader
+    from spark_jobs.task import reader
 
     collection = reader._GarbageCollection()
     assert gc.isenabled()

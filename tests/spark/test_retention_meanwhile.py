@@ -16,10 +16,10 @@ from support import wait_until
 from uuid_utils.compat import uuid7
 
 from outbox.testing.fixtures import Topics
+from spark_jobs.admin.offsets import Offsets
+from spark_jobs.driver.kafka_admin import KafkaView
 from spark_jobs.errors import DataLost
 from spark_jobs.job import ConsumerJob
-from spark_jobs.kafka import KafkaView
-from spark_jobs.offsets import Offsets
 
 pytestmark = pytest.mark.spark
 

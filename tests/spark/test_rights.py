@@ -21,9 +21,9 @@ from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 
 from relay.cli.app import app
-from spark_jobs import connections
+from spark_jobs.driver.kafka_admin import KafkaView
 from spark_jobs.errors import DataLost, EffectFailed, Fenced
-from spark_jobs.kafka import KafkaView
+from spark_jobs.postgres import connections
 
 pytestmark = pytest.mark.spark
 

@@ -12,12 +12,14 @@ from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, C
 from pyspark.sql import functions
 from uuid_utils.compat import uuid7
 
-from spark_jobs import rounds, session, task
-from spark_jobs.effects import Insert, Upsert
+from spark_jobs.dedup.strategies import Fingerprint, Natural, Version
+from spark_jobs.driver import rounds
+from spark_jobs.driver.planner import Range
+from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.errors import BadMessage, EffectFailed, Fenced, JobError, Reject
 from spark_jobs.job import ConsumerJob
-from spark_jobs.planner import Range
-from spark_jobs.strategies import Fingerprint, Natural, Version
+from spark_jobs.spark import session
+from spark_jobs.task import partition as task
 
 pytestmark = pytest.mark.spark
 
@@ -167,7 +169,7 @@ def test_with_keep_order_no_message_overtakes_a_dead_letter_of_its_key(bench):
 
 
 def test_hundreds_of_dead_letters_and_some_that_end_the_effect_keep_no_group_from_its_messages(bench, monkeypatch):
-    monkeypatch.setattr("spark_jobs.rounds.FAILED_ALONE", 1)
+    monkeypatch.setattr("spark_jobs.driver.rounds.FAILED_ALONE", 1)
 
     def effect(cursor, rows):
         if {13, 15, 17} & set(rows["n"].to_pylist()):

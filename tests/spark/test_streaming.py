@@ -22,9 +22,10 @@ from pyspark.sql import functions as F  # noqa: N812
 from support import wait_until
 from uuid_utils.compat import uuid7
 
-from spark_jobs import ConsumerJob, Insert, Upsert, exactly_once, streaming
+from spark_jobs import ConsumerJob, Insert, Upsert, exactly_once
+from spark_jobs.driver import streaming
+from spark_jobs.driver.streaming import ExactlyOnce
 from spark_jobs.errors import CheckpointConflict, EffectFailed, Fenced, JobError
-from spark_jobs.streaming import ExactlyOnce
 
 pytestmark = pytest.mark.spark
 
@@ -481,7 +482,7 @@ def test_outside_of_a_query_there_is_no_batch(stream):
 KILLED = """
 import os, signal, sys
 from spark_jobs import ConsumerJob, exactly_once
-from spark_jobs.session import start
+from spark_jobs.spark.session import start
 
 source, checkpoint, when = sys.argv[1:]
 spark = start("killed")

@@ -20,7 +20,7 @@ import pytest
 from support import wait_until
 from typer.testing import CliRunner
 
-from outbox.testing._ports import free_ports
+from outbox.sandbox._ports import free_ports
 from relay.cli.app import app
 
 pytestmark = pytest.mark.spark

@@ -11,11 +11,11 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from relay import stream
 from relay.lease import Lease
 from relay.ports import At, Claim, Unavailable
-from relay.slot import SlotNames
-from relay.stream import Channel, StreamLimits, _Session
+from relay.wal import session as stream
+from relay.wal.session import Channel, StreamLimits, _Session
+from relay.wal.slot import SlotNames
 
 
 class Session:

@@ -6,9 +6,9 @@ import json
 
 import pytest
 
+from spark_jobs.driver.streaming import NOTHING, Batch, ExactlyOnce, Stored, content_of, decide
 from spark_jobs.errors import CheckpointConflict, JobError
 from spark_jobs.job import ConsumerJob
-from spark_jobs.streaming import NOTHING, Batch, ExactlyOnce, Stored, content_of, decide
 
 HERE = Stored("q", 5, "five")
 

@@ -16,9 +16,9 @@ from outbox._app import environment
 from outbox.errors import ConfigurationError
 from relay.cli.app import app
 from relay.cli.assembly import assemble
-from relay.cli.wiring import build_router
 from relay.config import Delivery, Settings, delivery_seconds, load, producer_options
-from relay.routing import OnFailure, Route
+from relay.kafka.routing import OnFailure, Route
+from relay.parts import build_router
 
 
 @pytest.fixture(autouse=True)
@@ -375,7 +375,7 @@ def test_a_relay_starts_without_the_other_commands():
         "print(*{name for name in sys.modules if name.startswith('relay.cli.') or name == 'rich.console'})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert set(done.stdout.split()) == {"relay.cli.assembly", "relay.cli.common", "relay.cli.relay"}
+    assert set(done.stdout.split()) == {"relay.cli.assembly", "relay.cli.relay"}
 
 
 def test_the_command_line_is_whole_where_it_is_not_clear_what_is_needed():

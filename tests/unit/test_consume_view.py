@@ -7,7 +7,7 @@ import io
 from rich.console import Console
 from structlog.testing import ReturnLogger
 
-from relay.cli.consume_view import by_topic, open_view
+from spark_jobs.cli.consume_view import by_topic, open_view
 
 TOTALS = {
     "group": "orders",

@@ -21,13 +21,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.sql import types as t
 
-from spark_jobs import avro_payload, json_payload, protobuf_payload
-from spark_jobs.decoding import Avro, Json, Protobuf
 from spark_jobs.errors import JobError
-from spark_jobs.framing import unframe
-from spark_jobs.json_payload import decimal_that_fits, parse, variant_reader
-from spark_jobs.payload import Policy, Problem, columns
-from spark_jobs.registry import Client, Registry, RegistryUnavailable, Schema
+from spark_jobs.payloads import avro as avro_payload
+from spark_jobs.payloads import json_text as json_payload
+from spark_jobs.payloads import protobuf as protobuf_payload
+from spark_jobs.payloads.decoding import Avro, Json, Protobuf
+from spark_jobs.payloads.framing import unframe
+from spark_jobs.payloads.json_text import decimal_that_fits, parse, variant_reader
+from spark_jobs.payloads.reading import Policy, Problem, columns
+from spark_jobs.payloads.registry import Client, Registry, RegistryUnavailable, Schema
 
 FIELDS = t.StructType(
     [

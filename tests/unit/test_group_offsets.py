@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from spark_jobs.offsets import after_losses, move
-from spark_jobs.planner import Extent, Stored
+from spark_jobs.admin.offsets import after_losses, move
+from spark_jobs.driver.planner import Extent, Stored
 
 
 @pytest.mark.parametrize(

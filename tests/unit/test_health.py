@@ -20,7 +20,7 @@ from relay.ports import (
     Unavailable,
     UndecidedTransaction,
 )
-from relay.slot import StreamLost
+from relay.wal.slot import StreamLost
 
 STANDING = 30.0
 

@@ -16,17 +16,19 @@ from google.protobuf import descriptor_pb2
 from pyspark.sql import types as t
 from pyspark.sql.pandas.types import to_arrow_type
 
-from spark_jobs import avro_payload, json_payload, protobuf_payload
-from spark_jobs.decoding import PROBLEM, nullable
 from spark_jobs.job import ConsumerJob
-from spark_jobs.json_columns import JsonReader
-from spark_jobs.payload import Policy, Problem, columns
-from spark_jobs.registry import Schema
+from spark_jobs.payloads import avro as avro_payload
+from spark_jobs.payloads import json_text as json_payload
+from spark_jobs.payloads import protobuf as protobuf_payload
+from spark_jobs.payloads.decoding import PROBLEM, nullable
+from spark_jobs.payloads.json_columns import JsonReader
+from spark_jobs.payloads.reading import Policy, Problem, columns
+from spark_jobs.payloads.registry import Schema
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
-    from spark_jobs.decoding import Plan
+    from spark_jobs.payloads.decoding import Plan
 
 NESTED = t.StructType(
     [

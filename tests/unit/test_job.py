@@ -6,10 +6,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from spark_jobs.effects import Upsert
+from spark_jobs.dedup.strategies import Fingerprint
+from spark_jobs.effects.mapped import Upsert
 from spark_jobs.errors import JobError
 from spark_jobs.job import META, ConsumerJob
-from spark_jobs.strategies import Fingerprint
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame

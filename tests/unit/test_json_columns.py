@@ -13,11 +13,11 @@ from hypothesis import strategies as st
 from pyspark.sql import types as t
 from pyspark.sql.pandas.types import to_arrow_type
 
-from spark_jobs import json_payload
-from spark_jobs.decoding import PROBLEM, nullable
-from spark_jobs.json_columns import JsonReader
-from spark_jobs.json_whole import WholeReader
-from spark_jobs.payload import Policy, columns
+from spark_jobs.payloads import json_text as json_payload
+from spark_jobs.payloads.decoding import PROBLEM, nullable
+from spark_jobs.payloads.json_columns import JsonReader
+from spark_jobs.payloads.json_whole import WholeReader
+from spark_jobs.payloads.reading import Policy, columns
 
 KINDS = [
     t.StringType(),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from relay.lane_hash import hash_text, lane_of
+from relay.wal.lane_hash import hash_text, lane_of
 
 
 def test_a_known_value():

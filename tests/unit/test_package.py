@@ -16,8 +16,8 @@ from typer.testing import CliRunner
 
 from relay.cli.app import app
 from spark_jobs.errors import JobError
-from spark_jobs.package import EXECUTORS_NEED, MANIFEST, collect
-from spark_jobs.submit import Submission, installed_spark, properties
+from spark_jobs.spark.package import EXECUTORS_NEED, MANIFEST, collect
+from spark_jobs.spark.submit import Submission, installed_spark, properties
 
 JOB = """
 from spark_jobs.job import ConsumerJob
@@ -90,14 +90,18 @@ def test_a_module_and_what_it_imports(folder):
 def test_our_own_modules_are_all_that_is_in_it_for_a_job_of_ours():
     found = collect("spark_jobs.order_totals:job")
     assert mine("spark_jobs.order_totals:job") == []
-    assert {"outbox/errors.py", "spark_jobs/task.py"} <= set(found.files)
-    assert not [name for name in found.files if name.startswith(("outbox/testing", "relay", "outbox/migrations"))]
+    assert {"outbox/errors.py", "spark_jobs/task/partition.py"} <= set(found.files)
+    assert not [
+        name
+        for name in found.files
+        if name.startswith(("outbox/testing", "outbox/sandbox", "relay", "outbox/migrations"))
+    ]
     assert not [name for name in found.files if "__pycache__" in name]
     assert found.requires == EXECUTORS_NEED
 
 
 def test_what_a_decoder_needs_is_named(folder):
-    more = "from spark_jobs.decoding import Avro\n"
+    more = "from spark_jobs.payloads.decoding import Avro\n"
     text = JOB.format(more=more, effect="'SELECT 1', schema=Avro(registry='http://registry', subject='t-value')")
     write(folder, {"one.py": text})
     assert set(collect("one:job").requires) - set(EXECUTORS_NEED) == {"fastavro", "confluent-kafka[schemaregistry]"}
@@ -127,9 +131,10 @@ def test_executors_import_the_job_from_the_zip_and_nothing_else(folder):
     script = """
 import importlib.metadata, sys
 sys.path.insert(0, sys.argv[1])
-import jobs.orders, spark_jobs.task, spark_jobs.json_payload, outbox
+import jobs.orders, spark_jobs.task.partition, spark_jobs.payloads.json_text, outbox
 assert jobs.orders.job.effect(None, None) == 7
-assert all(m.__file__.startswith(sys.argv[1]) for m in (jobs.orders, spark_jobs.task, outbox)), outbox.__file__
+ours = (jobs.orders, spark_jobs.task.partition, outbox)
+assert all(m.__file__.startswith(sys.argv[1]) for m in ours), outbox.__file__
 tops = {name.partition(".")[0] for name in sys.modules} - set(sys.stdlib_module_names)
 known = importlib.metadata.packages_distributions()
 print(*sorted({known[top][0].lower().replace("_", "-") for top in tops if top in known}))

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.pgoutput import (
+from relay.wal.pgoutput import (
     UNCHANGED,
     Begin,
     Column,

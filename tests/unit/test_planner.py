@@ -8,9 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from spark_jobs.errors import DataLost, JobError, TopicRecreated
-from spark_jobs.job import ConsumerJob, find_job
-from spark_jobs.planner import (
+from spark_jobs.driver.planner import (
     ENOUGH,
     FEW,
     Extent,
@@ -24,7 +22,9 @@ from spark_jobs.planner import (
     plan,
     waiting_for_others,
 )
-from spark_jobs.runner import Options, Runner
+from spark_jobs.driver.runner import Options, Runner
+from spark_jobs.errors import DataLost, JobError, TopicRecreated
+from spark_jobs.job import ConsumerJob, find_job
 
 ID = {"t": "id-1"}
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from uuid_utils.compat import uuid7
 
 from spark_jobs import enrich_orders
+from spark_jobs.effects.produce import Produce, Traced, derived_id
 from spark_jobs.errors import JobError
 from spark_jobs.job import find_job
-from spark_jobs.produce import Produce, Traced, derived_id
 
 A = UUID("0191b2c4-5e6f-7abc-8def-0123456789ab")
 RANDOM = UUID("6ba7b810-9dad-41d1-80b4-00c04fd430c8")

@@ -20,9 +20,9 @@ from relay.config import load, producer_options
 from relay.database import Connector, unavailable_on_error
 from relay.kafka import fencing
 from relay.kafka.producer import Sender
+from relay.kafka.routing import Router
 from relay.kafka.topics import Topics, Unanswered
 from relay.ports import BatchRefused, BrokerUnavailable, Claim, IdBusy, Late, Refused, TopicUnusable, Unavailable
-from relay.routing import Router
 
 OPTIONS = {"bootstrap.servers": "127.0.0.1:1"}
 

@@ -1,6 +1,6 @@
 """The exactly-once protocol against every order of steps and faults, and against workers that get it wrong.
 
-``tests/protocol_model.py`` is the model. Small scenarios are searched completely; longer runs with three workers and
+``protocol_model`` is the model. Small scenarios are searched completely; longer runs with three workers and
 any number of faults are random, by hypothesis (which shortens what it finds) and by walks (which get further). Every
 mutation has to be caught by a broken guarantee: a model that forgives one proves nothing.
 """

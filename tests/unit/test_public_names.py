@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 import spark_jobs
-from spark_jobs import failures, session
 from spark_jobs.errors import EffectFailed, JobError
+from spark_jobs.spark import errors as failures
+from spark_jobs.spark import session
 
 ROOT = Path(__file__).parents[2]
 HEAVY = ("pyspark", "confluent_kafka", "pandas", "pyarrow", "numpy", "sqlalchemy", "psycopg", "pydantic")
@@ -87,9 +88,12 @@ def test_what_hides_the_package_from_workers(tmp_path):
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
-        ("x\nModuleNotFoundError: No module named 'spark_jobs.task'; 'spark_jobs' is not a package\n", JobError),
+        (
+            "x\nModuleNotFoundError: No module named 'spark_jobs.task.partition'; 'spark_jobs' is not a package\n",
+            JobError,
+        ),
         ("ImportError: cannot import name 'task' from 'spark_jobs' (/home/u/spark_jobs/__init__.py)", JobError),
-        ("AttributeError: Can't get attribute 'run' on <module 'spark_jobs.task' from '/a'>", JobError),
+        ("AttributeError: Can't get attribute 'run' on <module 'spark_jobs.task.partition' from '/a'>", JobError),
         ("ModuleNotFoundError: No module named 'mine'", EffectFailed),
     ],
 )

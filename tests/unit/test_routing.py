@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from outbox.errors import ConfigurationError
-from relay.routing import NoRoute, Route, Router
+from relay.kafka.routing import NoRoute, Route, Router
 
 
 def test_the_default_is_lower_case_and_events():

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 
-from spark_jobs import session
+from spark_jobs.driver.rounds import reported
 from spark_jobs.errors import EffectFailed
-from spark_jobs.rounds import reported
+from spark_jobs.spark import session
 
 GIVEN = (*session._JAVA_OPTIONS, "SPARK_CONF_DIR", "SPARK_HOME")
 

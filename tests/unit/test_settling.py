@@ -10,7 +10,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from spark_jobs.settling import DAY, Answer, Change, Rules, Standing, Step, effect_failed, first_step, pause, settle
+from spark_jobs.external.state_machine import (
+    DAY,
+    Answer,
+    Change,
+    Rules,
+    Standing,
+    Step,
+    effect_failed,
+    first_step,
+    pause,
+    settle,
+)
 
 RULES = Rules(max_attempts=3, can_ask=False, can_cancel=True, first_wait=1.0, longest_wait=60.0)
 PLAIN = dataclasses.replace(RULES, can_cancel=False)

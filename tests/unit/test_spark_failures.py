@@ -7,7 +7,6 @@ import pytest
 from confluent_kafka import KafkaError
 from psycopg import errors
 
-from spark_jobs import failures
 from spark_jobs.errors import (
     ConsumerUnavailable,
     CorruptRecords,
@@ -18,6 +17,7 @@ from spark_jobs.errors import (
     NotAuthorized,
     WorkerLost,
 )
+from spark_jobs.spark import errors as failures
 
 
 def test_what_ends_a_job_names_the_error_of_its_transform():
@@ -49,7 +49,7 @@ def python(raised: str, before: str = "") -> Exception:
         (python("spark_jobs.errors.ConsumerUnavailable: away"), ConsumerUnavailable),
         (python("spark_jobs.errors.CorruptRecords: no"), CorruptRecords),
         (python("spark_jobs.errors.NotAuthorized: no"), NotAuthorized),
-        (python("spark_jobs.registry.RegistryUnavailable: away"), ConsumerUnavailable),
+        (python("spark_jobs.payloads.registry.RegistryUnavailable: away"), ConsumerUnavailable),
         (python("spark_jobs.errors.JobError: no"), JobError),
         (python("ConnectionRefusedError: no"), ConsumerUnavailable),
         (python("TimeoutError"), ConsumerUnavailable),

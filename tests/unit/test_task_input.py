@@ -13,8 +13,8 @@ import pyarrow as pa
 import pytest
 from pyspark.serializers import SpecialLengths, write_int
 
-from spark_jobs import task_input
 from spark_jobs.errors import InputCut, InputUnproven
+from spark_jobs.task import input as task_input
 
 BATCH = pa.RecordBatch.from_pydict({"n": [1, 2]})
 Pair = tuple[socket.socket, io.BufferedReader]

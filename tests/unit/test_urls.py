@@ -17,16 +17,16 @@ from hypothesis import strategies as st
 from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy import make_url
 
+from outbox._app import migrate as db
 from outbox.errors import ConfigurationError
 from outbox.urls import display_url, libpq_url, sqlalchemy_url, with_database
-from relay import db
 from relay.config import load
 from relay.database import Connector
-from relay.wal import Replication
+from relay.wal.replication import Replication
 from spark_jobs import sink
-from spark_jobs.retention import Memory
-from spark_jobs.store import Store
-from spark_jobs.task import transaction
+from spark_jobs.postgres.group_store import Store
+from spark_jobs.postgres.retention import Memory
+from spark_jobs.task.partition import transaction
 
 PLAIN = "plainpassword"
 PRINTABLE = st.text(string.digits + string.ascii_letters + string.punctuation + " ä€", min_size=4, max_size=24)

@@ -1,0 +1,174 @@
+"""Drift: does the database hold the tables that this version expects?
+
+The expected tables are created in a scratch schema, inside a transaction that is rolled back, and both are read from
+pg_catalog. So the server itself prints both sides in its own form: CHECKs, generated columns, defaults, index
+predicates and storage parameters are compared too, which alembic's autogenerate does not do. Triggers, rules and row
+security that nobody expects are differences as well: each can drop events without a word.
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Final
+
+import sqlalchemy as sa
+
+from outbox._app import migrate as db
+from outbox.tables import DEFAULT_LANES, MAX_LANES, outbox_tables
+
+# One row for each thing that can differ: (table, kind, name, definition).
+_CATALOG: Final = sa.text("""
+WITH rel AS (
+    SELECT c.oid, c.relname, c.relkind, c.relpersistence, c.reloptions, c.relpartbound, c.relrowsecurity,
+           c.relforcerowsecurity
+      FROM pg_class c JOIN pg_namespace n ON n.oid = c.relnamespace
+     WHERE n.nspname = :schema AND c.relkind IN ('r', 'p') AND c.relname = ANY(:tables))
+SELECT relname, 'table', '', concat_ws(' ',
+           CASE relkind WHEN 'p' THEN 'partitioned by ' || pg_get_partkeydef(oid) ELSE 'plain' END,
+           CASE relpersistence WHEN 'p' THEN 'logged' ELSE 'not logged' END,
+           'with (' || array_to_string(reloptions, ', ') || ')', pg_get_expr(relpartbound, oid))
+  FROM rel
+UNION ALL
+SELECT relname, 'comment', '', obj_description(oid, 'pg_class') FROM rel
+ WHERE obj_description(oid, 'pg_class') IS NOT NULL
+UNION ALL
+SELECT relname, 'row security', '', concat_ws(' ', CASE WHEN relrowsecurity THEN 'enabled' ELSE 'not enabled' END,
+           CASE WHEN relforcerowsecurity THEN 'forced on the owner' END)
+  FROM rel WHERE relrowsecurity OR relforcerowsecurity
+UNION ALL
+SELECT rel.relname, 'trigger', t.tgname, concat_ws(' ', pg_get_triggerdef(t.oid),
+           CASE t.tgenabled WHEN 'D' THEN 'disabled' WHEN 'A' THEN 'always' WHEN 'R' THEN 'on replicas' END)
+  FROM rel JOIN pg_trigger t ON t.tgrelid = rel.oid AND NOT t.tgisinternal
+UNION ALL
+SELECT rel.relname, 'rule', r.rulename, concat_ws(' ', pg_get_ruledef(r.oid),
+           CASE r.ev_enabled WHEN 'D' THEN 'disabled' WHEN 'A' THEN 'always' WHEN 'R' THEN 'on replicas' END)
+  FROM rel JOIN pg_rewrite r ON r.ev_class = rel.oid
+UNION ALL
+SELECT rel.relname, 'identity', a.attname, concat_ws(' ', format_type(s.seqtypid, NULL),
+           'start', s.seqstart, 'increment', s.seqincrement, 'minvalue', s.seqmin, 'maxvalue', s.seqmax,
+           'cache', s.seqcache, CASE WHEN s.seqcycle THEN 'cycle' END)
+  FROM rel JOIN pg_attribute a ON a.attrelid = rel.oid AND a.attidentity <> '' AND NOT a.attisdropped
+  JOIN pg_depend d ON d.refclassid = 'pg_class'::regclass AND d.refobjid = rel.oid AND d.refobjsubid = a.attnum
+                  AND d.classid = 'pg_class'::regclass AND d.deptype = 'i'
+  JOIN pg_sequence s ON s.seqrelid = d.objid
+UNION ALL
+SELECT rel.relname, 'column', a.attname, concat_ws(' ', format_type(a.atttypid, a.atttypmod),
+           CASE WHEN a.attcollation <> t.typcollation THEN 'collate ' || a.attcollation::regcollation END,
+           CASE WHEN a.attnotnull THEN 'not null' END,
+           CASE a.attidentity WHEN 'a' THEN 'identity always' WHEN 'd' THEN 'identity by default' END,
+           CASE a.attgenerated WHEN 's' THEN 'generated stored' WHEN 'v' THEN 'generated virtual' END,
+           pg_get_expr(d.adbin, d.adrelid))
+  FROM rel JOIN pg_attribute a ON a.attrelid = rel.oid AND a.attnum > 0 AND NOT a.attisdropped
+  JOIN pg_type t ON t.oid = a.atttypid
+  LEFT JOIN pg_attrdef d ON d.adrelid = a.attrelid AND d.adnum = a.attnum
+UNION ALL
+SELECT rel.relname, 'constraint', c.conname, concat_ws(' ', pg_get_constraintdef(c.oid),
+           CASE WHEN NOT c.convalidated THEN 'not validated' END)
+  FROM rel JOIN pg_constraint c ON c.conrelid = rel.oid AND c.contype <> 'n'
+UNION ALL
+SELECT rel.relname, 'index', i.relname, concat_ws(' ', pg_get_indexdef(x.indexrelid),
+           CASE WHEN NOT x.indisvalid THEN 'invalid' END)
+  FROM rel JOIN pg_index x ON x.indrelid = rel.oid JOIN pg_class i ON i.oid = x.indexrelid""")
+
+Build = Callable[[sa.MetaData, str], Sequence[sa.Table]]
+Things = dict[tuple[str, str, str], str]
+
+
+def check(url: str, schema: str = "outbox") -> list[str]:
+    """Compare the outbox's tables with this version's. Gives one line for each difference; none means all is well.
+
+    Needs the right to create a schema in the database, for the moment of the comparison. Raises ConfigurationError for
+    a schema's name that can't be, SchemaError when the database can't be asked.
+    """
+    db.check_name(schema)
+    with _connection(url) as connection:
+        lanes = _lane_rows(connection, schema)
+        expected_lanes = min(max(lanes[-1] + 1, 1), MAX_LANES) if lanes else DEFAULT_LANES
+        differences = _compare(
+            connection,
+            schema,
+            lambda metadata, scratch: outbox_tables(metadata, scratch, expected_lanes).all,
+            db.OUTBOX,
+        )
+        if not differences and lanes != list(range(len(lanes))):
+            differences.append(f"{schema}.lanes: has the lanes {lanes}, and not 0 to {lanes[-1]}")
+        if not differences and not lanes:
+            differences.append(f"{schema}.lanes: has no rows; insert the lanes 0 to N-1, or run `outbox db upgrade`")
+        return differences
+
+
+def check_tables(url: str, schema: str, build: Build, history: db.History | None = None) -> list[str]:
+    """Compare any tables with what ``build`` puts into a MetaData for a schema. Gives one line for each difference.
+
+    With a history, its version table must be at the last revision, if there is one. Raises as ``check`` does.
+    """
+    db.check_name(schema)
+    with _connection(url) as connection:
+        return _compare(connection, schema, build, history)
+
+
+def _compare(connection: sa.Connection, schema: str, build: Build, history: db.History | None) -> list[str]:
+    # The server leaves out schemas that are on the path, and only one of the two could be.
+    connection.execute(sa.select(sa.func.set_config("search_path", "", True)))
+    scratch = f"outbox_check_{secrets.token_hex(8)}"
+    metadata = sa.MetaData()
+    tables = [table.name for table in build(metadata, scratch)]
+    connection.execute(sa.schema.CreateSchema(scratch))
+    metadata.create_all(connection)
+    # The preparer doubles a % for the driver; the catalog has it once.
+    quoted = connection.dialect.identifier_preparer.quote_schema(schema).replace("%%", "%")
+    expected = {
+        key: definition.replace(scratch, quoted) for key, definition in _read(connection, scratch, tables).items()
+    }
+    lines = differences(expected, _read(connection, schema, tables), schema)
+    # A host application that made the tables by its own history has no version table here.
+    there = db.current(connection, schema) if history else None
+    if history and there is not None:
+        head = db.revisions(history)[-1]
+        if head not in there:
+            lines.append(f"{schema}.alembic_version: is at {', '.join(there) or 'no revision'}, expected {head}")
+    return lines
+
+
+def differences(expected: Mapping[tuple[str, str, str], str], found: Things, schema: str) -> list[str]:
+    """Return in words how the two differ."""
+    lines = []
+    missing = {table for table, kind, _ in expected if kind == "table"} - {t for t, kind, _ in found if kind == "table"}
+    lines += [f"{schema}.{table}: the table is missing" for table in sorted(missing)]
+    for key in sorted(expected.keys() | found.keys()):
+        table, kind, name = key
+        if table in missing:
+            continue
+        shown = f"{schema}.{table}: {kind} {name}".rstrip()
+        if key not in found:
+            lines.append(f"{shown} is missing: {expected[key]}")
+        elif key not in expected:
+            lines.append(f"{shown} is not expected: {found[key]}")
+        elif expected[key] != found[key]:
+            lines.append(f"{shown} is {found[key]!r}, expected {expected[key]!r}")
+    return lines
+
+
+def _read(connection: sa.Connection, schema: str, tables: list[str]) -> Things:
+    rows = connection.execute(_CATALOG, {"schema": schema, "tables": tables})
+    return {(table, kind, name): definition for table, kind, name, definition in rows}
+
+
+def _lane_rows(connection: sa.Connection, schema: str) -> list[int]:
+    inspector = sa.inspect(connection)
+    if not inspector.has_table("lanes", schema=schema):
+        return []
+    if "lane" not in {column["name"] for column in inspector.get_columns("lanes", schema=schema)}:
+        return []
+    lane = sa.cast(sa.table("lanes", sa.column("lane"), schema=schema).c.lane, sa.Integer)
+    return list(connection.execute(sa.select(lane).order_by(lane)).scalars())
+
+
+@contextmanager
+def _connection(url: str) -> Iterator[sa.Connection]:
+    """A connection whose transaction is always rolled back."""
+    with db.connected(url) as connection:
+        yield connection
+        connection.rollback()

@@ -1,0 +1,1 @@
+"""Real servers on loopback: a Postgres and a Kafka, without Docker."""

@@ -1,0 +1,213 @@
+"""One Kafka node: its files, its process. Which nodes there are and when they are ready is kafka.py's affair."""
+
+from __future__ import annotations
+
+import base64
+import os
+import shutil
+import signal
+import subprocess
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+from xml.sax.saxutils import escape
+
+from outbox.sandbox._process import Detached, Supervised
+from outbox.sandbox.errors import StartFailed
+
+_LOGGING: Final = """\
+<?xml version="1.0" encoding="UTF-8"?>
+<Configuration status="WARN">
+  <Appenders>
+    <RollingFile name="file" fileName="{log}" filePattern="{log}.%i">
+      <PatternLayout pattern="%d{{ISO8601}} %p [%t] %c{{1}}: %m%n"/>
+      <Policies><SizeBasedTriggeringPolicy size="20 MB"/></Policies>
+      <DefaultRolloverStrategy max="2"/>
+    </RollingFile>
+  </Appenders>
+  <Loggers>
+    <Root level="INFO"><AppenderRef ref="file"/></Root>
+    <Logger name="org.apache.kafka.common.config" level="WARN"/>
+    <Logger name="kafka.server.KafkaConfig" level="WARN"/>
+    <Logger name="org.apache.zookeeper" level="WARN"/>
+  </Loggers>
+</Configuration>
+"""
+
+_JVM: Final = (
+    "-server",
+    "-XX:+UseG1GC",
+    "-XX:MaxGCPauseMillis=20",
+    "-XX:+ExplicitGCInvokesConcurrent",
+    "-Djava.awt.headless=true",
+    # As a service it has nobody to ask: better an end that is seen than a broker that limps on.
+    "-XX:+ExitOnOutOfMemoryError",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """A node's number and its ports on 127.0.0.1. proxied_port: the listener behind a proxy, if there is one."""
+
+    number: int
+    port: int
+    controller_port: int
+    proxied_port: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Runtime:
+    """The Java program and the class path."""
+
+    java: Path
+    class_path: str
+
+
+class Broker:
+    """A node that is broker and controller at once, in a directory of its own.
+
+    runtime    gives what it is run by; asked when it is needed, as it may download.
+    heap       as -Xmx takes it.
+    detached   it outlives this process.
+    remove     whether its directory goes when we die (a temporary one).
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        directory: Path,
+        *,
+        runtime: Callable[[], Runtime],
+        heap: str,
+        detached: bool,
+        remove: bool,
+    ) -> None:
+        self.node = node
+        self.directory = directory
+        self._runtime = runtime
+        self._heap = heap
+        self._detached = detached
+        self._remove = remove
+        self._process: Supervised | Detached | None = None
+
+    @property
+    def log(self) -> Path:
+        """The broker's own log."""
+        return self.directory / "server.log"
+
+    @property
+    def output(self) -> Path:
+        """What the process writes besides: the JVM's complaints."""
+        return self.directory / "output.log"
+
+    @property
+    def process(self) -> Supervised | Detached | None:
+        """The process that was started or found last."""
+        return self._process
+
+    @property
+    def running(self) -> bool:
+        """Return whether its process is there (it may be paused)."""
+        return self._process is not None and self._process.running
+
+    @property
+    def _properties(self) -> Path:
+        return self.directory / "server.properties"
+
+    def prepare(self, cluster_id: str, properties: Mapping[str, str]) -> None:
+        """Write the configuration, and format the storage unless that was done."""
+        self.directory.mkdir(parents=True, exist_ok=True)
+        data = self.directory / "data"
+        lines = [f"{name}={_escaped(value)}\n" for name, value in {**properties, "log.dirs": str(data)}.items()]
+        self._properties.write_text("".join(lines))
+        (self.directory / "log4j2.xml").write_text(_LOGGING.format(log=escape(str(self.log), {'"': "&quot;"})))
+        if (data / "meta.properties").exists():
+            return
+        shutil.rmtree(data, ignore_errors=True)  # what a format that was cut short left
+        # What a format writes depends on the settings, but not on the node: one program start for a cluster, not three.
+        key = (self._runtime().class_path, tuple(sorted(set(properties.items()) - _of_one_node(properties))))
+        with _formatting:
+            found = _formatted.get(key)
+            if found is None:
+                self._format(cluster_id)
+                _formatted[key] = {path.name: path.read_bytes() for path in data.iterdir() if path.is_file()}
+                return
+        new = self.directory / "formatting"
+        shutil.rmtree(new, ignore_errors=True)
+        new.mkdir()
+        for name, content in found.items():
+            (new / name).write_bytes(content)
+        own = {"version": "1", "cluster.id": cluster_id, "node.id": str(self.node.number), "directory.id": _new_id()}
+        (new / "meta.properties").write_text("".join(f"{name}={value}\n" for name, value in own.items()))
+        new.rename(data)
+
+    def _format(self, cluster_id: str) -> None:
+        runtime = self._runtime()
+        arguments = ("format", "--config", str(self._properties), "--cluster-id", cluster_id)
+        result = subprocess.run(
+            [
+                *(runtime.java, "-Xmx128m", "-XX:+UseSerialGC", "-XX:TieredStopAtLevel=1", "-cp", runtime.class_path),
+                *("-Dlog4j2.level=ERROR", "kafka.tools.StorageTool", *arguments),
+            ],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        if result.returncode != 0:
+            output = result.stdout + result.stderr
+            raise StartFailed(f"formatting the storage of broker {self.node.number} failed:\n{output}")
+
+    def launch(self) -> None:
+        """Start the process; it is not ready yet. Raises StartFailed when it can't be executed."""
+        runtime = self._runtime()
+        argv = [
+            *(str(runtime.java), f"-Xmx{self._heap}", f"-Xms{self._heap}", *_JVM),
+            *(f"-Dlog4j2.configurationFile={self.directory / 'log4j2.xml'}", "-cp", runtime.class_path),
+            *("kafka.Kafka", str(self._properties)),
+        ]
+        # What a person set for a Kafka of theirs is not for this one.
+        environment = {name: value for name, value in os.environ.items() if not name.startswith("KAFKA_")}
+        if self._detached:
+            self._process = Detached.start(argv, log=self.output, env=environment)
+        else:
+            self._process = Supervised(
+                argv,
+                log=self.output,
+                env=environment,
+                cwd=self.directory,
+                orphan_signal=signal.SIGKILL,
+                remove=self.directory if self._remove else None,
+            )
+
+    def adopt(self) -> bool:
+        """Find the detached process that an earlier command started here. Gives whether there is one."""
+        self._process = Detached.find("kafka.Kafka", str(self._properties))
+        return self._process is not None
+
+
+_formatted: dict[tuple[str, tuple[tuple[str, str], ...]], dict[str, bytes]] = {}
+"""What formatted storage holds, by class path and settings."""
+
+_formatting: Final = threading.Lock()
+
+_NODE_SETTINGS: Final = ("node.id", "listeners", "advertised.listeners", "controller.quorum.voters")
+
+
+def _of_one_node(properties: Mapping[str, str]) -> set[tuple[str, str]]:
+    return {(name, properties[name]) for name in _NODE_SETTINGS if name in properties}
+
+
+def _new_id() -> str:
+    """Return a random id in Kafka's spelling."""
+    return base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+
+
+def _escaped(value: str) -> str:
+    """Write a value as java.util.Properties reads it, which takes a file for Latin-1."""
+    units = value.replace("\\", "\\\\").replace("\n", "\\n").encode("utf-16-be")
+    codes = (int.from_bytes(units[i : i + 2]) for i in range(0, len(units), 2))
+    return "".join(chr(code) if code < 128 else f"\\u{code:04x}" for code in codes)

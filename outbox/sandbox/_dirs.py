@@ -1,0 +1,116 @@
+"""Where things lie on this machine, and who may reach them."""
+
+from __future__ import annotations
+
+import os
+import pwd
+import stat
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from outbox.sandbox.errors import ServiceError
+
+TEMPORARY_PREFIX: Final = "outbox-testing-"
+
+
+@dataclass(frozen=True, slots=True)
+class User:
+    """An account that a server runs as."""
+
+    name: str
+    uid: int
+    gid: int
+
+
+def cache_dir() -> Path:
+    """Return the directory of what can be fetched again: $OUTBOX_CACHE, $XDG_CACHE_HOME/outbox or ~/.cache/outbox."""
+    if given := os.environ.get("OUTBOX_CACHE"):
+        return Path(given).expanduser().absolute()
+    if xdg := os.environ.get("XDG_CACHE_HOME"):
+        return Path(xdg).expanduser().absolute() / "outbox"
+    return Path("~/.cache/outbox").expanduser().absolute()
+
+
+def unprivileged_user() -> User | None:
+    """Return the account to drop to when we are root, which Postgres refuses to run as; None when we are not.
+
+    ``postgres`` where it exists, else ``nobody``. Raises ServiceError when there is neither.
+    """
+    if os.geteuid() != 0:
+        return None
+    for name in ("postgres", "nobody"):
+        try:
+            entry = pwd.getpwnam(name)
+        except KeyError:
+            continue
+        return User(name, entry.pw_uid, entry.pw_gid)
+    raise ServiceError(
+        "Postgres does not run as root, and there is no user postgres or nobody to run it; add one, or run as a user"
+    )
+
+
+def blocking_directory(path: Path, user: User | None) -> Path | None:
+    """Return the first directory above ``path`` (or itself) that ``user`` may not pass through; None: all clear.
+
+    What does not exist yet is not judged. ``user`` None is ourselves, who get the system's own error in time.
+    """
+    if user is None:
+        return None
+    for directory in [*reversed(path.absolute().parents), path.absolute()]:
+        try:
+            status = directory.stat()
+        except FileNotFoundError:
+            return None
+        if not stat.S_ISDIR(status.st_mode):
+            continue
+        if status.st_uid == user.uid:
+            allowed = status.st_mode & stat.S_IXUSR
+        elif status.st_gid == user.gid:
+            allowed = status.st_mode & stat.S_IXGRP
+        else:
+            allowed = status.st_mode & stat.S_IXOTH
+        if not allowed:
+            return directory
+    return None
+
+
+def make_directory(path: Path, user: User | None) -> None:
+    """Make a directory, and what is missing above it, such that ``user`` can pass through what was made here.
+
+    A directory that is there already and ours is opened in the same way; its parents are left as they are.
+    """
+    if not path.parent.exists():
+        make_directory(path.parent, user)
+    path.mkdir(exist_ok=True)
+    if user is not None and path.stat().st_uid == os.geteuid():
+        path.chmod(path.stat().st_mode | stat.S_IXOTH)
+
+
+def temporary_directory(purpose: str, user: User | None) -> Path:
+    """Make a new directory for a server that ``user`` runs: in $TMPDIR when that user can reach it."""
+    for base in (Path(tempfile.gettempdir()), Path("/tmp"), Path("/var/tmp")):  # noqa: S108 - mkdtemp names it
+        if base.is_dir() and blocking_directory(base, user) is None:
+            directory = Path(tempfile.mkdtemp(prefix=f"{TEMPORARY_PREFIX}{purpose}-", dir=base))
+            if user is not None:
+                directory.chmod(0o711)
+            return directory
+    assert user is not None
+    raise ServiceError(f"the user {user.name} can reach no temporary directory; set TMPDIR to one it can")
+
+
+def shared_dir(user: User) -> Path:
+    """Return a directory of ours that ``user`` can reach, for what that user must execute or keep its data in.
+
+    The cache directory if it can be reached; but root's home is usually closed, and then it is /var/cache/outbox.
+    Raises ServiceError when that belongs to somebody else or others may write to it.
+    """
+    directory = cache_dir()
+    if blocking_directory(directory, user) is not None:
+        directory = Path("/var/cache/outbox")
+    make_directory(directory, user)
+    status = directory.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o022:
+        raise ServiceError(f"{directory} must be a directory of root's own that others can't write to; remove it")
+    return directory

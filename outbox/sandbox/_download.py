@@ -1,0 +1,149 @@
+"""Downloads one file so that a cut connection or a killed process loses nothing, and shows how far it is."""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import re
+import ssl
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+import stamina
+
+from outbox.sandbox.errors import DownloadFailed
+
+_CHUNK: Final = 1 << 16
+_TIMEOUT: Final = 30.0
+_ATTEMPTS: Final = 6
+_CLIENT_ERRORS_WORTH_A_RETRY: Final = {408, 425, 429}
+
+
+class _CutShort(Exception):
+    """The server ended the answer before the whole file was there."""
+
+
+def resume(url: str, part: Path, size: int, report: Callable[[int], None]) -> None:
+    """Download ``url`` into ``part``, going on behind what is there already, until it has ``size`` bytes.
+
+    report   called with the number of bytes that are there.
+
+    Time-outs, cut connections and server errors are tried again with growing pauses. Raises DownloadFailed at once
+    when the server says that there is no such file, or when the tries are used up.
+    """
+    if part.exists() and part.stat().st_size > size:
+        part.unlink()
+    try:
+        for attempt in stamina.retry_context(
+            on=_worth_a_retry, attempts=_ATTEMPTS, timeout=None, wait_initial=0.2, wait_max=10.0
+        ):
+            with attempt:
+                _one_try(url, part, size, report)
+    except urllib.error.HTTPError as error:
+        raise DownloadFailed(
+            f"{url}: the repository answers {error.code} {error.reason}. Set OUTBOX_MAVEN_REPOSITORY to a Maven "
+            "repository that has it"
+        ) from error
+    except (OSError, http.client.HTTPException, _CutShort) as error:
+        raise DownloadFailed(
+            f"{url}: {str(error) or type(error).__name__}, after {_ATTEMPTS} tries. Check the network and proxy "
+            "settings, or set OUTBOX_MAVEN_REPOSITORY to a Maven repository that can be reached; "
+            "what was downloaded is kept"
+        ) from error
+
+
+def _worth_a_retry(error: Exception) -> bool:
+    if isinstance(error, urllib.error.HTTPError):
+        return error.code >= 500 or error.code in _CLIENT_ERRORS_WORTH_A_RETRY
+    if isinstance(error, urllib.error.URLError) and isinstance(error.reason, ssl.SSLCertVerificationError):
+        return False
+    return isinstance(error, (OSError, http.client.HTTPException, _CutShort))
+
+
+def _one_try(url: str, part: Path, size: int, report: Callable[[int], None]) -> None:
+    have = part.stat().st_size if part.exists() else 0
+    report(have)
+    if have == size:
+        return
+    if not url.startswith(("http://", "https://")):
+        raise DownloadFailed(f"{url}: a Maven repository's address starts with https:// or http://")
+    headers = {"User-Agent": "outbox-kafka", "Accept-Encoding": "identity"}
+    if have:
+        headers["Range"] = f"bytes={have}-"
+    request = urllib.request.Request(url, headers=headers)  # noqa: S310 - http or https, see above
+    try:
+        response = urllib.request.urlopen(request, timeout=_TIMEOUT, context=_trust())  # noqa: S310
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code == http.HTTPStatus.REQUESTED_RANGE_NOT_SATISFIABLE:
+            part.unlink()
+            raise _CutShort("the repository's file is shorter than what was downloaded of it") from None
+        raise
+    with response, part.open("ab") as file:
+        if have and not _continues(response, have):
+            file.truncate(0)  # the server sends the file from its beginning
+            have = 0
+        while have < size:
+            chunk = response.read(min(_CHUNK, size - have))
+            if not chunk:
+                raise _CutShort(f"the connection ended at byte {have:,} of {size:,}")
+            try:
+                file.write(chunk)
+                file.flush()
+            except OSError as error:
+                # Not the network's fault: another try would not help.
+                raise DownloadFailed(f"{part} can't be written: {error}. Make room, or set OUTBOX_CACHE") from error
+            have += len(chunk)
+            report(have)
+
+
+def _continues(response: http.client.HTTPResponse, offset: int) -> bool:
+    found = re.match(r"bytes (\d+)-", response.headers.get("Content-Range", ""))
+    return response.status == http.HTTPStatus.PARTIAL_CONTENT and found is not None and int(found[1]) == offset
+
+
+@cache
+def _trust() -> ssl.SSLContext:
+    """Whom to trust: the system's certificates ($SSL_CERT_FILE), and certifi's where a Python has none of its own."""
+    context = ssl.create_default_context()
+    try:
+        import certifi
+    except ImportError:
+        return context
+    context.load_verify_locations(certifi.where())
+    return context
+
+
+@contextlib.contextmanager
+def display(what: str, count: int, size: int) -> Iterator[Callable[[str, int, int], None]]:
+    """Show the download of ``count`` files of ``size`` bytes together on standard error; gives what to report to."""
+    title = f"Downloading {what} ({count} {'file' if count == 1 else 'files'}, {size / 1e6:,.0f} MB)"
+    if not sys.stderr.isatty():
+        print(f"{title} …", file=sys.stderr, flush=True)
+        began = time.monotonic()
+        yield lambda *_: None
+        print(f"{title}: done in {time.monotonic() - began:.0f} s", file=sys.stderr, flush=True)
+        return
+
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeRemainingColumn()
+    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+        task = bar.add_task(title, total=size)
+        here: dict[str, int] = {}
+        guard = threading.Lock()
+
+        def report(name: str, done: int, _: int) -> None:
+            with guard:
+                here[name] = done
+                bar.update(task, completed=sum(here.values()))
+
+        yield report

@@ -1,0 +1,289 @@
+"""The two ways in which a server runs: supervised (ends with us, however we end) and detached (outlives us)."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import weakref
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import psutil
+
+from outbox.sandbox._dirs import TEMPORARY_PREFIX, User
+from outbox.sandbox.errors import ServiceError, StartFailed
+
+_SUPERVISOR: Final = Path(__file__).with_name("_supervisor.py")
+_PATIENCE: Final = "OUTBOX_PATIENCE"
+
+
+class Process(Protocol):
+    """A server's process, whichever way it runs."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def running(self) -> bool: ...
+    def signal(self, number: int) -> None: ...
+    def wait(self, timeout: float) -> bool: ...
+
+
+class Supervised:
+    """A child that a small supervisor process ends when we end, even by kill -9.
+
+    argv, env (None: ours), cwd  as for subprocess.
+    log                          its output is appended there.
+    user                         whom it runs as; None: as we do.
+    orphan_signal, orphan_grace  how it is asked to end when we are gone, and the seconds until SIGKILL follows.
+    remove                       a directory that goes with it in that case.
+
+    Raises StartFailed when the program can't be executed.
+    """
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        log: Path,
+        env: Mapping[str, str] | None = None,
+        cwd: Path | None = None,
+        user: User | None = None,
+        orphan_signal: signal.Signals = signal.SIGKILL,
+        orphan_grace: float = 5.0,
+        remove: Path | None = None,
+    ) -> None:
+        spec = {
+            "argv": list(argv),
+            "log": str(log),
+            "cwd": None if cwd is None else str(cwd),
+            "user": None if user is None else [user.uid, user.gid],
+            "orphan_signal": int(orphan_signal),
+            "orphan_grace": orphan_grace,
+            "remove": None if remove is None else str(remove),
+            "remove_parent_prefix": TEMPORARY_PREFIX,
+        }
+        # A session of its own: Ctrl-C in a terminal reaches us, and we stop the servers in order. The environment is
+        # handed down through the supervisor's own, never on a command line, where everybody could read it.
+        self._supervisor = subprocess.Popen(
+            [sys.executable, "-I", "-S", str(_SUPERVISOR), json.dumps(spec)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+            start_new_session=True,
+        )
+        _supervisors.add(self._supervisor)
+        self._exit_code: int | None = None
+        message = self._read()
+        if "pid" not in message:
+            self._supervisor.wait()
+            self._close_pipes()
+            raise StartFailed(f"{argv[0]} can't be executed: {message.get('error', 'its supervisor died')}", log)
+        self._child = psutil_process(int(message["pid"]))
+        self.pid = int(message["pid"])
+
+    @property
+    def supervisor_pid(self) -> int:
+        """The process in between."""
+        return self._supervisor.pid
+
+    @property
+    def running(self) -> bool:
+        """Return whether the server's process is there."""
+        if self._supervisor.poll() is not None:
+            # It has ended by itself, or by a signal of somebody else's: nobody may wait for it any more.
+            self.wait(0)
+            return False
+        return self._child is not None and alive(self._child)
+
+    @property
+    def exit_code(self) -> int | None:
+        """Its exit status once ``wait`` saw its end; negative for a signal."""
+        return self._exit_code
+
+    def signal(self, number: int) -> None:
+        """Send a signal; nothing happens if the process is gone."""
+        if self._child is not None and self._supervisor.poll() is None:
+            send(self._child, number)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for its end, at most ``timeout`` seconds. False when it still runs."""
+        try:
+            self._supervisor.wait(timeout)
+        except subprocess.TimeoutExpired:
+            return False
+        if self._exit_code is None:
+            self._exit_code = int(self._read().get("exit", -signal.SIGKILL))
+            self._close_pipes()
+        return True
+
+    def _read(self) -> dict[str, Any]:
+        assert self._supervisor.stdout is not None
+        line = self._supervisor.stdout.readline()
+        return dict(json.loads(line)) if line else {}
+
+    def _close_pipes(self) -> None:
+        for pipe in (self._supervisor.stdin, self._supervisor.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+_started_detached: list[subprocess.Popen[bytes]] = []
+"""Kept to our end: Python warns of a process that still runs when its Popen goes, and these are meant to."""
+
+
+class Detached:
+    """A process in a session of its own that outlives us, found again by its command line."""
+
+    def __init__(self, process: psutil.Process, popen: subprocess.Popen[bytes] | None = None) -> None:
+        self._child = process
+        self._popen = popen  # so that its end is noticed, and its zombie reaped, while we live
+        if popen is not None:
+            _started_detached.append(popen)
+        self.pid: int = process.pid
+
+    @classmethod
+    def start(
+        cls, argv: Sequence[str], *, log: Path, env: Mapping[str, str] | None = None, user: User | None = None
+    ) -> Detached:
+        """Start it. Raises StartFailed when the program can't be executed."""
+        try:
+            with log.open("ab") as file:
+                popen = subprocess.Popen(
+                    list(argv),
+                    stdin=subprocess.DEVNULL,
+                    stdout=file,
+                    stderr=subprocess.STDOUT,
+                    env=env,
+                    cwd="/",
+                    start_new_session=True,
+                    user=None if user is None else user.uid,
+                    group=None if user is None else user.gid,
+                    extra_groups=None if user is None else [],
+                )
+        except (OSError, subprocess.SubprocessError) as error:
+            raise StartFailed(f"{argv[0]} can't be executed: {error}", log) from error
+        process = psutil_process(popen.pid)
+        if process is None or popen.poll() is not None:
+            raise StartFailed(f"{argv[0]} ended at once", log)
+        return cls(process, popen)
+
+    @classmethod
+    def find(cls, *arguments: str) -> Detached | None:
+        """Find the process with all these arguments on its command line, or None.
+
+        No pid file: one can be missing after a kill at the wrong moment, and its pid can be another process's by now.
+        """
+        for process in psutil.process_iter(["cmdline"]):
+            if set(arguments) <= set(process.info["cmdline"] or ()) and alive(process):
+                return cls(process)
+        return None
+
+    @property
+    def running(self) -> bool:
+        """Return whether the process is there."""
+        if self._popen is not None and self._popen.poll() is not None:
+            return False
+        return alive(self._child)
+
+    def signal(self, number: int) -> None:
+        """Send a signal; nothing happens if the process is gone."""
+        send(self._child, number)
+
+    def wait(self, timeout: float) -> bool:
+        """Wait for its end, at most ``timeout`` seconds. False when it still runs."""
+        return wait_for(lambda: not self.running, timeout)
+
+
+def psutil_process(pid: int) -> psutil.Process | None:
+    """Find a process by its pid, or None."""
+    try:
+        return psutil.Process(pid)
+    except psutil.NoSuchProcess:
+        return None
+
+
+def alive(process: psutil.Process) -> bool:
+    """Return whether it is there and no zombie: in a container nobody may reap what was reparented."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
+
+def send(process: psutil.Process, number: int) -> None:
+    """Send a signal to this very process, never to another that got its pid."""
+    try:
+        process.send_signal(number)
+    except psutil.NoSuchProcess:
+        return
+
+
+def pause(process: Process, timeout: float = 10.0) -> None:
+    """Halt a process by SIGSTOP and wait until it stands still. Raises ServiceError when it is not there."""
+    process.signal(signal.SIGSTOP)
+    halted = psutil_process(process.pid) if process.running else None
+    if halted is None or not wait_for(lambda: halted.status() == psutil.STATUS_STOPPED, timeout, every=0.001):
+        raise ServiceError(f"process {process.pid} can't be halted: it does not run; start it first")
+
+
+def kill_with_children(process: Process, timeout: float = 10.0) -> None:
+    """SIGKILL a server and all its children, as a crash of the machine would end them.
+
+    The parent is halted first, so that it can neither fork nor clean up meanwhile. Raises ServiceError when one of
+    them is still there after ``timeout`` seconds.
+    """
+    process.signal(signal.SIGSTOP)
+    parent = psutil_process(process.pid) if process.running else None
+    children: list[psutil.Process] = []
+    if parent is not None:
+        try:
+            children = parent.children(recursive=True)
+        except psutil.NoSuchProcess:
+            children = []
+    for child in children:
+        send(child, signal.SIGKILL)
+    process.signal(signal.SIGKILL)
+    ended = process.wait(timeout) and wait_for(lambda: not any(alive(child) for child in children), timeout)
+    if not ended:
+        raise ServiceError(f"process {process.pid} or a child of it survived SIGKILL for {timeout:g} s")
+
+
+def patience() -> float:
+    """Return by how much time limits are multiplied: $OUTBOX_PATIENCE, for slow machines. Raises ServiceError."""
+    given = os.environ.get(_PATIENCE, "1")
+    try:
+        factor = float(given)
+    except ValueError:
+        factor = 0.0
+    if not 0 < factor < 1000:
+        raise ServiceError(f"{_PATIENCE}={given} is no factor: give a number above 0, as in {_PATIENCE}=3")
+    return factor
+
+
+def wait_for(condition: Callable[[], bool], timeout: float, every: float = 0.02) -> bool:
+    """Look at a condition until it holds, at most ``timeout`` seconds (times ``patience``). Gives whether it held."""
+    deadline = time.monotonic() + timeout * patience()
+    while not condition():
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(every)
+    return True
+
+
+_supervisors: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
+
+
+def _let_go_in_fork() -> None:
+    """A fork without exec (multiprocessing) must not hold the pipes open: the supervisors would not see us die."""
+    for supervisor in list(_supervisors):
+        for pipe in (supervisor.stdin, supervisor.stdout):
+            if pipe is not None:
+                pipe.close()
+
+
+os.register_at_fork(after_in_child=_let_go_in_fork)

@@ -1,0 +1,408 @@
+"""A real Apache Kafka on loopback, one broker or three, without Docker. Needs Java 17 or newer.
+
+``with KafkaCluster(brokers=3) as kafka:`` and give clients its ``bootstrap_servers``.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shutil
+import signal
+import time
+import uuid
+import weakref
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Self
+
+from outbox.sandbox import jars
+from outbox.sandbox._broker import Broker, Node, Runtime
+from outbox.sandbox._dirs import temporary_directory
+from outbox.sandbox._ports import free_ports, listening
+from outbox.sandbox._process import kill_with_children, pause, wait_for
+from outbox.sandbox.errors import PortTaken, ServiceError, StartFailed, tail
+from outbox.sandbox.java import java
+
+_START_TIMEOUT: Final = 90.0
+_STOP_TIMEOUT: Final = 20.0
+_PORT_ATTEMPTS: Final = 3
+_HOST: Final = "127.0.0.1"
+
+
+class KafkaCluster:
+    """Nodes that are broker and controller at once (KRaft), numbered from 0 in every method, each in its directory.
+
+    data_dir   kept afterwards; None: a temporary directory that ``close`` (or leaving the ``with`` block) removes.
+               A directory that was used before goes on with its data, its ports and its number of brokers.
+    brokers    1, or 3: replication factor 3, min.insync.replicas 2. None: as many as data_dir has, 1 if it is new.
+    settings   of server.properties, over ours. Topics are not created by themselves unless you say so.
+    heap       of each broker, as -Xmx takes it.
+    detached   the brokers outlive this process, and ``start`` finds those that already run on data_dir. Otherwise they
+               end when this process does, even by kill -9.
+    advertised_port   of a proxy on 127.0.0.1 that tests put between clients and the broker. The broker gets one more
+               listener, ``proxied_port``, which tells its clients to come to advertised_port; the proxy forwards to
+               it. ``bootstrap_servers`` stays the way past the proxy, and the broker's own traffic goes that way too.
+               For one broker in a temporary directory.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path | None = None,
+        *,
+        brokers: int | None = None,
+        settings: Mapping[str, str] | None = None,
+        heap: str = "512m",
+        detached: bool = False,
+        advertised_port: int | None = None,
+    ) -> None:
+        if brokers not in {None, 1, 3}:
+            raise ServiceError(f"a Kafka cluster here has 1 broker or 3, not {brokers}")
+        if advertised_port is not None and (brokers == 3 or data_dir is not None):
+            raise ServiceError("a Kafka behind a proxy has one broker, in a temporary directory: leave out the others")
+        self._temporary = data_dir is None
+        if data_dir is None:
+            if detached:
+                raise ServiceError("a detached cluster needs a data_dir of its own: it has to be found again")
+            data_dir = temporary_directory("kafka", None)
+            self._cleanup = weakref.finalize(self, shutil.rmtree, data_dir, ignore_errors=True)
+        self.data_dir = data_dir.absolute()
+        if "," in str(self.data_dir):
+            raise ServiceError(f"Kafka takes a comma for the end of a path: choose another directory than {data_dir}")
+        self._wanted_size = brokers
+        self._settings = dict(settings or {})
+        self._heap = heap
+        self._detached = detached
+        self._advertised_port = advertised_port
+        self._brokers: list[Broker] = []
+        self._cluster_id = ""
+        self._found_runtime: Runtime | None = None
+
+    @property
+    def bootstrap_servers(self) -> str:
+        """The brokers' addresses, as clients take them. Raises ServiceError before the first start."""
+        if not self._brokers:
+            raise ServiceError("this Kafka was never started, so it has no ports yet; call start()")
+        return ",".join(f"{_HOST}:{broker.node.port}" for broker in self._brokers)
+
+    @property
+    def proxied_port(self) -> int:
+        """The port to which the proxy at advertised_port forwards. Raises ServiceError where there is none (yet)."""
+        port = self._brokers[0].node.proxied_port if self._brokers else None
+        if port is None:
+            raise ServiceError("this Kafka has no listener behind a proxy; give advertised_port, and start it")
+        return port
+
+    @property
+    def brokers(self) -> int:
+        """How many brokers belong to the cluster, running or not; 0 before the first start."""
+        return len(self._brokers)
+
+    @property
+    def running(self) -> bool:
+        """Return whether every broker's process is there."""
+        return bool(self._brokers) and all(broker.running for broker in self._brokers)
+
+    @property
+    def pids(self) -> list[int]:
+        """The process ids of the brokers that run."""
+        return [broker.process.pid for broker in self._brokers if broker.running and broker.process is not None]
+
+    @property
+    def logs(self) -> list[Path]:
+        """Each broker's log."""
+        return [broker.log for broker in self._brokers]
+
+    def start(self) -> Self:
+        """Start the brokers that don't run, and wait until all are in the cluster.
+
+        Raises MissingDependency without a Java, DownloadFailed when the jars can't be had, PortTaken when somebody
+        else has a port of an earlier start, StartFailed with the logs' tails when a broker does not come up.
+        """
+        if self.running:
+            return self
+        if self._brokers or self.attach():
+            self._start_missing()
+            return self
+        for attempt in range(1, _PORT_ATTEMPTS + 1):
+            self._invent()
+            try:
+                self._start_missing()
+            except PortTaken:
+                self._record.unlink(missing_ok=True)
+                for broker in self._brokers:
+                    shutil.rmtree(broker.directory, ignore_errors=True)
+                self._brokers = []
+                if attempt == _PORT_ATTEMPTS:
+                    raise
+            else:
+                return self
+        raise AssertionError("unreachable")
+
+    def attach(self) -> bool:
+        """Take the cluster that was made in data_dir before, with what runs of it. Gives whether there is one.
+
+        Raises ServiceError when it has another number of brokers than was asked for.
+        """
+        try:
+            record = json.loads(self._record.read_text())
+        except FileNotFoundError:
+            return False
+        nodes = [Node(**node) for node in record["nodes"]]
+        if self._wanted_size not in {None, len(nodes)}:
+            raise ServiceError(
+                f"the Kafka in {self.data_dir} has {len(nodes)} brokers, {self._wanted_size} were asked for; ask for "
+                f"{len(nodes)}, or remove the directory"
+            )
+        self._make(record["cluster_id"], nodes)
+        if self._detached:
+            for broker in self._brokers:
+                broker.adopt()
+        return True
+
+    def stop(self) -> None:
+        """Stop all brokers at once and keep their data, so that ``start`` goes on with them."""
+        for broker in self._brokers:
+            if broker.process is not None:
+                broker.process.signal(signal.SIGCONT)
+                broker.process.signal(signal.SIGTERM)
+        deadline = time.monotonic() + _STOP_TIMEOUT
+        for broker in self._brokers:
+            # With the others gone, the last one may wait for a controller for minutes. Its log is on disk: enough.
+            if broker.process is not None and not broker.process.wait(max(0.0, deadline - time.monotonic())):
+                kill_with_children(broker.process)
+
+    def restart(self) -> None:
+        """Stop all brokers and start them again: same ports, same data."""
+        self.stop()
+        self.start()
+
+    def close(self) -> None:
+        """Stop the cluster; a temporary data directory is removed."""
+        if self._temporary:
+            self.kill()
+            self._cleanup()
+        else:
+            self.stop()
+
+    def kill(self) -> None:
+        """End all brokers by SIGKILL, as a crash of the machine would."""
+        for index in range(len(self._brokers)):
+            self.kill_broker(index)
+
+    def kill_broker(self, index: int) -> None:
+        """End a broker by SIGKILL."""
+        process = self._broker(index).process
+        if process is not None:
+            kill_with_children(process)
+
+    def stop_broker(self, index: int) -> None:
+        """Stop a broker: it hands its leaderships over first, if it can within 20 seconds."""
+        process = self._broker(index).process
+        if process is None:
+            return
+        process.signal(signal.SIGTERM)
+        if not process.wait(_STOP_TIMEOUT):
+            kill_with_children(process)
+
+    def start_broker(self, index: int) -> None:
+        """Start a broker that was stopped or killed, on its port with its data, and wait until it is back."""
+        broker = self._broker(index)
+        if not broker.running:
+            self._check_ports([broker])
+            broker.launch()
+        self._wait_until_ready([broker], members=1)
+
+    def pause_broker(self, index: int) -> None:
+        """Halt a broker by SIGSTOP: its connections stay open and nothing answers."""
+        process = self._broker(index).process
+        if process is None:
+            raise ServiceError(f"broker {index} does not run, so it can't be paused; start it first")
+        pause(process)
+
+    def resume_broker(self, index: int) -> None:
+        """Let a paused broker go on."""
+        process = self._broker(index).process
+        if process is not None:
+            process.signal(signal.SIGCONT)
+
+    def __enter__(self) -> Self:
+        try:
+            return self.start()
+        except BaseException:
+            self.close()
+            raise
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- making the nodes
+
+    @property
+    def _record(self) -> Path:
+        return self.data_dir / "cluster.json"
+
+    def _invent(self) -> None:
+        """Make up a new cluster on free ports."""
+        size = self._wanted_size or 1
+        if self._advertised_port is None:
+            ports = free_ports(2 * size)
+            nodes = [Node(index + 1, ports[2 * index], ports[2 * index + 1]) for index in range(size)]
+        else:
+            nodes = [Node(1, *free_ports(3))]
+        cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+        if cluster_id.startswith("-"):  # the format tool would take it for an option
+            cluster_id = "A" + cluster_id[1:]
+        if not self._temporary:
+            # First of all, so that a start that is cut short is taken up where it was.
+            self.data_dir.mkdir(parents=True, exist_ok=True)
+            self._record.write_text(json.dumps({"cluster_id": cluster_id, "nodes": [asdict(node) for node in nodes]}))
+        self._make(cluster_id, nodes)
+
+    def _make(self, cluster_id: str, nodes: list[Node]) -> None:
+        self._cluster_id = cluster_id
+        self._brokers = [
+            Broker(
+                node,
+                self.data_dir / f"broker-{node.number}",
+                runtime=self._runtime,
+                heap=self._heap,
+                detached=self._detached,
+                remove=self._temporary,
+            )
+            for node in nodes
+        ]
+
+    def _runtime(self) -> Runtime:
+        if self._found_runtime is None:
+            self._found_runtime = Runtime(java(), os.pathsep.join(str(jar) for jar in jars.fetch(jars.KAFKA)))
+        return self._found_runtime
+
+    def _properties(self, node: Node) -> dict[str, str]:
+        voters = ",".join(f"{b.node.number}@{_HOST}:{b.node.controller_port}" for b in self._brokers)
+        replicas = str(len(self._brokers))
+        in_sync = "1" if len(self._brokers) == 1 else "2"
+        listeners = advertised = f"PLAINTEXT://{_HOST}:{node.port}"
+        if node.proxied_port is not None:
+            listeners += f",PROXIED://{_HOST}:{node.proxied_port}"
+            advertised += f",PROXIED://{_HOST}:{self._advertised_port}"
+        return {
+            "process.roles": "broker,controller",
+            "node.id": str(node.number),
+            "controller.quorum.voters": voters,
+            "controller.listener.names": "CONTROLLER",
+            "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,PROXIED:PLAINTEXT,CONTROLLER:PLAINTEXT",
+            "inter.broker.listener.name": "PLAINTEXT",
+            "listeners": f"{listeners},CONTROLLER://{_HOST}:{node.controller_port}",
+            "advertised.listeners": advertised,
+            "auto.create.topics.enable": "false",
+            "num.partitions": "4",
+            "default.replication.factor": replicas,
+            "min.insync.replicas": in_sync,
+            "offsets.topic.replication.factor": replicas,
+            "transaction.state.log.replication.factor": replicas,
+            "transaction.state.log.min.isr": in_sync,
+            "share.coordinator.state.topic.replication.factor": replicas,
+            "share.coordinator.state.topic.min.isr": in_sync,
+            # Fifty partitions each by default: seconds on a small machine, for nothing.
+            "offsets.topic.num.partitions": "6",
+            "transaction.state.log.num.partitions": "6",
+            "share.coordinator.state.topic.num.partitions": "3",
+            "group.initial.rebalance.delay.ms": "0",
+            # A third of a small heap otherwise.
+            "log.cleaner.dedupe.buffer.size": str(16 << 20),
+            "controlled.shutdown.enable": "true",
+            # A killed broker is let in again when its old session has run out: nine seconds by default. Several brokers
+            # on one busy machine need some slack, or one is put out for being slow.
+            "broker.session.timeout.ms": "2000" if len(self._brokers) == 1 else "4000",
+            "broker.heartbeat.interval.ms": "250" if len(self._brokers) == 1 else "500",
+            # One broker has nobody to show that it still leads: twice a second by default, which is a quarter of what a
+            # broker takes that has nothing to do.
+            **({"metadata.max.idle.interval.ms": "0"} if len(self._brokers) == 1 else {}),
+            # How long a broker waits for a controller that was halted: half a minute by default.
+            "controller.socket.timeout.ms": "3000",
+            **self._settings,
+        }
+
+    # -- starting them
+
+    def _start_missing(self) -> None:
+        missing = [broker for broker in self._brokers if not broker.running]
+        self._check_ports(missing)
+        self._runtime()
+        with ThreadPoolExecutor(max_workers=2) as pool:
+            prepared = [
+                pool.submit(broker.prepare, self._cluster_id, self._properties(broker.node)) for broker in missing
+            ]
+            for future in prepared:
+                future.result()
+        try:
+            for broker in missing:
+                broker.launch()
+            self._wait_until_ready(self._brokers, members=len(self._brokers))
+        except BaseException:
+            for broker in missing:
+                if broker.process is not None:
+                    kill_with_children(broker.process)
+            raise
+
+    def _check_ports(self, brokers: list[Broker]) -> None:
+        for broker in brokers:
+            for port in (broker.node.port, broker.node.controller_port, broker.node.proxied_port):
+                if port is not None and listening(port):
+                    raise PortTaken(
+                        f"another process listens on port {port}, which belongs to broker {broker.node.number} of the "
+                        f"Kafka in {self.data_dir}; end that process, or remove the directory to start anew"
+                    )
+
+    def _wait_until_ready(self, required: list[Broker], members: int) -> None:
+        """Wait until each of these brokers answers, and sees itself and ``members`` in all in our own cluster."""
+
+        def up_to_now() -> bool:
+            for broker in required:
+                if not broker.running:
+                    raise self._ended(broker)
+            return all(listening(broker.node.port) for broker in required)
+
+        if wait_for(up_to_now, _START_TIMEOUT) and wait_for(
+            lambda: up_to_now() and self._are_members(required, members), _START_TIMEOUT
+        ):
+            return
+        logs = "\n".join(tail(broker.log) for broker in required)
+        raise StartFailed(f"Kafka was not ready within {_START_TIMEOUT:g} s\n{logs}")
+
+    def _are_members(self, required: list[Broker], members: int) -> bool:
+        """Return whether it is so now. Raises PortTaken if another cluster answers."""
+        from confluent_kafka import KafkaException
+        from confluent_kafka.admin import AdminClient
+
+        for broker in required:
+            address = f"{_HOST}:{broker.node.port}"
+            client = AdminClient({"bootstrap.servers": address, "log_level": 0, "socket.timeout.ms": 5000})
+            try:
+                seen = client.describe_cluster(request_timeout=5).result()
+            except KafkaException:
+                return False
+            if seen.cluster_id != self._cluster_id:
+                raise PortTaken(f"another Kafka, of the cluster {seen.cluster_id}, answers on {address}")
+            if len(seen.nodes) < members or not any(node.id == broker.node.number for node in seen.nodes):
+                return False
+        return True
+
+    def _ended(self, broker: Broker) -> StartFailed:
+        logs = f"{tail(broker.output, 20)}\n{tail(broker.log)}"
+        message = f"broker {broker.node.number} of the Kafka in {self.data_dir} ended while starting"
+        if "Address already in use" in logs:
+            return PortTaken(f"{message}: one of its ports was taken\n{logs}")
+        return StartFailed(f"{message}\n{logs}")
+
+    def _broker(self, index: int) -> Broker:
+        if not 0 <= index < len(self._brokers):
+            raise ServiceError(f"there is no broker {index}; the cluster has {len(self._brokers)}, counted from 0")
+        return self._brokers[index]

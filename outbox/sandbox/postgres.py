@@ -1,0 +1,369 @@
+"""A real Postgres server on loopback, without Docker.
+
+``with PostgresServer() as server:`` and then ``url = server.create_database("shop")``.
+
+Who can connect: every local user, without a password. It is for tests, demonstrations and development.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+import weakref
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Final, Literal, Self
+from urllib.parse import quote
+
+import psycopg
+from psycopg import sql
+
+from outbox.sandbox import _postmaster
+from outbox.sandbox._dirs import blocking_directory, make_directory, temporary_directory, unprivileged_user
+from outbox.sandbox._pgbin import binaries, major_version
+from outbox.sandbox._ports import free_ports
+from outbox.sandbox._process import Detached, Supervised, kill_with_children, patience
+from outbox.sandbox.errors import PortTaken, ServiceError, StartFailed
+
+USER: Final = "postgres"
+"""The superuser of every server started here. A schema of its name would be its default one."""
+
+StopMode = Literal["smart", "fast", "immediate"]
+
+_STOP_SIGNALS: Final[dict[str, signal.Signals]] = {
+    "smart": signal.SIGTERM,
+    "fast": signal.SIGINT,
+    "immediate": signal.SIGQUIT,
+}
+_START_TIMEOUT: Final = 60.0
+_STOP_TIMEOUT: Final = 60.0
+_PORT_ATTEMPTS: Final = 5
+_SETTING_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.]*")
+_DEFAULTS: Final = {
+    "wal_level": "logical",
+    "max_connections": "200",
+    "max_wal_senders": "20",
+    "max_replication_slots": "20",
+    "lc_messages": "C",
+    "log_timezone": "UTC",
+    "timezone": "UTC",
+}
+
+
+class PostgresServer:
+    """One server: its data in ``data_dir``/pgdata, its log in ``data_dir``/postgres.log.
+
+    data_dir   kept afterwards; None: a temporary directory that ``close`` (or leaving the ``with`` block) removes.
+    port       on 127.0.0.1; None: a free one, kept over restarts.
+    settings   of postgresql.conf, over ours: wal_level=logical, max_connections=200. fsync is on unless given.
+    detached   the server outlives this process, and ``start`` finds one that already runs on data_dir. Otherwise it
+               ends when this process does, even by kill -9.
+
+    Run as root, the server runs as the user ``postgres`` or ``nobody``.
+    """
+
+    def __init__(
+        self,
+        data_dir: Path | None = None,
+        *,
+        port: int | None = None,
+        settings: Mapping[str, str] | None = None,
+        detached: bool = False,
+    ) -> None:
+        self._user = unprivileged_user()
+        self._temporary = data_dir is None
+        if data_dir is None:
+            if detached:
+                raise ServiceError("a detached server needs a data_dir of its own: it has to be found again")
+            data_dir = temporary_directory("postgres", self._user)
+            self._cleanup = weakref.finalize(self, shutil.rmtree, data_dir, ignore_errors=True)
+        self.data_dir = data_dir.absolute()
+        self._wanted_port = port
+        self._port: int | None = port
+        self._settings = dict(settings or {})
+        for name, value in self._settings.items():
+            if not _SETTING_NAME.fullmatch(name) or "\n" in value:
+                raise ServiceError(f"{name!r} = {value!r} is no setting of postgresql.conf")
+        self._detached = detached
+        self._process: Supervised | Detached | None = None
+
+    @property
+    def log(self) -> Path:
+        """The server's log."""
+        return self.data_dir / "postgres.log"
+
+    @property
+    def port(self) -> int:
+        """The port on 127.0.0.1. Raises ServiceError before the first start if none was given."""
+        if self._port is None:
+            raise ServiceError("this Postgres was never started, so it has no port yet; call start()")
+        return self._port
+
+    @property
+    def pid(self) -> int | None:
+        """The postmaster's process id while it runs."""
+        return self._process.pid if self._process is not None and self._process.running else None
+
+    @property
+    def running(self) -> bool:
+        """Return whether the server's process is there."""
+        return self._process is not None and self._process.running
+
+    def url(self, database: str = "postgres") -> str:
+        """Return a database's address, as libpq reads it."""
+        return f"postgresql://{USER}@127.0.0.1:{self.port}/{quote(database, safe='')}"
+
+    def start(self) -> Self:
+        """Start the server and wait until it takes connections; nothing happens if it runs.
+
+        Raises PortTaken when somebody else has the port that was asked for, StartFailed with the log's tail when it
+        does not come up, MissingDependency when there is no Postgres to run.
+        """
+        if self.running:
+            return self
+        if self.attach():
+            return self
+        program = binaries(self._user) / "postgres"
+        self._initialize()
+        _postmaster.remove_stale_file(self._pgdata, _STOP_TIMEOUT)
+        for attempt in range(1, _PORT_ATTEMPTS + 1):
+            port = self._port or free_ports(1)[0]
+            try:
+                self._launch(program, port)
+            except PortTaken:
+                if self._port is not None or attempt == _PORT_ATTEMPTS:
+                    raise
+            else:
+                self._port = port
+                return self
+        raise AssertionError("unreachable")
+
+    def attach(self) -> bool:
+        """Find a detached server that already runs on data_dir, and wait until it is ready. Gives whether there is one.
+
+        Raises StartFailed when there is one that is not ours to find: we are not detached, or its port is another.
+        """
+        found = _postmaster.running_on(self._pgdata)
+        if found is None:
+            return False
+        process, port = found
+        if not self._detached:
+            raise StartFailed(f"a Postgres already runs on {self._pgdata} (pid {process.pid}); stop it first")
+        if self._wanted_port not in {None, port}:
+            raise StartFailed(f"the Postgres on {self._pgdata} listens on port {port}, not {self._wanted_port}")
+        self._process = Detached(process)
+        self._port = port
+        self._wait_until_ready(port)
+        return True
+
+    def stop(self, mode: StopMode = "fast") -> None:
+        """Stop the server and keep its data, so that ``start`` goes on with them.
+
+        smart waits for clients, fast rolls their transactions back, immediate leaves recovery to the next start.
+        Raises ServiceError when the server does not end within a minute.
+        """
+        if self._process is None:
+            return
+        self._process.signal(_STOP_SIGNALS[mode])
+        if not self._process.wait(_STOP_TIMEOUT):
+            raise ServiceError(
+                f"Postgres (pid {self._process.pid}) did not stop within {_STOP_TIMEOUT:g} s in mode {mode}; "
+                f"see {self.log}, or use kill()"
+            )
+        self._process = None
+
+    def kill(self) -> None:
+        """End the server and all its processes by SIGKILL, as a crash would; ``start`` then recovers."""
+        if self._process is not None:
+            kill_with_children(self._process)
+            self._process = None
+
+    def restart(self, mode: StopMode = "fast") -> None:
+        """Stop and start again: same port, same data."""
+        self.stop(mode)
+        self.start()
+
+    def close(self) -> None:
+        """Stop the server; a temporary data directory is removed."""
+        if self._temporary:
+            self.stop("immediate")
+            self._cleanup()
+        else:
+            self.stop()
+
+    def create_database(self, name: str, template: str | None = None) -> str:
+        """Create a database, as a copy of ``template`` when given (nobody may be connected to it). Gives its URL."""
+        # Where nothing is flushed, to copy the files is ten times cheaper than to log each of their pages.
+        create_database(self.url(), name, template, copy_files=self._settings.get("fsync") == "off")
+        return self.url(name)
+
+    def drop_database(self, name: str) -> None:
+        """Drop a database if it exists, ending its connections."""
+        drop_database(self.url(), name)
+
+    def __enter__(self) -> Self:
+        return self.start()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # -- starting
+
+    @property
+    def _pgdata(self) -> Path:
+        return self.data_dir / "pgdata"
+
+    def _initialize(self) -> None:
+        """Run initdb unless that was done; write the settings."""
+        make_directory(self.data_dir, self._user)
+        blocked = blocking_directory(self.data_dir, self._user)
+        if blocked is not None and self._user is not None:
+            raise ServiceError(
+                f"Postgres runs as the user {self._user.name}, who can't pass {blocked}; "
+                f"choose another data directory, or allow it with: chmod o+x {blocked}"
+            )
+        if not self._pgdata.exists():
+            # Made aside and renamed, so that an initdb that was cut short is not taken for a database.
+            with tempfile.TemporaryDirectory(prefix="initdb-", dir=self.data_dir) as parent:
+                aside = Path(parent)
+                new = aside / "pgdata"
+                if self._user is not None:
+                    shutil.chown(aside, self._user.uid, self._user.gid)
+                self._initdb(new)
+                with (new / "postgresql.conf").open("a") as file:
+                    file.write("include 'outbox.conf'\n")
+                new.rename(self._pgdata)
+        lines = [
+            f"{name} = '{value.replace(chr(39), chr(39) * 2)}'\n"
+            for name, value in {**_DEFAULTS, **self._settings}.items()
+        ]
+        configuration = self._pgdata / "outbox.conf"
+        configuration.write_text("".join(lines))
+        if self._user is not None:
+            shutil.chown(configuration, self._user.uid, self._user.gid)
+
+    def _initdb(self, target: Path) -> None:
+        folder = binaries(self._user)
+        # UTF-8 in code point order, whatever locales the machine has; the built-in provider came with Postgres 17.
+        builtin = (
+            ("--locale-provider", "builtin", "--builtin-locale", "C.UTF-8")
+            if major_version(folder / "postgres") >= 17
+            else ()
+        )
+        arguments: list[str | Path] = [
+            folder / "initdb",
+            *("-D", target, "-U", USER, "-A", "trust", "-E", "UTF8", "--no-instructions"),
+            *("--locale", "C", "--lc-ctype", "C", *builtin),
+        ]
+        if self._temporary or self._settings.get("fsync") == "off":
+            arguments.append("--no-sync")
+        try:
+            result = subprocess.run(
+                arguments,
+                cwd="/",
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                check=False,
+                user=None if self._user is None else self._user.uid,
+                group=None if self._user is None else self._user.gid,
+                extra_groups=None if self._user is None else [],
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            whom = "" if self._user is None else f" as the user {self._user.name}"
+            raise StartFailed(
+                f"{arguments[0]} can't be executed{whom}: {error}; run this as an ordinary user, or set "
+                "OUTBOX_DATABASE_URL to a server that is there"
+            ) from error
+        if result.returncode != 0:
+            raise StartFailed(f"initdb failed with status {result.returncode}:\n{result.stdout}{result.stderr}")
+
+    def _launch(self, program: Path, port: int) -> None:
+        """Start a postmaster on this port. Raises PortTaken or StartFailed, and then none is left running."""
+        argv = [
+            *(str(program), "-D", str(self._pgdata), "-p", str(port)),
+            *("-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories="),
+        ]
+        begin = self.log.stat().st_size if self.log.exists() else 0
+        if self._detached:
+            self._process = Detached.start(argv, log=self.log, user=self._user)
+        else:
+            self._process = Supervised(
+                argv,
+                log=self.log,
+                user=self._user,
+                orphan_signal=signal.SIGQUIT,
+                remove=self.data_dir if self._temporary else None,
+            )
+        try:
+            self._wait_until_ready(port)
+        except BaseException:
+            process, self._process = self._process, None
+            kill_with_children(process)
+            with self.log.open("rb") as file:
+                file.seek(begin)
+                if b"could not bind" in file.read():
+                    raise PortTaken(f"another process listens on port {port} of 127.0.0.1", self.log) from None
+            raise
+
+    def _wait_until_ready(self, port: int) -> None:
+        """Wait until our postmaster, and nobody else, answers on this port."""
+        assert self._process is not None
+        deadline = time.monotonic() + _START_TIMEOUT * patience()
+        while not self._answers(port):
+            if not self._process.running:
+                raise StartFailed("Postgres ended while starting", self.log)
+            if time.monotonic() > deadline:
+                raise StartFailed(f"Postgres was not ready within {_START_TIMEOUT:g} s", self.log)
+            time.sleep(0.02)
+
+    def _answers(self, port: int) -> bool:
+        assert self._process is not None
+        lines = _postmaster.lines(self._pgdata)
+        # Line 1 is the postmaster's pid, 4 its port, 8 its state. Written by the child we started, so this port is its.
+        if len(lines) < 8 or lines[0] != str(self._process.pid) or lines[3] != str(port):
+            return False
+        if lines[7].strip() != "ready":
+            return False
+        address = f"postgresql://{USER}@127.0.0.1:{port}/postgres"
+        try:
+            with psycopg.connect(address, connect_timeout=5) as connection:
+                row = connection.execute("SELECT current_setting('data_directory')").fetchone()
+        except psycopg.OperationalError:
+            return False
+        if row is None or Path(row[0]).resolve() != self._pgdata.resolve():
+            raise PortTaken(f"another Postgres, with its data in {row and row[0]}, answers on port {port}")
+        return True
+
+
+def create_database(server_url: str, name: str, template: str | None = None, *, copy_files: bool = False) -> None:
+    """Create a database on the server of ``server_url``, whose user needs CREATEDB.
+
+    copy_files   between two checkpoints, and not page by page through the log, as is Postgres' own way from 15 on.
+    """
+    statement = sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name))
+    if template is not None:
+        statement += sql.SQL(" TEMPLATE {}").format(sql.Identifier(template))
+    with psycopg.connect(server_url, autocommit=True) as connection:
+        if copy_files and connection.info.server_version >= 150000:
+            statement += sql.SQL(" STRATEGY FILE_COPY")
+        connection.execute(statement)
+
+
+def drop_database(server_url: str, name: str) -> None:
+    """Drop a database of the server of ``server_url`` if it exists, ending its connections and its slots."""
+    statement = sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name))
+    with psycopg.connect(server_url, autocommit=True) as connection:
+        # A slot keeps its database, whoever forces.
+        connection.execute(
+            "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = %s AND NOT active",
+            (name,),
+        )
+        connection.execute(statement)

@@ -1,0 +1,180 @@
+"""A Postgres and a Kafka for a person: they go on running after the command that started them.
+
+Durable: fsync is on, and a restart of the machine loses nothing that was committed; ``up`` starts them again.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+import psycopg
+
+from outbox.sandbox._dirs import blocking_directory, cache_dir, shared_dir, unprivileged_user
+from outbox.sandbox.errors import PortTaken, ServiceError
+from outbox.sandbox.kafka import KafkaCluster
+from outbox.sandbox.postgres import PostgresServer
+
+DATABASE: Final = "outbox"
+
+
+@dataclass(frozen=True, slots=True)
+class SandboxState:
+    """What there is and where; the addresses are None before the first ``up``."""
+
+    directory: Path
+    postgres_running: bool
+    brokers: int
+    brokers_running: int
+    postgres_url: str | None
+    kafka_servers: str | None
+    postgres_log: Path
+    kafka_logs: tuple[Path, ...]
+
+    @property
+    def running(self) -> bool:
+        """Return whether Postgres and every broker run."""
+        return self.postgres_running and 0 < self.brokers == self.brokers_running
+
+    @property
+    def database_url(self) -> str:
+        """The database's address. Raises ServiceError when there is none yet."""
+        if self.postgres_url is None:
+            raise ServiceError(f"there is no sandbox in {self.directory}; run: outbox sandbox up")
+        return self.postgres_url
+
+    @property
+    def bootstrap_servers(self) -> str:
+        """Kafka's addresses. Raises ServiceError when there are none yet."""
+        if self.kafka_servers is None:
+            raise ServiceError(f"there is no sandbox in {self.directory}; run: outbox sandbox up")
+        return self.kafka_servers
+
+
+class Sandbox:
+    """One sandbox per directory; commands that run at the same time wait for each other.
+
+    directory   None: $OUTBOX_SANDBOX, else ``sandbox`` in the cache directory.
+    report      told in words what is being done.
+    """
+
+    def __init__(self, directory: Path | None = None, report: Callable[[str], None] | None = None) -> None:
+        if directory is None:
+            given = os.environ.get("OUTBOX_SANDBOX")
+            directory = Path(given).expanduser() if given else cache_dir() / "sandbox"
+        self.directory = directory.absolute()
+        self._report = report or (lambda _: None)
+
+    def up(self, brokers: int | None = None) -> SandboxState:
+        """Start what does not run, on the ports it had before, and make the database ``outbox``.
+
+        brokers   1 or 3; None: as many as there are, 1 at first. Raises ServiceError when there is another number
+                  already, PortTaken when somebody else has taken a port meanwhile.
+        """
+        with self._alone():
+            server, cluster = self._postgres(), self._kafka(brokers)
+            try:
+                if not server.attach():
+                    self._report("Starting Postgres …")
+                    server.start()
+                self._remember_port(server.port)
+                _ensure_database(server)
+                if not (cluster.attach() and cluster.running):
+                    self._report("Starting Kafka …")
+                cluster.start()
+            except PortTaken as error:
+                raise PortTaken(f"{error}\nTo start anew, with nothing in it: outbox sandbox down --purge") from error
+            return self._state(server, cluster)
+
+    def status(self) -> SandboxState:
+        """Look what runs, and start nothing."""
+        with self._alone():
+            server, cluster = self._found()
+            return self._state(server, cluster)
+
+    def down(self, purge: bool = False) -> SandboxState:
+        """Stop what runs. The data stay for the next ``up``, unless ``purge``."""
+        with self._alone():
+            server, cluster = self._found()
+            if cluster.pids:
+                self._report("Stopping Kafka …")
+            if purge:
+                cluster.kill()
+            else:
+                cluster.stop()
+            if server.running:
+                self._report("Stopping Postgres …")
+            server.stop("immediate" if purge else "fast")
+            if purge:
+                for directory in {self._postgres_dir(), self.directory / "postgres", self.directory / "kafka"}:
+                    shutil.rmtree(directory, ignore_errors=True)
+                self._port_file.unlink(missing_ok=True)
+                server, cluster = self._found()
+            return self._state(server, cluster)
+
+    # -- the parts
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        self.directory.mkdir(parents=True, exist_ok=True)
+        with (self.directory / "lock").open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def _found(self) -> tuple[PostgresServer, KafkaCluster]:
+        server, cluster = self._postgres(), self._kafka(None)
+        server.attach()
+        cluster.attach()
+        return server, cluster
+
+    def _postgres(self) -> PostgresServer:
+        try:
+            port: int | None = int(self._port_file.read_text())
+        except (FileNotFoundError, ValueError):
+            port = None
+        return PostgresServer(self._postgres_dir(), port=port, detached=True)
+
+    def _kafka(self, brokers: int | None) -> KafkaCluster:
+        return KafkaCluster(self.directory / "kafka", brokers=brokers, detached=True)
+
+    def _postgres_dir(self) -> Path:
+        """Usually below ours. As root it is elsewhere if the user that Postgres runs as can't get there."""
+        usual = self.directory / "postgres"
+        user = unprivileged_user()
+        if user is None or blocking_directory(usual, user) is None:
+            return usual
+        name = hashlib.sha256(bytes(self.directory)).hexdigest()[:12]
+        return shared_dir(user) / f"sandbox-{name}"
+
+    @property
+    def _port_file(self) -> Path:
+        return self.directory / "postgres.port"
+
+    def _remember_port(self, port: int) -> None:
+        self._port_file.write_text(f"{port}\n")
+
+    def _state(self, server: PostgresServer, cluster: KafkaCluster) -> SandboxState:
+        return SandboxState(
+            directory=self.directory,
+            postgres_running=server.running,
+            brokers=cluster.brokers,
+            brokers_running=len(cluster.pids),
+            postgres_url=server.url(DATABASE) if self._port_file.exists() else None,
+            kafka_servers=cluster.bootstrap_servers if cluster.brokers else None,
+            postgres_log=server.log,
+            kafka_logs=tuple(cluster.logs),
+        )
+
+
+def _ensure_database(server: PostgresServer) -> None:
+    with psycopg.connect(server.url(), autocommit=True) as connection:
+        found = connection.execute("SELECT 1 FROM pg_database WHERE datname = %s", [DATABASE]).fetchone()
+    if found is None:
+        server.create_database(DATABASE)

@@ -1,0 +1,114 @@
+"""What the demo shows: a live panel on a terminal, plain lines elsewhere (on stderr: stdout holds the result)."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.panel import Panel as Box
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from relay.cli.demo.ledger import Sight
+
+
+class Panel(Protocol):
+    """Shows what the demo does."""
+
+    def say(self, text: str) -> None:
+        """Something happened."""
+        ...
+
+    def update(self, sight: Sight, states: Mapping[str, str]) -> None:
+        """New figures, and the state of each process."""
+        ...
+
+    def result(self, line: str, *, clean: bool, seconds: float) -> None:
+        """The reconciliation."""
+        ...
+
+
+@contextmanager
+def open_panel(*, live: bool) -> Iterator[Panel]:
+    """Return the panel for a terminal, or the plain one."""
+    if not live:
+        yield _Plain()
+        return
+    panel = _Live()
+    with panel.live:
+        yield panel
+
+
+class _Plain:
+    """A line for each event, and one with figures at most every two seconds."""
+
+    def __init__(self) -> None:
+        self._console = Console(stderr=True, highlight=False, soft_wrap=True)
+        self._started = time.monotonic()
+        self._next = 0.0
+
+    def say(self, text: str) -> None:
+        self._print(text)
+
+    def update(self, sight: Sight, states: Mapping[str, str]) -> None:
+        if time.monotonic() >= self._next:
+            self._next = time.monotonic() + 2
+            self._print(
+                f"committed {sight.committed:>7,}  published {sight.published:>7,}  applied {sight.applied:>7,}  "
+                f"backlog {sight.backlog:>6,}  oldest {_age(sight.oldest_seconds)}"
+            )
+
+    def result(self, line: str, *, clean: bool, seconds: float) -> None:
+        self._print(f"{'clean' if clean else 'NOT CLEAN'} after {seconds:.0f} s")
+
+    def _print(self, text: str) -> None:
+        self._console.print(f"[{time.monotonic() - self._started:6.1f} s] {text}", markup=False)
+
+
+class _Live:
+    """Figures as bars that grow towards what is committed, the processes, and the last things that happened."""
+
+    def __init__(self) -> None:
+        self._started = time.monotonic()
+        self._said: deque[str] = deque(maxlen=8)
+        self._sight = Sight(0, 0, 0, 0, None)
+        self._states: Mapping[str, str] = {}
+        self._result: Text | None = None
+        self.live = Live(self._render(), refresh_per_second=8, console=Console())
+
+    def say(self, text: str) -> None:
+        self._said.append(f"{time.monotonic() - self._started:6.1f} s  {text}")
+        self.live.update(self._render())
+
+    def update(self, sight: Sight, states: Mapping[str, str]) -> None:
+        self._sight, self._states = sight, states
+        self.live.update(self._render())
+
+    def result(self, line: str, *, clean: bool, seconds: float) -> None:
+        self._result = Text(f"{line}   ({seconds:.0f} s)", style="bold green" if clean else "bold red")
+        self.live.update(self._render())
+
+    def _render(self) -> Box:
+        sight = self._sight
+        figures = Table.grid(padding=(0, 2))
+        rows = (("committed", sight.committed), ("published", sight.published), ("applied", sight.applied))
+        most = max(1, sight.committed)
+        for name, value in rows:
+            figures.add_row(name, f"{value:,}", ProgressBar(total=most, completed=min(value, most), width=40))
+        figures.add_row("backlog", f"{sight.backlog:,}", f"oldest {_age(sight.oldest_seconds)}")
+        for name, state in self._states.items():
+            figures.add_row(name, state, "", style="cyan")
+        parts: list[Table | Text] = [figures, Text("\n".join(self._said), style="dim")]
+        if self._result is not None:
+            parts.append(self._result)
+        return Box(Group(*parts), title="orders → Postgres → Kafka → Spark → Postgres", border_style="blue")
+
+
+def _age(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds:.1f} s"

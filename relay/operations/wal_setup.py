@@ -1,0 +1,480 @@
+"""Set the WAL up as the outbox's source, take it down, and move lanes between the sources. For people, not for relays.
+
+| killed while                     | what is there                    | what to do                                   |
+|----------------------------------|----------------------------------|----------------------------------------------|
+| setting up, slot not made yet    | at most a publication            | run it again                                 |
+| setting up, slot made            | a slot that no book knows; it    | run it again with ``--repair``               |
+|                                  | holds WAL                        |                                              |
+| repairing, publication made anew | a publication that the book does | run it again                                 |
+|                                  | not know: relays stop            |                                              |
+| repairing, old slot dropped      | the book, no slot: relays stop   | run it again                                 |
+| repairing, new slot made         | a slot above the book: they stop | run it again                                 |
+| switching                        | one transaction: before or after | look (``outbox cdc status``)                 |
+| dropping                         | parts of it                      | run it again                                 |
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any, Final, LiteralString
+
+import psycopg
+from psycopg import errors, sql
+from psycopg.types.json import Jsonb
+
+from outbox._message import message_prefix
+from outbox.errors import OutboxError, SchemaError
+from relay.config import SourceKind
+from relay.database import TIMELINE, unavailable_on_error
+from relay.ports import Unavailable
+from relay.wal.replication import lsn_text
+from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, not_set_up, slot_fault
+
+_FAILOVER_FROM: Final = 170000
+_GENERATED_FROM: Final = 180000
+_ABSENT_FROM: Final = 180000
+
+_BOOK: Final = """
+INSERT INTO {streams} AS b (slot, publication, publication_version, system_identifier, timeline, opened_xid,
+                            flushed_lsn)
+SELECT %(slot)s::text, %(publication)s::text, %(version)s, c.system_identifier::text,
+       {timeline},
+       pg_current_xact_id()::text::bigint,
+       (s.confirmed_flush_lsn - '0/0'::pg_lsn)::bigint
+  FROM pg_replication_slots AS s, pg_control_system() AS c
+ WHERE s.slot_name = %(slot)s::text
+    ON CONFLICT (slot) DO UPDATE SET publication = excluded.publication,
+       publication_version = excluded.publication_version, system_identifier = excluded.system_identifier,
+       timeline = excluded.timeline, opened_xid = excluded.opened_xid,
+       flushed_lsn = excluded.flushed_lsn, flushed_at = clock_timestamp()"""
+
+# The slot is kept, and with it what is known of the lanes' places. Rows of transactions that are open yet may have been
+# written while they were not published: lanes read the table until these have ended.
+_BOOK_KEPT: Final = """
+UPDATE {streams} SET publication = %(publication)s::text, publication_version = %(version)s, timeline = {timeline},
+       opened_xid = pg_current_xact_id()::text::bigint
+ WHERE slot = %(slot)s::text"""
+
+# A relay that had looked at its lanes before must look again: the epoch is over.
+_READ_THE_TABLE: Final = """
+UPDATE {lanes} SET streaming = false, epoch = epoch + 1, protocol_epoch = epoch + 1, owner = NULL,
+       lease_until = '-infinity'
+ WHERE source = 'wal'"""
+
+# Of every lane, also one that is polled: a new slot gives nothing that is older, and a place in the WAL of the server
+# that the tables were moved from would have all events up to it passed by.
+_FORGET_PLACES: Final = "UPDATE {lanes} SET commit_lsn = NULL, commit_number = NULL WHERE commit_lsn IS NOT NULL"
+
+# What is known of the lane's place in the stream stays true, and what has no row must not be published again.
+# Owners see it when they renew: they settle what is under way and let go. Nobody's epoch ends, so nothing is repeated.
+_TO_WAL: Final = """
+UPDATE {lanes} SET source = 'wal', streaming = false WHERE source <> 'wal'"""
+_TO_POLLING: Final = "UPDATE {lanes} SET source = 'polling' WHERE source <> 'polling'"
+
+_LANES: Final = """
+SELECT lane, source, streaming, owner, epoch, commit_lsn FROM {lanes} ORDER BY lane"""
+
+# Transactions that were open when another one, which is over now, drew its id. Of another database only if it says so.
+_OPEN_BEFORE: Final = """
+SELECT coalesce('server process ' || a.pid, 'prepared transaction ' || quote_literal(p.gid), 'transaction ' || x.xid)
+  FROM pg_snapshot_xip(pg_current_snapshot()) AS x (xid)
+  LEFT JOIN pg_stat_activity AS a ON a.backend_xid = x.xid::xid
+  LEFT JOIN pg_prepared_xacts AS p ON p.transaction = x.xid::xid
+ WHERE x.xid < %(xid)s::text::xid8 AND coalesce(a.datname, p.database, current_database()) = current_database()
+ ORDER BY x.xid"""
+
+# pgoutput's message: M, flags (1: of a transaction), where it stands, and the prefix that ends with a zero byte.
+_UNREAD: Final = """
+SELECT count(*) FILTER (WHERE substr(data, 1, 2) = '\\x4d01'::bytea
+                          AND substr(data, 11, octet_length(%(prefix)s::bytea)) = %(prefix)s::bytea)
+  FROM pg_logical_slot_peek_binary_changes(%(slot)s::text, NULL, NULL, 'proto_version', '1',
+                                           'publication_names', %(publications)s::text, 'messages', 'true')"""
+
+_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%s, %s, %s)"
+
+_OUTBOXES: Final = """
+SELECT n.nspname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+ WHERE c.relname = 'streams' AND c.relkind = 'r' AND n.nspname <> %(schema)s::text
+   AND has_table_privilege(c.oid, 'SELECT')
+   AND EXISTS (SELECT FROM pg_attribute AS a WHERE a.attrelid = c.oid AND a.attname = 'publication_version')"""
+
+# A publication of that name that no book knows, and that is not one of our table alone.
+_FOREIGN: Final = """
+SELECT 1 FROM pg_publication AS p
+ WHERE p.pubname = %(publication)s::text
+   AND NOT EXISTS (SELECT FROM {streams} AS b WHERE b.slot = %(slot)s::text AND b.publication = p.pubname)
+   AND (p.puballtables OR NOT EXISTS (SELECT FROM pg_publication_tables AS t
+                                       WHERE t.pubname = p.pubname AND t.schemaname = %(schema)s::text
+                                         AND t.tablename = 'events')
+        OR EXISTS (SELECT FROM pg_publication_tables AS t
+                    WHERE t.pubname = p.pubname AND (t.schemaname, t.tablename) <> (%(schema)s::text, 'events')))"""
+
+_NEEDS_REPLICATION: Final = (
+    "making or dropping a slot needs the REPLICATION right: ALTER ROLE … REPLICATION, or run this as a role that has it"
+)
+
+_LOCK: Final = "SELECT pg_advisory_xact_lock(hashtextextended('outbox cdc ' || %(slot)s::text, 0))"
+
+
+class CdcRefused(OutboxError):
+    """It can't be done as things are; the error says what to do first. Nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class LaneState:
+    """Where one lane's events come from. ``commit_lsn`` is where the last one stands that came from the stream."""
+
+    lane: int
+    source: str
+    streaming: bool
+    owner: str | None
+    epoch: int
+    commit_lsn: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Status:
+    """What `outbox cdc status` shows. ``problem`` is None when the stream is whole."""
+
+    slot: SlotState
+    lanes: list[LaneState]
+    problem: str | None
+
+
+class Cdc:
+    """``connection`` is in autocommit. All raise Unavailable when Postgres is away, SchemaError without rights."""
+
+    def __init__(self, connection: psycopg.Connection[Any], names: SlotNames) -> None:
+        self._connection = connection
+        self._names = names
+        self._slot = Slot(connection, names)
+        self._tables: dict[str, sql.Composable] = {
+            name: sql.Identifier(names.schema, name) for name in ("events", "lanes", "streams", "audit")
+        }
+        self._tables["timeline"] = sql.SQL(TIMELINE)
+        self._tables["publication"] = sql.Identifier(names.publication)
+
+    def status(self) -> Status:
+        """Look at slot, book and lanes."""
+        state = self._slot.look()
+        problem = find_problem(state, self._names)
+        return Status(state, self._lanes(), None if problem is None else str(problem))
+
+    def setup(self) -> bool:
+        """Make publication, slot and book; say whether anything was to be done. Raises CdcRefused.
+
+        Makes nothing anew that there is: see ``repair``.
+        """
+        state = self._slot.look()
+        self._require_server(state)
+        if state.known:
+            problem = find_problem(state, self._names)
+            if problem is not None:
+                raise CdcRefused(str(problem))
+            return False
+        self._require_own(state)
+        if state.there:
+            raise CdcRefused(
+                f"there is a slot {self._names.slot!r} already, and it is not this outbox's. If a setup that was "
+                "interrupted left it behind, use --repair; if another program or another outbox uses it, choose "
+                "another name (OUTBOX_WAL__SLOT)"
+            )
+        self._make()
+        return True
+
+    def repair(self, reason: str, *, lose_messages: bool = False) -> bool:
+        """Have every lane read the table once before it streams again; say whether the slot was kept.
+
+        It is when it gives all that it had to, and only the publication was at fault. Otherwise it is made anew, and
+        events without a row (``transport="message"``) that are in it still are lost. With ``lose_messages`` it is made
+        anew whatever is in it. Raises CdcRefused when there are such events, or it can't be seen that there are none.
+        """
+        state = self._slot.look()
+        self._require_server(state)
+        self._require_own(state)
+        if state.active_pid is not None:
+            raise CdcRefused(
+                f"the slot {self._names.slot!r} is being read, by process {state.active_pid} of the server: nothing to "
+                "repair; to make it anew all the same, stop the relays first"
+            )
+        if not lose_messages and state.known and slot_fault(state, self._names) is None:
+            self._publish()
+            if self._readable():
+                self._keep(reason)
+                return True
+        unread = self._messages(state, lose_messages=lose_messages)
+        if unread != 0 and not lose_messages:
+            held = "it can't be seen whether there are any" if unread is None else f"it has {unread}, not all published"
+            raise CdcRefused(
+                f"the slot {self._names.slot!r} has to be made anew, and events without a row (transport='message') in "
+                f"it would be lost: {held}. To go on without them, use --lose-messages"
+            )
+        if state.there:
+            self._drop_slot()
+        self._make(reason, unread)
+        return False
+
+    def drop(self) -> None:
+        """Drop slot, publication and book. Raises CdcRefused while lanes are read from the WAL."""
+        state = self._slot.look()
+        self._require_primary(state)
+        if any(lane.source == "wal" for lane in self._lanes()):
+            raise CdcRefused("the lanes are read from the WAL: run `outbox relay switch polling` first")
+        self._require_own(state)
+        if state.there:
+            self._drop_slot()
+        with unavailable_on_error("dropping the publication"), self._connection.transaction():
+            self._connection.execute(self._query("DROP PUBLICATION IF EXISTS {publication}"))
+            self._connection.execute(self._query("DELETE FROM {streams} WHERE slot = %(slot)s::text"), self._bound())
+            self._note("cdc drop", None)
+
+    def switch(
+        self, to: SourceKind, *, wait_seconds: float = 60.0, leave_messages: bool = False, reason: str | None = None
+    ) -> bool:
+        """Move every lane to a source; say whether any was at another. Relays follow within seconds.
+
+        To polling, once the stream has given every event without a row that was written before, be it by a transaction
+        that is still open; or at once with ``leave_messages``: they wait in the slot then, and are lost if it is.
+        Raises CdcRefused when the stream is not whole, or does not get there within ``wait_seconds`` (to polling).
+        """
+        state = self._slot.look()
+        self._require_primary(state)
+        if to is SourceKind.WAL:
+            self._slot.check(state)
+        elif not leave_messages and any(lane.source == "wal" for lane in self._lanes()):
+            self._await_messages(state, wait_seconds)
+        with unavailable_on_error("switching the lanes"), self._connection.transaction():
+            self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
+            query = _TO_WAL if to is SourceKind.WAL else _TO_POLLING
+            switched = self._connection.execute(self._query(query)).rowcount
+            if switched:
+                self._note(f"switch to {to}", reason)
+        return switched > 0
+
+    def _lanes(self) -> list[LaneState]:
+        with unavailable_on_error("looking at the lanes"):
+            return [LaneState(*row) for row in self._connection.execute(self._query(_LANES)).fetchall()]
+
+    def _await_messages(self, state: SlotState, seconds: float) -> None:
+        """Wait until relays have published every event without a row that is written by now."""
+        deadline = time.monotonic() + seconds
+        with unavailable_on_error("drawing a transaction id"):
+            row = self._connection.execute("SELECT pg_current_xact_id()::text").fetchone()
+        assert row is not None
+        target: int | None = None
+        while True:
+            self._require_messages(state)
+            # Where an event comes in the stream is decided when its transaction is committed, and not when it writes.
+            waits_for = self._open_before(row[0]) if target is None else None
+            if waits_for is None and target is None:
+                target = self._slot.look().current_lsn
+            if target is not None and (state.confirmed_lsn or 0) >= target:
+                return
+            if time.monotonic() > deadline:
+                raise CdcRefused(
+                    _not_published(
+                        f"{waits_for} was begun before, is open still, and may have written some"
+                        if target is None
+                        else f"the slot stands at {lsn_text(state.confirmed_lsn or 0)}, and not at {lsn_text(target)}"
+                    )
+                )
+            # Nothing else might move the slot past the target for as long as the heartbeats pause.
+            self._slot.heartbeat(0)
+            time.sleep(0.2)
+            state = self._slot.look()
+
+    def _require_messages(self, state: SlotState) -> None:
+        problem = find_problem(state, self._names)
+        if problem is None:
+            return
+        if not state.there or state.wal_status == "lost":
+            raise CdcRefused(
+                f"{problem}. Events without a row (transport='message') that the slot had not given are lost with it; "
+                "use --leave-messages to go to polling without them"
+            )
+        raise CdcRefused(_not_published(str(problem)))
+
+    def _open_before(self, xid: str) -> str | None:
+        with unavailable_on_error("looking for open transactions"):
+            row = self._connection.execute(_OPEN_BEFORE, {"xid": xid}).fetchone()
+        return None if row is None else str(row[0])
+
+    @staticmethod
+    def _require_primary(state: SlotState) -> None:
+        # From Postgres 16 on a standby would make a slot, which nobody reads there and which keeps WAL for ever.
+        if state.recovering:
+            raise CdcRefused("this server is a standby: run this on the primary, or promote this one first")
+
+    def _require_server(self, state: SlotState) -> None:
+        self._require_primary(state)
+        problem = not_set_up(state._replace(known=True), self._names.slot)
+        if problem is not None:
+            raise CdcRefused(problem)
+
+    def _require_own(self, state: SlotState) -> None:
+        self._require_only_slot(state)
+        self._require_own_slot(state)
+        with unavailable_on_error("looking at the publication"):
+            foreign = self._connection.execute(self._query(_FOREIGN), self._bound()).fetchone()
+        if foreign is not None:
+            raise CdcRefused(
+                f"the publication {self._names.publication!r} is not this outbox's: choose another name "
+                "(OUTBOX_WAL__PUBLICATION), or drop it if nobody uses it"
+            )
+
+    def _require_only_slot(self, state: SlotState) -> None:
+        # A second one would leave the first to keep WAL for ever.
+        if not state.known:
+            with unavailable_on_error("looking at the book"):
+                query = self._query("SELECT slot FROM {streams} WHERE slot <> %(slot)s::text")
+                row = self._connection.execute(query, self._bound()).fetchone()
+            if row is not None:
+                raise CdcRefused(
+                    f"this outbox has the slot {row[0]!r}: set OUTBOX_WAL__SLOT to it; for another name drop it first"
+                )
+
+    def _require_own_slot(self, state: SlotState) -> None:
+        if not state.there:
+            return
+        whose = None
+        if state.plugin != "pgoutput" or not state.here:
+            whose = f"plugin {state.plugin!r}, or another database's"
+        elif not state.known:
+            with unavailable_on_error("looking for the slot's owner"):
+                for (schema,) in self._connection.execute(_OUTBOXES, {"schema": self._names.schema}).fetchall():
+                    book = sql.SQL("SELECT FROM {} WHERE slot = %(slot)s::text").format(
+                        sql.Identifier(schema, "streams")
+                    )
+                    if self._connection.execute(book, self._bound()).rowcount:
+                        whose = f"it is that of the outbox in schema {schema!r}"
+        if whose is not None:
+            raise CdcRefused(
+                f"the slot {self._names.slot!r} is not this outbox's ({whose}): choose another name (OUTBOX_WAL__SLOT)"
+            )
+
+    def _make(self, reason: str | None = None, unread: int | None = None) -> None:
+        self._publish()
+        with unavailable_on_error("making the slot"):
+            self._make_slot()
+        bound = self._bound() | {"version": self._slot.look().publication_version_now}
+        with unavailable_on_error("writing the book"), self._connection.transaction():
+            self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
+            self._connection.execute(self._query(_BOOK), bound)
+            self._connection.execute(self._query(_READ_THE_TABLE))
+            self._connection.execute(self._query(_FORGET_PLACES))
+            if reason is None:
+                self._note("cdc setup", None)
+            else:
+                self._note("cdc repair", reason, slot_kept=False, messages_lost_at_most=unread)
+
+    def _keep(self, reason: str) -> None:
+        bound = self._bound() | {"version": self._slot.look().publication_version_now}
+        with unavailable_on_error("writing the book"), self._connection.transaction():
+            self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
+            self._connection.execute(self._query(_BOOK_KEPT), bound)
+            self._connection.execute(self._query(_READ_THE_TABLE))
+            self._note("cdc repair", reason, slot_kept=True)
+
+    def _publish(self) -> None:
+        bound = self._bound()
+        try:
+            with unavailable_on_error("making the publication"), self._connection.transaction():
+                self._connection.execute(_LOCK, bound)
+                if not self._slot.look().publishes:
+                    self._connection.execute(self._query("DROP PUBLICATION IF EXISTS {publication}"))
+                    # No more than says which row it is: the rest is read from there. A generated column like the lane
+                    # can be published from Postgres 18 on; before, the relay computes it from the key.
+                    generated = self._connection.info.server_version >= _GENERATED_FROM
+                    columns = "(id, lane)" if generated else "(id, aggregate_type, aggregate_id)"
+                    self._connection.execute(
+                        self._query("CREATE PUBLICATION {publication} FOR TABLE {events} ")
+                        + sql.SQL(columns)
+                        + sql.SQL(" WITH (publish = 'insert')")
+                    )
+        except SchemaError as error:
+            raise SchemaError(
+                f"{_reason(error)}: making the publication needs the rights of the tables' owner, and CREATE on the "
+                "database"
+            ) from error
+
+    def _readable(self) -> bool:
+        # Up to Postgres 17 a slot can't be read past a place where its publication was not there.
+        if self._connection.info.server_version >= _ABSENT_FROM:
+            return True
+        return self._unread(self._names.publication) is not None
+
+    def _messages(self, state: SlotState, *, lose_messages: bool) -> int | None:
+        """Count the events without a row that the slot would give; None when that can't be seen."""
+        if not state.there or state.wal_status == "lost":
+            return 0
+        try:
+            # Without a publication there are no rows to be read. Postgres up to 15 wants one.
+            found = self._unread("")
+            return self._unread(self._names.publication) if found is None else found
+        except (Unavailable, SchemaError):
+            if lose_messages:
+                # Then the count is for the audit only. A time-out, say, must not stand in the way for good.
+                return None
+            raise
+
+    def _unread(self, publication: str) -> int | None:
+        values = {
+            "slot": self._names.slot,
+            "prefix": message_prefix(self._names.schema).encode() + b"\0",
+            "publications": sql.Identifier(publication).as_string(None) if publication else "",
+        }
+        with unavailable_on_error("reading the slot"):
+            try:
+                row = self._connection.execute(_UNREAD, values).fetchone()
+            except (errors.UndefinedObject, errors.InvalidParameterValue):
+                return None
+        assert row is not None
+        return int(row[0])
+
+    def _make_slot(self) -> None:
+        # A failover slot is kept on standbys too, from Postgres 17 on.
+        failover = self._connection.info.server_version >= _FAILOVER_FROM
+        query: LiteralString = "SELECT pg_create_logical_replication_slot(%(slot)s::text, 'pgoutput')"
+        if failover:
+            query = "SELECT pg_create_logical_replication_slot(%(slot)s::text, 'pgoutput', failover => true)"
+        try:
+            self._connection.execute(query, self._bound())
+        except errors.InsufficientPrivilege as error:
+            raise SchemaError(_NEEDS_REPLICATION) from error
+        except errors.DuplicateObject as error:
+            raise CdcRefused("somebody else has just made the slot: see `outbox cdc status`") from error
+        except errors.ConfigurationLimitExceeded as error:
+            raise CdcRefused("all replication slots are in use: raise max_replication_slots and restart") from error
+
+    def _drop_slot(self) -> None:
+        try:
+            with unavailable_on_error("dropping the slot"):
+                self._connection.execute("SELECT pg_drop_replication_slot(%(slot)s::text)", self._bound())
+        except errors.UndefinedObject:
+            pass  # gone by now
+        except SchemaError as error:
+            raise SchemaError(f"{_reason(error)}: {_NEEDS_REPLICATION}") from error
+
+    def _note(self, what: str, why: str | None, **more: int | None) -> None:
+        details = {"slot": self._names.slot, "publication": self._names.publication} | more
+        self._connection.execute(self._query(_AUDIT), (what, why, Jsonb(details)))
+
+    def _bound(self) -> dict[str, Any]:
+        return {"slot": self._names.slot, "publication": self._names.publication, "schema": self._names.schema}
+
+    def _query(self, text: LiteralString) -> sql.Composed:
+        return sql.SQL(text).format(**self._tables)
+
+
+def _not_published(why: str) -> str:
+    return (
+        'polling can\'t see events without a row (transport="message"), and some may not be published yet: '
+        f"{why}. Let a relay with source=wal get there first, and have writers use "
+        'transport="table"; or use --leave-messages, if there are none or they may stay where they are'
+    )
+
+
+def _reason(error: SchemaError) -> str:
+    cause = error.__cause__ or error
+    return f"Postgres: {str(cause).strip().splitlines()[0]}"

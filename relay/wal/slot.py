@@ -1,0 +1,399 @@
+"""The replication slot and the outbox's own book about it (``streams``): is the stream whole?
+
+The book says how far the stream was used (``flushed_lsn``); it is written before the server is told. So the slot's own
+position is never above it, unless somebody moved the slot or made it anew. The publication's version is in the book
+too: inserts that were not published for a moment are missing in the stream without a word (a server from 18 on only
+warns when a publication is missing, https://www.postgresql.org/docs/18/release-18.html).
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+import psycopg
+from psycopg import sql
+
+from outbox import _message
+from outbox.errors import ConfigurationError, SchemaError
+from relay.config import Settings
+from relay.database import TIMELINE, unavailable_on_error
+from relay.lease import Lease
+from relay.marker import StateLost
+from relay.ports import DatabaseUnavailable
+from relay.wal.lane_hash import SAMPLES, lane_of
+from relay.wal.replication import Replication, lsn_text
+
+RECONCILE: Final = "run `outbox relay reconcile --apply --reason '…'`"
+REPAIR: Final = (
+    "run `outbox cdc setup --repair --reason '…'`: the table is read once, and then the slot again; a new one, where "
+    "this one has not all"
+)
+
+_WAL_REMOVED: Final = "WAL that was not read is dropped (see max_slot_wal_keep_size)"
+# What pg_replication_slots.invalidation_reason says, from Postgres 17 on.
+_INVALIDATED: Final = {
+    "idle_timeout": "nobody read it for longer than idle_replication_slot_timeout",
+    "wal_level_insufficient": "wal_level was not logical for a time",
+    "rows_removed": "rows of the catalog that it needed are removed (on a standby: see hot_standby_feedback)",
+}
+
+# An outbox at rest writes no heartbeat for less WAL than this: each would be more WAL, to be archived for ever.
+IDLE_BYTES: Final = 16 * 1024
+
+# Changes with the publication, and when it is made anew. NULL when it does not have the table.
+_VERSION: Final = """
+(SELECT concat_ws('.', p.oid, p.xmin, r.oid, r.xmin)
+   FROM pg_publication AS p JOIN pg_publication_rel AS r ON r.prpubid = p.oid
+  WHERE p.pubname = %(publication)s::text AND r.prrelid = to_regclass(%(events)s))"""
+
+_LOOK: Final = """
+SELECT current_setting('wal_level') AS wal_level, current_setting('server_encoding') AS encoding,
+       b.slot IS NOT NULL AS known, b.system_identifier, b.timeline, b.flushed_lsn, b.flushed_at, b.message_at,
+       b.publication_version, {version} AS publication_version_now,
+       (SELECT p.pubinsert AND NOT (p.pubupdate OR p.pubdelete OR p.pubtruncate) AND r.prqual IS NULL
+               AND (SELECT array_agg(a.attname::text ORDER BY a.attname) FROM pg_attribute AS a
+                     WHERE a.attrelid = r.prrelid AND a.attnum = ANY(r.prattrs))
+                   IN (ARRAY['id', 'lane'], ARRAY['aggregate_id', 'aggregate_type', 'id'])
+               AND NOT EXISTS (SELECT FROM pg_publication_rel AS o WHERE o.prpubid = p.oid AND o.oid <> r.oid)
+               AND NOT EXISTS (SELECT FROM pg_publication_namespace AS o WHERE o.pnpubid = p.oid)
+          FROM pg_publication AS p JOIN pg_publication_rel AS r ON r.prpubid = p.oid
+         WHERE p.pubname = %(publication)s::text AND r.prrelid = to_regclass(%(events)s)) AS publishes,
+       s.slot_name IS NOT NULL AS there, s.plugin, s.database = current_database() AS here, s.wal_status,
+       s.active_pid, (s.confirmed_flush_lsn - '0/0'::pg_lsn)::bigint AS confirmed_lsn,
+       (s.restart_lsn - '0/0'::pg_lsn)::bigint AS restart_lsn, s.safe_wal_size,
+       (CASE WHEN pg_is_in_recovery() THEN pg_last_wal_replay_lsn() ELSE pg_current_wal_insert_lsn() END
+           - '0/0'::pg_lsn)::bigint AS current_lsn,
+       (SELECT max(commit_lsn) FROM {lanes}) AS settled_lsn, (SELECT count(*) FROM {lanes}) AS lanes,
+       extract(epoch FROM clock_timestamp() - b.flushed_at)::float8 AS flushed_seconds_ago,
+       pg_is_in_recovery() AS recovering,
+       CASE WHEN NOT pg_is_in_recovery()
+            THEN {timeline} END AS timeline_now,
+       to_regclass(%(events)s)::oid::bigint AS events_oid,
+       (SELECT c.system_identifier::text FROM pg_control_system() AS c) AS system_identifier_now, b.opened_xid,
+       to_jsonb(s) ->> 'invalidation_reason' AS invalidation_reason
+  FROM (SELECT 1) AS one
+  LEFT JOIN {streams} AS b ON b.slot = %(slot)s::text
+  LEFT JOIN pg_replication_slots AS s ON s.slot_name = %(slot)s::text"""
+
+_HASH: Final = """
+SELECT abs(mod(hashtextextended(k.id, hashtextextended(k.kind, 0)), %(modulo)s::bigint))::int
+  FROM unnest(%(kinds)s::text[], %(ids)s::text[]) WITH ORDINALITY AS k(kind, id, n) ORDER BY k.n"""
+
+# Whose lanes these are decides; a relay that slept must not end the one that reads in its place.
+_HOLDS: Final = """
+(SELECT count(*) FROM {lanes} AS l JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS mine(lane, epoch)
+                      ON mine.lane = l.lane AND mine.epoch = l.epoch) = %(count)s"""
+
+_TERMINATE: Final = """
+SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots
+ WHERE slot_name = %(slot)s::text AND active_pid IS NOT NULL AND {holds}"""
+
+# Synchronous: the server must not be told to forget what this book could forget.
+_NOTE: Final = """
+UPDATE {streams} SET flushed_lsn = %(lsn)s, flushed_at = coalesce(%(at)s, clock_timestamp()),
+       message_at = CASE WHEN %(messages)s THEN clock_timestamp() ELSE message_at END
+ WHERE slot = %(slot)s::text AND publication_version = {version} AND {holds}
+RETURNING slot, set_config('synchronous_commit', 'on', true)"""
+
+_HELD: Final = "SELECT {holds}"
+
+_TIMELINE: Final = "UPDATE {streams} SET timeline = %(timeline)s WHERE slot = %(slot)s::text"
+
+_HEARTBEAT: Final = """
+SELECT pg_logical_emit_message(false, %(prefix)s, '')
+ WHERE pg_current_wal_insert_lsn() - '0/0'::pg_lsn > %(lsn)s::numeric + %(bytes)s"""
+
+NO_TRANSACTION: Final = 0
+"""The id of none: what has it is visible at once."""
+
+_SNAPSHOT: Final = "SELECT pg_current_snapshot()::text"
+
+
+class StreamLost(StateLost):
+    """Events may have passed the slot by: nothing is read until a person has looked (``outbox cdc status``)."""
+
+
+class SlotState(NamedTuple):
+    """What server and book say about the slot. LSNs are byte positions; None where there is no slot, or no book."""
+
+    wal_level: str
+    encoding: str
+    known: bool
+    system_identifier: str | None
+    timeline: int | None
+    flushed_lsn: int | None
+    flushed_at: dt.datetime | None
+    message_at: dt.datetime | None
+    publication_version: str | None
+    publication_version_now: str | None
+    publishes: bool | None
+    there: bool
+    plugin: str | None
+    here: bool | None
+    wal_status: str | None
+    active_pid: int | None
+    confirmed_lsn: int | None
+    restart_lsn: int | None
+    safe_wal_bytes: int | None
+    current_lsn: int
+    settled_lsn: int | None
+    lanes: int
+    flushed_seconds_ago: float | None
+    recovering: bool
+    timeline_now: int | None
+    events_oid: int | None
+    system_identifier_now: str
+    opened_xid: int | None
+    invalidation_reason: str | None
+
+    @property
+    def retained_bytes(self) -> int:
+        """WAL that the server keeps for the slot."""
+        return 0 if self.restart_lsn is None else max(self.current_lsn - self.restart_lsn, 0)
+
+    @property
+    def lag_bytes(self) -> int:
+        """WAL behind what the slot has been told."""
+        return 0 if self.confirmed_lsn is None else max(self.current_lsn - self.confirmed_lsn, 0)
+
+    @property
+    def lag_seconds(self) -> float:
+        """Age of the last thing that was told; 0 when nothing of weight was written since."""
+        return 0.0 if self.lag_bytes <= IDLE_BYTES else max(self.flushed_seconds_ago or 0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class SlotNames:
+    """The slot, its publication, and the schema of the outbox."""
+
+    schema: str
+    slot: str
+    publication: str
+
+
+def slot_names(settings: Settings) -> SlotNames:
+    """Return the names that these settings have."""
+    return SlotNames(settings.db_schema, settings.wal.slot, settings.wal.publication)
+
+
+class Slot:
+    """The slot's statements, over one connection in autocommit. Raises Unavailable or SchemaError as any of them."""
+
+    def __init__(self, connection: psycopg.Connection[Any], names: SlotNames, leases: Sequence[Lease] = ()) -> None:
+        self._connection = connection
+        self._names = names
+        tables: dict[str, sql.Composable] = {name: sql.Identifier(names.schema, name) for name in ("lanes", "streams")}
+        tables["version"] = sql.SQL(_VERSION)
+        tables["timeline"] = sql.SQL(TIMELINE)
+        tables["holds"] = sql.SQL(_HOLDS).format(**tables)
+        self._look, self._terminate, self._note, self._held, self._timeline = (
+            sql.SQL(text).format(**tables) for text in (_LOOK, _TERMINATE, _NOTE, _HELD, _TIMELINE)
+        )
+        self._bound = {
+            "slot": names.slot,
+            "publication": names.publication,
+            "events": sql.Identifier(names.schema, "events").as_string(None),
+            "lanes": [lease.lane for lease in leases],
+            "epochs": [lease.epoch for lease in leases],
+            "count": len(leases),
+        }
+
+    def look(self) -> SlotState:
+        """Return what server and book say."""
+        state = self._look_once()
+        if (state.confirmed_lsn or 0) <= (state.flushed_lsn or 0):
+            return state
+        # The book is read in a snapshot, the slot as it is now: a relay may have written and told in between. Then the
+        # book of a second look has reached the slot of the first.
+        again = self._look_once()
+        if (again.flushed_lsn or 0) < (state.confirmed_lsn or 0):
+            return state
+        return again._replace(confirmed_lsn=min(again.confirmed_lsn or 0, again.flushed_lsn or 0))
+
+    def _look_once(self) -> SlotState:
+        with unavailable_on_error(f"looking at slot {self._names.slot!r}"):
+            row = self._connection.execute(self._look, self._bound).fetchone()
+        assert row is not None
+        return SlotState(*row)
+
+    def check(self, state: SlotState) -> None:
+        """Raise unless the stream is whole: StreamLost, SchemaError when a person has to set something up first."""
+        problem = find_problem(state, self._names)
+        if problem is not None:
+            raise problem
+
+    def check_timeline(self, state: SlotState, replication: Replication, resume_lsn: int) -> None:
+        """Raise StreamLost when this server is another one, or left our history before what is published.
+
+        Raises Unavailable when the two connections lead to different servers.
+
+        ``resume_lsn`` is the furthest position that any lane or marker has. Notes a new timeline that did not.
+        """
+        identity, now = replication.identify()
+        if identity != state.system_identifier:
+            raise StreamLost(
+                f"slot {self._names.slot!r} was made on the database {state.system_identifier}, this is {identity}; "
+                f"{REPAIR}"
+            )
+        if now != state.timeline_now:
+            raise DatabaseUnavailable(
+                f"two servers take writes, or a failover goes on: timelines {now}, {state.timeline_now}"
+            )
+        if now == state.timeline:
+            return
+        # Two of them are where a commit's record begins. One that begins where we parted is not in this history.
+        furthest = max(state.flushed_lsn or 0, (state.settled_lsn or 0) + 1, resume_lsn + 1)
+        left = [switch.lsn for switch in replication.switches(now) if switch.timeline == state.timeline]
+        if not left or left[0] < furthest:
+            where = lsn_text(left[0]) if left else "an unknown place"
+            raise StreamLost(
+                f"this server is on timeline {now}, which left timeline {state.timeline} at {where}; events up to "
+                f"{lsn_text(furthest)} of that one are published, and this server does not have them (a failover to a "
+                "standby that was behind, or a restore). Look for the server that has; to go on without: "
+                + (RECONCILE if left else REPAIR)
+            )
+        with unavailable_on_error("noting the timeline"):
+            self._connection.execute(self._timeline, {"timeline": now, **self._bound})
+
+    def check_hash(self) -> None:
+        """Raise ConfigurationError when this server gives a key another lane than lane_hash does."""
+        kinds, ids = zip(*SAMPLES, strict=True)
+        modulo = 1 << 30
+        with unavailable_on_error("comparing hashes"):
+            rows = self._connection.execute(
+                _HASH, {"modulo": modulo, "kinds": list(kinds), "ids": list(ids)}
+            ).fetchall()
+        if [lane for (lane,) in rows] != [lane_of(kind, id_, modulo) for kind, id_ in SAMPLES]:
+            raise ConfigurationError("this server does not hash text as Postgres does: use source=polling")
+
+    def terminate_reader(self) -> None:
+        """End the walsender that reads the slot, if the lanes are still ours."""
+        with unavailable_on_error("ending the slot's last reader"):
+            self._connection.execute(self._terminate, self._bound)
+
+    def note(self, flushed_lsn: int, at: dt.datetime | None, *, messages: bool) -> None:
+        """Write down how far the stream is used, durably. Raises StreamLost when the publication has changed.
+
+        ``at`` is when what ends there was committed (now, if None). Raises Unavailable when the lanes are not ours.
+        """
+        values = {"lsn": flushed_lsn, "at": at, "messages": messages, **self._bound}
+        with unavailable_on_error("noting how far the stream is used"):
+            noted = self._connection.execute(self._note, values).fetchone()
+        if noted is None:
+            self.check(self.look())
+            raise DatabaseUnavailable("the stream's lanes are another relay's now")
+
+    def hold(self) -> None:
+        """Raise Unavailable when the lanes are not ours any more, or the server shuts down.
+
+        A server that does waits for its walsenders, and they wait for feedback that may never come.
+        """
+        with unavailable_on_error("looking at the lanes"):
+            row = self._connection.execute(self._held, self._bound).fetchone()
+        if row is None or not row[0]:
+            raise DatabaseUnavailable("the stream's lanes are another relay's now")
+
+    def snapshot(self) -> Snapshot:
+        """Take a snapshot."""
+        return current_snapshot(self._connection)
+
+    def heartbeat(self, told_lsn: int) -> None:
+        """Write a message that comes back through the stream, if other WAL was written meanwhile."""
+        values = {"prefix": heartbeat_prefix(self._names.schema), "lsn": told_lsn, "bytes": IDLE_BYTES}
+        with unavailable_on_error("writing a heartbeat"):
+            self._connection.execute(_HEARTBEAT, values)
+
+
+def heartbeat_prefix(schema: str) -> str:
+    """Return the prefix of heartbeats in the WAL."""
+    return f"{_message.message_prefix(schema)}.heartbeat"
+
+
+def find_problem(state: SlotState, names: SlotNames) -> Exception | None:
+    """Return why the stream can't be relied on; None when it can."""
+    slot, publication = names.slot, names.publication
+    setting_up = not_set_up(state, slot)
+    if setting_up is not None:
+        return SchemaError(setting_up)
+    if state.events_oid is None:
+        return SchemaError(f"there is no table {names.schema}.events: was it renamed? See `outbox db check`")
+    lost = slot_fault(state, names)
+    if lost is None and state.publication_version_now is None:
+        lost = f"the publication {publication!r} is gone, or does not have {names.schema}.events"
+    elif lost is None and (state.publication_version_now != state.publication_version or not state.publishes):
+        lost = f"the publication {publication!r} was changed: events may not have been in it meanwhile"
+    return None if lost is None else StreamLost(f"{lost}; {REPAIR}")
+
+
+def slot_fault(state: SlotState, names: SlotNames) -> str | None:
+    """Return why the slot does not give all that it had to; None when it does, whatever became of the publication."""
+    slot = names.slot
+    if not state.there:
+        return (
+            f"slot {slot!r} is gone: somebody dropped it, or a failover left it behind (sync_replication_slots on the "
+            "standby keeps it, from Postgres 17 on)"
+        )
+    if state.plugin != "pgoutput" or not state.here:
+        return f"slot {slot!r} is another one now (plugin {state.plugin!r}, or another database's)"
+    if state.wal_status == "lost":
+        return f"slot {slot!r} is invalidated: {_INVALIDATED.get(state.invalidation_reason or '', _WAL_REMOVED)}"
+    if state.system_identifier_now != state.system_identifier:
+        return (
+            f"slot {slot!r} was made on the database {state.system_identifier}, this is {state.system_identifier_now}"
+        )
+    if (state.settled_lsn or 0) > state.current_lsn:
+        return (
+            f"this outbox has used the stream up to {lsn_text(state.settled_lsn or 0)}, and this server has not "
+            f"written so much, only up to {lsn_text(state.current_lsn)}: its tables were copied from another one, or "
+            "it is an older copy"
+        )
+    if (state.confirmed_lsn or 0) > (state.flushed_lsn or 0):
+        return (
+            f"slot {slot!r} stands at {lsn_text(state.confirmed_lsn or 0)}, and this outbox has used the stream up to "
+            f"{lsn_text(state.flushed_lsn or 0)}: somebody advanced it or made it anew, or a failover took commits "
+            "back; events may be passed by"
+        )
+    return None
+
+
+def not_set_up(state: SlotState, slot: str) -> str | None:
+    """Return what has to be set up before there can be a stream; None when all is."""
+    if state.wal_level != "logical":
+        return f"wal_level is {state.wal_level!r}: set wal_level = logical and restart Postgres, or use source=polling"
+    if state.encoding != "UTF8":
+        return f"the database's encoding is {state.encoding}: source=wal needs UTF8; use source=polling"
+    if not state.known:
+        return f"slot {slot!r} is not set up for this outbox: run `outbox cdc setup`"
+    return None
+
+
+def current_snapshot(connection: psycopg.Connection[Any]) -> Snapshot:
+    """Take a snapshot."""
+    with unavailable_on_error("taking a snapshot"):
+        row = connection.execute(_SNAPSHOT).fetchone()
+    assert row is not None
+    return Snapshot(row[0])
+
+
+class Snapshot:
+    """Which transactions are visible, from pg_current_snapshot's text."""
+
+    def __init__(self, text: str) -> None:
+        xmin, xmax, running = text.split(":")
+        self._xmin, self._xmax = int(xmin), int(xmax)
+        self._running = frozenset(map(int, running.split(","))) if running else frozenset()
+
+    def full(self, xid: int) -> int:
+        """Return the 64-bit id of the transaction with this 32-bit id."""
+        # The epoch that brings it nearest: a transaction that is decoded now is less than 2^31 others old.
+        return self._xmax + ((xid - self._xmax + (1 << 31)) % (1 << 32)) - (1 << 31)
+
+    def sees(self, xid: int) -> bool:
+        """Return whether the transaction with this 32-bit id is visible."""
+        if xid == NO_TRANSACTION:
+            return True
+        full = self.full(xid)
+        return full < self._xmin or (full < self._xmax and full not in self._running)

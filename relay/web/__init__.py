@@ -1,0 +1,1 @@
+"""What a relay shows over HTTP."""

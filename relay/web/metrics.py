@@ -1,0 +1,243 @@
+"""What a relay shows to Prometheus: base units, one prefix, no ids or keys as labels."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator
+from dataclasses import replace
+from socketserver import ThreadingMixIn
+from typing import TYPE_CHECKING, Any, Final
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+
+import orjson
+import psycopg
+import structlog
+from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client.core import GaugeMetricFamily
+from psycopg import sql
+
+from outbox.errors import ConfigurationError
+from relay.database import Connector, unavailable_on_error
+from relay.health import Health, Reason
+from relay.wal.slot import Slot, SlotNames, SlotState, find_problem
+
+if TYPE_CHECKING:
+    from wsgiref.types import StartResponse, WSGIEnvironment
+
+log = structlog.get_logger("relay")
+
+_MEBI: Final = 1 << 20
+# A look that takes longer than this has told nothing for too long.
+_STALE_SECONDS: Final = 60.0
+
+_LIMIT: Final = "SELECT set_config('statement_timeout', '5s', true)"
+
+_BOOK: Final = "SELECT slot, publication FROM {streams} ORDER BY created_at DESC LIMIT 1"
+
+
+class SlotWatch:
+    """Looks at the replication slot, whoever reads it: a standby, and a relay that polls, see a disk fill up too.
+
+    ``look`` is to be called from time to time, from one thread. It takes no lock that others wait for, writes nothing,
+    and so waits for no standby. ``limit_bytes`` of WAL kept for the slot are worth waking somebody for. With
+    ``by_book`` the slot is the one that is in the outbox's book, and nothing is shown while there is none.
+    """
+
+    def __init__(
+        self,
+        connect: Connector,
+        names: SlotNames,
+        limit_bytes: int,
+        registry: CollectorRegistry,
+        *,
+        by_book: bool = False,
+    ) -> None:
+        self._connect = connect
+        self._names = names
+        self._limit = limit_bytes
+        self._by_book = by_book
+        self._over = False
+        self._state: SlotState | None = None
+        self._healthy = False
+        self._looked_at = 0.0
+        self._looked = -_STALE_SECONDS
+        registry.register(self)
+
+    def look(self) -> None:
+        """Read slot and book once. Raises Unavailable or SchemaError."""
+        try:
+            with self._connect() as connection:
+                # Reads of their own: the second look at a slot must see what was written since the first.
+                connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
+                with unavailable_on_error("looking at the slot"), connection.transaction():
+                    connection.execute(_LIMIT)
+                    names = self._find(connection)
+                    state = None if names is None else Slot(connection, names).look()
+        except BaseException:
+            self._healthy = False
+            raise
+        self._state = state
+        self._healthy = state is not None and names is not None and find_problem(state, names) is None
+        self._looked_at, self._looked = time.time(), time.monotonic()
+        self._tell(self._names.slot if names is None else names.slot)
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Nothing is asked of a server when this is registered."""
+        return iter(())
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Return what the last look has found; how old that is is among it."""
+        state, healthy = self._state, self._healthy and time.monotonic() - self._looked < _STALE_SECONDS
+
+        def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+            return GaugeMetricFamily(f"outbox_slot_{name}", text, value=value)
+
+        if state is None and self._by_book:
+            return
+        yield gauge(
+            "healthy",
+            "0 when events may have passed the slot by, or nobody knows: see `outbox cdc status`.",
+            healthy,
+        )
+        yield gauge("last_look_timestamp_seconds", "When all this was read from the server.", self._looked_at)
+        if state is None:
+            return
+        safe = -1 if state.safe_wal_bytes is None else state.safe_wal_bytes
+        yield gauge(
+            "retained_wal_bytes", "WAL that the server keeps for the outbox's replication slot.", state.retained_bytes
+        )
+        yield gauge(
+            "retained_wal_over_limit",
+            "1 when that is more than wal.retained_limit_bytes.",
+            state.retained_bytes > self._limit,
+        )
+        yield gauge("safe_wal_bytes", "WAL that may be written before the slot is lost; -1 without a limit.", safe)
+        yield gauge("lag_bytes", "WAL behind the position that the slot has confirmed.", state.lag_bytes)
+        yield gauge("lag_seconds", "Age of the last thing that the slot has confirmed; 0 at rest.", state.lag_seconds)
+
+    def _find(self, connection: psycopg.Connection[Any]) -> SlotNames | None:
+        if not self._by_book:
+            return self._names
+        row = connection.execute(
+            sql.SQL(_BOOK).format(streams=sql.Identifier(self._names.schema, "streams"))
+        ).fetchone()
+        return None if row is None else replace(self._names, slot=row[0], publication=row[1])
+
+    def _tell(self, slot: str) -> None:
+        retained = 0 if self._state is None else self._state.retained_bytes
+        over = retained > self._limit
+        if over and not self._over:
+            log.error(
+                "the slot keeps more WAL than its limit: the server's disk fills up; see `outbox cdc status`",
+                slot=slot,
+                retained_mebibytes=retained // _MEBI,
+                limit_mebibytes=self._limit // _MEBI,
+            )
+        elif self._over and not over:
+            log.info("the slot keeps less WAL than its limit again", slot=slot)
+        self._over = over
+
+
+class RelayMetrics:
+    """Shows what a worker's lanes wait for, whether it is ready, and what is wrong with its topics.
+
+    ``hanging`` returns in how many partitions a transaction hangs.
+    """
+
+    def __init__(
+        self,
+        health: Callable[[], Health],
+        topics: Callable[[], Collection[str]],
+        hanging: Callable[[], int],
+        registry: CollectorRegistry,
+    ) -> None:
+        self._health = health
+        self._topics = topics
+        self._hanging = hanging
+        registry.register(self)
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Return nothing: names are not looked for before they are collected."""
+        return iter(())
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Return the worker's health as it is now; every reason is there, those that nothing waits for with 0."""
+        health = self._health()
+        yield GaugeMetricFamily("outbox_relay_ready", "1 when /readyz answers 200.", value=health.ready)
+        yield GaugeMetricFamily("outbox_relay_lanes", "Lanes that this worker holds.", value=health.lanes)
+        waiting = GaugeMetricFamily(
+            "outbox_relay_lanes_waiting", "Lanes whose last attempt failed, by reason.", labels=["reason"]
+        )
+        seconds = GaugeMetricFamily(
+            "outbox_relay_lane_wait_seconds",
+            "How long the first of these lanes, or the worker, has waited.",
+            labels=["reason"],
+        )
+        waits = {wait.reason: wait for wait in health.waits}
+        for reason in Reason:
+            wait = waits.get(reason)
+            waiting.add_metric([reason], 0 if wait is None else len(wait.lanes))
+            seconds.add_metric([reason], 0.0 if wait is None else wait.seconds)
+        yield waiting
+        yield seconds
+        upkeep = GaugeMetricFamily(
+            "outbox_relay_upkeep_wait_seconds",
+            "For how long something that a relay does beside publishing has failed.",
+            labels=["task"],
+        )
+        for task, failing in health.upkeep.items():
+            upkeep.add_metric([task], failing)
+        yield upkeep
+        yield GaugeMetricFamily(
+            "outbox_relay_topics_unusable",
+            "Topics that are missing, may not be written to or take nothing; their events wait.",
+            value=len(self._topics()),
+        )
+        yield GaugeMetricFamily(
+            "outbox_relay_partitions_hanging",
+            "Partitions in which a transaction hangs: readers in read_committed see nothing behind it.",
+            value=self._hanging(),
+        )
+
+
+class _Server(ThreadingMixIn, WSGIServer):
+    daemon_threads = True
+
+
+class _Quiet(WSGIRequestHandler):
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  its name where it is inherited from
+        """Log nothing: probes come each few seconds."""
+
+
+def serve(
+    address: str,
+    registry: CollectorRegistry,
+    setting: str = "OUTBOX_RELAY__METRICS_ADDRESS",
+    health: Callable[[], Health] | None = None,
+) -> threading.Thread:
+    """Answer Prometheus at ``host:port``, from a thread of its own; with ``health`` also ``/readyz``.
+
+    Raises ConfigurationError when it can't, naming the setting.
+    """
+    host, _, port = address.rpartition(":")
+    metrics = make_wsgi_app(registry)
+
+    def application(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        if health is None or environ["PATH_INFO"] != "/readyz":
+            shown: Iterable[bytes] = metrics(environ, start)
+            return shown
+        now = health()
+        start("200 OK" if now.ready else "503 Service Unavailable", [("Content-Type", "application/json")])
+        return [orjson.dumps(now, default=list) + b"\n"]
+
+    try:
+        family, _, _, _, sockaddr = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
+        server_class: type[WSGIServer] = type("Server", (_Server,), {"address_family": family})
+        server = make_server(str(sockaddr[0]), int(port), application, server_class, _Quiet)
+    except (OSError, ValueError, OverflowError) as error:
+        raise ConfigurationError(f"{setting}={address}: {error}") from error
+    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
+    thread.start()
+    return thread

@@ -1,0 +1,1 @@
+"""What operators do: dead letters, offsets, how far the groups are."""

@@ -1,0 +1,482 @@
+"""How far groups are, beside what Kafka has; and moving them by hand: `outbox offsets`.
+
+A move is one transaction: it raises the group's generation, which waits for a task that is about to commit and shuts
+out all that come later; writes the new offsets, accepts the open losses of the partitions, and leaves a row in
+``audit``. Everything that the change rests on is read after the fence. A consumer that runs meanwhile is fenced, and
+goes on from the new offsets when it is started again.
+
+| the offset goes | what follows                                                                                      |
+|-----------------|---------------------------------------------------------------------------------------------------|
+| back            | messages come again; what was applied is known by its id (dedup), or dead if its day is forgotten |
+| forward         | messages are never read: only with ``skip``, and the audit says which                             |
+| outside of Kafka| refused                                                                                           |
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import os
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Final, Literal, LiteralString
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import dict_row
+from psycopg.types.json import Jsonb
+
+from spark_jobs.driver.kafka_admin import KafkaView, TopicMissing
+from spark_jobs.driver.planner import Extent, LossKind, Partition, Stored
+from spark_jobs.errors import ConsumerError, ConsumerUnavailable
+from spark_jobs.sink import clear_errors
+
+_Losses = Mapping[int, Sequence[tuple[str, int]]]
+_Decide = Callable[[Mapping[int, Stored], _Losses], list["Move"]]
+
+Wanted = int | dt.datetime | Literal["earliest", "latest", "loss"]
+"""Where to: an offset; the first message at or after a time (with a zone); what Kafka has first or last; or the nearest
+place from which a group with open losses can go on."""
+
+WAIT_SECONDS: Final = 60.0
+
+_GROUPS: Final = """
+SELECT grp, generation, owner, taken_at, forgotten_before FROM {groups}
+ WHERE %(grp)s::text IS NULL OR grp = %(grp)s ORDER BY grp"""
+_POSITIONS: Final = """
+SELECT grp, topic, part, topic_id, next_offset, updated_at FROM {offsets}
+ WHERE %(grp)s::text IS NULL OR grp = %(grp)s ORDER BY grp, topic, part"""
+_LOSSES: Final = """
+SELECT id, grp, topic, part, kind, first_offset, end_offset, found_at, detail FROM {losses}
+ WHERE accepted_at IS NULL AND (%(grp)s::text IS NULL OR grp = %(grp)s) ORDER BY grp, topic, part, id"""
+
+_NEW: Final = "INSERT INTO {groups} (grp, owner) VALUES (%(grp)s, %(owner)s) ON CONFLICT DO NOTHING"
+_RAISE: Final = """
+UPDATE {groups} SET generation = generation + 1, owner = %(owner)s, taken_at = now()
+ WHERE grp = %(grp)s RETURNING generation, forgotten_before"""
+_FENCE: Final = "UPDATE {offsets} SET generation = %(generation)s WHERE grp = %(grp)s"
+_STORED: Final = "SELECT part, topic_id, next_offset FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s"
+_OPEN: Final = """
+SELECT part, kind, first_offset FROM {losses}
+ WHERE grp = %(grp)s AND topic = %(topic)s AND accepted_at IS NULL"""
+_WRITE: Final = """
+INSERT INTO {offsets} AS o (grp, topic, part, topic_id, next_offset, generation, log_end)
+VALUES (%(grp)s, %(topic)s, %(part)s, %(topic_id)s, %(after)s, %(generation)s, %(log_end)s)
+ON CONFLICT (grp, topic, part) DO UPDATE
+   SET topic_id = excluded.topic_id, next_offset = excluded.next_offset, log_end = excluded.log_end,
+       updated_at = now()"""
+_DELETE: Final = "DELETE FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"
+_ACCEPT: Final = """
+UPDATE {losses} SET accepted_at = now()
+ WHERE grp = %(grp)s AND topic = %(topic)s AND part = ANY(%(parts)s) AND accepted_at IS NULL RETURNING id"""
+_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%(what)s, %(why)s, %(details)s)"
+
+
+class NoSuchGroup(ConsumerError):
+    """There is no group, or no topic of a group, of that name."""
+
+
+class MoveRefused(ConsumerError):
+    """The offsets can't go there, or not without saying that it is meant. Nothing was changed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """One partition of a group, beside what Kafka has of it; None for what is not known.
+
+    next_offset   None: Kafka has the partition, and the group has not met it yet.
+    lag           offsets that a read_committed reader could have and the group has not.
+    pinned        offsets that wait behind a transaction that is open.
+    trouble       why the group can't go on from there.
+    """
+
+    topic: str
+    part: int
+    next_offset: int | None
+    first: int | None
+    end: int | None
+    high_watermark: int | None
+    lag: int | None
+    pinned: int | None
+    updated_at: dt.datetime | None
+    trouble: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A group, its partitions, and the losses that nobody has accepted yet."""
+
+    group: str
+    generation: int
+    owner: str
+    taken_at: dt.datetime
+    forgotten_before: dt.date | None
+    positions: Sequence[Position]
+    losses: Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """What happens to one partition: ``before`` → ``after``, each None where there is no row.
+
+    skipped   from, and up to but not including: what Kafka has and the group will never read.
+    again     how many offsets are read once more.
+    """
+
+    part: int
+    before: int | None
+    after: int | None
+    topic_id_before: str | None
+    topic_id: str | None
+    skipped: tuple[int, int] | None
+    again: int
+
+    @property
+    def changes(self) -> bool:
+        """Return whether anything is different afterwards."""
+        return (self.before, self.topic_id_before) != (self.after, self.topic_id)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """A move that was made, or that would be (``dry_run``). ``accepted``: ids of losses.
+
+    generation         the group's now; None when nothing was changed.
+    forgotten_before   ids of earlier days are no longer all remembered.
+    unshown            why Kafka's own tools do not show it, if they don't.
+    """
+
+    group: str
+    topic: str
+    moves: Sequence[Move]
+    accepted: Sequence[int]
+    generation: int | None
+    dry_run: bool
+    forgotten_before: dt.date | None = None
+    unshown: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """Who asks for what. ``to`` is for the audit; ``wait`` is in seconds."""
+
+    group: str
+    topic: str
+    what: str
+    why: str
+    to: str | int | None
+    part: int | None
+    skip: bool
+    dry_run: bool
+    new: bool
+    wait: float
+
+
+def move(part: int, stored: Stored | None, there: Extent, topic_id: str, after: int) -> Move:
+    """Work out what it means for a partition. Pure. What Kafka no longer has is not skipped: it is lost already."""
+    same = stored is not None and stored.topic_id == topic_id
+    begin = max(stored.next_offset, there.first) if stored is not None and same else there.first
+    return Move(
+        part=part,
+        before=None if stored is None else stored.next_offset,
+        after=after,
+        topic_id_before=None if stored is None else stored.topic_id,
+        topic_id=topic_id,
+        skipped=(begin, after) if after > begin else None,
+        again=max(stored.next_offset - after, 0) if stored is not None and same else 0,
+    )
+
+
+def after_losses(stored: Stored | None, there: Extent, topic_id: str, losses: Sequence[tuple[str, int]]) -> int | None:
+    """Return the nearest offset from which a partition can go on, given its open losses as (kind, first_offset).
+
+    Pure. Whether a loss was recorded does not matter. None: there is no row, and none is needed.
+    """
+    if stored is None:
+        return there.first if losses or there.first > 0 else None
+    if stored.topic_id != topic_id:
+        return there.first
+    ends = [first for kind, first in losses if kind == LossKind.CUT]
+    return min(max(min([stored.next_offset, *ends]), there.first), there.end)
+
+
+class Offsets:
+    """The positions of all groups of one sink. ``connection`` is in autocommit; each move is one transaction.
+
+    Raises ConsumerUnavailable when Postgres or Kafka is away, and SchemaError without the tables or the rights.
+    """
+
+    def __init__(self, connection: psycopg.Connection[Any], schema: str, kafka: KafkaView) -> None:
+        self._connection = connection
+        self._kafka = kafka
+        self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "audit")}
+
+    def show(self, group: str | None = None) -> tuple[list[Group], str | None]:
+        """Return one group or all, and why Kafka's figures are missing, if they are. Raises NoSuchGroup."""
+        with clear_errors("reading the offsets"), self._connection.transaction():
+            groups, positions, losses = (self._rows(query, grp=group) for query in (_GROUPS, _POSITIONS, _LOSSES))
+        if group is not None and not groups:
+            self._no_such_group(group)
+        topics = sorted({row["topic"] for row in positions})
+        ids: Mapping[str, str] = {}
+        extents: Mapping[Partition, Extent] = {}
+        away = None
+        if topics:
+            try:
+                survey = self._kafka.survey(topics, high_watermarks=True)
+                ids, extents = survey.ids, survey.extents
+            except ConsumerUnavailable as error:
+                away = str(error)
+        return [
+            Group(
+                group=row["grp"],
+                generation=row["generation"],
+                owner=row["owner"],
+                taken_at=row["taken_at"],
+                forgotten_before=row["forgotten_before"],
+                positions=_positions(
+                    [one for one in positions if one["grp"] == row["grp"]], ids, extents, known=away is None
+                ),
+                losses=[
+                    {name: value for name, value in loss.items() if name != "grp"}
+                    for loss in losses
+                    if loss["grp"] == row["grp"]
+                ],
+            )
+            for row in groups
+        ], away
+
+    def reset(
+        self,
+        group: str,
+        topic: str,
+        to: Wanted,
+        why: str,
+        *,
+        part: int | None = None,
+        skip: bool = False,
+        dry_run: bool = False,
+        new: bool = False,
+        wait_seconds: float = WAIT_SECONDS,
+    ) -> Moved:
+        """Move a topic's partitions, or the one given.
+
+        skip          messages may be passed over for good.
+        dry_run       only say what would happen. Nothing is locked, and a move that needs ``skip`` is shown.
+        new           the group may be one that has never run.
+        wait_seconds  how long to wait for a task that holds the offsets.
+
+        Raises MoveRefused, NoSuchGroup, TopicMissing.
+        """
+        survey = self._kafka.survey([topic])
+        if survey.missing:
+            raise TopicMissing(
+                f"there is no topic {topic}; create it, or have the group forget it: `outbox offsets forget {group} "
+                f"--topic {topic}`",
+                survey.missing,
+            )
+        extents = {number: there for (_, number), there in survey.extents.items()}
+        if part is not None and part not in extents:
+            raise MoveRefused(f"{topic} has no partition {part}, but {min(extents)} to {max(extents)}")
+        chosen = {number: there for number, there in sorted(extents.items()) if part in {None, number}}
+        if isinstance(to, int):
+            _refuse_outside(topic, chosen, to)
+        times: Mapping[Partition, int | None] = {}
+        if isinstance(to, dt.datetime):
+            times = self._kafka.at_time(survey.extents, to)
+
+        def decide(stored: Mapping[int, Stored], losses: _Losses) -> list[Move]:
+            moves = []
+            for number, there in chosen.items():
+                here, topic_id = stored.get(number), survey.ids[topic]
+                if to == "loss":
+                    after = after_losses(here, there, topic_id, losses.get(number, ()))
+                else:
+                    after = _target(to, there, times.get((topic, number)))
+                if after is not None:
+                    moves.append(move(number, here, there, topic_id, after))
+            # What the old topic had more of than the one that is there now.
+            ended = {n: here for n, here in stored.items() if n not in extents and here.topic_id != survey.ids[topic]}
+            return moves + (_gone(ended) if part is None else [])
+
+        request = _Request(
+            group=group,
+            topic=topic,
+            what="offsets set" if isinstance(to, int) else "offsets reset",
+            why=why,
+            to=to.isoformat() if isinstance(to, dt.datetime) else to,
+            part=part,
+            skip=skip,
+            dry_run=dry_run,
+            new=new,
+            wait=wait_seconds,
+        )
+        return self._move(request, decide, extents)
+
+    def forget(
+        self, group: str, topic: str, why: str, *, dry_run: bool = False, wait_seconds: float = WAIT_SECONDS
+    ) -> Moved:
+        """Have a group forget a topic that it no longer reads: rows and open losses. Raises NoSuchGroup."""
+
+        def decide(stored: Mapping[int, Stored], losses: _Losses) -> list[Move]:
+            if not stored and not losses:
+                raise NoSuchGroup(f"group {group} knows nothing of {topic}; see `outbox offsets show`")
+            return _gone(stored)
+
+        request = _Request(group, topic, "offsets forget", why, None, None, True, dry_run, False, wait_seconds)
+        return self._move(request, decide, {})
+
+    def _move(self, asked: _Request, decide: _Decide, extents: Mapping[int, Extent]) -> Moved:
+        owner = f"outbox offsets, {socket.gethostname()}-{os.getpid()}"
+        values = {"grp": asked.group, "topic": asked.topic, "owner": owner}
+        moves: list[Move] = []
+        accepted: list[int] = []
+        generation: int | None = None
+        forgotten: dt.date | None = None
+        with clear_errors("moving the offsets"), self._connection.transaction():
+            if asked.dry_run:
+                groups = self._rows(_GROUPS, grp=asked.group)
+                if not groups and not asked.new:
+                    self._no_such_group(asked.group)
+            else:
+                limit = f"{max(int(asked.wait * 1000), 1)}ms"
+                self._rows("SELECT set_config('lock_timeout', %(limit)s, true)", limit=limit)
+                groups = self._fence(values, new=asked.new)
+                generation = groups[0]["generation"]
+            forgotten = groups[0]["forgotten_before"] if groups else None
+            stored = {row["part"]: Stored(row["topic_id"], row["next_offset"]) for row in self._rows(_STORED, **values)}
+            losses: dict[int, list[tuple[str, int]]] = {}
+            for row in self._rows(_OPEN, **values):
+                losses.setdefault(row["part"], []).append((row["kind"], row["first_offset"]))
+            moves = decide(stored, losses)
+            if generation is not None:
+                _refuse_skipping(asked, moves)
+                for one in moves:
+                    self._write(values, one, generation, extents.get(one.part))
+                touched = [asked.part] if asked.part is not None else list(losses)
+                accepted = [row["id"] for row in self._rows(_ACCEPT, **values, parts=touched)]
+                if not accepted and not any(one.changes for one in moves):
+                    # Nothing is different, so nobody has to be fenced.
+                    generation = None
+                    raise psycopg.Rollback
+                details = {
+                    "group": asked.group,
+                    "topic": asked.topic,
+                    "to": asked.to,
+                    "generation": generation,
+                    "by": owner,
+                    "partitions": [asdict(one) for one in moves],
+                    "losses": accepted,
+                }
+                self._rows(_AUDIT, what=asked.what, why=asked.why, details=Jsonb(details))
+        unshown = None
+        shown = {(asked.topic, one.part): one.after for one in moves if one.after is not None}
+        if generation is not None and shown:
+            unshown = self._kafka.show_lag(asked.group, shown)
+        return Moved(asked.group, asked.topic, moves, accepted, generation, asked.dry_run, forgotten, unshown)
+
+    def _fence(self, values: Mapping[str, object], *, new: bool) -> list[dict[str, Any]]:
+        """Shut running consumers out; give the group's row. Waits for a task that is about to commit."""
+        if new:
+            self._rows(_NEW, **values)
+        raised = self._rows(_RAISE, **values)
+        if not raised:
+            self._no_such_group(str(values["grp"]))
+        self._rows(_FENCE, **values, generation=raised[0]["generation"])
+        return raised
+
+    def _write(self, values: Mapping[str, object], one: Move, generation: int, there: Extent | None) -> None:
+        if one.after is None:
+            self._rows(_DELETE, **values, part=one.part)
+        elif one.changes:
+            self._rows(
+                _WRITE,
+                **values,
+                part=one.part,
+                topic_id=one.topic_id,
+                after=one.after,
+                generation=generation,
+                log_end=None if there is None else there.end,
+            )
+
+    def _no_such_group(self, group: str) -> None:
+        known = [row["grp"] for row in self._rows(_GROUPS, grp=None)]
+        raise NoSuchGroup(f"there is no group {group}; known: {', '.join(known) or 'none'}")
+
+    def _rows(self, query: LiteralString, **values: object) -> list[dict[str, Any]]:
+        with self._connection.cursor(row_factory=dict_row) as cursor:
+            cursor.execute(sql.SQL(query).format(**self._names), values)
+            return cursor.fetchall() if cursor.description is not None else []
+
+
+def _refuse_outside(topic: str, extents: Mapping[int, Extent], to: int) -> None:
+    for part, there in extents.items():
+        if not there.first <= to <= there.end:
+            raise MoveRefused(
+                f"{topic}-{part}: {to} is outside of what Kafka has, offsets {there.first} to {there.end} (where what "
+                "is committed ends). Nothing was changed"
+            )
+
+
+def _target(to: int | dt.datetime | Literal["earliest", "latest"], there: Extent, found: int | None) -> int:
+    if isinstance(to, int):
+        return to
+    if isinstance(to, dt.datetime):
+        return there.end if found is None else min(max(found, there.first), there.end)
+    return there.first if to == "earliest" else there.end
+
+
+def _gone(stored: Mapping[int, Stored]) -> list[Move]:
+    return [Move(part, here.next_offset, None, here.topic_id, None, None, 0) for part, here in sorted(stored.items())]
+
+
+def _refuse_skipping(asked: _Request, moves: Sequence[Move]) -> None:
+    skipped = [f"{asked.topic}-{one.part} {one.skipped[0]} to {one.skipped[1] - 1}" for one in moves if one.skipped]
+    if skipped and not asked.skip:
+        raise MoveRefused(
+            f"that skips offsets which the group has not read: {', '.join(skipped)}. Nothing was changed; --skip says "
+            "that it is meant, and the audit keeps which"
+        )
+
+
+def _positions(
+    rows: Sequence[Mapping[str, Any]], ids: Mapping[str, str], extents: Mapping[Partition, Extent], *, known: bool
+) -> list[Position]:
+    """Put what is stored beside what Kafka has, with the partitions that the group has not met yet."""
+    stored = {(row["topic"], row["part"]): row for row in rows}
+    topics = {topic for topic, _ in stored}
+    met = stored.keys() | {partition for partition in extents if partition[0] in topics}
+    found = []
+    for topic, part in sorted(met):
+        row, there = stored.get((topic, part)), extents.get((topic, part))
+        trouble = _trouble(row, there, ids.get(topic)) if known else None
+        at = None if row is None else row["next_offset"]
+        comparable = there is not None and trouble is None
+        found.append(
+            Position(
+                topic=topic,
+                part=part,
+                next_offset=at,
+                first=None if there is None else there.first,
+                end=None if there is None else there.end,
+                high_watermark=None if there is None else there.high_watermark,
+                lag=there.end - (at or 0) if comparable and there is not None else None,
+                pinned=None if there is None else there.pinned,
+                updated_at=None if row is None else row["updated_at"],
+                trouble=trouble,
+            )
+        )
+    return found
+
+
+def _trouble(row: Mapping[str, Any] | None, there: Extent | None, topic_id: str | None) -> str | None:
+    if topic_id is None:
+        return "the topic is gone"
+    if row is not None and row["topic_id"] != topic_id:
+        return "the topic was created again"
+    if there is None:
+        return None
+    at = 0 if row is None else row["next_offset"]
+    if at < there.first:
+        return "retention passed it"
+    return "the log was cut" if at > there.end else None

@@ -1,0 +1,221 @@
+"""``outbox consume MODULE:JOB``: run a consumer job."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+
+import typer
+
+from outbox._app.console import SinkUrl, failing_clearly, print_json
+from outbox.errors import ConfigurationError
+from relay.config import Settings, client_options, load
+
+if TYPE_CHECKING:
+    import subprocess
+
+    from pyspark.sql import SparkSession
+
+    from spark_jobs.cli.consume_view import View
+    from spark_jobs.job import ConsumerJob
+    from spark_jobs.metrics import ConsumerMetrics
+
+_SHOW_CURSOR: Final = b"\x1b[?25h"
+"""For a terminal whose bar has hidden it."""
+
+
+@failing_clearly
+def consume(
+    job: Annotated[str, typer.Argument(help="MODULE:JOB, as in spark_jobs.order_totals:job", metavar="MODULE:JOB")],
+    once: Annotated[bool, typer.Option("--once", help="Apply what is there now, then end.")] = False,
+    continuous: Annotated[bool, typer.Option("--continuous", help="Apply what comes, until SIGTERM.")] = False,
+    database_url: SinkUrl = None,
+    topic: Annotated[list[str] | None, typer.Option(help="Read this topic instead of the job's.")] = None,
+    max_records: Annotated[int, typer.Option(min=1, help="Messages in a round, at most.")] = 200_000,
+    master: Annotated[str | None, typer.Option(help="Spark's master; local[2,4] if not given.")] = None,
+    packages: Annotated[
+        str | None, typer.Option(help="Maven coordinates of Spark's Kafka connector; OUTBOX_SPARK_PACKAGES")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
+) -> None:
+    """Apply events from Kafka to tables, each once: offsets, dedup and effect move in one transaction.
+
+    The consumers' tables have to be there: `outbox db upgrade --consumer`.
+    """
+    if once == continuous:
+        raise ConfigurationError("say either --once or --continuous")
+    import structlog
+
+    from outbox._app import logs
+    from spark_jobs.cli.consume_view import open_view
+
+    settings = load(database_url=database_url, spark_packages=packages)
+    logs.configure(settings.log_level, settings.log_format)
+    live = once and not as_json and sys.stdout.isatty()
+    with open_view(structlog.get_logger("consumer"), live=live) as view:
+        figures, topics = _run(settings, job, topic, once, max_records, master, view)
+        if as_json:
+            print_json(figures)
+        else:
+            view.result(figures, topics)
+
+
+def _run(
+    settings: Settings,
+    spec: str,
+    topics: list[str] | None,
+    once: bool,
+    max_records: int,
+    master: str | None,
+    view: View,
+) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
+    """Return the run's figures, and those of each topic."""
+    from spark_jobs.spark.installed import connector_jars, require_installed
+
+    require_installed()
+    from spark_jobs.cli.consume_view import by_topic
+    from spark_jobs.driver.runner import Options, Runner
+    from spark_jobs.job import find_job
+    from spark_jobs.spark import session
+
+    if not session.submitted():
+        # A job may live in the working directory, as with `python -m`; with spark-submit it is in the zip.
+        sys.path.insert(0, str(Path.cwd()))
+    job = find_job(spec)
+    if topics:
+        job = job.with_topics(topics)
+    options = Options(
+        url=settings.require_database(),
+        kafka=client_options(settings),
+        schema=settings.consumer_schema,
+        reader=settings.spark.kafka,
+        max_records=max_records,
+        keep_days=settings.consumer.keep_days,
+        driver_records=settings.consumer.driver_records,
+        max_bytes=settings.consumer.max_bytes,
+    )
+    metrics = _metrics(settings, job)
+    spark = session.start(
+        f"outbox {job.group}",
+        master=master,
+        jars=() if settings.spark_packages or session.submitted() else connector_jars(),
+        packages=settings.spark_packages,
+        conf=settings.spark.conf,
+    )
+    stop = threading.Event()
+    # After the session: starting it sets a handler of its own.
+    _obey_signals(stop)
+
+    before: list[dict[str, Any]] = []
+
+    def report(text: str, figures: Mapping[str, Any]) -> None:
+        if text == "planned":
+            before[:] = _progress(settings, job)
+        if metrics is not None:
+            metrics.observe(text, figures)
+        view.report(text, figures)
+
+    with _ending_with_its_jvm(spark), Runner(spark, job, options, report) as runner:
+        totals = runner.once(stop) if once else runner.continuous(stop)
+    after = _progress(settings, job) if before else []
+    return totals.as_dict(), by_topic(before, after) if after else {}
+
+
+def _obey_signals(stop: threading.Event) -> None:
+    """Let the first signal end the run after its round, and a second one end the process at once."""
+
+    def on_signal(*_: object) -> None:
+        if stop.is_set():
+            _die("ended in the middle of a round, as it was asked to twice; what was not committed is read again")
+        stop.set()
+        # Not by a logger, whose own line this may be in the middle of.
+        os.write(2, b"outbox: stopping after this round; another signal ends it at once\n")
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+
+
+@contextmanager
+def _ending_with_its_jvm(spark: SparkSession) -> Iterator[None]:
+    """End the process when Spark's JVM ends, and stop Spark at the end. (With spark-submit, submitted.py looks after
+    that.)
+
+    A driver that applies small rounds itself would notice it late, and in the words of what it was just calling.
+    """
+    jvm: subprocess.Popen[bytes] | None = getattr(spark.sparkContext._gateway, "proc", None)  # noqa: SLF001
+    over = threading.Event()
+
+    def watch() -> None:
+        assert jvm is not None
+        jvm.wait()
+        if not over.is_set():
+            _die("Spark's JVM has ended; nothing is lost, run the job again")
+
+    watching = threading.Thread(target=watch, name="end-with-its-jvm", daemon=True)
+    if jvm is not None:
+        watching.start()
+    try:
+        yield
+    except BaseException:
+        if jvm is not None and not _answers(spark):
+            watching.join(30)
+        raise
+    finally:
+        over.set()
+        spark.stop()
+
+
+def _answers(spark: SparkSession) -> bool:
+    from py4j.protocol import Py4JError
+
+    try:
+        spark.sparkContext._jvm.java.lang.System.nanoTime()  # type: ignore[union-attr]  # noqa: SLF001
+    except (Py4JError, OSError):
+        return False
+    return True
+
+
+def _die(text: str) -> NoReturn:
+    """End as a kill does: the servers take back what is open."""
+    if sys.stdout.isatty():
+        os.write(1, _SHOW_CURSOR)
+    os.write(2, f"outbox: {text}\n".encode())
+    os._exit(1)
+
+
+def _progress(settings: Settings, job: ConsumerJob) -> list[dict[str, Any]]:
+    """Return the group's rows; none when Postgres is away."""
+    from spark_jobs.errors import ConsumerUnavailable
+    from spark_jobs.postgres.progress import progress
+    from spark_jobs.sink import connect
+
+    try:
+        with connect(settings.require_database(), f"outbox consume {job.group}") as connection:
+            return progress(connection, settings.consumer_schema, job.group)
+    except ConsumerUnavailable:
+        # Only the table of the topics needs it, and the run does not wait for that; what it needs itself it waits for.
+        return []
+
+
+def _metrics(settings: Settings, job: ConsumerJob) -> ConsumerMetrics | None:
+    """Open the metrics, if they are wanted. Raises ConfigurationError for an address that can't be."""
+    if settings.consumer.metrics_address is None:
+        return None
+    from prometheus_client import CollectorRegistry
+
+    from relay.web.metrics import serve
+    from spark_jobs.metrics import ConsumerMetrics
+
+    metrics = ConsumerMetrics(
+        job.group, job.topics, settings.require_database(), settings.consumer_schema, client_options(settings)
+    )
+    registry = CollectorRegistry()
+    registry.register(metrics)
+    serve(settings.consumer.metrics_address, registry, "OUTBOX_CONSUMER__METRICS_ADDRESS")
+    return metrics

@@ -1,0 +1,238 @@
+"""``outbox external …``: effects outside the database: run the caller, look at what is stuck, decide by hand."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+from uuid import UUID
+
+import typer
+
+from outbox._app.console import AsJson, SinkUrl, failing_clearly, print_json, require_choice, require_reason
+from outbox.errors import ConfigurationError
+from relay.config import Settings, load
+
+if TYPE_CHECKING:
+    import psycopg
+
+    from spark_jobs.external.caller import External
+    from spark_jobs.external.reservations import Chosen, Desk
+
+app = typer.Typer(help="Effects outside the database: call, look, try again, cancel.", no_args_is_help=True)
+
+_Spec = Annotated[str, typer.Argument(help="MODULE:NAME of the External", metavar="MODULE:NAME")]
+_Ids = Annotated[list[UUID] | None, typer.Argument(help="Message ids, as `outbox external list` shows them.")]
+_Group = Annotated[str | None, typer.Option("--group", help="Only of this consumer group.")]
+_Name = Annotated[str | None, typer.Option("--name", help="Only of the External of this name.")]
+_All = Annotated[bool, typer.Option("--all", help="All of them (of --group, --name, if given).")]
+
+
+@app.command()
+@failing_clearly
+def run(
+    spec: _Spec,
+    once: Annotated[bool, typer.Option("--once", help="End when nothing is left but for people to decide.")] = False,
+    database_url: SinkUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Call and settle what is reserved, until SIGTERM or with --once until all is settled. Several may run."""
+    import structlog
+
+    from outbox._app import logs
+    from spark_jobs.sink import connect
+
+    settings = load(database_url=database_url)
+    logs.configure(settings.log_level, settings.log_format)
+    external = _external(spec, settings)
+    url = settings.require_database()
+    log = structlog.get_logger("external").bind(external=external.name)
+    stop = threading.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: stop.set())
+
+    def report(text: str, figures: Mapping[str, Any]) -> None:
+        log.info(text, **figures)
+
+    counts = external.drain(
+        lambda: connect(url, f"outbox external {external.name}"),
+        stop,
+        until="settled" if once else "stopped",
+        report=report,
+        patience=60.0 if once else None,
+    )
+    figures = counts.as_dict()
+    if as_json:
+        print_json(figures)
+    else:
+        typer.echo(
+            f"{figures['name']}: {figures['confirmed']} confirmed, {figures['cancelled']} cancelled, "
+            f"{figures['stuck']} stuck, in {figures['attempts']} attempts"
+        )
+
+
+@app.command("list")
+@failing_clearly
+def list_reservations(
+    database_url: SinkUrl = None,
+    group: _Group = None,
+    name: _Name = None,
+    unsettled: Annotated[bool, typer.Option("--open", help="Also those that are not settled yet.")] = False,
+    limit: Annotated[int, typer.Option(min=1, max=100_000)] = 100,
+    as_json: AsJson = False,
+) -> None:
+    """List what is stuck, and what the provider said against a settlement; the oldest first."""
+    from spark_jobs.external.reservations import OPEN, Chosen
+
+    states = ("stuck", *OPEN) if unsettled else ("stuck",)
+    with _desk(database_url) as desk:
+        rows = desk.find(Chosen(group, name), states, limit)
+        counts = desk.counts(Chosen(group, name))
+    if as_json:
+        print_json({"counts": counts, "reservations": rows})
+        return
+    for row in rows:
+        doubt = ", may have happened" if row["unsure"] else ""
+        behind = f", {row['waiting_behind']} wait behind it" if row["waiting_behind"] else ""
+        typer.echo(
+            f"{row['message_id']}  {row['grp']}/{row['name']}  {row['topic']}-{row['part']} offset "
+            f"{row['message_offset']}  {row['state']}{doubt}, {row['attempts']} attempts{behind}: "
+            f"{row['conflict'] or row['last_error'] or ''}"
+        )
+    typer.echo(", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "no reservations")
+
+
+@app.command()
+@failing_clearly
+def retry(
+    message_ids: _Ids = None,
+    database_url: SinkUrl = None,
+    group: _Group = None,
+    name: _Name = None,
+    everything: _All = False,
+    not_done: Annotated[
+        bool, typer.Option("--not-done", help="The provider was asked, and has nothing under these keys.")
+    ] = False,
+    why: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have stuck ones tried again, with the same keys. Those behind them follow."""
+    if not_done and not message_ids:
+        raise ConfigurationError("--not-done: name the message ids that the provider was asked about")
+    with _desk(database_url) as desk:
+        ids = desk.retry(_chosen(message_ids, group, name, everything), not_done=not_done, why=why)
+    _tell("retried", ids, "will be tried again", message_ids, as_json)
+
+
+@app.command()
+@failing_clearly
+def cancel(
+    why: Annotated[str, typer.Option("--reason", help="Why; it is kept in the audit.")],
+    message_ids: _Ids = None,
+    database_url: SinkUrl = None,
+    group: _Group = None,
+    name: _Name = None,
+    everything: _All = False,
+    as_json: AsJson = False,
+) -> None:
+    """Have the caller take back stuck ones, and those that wait for a call. They are never called again."""
+    require_reason(why, "why it is not to happen")
+    with _desk(database_url) as desk:
+        ids = desk.cancel(_chosen(message_ids, group, name, everything), why)
+    _tell("cancelling", ids, "will be cancelled", message_ids, as_json)
+
+
+@app.command()
+@failing_clearly
+def settle(
+    spec: _Spec,
+    message_id: Annotated[UUID, typer.Argument(help="Message id.")],
+    outcome: Annotated[Literal["confirmed", "cancelled"], typer.Option("--as", help="What the provider told you.")],
+    why: Annotated[str, typer.Option("--reason", help="How you know; it is kept in the audit.")],
+    database_url: SinkUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Write down what became of a stuck one, or of one in conflict, without calling anybody."""
+    from spark_jobs.external.caller import Caller
+    from spark_jobs.sink import connect
+
+    require_reason(why, "how you know")
+    settings = load(database_url=database_url)
+    external = _external(spec, settings)
+    url = settings.require_database()
+    caller = Caller(external, lambda: connect(url, f"outbox external {external.name}"))
+    caller.settle_by_hand(message_id, confirmed=outcome == "confirmed", why=why)
+    if as_json:
+        print_json({"message_id": str(message_id), "state": outcome})
+    else:
+        typer.echo(f"{message_id} is {outcome}")
+
+
+@app.command()
+@failing_clearly
+def forget(
+    days: Annotated[int, typer.Option(min=0, help="Settled more than so many days ago.")],
+    database_url: SinkUrl = None,
+    group: _Group = None,
+    name: _Name = None,
+    as_json: AsJson = False,
+) -> None:
+    """Delete settled ones that are old enough: older than any message that may still come a second time."""
+    from spark_jobs.external.reservations import Chosen
+
+    with _desk(database_url) as desk:
+        count = desk.forget(Chosen(group, name), days)
+    if as_json:
+        print_json({"forgotten": count})
+    else:
+        typer.echo(f"{count} reservations were deleted")
+
+
+def _external(spec: str, settings: Settings) -> External:
+    from spark_jobs.external.caller import find_external
+
+    # It may live in the working directory, as with `python -m`.
+    sys.path.insert(0, str(Path.cwd()))
+    external = find_external(spec)
+    if external.schema != settings.consumer_schema:
+        raise ConfigurationError(
+            f"{spec} is declared with schema={external.schema!r}, and consumer_schema is {settings.consumer_schema!r}"
+        )
+    return external
+
+
+@contextmanager
+def _desk(database_url: str | None) -> Iterator[Desk]:
+    from spark_jobs.external.reservations import Desk
+    from spark_jobs.sink import clear_errors, connect
+
+    settings = load(database_url=database_url)
+    connection: psycopg.Connection[Any]
+    with (
+        connect(settings.require_database(), "outbox external") as connection,
+        clear_errors("looking at reservations"),
+    ):
+        yield Desk(connection, settings.consumer_schema)
+
+
+def _chosen(ids: Sequence[UUID] | None, group: str | None, name: str | None, everything: bool) -> Chosen:
+    from spark_jobs.external.reservations import Chosen
+
+    require_choice(ids, everything, "message ids", "--group, --name for some of them")
+    return Chosen(group, name, ids or None)
+
+
+def _tell(word: str, ids: Sequence[str], what: str, asked: Sequence[UUID] | None, as_json: bool) -> None:
+    if as_json:
+        print_json({word: ids})
+    else:
+        typer.echo(f"{len(ids)} {what}")
+    missing = {str(one) for one in asked or ()} - set(ids)
+    if missing:
+        from spark_jobs.external.reservations import NoSuchReservation
+
+        raise NoSuchReservation(f"no reservations that this can be done with: {', '.join(sorted(missing))}")

@@ -1,0 +1,235 @@
+"""``outbox offsets …``: how far consumer groups are beside what Kafka has, and moving them by hand."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from outbox._app.console import AsJson, SinkUrl, failing_clearly, print_json, require_reason, table_console
+from outbox.errors import ConfigurationError
+from relay.config import client_options, load
+
+if TYPE_CHECKING:
+    from spark_jobs.admin.offsets import Group, Move, Moved, Offsets, Position, Wanted
+
+app = typer.Typer(help="Where consumer groups stand: look, and move them by hand.", no_args_is_help=True)
+
+_Why = Annotated[str, typer.Option("--reason", help="Why; it is kept in the audit.")]
+_Topic = Annotated[str, typer.Option("--topic")]
+_DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would change.")]
+_Skip = Annotated[bool, typer.Option("--skip", help="Pass over messages for good; the audit says which.")]
+_New = Annotated[bool, typer.Option("--new", help="The group may be one that has never run.")]
+_Wait = Annotated[float, typer.Option("--wait", min=0.0, help="Seconds to wait for a task of the group that commits.")]
+
+
+@app.command()
+@failing_clearly
+def show(
+    group: Annotated[str | None, typer.Option("--group", help="Only this consumer group.")] = None,
+    database_url: SinkUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show each partition's next offset beside Kafka's first and last, and losses that nobody has accepted.
+
+    Exit status 1 when Kafka does not answer; what is stored is shown all the same.
+    """
+    with _offsets(database_url) as offsets:
+        groups, away = offsets.show(group)
+    if as_json:
+        print_json({"groups": [asdict(one) for one in groups], "kafka_error": away})
+    else:
+        for one in groups:
+            _show(one)
+        if not groups:
+            typer.echo("no groups")
+    if away is not None:
+        typer.echo(f"outbox: {away}", err=True)
+        raise typer.Exit(1)
+
+
+@app.command("set")
+@failing_clearly
+def set_offset(
+    group: Annotated[str, typer.Argument()],
+    topic: Annotated[str, typer.Argument()],
+    partition: Annotated[int, typer.Argument(min=0)],
+    offset: Annotated[int, typer.Argument(min=0, help="The next one to apply.")],
+    why: _Why,
+    dry_run: _DryRun = False,
+    skip: _Skip = False,
+    new: _New = False,
+    wait: _Wait = 60.0,
+    database_url: SinkUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have a group go on from an offset of one partition. A consumer that runs is fenced: start it again.
+
+    Going back is safe: what was applied is known by its id. Going forward loses messages to this group: --skip.
+    """
+    require_reason(why, "why; it is kept in the audit")
+    with _offsets(database_url) as offsets:
+        moved = offsets.reset(
+            group, topic, offset, why, part=partition, skip=skip, dry_run=dry_run, new=new, wait_seconds=wait
+        )
+    _tell(moved, as_json=as_json)
+
+
+@app.command()
+@failing_clearly
+def reset(
+    group: Annotated[str, typer.Argument()],
+    topic: _Topic,
+    to: Annotated[
+        str,
+        typer.Option(help="earliest, latest, a time such as 2026-01-31T12:00:00Z, or loss: accept what Kafka lost."),
+    ],
+    why: _Why,
+    dry_run: _DryRun = False,
+    skip: _Skip = False,
+    new: _New = False,
+    wait: _Wait = 60.0,
+    database_url: SinkUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have a group go on elsewhere in all partitions of a topic, and accept its losses there.
+
+    ``--to loss`` goes to the nearest place from which the group can go on: after retention the first message that is
+    left, after a cut where the log ended, and the beginning of a topic that was created again. A consumer that runs is
+    fenced: start it again. Going back is safe: what was applied is known by its id.
+    """
+    require_reason(why, "why; it is kept in the audit")
+    wanted = _wanted(to)
+    with _offsets(database_url) as offsets:
+        moved = offsets.reset(group, topic, wanted, why, skip=skip, dry_run=dry_run, new=new, wait_seconds=wait)
+    _tell(moved, as_json=as_json)
+
+
+@app.command()
+@failing_clearly
+def forget(
+    group: Annotated[str, typer.Argument()],
+    topic: _Topic,
+    why: _Why,
+    dry_run: _DryRun = False,
+    wait: _Wait = 60.0,
+    database_url: SinkUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Have a group forget a topic that its job no longer reads: offsets and losses. Ids stay remembered."""
+    require_reason(why, "why; it is kept in the audit")
+    with _offsets(database_url) as offsets:
+        moved = offsets.forget(group, topic, why, dry_run=dry_run, wait_seconds=wait)
+    _tell(moved, as_json=as_json)
+
+
+def _wanted(to: str) -> Wanted:
+    named: dict[str, Wanted] = {"earliest": "earliest", "latest": "latest", "loss": "loss"}
+    if to in named:
+        return named[to]
+    try:
+        time = dt.datetime.fromisoformat(to)
+    except ValueError:
+        raise ConfigurationError(
+            f"--to {to}: say earliest, latest, loss, or a time as in 2026-01-31T12:00:00Z"
+        ) from None
+    return time if time.tzinfo is not None else time.replace(tzinfo=dt.UTC)
+
+
+@contextmanager
+def _offsets(database_url: str | None) -> Iterator[Offsets]:
+    from spark_jobs.admin.offsets import Offsets
+    from spark_jobs.driver.kafka_admin import KafkaView
+    from spark_jobs.sink import connect
+
+    settings = load(database_url=database_url)
+    kafka = KafkaView(client_options(settings))
+    with connect(settings.require_database(), "outbox offsets") as connection:
+        yield Offsets(connection, settings.consumer_schema, kafka)
+
+
+def _tell(moved: Moved, *, as_json: bool) -> None:
+    if as_json:
+        print_json(asdict(moved))
+        return
+    changing = [one for one in moved.moves if one.changes]
+    for one in changing:
+        typer.echo(f"{moved.topic}-{one.part}: {_line(one)}")
+    if any(one.again for one in changing):
+        typer.echo("what was applied is known by its id and dropped, as long as ids are remembered")
+        if moved.forgotten_before is not None:
+            typer.echo(
+                f"messages of days before {moved.forgotten_before} whose ids are not known any more become dead "
+                "letters (too-old)"
+            )
+    if moved.dry_run:
+        if any(one.skipped for one in changing):
+            typer.echo("this needs --skip")
+        typer.echo("nothing was changed: --dry-run" if changing else "nothing would change")
+    elif moved.generation is None:
+        typer.echo("nothing to change")
+    else:
+        losses = f", {len(moved.accepted)} losses accepted" if moved.accepted else ""
+        typer.echo(
+            f"{moved.group} is in generation {moved.generation} now{losses}; a consumer that was running is fenced: "
+            "start it again"
+        )
+    if moved.unshown is not None:
+        typer.echo(f"outbox: Kafka's own tools show it only after the next round: {moved.unshown}", err=True)
+
+
+def _line(one: Move) -> str:
+    before, after = ("-" if at is None else f"{at:,}" for at in (one.before, one.after))
+    notes = []
+    if one.again:
+        notes.append(f"{one.again:,} come again")
+    if one.skipped is not None:
+        notes.append(f"skips {one.skipped[0]:,} to {one.skipped[1] - 1:,}")
+    if one.after is None:
+        notes.append("forgotten")
+    elif one.topic_id_before not in {None, one.topic_id}:
+        notes.append("the topic is another")
+    return f"{before} → {after}" + (f"  ({', '.join(notes)})" if notes else "")
+
+
+def _show(group: Group) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("partition", "next", "lag", "pinned", "first", "end", "high watermark", "moved at", "")
+    for column in table.columns[1:7]:
+        column.justify = "right"
+    for one in group.positions:
+        table.add_row(*(Text(cell) for cell in _cells(one)))
+    console = table_console()
+    taken = f"generation {group.generation}, taken over by {group.owner} at {_time(group.taken_at)}"
+    console.print(f"{group.group}: {taken}", markup=False, highlight=False)
+    if group.forgotten_before is not None:
+        console.print(f"ids of days before {group.forgotten_before} are no longer all remembered", highlight=False)
+    if group.positions:
+        console.print(table)
+    for loss in group.losses:
+        found = f"loss {loss['id']}, {loss['kind']}, found at {_time(loss['found_at'])}: {loss['detail']}"
+        console.print(found, markup=False, highlight=False)
+    for topic in sorted({loss["topic"] for loss in group.losses}):
+        command = f"outbox offsets reset {group.group} --topic {topic} --to loss --reason …"
+        console.print(f"accept: {command}", markup=False, highlight=False)
+
+
+def _cells(one: Position) -> list[str]:
+    counts = [one.next_offset, one.lag, one.pinned, one.first, one.end, one.high_watermark]
+    moved = "not read yet" if one.updated_at is None else _time(one.updated_at)
+    return [
+        f"{one.topic}-{one.part}",
+        *("-" if count is None else f"{count:,}" for count in counts),
+        moved,
+        one.trouble or "",
+    ]
+
+
+def _time(time: dt.datetime) -> str:
+    return f"{time.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S} UTC"

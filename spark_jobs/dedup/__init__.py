@@ -1,0 +1,1 @@
+"""Which messages were applied before."""

@@ -1,0 +1,73 @@
+"""Ids into processed_messages by COPY: a third of what it costs to have the database take them out of ``batch``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import psycopg
+import pyarrow as pa
+from psycopg import sql
+
+from spark_jobs import ids as identity
+from spark_jobs.ids import Ids
+from spark_jobs.postgres.copying import HEAD, POSTGRES_DAY, TAIL, Unfit
+
+if TYPE_CHECKING:
+    from spark_jobs.dedup.strategies import Book
+
+
+def ids_of(texts: pa.Array) -> Ids:
+    """Return the ids of a batch, to be kept while it goes by. Raises Unfit for a text that is no UUID as 8-4-4-4-12."""
+    ids, wrong = identity.parsed(texts)
+    if wrong.any():
+        raise Unfit("an id that is no UUID")
+    return ids
+
+
+def copy_ids(cursor: psycopg.Cursor[Any], book: Book, batches: Sequence[Ids]) -> None:
+    """Add ids, under the days that they hold. Raises UniqueViolation when one is there, or is twice.
+
+    In the order of days and then of ids, which is also that of the table's partitions: two transactions with the same
+    ids wait for each other in one direction only.
+    """
+    ids = identity.in_order(_joined(batches))
+    into = sql.SQL("COPY {} (grp, day, message_id) FROM STDIN (FORMAT binary)").format(
+        sql.Identifier(book.schema, "processed_messages")
+    )
+    with cursor.copy(into) as copy:
+        copy.write(HEAD)
+        copy.write(_rows(book.group.encode(), identity.days(ids), ids))
+        copy.write(TAIL)
+
+
+def any_before(batches: Sequence[Ids], day: int) -> bool:
+    """Return whether an id's day is before this one, in days since 1970-01-01. Ids without a time have day 0."""
+    found = identity.days(_joined(batches))
+    return bool(((found < day) & (found != 0)).any())
+
+
+def _joined(batches: Sequence[Ids]) -> Ids:
+    return np.concatenate([np.zeros((0, 16), np.uint8), *batches])
+
+
+def _rows(group: bytes, days: Any, ids: Ids) -> bytes:
+    """Spell rows of three fields, each behind its length, in the order of the network."""
+    spelt = np.zeros(
+        len(ids),
+        [
+            ("fields", ">i2"),
+            ("group_length", ">i4"),
+            ("group", np.uint8, (len(group),)),
+            ("day_length", ">i4"),
+            ("day", ">i4"),
+            ("id_length", ">i4"),
+            ("id", np.uint8, (16,)),
+        ],
+    )
+    spelt["fields"] = 3
+    spelt["group_length"], spelt["group"] = len(group), np.frombuffer(group, np.uint8)
+    spelt["day_length"], spelt["day"] = 4, days - POSTGRES_DAY
+    spelt["id_length"], spelt["id"] = 16, ids
+    return spelt.tobytes()

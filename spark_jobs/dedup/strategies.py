@@ -1,0 +1,398 @@
+"""How a job keeps an event from having its effect twice. Which to choose for which sink: docs/strategies.md.
+
+| strategy    | needs                              | costs                  | can't do                                |
+|-------------|------------------------------------|------------------------|-------------------------------------------|
+| Dedup       | an id in each message              | a row in a table each  | know ids it was made to forget          |
+| Natural     | an effect that may be done again   | nothing                | sums, counters; sources that repeat late |
+| Version     | a version that rises with a change | a look at the sink     | anything but the newest state of a key  |
+| Fingerprint | nothing                            | a hash and a row each  | tell two equal events from a repeat     |
+
+Re-reads after a crash are no matter of these: offsets move with the effect. They are for what the producer's side
+sends twice under two offsets.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Final, LiteralString
+
+import psycopg
+from psycopg import sql
+
+from spark_jobs.errors import JobError
+from spark_jobs.postgres.tables import DAY_OF_ID
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column
+
+    from spark_jobs.ids import Ids
+
+_REMEMBER: Final = """
+INSERT INTO {processed} (grp, day, message_id)
+SELECT %(grp)s, {day}, message_id FROM batch ORDER BY {day}, message_id"""
+# A message that stands twice in one batch: the lower offset is the first time.
+_DROP_REPEATS: Final = """
+DELETE FROM batch AS later USING batch AS first
+ WHERE later.message_id = first.message_id
+   AND (later.message_topic, later.message_part, later.message_offset)
+     > (first.message_topic, first.message_part, first.message_offset)"""
+# In the order of days and ids, as processed.copy_ids: two partitions that hold the same ids wait for each other in one
+# direction only.
+_REMEMBER_FRESH: Final = """
+WITH fresh AS (
+    INSERT INTO {processed} (grp, day, message_id)
+    SELECT %(grp)s, {day}, message_id FROM batch ORDER BY {day}, message_id
+        ON CONFLICT DO NOTHING RETURNING message_id)
+DELETE FROM batch WHERE NOT EXISTS (SELECT 1 FROM fresh WHERE fresh.message_id = batch.message_id)"""
+_FORGOTTEN_BEFORE: Final = "SELECT forgotten_before - date '1970-01-01' FROM {groups} WHERE grp = %(grp)s"
+_FORGOTTEN: Final = """
+SELECT DISTINCT message_topic, message_part, message_offset, groups.forgotten_before FROM batch, {groups} AS groups
+ WHERE groups.grp = %(grp)s AND {day} < groups.forgotten_before AND {day} <> date '1970-01-01'
+ ORDER BY 1, 2, 3 LIMIT %(most)s"""
+# What stands before a key's last tombstone is undone by it, whatever its version: after it the key begins anew.
+_DROP_ENDED: Final = """
+DELETE FROM batch USING (
+    SELECT DISTINCT ON (message_key) message_key, message_topic, message_part, message_offset
+      FROM batch WHERE message_tombstone
+     ORDER BY message_key, message_topic DESC, message_part DESC, message_offset DESC) AS ended
+ WHERE ended.message_key = batch.message_key
+   AND (batch.message_topic, batch.message_part, batch.message_offset)
+     < (ended.message_topic, ended.message_part, ended.message_offset)"""
+# A tombstone has no payload, so no key of the payload's: Kafka's key is its. Rows of one message have one rank: which
+# of them is the newest nobody can say, so all are kept.
+_KEEP_NEWEST: Final = """
+DELETE FROM batch USING (
+    SELECT ctid AS place, rank() OVER (
+               PARTITION BY {key}, CASE WHEN message_tombstone THEN message_key END ORDER BY {order}) AS rank
+      FROM batch) AS ranked
+ WHERE ranked.place = batch.ctid AND ranked.rank > 1"""
+_DROP_OLD: Final = """
+DELETE FROM batch USING {table} AS stored
+ WHERE {same} AND stored.{stored} >= batch.{version}{living}"""
+# Not one that comes after a tombstone of its key: the row it is older than is about to be deleted.
+_LIVING: Final = """
+   AND NOT EXISTS (
+       SELECT FROM batch AS gone
+        WHERE gone.message_tombstone AND gone.message_key = batch.message_key
+          AND (gone.message_topic, gone.message_part, gone.message_offset)
+            < (batch.message_topic, batch.message_part, batch.message_offset))"""
+_CHECK: Final = "SELECT {casts} FROM batch"
+# As a cast to the column's type has to spell it. Without the length of texts: a cast cuts off what is longer, without a
+# word, and an assignment refuses it; so for a domain it is the type that it is made of.
+_TYPES: Final = """
+WITH RECURSIVE known AS (
+    SELECT attnum, attname, atttypid AS type, atttypmod AS modifier FROM pg_attribute
+     WHERE attrelid = to_regclass(%(table)s) AND attnum > 0 AND NOT attisdropped
+     UNION ALL
+    SELECT attnum, attname, typbasetype, typtypmod FROM known JOIN pg_type ON pg_type.oid = type WHERE typtype = 'd')
+SELECT attname, format_type(type, CASE WHEN coalesce(nullif(typelem, 0), type) IN (
+           'varchar'::regtype, 'bpchar'::regtype, 'bit'::regtype, 'varbit'::regtype) THEN -1 ELSE modifier END)
+  FROM known JOIN pg_type ON pg_type.oid = type WHERE typtype <> 'd' ORDER BY attnum"""
+_CUTTING: Final = frozenset({"name", '"char"'})
+WHOLE_TIMES: Final = {
+    "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss[.SSSSSS]XXX",
+    "timestampNTZFormat": "yyyy-MM-dd'T'HH:mm:ss[.SSSSSS]",
+}
+"""Options for Spark's to_json, which writes milliseconds otherwise: two times would be one."""
+
+_LATEST: Final = "message_topic DESC, message_part DESC, message_offset DESC"
+
+Place = tuple[str, int, int]
+"""Topic, partition and offset of a message."""
+
+Known = Sequence["Ids"] | None
+"""The ids of the rows in ``batch``; None when only the database has them."""
+
+
+class _Remembering:
+    """What strategies have in common that keep a row for each id."""
+
+    __slots__ = ()
+    remembers: ClassVar[bool] = True
+
+    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:
+        """Leave in ``batch`` only what was never applied. ``suspect``: repeats are likely, so do not try without."""
+        if not suspect:
+            try:
+                with cursor.connection.transaction():
+                    if ids is None:
+                        book.run(cursor, _REMEMBER)
+                    else:
+                        from spark_jobs.dedup import processed
+
+                        processed.copy_ids(cursor, book, ids)
+                return
+            except psycopg.errors.UniqueViolation:
+                # Something repeats. The savepoint took the ids back; find out which, the slower way.
+                pass
+        cursor.execute("ANALYZE batch")
+        cursor.execute(_DROP_REPEATS)
+        book.run(cursor, _REMEMBER_FRESH)
+
+    def check(self, cursor: psycopg.Cursor[Any]) -> None:
+        """Nothing of a row is compared with a table."""
+
+    def too_old(self, cursor: psycopg.Cursor[Any], book: Book, most: int) -> list[tuple[Place, str]]:
+        """Return the first messages whose day the group has forgotten, each with an explanation."""
+        # Most groups have forgotten nothing that could come again, and then no row has to be looked at.
+        if forgotten_before(cursor, book) is None:
+            return []
+        rows = book.run(cursor, _FORGOTTEN, most=most).fetchall()
+        why = "its id is of a day before {}, and such ids are no longer all remembered: it may have been applied before"
+        return [((topic, part, offset), why.format(before)) for topic, part, offset, before in rows]
+
+
+class _Comparing:
+    """What strategies have in common that compare rows with each other, or with the sink's, and remember nothing."""
+
+    __slots__ = ()
+    remembers: ClassVar[bool] = False
+
+    def check(self, cursor: psycopg.Cursor[Any]) -> None:
+        """Raise what the database says when a row can't be compared."""
+
+    def too_old(self, cursor: psycopg.Cursor[Any], book: Book, most: int) -> list[tuple[Place, str]]:  # noqa: ARG002
+        """Nothing is remembered, so nothing is forgotten."""
+        return []
+
+
+@dataclass(frozen=True, slots=True)
+class Dedup(_Remembering):
+    """Remember the id of every message that was applied. The default."""
+
+    required: tuple[str, ...] = ("message_id",)
+
+
+@dataclass(frozen=True, slots=True)
+class Natural(_Comparing):
+    """The effect itself may be done again: an upsert by ``key``. Of a key's messages in a batch the last one is kept.
+
+    key  columns of ``batch``.
+    Nothing is remembered. A source that repeats an old message after a newer one sets the row back: use Version then.
+    """
+
+    key: Sequence[str]
+
+    def __post_init__(self) -> None:
+        _columns("Natural: key", self.key)
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The columns that may not be NULL."""
+        return tuple(self.key)
+
+    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002  one shape for all
+        """Leave in ``batch`` the last message of each key, with all of its rows."""
+        keys = sql.SQL(", ").join(map(sql.Identifier, self.key))
+        cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=sql.SQL(_LATEST)))
+
+
+@dataclass(frozen=True, slots=True)
+class Version(_Comparing):
+    """Only what is newer than the stored version is applied. Of a key's messages in a batch the newest is kept.
+
+    table       of the sink, as ``name`` or ``schema.name``: where the stored version stands.
+    key         columns of ``batch``; in the table they have the same names, or those of a mapping batch column →
+                column.
+    version     a column of ``batch`` that rises with every change of a key.
+    stored      the version's column in the table; the same name if not given.
+    tombstones  the effect deletes a key's row on its tombstone, and then writes what came after it: versions begin
+                anew there, and what stands before a key's last tombstone in a batch is left out. An effect that
+                passes tombstones over needs False. A job knows itself what its Upsert or Insert does.
+    """
+
+    table: str
+    key: Sequence[str] | Mapping[str, str]
+    version: str
+    stored: str | None = None
+    tombstones: bool = True
+
+    def __post_init__(self) -> None:
+        if not self.table or not self.version:
+            raise JobError("Version: table and version must be named")
+        _columns("Version: key", list(self.key))
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        """The columns that may not be NULL."""
+        return (*self.key, self.version)
+
+    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002
+        """Leave in ``batch`` the newest message of each key, if it is newer than what the table has."""
+        types, pairs, stored = self._resolved(cursor)
+        # Cast as the table has them: there 9 is less than 10, and the table's index serves.
+        casts = {here: _cast(here, types[there]) for here, there in pairs.items()}
+        version = _cast(self.version, types[stored])
+        order = version + sql.SQL(" DESC, " + _LATEST)
+        keys = sql.SQL(", ").join(casts.values())
+        if self.tombstones:
+            cursor.execute(_DROP_ENDED)
+        cursor.execute(sql.SQL(_KEEP_NEWEST).format(key=keys, order=order))
+        same = sql.SQL(" AND ").join(
+            sql.SQL("stored.{} = batch.").format(sql.Identifier(there)) + casts[here] for here, there in pairs.items()
+        )
+        cursor.execute(
+            sql.SQL(_DROP_OLD).format(
+                table=identifier(self.table),
+                same=same,
+                stored=sql.Identifier(stored),
+                version=version,
+                living=sql.SQL(_LIVING if self.tombstones else ""),
+            )
+        )
+
+    def check(self, cursor: psycopg.Cursor[Any]) -> None:
+        """Raise what the database says when a key or a version in ``batch`` is none that the table could have."""
+        types, pairs, stored = self._resolved(cursor)
+        casts = [_cast(here, types[there]) for here, there in pairs.items()]
+        casts.append(_cast(self.version, types[stored]))
+        cursor.execute(sql.SQL(_CHECK).format(casts=sql.SQL(", ").join(casts)))
+
+    def _resolved(self, cursor: psycopg.Cursor[Any]) -> tuple[dict[str, str], dict[str, str], str]:
+        """The table's types, the key's columns in batch and table, and the version's in the table. Raises JobError."""
+        pairs = dict(self.key) if isinstance(self.key, Mapping) else {name: name for name in self.key}
+        types = column_types(cursor, self.table)
+        stored = self.stored or self.version
+        for name in (*pairs.values(), stored):
+            if name not in types:
+                raise JobError(f"Version: {self.table} has no column {name}")
+            refuse_cutting(self.table, name, types[name])
+        return types, pairs, stored
+
+
+@dataclass(frozen=True, slots=True)
+class Fingerprint(_Remembering):
+    """For sources without ids: the id is made of the content (SHA-256), then as Dedup.
+
+    columns  what makes a message the same, of the decoded columns. None given: Kafka's key and value, as bytes.
+    time     a timestamp column of the content; goes with ``columns``, and is one of what makes a message the same. With
+             it ids hold a time and can be forgotten by day; without it they are kept for good.
+    """
+
+    columns: Sequence[str] = ()
+    time: str | None = None
+    required: tuple[str, ...] = ("message_id",)
+
+    def __post_init__(self) -> None:
+        if self.columns or isinstance(self.columns, str):
+            _columns("Fingerprint: columns", self.columns)
+        elif self.time is not None:
+            raise JobError("Fingerprint: time goes with columns")
+
+    @property
+    def decoded(self) -> bool:
+        """Return whether the id is made of decoded columns, and not of Kafka's own key and value."""
+        return bool(self.columns)
+
+    def message_id(self) -> Column:
+        """Return the id as a Spark column: a UUID of version 7 with ``time``, of version 8 without."""
+        from pyspark.sql import functions as F  # noqa: N812
+
+        if self.columns:
+            names = [*self.columns, *([self.time] if self.time is not None and self.time not in self.columns else [])]
+            # ignoreNullFields off: a NULL and a column that is not there are two contents.
+            options = {**WHOLE_TIMES, "ignoreNullFields": "false"}
+            content = F.to_json(F.struct(*map(F.col, names)), options).cast("binary")
+        else:
+            # NULL and empty are two contents, and the key's length keeps key and value apart.
+            content = F.concat(
+                F.coalesce(F.octet_length("key").cast("string"), F.lit("-")).cast("binary"),
+                F.lit(":").cast("binary"),
+                F.coalesce(F.col("key"), F.lit(b"")),
+                F.when(F.col("value").isNull(), F.lit(b"-")).otherwise(F.lit(b"+")),
+                F.coalesce(F.col("value"), F.lit(b"")),
+            )
+        digest = F.sha2(content, 256)
+        if self.time is None:
+            return uuid8(digest)
+        instant = F.lower(F.lpad(F.hex(F.unix_millis(F.col(self.time).cast("timestamp"))), 12, "0"))
+        return _uuid(instant, 7, digest)
+
+
+Strategy = Dedup | Natural | Version | Fingerprint
+
+
+@dataclass(frozen=True, slots=True)
+class Book:
+    """Where a group's ids are remembered."""
+
+    schema: str
+    group: str
+
+    def run(self, cursor: psycopg.Cursor[Any], query: LiteralString, **values: object) -> psycopg.Cursor[Any]:
+        """Execute with the tables' names and the group."""
+        names = {
+            "processed": sql.Identifier(self.schema, "processed_messages"),
+            "groups": sql.Identifier(self.schema, "groups"),
+            "day": sql.SQL(DAY_OF_ID),
+        }
+        return cursor.execute(sql.SQL(query).format(**names), {"grp": self.group, **values})
+
+
+def uuid8(digest: Column) -> Column:
+    """Return a UUID of version 8 (RFC 9562: contents of one's own) from a hash in hexadecimal digits."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    return _uuid(digest, 8, F.substring(digest, 13, 18))
+
+
+def _uuid(head: Column, version: int, rest: Column) -> Column:
+    """Spell a UUID: the first 12 hexadecimal digits of ``head``, the version, the first 18 of ``rest``."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    return F.concat(
+        F.substring(head, 1, 8),
+        F.lit("-"),
+        F.substring(head, 9, 4),
+        F.lit(f"-{version}"),
+        F.substring(rest, 1, 3),
+        F.lit("-8"),
+        F.substring(rest, 4, 3),
+        F.lit("-"),
+        F.substring(rest, 7, 12),
+    )
+
+
+def identifier(name: str) -> sql.Identifier:
+    """Return ``table`` or ``schema.table`` as an identifier. Raises JobError for anything else."""
+    parts = name.split(".")
+    if not 1 <= len(parts) <= 2 or not all(parts):
+        raise JobError(f"table: {name!r} must be NAME or SCHEMA.NAME")
+    return sql.Identifier(*parts)
+
+
+def _cast(name: str, kind: str) -> sql.Composed:
+    return sql.SQL("{}::{}").format(sql.Identifier(name), sql.SQL(kind))
+
+
+def column_types(cursor: psycopg.Cursor[Any], table: str) -> dict[str, str]:
+    """Return the columns of a table of the sink with their types. Raises JobError when there is no such table."""
+    if table == "batch":
+        raise JobError("table: batch is the name of the rows to apply; say which schema the sink's table is in")
+    name = identifier(table).as_string(cursor)
+    found: dict[str, str] = dict(cursor.execute(_TYPES, {"table": name}).fetchall())
+    if not found:
+        raise JobError(f"the sink has no table {table}; make it, or give the job's setup the SQL that does")
+    return found
+
+
+def refuse_cutting(table: str, name: str, kind: str) -> None:
+    """Raise JobError for a column of a type to which any cast or assignment cuts a text to fit, without a word."""
+    if kind in _CUTTING:
+        raise JobError(f"{table}: column {name} is of type {kind}, which cuts off a longer text; make it text")
+
+
+def forgotten_before(cursor: psycopg.Cursor[Any], book: Book) -> int | None:
+    """Return the day since 1970-01-01 before which the group's ids are not all remembered; None for no such day.
+
+    To be asked after the ids went in: the table is locked against DROP by then, so nothing can be forgotten between
+    this and COMMIT.
+    """
+    row = book.run(cursor, _FORGOTTEN_BEFORE).fetchone()
+    return None if row is None else row[0]
+
+
+def _columns(what: str, names: Sequence[str]) -> None:
+    if isinstance(names, str) or not names or not all(names):
+        raise JobError(f"{what}: must be a list of column names, not {names!r}")

@@ -1,0 +1,1 @@
+"""What runs in the driver: rounds, and all that decides what a round reads."""

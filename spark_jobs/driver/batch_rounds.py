@@ -1,0 +1,403 @@
+"""Rounds with ``atomic="batch"``: executors stage rows, one transaction of the driver applies all partitions at once.
+
+| step | where     | what                                                                                     |
+|------|-----------|------------------------------------------------------------------------------------------|
+| 1    | executors | rows into a staging table of this round, each attempt of a task under a name of its own  |
+| 2    | driver    | BEGIN; all offsets move; the rows of the attempts that reported are counted; dedup       |
+| 3    | executors | only with a shuffle: the transform, over what is no repeat, into a second table          |
+| 4    | driver    | counts; the effect; COMMIT; the round's tables are dropped                               |
+
+| crash point                         | result                                                                       |
+|-------------------------------------|------------------------------------------------------------------------------|
+| a task before or after its COMMIT   | Spark tries again under another name; what the first one left is never read  |
+| a task that nobody waits for writes | into a table that nobody reads; once that is dropped, its COPY fails         |
+| the driver before COMMIT            | rolled back, offsets too; the next one stages anew and drops what is left    |
+| COMMIT sent, answer lost            | the next round reads the offsets, which have moved                           |
+| the driver before it drops tables   | the next one does, with its first round                                      |
+| a table is locked (pg_dump, a task) | it is left to the next round, or to the next driver                          |
+| Postgres crashes                    | a staging table is unlogged and empty then; the count differs: tried again   |
+| the group was taken over            | before a table is made: Fenced; after that no offset moves: Fenced           |
+| a younger driver drops it meanwhile | the tasks' COPY fails, or the count differs; then the next attempt is Fenced |
+
+A table for each round, because rows that were deleted stay until VACUUM has seen them, which it can't while somebody's
+old transaction is open: then each round would read past those of all rounds before. A table takes some 30 rows of the
+catalogs instead, as the temporary table ``batch`` of any transaction does, and autovacuum keeps up with these. The
+first is made in a transaction that holds the group's row, the second while the round's transaction holds the offsets',
+so a driver that is superseded leaves none that its successor does not find.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Final
+
+import psycopg
+from psycopg import sql
+
+from spark_jobs.dedup.strategies import Natural, Place, Version
+from spark_jobs.driver.planner import Partition
+from spark_jobs.driver.rounds import Rounds, Span, State, Told
+from spark_jobs.effects.mapped import PLACED, Upsert
+from spark_jobs.errors import ConsumerUnavailable, JobError
+from spark_jobs.job import META
+from spark_jobs.letters import Retried
+from spark_jobs.payloads.decoding import PROBLEM
+from spark_jobs.postgres.batch_table import Applying, Broken, Culprit, Culprits, textual, without_unfit
+from spark_jobs.postgres.copying import copy_csv
+from spark_jobs.spark import session as spark
+from spark_jobs.task import input as task_input
+from spark_jobs.task import partition as task
+from spark_jobs.task.input import NO_INPUT, TaskInput
+from spark_jobs.task.partition import Feed, Stop, TaskPlan, Wish, culprits_text, stopping
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame
+
+_REPORT: Final = "staged_by string, rows long, culprits string, broken string"
+# Tables of a round and of no other: who holds one is a task that nobody waits for, or reads them all, as pg_dump does.
+_PATIENCE: Final = "SET LOCAL lock_timeout = '200ms'"
+# A message is one row there: no transform has seen it.
+_READ: Final = """
+CREATE TEMPORARY TABLE outbox_batch_read ON COMMIT DROP AS
+SELECT message_topic, message_part, message_offset FROM batch"""
+_REPEATS: Final = """
+SELECT message_topic, message_part, array_agg(message_offset ORDER BY message_offset) FROM outbox_batch_read AS r
+ WHERE NOT EXISTS (
+       SELECT FROM batch WHERE (batch.message_topic, batch.message_part, batch.message_offset)
+                             = (r.message_topic, r.message_part, r.message_offset))
+ GROUP BY 1, 2"""
+_OLDER: Final = r"""
+SELECT relname FROM pg_class
+ WHERE relkind = 'r' AND relnamespace = to_regnamespace(%(schema)s)
+   AND relname LIKE %(like)s AND split_part(relname, '_', 3)::bigint < %(generation)s"""
+
+
+@dataclass(frozen=True, slots=True)
+class _StagePlan:
+    """What an executor needs to stage rows."""
+
+    url: str
+    schema: str
+    table: str
+    group: str
+    columns: tuple[str, ...]
+    required: tuple[str, ...]
+    max_dead: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """What the executors staged: under which names, and how many rows."""
+
+    table: sql.Identifier
+    names: list[str]
+    rows: int
+
+
+Offsets = Mapping[Partition, Sequence[int]]
+"""Of messages that are left out, by partition: there may be as many as a round has."""
+
+
+class BatchRounds(Rounds):
+    """Applies rounds, each in one transaction of the driver."""
+
+    each_alone = False
+
+    _prepared: int | None = None
+
+    @functools.cached_property
+    def _made(self) -> list[sql.Identifier]:
+        """The staging tables that this driver has made and not dropped yet."""
+        return []
+
+    def _stand_behind(self, state: State, span: Span, keys: Mapping[tuple[str, bytes], None]) -> None:
+        # Spark reads, and a transform must not see these messages: they are looked for beforehand.
+        self._put_behind(state, span, keys)
+
+    def _attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
+        def rows(without: Offsets) -> DataFrame:
+            return spark.without_offsets(spark.chosen(self._source(span), self._job, state.dead), without)
+
+        try:
+            return self._apply(rows, span, state, generation, {})
+        except Stop as stop:
+            # One transaction, one answer: the first partition gives it, the others are tried again with it.
+            told = dict.fromkeys(span.ranges, Told("culprits", detail="[]"))
+            return told | {min(span.ranges): Told(stop.outcome, detail=stop.detail)}
+
+    def _attempt_retry(self, rows: DataFrame, letters: Sequence[Retried], state: State, generation: int) -> Told:
+        def chosen(without: Offsets) -> DataFrame:
+            return spark.without_offsets(spark.chosen(rows, self._job), without)
+
+        ids = {one.place: (one.id, one.reason) for one in letters}
+        try:
+            told = self._apply(chosen, Span({}, {}), state, generation, ids)
+        except Stop as stop:
+            return Told(stop.outcome, detail=stop.detail)
+        return Told("applied", sum(one.read for one in told.values()), sum(one.fresh for one in told.values()))
+
+    def _apply(
+        self,
+        rows: Callable[[Offsets], DataFrame],
+        span: Span,
+        state: State,
+        generation: int,
+        retried: Mapping[Place, Wish],
+    ) -> dict[Partition, Told]:
+        """Stage, then apply. Gives what became of each partition. Raises Stop."""
+        self._prepare(generation)
+        try:
+            return self._staged_and_applied(rows, span, state, generation, retried)
+        finally:
+            self._drop_made()
+
+    def _staged_and_applied(
+        self,
+        rows: Callable[[Offsets], DataFrame],
+        span: Span,
+        state: State,
+        generation: int,
+        retried: Mapping[Place, Wish],
+    ) -> dict[Partition, Told]:
+        messages = spark.decoded(rows({}), self._job)
+        result = spark.shaped(messages, self._job)
+        shuffled = self._job.transform is not None and spark.moves_rows(result, messages)
+        if shuffled:
+            self._check_shuffled(result)
+        # With a shuffle only who the messages are: that is what dedup needs, and their content is read again.
+        first = messages.select(*META, PROBLEM) if shuffled else result
+        first, columns = spark.copyable(first)
+        most = max(self._job.max_dead, len(retried))
+        with stopping("the round"):
+            staged = self._stage(first, columns, generation, self._job.strategy.required, most, ask=True)
+        plan = self._plan(span, state, generation, {} if shuffled else columns)
+        plan = replace(plan, columns=columns, max_dead=most)
+        name = f"outbox driver {self._job.group}"
+        with stopping("the round"), task.transaction(self._url, name, NO_INPUT) as cursor:
+            # The transaction stays open while executors work for it.
+            cursor.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
+            for partition in sorted(span.ranges):
+                if not task.move(cursor, plan, partition):
+                    raise ConsumerUnavailable(f"{partition[0]}-{partition[1]}: the range was applied meanwhile")
+            if retried and not task.hold(cursor, plan, retried):
+                return {}
+            applying = plan.applying(cursor)
+            self._take(applying, staged)
+            read = applying.per_partition()
+            before = applying.places() if retried else set()
+            if shuffled:
+                cursor.execute(_READ)
+            applying.reduce(suspect=bool(retried or plan.suspects), forgiven=task.forgiven(retried))
+            fresh = applying.per_partition()
+            taken = before
+            if fresh and shuffled:
+                repeats = {(topic, part): offsets for topic, part, offsets in cursor.execute(_REPEATS)}
+                applying = self._transformed(cursor, rows(repeats), plan, generation)
+                if span.ranges:
+                    self._require_all(rows(repeats), sum(fresh.values()))
+                taken = _taken(applying, before, repeats)
+            if retried:
+                task.resolve(cursor, plan, retried, fresh, taken)
+            _settle(cursor, plan, read, fresh)
+            if fresh:
+                applying.apply()
+        return {
+            partition: Told("applied", read.get(partition, 0), fresh.get(partition, 0))
+            for partition in (span.ranges or read)
+        }
+
+    def _transformed(self, cursor: psycopg.Cursor[Any], rows: DataFrame, plan: TaskPlan, generation: int) -> Applying:
+        """Run the transform over what is fresh, and put its result in the place of the messages."""
+        result, columns = spark.copyable(spark.shaped(spark.decoded(rows, self._job), self._job))
+        staged = self._stage(result, columns, generation, (), plan.max_dead, ask=False)
+        upsert = self._job.effect if isinstance(self._job.effect, Upsert) else None
+        if upsert:
+            upsert.note(cursor)
+        with_effect = replace(plan, columns=columns, effect=self._effect_after(columns), bisect=False)
+        cursor.execute("DROP TABLE batch")
+        applying = with_effect.applying(cursor)
+        self._take(applying, staged)
+        if upsert and (lost := upsert.missed(cursor, tuple(columns), self._store.column_types(upsert.table))):
+            raise Broken(
+                f"the transform has left out the tombstone {lost}, and with it the delete of a row that is there: join "
+                "from the left, and keep the rows with message_tombstone in every filter"
+            )
+        return applying
+
+    def _require_all(self, rows: DataFrame, messages: int) -> None:
+        """Raise ConsumerUnavailable unless the transform has read all messages whose ids are about to be remembered.
+
+        Of what is there now still it has: compaction takes messages away and brings none back.
+        """
+        if self._reading.compacted(self._job.topics) and (left := rows.count()) != messages:
+            raise ConsumerUnavailable(
+                f"Kafka compacted a topic between two reads: of {messages} messages {left} are left; the round is "
+                "tried again"
+            )
+
+    def _check_shuffled(self, result: DataFrame) -> None:
+        """Raise JobError for what can't work after a shuffle, before anything is staged."""
+        if isinstance(self._job.strategy, Natural | Version):
+            raise JobError(
+                "strategy: Natural and Version look at messages; with a shuffle there are none left to look at"
+            )
+        self._effect_after(spark.copyable(result)[1])
+
+    def _effect_after(self, columns: Mapping[str, str]) -> Any:
+        """Return the effect for what a shuffle has left. Its rows may still be messages, and then have their order."""
+        effect = self._job.effect
+        needed = PLACED | {"message_key"} if isinstance(effect, Upsert) and effect.deletes else PLACED
+        return self._effect(columns, placed=set(columns) >= needed, shuffled=True)
+
+    def _take(self, applying: Applying, staged: _Staged) -> None:
+        taken = applying.take(staged.table, staged.names)
+        if taken != staged.rows:
+            raise ConsumerUnavailable(
+                f"{staged.rows} rows were staged and {taken} are there: Postgres has crashed meanwhile, which empties "
+                "a staging table"
+            )
+
+    def _stage(
+        self,
+        rows: DataFrame,
+        columns: Mapping[str, str],
+        generation: int,
+        required: tuple[str, ...],
+        max_dead: int,
+        *,
+        ask: bool,
+    ) -> _Staged:
+        """Stage rows. Raises Culprits for messages, and Broken for rows of no one message, that can't be applied.
+
+        ask  make no table when the group is somebody else's now: Fenced. Not to be asked, from this other session,
+             while the round's transaction has the offsets: who takes the group over has its row, and waits for them.
+        """
+        table = f"{self._stem()}_{generation}_{uuid.uuid4().hex[:12]}"
+        fields = sql.SQL(", ").join(
+            sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in textual(columns).items()
+        )
+        named = sql.Identifier(self._schema, table)
+        # Before it is there: where COMMIT gets no answer, it may be.
+        self._made.append(named)
+        with self._store.transaction() as connection:
+            if ask:
+                self._store.require(connection, generation)
+            connection.execute(
+                sql.SQL(
+                    "CREATE UNLOGGED TABLE {} ({}, outbox_batch_staged_by text, outbox_batch_staged_at bigint)"
+                ).format(named, fields)
+            )
+        plan = _StagePlan(self._url, self._schema, table, self._job.group, tuple(columns), required, max_dead)
+        reports = rows.mapInArrow(lambda batches: _stage(plan, task_input.from_spark(batches)), _REPORT).collect()
+        broken = [row.broken for row in reports if row.broken]
+        if broken:
+            raise Broken(broken[0])
+        culprits = [culprit for row in reports for culprit in task.culprits_from(row.culprits)]
+        if culprits:
+            raise Culprits(sorted(culprits, key=lambda culprit: culprit.place)[: max_dead + 1])
+        return _Staged(
+            named,
+            [row.staged_by for row in reports],
+            sum(row.rows for row in reports),
+        )
+
+    def _prepare(self, generation: int) -> None:
+        """Drop what older generations of the group have left."""
+        if self._prepared == generation:
+            return
+        with self._store.transaction() as connection:
+            values = {
+                "schema": sql.Identifier(self._schema).as_string(connection),
+                "like": f"{self._stem()}\\_%",
+                "generation": generation,
+            }
+            older = [sql.Identifier(self._schema, name) for (name,) in connection.execute(_OLDER, values)]
+        if not [table for table in older if not self._drop(table)]:
+            self._prepared = generation
+
+    def _drop_made(self) -> None:
+        """Drop what this driver has staged, whatever became of the round."""
+        self._made[:] = [table for table in self._made if not self._drop(table)]
+
+    def _drop(self, table: sql.Identifier) -> bool:
+        """Drop a staging table. False when that has to be tried again: it is no reason for a round to fail."""
+        try:
+            with self._store.transaction() as connection:
+                connection.execute(_PATIENCE)
+                # The driver whose it is may be dropping it too.
+                connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(table))
+        except psycopg.Error:
+            return False
+        return True
+
+    def _stem(self) -> str:
+        return f"staged_{hashlib.sha256(self._job.group.encode()).hexdigest()[:12]}"
+
+
+def _settle(
+    cursor: psycopg.Cursor[Any], plan: TaskPlan, read: Mapping[Partition, int], fresh: Mapping[Partition, int]
+) -> None:
+    for partition in sorted(plan.ranges):
+        task.settle(cursor, plan, partition, read=read.get(partition, 0), fresh=fresh.get(partition, 0))
+
+
+def _taken(applying: Applying, messages: set[Place], repeats: Offsets) -> set[Place]:
+    """Return which messages were repeats or were kept by a transform.
+
+    Of rows that do not say which messages they are made of, all of these or none.
+    """
+    if not messages:
+        return messages
+    repeated = {(*partition, offset) for partition, offsets in repeats.items() for offset in offsets}
+    if applying.placed:
+        return repeated | applying.places()
+    return repeated | (messages if applying.count() else set())
+
+
+def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """Be the function of mapInArrow: COPY one partition's rows, under a name that no other attempt has."""
+    import pyarrow as pa
+
+    name = uuid.uuid4().hex
+    feed = Feed(plan.required, batches, plan.max_dead)
+    found: list[Culprit] = []
+    texts = [name for name, kind in textual(dict.fromkeys(plan.columns, "text")).items() if kind == "text"]
+    table = sql.Identifier(plan.schema, plan.table)
+
+    def named() -> Iterator[pa.RecordBatch]:
+        rows = 0
+        for batch in without_unfit(feed, texts, found, plan.max_dead):
+            order = pa.array(range(rows, rows + batch.num_rows), pa.int64())
+            rows += batch.num_rows
+            yield batch.append_column(
+                "outbox_batch_staged_by", pa.array([name] * batch.num_rows, pa.string())
+            ).append_column("outbox_batch_staged_at", order)
+
+    broken = ""
+    try:
+        with task.transaction(plan.url, f"outbox consumer {plan.group}", batches) as cursor:
+            copy_csv(cursor, table, [*plan.columns, "outbox_batch_staged_by", "outbox_batch_staged_at"], named())
+            found += feed.found
+            if found:
+                cursor.connection.rollback()
+    except Culprits as error:
+        # More than may become dead letters: what comes after them was not read.
+        found = list(error.found)
+    except Broken as error:
+        # Another try of the task would find the same: the driver is to say so.
+        broken = str(error)
+    except psycopg.errors.UndefinedTable as error:
+        raise ConsumerUnavailable(f"{plan.table} is gone: a younger driver has dropped it") from error
+    yield pa.RecordBatch.from_pydict(
+        {
+            "staged_by": [name],
+            "rows": pa.array([0 if found else feed.rows], pa.int64()),
+            "culprits": [culprits_text(found[: plan.max_dead + 1])],
+            "broken": [broken],
+        }
+    )

@@ -1,0 +1,275 @@
+"""What the driver asks Kafka: topic ids, first and last stable offsets; and the group's lag for Kafka's own tools."""
+
+from __future__ import annotations
+
+import datetime as dt
+import functools
+import logging
+import time
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final
+
+from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec  # type: ignore[attr-defined]
+
+from spark_jobs.driver.planner import Extent, Partition
+from spark_jobs.errors import ConsumerError
+from spark_jobs.spark.errors import is_refusal, of_kafka
+
+_SECONDS: Final = 20.0
+_REFUSAL_SECONDS: Final = 0.5
+_EARLIEST: Final = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
+_LATEST: Final = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+# A broker that has just started, a topic that was just made, a leader that moves: not every broker has heard of it at
+# once. These are librdkafka's own reasons to ask for the metadata anew and repeat a question for offsets; its admin
+# client repeats nothing.
+_UNHEARD_SECONDS: Final = 3.0
+_UNHEARD: Final = frozenset(
+    {
+        KafkaError.UNKNOWN_TOPIC_OR_PART,
+        KafkaError.NOT_LEADER_FOR_PARTITION,
+        KafkaError.LEADER_NOT_AVAILABLE,
+        KafkaError.REPLICA_NOT_AVAILABLE,
+        KafkaError.KAFKA_STORAGE_ERROR,
+        KafkaError.FENCED_LEADER_EPOCH,
+        KafkaError.UNKNOWN_LEADER_EPOCH,
+        KafkaError.OFFSET_NOT_AVAILABLE,
+        # None of the partitions has a leader. A documented name, in spite of the underscore.
+        KafkaError._NOENT,  # noqa: SLF001
+    }
+)
+
+
+class TopicMissing(ConsumerError):
+    """A topic of the job does not exist."""
+
+    def __init__(self, text: str, topics: Sequence[str] = ()) -> None:
+        super().__init__(text)
+        self.topics = tuple(topics)
+
+
+@dataclass(frozen=True, slots=True)
+class Survey:
+    """Topics as Kafka has them now. ``missing``: those that do not exist."""
+
+    ids: Mapping[str, str]
+    extents: Mapping[Partition, Extent]
+    missing: tuple[str, ...]
+
+
+class KafkaView:
+    """Kafka as the planner sees it.
+
+    options   librdkafka's: addresses and credentials.
+    seconds   how long a question may take.
+    """
+
+    def __init__(self, options: Mapping[str, str], *, seconds: float = _SECONDS) -> None:
+        self._options = dict(options)
+        self._seconds = seconds
+        self._logger = logging.getLogger("spark_jobs.librdkafka")
+        self._logger.setLevel(logging.CRITICAL + 1)
+        # What brokers have said while no request waited: a request itself only times out when none lets it in.
+        self._refusals: deque[KafkaError] = deque(maxlen=1)
+        settings: dict[str, Any] = {**options, "error_cb": functools.partial(_hear, self._refusals)}
+        self._admin = AdminClient(settings, logger=self._logger)
+        self._shown: dict[str, _Shown] = {}
+
+    def look(
+        self, topics: Sequence[str], *, high_watermarks: bool = False
+    ) -> tuple[dict[str, str], dict[Partition, Extent]]:
+        """Return each topic's id and each partition's extent for a read_committed reader.
+
+        high_watermarks   ask for these too: one more request to each broker, so not on every round.
+
+        Raises TopicMissing, NotAuthorized, or ConsumerUnavailable when the brokers do not answer.
+        """
+        survey = self.survey(topics, high_watermarks=high_watermarks)
+        if survey.missing:
+            raise TopicMissing(
+                f"there is no topic {' or '.join(survey.missing)}; create it, or name another with --topic",
+                survey.missing,
+            )
+        return dict(survey.ids), dict(survey.extents)
+
+    def survey(self, topics: Sequence[str], *, high_watermarks: bool = False) -> Survey:
+        """The same as ``look``, for topics that need not exist.
+
+        A topic that is missing, or has no leader just now, is asked for again for a few seconds.
+        """
+        deadline = time.monotonic() + _UNHEARD_SECONDS
+        while True:
+            try:
+                survey = self._survey(topics, high_watermarks)
+                if not survey.missing or time.monotonic() > deadline:
+                    return survey
+            except KafkaException as error:
+                if _code(error) not in _UNHEARD or time.monotonic() > deadline:
+                    raise self._failure(error) from error
+            time.sleep(0.2)
+
+    def ends(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
+        """Return where each partition's committed messages end now. Raises ConsumerUnavailable."""
+        try:
+            return _offsets(self._ask(partitions, _LATEST, committed=True))
+        except KafkaException as error:
+            raise self._failure(error) from error
+
+    def at_time(self, partitions: Iterable[Partition], when: dt.datetime) -> dict[Partition, int | None]:
+        """Return the offset of the first message at or after a time; None where all are older.
+
+        Raises ConsumerUnavailable when the brokers do not answer.
+        """
+        spec = OffsetSpec.for_timestamp(int(when.timestamp() * 1000))
+        try:
+            found = _offsets(self._ask(partitions, spec, committed=True))
+        except KafkaException as error:
+            raise self._failure(error) from error
+        return {partition: None if offset < 0 else offset for partition, offset in found.items()}
+
+    def _result(self, future: Future[Any]) -> Any:
+        """Return a request's result. Raises NotAuthorized as soon as a broker refuses: it would only time out."""
+        while True:
+            try:
+                return future.result(_REFUSAL_SECONDS)
+            except TimeoutError:
+                if not future.done():
+                    self._admin.poll(0)
+                    if self._refusals:
+                        raise of_kafka(self._refusals.pop(), "Kafka") from None
+
+    def _failure(self, error: KafkaException) -> ConsumerError:
+        """Return what a failed request means. Also for a topic that went between two requests: it is missing next."""
+        self._admin.poll(0)
+        refused = self._refusals.pop() if self._refusals else error.args[0]
+        return of_kafka(refused, "Kafka does not answer")
+
+    def compacted(self, topics: Iterable[str]) -> bool:
+        """Return whether Kafka may compact one of the topics. True as well where it does not tell: it is a right."""
+        asked = self._admin.describe_configs(
+            [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics], request_timeout=self._seconds
+        )
+        try:
+            return any("compact" in str(one.result()["cleanup.policy"].value) for one in asked.values())
+        except KafkaException:
+            return True
+
+    def _survey(self, topics: Sequence[str], high_watermarks: bool) -> Survey:
+        from confluent_kafka import TopicCollection
+
+        described, missing = {}, []
+        found = self._admin.describe_topics(TopicCollection(list(topics)), request_timeout=self._seconds)
+        for name, future in found.items():
+            try:
+                described[name] = self._result(future)
+            except KafkaException as error:
+                if _code(error) != KafkaError.UNKNOWN_TOPIC_OR_PART:
+                    raise
+                missing.append(name)
+        partitions = [(name, part.id) for name, topic in described.items() for part in topic.partitions]
+        # Whoever refused the client before has let it in now.
+        self._refusals.clear()
+        # All on their way before the first answer.
+        asked = [self._ask(partitions, spec, committed=True) for spec in (_EARLIEST, _LATEST)]
+        if high_watermarks:
+            asked.append(self._ask(partitions, _LATEST, committed=False))
+        first, end, *high = map(_offsets, asked)
+        return Survey(
+            {name: str(topic.topic_id) for name, topic in described.items()},
+            {
+                partition: Extent(first[partition], end[partition], high[0][partition] if high else None)
+                for partition in partitions
+            },
+            tuple(sorted(missing)),
+        )
+
+    def _ask(self, partitions: Iterable[Partition], spec: Any, *, committed: bool) -> Mapping[Any, Future[Any]]:
+        from confluent_kafka import IsolationLevel
+
+        level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
+        wanted = {TopicPartition(topic, part): spec for topic, part in partitions}
+        if not wanted:
+            return {}
+        answers: Mapping[Any, Future[Any]] = self._admin.list_offsets(
+            wanted, isolation_level=level, request_timeout=self._seconds
+        )
+        return answers
+
+    def show_lag(self, group: str, offsets: Mapping[Partition, int], seconds: float = 5.0) -> str | None:
+        """Tell Kafka how far the group is. Nobody here reads it back, so a failure is only reported, as text.
+
+        Waits at most so many seconds for the answer, and not at all while an earlier one is still to come. With 0 it is
+        the answers to earlier ones that count, and ``lag_shown`` waits for the last.
+        """
+        if group not in self._shown:
+            self._shown[group] = _Shown(self._options, group, self._logger)
+        return self._shown[group].show(offsets, seconds)
+
+    def lag_shown(self, group: str, seconds: float = 5.0) -> str | None:
+        """Wait for what was told last, if anything was. Gives the failure as text."""
+        return self._shown[group].heard(seconds) if group in self._shown else None
+
+
+_NO_ANSWER: Final = "no answer yet"
+
+
+class _Shown:
+    """A group's position in Kafka, written by a consumer that joins nothing.
+
+    Not by the admin client: what it asks a group's coordinator times out again and again once the broker has restarted,
+    and librdkafka may end the whole process then (a failed assertion, ``eonce->refcnt > 0``).
+    """
+
+    def __init__(self, options: Mapping[str, str], group: str, logger: logging.Logger) -> None:
+        self._unanswered = 0
+        self._problem: str | None = None
+        own: dict[str, Any] = {
+            "group.id": group,
+            "enable.auto.commit": False,
+            # The shortest that brokers take: so long the client waits for a coordinator, also when it is let go.
+            "session.timeout.ms": 6000,
+            "on_commit": self._answered,
+        }
+        self._consumer = Consumer({**options, **own}, logger=logger)
+
+    def show(self, offsets: Mapping[Partition, int], seconds: float) -> str | None:
+        positions = [TopicPartition(topic, part, offset) for (topic, part), offset in sorted(offsets.items())]
+        # Answers that came since the last round are heard here; those that did not, nobody waits for.
+        self._consumer.poll(0)
+        late = self._unanswered > 0
+        try:
+            self._consumer.commit(offsets=positions, asynchronous=True)
+        except KafkaException as error:
+            return str(error)
+        self._unanswered += 1
+        if seconds and not late:
+            return self.heard(seconds)
+        return _NO_ANSWER if late else self._problem
+
+    def heard(self, seconds: float) -> str | None:
+        deadline = time.monotonic() + seconds
+        while self._unanswered and time.monotonic() < deadline:
+            self._consumer.poll(0.05)
+        return _NO_ANSWER if self._unanswered else self._problem
+
+    def _answered(self, error: KafkaError | None, positions: Sequence[TopicPartition]) -> None:
+        self._unanswered -= 1
+        problems = [error, *(position.error for position in positions)]
+        self._problem = next((str(problem) for problem in problems if problem is not None), None)
+
+
+def _hear(refusals: deque[KafkaError], error: KafkaError) -> None:
+    if is_refusal(error):
+        refusals.append(error)
+
+
+def _offsets(answers: Mapping[Any, Future[Any]]) -> dict[Partition, int]:
+    return {(at.topic, at.partition): answer.result().offset for at, answer in answers.items()}
+
+
+def _code(error: KafkaException) -> int | None:
+    inner = error.args[0]
+    return inner.code() if isinstance(inner, KafkaError) else None

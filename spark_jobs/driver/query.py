@@ -1,0 +1,302 @@
+"""``run(job)``: a consumer in a thread of its own, with a handle like Spark's StreamingQuery.
+
+The handle's names are those of pyspark's StreamingQuery, camelCase and all: who knows one knows the other, and code
+that waits for queries, stops them or shows their progress takes both. It differs where a consumer does:
+
+- ``id`` and ``name`` are the group, which is what survives a restart; ``runId`` is new for each run.
+- ``exception()`` and ``awaitTermination()`` give the consumer's own error (spark_jobs.errors), not Spark's.
+- ``lastProgress`` also counts applied, duplicates and dead.
+
+Nothing is installed in the process: no signal handler, no exit hook. A thread that ends with its process leaves what a
+killed driver leaves, and that is nothing to clean up. Several handles may run beside each other in one Spark, each with
+a group of its own; a second one of the same group takes it over, and the first one ends with Fenced.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import threading
+import time
+import uuid
+from collections import deque
+from collections.abc import Mapping
+from datetime import UTC, datetime
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from spark_jobs.driver.planner import Partition
+from spark_jobs.driver.rounds import Span
+from spark_jobs.driver.runner import Options, Report, Runner, Totals
+from spark_jobs.errors import JobError
+from spark_jobs.spark import session as spark_session
+from spark_jobs.spark.installed import connector_jars, require_installed
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+    from spark_jobs.job import ConsumerJob
+
+Trigger = Literal["once", "continuous"] | float
+_RECENT: Final = 100
+_COUNTED: Final = ("read", "applied", "duplicates", "dead")
+
+
+def run(
+    job: ConsumerJob,
+    spark: SparkSession | None = None,
+    trigger: Trigger = "once",
+    *,
+    database_url: str | None = None,
+    kafka: Mapping[str, str] | None = None,
+    consumer_schema: str | None = None,
+    spark_kafka: Mapping[str, str] | None = None,
+    max_records: int = 200_000,
+    keep_days: int | None = None,
+    driver_records: int | None = None,
+    patience: float = 60.0,
+    report: Report | None = None,
+) -> ConsumerQuery:
+    """Start a consumer in a thread of its own, and return its handle at once.
+
+    spark    the session, or None: the one that there is, else a new one as ``outbox consume`` starts it. The consumer
+             works in a clone, so its settings are not the session's; temporary views and functions are there as they
+             were at the start.
+    trigger  "once": what is committed in Kafka now, then the end. "continuous": what comes, until stopped. Or a number:
+             the same, but a round begins no sooner than so many seconds after the one before.
+    report   told what happens, in the consumer's thread: a text and its figures.
+
+    The others are settings: those not given are read where ``outbox consume`` reads them, from ``OUTBOX_…`` and the
+    file. Raises ConfigurationError and JobError for what can be seen to be wrong before anything is started; what
+    happens later is in ``exception()``.
+    """
+    if trigger not in {"once", "continuous"}:
+        if isinstance(trigger, bool | str) or not (math.isfinite(trigger) and trigger > 0):
+            raise JobError(f"trigger: must be 'once', 'continuous', or seconds above 0, not {trigger!r}")
+        trigger = float(trigger)
+    require_installed()
+    # Not before: executors import what a job's module does, and have no pydantic.
+    from outbox._app.settings import reaching
+    from spark_jobs import settings as consumer_settings
+
+    given = {"keep_days": keep_days, "driver_records": driver_records}
+    settings = consumer_settings.load(
+        database_url=database_url,
+        kafka=None if kafka is None else dict(kafka),
+        consumer_schema=consumer_schema,
+        spark=None if spark_kafka is None else {"kafka": dict(spark_kafka)},
+        consumer={name: value for name, value in given.items() if value is not None},
+    )
+    options = Options(
+        url=settings.require_database(),
+        kafka=reaching(settings.require_kafka()),
+        schema=settings.consumer_schema,
+        reader=settings.spark.kafka,
+        max_records=max_records,
+        keep_days=settings.consumer.keep_days,
+        driver_records=settings.consumer.driver_records,
+        max_bytes=settings.consumer.max_bytes,
+        patience=patience,
+    )
+    if spark is None:
+        spark = spark_session.active() or spark_session.start(
+            f"outbox {job.group}",
+            jars=() if settings.spark_packages or spark_session.submitted() else connector_jars(),
+            packages=settings.spark_packages,
+            conf=settings.spark.conf,
+        )
+    return ConsumerQuery(spark_session.beside(spark), job, options, trigger, report or (lambda _, __: None))
+
+
+class ConsumerQuery:
+    """A consumer that runs. Made by ``run``; see there, and pyspark's StreamingQuery for what the methods do."""
+
+    def __init__(
+        self, session: SparkSession, job: ConsumerJob, options: Options, trigger: Trigger, report: Report
+    ) -> None:
+        from pyspark import InheritableThread
+
+        self._job = job
+        self._trigger = trigger
+        self._told = report
+        self._run_id = str(uuid.uuid4())
+        self._stop = threading.Event()
+        self._changed = threading.Condition()
+        self._ended = False
+        self._error: BaseException | None = None
+        self._caught_up_at = -math.inf
+        self._message = "Initializing consumer"
+        self._busy = False
+        self._counted = dict.fromkeys(_COUNTED, 0)
+        self._last_round_at = time.monotonic()
+        self._progress: deque[dict[str, Any]] = deque(maxlen=_RECENT)
+        self._runner = Runner(session, job, options, self._report, self._caught_up)
+        # Its JVM thread has the local properties of the one that started it, such as the scheduler's pool.
+        self._thread = InheritableThread(self._work, name=f"outbox {job.group}", daemon=True)
+        self._thread.start()
+
+    def __repr__(self) -> str:
+        return f"<ConsumerQuery {self.id!r}: {self.status['message']}>"
+
+    @property
+    def id(self) -> str:
+        """The group: what stays the same when the consumer is started again."""
+        return self._job.group
+
+    @property
+    def name(self) -> str:
+        """The group."""
+        return self._job.group
+
+    @property
+    def runId(self) -> str:  # noqa: N802  as StreamingQuery spells it, and so below
+        """Another one for each run."""
+        return self._run_id
+
+    @property
+    def isActive(self) -> bool:  # noqa: N802
+        """Return whether the consumer is still running."""
+        return not self._ended
+
+    @property
+    def totals(self) -> Totals:
+        """The figures of this run."""
+        return self._runner.totals
+
+    @property
+    def status(self) -> dict[str, Any]:
+        """What it is doing: ``message``, ``isDataAvailable``, ``isTriggerActive``."""
+        with self._changed:
+            return {"message": self._message, "isDataAvailable": self._busy, "isTriggerActive": self._busy}
+
+    @property
+    def lastProgress(self) -> dict[str, Any] | None:  # noqa: N802
+        """The last round, with StreamingQueryProgress's names; None before the first one."""
+        with self._changed:
+            return self._progress[-1] if self._progress else None
+
+    @property
+    def recentProgress(self) -> list[dict[str, Any]]:  # noqa: N802
+        """The last hundred rounds."""
+        with self._changed:
+            return list(self._progress)
+
+    def exception(self) -> BaseException | None:
+        """Return what ended it; None while it runs, and when nothing was wrong."""
+        return self._error
+
+    def stop(self) -> None:
+        """Let the running round end, and then the consumer; returns when it has. Raises nothing of the consumer's."""
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join()
+
+    def awaitTermination(self, timeout: float | None = None) -> bool | None:  # noqa: N802
+        """Wait until it has ended, and raise what ended it. With a time-out in seconds: return whether it has ended."""
+        if timeout is not None and timeout <= 0:
+            raise ValueError(f"timeout: must be above 0, not {timeout!r}")
+        with self._changed:
+            ended = self._changed.wait_for(lambda: self._ended, timeout)
+        if self._error is not None:
+            raise self._error
+        return None if timeout is None else ended
+
+    def processAllAvailable(self) -> None:  # noqa: N802
+        """Wait until all that is committed in Kafka by now is applied, or it has ended; raise what ended it."""
+        asked = time.monotonic()
+        with self._changed:
+            self._changed.wait_for(lambda: self._ended or self._caught_up_at >= asked)
+        if self._error is not None:
+            raise self._error
+
+    # In the consumer's thread.
+
+    def _work(self) -> None:
+        try:
+            with self._runner as runner:
+                if self._trigger == "once":
+                    runner.once(self._stop)
+                elif self._trigger == "continuous":
+                    runner.continuous(self._stop)
+                else:
+                    assert isinstance(self._trigger, float)
+                    runner.continuous(self._stop, self._trigger)
+        except BaseException as error:  # noqa: BLE001  whoever asks has it
+            self._error = error
+            self._say(f"Terminated with exception: {error}", busy=False)
+        else:
+            self._say("Stopped", busy=False)
+        finally:
+            with self._changed:
+                self._ended = True
+                self._changed.notify_all()
+
+    def _say(self, message: str, *, busy: bool) -> None:
+        with self._changed:
+            self._message, self._busy = message, busy
+
+    def _caught_up(self, looked_at: float) -> None:
+        with self._changed:
+            self._caught_up_at = looked_at
+            self._message, self._busy = "Waiting for data to arrive", False
+            self._changed.notify_all()
+
+    def _report(self, text: str, figures: Mapping[str, Any]) -> None:
+        if text == "round":
+            self._add_round(figures, self._runner.span)
+            self._say("Processing new data", busy=True)
+        elif text == "waiting for a server":
+            self._say(f"Waiting for a server: {figures['error']}", busy=False)
+        elif text == "waiting for a lock":
+            self._say(f"Waiting for a lock: {figures['blocked_by']}", busy=True)
+        self._told(text, figures)
+
+    def _add_round(self, totals: Mapping[str, Any], span: Span | None) -> None:
+        now = time.monotonic()
+        counts = {name: totals[name] - self._counted[name] for name in _COUNTED}
+        self._counted = {name: totals[name] for name in _COUNTED}
+        seconds, since = totals["round_seconds"], now - self._last_round_at
+        self._last_round_at = now
+        milliseconds = round(seconds * 1000)
+        rates = {
+            "inputRowsPerSecond": round(counts["read"] / since, 1) if since > 0 else 0.0,
+            "processedRowsPerSecond": round(counts["read"] / seconds, 1) if seconds > 0 else 0.0,
+        }
+        began = datetime.fromtimestamp(time.time() - seconds, UTC)
+        progress = {
+            "id": self.id,
+            "runId": self.runId,
+            "name": self.name,
+            "timestamp": began.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
+            "batchId": totals["rounds"] - 1,
+            "batchDuration": milliseconds,
+            "durationMs": {"triggerExecution": milliseconds},
+            "numInputRows": counts["read"],
+            **rates,
+            "applied": counts["applied"],
+            "duplicates": counts["duplicates"],
+            "dead": counts["dead"],
+            "sources": [_source(span, self._job, counts["read"], rates)],
+            "sink": {"description": "Postgres", "numOutputRows": counts["applied"]},
+        }
+        with self._changed:
+            self._progress.append(progress)
+
+
+def _source(span: Span | None, job: ConsumerJob, rows: int, rates: Mapping[str, float]) -> dict[str, Any]:
+    """Return where a round's messages were: offsets as Spark's Kafka source spells them."""
+    ranges = {} if span is None else span.ranges
+    return {
+        "description": f"Kafka[{', '.join(job.topics)}]" if span is not None else "dead letters",
+        "startOffset": _offsets({partition: one.start for partition, one in ranges.items()}),
+        "endOffset": _offsets({partition: one.end for partition, one in ranges.items()}),
+        "latestOffset": _offsets({} if span is None else span.log_ends),
+        "numInputRows": rows,
+        **rates,
+    }
+
+
+def _offsets(values: Mapping[Partition, int]) -> str:
+    by_topic: dict[str, dict[str, int]] = {}
+    for (topic, part), offset in sorted(values.items()):
+        by_topic.setdefault(topic, {})[str(part)] = offset
+    return json.dumps(by_topic)

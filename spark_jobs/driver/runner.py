@@ -1,0 +1,545 @@
+"""The driver's loop: plan, read, apply, report; until the end (``once``) or until stopped (``continuous``).
+
+| what happens                       | what follows                                                                    |
+|------------------------------------|---------------------------------------------------------------------------------|
+| driver dies in a round             | some partitions have moved, others not; the next run reads the database         |
+| driver dies, and not by itself     | what waits when the next one starts is for executors: it may be a message       |
+| driver is started twice            | the younger takes the group over; the older is fenced at its next transaction   |
+| Kafka or Postgres is away          | waited out, with backoff (``continuous`` for as long as it takes)               |
+| a range holds only markers         | the driver moves the partition on, by the same compare-and-swap                 |
+| a message can't be applied         | it becomes a dead letter in the transaction that moves the offsets; see rounds  |
+| the effect itself fails            | its partition is rolled back, the job ends and says which                       |
+| Kafka lost what was not read       | recorded, and the job ends                                                      |
+| the same messages fail again       | ever fewer of them are read, until one is known; see poison                     |
+| Kafka refuses the credentials      | tried again for some minutes, then the job ends                                 |
+| somebody keeps a lock on the sink  | waited for, and reported: which session it is                                   |
+| SIGTERM                            | the running round ends, then the loop                                           |
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import re
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Final, Self
+
+import psycopg
+
+from spark_jobs.driver.batch_rounds import BatchRounds
+from spark_jobs.driver.kafka_admin import KafkaView, TopicMissing
+from spark_jobs.driver.planner import (
+    Extent,
+    Partition,
+    Range,
+    Stored,
+    find_losses,
+    halt,
+    new_partitions,
+    next_turn,
+    plan,
+    waiting_for_others,
+)
+from spark_jobs.driver.poison_search import SAME, Search
+from spark_jobs.driver.rounds import Counts, Reading, Rounds, Span
+from spark_jobs.errors import (
+    BadMessage,
+    ConsumerError,
+    ConsumerUnavailable,
+    CorruptRecords,
+    DataLost,
+    InputCut,
+    Interrupted,
+    JobError,
+    NotAuthorized,
+    WorkerLost,
+)
+from spark_jobs.job import ConsumerJob
+from spark_jobs.postgres.batch_table import shown as described
+from spark_jobs.postgres.group_store import Store
+from spark_jobs.postgres.lock_monitor import Watch
+from spark_jobs.postgres.progress import progress
+from spark_jobs.postgres.retention import KEEP_DAYS
+from spark_jobs.sink import AWAY
+from spark_jobs.spark import job_groups
+from spark_jobs.spark.errors import MAY_PASS, first_line
+from spark_jobs.task.reader import ReaderSettings, close_kept
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+
+_LOOK_SECONDS: Final = 1.0
+"""How often an idle driver looks into the sink: whether the group is still its own, and for dead letters to retry."""
+_OF_MESSAGES: Final = (Interrupted, InputCut, WorkerLost, CorruptRecords)
+"""These may be the fault of a message, although the servers answer."""
+_DEADLY: Final = (InputCut, WorkerLost, CorruptRecords)
+"""And these do not pass, once a single message has been tried alone."""
+_PINNED_SECONDS: Final = 5.0
+"""How often Kafka is asked what waits behind open transactions: a request more than a round needs."""
+
+
+MAX_BYTES: Final = 512 * 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a job is run. All times in seconds.
+
+    url, schema  the sink's database, and the schema of the consumers' tables there.
+    kafka        librdkafka's options for the driver: addresses and credentials.
+    reader       the Java client's options for the executors, over READER_OPTIONS.
+    max_records  at most this many messages a round, over all partitions.
+    max_bytes    and at most about so many bytes, as far as the rounds before say how large a topic's messages are.
+    idle_seconds how often ``continuous`` asks Kafka for new messages when there were none.
+    patience     how long ``once`` waits for a server that is away.
+    keep_days    how long ids are remembered; see retention.
+    verdict_seconds  for so long a single message must fail by itself before the job ends with its place: an executor
+                 that is lost now and then is no message's fault.
+    refused_seconds  for so long Kafka may refuse the credentials: somebody may be changing them.
+    driver_records  rounds of up to so many messages run in the driver, where the job allows it; see rounds.
+    """
+
+    url: str = field(repr=False)
+    kafka: Mapping[str, str] = field(repr=False)
+    schema: str = "consumer"
+    reader: Mapping[str, str] = field(default_factory=dict, repr=False)
+    max_records: int | None = 200_000
+    max_bytes: int = MAX_BYTES
+    idle_seconds: float = 0.05
+    patience: float = 60.0
+    max_backoff_seconds: float = 5.0
+    keep_days: int = KEEP_DAYS
+    driver_records: int = 2_000
+    verdict_seconds: float = 30.0
+    refused_seconds: float = 300.0
+
+
+@dataclass
+class Totals:
+    """What a run has done.
+
+    applied     fresh messages, and dead letters that were tried again with success.
+    duplicates  messages that had been applied before; or, with Natural and Version, were not the newest of their key.
+    dead        messages that became dead letters.
+    """
+
+    group: str
+    read: int = 0
+    applied: int = 0
+    duplicates: int = 0
+    dead: int = 0
+    rounds: int = 0
+    seconds: float = 0.0
+
+    @property
+    def rows_per_second(self) -> float:
+        """Messages read a second, over the whole run."""
+        return round(self.read / self.seconds, 1) if self.seconds else 0.0
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures for ``--json``."""
+        return {**asdict(self), "seconds": round(self.seconds, 3), "rows_per_second": self.rows_per_second}
+
+
+Report = Callable[[str, Mapping[str, Any]], None]
+"""Told what happens: a short text and its figures."""
+
+
+class Runner:
+    """Runs one job in one Spark session. Taking the group over is the first thing it does.
+
+    report     told what happens.
+    caught_up  told by ``continuous`` that there was nothing to do, with the time at which it began to look, by the
+               monotonic clock.
+    """
+
+    def __init__(
+        self,
+        session: SparkSession,
+        job: ConsumerJob,
+        options: Options,
+        report: Report,
+        caught_up: Callable[[float], None] | None = None,
+    ) -> None:
+        if not job.topics:
+            raise JobError(f"topics: the job {job.group} names none; only a job for exactly_once does without")
+        self._session = session
+        self._job = job
+        self._options = options
+        self._report = report
+        self._kafka = KafkaView(options.kafka)
+        owner = f"{socket.gethostname()}-{os.getpid()}"
+        self._store = Store(options.url, options.schema, job.group, owner)
+        self._generation: int | None = None
+        self._turn: list[Partition] | None = None
+        self._search = Search(options.verdict_seconds)
+        self._narrowed = False
+        self._shown: dict[Partition, int] = {}
+        self._row_bytes: dict[str, int] = {}
+        self._ends_before: dict[Partition, dict[Partition, int]] = {}
+        self._added: set[Partition] = set()
+        kind = BatchRounds if job.atomic == "batch" else Rounds
+        reading = Reading(
+            options.kafka["bootstrap.servers"],
+            options.reader,
+            self._kafka.compacted,
+            ReaderSettings(dict(options.kafka), job.group),
+            options.driver_records,
+        )
+        self._rounds = kind(session, job, reading, options.url, options.schema, self._store)
+        self._day_made_at: float | None = None
+        self._pinned: dict[Partition, int] = {}
+        self._pinned_at: float | None = None
+        self._ends: Mapping[Partition, int] = {}
+        self._totals = Totals(job.group)
+        self._started = time.monotonic()
+        self._span: Span | None = None
+        self._caught_up = caught_up or (lambda _: None)
+
+    def close(self) -> None:
+        """Close the driver's session. A context manager does it at its end."""
+        if self._generation is not None:
+            # A hint for the next driver, and no more: without it that one is careful.
+            with suppress(psycopg.Error):
+                self._store.end(self._generation)
+        self._store.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def totals(self) -> Totals:
+        """The figures so far."""
+        self._totals.seconds = time.monotonic() - self._started
+        return self._totals
+
+    @property
+    def pinned(self) -> Mapping[Partition, int]:
+        """Offsets that wait behind a transaction which is open, where there are any; some seconds old."""
+        return self._pinned
+
+    @property
+    def span(self) -> Span | None:
+        """The ranges of the round that was reported last; None if it tried dead letters again."""
+        return self._span
+
+    def once(self, stop: threading.Event) -> Totals:
+        """Apply everything that is committed in Kafka now. Raises a ConsumerError when that is not possible."""
+        targets: dict[Partition, Extent] | None = None
+
+        def step() -> bool:
+            nonlocal targets
+            if targets is None:
+                targets = self._look(self._begin())[1]
+                self._announce(targets)
+            return not self._round(targets)
+
+        done = False
+        with self._watch(), self._spark():
+            while not done and not stop.is_set():
+                done = self._waiting_for_servers(step, stop, self._options.patience)
+        self._report_lag(self._kafka.lag_shown(self._job.group))
+        return self.totals
+
+    def continuous(self, stop: threading.Event, every: float = 0.0) -> Totals:
+        """Apply what comes, until stopped. Waits for servers that are away for as long as it takes.
+
+        every  a round begins no sooner than so many seconds after the one before.
+        """
+        with self._watch(), self._spark():
+            while not stop.is_set():
+                began = time.monotonic()
+                nothing_left = self._waiting_for_servers(lambda: not self._round(None), stop, None)
+                if nothing_left and not stop.is_set():
+                    self._caught_up(began)
+                if every:
+                    stop.wait(max(0.0, began + every - time.monotonic()))
+                elif nothing_left:
+                    self._idle(stop)
+        self._report_lag(self._kafka.lag_shown(self._job.group))
+        return self.totals
+
+    def _idle(self, stop: threading.Event) -> None:
+        """Wait for new messages. Returns after a second without any: there may be dead letters to be tried again."""
+        deadline = time.monotonic() + _LOOK_SECONDS
+        while time.monotonic() < deadline and not stop.wait(self._options.idle_seconds):
+            try:
+                if self._kafka.ends(self._ends) != self._ends:
+                    return
+            except ConsumerUnavailable:
+                # The next round meets the same, and waits for it.
+                return
+
+    def _watch(self) -> Watch:
+        return Watch(self._options.url, self._job.group, self._report)
+
+    def _begin(self) -> int:
+        """Take the group over, once for the life of this runner."""
+        if self._generation is None:
+            self._store.require_utf8()
+            self._store.setup(self._job.setup)
+            self._generation = self._store.take_over()
+            self._report("group taken over", {"group": self._job.group, "generation": self._generation})
+        if self._day_made_at is None or time.monotonic() - self._day_made_at > 3600:
+            for upkeep in (
+                self._store.make_days(self._options.keep_days),
+                self._store.forget_days(self._options.keep_days),
+            ):
+                if upkeep.problem:
+                    self._report("days of processed_messages", {"problem": upkeep.problem})
+            self._day_made_at = time.monotonic()
+        return self._generation
+
+    def _announce(self, targets: Mapping[Partition, Extent]) -> None:
+        """Say how much there is to do; what Kafka counts, markers included."""
+        stored = self._store.stored(self._job.topics)
+        if self._begins_at_end(stored):
+            targets = {}
+        waiting = [
+            max(0, extent.end - (stored[partition].next_offset if partition in stored else extent.first))
+            for partition, extent in targets.items()
+        ]
+        self._report("planned", {"messages": sum(waiting), "partitions": len(waiting)})
+
+    def _round(self, targets: Mapping[Partition, Extent] | None) -> bool:
+        """Apply one batch, up to ``targets`` if given. Says whether there may be more to do."""
+        generation = self._begin()
+        # Before the look: whatever of the group's offsets is known then, Kafka's ends are at or behind it.
+        state = self._store.state(self._job.topics, generation, keep_order=self._job.keep_order)
+        stored = state.stored
+        ids, known = self._look(generation)
+        if self._store.was_killed and not self._rounds.not_here:
+            # A message that crashes a library would end this driver like the one before; a worker's end it survives.
+            self._rounds.not_here = {partition: extent.end for partition, extent in known.items()}
+        extents = known if targets is None else _until(targets, known, stored)
+        with self._recorded(generation):
+            at_end = self._begins_at_end(stored)
+            fresh = self._ready(new_partitions(stored, extents, ids, self._job.group, at_end=at_end), stored, extents)
+            if fresh:
+                starts = {partition: extents[partition].end for partition in fresh} if at_end else None
+                self._store.add(fresh, ids, generation, starts)
+                if starts:
+                    shown = {f"{topic}-{part}": end for (topic, part), end in sorted(starts.items())}
+                    self._report("the group begins at the ends of its topics", {"offsets": shown})
+                stored = self._store.stored(self._job.topics)
+            if targets is not None:
+                # A partition added while ``once`` runs is for the next run; the ends of this one are fixed.
+                stored = {partition: here for partition, here in stored.items() if partition in extents or fresh}
+            turn = self._turn = self._last_read() if self._turn is None else self._turn
+            ranges = plan(
+                stored,
+                extents,
+                ids,
+                self._options.max_records,
+                self._job.group,
+                turn=turn,
+                row_bytes=self._row_bytes,
+                max_bytes=self._options.max_bytes,
+            )
+        began = time.monotonic()
+        self._span = None
+        retried = self._rounds.retry(generation) if state.retry_waits else Counts()
+        if retried.read:
+            self._count(retried, began)
+        if not ranges:
+            self._show_where(stored)
+            return retried.left
+        ranges = self._search.narrowed(ranges)
+        log_ends = {partition: known[partition].end for partition in ranges}
+        began = time.monotonic()
+        # Before the round: one that fails must not keep those that wait behind it.
+        self._turn = next_turn(turn, ranges)
+        self._span = Span(ranges, log_ends)
+        try:
+            counts = self._rounds.apply(self._span, generation)
+        except ConsumerError as error:
+            self._blame(ranges, error)
+            raise
+        self._search.passed(ranges)
+        self._note_sizes(counts)
+        self._count(counts, began, passed=sum(span.end - span.start for span in ranges.values()))
+        # Nobody waits for the answer before the next round is read.
+        ends = {partition: span.end for partition, span in ranges.items()}
+        self._shown |= ends
+        self._report_lag(self._kafka.show_lag(self._job.group, ends, seconds=0))
+        return True
+
+    def _show_where(self, stored: Mapping[Partition, Stored]) -> None:
+        """Show Kafka where the group has got to beyond its rounds' ends: to the next messages, or to the log's end."""
+        further = {
+            partition: here.next_offset
+            for partition, here in stored.items()
+            if self._shown.get(partition, here.next_offset) < here.next_offset
+        }
+        if further:
+            self._shown |= further
+            self._report_lag(self._kafka.show_lag(self._job.group, further, seconds=0))
+
+    def _note_sizes(self, counts: Counts) -> None:
+        """Note how large a topic's messages are. Large ones are remembered for some rounds: more may come."""
+        for topic, (rows, size) in counts.sizes.items():
+            if rows:
+                self._row_bytes[topic] = max(size // rows, self._row_bytes.get(topic, 0) // 2)
+
+    def _blame(self, ranges: Mapping[Partition, Range], error: ConsumerError) -> None:
+        """Note which ranges failed. Raises BadMessage where it has come down to a single message."""
+        by_partition = error.by_partition or dict.fromkeys(ranges, error)
+        certain = bool(error.by_partition) or len(ranges) == 1
+        for partition, why in by_partition.items():
+            if not isinstance(why, _OF_MESSAGES) or partition not in ranges:
+                continue
+            # Without the figures, as of offsets and tasks.
+            same = re.sub(r"\d+", "#", f"{type(why).__name__} {first_line(why)}")
+            self._narrowed |= self._search.failed({partition: ranges[partition]}, same, certain=certain)
+            offset = self._search.found(partition)
+            if offset is not None and isinstance(why, _DEADLY):
+                topic, part = partition
+                raise BadMessage(
+                    f"{topic}-{part} offset {offset} can't be applied: by itself it failed {SAME} times or more, in "
+                    f"{self._options.verdict_seconds:g} s at least, the last time with: {first_line(why)}. The group "
+                    f"stands before it, nothing was skipped. `outbox offsets set {self._job.group} {topic} {part} "
+                    f"{offset + 1} --skip --reason …` passes over it"
+                ) from error
+
+    def _ready(
+        self, fresh: list[Partition], stored: Mapping[Partition, Stored], extents: Mapping[Partition, Extent]
+    ) -> list[Partition]:
+        """Return the new partitions that may be read.
+
+        Until then the group does not know them, so the next driver looks at them anew, and waits for later ends.
+        """
+        known = {topic for topic, _ in stored}
+        # Of a topic that is new to the group, all at once. An added one without messages says nothing yet: producers
+        # hear of it minutes later, and until then the messages of its keys go to the others.
+        fresh = [one for one in fresh if one[0] not in known or extents[one].end > 0]
+        added = [one for one in fresh if one[0] in known]
+        self._ends_before = {one: ends for one, ends in self._ends_before.items() if one in added}
+        if added and not self._ends_before.keys() >= set(added):
+            # After they were seen to have messages; what an open transaction holds back has come before these, too.
+            _, later = self._kafka.look(self._job.topics, high_watermarks=True)
+            for one in added:
+                ends = {at: there.high_watermark or there.end for at, there in later.items() if at[0] == one[0]}
+                self._ends_before.setdefault(one, {at: end for at, end in ends.items() if at in stored})
+        waiting = waiting_for_others(fresh, stored, self._ends_before)
+        if waiting - self._added:
+            shown = sorted(f"{topic}-{part}" for topic, part in waiting)
+            self._report(
+                "new partitions wait until the others have been read to their current ends", {"partitions": shown}
+            )
+        self._added = waiting
+        return [partition for partition in fresh if partition not in waiting]
+
+    def _begins_at_end(self, stored: Mapping[Partition, Stored]) -> bool:
+        """Return whether partitions that the group does not know begin at their ends: those that it begins with."""
+        return self._job.start == "latest" and not stored and self._store.is_new()
+
+    def _last_read(self) -> list[Partition]:
+        """Return the partitions in the order in which the group's drivers have moved them, the one longest ago first.
+
+        Asked for once: from then on this driver knows it, whatever the database's clock does.
+        """
+        with self._store.transaction() as connection:
+            rows = progress(connection, self._options.schema, self._job.group)
+        moved = {(row["topic"], row["part"]): row["updated_at"] for row in rows if row["topic"] in self._job.topics}
+        return sorted(moved, key=lambda partition: (moved[partition], partition))
+
+    def _report_lag(self, problem: str | None) -> None:
+        if problem is not None:
+            self._report("the group's position could not be shown to Kafka", {"error": problem})
+
+    def _look(self, generation: int) -> tuple[dict[str, str], dict[Partition, Extent]]:
+        """Ask Kafka for the job's topics. A missing one is a loss when the group has read it."""
+        ask = self._pinned_at is None or time.monotonic() - self._pinned_at > _PINNED_SECONDS
+        try:
+            ids, extents = self._kafka.look(self._job.topics, high_watermarks=ask)
+        except TopicMissing as error:
+            with self._recorded(generation):
+                halt(find_losses(self._store.stored(error.topics), {}, {}), self._job.group)
+            raise
+        self._ends = {partition: extent.end for partition, extent in extents.items()}
+        if ask:
+            self._pinned_at = time.monotonic()
+            self._pinned = {partition: extent.pinned for partition, extent in extents.items() if extent.pinned}
+        return ids, extents
+
+    @contextmanager
+    def _recorded(self, generation: int) -> Iterator[None]:
+        try:
+            yield
+        except DataLost as lost:
+            self._store.record_losses(lost.losses, generation)
+            raise
+
+    def _count(self, counts: Counts, began: float, passed: int = 0) -> None:
+        """Add a round up and report it. ``passed``: how many offsets it moved on by, markers included."""
+        totals = self._totals
+        totals.rounds += 1
+        totals.read += counts.read
+        totals.applied += counts.applied
+        totals.duplicates += counts.duplicates
+        totals.dead += counts.dead
+        seconds = round(time.monotonic() - began, 3)
+        self._report("round", {**self.totals.as_dict(), "passed": passed, "round_seconds": seconds})
+
+    def _waiting_for_servers(self, step: Callable[[], bool], stop: threading.Event, patience: float | None) -> bool:
+        """Do a step, again and again while servers are away. Raises ConsumerUnavailable after ``patience`` seconds."""
+        began: float | None = None
+        refused_since: float | None = None
+        tries = 0
+        while True:
+            self._narrowed = False
+            try:
+                return step()
+            except (*AWAY, *MAY_PASS) as error:
+                shown = described(error) if isinstance(error, psycopg.Error) else first_line(error)
+                refused_since = (refused_since or time.monotonic()) if isinstance(error, NotAuthorized) else None
+                if refused_since is not None and time.monotonic() - refused_since > self._options.refused_seconds:
+                    raise
+                if self._narrowed:
+                    # What comes next is less than what failed.
+                    began, tries = None, 0
+                began = began or time.monotonic()
+                if patience is not None and time.monotonic() - began > patience:
+                    raise ConsumerUnavailable(
+                        f"gave up after {patience:g} s; nothing is lost, run the job again. Last error: {shown}"
+                    ) from error
+                delay = min(0.2 * 2 ** min(tries, 10), self._options.max_backoff_seconds)
+                tries += 1
+                self._report("waiting for a server", {"error": shown, "wait_seconds": round(delay, 1)})
+                if stop.wait(delay * random.uniform(0.5, 1.0)):  # noqa: S311  jitter
+                    return True
+
+    @contextmanager
+    def _spark(self) -> Iterator[None]:
+        """Leave this thread's job group as it was, and let go of what this process has read Kafka with."""
+        with job_groups.kept(self._session):
+            try:
+                yield
+            finally:
+                close_kept(self._job.group)
+
+
+def _until(
+    targets: Mapping[Partition, Extent], known: Mapping[Partition, Extent], stored: Mapping[Partition, Stored]
+) -> dict[Partition, Extent]:
+    """Return the extents up to the targets.
+
+    But not less than the group has: it moves to the next message, which may be behind a target, and what it is beyond
+    must not look like a log that was cut.
+    """
+    extents = {}
+    for partition, there in known.items():
+        if partition in targets:
+            reached = stored[partition].next_offset if partition in stored else 0
+            end = max(min(there.end, targets[partition].end), min(reached, there.end))
+            extents[partition] = replace(there, end=end)
+    return extents

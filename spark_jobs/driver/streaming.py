@@ -1,0 +1,687 @@
+"""``stream.writeStream.foreachBatch(exactly_once(job))``: each batch of any stream of Spark's into the sink, once.
+
+Spark promises a function of ``foreachBatch`` its batches at least once, in order. Here the batch's number moves in the
+sink, by compare-and-swap, in the transaction of the effect; so a batch that comes again finds itself applied. A number
+alone proves little: where a checkpoint was copied or put back, two different batches have one. So its content is
+compared too, a hash of what Spark wrote into the checkpoint when it planned the batch: when that was, and the offsets
+of each source. And a batch must follow the very plan that the sink has.
+
+| what happens                                | what the sink has, and what follows                                    |
+|---------------------------------------------|------------------------------------------------------------------------|
+| killed, or an error, before COMMIT          | the batch before: Spark plans the same one again; it is applied        |
+| killed, or an error, after COMMIT           | this very batch: nothing to do                                         |
+| the answer to COMMIT is lost                | it is asked again, here, on a new connection: applied or not           |
+| a server is away                            | waited for (``patience``), then ConsumerUnavailable: start it again    |
+| two queries of one group at once            | the younger takes over; the older is Fenced at its next batch          |
+| a staging task dies, or runs twice          | rows that no report names are never read                               |
+| Postgres crashes while rows are staged      | a staging table is empty then; the count differs: staged again         |
+
+| the checkpoint                              | what follows                                                           |
+|---------------------------------------------|------------------------------------------------------------------------|
+| lost: another query, batch 0                | CheckpointConflict: it might begin before what is applied, or behind   |
+| an older copy: this batch's number or lower | CheckpointConflict, unless rows have ids: then they are known          |
+| a copy that went on elsewhere               | CheckpointConflict: another plan precedes this batch                   |
+| newer than the sink, which was put back     | CheckpointConflict: the batches between are missing                    |
+| of a query that ran without this before     | CheckpointConflict: nobody knows whether its batches are in the sink   |
+
+Whoever has made sure of the rest goes on with ``accept=``: the error names its value, true of one state only.
+
+Rows with a column ``message_id`` (a UUID as text) are also known by it, as with Dedup: an id that was applied before is
+a duplicate; of two rows with one id in a batch the first counts. Without that column the compare-and-swap is all there
+is, and all that a stream needs whose source does not repeat itself.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+import os
+import random
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+import psycopg
+from psycopg import sql
+
+from outbox.errors import OutboxError
+from spark_jobs.dedup.strategies import Book, Dedup, forgotten_before
+from spark_jobs.effects.mapped import PLACED, Insert, Upsert
+from spark_jobs.errors import CheckpointConflict, ConsumerUnavailable, EffectFailed, Fenced, JobError
+from spark_jobs.job import META, ConsumerJob
+from spark_jobs.postgres import lock_monitor as blockers
+from spark_jobs.postgres.batch_table import Applying, Broken, passing, shown
+from spark_jobs.postgres.copying import Unfit, copy_rows
+from spark_jobs.postgres.group_store import Store
+from spark_jobs.postgres.lock_monitor import Watch
+from spark_jobs.sink import clear_errors
+from spark_jobs.spark import job_groups
+from spark_jobs.spark import session as spark
+from spark_jobs.spark.errors import MAY_PASS, first_line, understood
+from spark_jobs.spark.installed import require_installed
+from spark_jobs.task import input as task_input
+from spark_jobs.task import partition as task
+from spark_jobs.task.input import NO_INPUT, TaskInput
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame
+
+_LOG: Final = logging.getLogger(__name__)
+_STAGED_BY: Final = "outbox_batch_staged_by"
+_STAGED_AT: Final = "outbox_batch_staged_at"
+_REPORT: Final = "staged_by string, rows long, broken string"
+_QUERY_ID: Final = "sql.streaming.queryId"
+"""Spark's local property in the thread of a batch: what the checkpoint calls the query."""
+_MAX_BACKOFF: Final = 5.0
+# Rows as they are meant, whatever the user's session says.
+_CONF: Final = ("spark.sql.session.timeZone", "spark.sql.execution.arrow.useLargeVarTypes")
+
+_MINE: Final = "SELECT generation, owner FROM {groups} WHERE grp = %(grp)s FOR SHARE"
+_STORED: Final = "SELECT query_id::text, batch_id, content FROM {checkpoints} WHERE grp = %(grp)s"
+# The compare is with what was decided on: the row is this transaction's from here on, or was another's meanwhile.
+_SWAP: Final = """
+INSERT INTO {checkpoints} AS c (grp, query_id, batch_id, content)
+VALUES (%(grp)s, %(query_id)s, %(batch_id)s, %(content)s)
+ON CONFLICT (grp) DO UPDATE
+   SET query_id = excluded.query_id, batch_id = excluded.batch_id, content = excluded.content, updated_at = now()
+ WHERE (c.query_id::text, c.batch_id, c.content)
+     = (%(old_query)s::text, %(old_batch)s::bigint, %(old_content)s::text)"""
+_COUNT: Final = """
+UPDATE {checkpoints} SET applied = applied + %(applied)s, duplicates = duplicates + %(duplicates)s
+ WHERE grp = %(grp)s"""
+_ACCEPTED: Final = """
+INSERT INTO {audit} (what, details) VALUES ('checkpoint accepted', jsonb_build_object('group', %(grp)s::text,
+    'instead of', %(state)s::text, 'query', %(query_id)s::text, 'batch', %(batch_id)s::bigint))"""
+_OLDER: Final = r"""
+SELECT relname FROM pg_class
+ WHERE relkind = 'r' AND relnamespace = to_regnamespace(%(schema)s)
+   AND relname LIKE %(like)s AND split_part(relname, '_', 3)::bigint < %(generation)s"""
+_WITHOUT_ID: Final = "SELECT EXISTS (SELECT FROM batch WHERE message_id IS NULL)"
+# In the order of days and ids, as all who write there.
+_FRESH: Final = """
+WITH fresh AS (
+    INSERT INTO {processed} (grp, day, message_id)
+    SELECT %(grp)s, {day}, message_id FROM (SELECT DISTINCT message_id FROM batch) AS ids ORDER BY {day}, message_id
+        ON CONFLICT DO NOTHING RETURNING message_id)
+DELETE FROM batch WHERE NOT EXISTS (SELECT FROM fresh WHERE fresh.message_id = batch.message_id)"""
+_FIRST: Final = """
+DELETE FROM batch USING (
+    SELECT ctid AS place, row_number() OVER (PARTITION BY message_id ORDER BY ctid) AS number FROM batch) AS numbered
+ WHERE numbered.place = batch.ctid AND numbered.number > 1"""
+_FORGOTTEN: Final = """
+SELECT message_id FROM batch, {groups} AS groups
+ WHERE groups.grp = %(grp)s AND {day} < groups.forgotten_before AND {day} <> date '1970-01-01' LIMIT 1"""
+
+
+def exactly_once(
+    job: ConsumerJob,
+    *,
+    database_url: str | None = None,
+    consumer_schema: str | None = None,
+    keep_days: int | None = None,
+    accept: str | None = None,
+    from_beginning: bool = False,
+    patience: float = 60.0,
+) -> ExactlyOnce:
+    """Return a function for ``foreachBatch`` that applies each batch of a stream once.
+
+    job             its ``topics`` do not matter: the stream is what is read. ``batch`` has the stream's columns, so
+                    ``schema`` and ``types`` have no place here, and decoding is the stream's own. ``effect``, ``setup``
+                    and ``transform`` are as everywhere. A row that can't be applied ends the query before its batch:
+                    it has no place in Kafka to be named by, so there are no dead letters.
+    accept          go on although the batch does not follow what the sink has, from the one state that
+                    CheckpointConflict has named.
+    from_beginning  each new query of the group reads its source from the beginning, so a checkpoint may be lost: what
+                    was applied is known by its ``message_id``, which the rows must have then.
+    patience        how many seconds servers are waited for, in a batch.
+
+    The others are settings: those not given are read where ``outbox consume`` reads them, from ``OUTBOX_…`` and the
+    file. Raises ConfigurationError and JobError.
+    """
+    require_installed()
+    from spark_jobs import settings as consumer_settings
+
+    settings = consumer_settings.load(
+        database_url=database_url,
+        consumer_schema=consumer_schema,
+        consumer={} if keep_days is None else {"keep_days": keep_days},
+    )
+    return ExactlyOnce(
+        job,
+        settings.require_database(),
+        settings.consumer_schema,
+        settings.consumer.keep_days,
+        accept=accept,
+        from_beginning=from_beginning,
+        patience=patience,
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """The batch that the sink has."""
+
+    query_id: str
+    batch_id: int
+    content: str
+
+    @property
+    def state(self) -> str:
+        """As ``accept`` takes it."""
+        return f"{self.query_id}/{self.batch_id}/{self.content[:12]}"
+
+
+Decision = Literal["apply", "accepted", "applied"]
+NOTHING: Final = "nothing"
+"""The state of a sink that has no batch of the group, as ``accept`` takes it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A batch as Spark has planned it.
+
+    query_id  of the checkpoint, for as long as that exists; run_id is another one each time it is started.
+    content   a hash of its plan.
+    before    that of the batch before it; None for the first one, and where Spark has forgotten it.
+    """
+
+    query_id: str
+    run_id: str
+    batch_id: int
+    content: str
+    before: str | None
+
+
+def decide(
+    group: str, stored: Stored | None, batch: Batch, *, accept: str | None, ids: bool, from_beginning: bool
+) -> Decision:
+    """Return whether a batch is to be applied or has been. Raises CheckpointConflict where that can't be known.
+
+    "accepted" is to be applied as well, because the user has said so.
+
+    ids  its rows have ids, and those that were applied are known by them.
+    """
+    if stored is not None and stored == Stored(batch.query_id, batch.batch_id, batch.content):
+        return "applied"
+    problem = _problem(group, stored, batch, ids=ids, from_beginning=from_beginning)
+    if problem is None:
+        return "apply"
+    state = NOTHING if stored is None else stored.state
+    if accept != state:
+        raise CheckpointConflict(
+            f"{problem}. Nothing of this batch was applied. Put back the checkpoint that belongs to the sink; or make "
+            f"sure where the stream begins and what the sink has, and go on with exactly_once(job, accept={state!r})",
+            state,
+        )
+    return "accepted"
+
+
+def _problem(group: str, stored: Stored | None, batch: Batch, *, ids: bool, from_beginning: bool) -> str | None:
+    """Return why a batch may not follow what the sink has; None where it does."""
+    number = batch.batch_id
+    if stored is None:
+        problem = (
+            f"the sink has no batch of group {group}, but the query begins with batch {number}: nothing shows whether "
+            "those before it are in the sink"
+        )
+        return problem if number > 0 else None
+    if stored.query_id != batch.query_id:
+        problem = (
+            f"the sink has batch {stored.batch_id} of query {stored.query_id}, and this is batch {number} of query "
+            f"{batch.query_id}, so the checkpoint is a new one: it may begin before what is applied, or behind it"
+        )
+        return None if ids and from_beginning and number == 0 else problem
+    if number <= stored.batch_id:
+        problem = (
+            f"the sink has batch {stored.batch_id}, and this is another batch with the number {number}: the "
+            "checkpoint is an older copy, and some rows of this batch may be applied already"
+        )
+        # What comes again is known by its id, and an older checkpoint leaves nothing out.
+        return None if ids else problem
+    if number > stored.batch_id + 1:
+        return (
+            f"the sink has batch {stored.batch_id}, and this is batch {number}: the sink was put back, and the batches "
+            "between are missing there"
+        )
+    problem = (
+        f"the sink has another batch {stored.batch_id} than the one that precedes this batch {number}: the "
+        "checkpoint is a copy that went on elsewhere"
+    )
+    return problem if batch.before != stored.content else None
+
+
+class ExactlyOnce:
+    """What ``exactly_once`` returns: called by Spark with each batch. It may serve several runs of a query."""
+
+    def __init__(
+        self,
+        job: ConsumerJob,
+        url: str,
+        schema: str,
+        keep_days: int,
+        *,
+        accept: str | None,
+        from_beginning: bool,
+        patience: float,
+    ) -> None:
+        _check(job)
+        self._job = job
+        self._url = url
+        self._schema = schema
+        self._keep_days = keep_days
+        self._accept = accept
+        self._from_beginning = from_beginning
+        self._patience = patience
+        self._store = Store(url, schema, job.group, f"{socket.gethostname()}-{os.getpid()}")
+        self._names = {
+            name: sql.Identifier(schema, name) for name in ("groups", "checkpoints", "audit", "processed_messages")
+        }
+        self._lock = threading.Lock()
+        self._generations: dict[str, int] = {}
+        self._error: BaseException | None = None
+
+    def exception(self) -> BaseException | None:
+        """Return what the last batch ended with, as it was raised: Spark shows only its text."""
+        return self._error
+
+    def __call__(self, rows: DataFrame, batch_id: int) -> None:
+        """Apply a batch, unless it has been. Raises what ends the query."""
+        self._error = None
+        try:
+            batch = planned(rows, batch_id)
+            with _for_batch(rows, self._job.group, batch), Watch(self._url, self._job.group, _report):
+                self._patiently(rows, batch)
+        except OutboxError as error:
+            self._error = error
+            # Without its causes: Spark gets the whole chain as one text, with the JVM's stack of each error in it, and
+            # looks for patterns there. Of a long one its thread has died (StackOverflowError) with no error to see.
+            told = copy.copy(error).with_traceback(None)
+        else:
+            return
+        raise told
+
+    def _patiently(self, rows: DataFrame, batch: Batch) -> None:
+        """Apply a batch, again and again while servers are away. What was applied meanwhile is found applied."""
+        began = time.monotonic()
+        tries = 0
+        while True:
+            try:
+                with understood():
+                    self._apply(rows, batch)
+                return
+            except (psycopg.Error, *MAY_PASS) as error:
+                if isinstance(error, psycopg.Error) and not passing(error):
+                    raise EffectFailed(f"batch {batch.batch_id}: {shown(error)}") from error
+                text = shown(error) if isinstance(error, psycopg.Error) else first_line(error)
+                if time.monotonic() - began > self._patience:
+                    raise ConsumerUnavailable(
+                        f"gave up after {self._patience:g} s; nothing is lost, start the query again. Last error: "
+                        f"{text}"
+                    ) from error
+                delay = min(0.2 * 2 ** min(tries, 10), _MAX_BACKOFF) * random.uniform(0.5, 1.0)  # noqa: S311  jitter
+                tries += 1
+                _report("waiting for a server", {"error": text, "wait_seconds": round(delay, 1)})
+                time.sleep(delay)
+
+    def _apply(self, rows: DataFrame, batch: Batch) -> None:
+        if self._job.transform is not None:
+            rows = self._job.transform(rows)
+        rows, columns = spark.copyable(rows)
+        ids = "message_id" in columns
+        if self._from_beginning and not ids:
+            raise JobError("from_beginning: the stream's rows have no column message_id by which repeats are known")
+        if self._decide(self._stored(), batch, ids=ids) == "applied":
+            return
+        generation = self._begin(batch)
+        effect = self._effect(columns)
+        with self._staging(columns, generation) as table:
+            staged = _stage_all(rows, _StagePlan(self._url, self._schema, table, self._job.group, columns))
+            try:
+                self._commit(batch, generation, _Staged(sql.Identifier(self._schema, table), columns, effect, *staged))
+            except (Broken, JobError) as error:
+                raise EffectFailed(f"batch {batch.batch_id}: {error}") from error
+
+    def _commit(self, batch: Batch, generation: int, staged: _Staged) -> None:
+        """Apply what is staged and move to the batch, in one transaction."""
+        ids = "message_id" in staged.columns
+        with task.transaction(self._url, blockers.names(self._job.group)[0], NO_INPUT) as cursor:
+            self._require(cursor, generation)
+            stored = self._read_stored(cursor)
+            decision = self._decide(stored, batch, ids=ids)
+            if decision == "applied":
+                cursor.connection.rollback()
+                return
+            if decision == "accepted":
+                self._run(cursor, _ACCEPTED, state=self._accept, query_id=batch.query_id, batch_id=batch.batch_id)
+            if not self._swap(cursor, stored, batch):
+                raise ConsumerUnavailable(f"batch {batch.batch_id}: another transaction has moved the group meanwhile")
+            applying = Applying(
+                cursor,
+                Book(self._schema, self._job.group),
+                staged.columns,
+                Dedup(),
+                staged.effect,
+                bisect=False,
+                max_dead=0,
+            )
+            staged.fill(cursor)
+            if ids:
+                self._forget_repeats(cursor)
+            fresh = applying.count() if ids else staged.rows
+            self._run(cursor, _COUNT, applied=fresh, duplicates=staged.rows - fresh)
+            if fresh:
+                applying.apply()
+
+    # The compare-and-swap.
+
+    def _decide(self, stored: Stored | None, batch: Batch, *, ids: bool) -> Decision:
+        return decide(self._job.group, stored, batch, accept=self._accept, ids=ids, from_beginning=self._from_beginning)
+
+    def _swap(self, cursor: psycopg.Cursor[Any], stored: Stored | None, batch: Batch) -> bool:
+        """Move from what the sink has to the batch. False where it has something else by now."""
+        moved = self._run(
+            cursor,
+            _SWAP,
+            query_id=batch.query_id,
+            batch_id=batch.batch_id,
+            content=batch.content,
+            old_query=stored.query_id if stored else None,
+            old_batch=stored.batch_id if stored else None,
+            old_content=stored.content if stored else None,
+        )
+        return moved.rowcount == 1
+
+    def _require(self, cursor: psycopg.Cursor[Any], generation: int) -> None:
+        """Raise Fenced unless the group is still ours. Until COMMIT nobody takes it over."""
+        row = self._run(cursor, _MINE).fetchone()
+        if row is None or row[0] != generation:
+            now = "its row is gone" if row is None else f"generation {row[0]} now, by {row[1]}"
+            raise Fenced(
+                f"group {self._job.group} was taken over from generation {generation}: {now}. One query a group: stop "
+                "the other, or give this job a group of its own"
+            )
+
+    def _stored(self) -> Stored | None:
+        with clear_errors("reading how far the stream is"), self._store.transaction() as connection:
+            return self._read_stored(connection.cursor())
+
+    def _read_stored(self, cursor: psycopg.Cursor[Any]) -> Stored | None:
+        row = self._run(cursor, _STORED).fetchone()
+        return None if row is None else Stored(*row)
+
+    def _begin(self, batch: Batch) -> int:
+        """Take the group over, once for each run of a query."""
+        with self._lock:
+            generation = self._generations.get(batch.run_id)
+            if generation is not None:
+                return generation
+            self._store.require_utf8()
+            self._store.setup(self._job.setup)
+            generation = self._store.take_over()
+            self._generations[batch.run_id] = generation
+            for upkeep in (self._store.make_days(self._keep_days), self._store.forget_days(self._keep_days)):
+                if upkeep.problem:
+                    _report("days of processed_messages", {"problem": upkeep.problem})
+            self._drop_older(generation)
+            return generation
+
+    # What the rows become.
+
+    def _effect(self, columns: Mapping[str, str]) -> Any:
+        """Return the effect for these columns; SQL where it is mapped to a table."""
+        effect = self._job.effect
+        if not isinstance(effect, Insert | Upsert):
+            return effect
+        needed = PLACED | {"message_key"} if isinstance(effect, Upsert) and effect.deletes else PLACED
+        types = self._store.column_types(effect.table)
+        payload = [name for name in columns if name not in META or name in types]
+        made = effect.statements(payload, types, placed=set(columns) >= needed)
+        return ";\n".join(one.as_string(None) for one in made)
+
+    def _forget_repeats(self, cursor: psycopg.Cursor[Any]) -> None:
+        """Leave in ``batch`` only rows whose ids were never applied."""
+        book = Book(self._schema, self._job.group)
+        if cursor.execute(_WITHOUT_ID).fetchone() == (True,):
+            raise Broken("a row's message_id is NULL: each row needs one, or leave the column out")
+        cursor.execute(_FIRST)
+        book.run(cursor, _FRESH)
+        if forgotten_before(cursor, book) is not None and (old := book.run(cursor, _FORGOTTEN).fetchone()):
+            raise Broken(
+                f"message_id {old[0]} is of a day that is forgotten (keep_days): it may have been applied before"
+            )
+
+    # Staging.
+
+    @contextmanager
+    def _staging(self, columns: Mapping[str, str], generation: int) -> Iterator[str]:
+        """Make a table for a batch's rows, and drop it in the end."""
+        name = f"{self._stem()}_{generation}_{uuid.uuid4().hex[:12]}"
+        table = sql.Identifier(self._schema, name)
+        with self._store.transaction() as connection:
+            # A driver that was superseded must not leave one behind its successor.
+            self._require(connection.cursor(), generation)
+            fields = sql.SQL(", ").join(
+                sql.SQL("{} {}").format(sql.Identifier(column), sql.SQL(kind))
+                for column, kind in _staged(columns).items()
+            )
+            connection.execute(sql.SQL("CREATE UNLOGGED TABLE {} ({})").format(table, fields))
+        try:
+            yield name
+        finally:
+            # What is left, the next run of the group drops.
+            with suppress(psycopg.Error):
+                self._drop(table)
+
+    def _drop(self, table: sql.Identifier) -> None:
+        with self._store.transaction() as connection:
+            # Of this batch and no other: who holds it is a task that nobody waits for, or reads everything, as pg_dump.
+            connection.execute("SET LOCAL lock_timeout = '200ms'")
+            connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(table))
+
+    def _drop_older(self, generation: int) -> None:
+        with self._store.transaction() as connection:
+            values = {
+                "schema": sql.Identifier(self._schema).as_string(connection),
+                "like": f"{self._stem()}\\_%",
+                "generation": generation,
+            }
+            names = [name for (name,) in connection.execute(_OLDER, values)]
+        for name in names:
+            with suppress(psycopg.Error):
+                self._drop(sql.Identifier(self._schema, name))
+
+    def _stem(self) -> str:
+        return f"staged_{hashlib.sha256(self._job.group.encode()).hexdigest()[:12]}"
+
+    def _run(self, cursor: psycopg.Cursor[Any], query: str, **values: object) -> psycopg.Cursor[Any]:
+        return cursor.execute(sql.SQL(query).format(**self._names), {"grp": self._job.group, **values})
+
+
+@dataclass(frozen=True, slots=True)
+class _Staged:
+    """What the executors staged: where, its columns, and under which names; how many rows."""
+
+    table: sql.Identifier
+    columns: Mapping[str, str]
+    effect: Any
+    names: list[str]
+    rows: int
+
+    def fill(self, cursor: psycopg.Cursor[Any]) -> None:
+        """Fill ``batch``, in the order of the stream's tasks. Raises ConsumerUnavailable when rows are missing."""
+        listed = sql.SQL(", ").join(map(sql.Identifier, self.columns))
+        query = sql.SQL(
+            "INSERT INTO batch ({listed}) SELECT {listed} FROM {table} WHERE {by} = ANY({names}::text[]) "
+            "ORDER BY array_position({names}::text[], {by}), {at}"
+        ).format(
+            listed=listed,
+            table=self.table,
+            by=sql.Identifier(_STAGED_BY),
+            at=sql.Identifier(_STAGED_AT),
+            names=sql.Literal(self.names),
+        )
+        taken = cursor.execute(query).rowcount
+        if taken != self.rows:
+            raise ConsumerUnavailable(
+                f"{self.rows} rows were staged and {taken} are there: Postgres has crashed meanwhile, which empties a "
+                "staging table"
+            )
+        if taken > 1000:
+            cursor.execute("ANALYZE batch")
+
+
+@dataclass(frozen=True, slots=True)
+class _StagePlan:
+    """What an executor needs to stage rows."""
+
+    url: str = field(repr=False)
+    schema: str
+    table: str
+    group: str
+    columns: Mapping[str, str]
+
+
+def _staged(columns: Mapping[str, str]) -> dict[str, str]:
+    return {**columns, _STAGED_BY: "text", _STAGED_AT: "bigint"}
+
+
+def _stage_all(rows: DataFrame, plan: _StagePlan) -> tuple[list[str], int]:
+    """Stage rows; return under which names, and how many. Raises EffectFailed for a value that no column takes."""
+    reports = rows.mapInArrow(lambda batches: _stage(plan, task_input.from_spark(batches)), _REPORT).collect()
+    if broken := [row.broken for row in reports if row.broken]:
+        raise EffectFailed(f"a row can't be staged: {broken[0]}")
+    return [row.staged_by for row in reports], sum(row.rows for row in reports)
+
+
+def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+    """COPY one task's rows under a name that no other attempt has; the function of mapInArrow."""
+    import pyarrow as pa
+
+    name = uuid.uuid4().hex
+    rows = 0
+
+    def named() -> Iterator[pa.RecordBatch]:
+        nonlocal rows
+        for batch in batches:
+            size = batch.num_rows
+            if size:
+                numbers = pa.array(range(rows, rows + size), pa.int64())
+                named = batch.append_column(_STAGED_BY, pa.array([name] * size, pa.string()))
+                yield named.append_column(_STAGED_AT, numbers)
+            rows += size
+
+    broken = ""
+    try:
+        with task.transaction(plan.url, blockers.names(plan.group)[1], batches) as cursor:
+            copy_rows(cursor, sql.Identifier(plan.schema, plan.table), _staged(plan.columns), named())
+    except Unfit as error:
+        broken = str(error)
+    except psycopg.DataError as error:
+        # Another try of the task would find the same: the driver is to raise it.
+        broken = shown(error)
+    yield pa.RecordBatch.from_pydict(
+        {"staged_by": [name], "rows": pa.array([0 if broken else rows], pa.int64()), "broken": [broken]}
+    )
+
+
+# What Spark knows of a batch.
+
+
+def planned(rows: DataFrame, batch_id: int) -> Batch:
+    """Return what Spark has written down of a batch before it ran it. Raises JobError where that can't be seen."""
+    session = rows.sparkSession
+    if not hasattr(session, "_jsparkSession"):
+        raise JobError("exactly_once: a session of Spark Connect is on another machine; it needs Spark's driver here")
+    query_id = session.sparkContext.getLocalProperty(_QUERY_ID)
+    if query_id is None:
+        raise JobError("exactly_once: no query is running here: give the function to writeStream.foreachBatch")
+    jvm: Any = session.sparkContext._jvm  # noqa: SLF001  Spark shows a batch's plan to no other
+    queries = session._jsparkSession.sharedState().activeStreamingQueries()  # noqa: SLF001
+    query = queries.get(jvm.java.util.UUID.fromString(query_id))
+    content = None if query is None else _content(jvm, query, batch_id)
+    if content is None:
+        raise JobError(
+            f"exactly_once: the plan of batch {batch_id} is not in the query's checkpoint, so a batch that comes again "
+            "could not be known; asynchronous progress tracking has to be off"
+        )
+    before = _content(jvm, query, batch_id - 1) if batch_id > 0 else None
+    return Batch(query_id, query.runId().toString(), batch_id, content, before)
+
+
+def _content(jvm: Any, query: Any, batch_id: int) -> str | None:
+    """Return a hash of a batch's plan; None when the checkpoint has none."""
+    log = query.offsetLog()
+    found = log.get(batch_id)
+    if not found.isDefined():
+        return None
+    written = jvm.java.io.ByteArrayOutputStream()
+    log.serialize(found.get(), written)
+    return content_of(bytes(written.toByteArray()).decode())
+
+
+def content_of(text: str) -> str:
+    """Return a hash of a batch's entry in the offset log: when it was planned, and the end of each source.
+
+    Without Spark's settings, which are there too: those that a newer version adds do not make it another batch. Raises
+    JobError for an entry of another form.
+    """
+    _, _, rest = text.partition("\n")
+    metadata, _, offsets = rest.partition("\n")
+    try:
+        planned_at = json.loads(metadata)["batchTimestampMs"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise JobError(
+            f"exactly_once: the checkpoint's offset log has a form that is not known: {text[:80]!r}"
+        ) from error
+    identity = json.dumps([planned_at, *map(_canonical, offsets.splitlines())], separators=(",", ":"))
+    return hashlib.sha256(identity.encode()).hexdigest()
+
+
+def _canonical(offset: str) -> str:
+    """Return an offset spelt in one way: a map's order may differ between what was written and what is read."""
+    try:
+        return json.dumps(json.loads(offset), sort_keys=True)
+    except ValueError:
+        return offset
+
+
+@contextmanager
+def _for_batch(rows: DataFrame, group: str, batch: Batch) -> Iterator[None]:
+    """Describe the batch's Spark jobs, which stay in the query's own group; set what the rows' form depends on."""
+    session = rows.sparkSession
+    before = {name: str(session.conf.get(name)) for name in _CONF}
+    with job_groups.properties_kept(session, (job_groups.DESCRIPTION,)):
+        session.sparkContext.setLocalProperty(
+            job_groups.DESCRIPTION, f"{job_groups.name(group)}: batch {batch.batch_id} of query {batch.query_id}"
+        )
+        for name in _CONF:
+            session.conf.set(name, spark.REQUIRED_CONF[name])
+        try:
+            yield
+        finally:
+            # The session is the query's: its own next batches are to mean what they would without us.
+            for name, value in before.items():
+                session.conf.set(name, value)
+
+
+def _report(text: str, figures: Mapping[str, Any]) -> None:
+    _LOG.warning("%s: %s", text, "  ".join(f"{name}={value}" for name, value in figures.items()))
+
+
+def _check(job: ConsumerJob) -> None:
+    for name, usual in (("schema", None), ("types", None), ("keep_order", False), ("start", "earliest")):
+        if getattr(job, name) != usual:
+            raise JobError(f"{name}: has no meaning for exactly_once, whose rows are the stream's own; leave it out")
+    if not isinstance(job.strategy, Dedup):
+        raise JobError(
+            f"strategy: {type(job.strategy).__name__} looks at Kafka's messages; a batch of a stream is applied once "
+            "without any, and rows with a column message_id are known by it"
+        )

@@ -1,0 +1,311 @@
+"""Effects that need no SQL of one's own: columns mapped to a table. The statements can be looked at."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psycopg
+from psycopg import sql
+
+from spark_jobs.dedup.strategies import Place, identifier, refuse_cutting
+from spark_jobs.errors import JobError
+
+_INSERT: Final = "INSERT INTO {table} ({columns}) SELECT {values} FROM batch{messages}"
+_MESSAGES: Final = " WHERE NOT message_tombstone"
+_LATEST: Final = "message_topic DESC NULLS LAST, message_part DESC NULLS LAST, message_offset DESC NULLS LAST"
+# In the order of keys, so that two transactions never wait for each other in a circle. A second row of a key in the
+# same statement is refused, so there is one for each key, the latest. Of two rows of one message none is the latest,
+# nor of two of no message: these are refused, and never left out.
+_UPSERT: Final = """
+INSERT INTO {table} AS stored ({columns})
+SELECT {values} FROM {rows}{messages} ORDER BY {key}
+    ON CONFLICT ({conflict}) {action}"""
+_RANKED: Final = """(
+    SELECT *, rank() OVER (PARTITION BY {key} ORDER BY {order}) AS outbox_batch_rank FROM batch{messages}) AS latest
+ WHERE outbox_batch_rank = 1"""
+# Of each key its last tombstone alone, or else each row of a key would be compared with each of its tombstones.
+_GONE: Final = """(
+        SELECT DISTINCT ON (message_key::{type}) message_key::{type} AS outbox_batch_key,
+               message_topic AS outbox_batch_topic, message_part AS outbox_batch_part,
+               message_offset AS outbox_batch_offset
+          FROM batch WHERE message_tombstone AND message_key IS NOT NULL
+         ORDER BY message_key::{type}, message_topic DESC, message_part DESC, message_offset DESC) AS gone"""
+_THEN: Final = "(gone.outbox_batch_topic, gone.outbox_batch_part, gone.outbox_batch_offset)"
+# A row that a tombstone follows is deleted again.
+_NOT_ENDED: Final = """
+   AND NOT EXISTS (
+       SELECT FROM {gone}
+        WHERE gone.outbox_batch_key = batch.{here}::{type}
+          AND {then} > (batch.message_topic, batch.message_part, batch.message_offset))"""
+# A key that begins anew in the same batch is deleted before that, any other after the updates: as if it had been one
+# message after the other.
+_DELETE: Final = """
+DELETE FROM {table} AS stored USING {gone}
+ WHERE stored.{conflict} = gone.outbox_batch_key
+   AND {begun} (
+       SELECT FROM batch
+        WHERE NOT batch.message_tombstone AND batch.{here}::{type} = gone.outbox_batch_key
+          AND (batch.message_topic, batch.message_part, batch.message_offset) > {then})"""
+# Tombstones that a transform was given, and then those of them that it has left out.
+_NOTE: Final = """
+CREATE TEMPORARY TABLE outbox_batch_gone ON COMMIT DROP AS
+SELECT DISTINCT message_topic, message_part, message_offset, message_key FROM batch
+ WHERE message_tombstone AND message_key IS NOT NULL"""
+_LEFT_OUT: Final = """
+DELETE FROM outbox_batch_gone AS gone USING batch
+ WHERE batch.message_tombstone AND (batch.message_topic, batch.message_part, batch.message_offset)
+     = (gone.message_topic, gone.message_part, gone.message_offset)"""
+# What is no key of the table's is another's tombstone.
+_FOREIGN: Final = """
+DECLARE
+    gone record;
+BEGIN
+    FOR gone IN SELECT ctid AS place, message_key FROM outbox_batch_gone LOOP
+        BEGIN
+            PERFORM gone.message_key::{type};
+        EXCEPTION WHEN data_exception OR integrity_constraint_violation THEN
+            DELETE FROM outbox_batch_gone WHERE ctid = gone.place;
+        END;
+    END LOOP;
+END"""
+_MISSED: Final = """
+SELECT message_topic, message_part, message_offset FROM outbox_batch_gone AS gone
+ WHERE EXISTS (SELECT FROM {table} AS stored WHERE stored.{conflict} = gone.message_key::{type})
+ UNION
+SELECT message_topic, message_part, message_offset FROM outbox_batch_gone AS gone
+ WHERE EXISTS (
+       SELECT FROM batch
+        WHERE NOT batch.message_tombstone AND batch.{here}::{type} = gone.message_key::{type}
+          AND (batch.message_topic, batch.message_part, batch.message_offset)
+            < (gone.message_topic, gone.message_part, gone.message_offset))
+ ORDER BY 1, 2, 3 LIMIT 1"""
+# Neither newer than anything nor older: it would stay away, or stay for good.
+_VERSIONED: Final = """
+BEGIN
+    IF EXISTS (SELECT FROM (SELECT * FROM batch{messages}) AS rows WHERE {version} IS NULL) THEN
+        RAISE EXCEPTION USING MESSAGE = {why};
+    END IF;
+END"""
+PLACED: Final = frozenset({"message_topic", "message_part", "message_offset", "message_tombstone"})
+"""The columns that rows have which are messages; a transform that shuffles need not keep them."""
+
+Columns = Mapping[str, str] | Sequence[str] | None
+"""Table column → column of ``batch``; or names that are the same in both; or None: all of the payload's. After
+a shuffle None is all that it leaves; of the columns about messages those that the table has too."""
+
+
+@dataclass(frozen=True, slots=True)
+class Insert:
+    """Append a row for each message. With Dedup, each event is one row once.
+
+    table    of the sink, ``name`` or ``schema.name``.
+    columns  see Columns. Tombstones are passed over.
+    """
+
+    table: str
+    columns: Columns = None
+
+    def statements(
+        self, payload: Sequence[str], types: Mapping[str, str], *, placed: bool = True
+    ) -> list[sql.Composed]:
+        """Return the SQL for a batch whose payload has these columns and a table of these types. Raises JobError.
+
+        placed  the rows of ``batch`` are messages, with the columns of PLACED; not so after an aggregation.
+        """
+        pairs = self.pairs(payload, types)
+        return [
+            sql.SQL(_INSERT).format(
+                table=identifier(self.table),
+                columns=_listed(pairs.keys()),
+                values=_cast(pairs, types),
+                messages=_messages(payload, placed),
+            )
+        ]
+
+    def pairs(self, payload: Sequence[str], types: Mapping[str, str]) -> dict[str, str]:
+        """Return the table's columns that are written, each with the one of ``batch``. Raises JobError."""
+        return _pairs(self.table, self.columns, payload, types)
+
+
+@dataclass(frozen=True, slots=True)
+class Upsert:
+    """Keep one row for each key: insert it, or update what is there.
+
+    table    of the sink, ``name`` or ``schema.name``; it needs a unique index over exactly the key's columns.
+    key      the key's columns in the table.
+    columns  see Columns; the key's must be among them.
+    version  a column of the table: a row is only updated by one with a higher version. A message without one is
+             refused; a stored row without one is older than any.
+    keep     columns of the table that are written when a row is inserted and never updated, as ``created_at``.
+    deletes  a tombstone (a message without a payload) deletes the row whose key is the message's Kafka key. For keys
+             of one column. Without it tombstones are passed over.
+             A transform's filter over the payload's columns drops tombstones, which have NULL there; nothing would be
+             deleted then. Let them pass: ``message_tombstone OR …``.
+
+    Of a key's messages in a batch the latest counts, or the one of the highest version. Two rows of one message with
+    one key are refused; so are, after a shuffle that loses which message a row is, any two rows with one key.
+    """
+
+    table: str
+    key: Sequence[str]
+    columns: Columns = None
+    version: str | None = None
+    keep: Sequence[str] = ()
+    deletes: bool = False
+
+    def __post_init__(self) -> None:
+        if isinstance(self.key, str) or not self.key:
+            raise JobError(f"Upsert: key must be a list of column names, not {self.key!r}")
+        if self.deletes and len(self.key) != 1:
+            raise JobError("Upsert: deletes needs a key of one column: it is compared with the message's Kafka key")
+
+    def statements(
+        self, payload: Sequence[str], types: Mapping[str, str], *, placed: bool = True
+    ) -> list[sql.Composed]:
+        """Return the SQL for a batch whose payload has these columns and a table of these types. Raises JobError.
+
+        placed  the rows of ``batch`` are messages, with the columns of PLACED; not so after an aggregation.
+        """
+        if self.deletes and not placed:
+            raise JobError(
+                f"Upsert: deletes needs to know which rows are tombstones, and when they came: keep the columns "
+                f"{', '.join(sorted(PLACED))} in the transform's result, and message_key"
+            )
+        pairs = _pairs(self.table, self.columns, payload, types)
+        for name in (*self.key, *self.keep, *([self.version] if self.version else [])):
+            if name not in pairs:
+                raise JobError(f"Upsert: {name} is not among the columns {', '.join(pairs)}")
+        changed = [name for name in pairs if name not in {*self.key, *self.keep}]
+        action: sql.Composable = sql.SQL("DO NOTHING")
+        if changed:
+            action = sql.SQL("DO UPDATE SET {}").format(
+                sql.SQL(", ").join(sql.SQL("{0} = excluded.{0}").format(sql.Identifier(name)) for name in changed)
+            )
+            if self.version:
+                newer = " WHERE stored.{0} IS NULL OR excluded.{0} > stored.{0}"
+                action += sql.SQL(newer).format(sql.Identifier(self.version))
+        # As the table has them: two spellings of one key must not meet in one statement.
+        key = _cast({name: pairs[name] for name in self.key}, types)
+        messages = _messages(payload, placed)
+        upsert = sql.SQL(_UPSERT).format(
+            table=identifier(self.table),
+            columns=_listed(pairs.keys()),
+            values=_cast(pairs, types),
+            rows=self._latest(key, pairs, types, messages, placed=placed),
+            messages=sql.SQL("") if placed or self.version else messages,
+            key=key,
+            conflict=_listed(self.key),
+            action=action,
+        )
+        return [*self._versioned(pairs, messages), *self._with_deletes(upsert, pairs, types)]
+
+    def note(self, cursor: psycopg.Cursor[Any]) -> None:
+        """Note the tombstones in ``batch`` before a transform's result takes its place."""
+        if self.deletes:
+            cursor.execute(_NOTE)
+
+    def missed(self, cursor: psycopg.Cursor[Any], payload: Sequence[str], types: Mapping[str, str]) -> Place | None:
+        """Return the first noted tombstone that is not in ``batch`` any more and has a row to delete."""
+        if not self.deletes:
+            return None
+        cursor.execute(_LEFT_OUT)
+        compared = self._compared(_pairs(self.table, self.columns, payload, types), types)
+        foreign = sql.SQL(_FOREIGN).format(**compared).as_string(cursor)
+        cursor.execute(sql.SQL("DO {}").format(sql.Literal(foreign)))
+        names = {"table": identifier(self.table), "conflict": sql.Identifier(self.key[0])}
+        return cursor.execute(sql.SQL(_MISSED).format(**names, **compared)).fetchone()
+
+    def _latest(
+        self,
+        key: sql.Composable,
+        pairs: Mapping[str, str],
+        types: Mapping[str, str],
+        messages: sql.Composable,
+        *,
+        placed: bool,
+    ) -> sql.Composable:
+        """Return what to select from: the latest rows of each key, where it can be told which they are."""
+        order = [_cast({self.version: pairs[self.version]}, types) + sql.SQL(" DESC")] if self.version else []
+        if placed:
+            order.append(sql.Composed([sql.SQL(_LATEST)]))
+        if not order:
+            return sql.SQL("batch")
+        if self.deletes:
+            messages = messages + sql.SQL(_NOT_ENDED).format(**self._compared(pairs, types))
+        return sql.SQL(_RANKED).format(key=key, order=sql.SQL(", ").join(order), messages=messages)
+
+    def _versioned(self, pairs: Mapping[str, str], messages: sql.Composable) -> list[sql.Composed]:
+        """Return what refuses a row without a version."""
+        if not self.version:
+            return []
+        here = pairs[self.version]
+        why = f"column {here}, by which Upsert tells what is newer, is NULL"
+        body = sql.SQL(_VERSIONED).format(messages=messages, version=sql.Identifier(here), why=sql.Literal(why))
+        return [sql.SQL("DO {}").format(sql.Literal(body.as_string(None)))]
+
+    def _with_deletes(
+        self, upsert: sql.Composed, pairs: Mapping[str, str], types: Mapping[str, str]
+    ) -> list[sql.Composed]:
+        if not self.deletes:
+            return [upsert]
+        before, after = (
+            sql.SQL(_DELETE).format(
+                table=identifier(self.table),
+                conflict=sql.Identifier(self.key[0]),
+                begun=sql.SQL(begun),
+                **self._compared(pairs, types),
+            )
+            for begun in ("EXISTS", "NOT EXISTS")
+        )
+        return [before, upsert, after]
+
+    def _compared(self, pairs: Mapping[str, str], types: Mapping[str, str]) -> dict[str, sql.Composable]:
+        """Return how a tombstone's key is compared with a row's."""
+        kind = _type(types[self.key[0]])
+        return {
+            "here": sql.Identifier(pairs[self.key[0]]),
+            "type": kind,
+            "gone": sql.SQL(_GONE).format(type=kind),
+            "then": sql.SQL(_THEN),
+        }
+
+
+def _messages(payload: Sequence[str], placed: bool) -> sql.SQL:
+    """Return the condition that passes tombstones over, where there is still something that says so."""
+    return sql.SQL(_MESSAGES if placed or "message_tombstone" in payload else "")
+
+
+def _pairs(table: str, columns: Columns, payload: Sequence[str], types: Mapping[str, str]) -> dict[str, str]:
+    if columns is None:
+        pairs = {name: name for name in payload}
+    elif isinstance(columns, Mapping):
+        pairs = dict(columns)
+    elif isinstance(columns, str):
+        raise JobError(f"{table}: columns must be a list or a mapping, not {columns!r}")
+    else:
+        pairs = {name: name for name in columns}
+    if not pairs:
+        raise JobError(f"{table}: there is no column to write")
+    for name in pairs:
+        if name not in types:
+            raise JobError(f"{table} has no column {name}; map the job's columns to the table's with columns={{…}}")
+        refuse_cutting(table, name, types[name])
+    return pairs
+
+
+def _listed(names: Iterable[str]) -> sql.Composed:
+    return sql.SQL(", ").join(map(sql.Identifier, names))
+
+
+def _cast(pairs: Mapping[str, str], types: Mapping[str, str]) -> sql.Composed:
+    """The batch's columns as the table's types: text to uuid, for one, Postgres does not do by itself."""
+    return sql.SQL(", ").join(
+        sql.SQL("{}::{}").format(sql.Identifier(here), _type(types[there])) for there, here in pairs.items()
+    )
+
+
+def _type(name: str) -> sql.SQL:
+    # As format_type() spells it, quoted where it has to be.
+    return sql.SQL(name)

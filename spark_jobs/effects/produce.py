@@ -1,0 +1,217 @@
+"""Consume → transform → produce: results that are events again, written to the outbox beside the effect.
+
+The INSERT into ``outbox.events`` is part of the transaction that moves the offsets and remembers the ids, so there is
+one event for each message that was applied, whatever is killed. The relay then publishes it.
+
+| crash point                                    | result                                                          |
+|------------------------------------------------|-----------------------------------------------------------------|
+| before the task's COMMIT                       | no event, and the offsets have not moved: read again            |
+| COMMIT sent, answer lost; or killed after it   | the event is in the outbox, and the offsets have moved          |
+| the relay, anywhere                            | as it delivers: exactly-once, or again under the same event id  |
+| a backup of the sink is restored, offsets back | made again, with the same id: the next consumer knows it        |
+
+The event's id is a function of the message's id and of a name, and of nothing else. It keeps the message's time (a
+UUIDv7 stays one, of the same millisecond), because consumers remember ids by the day that is in them: made again a week
+later the id has to be looked for among those of its own day. A message id that holds no time gives a UUIDv8, which
+holds none either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+from uuid import UUID
+
+from psycopg import sql
+
+from outbox.errors import EventError
+from outbox.event import (
+    CE_TRACEPARENT,
+    CE_TRACESTATE,
+    MAX_AGGREGATE_TYPE,
+    MAX_EVENT_TYPE,
+    TRACEPARENT,
+    TRACESTATE,
+    check_text,
+)
+from outbox.tables import DEFAULT_SCHEMA
+from spark_jobs.dedup.strategies import identifier
+from spark_jobs.errors import JobError
+from spark_jobs.payloads.decoding import Decoder, decoder_of
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+
+_LONGEST_NAME: Final = 200
+
+# The rows are sorted before their numbers (events.id) are drawn, and the relay publishes a key in the order of these.
+# Nothing is locked but the new rows: there is no unique index on event_id, so nobody waits here and nobody in a circle.
+_INSERT: Final = """
+INSERT INTO {events} (event_id, aggregate_type, aggregate_id, event_type, payload, headers)
+SELECT CASE count(*) OVER (PARTITION BY message_id{part}) WHEN 1 THEN {event_id} ELSE {twice} END,
+       {aggregate_type}, {aggregate_id}::text, {event_type}, {payload}::jsonb, {headers}
+  FROM {rows}
+ WHERE {where}
+ ORDER BY message_topic, message_part, message_offset{part}"""
+# 32 hexadecimal digits of a UUID. The 13th says the version; the 17th, with 8, that it is one of RFC 9562.
+_ID: Final = """
+(CASE WHEN message_id::text ~ '^.{{14}}7.{{4}}[89ab]'
+ THEN overlay(overlay(overlay({digest} placing left(replace(message_id::text, '-', ''), 12) from 1)
+                      placing '7' from 13) placing '8' from 17)
+ ELSE overlay(overlay({digest} placing '8' from 13) placing '8' from 17) END)::uuid"""
+# Which fails: two events of one id are one to whoever reads them, and the other one's content would be lost.
+_TWICE: Final = (
+    "concat('more than one row of message ', message_id, ': Produce needs a part that tells them apart')::uuid"
+)
+_DIGEST: Final = (
+    "left(encode(sha256(convert_to({name}, 'UTF8') || decode('00', 'hex') || uuid_send(message_id) || {part}), 'hex'), "
+    "32)"
+)
+# A trace among the event's own headers wins, and wins whole: a tracestate belongs to one traceparent.
+_TRACED: Final = """
+       nullif(coalesce({own}::jsonb, '{{}}') || CASE WHEN {own}::jsonb ? 'traceparent' THEN '{{}}' ELSE
+           jsonb_strip_nulls(jsonb_build_object('traceparent', traceparent, 'tracestate', tracestate)) END, '{{}}')"""
+# W3C Trace Context. A header that is none is left out, as it says.
+_TRACEPARENT: Final = r"\A[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\z"
+_TRACESTATE: Final = r"\A[ -~]{1,512}\z"
+
+
+@dataclass(frozen=True, slots=True)
+class Produce:
+    """Events that follow from messages, one for each row. Part of a job's effect: ``insert()`` gives the SQL.
+
+    name            makes the events' ids, together with the message's. Unlike any other name in the outbox, so the
+                    job's group is a good one; for several kinds of events a name each. Changing it changes the ids.
+    aggregate_type  and event_type: of the events, as text.
+    aggregate_id    SQL expression over the rows: the events' key. With the key of the messages, or any other of which
+                    the messages lie in one partition, the events of a key are in the order of its messages.
+    payload         SQL expression that gives jsonb. NULL is a tombstone.
+    rows            what to select from: ``batch``, a table, or a CTE that was begun before ``insert()``. It has to have
+                    ``batch``'s columns message_id, message_topic, message_part and message_offset.
+    where           SQL condition over the rows.
+    part            SQL expression that tells the events apart which one message gives rise to, such as a line's number.
+                    Two rows of a message with the same part, or without any, are an error.
+    headers         SQL expression that gives a jsonb object of text by text, or NULL.
+    traced          carries the trace on: the rows have the columns of ``Traced``.
+    schema          of the outbox, in the sink's database.
+
+    Expressions are SQL of yours and are taken as they are. Raises JobError for a declaration that can't work.
+    """
+
+    name: str
+    aggregate_type: str
+    aggregate_id: str
+    event_type: str
+    payload: str
+    rows: str = "batch"
+    where: str = "true"
+    part: str | None = None
+    headers: str | None = None
+    traced: bool = False
+    schema: str = DEFAULT_SCHEMA
+
+    def __post_init__(self) -> None:
+        for field, longest in (
+            ("name", _LONGEST_NAME),
+            ("aggregate_type", MAX_AGGREGATE_TYPE),
+            ("event_type", MAX_EVENT_TYPE),
+        ):
+            try:
+                check_text(field, getattr(self, field), longest)
+            except EventError as error:
+                raise JobError(f"Produce: {error}") from error
+        for field in ("aggregate_id", "payload", "where", "schema"):
+            if not getattr(self, field).strip():
+                raise JobError(f"Produce: {field} must not be empty")
+        identifier(self.rows)
+
+    def insert(self) -> str:
+        """Return one INSERT without a semicolon, to stand alone or after ``WITH … AS (…)``. It has no placeholders."""
+        # A constant would be taken for a column's number.
+        part = sql.SQL("") if self.part is None else sql.SQL(", coalesce({})").format(_expression(self.part))
+        return (
+            sql.SQL(_INSERT)
+            .format(
+                events=sql.Identifier(self.schema, "events"),
+                event_id=self._event_id(),
+                aggregate_type=sql.Literal(self.aggregate_type),
+                aggregate_id=_expression(self.aggregate_id),
+                event_type=sql.Literal(self.event_type),
+                payload=_expression(self.payload),
+                headers=self._headers(),
+                rows=identifier(self.rows),
+                where=_expression(self.where),
+                part=part,
+                twice=sql.SQL(_TWICE),
+            )
+            .as_string(None)
+        )
+
+    def _headers(self) -> sql.Composable:
+        own = sql.SQL("NULL") if self.headers is None else _expression(self.headers)
+        return sql.SQL(_TRACED if self.traced else "{own}::jsonb").format(own=own)
+
+    def _event_id(self) -> sql.Composable:
+        part: sql.Composable = sql.SQL("''::bytea")
+        if self.part is not None:
+            part = sql.SQL("convert_to({}::text, 'UTF8')").format(_expression(self.part))
+        return sql.SQL(_ID).format(digest=sql.SQL(_DIGEST).format(name=sql.Literal(self.name), part=part))
+
+
+def derived_id(message_id: UUID, name: str, part: str = "") -> UUID:
+    """Return the id of the event that ``Produce`` makes of a message: for effects that are functions, and for tests.
+
+    part  the text of Produce's ``part``. Without it a message has one event under a name.
+    """
+    digest = hashlib.sha256(name.encode() + b"\0" + message_id.bytes + part.encode()).hexdigest()[:32]
+    timed = message_id.version == 7
+    start = message_id.hex[:12] + "7" if timed else digest[:12] + "8"
+    return UUID(start + digest[13:16] + "8" + digest[17:])
+
+
+@dataclass(frozen=True, slots=True)
+class Traced:
+    """A job's ``schema`` with two columns more: ``traceparent`` and ``tracestate``, of the message's headers.
+
+    schema  as of a job.
+    The trace is the last hop's, else the one that the event was written in (ce_traceparent). What is no W3C trace
+    context is NULL.
+    """
+
+    schema: str | Decoder | None
+
+    def names(self) -> tuple[str, ...]:
+        """Return the payload's names and these two. Raises JobError when the payload has one of them itself."""
+        inner = decoder_of(self.schema).names()
+        for name in inner:
+            if name.lower() in {TRACEPARENT, TRACESTATE}:
+                raise JobError(f"Traced: the payload has a field {name} itself")
+        return (*inner, TRACEPARENT, TRACESTATE)
+
+    def decode(self, rows: DataFrame) -> DataFrame:
+        """Add the columns."""
+        from pyspark.sql import functions as F  # noqa: N812  the name everybody knows it by
+
+        hop, origin = (_fitting(name, _TRACEPARENT) for name in (TRACEPARENT, CE_TRACEPARENT))
+        state = F.when(hop.isNotNull(), _fitting(TRACESTATE, _TRACESTATE)).when(
+            origin.isNotNull(), _fitting(CE_TRACESTATE, _TRACESTATE)
+        )
+        traced = rows.withColumns({TRACEPARENT: F.coalesce(hop, origin), TRACESTATE: state})
+        return decoder_of(self.schema).decode(traced)
+
+
+def _fitting(header: str, pattern: str) -> Column:
+    """The value of the first header of this name; NULL when it is not as the pattern says."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    def named(one: Column) -> Column:
+        return one["key"] == header
+
+    value: Any = F.get(F.filter("headers", named), F.lit(0))["value"].cast("string")
+    return F.when(value.rlike(pattern), value)
+
+
+def _expression(text: str) -> sql.Composed:
+    # The parenthesis on a line of its own, so that a comment at the end of the text does not swallow it.
+    return sql.Composed([sql.SQL("("), sql.SQL(text), sql.SQL("\n)")])

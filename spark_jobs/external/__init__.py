@@ -1,0 +1,1 @@
+"""Effects outside of the sink's database, once."""

@@ -1,0 +1,209 @@
+"""A ready ``call``, ``cancel`` and ``ask`` for an External: one HTTP request with an Idempotency-Key.
+
+| what comes                                          | what it means                                                  |
+|-----------------------------------------------------|----------------------------------------------------------------|
+| 2xx                                                 | done; the body is the response                                 |
+| 408, 409, 5xx; no answer, half an answer, a time-out| the outcome is unknown: asked again with the same key          |
+| 425, 429                                            | nothing happened: later, when Retry-After says so              |
+| 401, 407, 1xx, 3xx                                  | nothing happened: the settings are wrong; stuck in the end     |
+| no connection, no TLS                               | nothing was sent: later                                        |
+| every other 4xx                                     | refused                                                        |
+
+A redirect is not followed: a POST that moves on its own may be made twice.
+"""
+
+from __future__ import annotations
+
+import email.message
+import email.utils
+import http.client
+import json
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from spark_jobs.errors import JobError
+from spark_jobs.external.caller import Call, Done, OutcomeUnknown, Refused, TryLater
+
+_UNKNOWN: Final = frozenset({408, 409})
+_NOTHING_HAPPENED: Final = frozenset({401, 407, 425, 429})
+_LONGEST_BODY: Final = 1024 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class HttpCall:
+    """One request to a provider.
+
+    url          or a function of the Call that gives it; http or https.
+    body         a function of the Call that gives what is sent as JSON, None for nothing. Not given: the request.
+    headers      or a function that gives them: for secrets that should not be in the declaration.
+    method       of the request.
+    key_header   carries ``call.key``.
+    gone_is_done 404 and 410 mean done: for a ``cancel`` of what was never there.
+    tls          for a certificate authority of one's own.
+
+    The whole request takes ``call.timeout`` seconds at most. The response is kept as JSON if it is some, else as
+    ``{"text": …}``; more than a mebibyte of it is cut off.
+    """
+
+    url: str | Callable[[Call], str]
+    body: Callable[[Call], Any] | None = field(default=lambda call: call.request)
+    headers: Mapping[str, str] | Callable[[], Mapping[str, str]] = field(default_factory=dict)
+    method: str = "POST"
+    key_header: str = "Idempotency-Key"
+    gone_is_done: bool = False
+    tls: ssl.SSLContext | None = None
+
+    def __post_init__(self) -> None:
+        if isinstance(self.url, str):
+            _target(self.url)
+
+    def __call__(self, call: Call) -> Any:
+        """Make the request. Gives the response; raises Refused, TryLater or OutcomeUnknown."""
+        status, body, retry_after = self._request(call)
+        if 200 <= status < 300 or (self.gone_is_done and status in {404, 410}):
+            return body
+        raise _failure(status, body, retry_after)
+
+    def _request(self, call: Call) -> tuple[int, Any, float | None]:
+        try:
+            target = _target(self.url if isinstance(self.url, str) else self.url(call))
+            content = None if self.body is None else json.dumps(self.body(call)).encode()
+            given = self.headers if isinstance(self.headers, Mapping) else self.headers()
+        except Exception as error:
+            raise TryLater(f"nothing was sent, the request can't be made: {_told(error)}") from error
+        headers = {"Accept": "application/json", "Connection": "close", **given, self.key_header: call.key}
+        if content is not None:
+            headers = {"Content-Type": "application/json", **headers}
+        deadline = time.monotonic() + call.timeout
+        connection: http.client.HTTPConnection
+        if target.scheme == "https":
+            tls = self.tls or ssl.create_default_context()
+            connection = http.client.HTTPSConnection(target.host, target.port, timeout=call.timeout, context=tls)
+        else:
+            connection = http.client.HTTPConnection(target.host, target.port, timeout=call.timeout)
+        try:
+            try:
+                connection.connect()
+            except OSError as error:
+                raise TryLater(f"{target.shown}: nothing was sent: {_told(error)}") from error
+            with _ending(connection.sock, deadline) as ended:
+                try:
+                    connection.request(self.method, target.path, content, headers)
+                    response = connection.getresponse()
+                    read = response.read(_LONGEST_BODY)
+                except (OSError, http.client.HTTPException) as error:
+                    raise OutcomeUnknown(f"{target.shown}: no answer: {_told(error)}") from error
+            if ended.is_set() or (response.length and len(read) < _LONGEST_BODY):
+                raise OutcomeUnknown(f"{target.shown}: the answer ended after {len(read)} bytes")
+            return response.status, _json(read), _retry_after(response.headers)
+        finally:
+            connection.close()
+
+
+@dataclass(frozen=True, slots=True)
+class HttpAsk:
+    """An ``ask``: a GET that finds what a key became. 404 and 410: nothing is there; other answers as for HttpCall.
+
+    found  tells from the response whether it is there; a search may answer 200 with an empty list.
+    """
+
+    url: str | Callable[[Call], str]
+    headers: Mapping[str, str] | Callable[[], Mapping[str, str]] = field(default_factory=dict)
+    found: Callable[[Any], bool] = bool
+    tls: ssl.SSLContext | None = None
+
+    def __call__(self, call: Call) -> Done | None:
+        """Ask. Gives Done, or None for nothing; raises Refused, TryLater or OutcomeUnknown."""
+        request = HttpCall(self.url, None, self.headers, "GET", tls=self.tls)
+        status, body, retry_after = request._request(call)  # noqa: SLF001  its twin
+        if 200 <= status < 300:
+            return Done(body) if self.found(body) else None
+        if status in {404, 410}:
+            return None
+        raise _failure(status, body, retry_after)
+
+
+@dataclass(frozen=True, slots=True)
+class _Target:
+    scheme: str
+    host: str
+    port: int | None
+    path: str
+    shown: str
+
+
+def _target(url: str) -> _Target:
+    try:
+        parts = urlsplit(url)
+        port = parts.port
+    except ValueError as error:
+        raise JobError(f"url: {error}") from error
+    if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
+        raise JobError("url: must be http:// or https:// with a host, and credentials belong into headers")
+    path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
+    # Without the query, which may hold a secret.
+    return _Target(parts.scheme, parts.hostname, port, path, f"{parts.scheme}://{parts.netloc}{parts.path}")
+
+
+@contextmanager
+def _ending(sock: socket.socket, deadline: float) -> Iterator[threading.Event]:
+    """End the connection at the deadline: a socket's own time-out begins anew with every byte that trickles in."""
+    ended = threading.Event()
+
+    def end() -> None:
+        ended.set()
+        try:
+            sock.shutdown(socket.SHUT_RDWR)
+        except OSError:
+            # It has ended by itself.
+            return
+
+    timer = threading.Timer(max(0.0, deadline - time.monotonic()), end)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield ended
+    finally:
+        timer.cancel()
+
+
+def _failure(status: int, body: Any, retry_after: float | None) -> Refused | TryLater | OutcomeUnknown:
+    text = f"HTTP {status}: {json.dumps(body, ensure_ascii=False)[:500]}"
+    if status >= 500 or status in _UNKNOWN:
+        return OutcomeUnknown(text, retry_after)
+    if status < 400 or status in _NOTHING_HAPPENED:
+        return TryLater(text, retry_after)
+    return Refused(text)
+
+
+def _json(read: bytes) -> Any:
+    if not read:
+        return None
+    try:
+        return json.loads(read)
+    except ValueError:
+        return {"text": read.decode("utf-8", "replace")}
+
+
+def _retry_after(headers: email.message.Message) -> float | None:
+    """Return the header's seconds, or the seconds to its date by the server's own clock; None for what is neither."""
+    value = (headers.get("Retry-After") or "").strip()
+    if value.isdecimal():
+        return float(value)
+    try:
+        then = email.utils.parsedate_to_datetime(value).timestamp()
+        now = email.utils.parsedate_to_datetime(headers["Date"]).timestamp() if headers.get("Date") else time.time()
+    except (ValueError, TypeError):
+        return None
+    return max(0.0, then - now)
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,506 @@
+"""The book of effects outside the database: claim, settle, and what people do by hand. Short transactions only.
+
+Every method is one transaction on the connection it is given, which must be in autocommit mode. Time is the database's.
+A claim writes the end of the lease into ``next_attempt_at`` and raises ``attempts``; nothing is held open while the
+call is under way. Errors of the database pass through as psycopg raises them.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from uuid import UUID
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import dict_row
+from psycopg.types.json import Jsonb
+
+from spark_jobs.errors import ConsumerError, storable
+from spark_jobs.external.state_machine import Answer, Change, Rules, Standing, Step, effect_failed, first_step, settle
+
+# The later call of a key waits for the earlier one. What somebody else settles at this moment is not seen as settled
+# yet: a call then waits a little longer than it must, and never goes out too early. ``busy`` saves looking for each of
+# the thousands that may wait behind one that this process is calling for.
+_DUE: Final = """
+SELECT *, response IS NOT NULL AS known, attempts - budget_from AS used,
+       -- A request that begins now may reach the provider as late as its lease ends.
+       coalesce(key_until <= now() + make_interval(secs => %(lease)s), false) AS expired
+  FROM {reservations} AS due
+ WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'calling', 'cancelling')
+   AND next_attempt_at <= now()
+   AND (order_key IS NULL OR order_key <> ALL(%(busy)s) AND NOT EXISTS (
+        SELECT 1 FROM {reservations} AS earlier
+         WHERE earlier.grp = due.grp AND earlier.name = due.name AND earlier.settled_at IS NULL
+           AND hashtextextended(earlier.order_key, 0) = hashtextextended(due.order_key, 0)
+           AND earlier.order_key = due.order_key AND earlier.id < due.id))
+ ORDER BY next_attempt_at, id LIMIT %(most)s
+   FOR UPDATE OF due SKIP LOCKED"""
+# What waits behind a stuck one waits for a person, and would stand in front of all that is due until then: each claim
+# would look at it again. The stuck one is locked, so who releases it comes before this, or after it and sees it. For an
+# hour, should it be released by a version that knows nothing of this.
+_PUT_BACK: Final = """
+WITH due AS MATERIALIZED (
+    SELECT message_id, order_key, id FROM {reservations}
+     WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'calling', 'cancelling')
+       AND next_attempt_at <= now()
+       AND EXISTS (SELECT FROM {reservations} WHERE grp = %(grp)s AND name = %(name)s AND state = 'stuck')
+     ORDER BY next_attempt_at, id LIMIT %(most)s),
+behind AS MATERIALIZED (
+    SELECT due.message_id FROM due, LATERAL (
+        SELECT 1 FROM {reservations} AS stuck
+         WHERE stuck.grp = %(grp)s AND stuck.name = %(name)s AND stuck.settled_at IS NULL AND stuck.state = 'stuck'
+           AND hashtextextended(stuck.order_key, 0) = hashtextextended(due.order_key, 0)
+           AND stuck.order_key = due.order_key AND stuck.id < due.id
+         LIMIT 1 FOR SHARE SKIP LOCKED) AS earlier),
+mine AS MATERIALIZED (
+    SELECT message_id FROM {reservations} AS waiting JOIN behind USING (message_id)
+     WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'cancelling') AND next_attempt_at <= now()
+       FOR UPDATE OF waiting SKIP LOCKED)
+UPDATE {reservations} AS waiting SET next_attempt_at = now() + interval '1 hour' FROM mine
+ WHERE waiting.grp = %(grp)s AND waiting.name = %(name)s AND waiting.message_id = mine.message_id"""
+# A statement of its own: it has to see what was put back before the released one could be locked.
+_RELEASE: Final = """
+UPDATE {reservations} AS waiting SET next_attempt_at = now()
+  FROM unnest(%(grps)s::text[], %(names)s::text[], %(keys)s::text[], %(ids)s::bigint[])
+       AS released (grp, name, order_key, id)
+ WHERE waiting.grp = released.grp AND waiting.name = released.name AND waiting.settled_at IS NULL
+   AND hashtextextended(waiting.order_key, 0) = hashtextextended(released.order_key, 0)
+   AND waiting.order_key = released.order_key AND waiting.id > released.id
+   AND waiting.state IN ('reserved', 'cancelling') AND waiting.next_attempt_at > now()"""
+_NOW: Final = """
+SELECT *, response IS NOT NULL AS known, attempts - budget_from AS used,
+       coalesce(key_until <= now(), false) AS expired
+  FROM {reservations} WHERE grp = %(grp)s AND name = %(name)s AND message_id = %(message_id)s FOR UPDATE"""
+_BEGIN: Final = """
+UPDATE {reservations}
+   SET state = %(state)s, unsure = %(unsure)s, attempts = attempts + 1, worker = %(worker)s,
+       next_attempt_at = now() + make_interval(secs => %(lease)s),
+       key_until = CASE WHEN key_until > now() OR NOT %(keyed)s THEN key_until
+                        ELSE now() + make_interval(secs => %(key_seconds)s) END
+ WHERE grp = %(grp)s AND name = %(name)s AND message_id = %(message_id)s"""
+_GIVE_UP: Final = """
+UPDATE {reservations}
+   SET state = 'stuck', unsure = %(unsure)s,
+       last_error = %(reason)s || coalesce('; before that: ' || last_error, '')
+ WHERE grp = %(grp)s AND name = %(name)s AND message_id = %(message_id)s"""
+_WRITE: Final = """
+UPDATE {reservations}
+   SET state = %(state)s, unsure = %(unsure)s, taking_back = %(taking_back)s,
+       response = CASE WHEN %(keep)s THEN coalesce(%(response)s, response) ELSE %(response)s END,
+       last_error = coalesce(%(error)s, CASE WHEN %(state)s = 'confirmed' THEN NULL ELSE last_error END),
+       conflict = coalesce(%(conflict)s, conflict),
+       budget_from = CASE WHEN %(fresh)s THEN attempts ELSE budget_from END,
+       key_until = CASE WHEN %(fresh)s THEN NULL ELSE key_until END,
+       next_attempt_at = coalesce(now() + make_interval(secs => %(wait)s), next_attempt_at),
+       settled_at = CASE WHEN %(state)s IN ('confirmed', 'cancelled') THEN coalesce(settled_at, now()) END
+ WHERE grp = %(grp)s AND name = %(name)s AND message_id = %(message_id)s"""
+# What waits behind a stuck one waits for a person.
+_LEFT: Final = """
+SELECT extract(epoch FROM next_attempt_at - now())::float8
+  FROM {reservations} AS due
+ WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'calling', 'cancelling')
+   AND NOT EXISTS (
+        SELECT 1 FROM {reservations} AS stuck
+         WHERE stuck.grp = due.grp AND stuck.name = due.name AND stuck.state = 'stuck' AND stuck.settled_at IS NULL
+           AND hashtextextended(stuck.order_key, 0) = hashtextextended(due.order_key, 0)
+           AND stuck.order_key = due.order_key AND stuck.id < due.id)
+ ORDER BY next_attempt_at, id LIMIT 1"""
+_LIST: Final = """
+SELECT grp, name, message_id, topic, part, message_offset, order_key, state, unsure, taking_back, request, response,
+       attempts, worker, last_error, conflict, reserved_at, next_attempt_at, settled_at,
+       (SELECT count(*) FROM {reservations} AS later
+         WHERE shown.state = 'stuck' AND later.grp = shown.grp AND later.name = shown.name
+           AND later.settled_at IS NULL
+           AND hashtextextended(later.order_key, 0) = hashtextextended(shown.order_key, 0)
+           AND later.order_key = shown.order_key AND later.id > shown.id) AS waiting_behind
+  FROM {reservations} AS shown
+ WHERE (%(grp)s::text IS NULL OR grp = %(grp)s) AND (%(name)s::text IS NULL OR name = %(name)s)
+   AND (state = ANY(%(states)s) OR conflict IS NOT NULL)
+ ORDER BY id LIMIT %(most)s"""
+_CHOSEN: Final = """
+ WHERE (%(grp)s::text IS NULL OR grp = %(grp)s) AND (%(name)s::text IS NULL OR name = %(name)s)
+   AND (%(ids)s::uuid[] IS NULL OR message_id = ANY(%(ids)s))"""
+_RETRY: Final = """
+UPDATE {reservations}
+   SET state = CASE WHEN taking_back THEN 'cancelling' ELSE 'reserved' END, budget_from = attempts,
+       next_attempt_at = now(), unsure = unsure AND NOT %(not_done)s,
+       key_until = CASE WHEN %(not_done)s THEN NULL ELSE key_until END
+{chosen} AND state = 'stuck'
+RETURNING message_id, grp, name, order_key, id"""
+_CANCEL: Final = """
+UPDATE {reservations}
+   SET state = 'cancelling', taking_back = true, unsure = unsure OR response IS NOT NULL, budget_from = attempts,
+       key_until = NULL, next_attempt_at = now(), last_error = %(why)s
+{chosen} AND state IN ('reserved', 'stuck') AND NOT taking_back
+RETURNING message_id, grp, name, order_key, id"""
+_FORGET: Final = """
+DELETE FROM {reservations}
+{chosen} AND settled_at < now() - make_interval(days => %(days)s) AND conflict IS NULL"""
+_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%(what)s, %(why)s, %(details)s)"
+
+OPEN: Final = ("reserved", "calling", "cancelling")
+_LONGEST_ERROR: Final = 2000
+_LOOK_SECONDS, _REST_SECONDS = 1.0, 60.0
+"""Between two looks for what waits behind stuck ones: as long as there is some, and when there was none."""
+_AT_ONCE: Final = 10_000
+
+SqlEffect = Callable[[psycopg.Cursor[Any]], None]
+
+
+class NoSuchReservation(ConsumerError):
+    """There is no reservation with this id, or it is not in a state in which this can be done."""
+
+
+class _EffectFailed(Exception):
+    """Rolls the settling transaction back."""
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """One attempt that was begun, and what it is about. ``attempt`` is its token."""
+
+    step: Step
+    message_id: UUID
+    attempt: int
+    request: Any
+    response: Any
+    topic: str
+    part: int
+    message_offset: int
+    order_key: str | None
+
+
+class Reservations:
+    """The reservations of one External of one group."""
+
+    def __init__(self, schema: str, group: str, name: str, rules: Rules) -> None:
+        self._names = {table: sql.Identifier(schema, table) for table in ("reservations", "audit")}
+        self._which = {"grp": group, "name": name}
+        self._rules = rules
+        self._look_at = 0.0
+
+    def claim(
+        self,
+        connection: psycopg.Connection[Any],
+        most: int,
+        worker: str,
+        lease: float,
+        key_seconds: float,
+        busy: Sequence[str] = (),
+    ) -> tuple[list[Claim], int]:
+        """Begin up to ``most`` attempts of what is due, for ``lease`` seconds. Gives them, and how many got stuck.
+
+        busy  order keys that the caller is calling for, and which can't be due therefore.
+        """
+        claims: list[Claim] = []
+        stuck = 0
+        # Before anything is claimed: an error must not lose what was.
+        self._put_back(connection)
+        with connection.transaction(), connection.cursor(row_factory=dict_row) as cursor:
+            for row in self._run(cursor, _DUE, most=most, busy=list(busy), lease=lease).fetchall():
+                standing = _standing(row)
+                unsure = standing.may_have_happened
+                step, reason = first_step(standing, self._rules)
+                if step == "stuck":
+                    self._run(cursor, _GIVE_UP, message_id=row["message_id"], unsure=unsure, reason=reason)
+                    stuck += 1
+                    continue
+                self._run(
+                    cursor,
+                    _BEGIN,
+                    message_id=row["message_id"],
+                    state="cancelling" if standing.taking_back else "calling",
+                    unsure=unsure,
+                    worker=worker,
+                    lease=lease,
+                    keyed=step in {"call", "cancel"},
+                    key_seconds=key_seconds,
+                )
+                claims.append(_claim(row, step, row["attempts"] + 1))
+        if stuck:
+            self._look_at = 0.0
+        return claims, stuck
+
+    def _put_back(self, connection: psycopg.Connection[Any]) -> None:
+        """Let what waits behind stuck ones wait where no claim looks at it, until these are released."""
+        now = time.monotonic()
+        if now < self._look_at:
+            return
+        with connection.transaction(), connection.cursor() as cursor:
+            put_back = self._run(cursor, _PUT_BACK, most=_AT_ONCE).rowcount
+        self._look_at = now + (_LOOK_SECONDS if put_back else _REST_SECONDS)
+
+    def settle(
+        self,
+        connection: psycopg.Connection[Any],
+        claim: Claim,
+        step: Step,
+        answer: Answer,
+        chance: float,
+        effect_of: Callable[[Change], SqlEffect | None],
+    ) -> tuple[Change | None, str | None]:
+        """Write what an answer changes, with the SQL that belongs to it in the same transaction.
+
+        When that SQL fails, all is rolled back, and another transaction keeps the answer and the error. Gives what was
+        changed, None for nothing, and the SQL's error. A database that is away is raised: settle again then.
+        """
+        failed: str | None = None
+        change: Change | None = None
+        try:
+            with connection.transaction():
+                change = self._settle(connection, claim, step, answer, chance)
+                effect = None if change is None else effect_of(change)
+                if effect is not None:
+                    _do(connection, effect)
+        except _EffectFailed as error:
+            failed = str(error)
+        except psycopg.errors.IntegrityError as error:
+            # A deferred constraint speaks at COMMIT.
+            failed = _told(error)
+        if failed is None:
+            return change, None
+        with connection.transaction():
+            change = self._settle(connection, claim, step, answer, chance, failed)
+        return change, failed
+
+    def settle_by_hand(
+        self,
+        connection: psycopg.Connection[Any],
+        message_id: UUID,
+        *,
+        confirmed: bool,
+        why: str,
+        effect_of: Callable[[Change, Claim], SqlEffect | None],
+    ) -> None:
+        """Write down what the provider told a person, with the SQL that belongs to it, and why into the audit.
+
+        Only for what is stuck or has a conflict: elsewhere a call may be under way. A conflict ends here; the SQL of a
+        state that the row had already is not done again. Raises NoSuchReservation; ConsumerError when the SQL fails.
+        """
+        change = Change(
+            "confirmed" if confirmed else "cancelled", unsure=False, taking_back=not confirmed, keep_response=True
+        )
+        try:
+            with connection.transaction(), connection.cursor(row_factory=dict_row) as cursor:
+                row = self._run(cursor, _NOW, message_id=message_id).fetchone()
+                if row is None or (row["state"] != "stuck" and row["conflict"] is None):
+                    raise NoSuchReservation(f"{message_id}: neither stuck nor in conflict; see `outbox external list`")
+                self._write(cursor, message_id, change, None)
+                _release(cursor, self._names, [row])
+                cursor.execute(
+                    sql.SQL(
+                        "UPDATE {reservations} SET conflict = NULL "
+                        "WHERE grp = %(grp)s AND name = %(name)s AND message_id = %(id)s"
+                    ).format(**self._names),
+                    {**self._which, "id": message_id},
+                )
+                details = self._which | {"message_ids": [str(message_id)]}
+                _audit(cursor, self._names, f"external: {change.state} by hand", why, details)
+                effect = effect_of(change, _claim(row, "confirm" if confirmed else "close", row["attempts"]))
+                if effect is not None and row["state"] != change.state:
+                    _do(connection, effect)
+        except _EffectFailed as error:
+            raise ConsumerError(
+                f"{message_id}: nothing was written, because the SQL beside it fails: {error}"
+            ) from error
+
+    def next_due(self, connection: psycopg.Connection[Any]) -> float | None:
+        """Return the seconds until the first that needs no person is due; below 0 if it waits for another one.
+
+        None: nothing is left, but for people to decide.
+        """
+        with connection.cursor() as cursor:
+            row = self._run(cursor, _LEFT).fetchone()
+        return None if row is None else float(row[0])
+
+    def _settle(
+        self,
+        connection: psycopg.Connection[Any],
+        claim: Claim,
+        step: Step,
+        answer: Answer,
+        chance: float,
+        failed: str | None = None,
+    ) -> Change | None:
+        with connection.cursor(row_factory=dict_row) as cursor:
+            row = self._run(cursor, _NOW, message_id=claim.message_id).fetchone()
+            if row is None:
+                return None
+            standing = _standing(row)
+            current = row["attempts"] == claim.attempt and row["state"] in {"calling", "cancelling"}
+            change = settle(standing, current, step, answer, self._rules, chance)
+            if change is not None and failed is not None:
+                change = effect_failed(standing, change, failed, self._rules, chance)
+            if change is not None:
+                learnt = answer.said == "done" and step in {"call", "ask", "confirm"} and not change.taking_back
+                self._write(cursor, claim.message_id, change, _json(answer.response) if learnt else None)
+                if row["state"] == "stuck" != change.state:
+                    _release(cursor, self._names, [row])
+                elif change.state == "stuck":
+                    self._look_at = 0.0
+        return change
+
+    def _write(self, cursor: psycopg.Cursor[Any], message_id: UUID, change: Change, response: Jsonb | None) -> None:
+        self._run(
+            cursor,
+            _WRITE,
+            message_id=message_id,
+            state=change.state,
+            unsure=change.unsure,
+            taking_back=change.taking_back,
+            response=response,
+            keep=change.keep_response,
+            error=_storable(change.error),
+            conflict=_storable(change.conflict),
+            fresh=change.fresh_budget,
+            wait=change.wait,
+        )
+
+    def _run(self, cursor: psycopg.Cursor[Any], query: str, **values: object) -> psycopg.Cursor[Any]:
+        return cursor.execute(sql.SQL(query).format(**self._names), self._which | values)
+
+
+@dataclass(frozen=True, slots=True)
+class Chosen:
+    """Which reservations a person means. None: all."""
+
+    group: str | None = None
+    name: str | None = None
+    message_ids: Sequence[UUID] | None = None
+
+
+class Desk:
+    """What people do with the reservations of a sink. Every change is in the audit, with its reason."""
+
+    def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
+        self._connection = connection
+        self._names = {table: sql.Identifier(schema, table) for table in ("reservations", "audit")}
+
+    def find(self, chosen: Chosen, states: Sequence[str] = ("stuck",), most: int = 100) -> list[dict[str, Any]]:
+        """Return the reservations in these states, and those in conflict; the oldest first."""
+        query = sql.SQL(_LIST).format(**self._names)
+        values = {"grp": chosen.group, "name": chosen.name, "states": list(states), "most": most}
+        with self._connection.cursor(row_factory=dict_row) as cursor:
+            return cursor.execute(query, values).fetchall()
+
+    def counts(self, chosen: Chosen) -> dict[str, int]:
+        """Return the number of reservations in each state."""
+        query = sql.SQL("SELECT state, count(*) FROM {reservations} {chosen} GROUP BY state").format(
+            **self._names, chosen=sql.SQL(_CHOSEN)
+        )
+        return dict(self._connection.execute(query, _values(chosen)).fetchall())
+
+    def retry(self, chosen: Chosen, *, not_done: bool = False, why: str | None = None) -> list[str]:
+        """Have stuck ones tried again, with a new budget of attempts. Gives their message ids.
+
+        not_done: the provider was asked and knows nothing under the key, so the call is made as if for the first time.
+        """
+        return self._change("external: retry", _RETRY, chosen, why, not_done=not_done)
+
+    def cancel(self, chosen: Chosen, why: str) -> list[str]:
+        """Have stuck ones, and those that wait for a call, taken back by the caller. Gives their message ids."""
+        return self._change("external: cancel", _CANCEL, chosen, why)
+
+    def forget(self, chosen: Chosen, days: int) -> int:
+        """Delete what was settled more than ``days`` ago, conflicts not among them. Gives how many.
+
+        A message that comes a second time after that would be reserved anew, unless the group's dedup still knows it.
+        """
+        statement = sql.SQL(_FORGET).format(**self._names, chosen=sql.SQL(_CHOSEN))
+        with self._connection.transaction(), self._connection.cursor() as cursor:
+            count = cursor.execute(statement, _values(chosen) | {"days": days}).rowcount
+            if count:
+                details = {"grp": chosen.group, "name": chosen.name, "days": days, "count": count}
+                _audit(cursor, self._names, "external: forget", None, details)
+        return count
+
+    def _change(self, what: str, query: str, chosen: Chosen, why: str | None, **values: object) -> list[str]:
+        statement = sql.SQL(query).format(**self._names, chosen=sql.SQL(_CHOSEN))
+        with self._connection.transaction(), self._connection.cursor(row_factory=dict_row) as cursor:
+            found = cursor.execute(statement, _values(chosen) | values | {"why": why}).fetchall()
+            ids = sorted(str(row["message_id"]) for row in found)
+            _release(cursor, self._names, found)
+            if ids:
+                details = {"grp": chosen.group, "name": chosen.name, "message_ids": ids}
+                _audit(cursor, self._names, what, why, details)
+        return ids
+
+
+def _values(chosen: Chosen) -> dict[str, object]:
+    ids = None if chosen.message_ids is None else list(chosen.message_ids)
+    return {"grp": chosen.group, "name": chosen.name, "ids": ids}
+
+
+def _release(
+    cursor: psycopg.Cursor[Any], names: Mapping[str, sql.Identifier], rows: Sequence[Mapping[str, Any]]
+) -> None:
+    """Make due at once what waited behind these, which were stuck until now."""
+    ordered = [row for row in rows if row["order_key"] is not None]
+    if ordered:
+        columns = {"grps": "grp", "names": "name", "keys": "order_key", "ids": "id"}
+        values = {name: [row[column] for row in ordered] for name, column in columns.items()}
+        cursor.execute(sql.SQL(_RELEASE).format(**names), values)
+
+
+def _audit(
+    cursor: psycopg.Cursor[Any],
+    names: Mapping[str, sql.Identifier],
+    what: str,
+    why: str | None,
+    details: Mapping[str, object],
+) -> None:
+    cursor.execute(sql.SQL(_AUDIT).format(**names), {"what": what, "why": why, "details": Jsonb(dict(details))})
+
+
+def _do(connection: psycopg.Connection[Any], effect: SqlEffect) -> None:
+    """Run a user's SQL. Raises _EffectFailed, or the error itself when the database has gone away."""
+    try:
+        with connection.cursor() as cursor:
+            effect(cursor)
+    except Exception as error:
+        if connection.closed:
+            raise
+        raise _EffectFailed(_told(error)) from error
+
+
+def _standing(row: Mapping[str, Any]) -> Standing:
+    return Standing(row["state"], row["unsure"], row["taking_back"], row["known"], row["used"], row["expired"])
+
+
+def _claim(row: Mapping[str, Any], step: Step, attempt: int) -> Claim:
+    return Claim(
+        step,
+        row["message_id"],
+        attempt,
+        row["request"],
+        row["response"],
+        row["topic"],
+        row["part"],
+        row["message_offset"],
+        row["order_key"],
+    )
+
+
+def _told(error: BaseException) -> str:
+    return f"{type(error).__name__}: {str(error).strip()}"
+
+
+def _storable(text: str | None) -> str | None:
+    """Nobody reads a page."""
+    return None if text is None else storable(text)[:_LONGEST_ERROR]
+
+
+def _json(value: object) -> Jsonb:
+    """Return a response as jsonb takes it. What is no JSON is kept as text: that it was confirmed matters more."""
+    try:
+        text = json.dumps(value, allow_nan=False, default=str, ensure_ascii=False)
+        text.encode()
+        if r"\u0000" in text:
+            raise ValueError("jsonb holds no NUL")
+    except (TypeError, ValueError, RecursionError):
+        text = json.dumps({"text": ascii(value)[:_LONGEST_ERROR]})
+    return Jsonb(None, dumps=lambda _: text)

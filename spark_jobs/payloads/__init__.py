@@ -1,0 +1,1 @@
+"""From a payload's bytes to columns."""

@@ -1,0 +1,377 @@
+"""Avro payloads: read with the schema they were written with, resolved to the job's."""
+
+from __future__ import annotations
+
+import io
+import json
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date, datetime, time
+from decimal import Decimal
+from typing import Any, Final
+
+from pyspark.sql import types as t
+
+from spark_jobs.errors import JobError
+from spark_jobs.payloads.framing import unframe
+from spark_jobs.payloads.json_text import decimal_that_fits
+from spark_jobs.payloads.reading import Policy, Problem, Reader, Wrong
+from spark_jobs.payloads.registry import Registry, Schema
+
+Convert = Callable[[Any], Any]
+
+_PLAIN: Final[Mapping[str, t.DataType]] = {
+    "boolean": t.BooleanType(),
+    "int": t.IntegerType(),
+    "long": t.LongType(),
+    "float": t.FloatType(),
+    "double": t.DoubleType(),
+    "bytes": t.BinaryType(),
+    "fixed": t.BinaryType(),
+    "string": t.StringType(),
+    "enum": t.StringType(),
+}
+"""fixed and enum are not named by a text, but by their own definitions."""
+_LOGICAL: Final[Mapping[str, tuple[t.DataType, type]]] = {
+    "date": (t.DateType(), date),
+    "timestamp-millis": (t.TimestampType(), datetime),
+    "timestamp-micros": (t.TimestampType(), datetime),
+    "local-timestamp-millis": (t.TimestampNTZType(), datetime),
+    "local-timestamp-micros": (t.TimestampNTZType(), datetime),
+    "uuid": (t.StringType(), uuid.UUID),
+    "time-millis": (t.StringType(), time),
+    "time-micros": (t.StringType(), time),
+}
+_EXACT: Final = "outbox-decimal"
+"""In place of ``decimal``, whose reader in fastavro rounds to the schema's precision."""
+_SHALLOW: Final = 1000
+"""Payloads of so many bytes can't be nested too deep for anybody."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that an executor needs. Without a registry every payload is bare, and ``writer`` is what it was written with.
+
+    ``reader`` is the job's schema: its fields are the columns.
+    """
+
+    reader: Schema
+    writer: Schema | None
+    registry: Registry | None
+    policy: Policy
+
+    def fields(self) -> t.StructType:
+        """Return the columns. Raises JobError for a schema that has no counterpart."""
+        kind, _ = _record(_parsed(self.reader))
+        return kind
+
+    def __call__(self) -> Reader:
+        """Return the reader."""
+        parsed = _parsed(self.reader)
+        _, convert = _record(parsed)
+        names = [field["name"] for field in parsed["fields"]]
+        if self.writer is not None:
+            try:
+                resolved_once = _Resolved(_parsed(self.writer), parsed, self.policy)
+            except Problem as problem:
+                raise JobError(f"schema: no message could ever be read: {problem}") from problem
+            return _bare(resolved_once, convert, names)
+        assert self.registry is not None
+        client = self.registry.client()
+        known: dict[int | uuid.UUID, _Resolved | Problem] = {}
+
+        def resolved(name: int | uuid.UUID) -> _Resolved:
+            # Remembered for the task only when there is no such schema: it may be registered later.
+            if name not in known:
+                try:
+                    known[name] = _written(client.schema(name), name, parsed, self.policy)
+                except Problem as problem:
+                    known[name] = problem
+            found = known[name]
+            if isinstance(found, Problem):
+                raise found
+            return found
+
+        def read(value: bytes, header: bytes | None) -> Sequence[Any]:
+            framed = unframe(value, header, indexes=False)
+            row = convert(resolved(framed.schema).read(framed.payload))
+            return [row[name] for name in names]
+
+        return read
+
+
+def _bare(resolved: _Resolved, convert: Convert, names: list[str]) -> Reader:
+    def read(value: bytes, header: bytes | None) -> Sequence[Any]:  # noqa: ARG001
+        row = convert(resolved.read(value))
+        return [row[name] for name in names]
+
+    return read
+
+
+def _written(schema: Schema, name: int | uuid.UUID, reader: Mapping[str, Any], policy: Policy) -> _Resolved:
+    if schema.kind != "AVRO":
+        raise Problem(f"schema {name} is {schema.kind}, not AVRO")
+    try:
+        return _Resolved(_parsed(schema), reader, policy)
+    except JobError as error:
+        raise Problem(f"schema {name} can't be read: {error}") from error
+
+
+class _Resolved:
+    """A writer's schema beside the job's."""
+
+    def __init__(self, writer: Any, reader: Any, policy: Policy) -> None:
+        self._writer = writer
+        self._reader = reader
+        self._endless = _holds_itself(writer, _names(writer))
+        for path, change in _differences(_names(writer), writer, _names(reader), reader, ""):
+            if change == "unknown" and policy.unknown == "dead-letter":
+                raise Problem(f"field {path}: is not in the job's schema")
+            if change == "missing" and policy.missing == "dead-letter":
+                raise Problem(f"field {path}: is missing in the schema it was written with")
+
+    def read(self, payload: bytes) -> Any:
+        from fastavro import schemaless_reader
+
+        if self._endless and len(payload) > _SHALLOW:
+            # Each level takes a byte or more. The compiled reader goes down as far as the payload says, until the
+            # stack overflows and the process is gone; the one in Python ends with a RecursionError.
+            from fastavro._read_py import schemaless_reader
+
+        source = io.BytesIO(payload)
+        try:
+            record = schemaless_reader(source, self._writer, self._reader)
+        except Exception as error:
+            # Its text may hold what the payload holds. Only this one speaks of schemas alone, and names the field.
+            text = str(error)
+            said = text if text.startswith("No default value for field ") else type(error).__name__
+            raise Problem(f"the payload does not resolve to the job's Avro schema: {said}") from error
+        if source.tell() != len(payload):
+            raise Problem("the payload goes on behind the record")
+        return record
+
+
+def _parsed(schema: Schema) -> Any:
+    """Parse a schema with what it refers to. Raises JobError."""
+    from fastavro import parse_schema
+    from fastavro.read import LOGICAL_READERS
+    from fastavro.schema import SchemaParseException
+
+    for carrier in ("bytes", "fixed"):
+        LOGICAL_READERS[f"{carrier}-{_EXACT}"] = _exact
+    named: dict[str, Any] = {}
+    try:
+        return _parse(schema, named, parse_schema)
+    except (ValueError, TypeError, KeyError, AttributeError, SchemaParseException) as error:
+        raise JobError(f"schema: this is no Avro schema: {type(error).__name__}: {error}") from error
+
+
+def _parse(schema: Schema, named: dict[str, Any], parse_schema: Callable[..., Any]) -> Any:
+    for _, reference in schema.references:
+        _parse(reference, named, parse_schema)
+    text = schema.text.strip()
+    return parse_schema(_with_exact_decimals(json.loads(text) if text[:1] in '{["' else text), named_schemas=named)
+
+
+def _with_exact_decimals(schema: Any) -> Any:
+    if isinstance(schema, list):
+        return [_with_exact_decimals(inner) for inner in schema]
+    if not isinstance(schema, dict):
+        return schema
+    changed = {
+        name: _with_exact_decimals(inner) if name in {"type", "items", "values", "fields"} else inner
+        for name, inner in schema.items()
+    }
+    if changed.get("logicalType") == "decimal" and changed.get("type") in {"bytes", "fixed"}:
+        changed["logicalType"] = _EXACT
+    return changed
+
+
+def _exact(data: bytes, writer_schema: Mapping[str, Any] | None = None, reader_schema: Any = None) -> Decimal:  # noqa: ARG001
+    assert writer_schema is not None
+    digits = int.from_bytes(data, "big", signed=True)
+    scale = int(writer_schema.get("scale", 0))
+    return Decimal((int(digits < 0), tuple(map(int, str(abs(digits)))), -scale))
+
+
+def _names(parsed: Any) -> Mapping[str, Any]:
+    named = parsed.get("__named_schemas", {}) if isinstance(parsed, dict) else {}
+    return dict(named)
+
+
+def _record(parsed: Any) -> tuple[t.StructType, Convert]:
+    kind, convert, _ = _typed(parsed, _names(parsed), "", ())
+    if not isinstance(kind, t.StructType):
+        raise JobError("schema: the job's Avro schema must be a record")
+    return kind, convert
+
+
+def _typed(  # noqa: C901  one case for each type
+    schema: Any, named: Mapping[str, Any], path: str, inside: tuple[str, ...]
+) -> tuple[t.DataType, Convert, bool]:
+    """Return the type in Spark, the function from fastavro's value to Arrow's, and whether it may be null."""
+    if isinstance(schema, list):
+        return _union(schema, named, path, inside)
+    if isinstance(schema, str):
+        if schema in _PLAIN:
+            return _PLAIN[schema], _octets if schema == "bytes" else _same, False
+        if schema in inside:
+            raise JobError(f"schema: field {path}: record {schema} holds itself, which no column can; use Raw()")
+        if schema not in named:
+            raise JobError(f"schema: field {path}: {schema} has no counterpart in Spark")
+        return _typed(named[schema], named, path, inside)
+    of = schema["type"]
+    if isinstance(of, (list, dict)):
+        return _typed(of, named, path, inside)
+    logical = schema.get("logicalType")
+    if logical == _EXACT:
+        return _decimal(schema, path)
+    if logical in _LOGICAL and of in {"int", "long", "string"}:
+        kind, python = _LOGICAL[logical]
+        return kind, _of_type(path, logical, python), False
+    if of in {"record", "error"}:
+        return _struct(schema, named, path, (*inside, schema["name"]))
+    if of == "array":
+        element, convert, _ = _typed(schema["items"], named, f"{path}[]", inside)
+        return t.ArrayType(element), lambda value: [convert(item) for item in value], False
+    if of == "map":
+        element, convert, _ = _typed(schema["values"], named, f"{path}{{}}", inside)
+        return (
+            t.MapType(t.StringType(), element),
+            lambda value: [(name, convert(item)) for name, item in value.items()],
+            False,
+        )
+    if of in {"fixed", "enum"}:
+        return _PLAIN[of], _octets if of == "fixed" else _same, False
+    return _typed(of, named, path, inside)
+
+
+def _union(
+    schema: list[Any], named: Mapping[str, Any], path: str, inside: tuple[str, ...]
+) -> tuple[t.DataType, Convert, bool]:
+    branches = [branch for branch in schema if branch != "null"]
+    nullable = len(branches) < len(schema)
+    if len(branches) == 1:
+        kind, convert, _ = _typed(branches[0], named, path, inside)
+        return kind, lambda value: None if value is None else convert(value), nullable
+    for both, kind in ({"int", "long"}, t.LongType()), ({"float", "double"}, t.DoubleType()):
+        if all(isinstance(branch, str) for branch in branches) and set(branches) == both:
+            return kind, _same, nullable
+    raise JobError(
+        f"schema: field {path}: a union of several types is no column; give a reader schema that has one of them"
+    )
+
+
+def _struct(
+    schema: Mapping[str, Any], named: Mapping[str, Any], path: str, inside: tuple[str, ...]
+) -> tuple[t.DataType, Convert, bool]:
+    kind = t.StructType()
+    converts: list[tuple[str, Convert]] = []
+    for field in schema["fields"]:
+        name = field["name"]
+        here = f"{path}.{name}" if path else name
+        if name.lower() in {known.lower() for known in kind.fieldNames()}:
+            raise JobError(f"schema: field {here} is there twice; Spark does not tell upper from lower case")
+        inner, convert, _ = _typed(field["type"], named, here, inside)
+        kind.add(name, inner)
+        converts.append((name, convert))
+    if not converts:
+        raise JobError(f"schema: {f'field {path}' if path else 'the record'} has no fields")
+    return kind, lambda record: {name: convert(record[name]) for name, convert in converts}, False
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _octets(value: Any) -> bytes:
+    # Default values stand in a schema as text, a character for each byte.
+    return value.encode("latin-1") if type(value) is str else bytes(value)
+
+
+def _of_type(path: str, logical: str, python: type) -> Convert:
+    def convert(value: Any) -> Any:
+        # A number of a writer whose schema does not say that it is a time: nobody knows of what unit.
+        if type(value) is not python:
+            raise Wrong(f"field {path}: was not written as {logical}")
+        return str(value) if python in {uuid.UUID, time} else value
+
+    return convert
+
+
+def _decimal(schema: Mapping[str, Any], path: str) -> tuple[t.DataType, Convert, bool]:
+    precision, scale = int(schema["precision"]), int(schema.get("scale", 0))
+    if precision > 38:
+        raise JobError(f"schema: field {path}: Spark's decimals have 38 digits at most, not {precision}")
+
+    def convert(value: Any) -> Decimal:
+        if type(value) is str:
+            value = _exact(_octets(value), schema)
+        if not isinstance(value, Decimal):
+            raise Wrong(f"field {path}: was not written as decimal")
+        fitting = decimal_that_fits(value, precision, scale)
+        if fitting is None:
+            raise Wrong(f"field {path}: does not fit decimal({precision},{scale})")
+        return fitting
+
+    return t.DecimalType(precision, scale), convert, False
+
+
+def _differences(
+    writer_names: Mapping[str, Any], writer: Any, reader_names: Mapping[str, Any], reader: Any, path: str
+) -> Iterator[tuple[str, str]]:
+    """Return the fields that only one of two schemas has: path, and ``unknown`` or ``missing``."""
+    written, wanted = _inner(writer, writer_names), _inner(reader, reader_names)
+    if written is None or wanted is None or written["type"] != wanted["type"]:
+        return
+    if written["type"] in {"array", "map"}:
+        part, sign = ("items", "[]") if written["type"] == "array" else ("values", "{}")
+        yield from _differences(writer_names, written[part], reader_names, wanted[part], path + sign)
+        return
+    fields = {field["name"]: field for field in written["fields"]}
+    for field in wanted["fields"]:
+        here = f"{path}.{field['name']}" if path else field["name"]
+        match = next((name for name in (field["name"], *field.get("aliases", ())) if name in fields), None)
+        if match is None:
+            yield here, "missing"
+        else:
+            yield from _differences(writer_names, fields.pop(match)["type"], reader_names, field["type"], here)
+    for name in fields:
+        yield f"{path}.{name}" if path else name, "unknown"
+
+
+def _holds_itself(schema: Any, named: Mapping[str, Any]) -> bool:
+    """Return whether a value of this schema may be nested without an end."""
+    inside: set[str] = set()
+    done: set[str] = set()
+
+    def holds(one: Any) -> bool:
+        if isinstance(one, list):
+            return any(map(holds, one))
+        if isinstance(one, str):
+            return one in inside or (one in named and one not in done and holds(named[one]))
+        of = one["type"]
+        if of in ("record", "error"):
+            inside.add(one["name"])
+            found = any(holds(field["type"]) for field in one["fields"])
+            inside.discard(one["name"])
+            done.add(one["name"])
+            return found
+        if of in ("array", "map"):
+            return holds(one["items" if of == "array" else "values"])
+        return holds(of) if isinstance(of, (list, dict)) else False
+
+    return holds(schema)
+
+
+def _inner(schema: Any, named: Mapping[str, Any]) -> Mapping[str, Any] | None:
+    """The record, array or map behind a name or a union with null; None when there is none."""
+    if isinstance(schema, list):
+        found = [inner for branch in schema if (inner := _inner(branch, named)) is not None]
+        return found[0] if len(found) == 1 else None
+    if isinstance(schema, str):
+        return _inner(named[schema], named) if schema in named else None
+    if schema["type"] in {"record", "array", "map"}:
+        return dict(schema)
+    return _inner(schema["type"], named) if isinstance(schema["type"], (list, dict)) else None

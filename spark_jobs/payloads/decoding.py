@@ -1,0 +1,405 @@
+"""From a message's bytes to columns. A row that does not decode keeps its place and says why, in PROBLEM."""
+
+from __future__ import annotations
+
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
+
+from spark_jobs.errors import JobError
+from spark_jobs.payloads.framing import HEADER
+from spark_jobs.payloads.reading import Policy, Reader, columns
+from spark_jobs.payloads.registry import Client, Registry, Schema
+
+if TYPE_CHECKING:
+    from pyspark.sql import Column, DataFrame
+    from pyspark.sql.types import StructType
+
+    from spark_jobs.payloads.avro import Plan as AvroPlan
+    from spark_jobs.payloads.protobuf import Plan as ProtobufPlan
+
+PROBLEM: Final = "message_problem"
+"""Column that is NULL, or says why the row can't be applied. Never copied."""
+
+VARIANT: Final = "variant"
+"""In place of a schema's DDL: any JSON object, as one column ``payload`` of that type."""
+
+_DECODED: Final = "message_decoded"
+
+Plan = Callable[[], Reader]
+"""Sent to the executors, and called once in each task."""
+
+Unknown = Literal["ignore", "dead-letter"]
+Missing = Literal["null", "dead-letter"]
+Wrong = Literal["dead-letter", "null"]
+
+
+@runtime_checkable
+class Decoder(Protocol):
+    """Adds the payload's columns to rows of Spark's Kafka source."""
+
+    def names(self) -> tuple[str, ...]:
+        """Return the names of the columns that ``decode`` adds, PROBLEM not among them. Raises JobError."""
+        ...
+
+    def decode(self, rows: DataFrame) -> DataFrame:
+        """Return ``rows`` (key, value, topic, partition, offset, timestamp, headers), its own columns, and PROBLEM.
+
+        Narrow: a row stays a row and stays where it is. A column of ``rows`` that is named as one of the payload's is
+        replaced by it; what is needed of it has to be taken before, under another name. A row without a value (a
+        tombstone) has NULL in all columns, PROBLEM included.
+        """
+        ...
+
+
+@runtime_checkable
+class LateDecoder(Protocol):
+    """A decoder that can also do its work in the task itself, which saves the rows a way there and back."""
+
+    def late(self) -> tuple[StructType, Plan] | None:
+        """Return the fields and the plan; None when this has to be done in Spark. Raises JobError."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """The payload as it is, in a column ``payload``."""
+
+    def names(self) -> tuple[str, ...]:
+        """Return ``payload``."""
+        return ("payload",)
+
+    def decode(self, rows: DataFrame) -> DataFrame:
+        """Add ``payload``; nothing can be wrong with bytes."""
+        from pyspark.sql import functions as F  # noqa: N812  the name everybody knows it by
+
+        kept = [name for name in rows.columns if name != "payload"]
+        return rows.select(*kept, F.col("value").alias("payload"), F.lit(None).cast("string").alias(PROBLEM))
+
+
+class _Planned(ABC):
+    """What decoders share whose payloads a plan reads, be it in Spark or in the task."""
+
+    @property
+    @abstractmethod
+    def _fields(self) -> StructType | None:
+        """The columns; None for VARIANT."""
+
+    @property
+    @abstractmethod
+    def _plan(self) -> Plan: ...
+
+    def names(self) -> tuple[str, ...]:
+        """Return the fields' names, or ``payload`` for VARIANT. Raises JobError, and RegistryUnavailable."""
+        fields = self._fields
+        return ("payload",) if fields is None else tuple(fields.fieldNames())
+
+    def late(self) -> tuple[StructType, Plan] | None:
+        """Return the fields and the plan. None for VARIANT, which is Spark's to parse. See LateDecoder."""
+        fields = self._fields
+        return None if fields is None else (fields, self._plan)
+
+    def decode(self, rows: DataFrame) -> DataFrame:
+        """Add the fields."""
+        fields = self._fields
+        return _with_variant(rows, self._plan) if fields is None else _with(rows, fields, self._plan)
+
+
+@dataclass(frozen=True)
+class Json(_Planned):
+    """A JSON object.
+
+    schema   Spark DDL of its fields, as ``"order_id string NOT NULL, amount decimal(12,2)"``; or ``"variant"``: any
+             object, in one column ``payload``.
+    unknown  what to do with a message that has a field beyond the schema, at any depth.
+    missing  what to do with a message that lacks a field. A field that is null is not missing. Either is a dead letter
+             where the schema says NOT NULL.
+    wrong    what to do with a value that its field can't hold exactly: a dead letter, or NULL in its place. With NOT
+             NULL it is a dead letter.
+
+    Raises JobError for a policy that there is not.
+    """
+
+    schema: str
+    unknown: Unknown = "ignore"
+    missing: Missing = "null"
+    wrong: Wrong = "dead-letter"
+
+    def __post_init__(self) -> None:
+        _ = self._policy
+
+    @property
+    def _policy(self) -> Policy:
+        return Policy(self.unknown, self.missing, self.wrong)
+
+    @cached_property
+    def _fields(self) -> StructType | None:
+        return _declared(self.schema)
+
+    @property
+    def _plan(self) -> Plan:
+        return _JsonPlan(self._fields, self._policy)
+
+
+@dataclass(frozen=True, slots=True)
+class _JsonPlan:
+    declared: StructType | None
+    policy: Policy
+
+    def __call__(self) -> Reader:
+        from spark_jobs.payloads import json_columns
+        from spark_jobs.payloads import json_text as json_payload
+
+        if self.declared is None:
+            return json_payload.variant_reader
+        return json_columns.JsonReader(self.declared, self.policy)
+
+
+@dataclass(frozen=True)
+class JsonSchema(_Planned):
+    """A JSON object that names a schema in a registry.
+
+    registry  its URL, or a Registry with credentials and more.
+    schema    what of it becomes columns: as for Json.
+    validate  hold every message against the schema that it was written with; one that does not fit is a dead letter.
+
+    unknown, missing and wrong: as for Json.
+    """
+
+    registry: str | Registry
+    schema: str
+    validate: bool = True
+    unknown: Unknown = "ignore"
+    missing: Missing = "null"
+    wrong: Wrong = "dead-letter"
+
+    def __post_init__(self) -> None:
+        _ = self._policy, _registry(self.registry)
+
+    @property
+    def _policy(self) -> Policy:
+        return Policy(self.unknown, self.missing, self.wrong)
+
+    @cached_property
+    def _fields(self) -> StructType | None:
+        return _declared(self.schema)
+
+    @property
+    def _plan(self) -> Plan:
+        from spark_jobs.payloads.json_schema import Plan as SchemaPlan
+
+        return SchemaPlan(self._fields, _registry(self.registry), self.validate, self._policy)
+
+
+@dataclass(frozen=True)
+class Avro(_Planned):
+    """An Avro record; its fields are the columns.
+
+    registry       URL, or a Registry: every message names the schema that it was written with.
+    subject        whose latest schema the columns come from, ``<topic>-value`` as a rule. It is looked up when the job
+                   starts and then stays as it is: fields that writers add later are unknown until the next start.
+    reader_schema  the columns instead, as an Avro schema: JSON text, or the same as a dict.
+    writer_schema  without a registry: what all messages were written with, bare. The reader's, unless it differs.
+    unknown        what to do with messages whose schema has a field that the columns lack.
+    missing        the other way round: "null" takes the default that the columns' schema has to have.
+
+    Names, types and defaults are resolved as Avro says. Raises JobError for a declaration that can't work.
+    """
+
+    registry: str | Registry | None = None
+    subject: str | None = None
+    reader_schema: str | Mapping[str, Any] | None = None
+    writer_schema: str | Mapping[str, Any] | None = None
+    unknown: Unknown = "ignore"
+    missing: Missing = "null"
+
+    def __post_init__(self) -> None:
+        Policy(self.unknown, self.missing)
+        if self.registry is None:
+            if self.reader_schema is None:
+                raise JobError("avro: name a registry, or give reader_schema")
+            if self.subject is not None:
+                raise JobError("subject: goes with a registry")
+            return
+        _registry(self.registry)
+        if (self.subject is None) == (self.reader_schema is None):
+            raise JobError("avro: with a registry give either subject or reader_schema")
+        if self.writer_schema is not None:
+            raise JobError("writer_schema: with a registry every message names its own")
+
+    @cached_property
+    def _plan(self) -> AvroPlan:
+        from spark_jobs.payloads.avro import Plan
+
+        registry = None if self.registry is None else _registry(self.registry)
+        if self.reader_schema is not None:
+            reader = _avro(self.reader_schema)
+        else:
+            assert registry is not None
+            assert self.subject is not None
+            reader = Client(registry, None).latest(self.subject)
+            if reader.kind != "AVRO":
+                raise JobError(f"subject: the latest schema of {self.subject} is {reader.kind}, not AVRO")
+        writer = None if registry is not None else _avro(self.writer_schema or self.reader_schema or "")
+        plan = Plan(reader, writer, registry, Policy(self.unknown, self.missing))
+        plan()
+        return plan
+
+    @cached_property
+    def _fields(self) -> StructType:
+        return self._plan.fields()
+
+
+@dataclass(frozen=True)
+class Protobuf(_Planned):
+    """A Protobuf message; its fields are the columns.
+
+    registry    URL, or a Registry: every message names its schema, and is a dead letter unless it is of ``message``.
+    subject     whose latest schema the columns come from, looked up when the job starts.
+    message     the full name, as ``shop.v1.Order``. None: the first message of the subject's file.
+    descriptor  the columns instead, or without a registry (messages are then bare): a generated class, as
+                ``order_pb2.Order``; or a FileDescriptorSet's bytes (``protoc --include_imports -o``) with ``message``.
+    unknown     what to do with messages that have fields beyond these.
+
+    Raises JobError for a declaration that can't work.
+    """
+
+    registry: str | Registry | None = None
+    subject: str | None = None
+    message: str | None = None
+    descriptor: Any = field(default=None, repr=False)
+    unknown: Unknown = "ignore"
+
+    def __post_init__(self) -> None:
+        Policy(self.unknown)
+        if self.registry is not None:
+            _registry(self.registry)
+        elif self.subject is not None:
+            raise JobError("subject: goes with a registry")
+        if (self.subject is None) == (self.descriptor is None):
+            raise JobError("protobuf: give either subject, with a registry, or descriptor")
+        if isinstance(self.descriptor, bytes):
+            if self.message is None:
+                raise JobError("message: say which one of the descriptor's")
+        elif self.descriptor is not None and not hasattr(self.descriptor, "DESCRIPTOR"):
+            raise JobError("descriptor: must be a generated class, or a FileDescriptorSet's bytes")
+
+    @cached_property
+    def _plan(self) -> ProtobufPlan:
+        from spark_jobs.payloads import protobuf as protobuf_payload
+
+        registry = None if self.registry is None else _registry(self.registry)
+        message = self.message
+        if isinstance(self.descriptor, bytes):
+            files = self.descriptor
+        elif self.descriptor is not None:
+            described = self.descriptor.DESCRIPTOR
+            files = protobuf_payload.from_descriptor([described.file])
+            message = message or described.full_name
+        else:
+            assert registry is not None
+            assert self.subject is not None
+            latest = Client(registry, "serialized").latest(self.subject)
+            files, message = protobuf_payload.from_registry(latest, message)
+        assert message is not None
+        return protobuf_payload.Plan(files, message, registry, Policy(self.unknown))
+
+    @cached_property
+    def _fields(self) -> StructType:
+        return self._plan.fields()
+
+
+def decoder_of(schema: str | Decoder | None) -> Decoder:
+    """Return the decoder that a job's ``schema`` stands for. Raises JobError."""
+    if schema is None:
+        return Raw()
+    return Json(schema) if isinstance(schema, str) else schema
+
+
+def _declared(schema: str) -> StructType | None:
+    """Return a DDL's fields, None for VARIANT."""
+    from pyspark.errors import PySparkException
+    from pyspark.sql.types import DataType, StructType
+
+    if schema.strip().lower() == VARIANT:
+        return None
+    try:
+        declared = DataType.fromDDL(schema)
+    except PySparkException as error:
+        raise JobError(f"schema: Spark can't read it as DDL: {error.getCondition() or error}") from error
+    if not isinstance(declared, StructType):
+        raise JobError(f"schema: must be fields, as 'order_id string, amount long', not {schema!r}")
+    return declared
+
+
+def _registry(registry: str | Registry) -> Registry:
+    return Registry(registry) if isinstance(registry, str) else registry
+
+
+def _avro(schema: str | Mapping[str, Any]) -> Schema:
+    return Schema("AVRO", schema if isinstance(schema, str) else json.dumps(schema))
+
+
+def _with_variant(rows: DataFrame, plan: Plan) -> DataFrame:
+    """Add a payload that the plan gives as text, parsed to VARIANT."""
+    from pyspark.sql import functions as F  # noqa: N812
+    from pyspark.sql.types import StringType, StructType
+
+    text = _with(rows, StructType().add("payload", StringType()), plan)
+    parsed = F.try_parse_json(F.col("payload"))
+    unfit = F.col(PROBLEM).isNull() & F.col("payload").isNotNull() & parsed.isNull()
+    return text.withColumn(
+        PROBLEM, F.when(unfit, F.lit("the payload is too large or too deep for VARIANT")).otherwise(F.col(PROBLEM))
+    ).withColumn("payload", parsed)
+
+
+def _with(rows: DataFrame, fields: StructType, plan: Plan) -> DataFrame:
+    """Add a plan's columns."""
+    import pyarrow as pa
+    from pyspark.sql import functions as F  # noqa: N812
+    from pyspark.sql.pandas.functions import arrow_udf
+    from pyspark.sql.pandas.types import to_arrow_type
+    from pyspark.sql.types import StringType, StructType
+
+    plan()  # What can't work is an error here, and not of every task.
+    result = StructType([*nullable(fields).fields]).add(PROBLEM, StringType())
+    kind = to_arrow_type(result, timezone="UTC")
+
+    def decode(batches: Iterator[tuple[Any, Any]]) -> Iterator[Any]:
+        reader = plan()
+        for values, headers in batches:
+            yield columns(reader, values, headers, kind)
+
+    # Spark looks at the hints to see what kind of function it is, and here they are no more than text.
+    decode.__annotations__ = {"batches": Iterator[tuple[pa.Array, pa.Array]], "return": Iterator[pa.Array]}
+    # Not deterministic, says this; what is meant is that Spark must not run it twice for a row, nor move filters of
+    # the job's transform, which expect decoded rows, below it.
+    make: Callable[..., Any] = arrow_udf  # whose stubs do not know of iterators and structs together
+    run = make(decode, result).asNondeterministic()
+    header = schema_header()
+    taken = {name.lower() for name in result.fieldNames()}
+    kept = [name for name in rows.columns if name.lower() not in taken]
+    return rows.select(*kept, run(F.col("value"), header).alias(_DECODED)).select(*kept, f"{_DECODED}.*")
+
+
+def schema_header() -> Column:
+    """Return the value of the header that names a message's schema, over the rows' ``headers``."""
+    from pyspark.sql import functions as F  # noqa: N812
+
+    return F.get(F.filter("headers", lambda header: header["key"] == HEADER), F.lit(0))["value"]
+
+
+def nullable(kind: Any) -> Any:
+    """The type without NOT NULL: a row that is a tombstone or a problem has NULL everywhere."""
+    from pyspark.sql import types as t
+
+    if isinstance(kind, t.StructType):
+        return t.StructType([t.StructField(field.name, nullable(field.dataType)) for field in kind.fields])
+    if isinstance(kind, t.ArrayType):
+        return t.ArrayType(nullable(kind.elementType))
+    if isinstance(kind, t.MapType):
+        return t.MapType(nullable(kind.keyType), nullable(kind.valueType))
+    return kind

@@ -1,0 +1,397 @@
+"""JSON payloads, read by a declared schema, exactly: a value fits its field as it is, or it is a problem.
+
+Spark's own ``from_json`` reads the first of several values, takes ``5`` for a text, rounds decimals, and keeps the last
+of two fields with one name. None of that is an error there, so it is not used here.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from datetime import UTC, date, datetime
+from decimal import Context, Decimal
+from struct import pack
+from typing import Any, Final, cast
+
+import orjson
+from pyspark.sql import types as t
+
+from spark_jobs.errors import JobError
+from spark_jobs.payloads.reading import Policy, Problem, Reader, Wrong, shown
+
+Convert = Callable[[Any], Any]
+"""From what the parser gives, not None, to what Arrow takes. Raises Wrong, and Problem for fields inside."""
+
+WHOLE: Final = {
+    t.ByteType: ("tinyint", 8),
+    t.ShortType: ("smallint", 16),
+    t.IntegerType: ("int", 32),
+    t.LongType: ("bigint", 64),
+}
+_DATE: Final = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
+_TIMESTAMP: Final = re.compile(r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d)(:\d\d)?(?:\.(\d+))?([Zz]|[+-]\d\d:?\d\d)?", re.ASCII)
+_DECIMAL: Final = re.compile(r"-?\d{1,60}(?:\.\d{1,60})?", re.ASCII)
+# Every field has one of these; only a text that has an escaped quote before a colon adds to them.
+_FIELD: Final = re.compile(rb'"\s*:')
+# Numbers that VARIANT may not hold exactly: with an exponent, or very long.
+_DOUBTFUL: Final = re.compile(rb"[0-9][eE]|[0-9.]{19}")
+# From here on a double may have been a whole number, which orjson has rounded.
+HUGE: Final = 2.0**63
+_WIDE: Final = Context(prec=120)
+
+
+def reader(declared: t.StructType, policy: Policy) -> Reader:
+    """Return the reader for a declared schema. Raises JobError for a type that JSON has no counterpart for."""
+    convert = _fields(declared, "", policy)
+    names = declared.fieldNames()
+    exact = has_decimal(declared)
+
+    def read(value: bytes, header: bytes | None) -> Sequence[Any]:  # noqa: ARG001
+        row = convert(parse(value, exact=exact))
+        return [row[name] for name in names]
+
+    return read
+
+
+def variant_reader(value: bytes, header: bytes | None) -> Sequence[Any]:  # noqa: ARG001
+    """Be the reader for VARIANT: give the text, which Spark then parses into one. Raises Problem."""
+    parse(value, exact=False)
+    if _DOUBTFUL.search(value):
+        try:
+            json.loads(value, parse_float=_held, parse_int=_held)
+        except (ValueError, ArithmeticError, RecursionError) as error:
+            raise Problem("the payload is too deep or has a number that is too long") from error
+    return [value.decode()]
+
+
+def _held(text: str) -> None:
+    """Raise Wrong for a number that VARIANT would round: it has decimals of 38 digits, and doubles."""
+    plain = text.lstrip("-")
+    whole, _, fraction = plain.partition(".")
+    if "e" not in plain.lower() and len(whole.lstrip("0")) + len(fraction) <= 38:
+        return
+    number = float(text)
+    if math.isinf(number) or Decimal(repr(number)) != Decimal(text):
+        raise Wrong("the payload has a number of more digits than VARIANT can hold")
+
+
+def parse(value: bytes, *, exact: bool) -> dict[str, Any]:
+    """Parse one JSON object. ``exact``: numbers with a fraction come as Decimal. Raises Problem.
+
+    orjson is the fast one, and the strict one: no NaN, nothing behind the object, only UTF-8. It keeps the last of two
+    fields with one name, rounds to doubles, and so a slower parser goes over what it may have altered.
+    """
+    try:
+        parsed: Any = orjson.loads(value)
+    except orjson.JSONDecodeError as error:
+        raise Problem("the payload is not JSON") from error
+    if type(parsed) is not dict:
+        raise Problem("the payload is not a JSON object")
+    fields, huge = look(parsed)
+    doubtful = value.count(b":") != fields and may_repeat(value, parsed)
+    if exact or huge or doubtful:
+        try:
+            parsed = json.loads(value, object_pairs_hook=_once, parse_float=_decimal if exact else float)
+        except (ValueError, RecursionError) as error:
+            raise Problem("the payload is too deep or has a number that is too long") from error
+    return cast("dict[str, Any]", parsed)
+
+
+def may_repeat(value: bytes, parsed: dict[str, Any]) -> bool:
+    """Return whether a name may stand twice in one object of a payload, of which a parser shows one only.
+
+    Every field has a colon, and so does many a text: who asks has compared their numbers, which costs less.
+    """
+    fields = len(_FIELD.findall(value))
+    return fields != len(parsed) and fields != look(parsed)[0]
+
+
+def _decimal(text: str) -> Decimal | float:
+    try:
+        return Decimal(text)
+    except ArithmeticError:
+        # An exponent beyond reason: no column's decimal, and as a double 0 or infinite.
+        return float(text)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    parsed = dict(pairs)
+    if len(parsed) != len(pairs):
+        # Not count() of each name: whoever sends very many of them would keep us for minutes.
+        times = Counter(name for name, _ in pairs)
+        twice = next(name for name, _ in pairs if times[name] > 1)
+        raise Problem(f"{shown(twice)}: stands twice in one object")
+    return parsed
+
+
+def look(parsed: dict[str, Any]) -> tuple[int, bool]:
+    """How many fields there are in all objects; and whether a number may have been a whole one beyond 64 bits."""
+    total = 0
+    huge = False
+    stack: list[Any] = [parsed]
+    while stack:
+        item = stack.pop()
+        if type(item) is dict:
+            total += len(item)
+            item = item.values()
+        for inner in item:
+            kind = type(inner)
+            if kind is dict or kind is list:
+                stack.append(inner)
+            elif kind is float and not -HUGE < inner < HUGE:
+                huge = True
+    return total, huge
+
+
+def has_decimal(kind: t.DataType) -> bool:
+    if isinstance(kind, t.StructType):
+        return any(has_decimal(field.dataType) for field in kind.fields)
+    if isinstance(kind, t.ArrayType):
+        return has_decimal(kind.elementType)
+    if isinstance(kind, t.MapType):
+        return has_decimal(kind.valueType)
+    return isinstance(kind, t.DecimalType)
+
+
+def _fields(declared: t.StructType, path: str, policy: Policy) -> Convert:
+    """Return the function from a JSON object to a dict with all declared fields."""
+    lowered = [name.lower() for name in declared.fieldNames()]
+    for name in declared.fieldNames():
+        if lowered.count(name.lower()) > 1:
+            raise JobError(f"schema: field {path}{name} is there twice; Spark does not tell upper from lower case")
+    known = frozenset(declared.fieldNames())
+    slots = [
+        (field.name, slot_of(field, policy, path), field.nullable and policy.missing == "null")
+        for field in declared.fields
+    ]
+    strict = policy.unknown == "dead-letter"
+
+    def convert(value: Any) -> dict[str, Any]:
+        if type(value) is not dict:
+            raise Wrong(f"field {path.rstrip('.')}: is not an object")
+        row = {}
+        for name, slot, optional in slots:
+            if name in value:
+                row[name] = slot(value[name])
+            elif optional:
+                row[name] = None
+            else:
+                raise Problem(f"field {path}{name}: is missing")
+        if strict and not known.issuperset(value):
+            extra = sorted(set(value) - known)[0]
+            raise Problem(f"{shown(extra)}{f' in {path[:-1]}' if path else ''}: is not declared")
+        return row
+
+    return convert
+
+
+def slot_of(field: t.StructField, policy: Policy, path: str = "") -> Convert:
+    """Return what converts a field's values, NULL among them. Raises JobError."""
+    name = path + field.name
+    return _slot(_converter(field.dataType, name, policy), field.nullable, name, policy)
+
+
+def _slot(convert: Convert, nullable: bool, path: str, policy: Policy) -> Convert:
+    """Add what NULL and the policy for wrong values mean at this place."""
+
+    def slot(value: Any) -> Any:
+        if value is None:
+            if nullable:
+                return None
+            raise Problem(f"field {path}: is null")
+        return convert(value)
+
+    def forgiving(value: Any) -> Any:
+        try:
+            return slot(value)
+        except Wrong as wrong:
+            if nullable:
+                return None
+            # No more a matter of the value: a NULL further out would hide what NOT NULL asks for.
+            raise Problem(str(wrong)) from wrong
+
+    return forgiving if policy.wrong == "null" else slot
+
+
+def _converter(kind: t.DataType, path: str, policy: Policy) -> Convert:  # noqa: C901  one case for each type
+    for whole, (name, bits) in WHOLE.items():
+        if isinstance(kind, whole):
+            return _whole(path, name, bits)
+    # Types of their own that are kinds of text to Spark: their limits would have to be kept.
+    if type(kind) is t.StringType:
+
+        def text(value: Any) -> str:
+            if type(value) is str:
+                return value
+            raise Wrong(f"field {path}: is not a text")
+
+        return text
+    if isinstance(kind, t.BooleanType):
+
+        def truth(value: Any) -> bool:
+            if value is True or value is False:
+                return bool(value)
+            raise Wrong(f"field {path}: is neither true nor false")
+
+        return truth
+    if isinstance(kind, (t.DoubleType, t.FloatType)):
+        return _floating(path, single=isinstance(kind, t.FloatType))
+    if isinstance(kind, t.DecimalType):
+        return _fixed(path, kind.precision, kind.scale)
+    if isinstance(kind, t.DateType):
+        return _day(path)
+    if isinstance(kind, t.TimestampType):
+        return _time(path, zoned=True)
+    if isinstance(kind, t.TimestampNTZType):
+        return _time(path, zoned=False)
+    if isinstance(kind, t.BinaryType):
+        return _bytes(path)
+    if isinstance(kind, t.StructType):
+        return _fields(kind, f"{path}.", policy)
+    if isinstance(kind, t.ArrayType):
+        element = _slot(_converter(kind.elementType, f"{path}[]", policy), kind.containsNull, f"{path}[]", policy)
+
+        def listed(value: Any) -> list[Any]:
+            if type(value) is list:
+                return [element(item) for item in value]
+            raise Wrong(f"field {path}: is not an array")
+
+        return listed
+    if isinstance(kind, t.MapType) and type(kind.keyType) is t.StringType:
+        inner = _slot(_converter(kind.valueType, f"{path}{{}}", policy), kind.valueContainsNull, f"{path}{{}}", policy)
+
+        def mapped(value: Any) -> list[tuple[str, Any]]:
+            if type(value) is dict:
+                return [(name, inner(item)) for name, item in value.items()]
+            raise Wrong(f"field {path}: is not an object")
+
+        return mapped
+    raise JobError(
+        f"schema: field {path}: JSON can't be read as {kind.simpleString()}; declare another type and cast it in the "
+        'transform, or declare the whole payload with Json("variant")'
+    )
+
+
+def _whole(path: str, name: str, bits: int) -> Convert:
+    least, most = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
+
+    def whole(value: Any) -> int:
+        # Neither 1.0 nor 1e3 nor "1" nor true is one: whether they were meant as one, nobody knows.
+        if type(value) is not int:
+            raise Wrong(f"field {path}: is not a whole number that fits {name}")
+        if not least <= value <= most:
+            raise Wrong(f"field {path}: does not fit {name}")
+        return value
+
+    return whole
+
+
+def _floating(path: str, *, single: bool) -> Convert:
+    def floating(value: Any) -> float:
+        if type(value) is int:
+            try:
+                number = float(value)
+            except OverflowError as error:
+                raise Wrong(f"field {path}: is too large") from error
+            if int(number) != value:
+                raise Wrong(f"field {path}: is a whole number with more digits than it can hold")
+        elif type(value) is float or isinstance(value, Decimal):
+            number = float(value)
+        else:
+            raise Wrong(f"field {path}: is not a number")
+        if single and math.isfinite(number):
+            try:
+                pack("<f", number)
+            except OverflowError as error:
+                raise Wrong(f"field {path}: is too large") from error
+            if type(value) is int and abs(value) > 2**24:
+                raise Wrong(f"field {path}: is a whole number with more digits than it can hold")
+        if math.isinf(number):
+            raise Wrong(f"field {path}: is too large")
+        return number
+
+    return floating
+
+
+def decimal_that_fits(value: Decimal, precision: int, scale: int) -> Decimal | None:
+    """Return the value with exactly ``scale`` digits after the point, None when it has more digits than fit."""
+    if not value:
+        return Decimal(0).scaleb(-scale)
+    _, digits, exponent = value.as_tuple()
+    assert isinstance(exponent, int), "not a number"
+    end = len(digits)
+    while digits[end - 1] == 0:
+        end -= 1
+    needed = -(exponent + len(digits) - end)
+    if needed > scale or value.adjusted() + 1 > precision - scale:
+        return None
+    return value.quantize(Decimal(1).scaleb(-scale), context=_WIDE)
+
+
+def _fixed(path: str, precision: int, scale: int) -> Convert:
+    def fixed(value: Any) -> Decimal:
+        if type(value) is int:
+            number = Decimal(value)
+        elif isinstance(value, Decimal):
+            number = value
+        elif type(value) is str and _DECIMAL.fullmatch(value):
+            # Many write money as text, because JSON's numbers are doubles to so many. It is exact.
+            number = Decimal(value)
+        else:
+            raise Wrong(f"field {path}: is not a decimal number")
+        fitting = decimal_that_fits(number, precision, scale)
+        if fitting is None:
+            raise Wrong(f"field {path}: does not fit decimal({precision},{scale})")
+        return fitting
+
+    return fixed
+
+
+def _day(path: str) -> Convert:
+    def day(value: Any) -> date:
+        if type(value) is str and _DATE.fullmatch(value):
+            try:
+                return date.fromisoformat(value)
+            except ValueError:
+                pass
+        raise Wrong(f"field {path}: is not a date as 2026-01-31")
+
+    return day
+
+
+def _time(path: str, *, zoned: bool) -> Convert:
+    form = "with an offset, as 2026-01-31T12:00:00Z" if zoned else "without an offset, as 2026-01-31T12:00:00"
+
+    def time(value: Any) -> datetime:
+        match = _TIMESTAMP.fullmatch(value) if type(value) is str else None
+        if match is None or (match[5] is not None) != zoned or (match[4] is not None and match[3] is None):
+            raise Wrong(f"field {path}: is not a time {form}")
+        fraction = (match[4] or "").rstrip("0")
+        if len(fraction) > 6:
+            raise Wrong(f"field {path}: is finer than microseconds")
+        offset = (match[5] or "").upper()
+        try:
+            moment = datetime.fromisoformat(
+                f"{match[1]}T{match[2]}{match[3] or ':00'}.{fraction.ljust(6, '0')}{offset}"
+            )
+            return moment.astimezone(UTC) if zoned else moment
+        except (ValueError, OverflowError) as error:
+            raise Wrong(f"field {path}: is not a time {form}") from error
+
+    return time
+
+
+def _bytes(path: str) -> Convert:
+    def decoded(value: Any) -> bytes:
+        try:
+            if type(value) is str:
+                return base64.b64decode(value.encode(), validate=True)
+        except ValueError:
+            pass
+        raise Wrong(f"field {path}: is not bytes in base64")
+
+    return decoded

@@ -1,0 +1,134 @@
+"""Plain JSON payloads by Arrow's own parser: a whole batch at once, and no value through Python.
+
+For schemas of plain fields, and batches in which every payload has fields of the schema only. Arrow then takes what
+json_payload takes, value by value, but for what is looked at here; where anything else is in a batch, it is read the
+other way. Fields beyond the schema are no matter for Arrow: to know whether one of them stands twice it would have to
+build columns of them, as many as there are names.
+
+One payload is one line. A line that is no value by itself could go on in the next one, and another be two, without a
+difference in their number; but each line begins with a brace and ends with one, and ``}``, newline, ``{`` can't stand
+inside of a value: an object wants a comma there, an array too, and a text holds no bare newline.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+from pyarrow import json as arrow_json
+from pyspark.sql import types as t
+
+from spark_jobs.payloads.reading import Policy
+
+Finish = Callable[[pa.Array], pa.Array]
+"""From what was parsed to the column. Raises pa.ArrowInvalid for what has to be read the other way."""
+
+_KINDS: Final[dict[type[t.DataType], pa.DataType]] = {
+    t.StringType: pa.string(),
+    t.BooleanType: pa.bool_(),
+    t.ByteType: pa.int8(),
+    t.ShortType: pa.int16(),
+    t.IntegerType: pa.int32(),
+    t.LongType: pa.int64(),
+    t.DoubleType: pa.float64(),
+    t.TimestampType: pa.string(),
+    t.DateType: pa.string(),
+}
+# From here on a double may stand for a whole number that it can't hold.
+WHOLE_DOUBLE: Final = 2.0**53
+# Of what json_payload takes, the part that Arrow takes for the same: not the first and the last years, where an offset
+# may lead out of what Python can show.
+_YEAR: Final = r"(0[1-9]\d\d|[1-8]\d{3}|9[0-8]\d\d)"
+_DAY: Final = rf"^{_YEAR}-\d\d-\d\d$"
+_TIME: Final = rf"^{_YEAR}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d{{1,6}})?(Z|[+-]\d\d:\d\d)$"
+# Arrow has 32-bit offsets.
+_MOST_BYTES: Final = 2**28
+_TRIES: Final = 3
+
+
+class WholeReader:
+    """Reads batches by a declared schema. After three that it could not read it stops trying."""
+
+    def __init__(self, declared: t.StructType, policy: Policy) -> None:
+        self._schema = pa.schema([(one.name, _KINDS[type(one.dataType)]) for one in declared.fields])
+        self._finish = {one.name: _FINISH.get(type(one.dataType)) for one in declared.fields}
+        self._required = [one.name for one in declared.fields if not (one.nullable and policy.missing == "null")]
+        self._doubles = [one.name for one in declared.fields if type(one.dataType) is t.DoubleType]
+        self._misses = 0
+
+    @staticmethod
+    def of(declared: t.StructType, policy: Policy) -> WholeReader | None:
+        """Return one for a schema of plain fields, None for any other."""
+        plain = declared.fields and all(type(one.dataType) in _KINDS for one in declared.fields)
+        return WholeReader(declared, policy) if plain else None
+
+    def read(self, values: pa.Array) -> tuple[list[pa.Array], set[int]] | None:
+        """Read payloads; null, for a tombstone, gives null in all columns. None: they have to be read the other way.
+
+        Gives the columns, and the numbers of the rows that have to be read one by one all the same.
+        """
+        if self._misses >= _TRIES:
+            return None
+        try:
+            columns = self._read(values.drop_null() if values.null_count else values)
+        except pa.ArrowInvalid:
+            self._misses += 1
+            return None
+        self._misses = 0
+        if values.null_count:
+            there = values.is_valid().to_numpy(zero_copy_only=False)
+            places = pa.array(np.cumsum(there) - 1, mask=~there)
+            columns = {name: column.take(places) for name, column in columns.items()}
+        alone = np.zeros(len(values), bool)
+        for name in self._required:
+            alone |= pc.and_(columns[name].is_null(), values.is_valid()).to_numpy(zero_copy_only=False)
+        for name in self._doubles:
+            numbers = pc.fill_null(columns[name], 1.0).to_numpy(zero_copy_only=False)
+            # What is not less: among them NaN and Infinity, which are numbers for Arrow and not for JSON. And -0: with
+            # a point it is one, without it is the whole number 0.
+            alone |= ~(np.abs(numbers) < WHOLE_DOUBLE) | (np.signbit(numbers) & (numbers == 0))
+        return list(columns.values()), set(np.flatnonzero(alone).tolist())
+
+    def _read(self, values: pa.Array) -> dict[str, pa.Array]:
+        if values.nbytes > _MOST_BYTES or len(values) == 0:
+            raise pa.ArrowInvalid("too much, or nothing")
+        if not pc.all(pc.and_(pc.starts_with(values, "{"), pc.ends_with(values, "}"))).as_py():
+            raise pa.ArrowInvalid("not all of them are objects and nothing else")
+        # The parser does not look whether it is UTF-8, the cast does.
+        values.cast(pa.string())
+        whole = pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
+        buffer = pc.binary_join(whole, b"\n")[0].as_buffer()
+        table = arrow_json.read_json(
+            pa.BufferReader(buffer),
+            read_options=arrow_json.ReadOptions(use_threads=False, block_size=buffer.size + 1),
+            parse_options=arrow_json.ParseOptions(explicit_schema=self._schema, unexpected_field_behavior="error"),
+        )
+        if table.num_rows != len(values):
+            raise pa.ArrowInvalid("not a row for each payload")
+        columns = {name: table.column(name).combine_chunks() for name in self._schema.names}
+        return {
+            name: column if (finish := self._finish[name]) is None else finish(column)
+            for name, column in columns.items()
+        }
+
+
+def times(texts: pa.Array) -> pa.Array:
+    """Return times that are all written in the common way. Raises pa.ArrowInvalid when one is not."""
+    return _of_the_form(texts, _TIME).cast(pa.timestamp("us", "UTC"))
+
+
+def days(texts: pa.Array) -> pa.Array:
+    """The same for dates."""
+    return _of_the_form(texts, _DAY).cast(pa.date32())
+
+
+def _of_the_form(texts: pa.Array, pattern: str) -> pa.Array:
+    if pc.all(pc.match_substring_regex(texts, pattern)).as_py() is False:
+        raise pa.ArrowInvalid("not all of the common form")
+    return texts
+
+
+_FINISH: Final[dict[type[t.DataType], Any]] = {t.TimestampType: times, t.DateType: days}

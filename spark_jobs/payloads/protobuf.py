@@ -1,0 +1,299 @@
+"""Protobuf payloads: read with the job's descriptor; the writer's schema only says which message it is."""
+
+from __future__ import annotations
+
+import base64
+import importlib
+import re
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any, Final
+
+from pyspark.sql import types as t
+
+from spark_jobs.errors import JobError
+from spark_jobs.payloads.framing import unframe
+from spark_jobs.payloads.reading import Policy, Problem, Reader, Wrong
+from spark_jobs.payloads.registry import Registry, Schema
+
+Convert = Callable[[Any], Any]
+
+# By FieldDescriptor.CPPTYPE_*: int32, int64, uint32, uint64, double, float, bool, enum, string.
+_PLAIN: Final[Mapping[int, t.DataType]] = {
+    1: t.IntegerType(),
+    2: t.LongType(),
+    3: t.LongType(),
+    4: t.DecimalType(20, 0),
+    5: t.DoubleType(),
+    6: t.FloatType(),
+    7: t.BooleanType(),
+    8: t.StringType(),
+    9: t.StringType(),
+}
+_UINT64, _ENUM, _MESSAGE = 4, 8, 10
+_BYTES: Final = 12
+"""FieldDescriptor.TYPE_BYTES: to C++ a kind of string."""
+_WRAPPERS: Final = re.compile(r"google\.protobuf\.(Double|Float|Int64|UInt64|Int32|UInt32|Bool|String|Bytes)Value")
+_COMMON: Final = re.compile(r"(google|confluent)(/\w+)+\.proto")
+_EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """All that an executor needs. ``files``: a FileDescriptorSet with all that ``message`` needs, in its order.
+
+    Without a registry every payload is the bare message.
+    """
+
+    files: bytes
+    message: str
+    registry: Registry | None
+    policy: Policy
+
+    def fields(self) -> t.StructType:
+        """Return the columns. Raises JobError for a message that has no counterpart."""
+        kind, _ = _struct(self._class().DESCRIPTOR, "", (), self.policy)
+        return kind
+
+    def __call__(self) -> Reader:
+        """Return the reader."""
+        from google.protobuf.message import DecodeError
+
+        message = self._class()
+        kind, convert = _struct(message.DESCRIPTOR, "", (), self.policy)
+        names = kind.fieldNames()
+        check = None if self.registry is None else _Names(self.registry)
+
+        def read(value: bytes, header: bytes | None) -> Sequence[Any]:
+            payload = value
+            if check is not None:
+                framed = unframe(value, header, indexes=True)
+                written = check.name(framed.schema, framed.indexes)
+                if written != self.message:
+                    raise Problem(f"the payload is a {written}, not a {self.message}")
+                payload = framed.payload
+            try:
+                parsed = message.FromString(payload)
+            except DecodeError as error:
+                raise Problem(f"the payload is no {self.message}") from error
+            row = convert(parsed)
+            return [row[name] for name in names]
+
+        return read
+
+    def _class(self) -> Any:
+        from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+        pool = descriptor_pool.DescriptorPool()
+        try:
+            for file in descriptor_pb2.FileDescriptorSet.FromString(self.files).file:
+                pool.Add(file)
+            return message_factory.GetMessageClass(pool.FindMessageTypeByName(self.message))
+        except KeyError as error:
+            raise JobError(f"message: the descriptor has no message {self.message}") from error
+        except Exception as error:
+            raise JobError(f"descriptor: {type(error).__name__}: {error}") from error
+
+
+class _Names:
+    """Which message a schema's id and a place in its file stand for."""
+
+    def __init__(self, registry: Registry) -> None:
+        self._client = registry.client("serialized")
+        self._known: dict[tuple[int | uuid.UUID, tuple[int, ...]], str | Problem] = {}
+
+    def name(self, schema: int | uuid.UUID, indexes: tuple[int, ...]) -> str:
+        key = (schema, indexes)
+        if key not in self._known:
+            try:
+                self._known[key] = self._look(schema, indexes)
+            except Problem as problem:
+                self._known[key] = problem
+        found = self._known[key]
+        if isinstance(found, Problem):
+            raise found
+        return found
+
+    def _look(self, schema: int | uuid.UUID, indexes: tuple[int, ...]) -> str:
+        found = self._client.schema(schema)
+        if found.kind != "PROTOBUF":
+            raise Problem(f"schema {schema} is {found.kind}, not PROTOBUF")
+        try:
+            file = _file(found)
+        except JobError as error:
+            raise Problem(f"schema {schema} can't be read: {error}") from error
+        names = [file.package] if file.package else []
+        inside = file.message_type
+        for index in indexes:
+            if index >= len(inside):
+                raise Problem(f"schema {schema} has no message at the place that the payload names")
+            names.append(inside[index].name)
+            inside = inside[index].nested_type
+        return ".".join(names)
+
+
+def from_registry(schema: Schema, message: str | None) -> tuple[bytes, str]:
+    """Return the FileDescriptorSet of a registered schema, and the message: the first one, unless it is named."""
+    from google.protobuf import descriptor_pb2
+
+    if schema.kind != "PROTOBUF":
+        raise JobError(f"registry: the subject's latest schema is {schema.kind}, not PROTOBUF")
+    files: dict[str, Any] = {}
+    file = _collect(schema, None, files)
+    if message is None:
+        if not file.message_type:
+            raise JobError("registry: the subject's latest schema has no message")
+        message = ".".join(filter(None, (file.package, file.message_type[0].name)))
+    return descriptor_pb2.FileDescriptorSet(file=files.values()).SerializeToString(), message
+
+
+def from_descriptor(files: Iterable[Any]) -> bytes:
+    """Return the FileDescriptorSet of FileDescriptors and all that they import."""
+    from google.protobuf import descriptor_pb2
+
+    found: dict[str, Any] = {}
+
+    def add(file: Any) -> None:
+        if file.name not in found:
+            for imported in file.dependencies:
+                add(imported)
+            found[file.name] = descriptor_pb2.FileDescriptorProto.FromString(file.serialized_pb)
+
+    for file in files:
+        add(file)
+    return bytes(descriptor_pb2.FileDescriptorSet(file=found.values()).SerializeToString())
+
+
+def _collect(schema: Schema, name: str | None, files: dict[str, Any]) -> Any:
+    """Add a schema's file behind the files that it imports."""
+    file = _file(schema)
+    file.name = name or file.name or "schema.proto"
+    references = dict(schema.references)
+    for imported in file.dependency:
+        if imported in files:
+            continue
+        if imported in references:
+            _collect(references[imported], imported, files)
+        else:
+            _common(imported, files)
+    files[file.name] = file
+    return file
+
+
+def _common(name: str, files: dict[str, Any]) -> None:
+    """Add a file that comes with Protobuf itself, or with Google's common ones where these are installed."""
+    from google.protobuf import descriptor_pb2
+
+    if not _COMMON.fullmatch(name):
+        raise JobError(f"descriptor: the schema imports {name}, and has no reference to it")
+    try:
+        file = importlib.import_module(name.removesuffix(".proto").replace("/", ".") + "_pb2").DESCRIPTOR
+    except ImportError as error:
+        raise JobError(f"descriptor: the schema imports {name}; install googleapis-common-protos") from error
+    for imported in file.dependencies:
+        if imported.name not in files:
+            _common(imported.name, files)
+    files[name] = descriptor_pb2.FileDescriptorProto.FromString(file.serialized_pb)
+
+
+def _file(schema: Schema) -> Any:
+    from google.protobuf import descriptor_pb2
+    from google.protobuf.message import DecodeError
+
+    try:
+        return descriptor_pb2.FileDescriptorProto.FromString(base64.b64decode(schema.text, validate=True))
+    except (ValueError, DecodeError) as error:
+        raise JobError("the registry does not give descriptors (format=serialized)") from error
+
+
+def _struct(
+    descriptor: Any, path: str, inside: tuple[str, ...], policy: Policy
+) -> tuple[t.StructType, Callable[[Any], dict[str, Any]]]:
+    from google.protobuf.unknown_fields import UnknownFieldSet
+
+    if descriptor.full_name in inside:
+        raise JobError(f"message: field {path}: {descriptor.full_name} holds itself, which no column can; use Raw()")
+    kind = t.StructType()
+    converts: list[tuple[str, Convert]] = []
+    for field in descriptor.fields:
+        here = f"{path}.{field.name}" if path else field.name
+        if field.name.lower() in {name.lower() for name in kind.fieldNames()}:
+            raise JobError(f"message: field {here} is there twice; Spark does not tell upper from lower case")
+        inner, convert = _field(field, here, (*inside, descriptor.full_name), policy)
+        kind.add(field.name, inner)
+        converts.append((field.name, convert))
+    if not converts:
+        raise JobError(f"message: {descriptor.full_name} has no fields")
+    strict = policy.unknown == "dead-letter"
+
+    def whole(message: Any) -> dict[str, Any]:
+        if strict:
+            for extra in UnknownFieldSet(message):
+                where = f" in {path}" if path else ""
+                raise Problem(f"field number {extra.field_number}{where}: is not in the job's descriptor")
+        return {name: convert(message) for name, convert in converts}
+
+    return kind, whole
+
+
+def _field(field: Any, path: str, inside: tuple[str, ...], policy: Policy) -> tuple[t.DataType, Convert]:
+    """Return the type in Spark, and the function from the message that has the field to the value."""
+    name = field.name
+    if field.message_type is not None and field.message_type.GetOptions().map_entry:
+        key_kind, key = _value(field.message_type.fields_by_name["key"], f"{path}{{}}", inside, policy)
+        kind, convert = _value(field.message_type.fields_by_name["value"], f"{path}{{}}", inside, policy)
+        return t.MapType(key_kind, kind), lambda message: [
+            (key(entry), convert(value)) for entry, value in getattr(message, name).items()
+        ]
+    kind, convert = _value(field, path, inside, policy)
+    if field.is_repeated:
+        return t.ArrayType(kind), lambda message: [convert(item) for item in getattr(message, name)]
+    if field.has_presence:
+        return kind, lambda message: convert(getattr(message, name)) if message.HasField(name) else None
+    return kind, lambda message: convert(getattr(message, name))
+
+
+def _value(field: Any, path: str, inside: tuple[str, ...], policy: Policy) -> tuple[t.DataType, Convert]:
+    if field.cpp_type == _MESSAGE:
+        of = field.message_type
+        if of.full_name == "google.protobuf.Timestamp":
+            return t.TimestampType(), _time(path)
+        if _WRAPPERS.fullmatch(of.full_name):
+            kind, convert = _value(of.fields_by_name["value"], path, inside, policy)
+            return kind, lambda wrapper: convert(wrapper.value)
+        return _struct(of, path, inside, policy)
+    if field.cpp_type == _ENUM:
+        return t.StringType(), _enum(path, {value.number: value.name for value in reversed(field.enum_type.values)})
+    if field.cpp_type == _UINT64:
+        return _PLAIN[_UINT64], Decimal
+    if field.type == _BYTES:
+        return t.BinaryType(), _same
+    return _PLAIN[field.cpp_type], _same
+
+
+def _same(value: Any) -> Any:
+    return value
+
+
+def _enum(path: str, names: Mapping[int, str]) -> Convert:
+    def convert(number: int) -> str:
+        if number not in names:
+            raise Wrong(f"field {path}: is a value that the job's enum has not")
+        return names[number]
+
+    return convert
+
+
+def _time(path: str) -> Convert:
+    def convert(value: Any) -> datetime:
+        if value.nanos % 1000:
+            raise Wrong(f"field {path}: is finer than microseconds")
+        try:
+            return _EPOCH + timedelta(seconds=value.seconds, microseconds=value.nanos // 1000)
+        except OverflowError as error:
+            raise Wrong(f"field {path}: is no time from year 1 to 9999") from error
+
+    return convert

@@ -1,0 +1,135 @@
+"""The schema registry: what a schema's id stands for. A schema never changes, so that it is asked for once."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final
+
+from spark_jobs.errors import ConsumerUnavailable, JobError
+from spark_jobs.payloads.reading import Problem
+
+if TYPE_CHECKING:
+    from confluent_kafka.schema_registry import SchemaRegistryClient
+
+_UNKNOWN_SCHEMA: Final = 40403
+_UNKNOWN_SUBJECT: Final = frozenset({40401, 40402})
+
+# A task should outlive a registry's restart; and a request without a time limit could hold the group for ever.
+_PATIENT: Final = {"timeout": 10, "max.retries": 8, "retries.wait.ms": 200, "retries.max.wait.ms": 5000}
+
+
+class RegistryUnavailable(ConsumerUnavailable):
+    """The schema registry stayed away, or refused to answer. Nothing was applied; the range is read again."""
+
+
+@dataclass(frozen=True, slots=True)
+class Schema:
+    """A schema as it is registered. ``kind``: AVRO, PROTOBUF, JSON. ``references``: name there → schema."""
+
+    kind: str
+    text: str
+    references: tuple[tuple[str, Schema], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Registry:
+    """Where schemas are.
+
+    url      of the registry; several, separated by commas, are tried in turn.
+    options  more of confluent_kafka's SchemaRegistryClient: ``basic.auth.user.info`` ("user:password"),
+             ``ssl.ca.location``, ``bearer.auth.*``, ``timeout`` (seconds, 10), ``max.retries`` (8), … Never shown.
+    """
+
+    url: str
+    options: Mapping[str, Any] = field(default_factory=dict, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.url.strip():
+            raise JobError("registry: must be a URL")
+
+    def client(self, form: str | None = None) -> Client:
+        """Return the process's client; the same one every time. ``form``: "serialized" for Protobuf."""
+        key = (self.url, form, *sorted((name, str(value)) for name, value in self.options.items()))
+        if key not in _clients:
+            _clients[key] = Client(self, form)
+        return _clients[key]
+
+
+class Client:
+    """A registry's schemas, remembered. For one thread, as a Python worker of Spark is."""
+
+    def __init__(self, registry: Registry, form: str | None) -> None:
+        try:
+            from confluent_kafka.schema_registry import SchemaRegistryClient
+        except ImportError as error:
+            raise JobError(f"registry: {error.name} is missing; install outbox-kafka[schemas]") from error
+        self._form = form
+        self._url = registry.url
+        self._schemas: dict[int | uuid.UUID, Schema] = {}
+        try:
+            self._asked: SchemaRegistryClient = SchemaRegistryClient(
+                {**_PATIENT, **registry.options, "url": registry.url}
+            )
+        except (ValueError, TypeError) as error:
+            raise JobError(f"registry: {error}") from error
+
+    def schema(self, name: int | uuid.UUID) -> Schema:
+        """Return the schema of an id or GUID. Raises Problem when there is none, and RegistryUnavailable."""
+        if name not in self._schemas:
+            from confluent_kafka.schema_registry import SchemaRegistryError
+
+            try:
+                if isinstance(name, int):
+                    found = self._asked.get_schema(name, fmt=self._form)
+                else:
+                    found = self._asked.get_schema_by_guid(str(name), fmt=self._form)
+                self._schemas[name] = self._whole(found)
+            except SchemaRegistryError as error:
+                # Any other 404 is one of a wrong URL or of something before the registry, and no message's fault.
+                if error.error_code == _UNKNOWN_SCHEMA:
+                    raise Problem(f"the registry has no schema {name}") from error
+                raise self._away(error) from error
+            except Exception as error:
+                raise self._away(error) from error
+        return self._schemas[name]
+
+    def latest(self, subject: str) -> Schema:
+        """Return a subject's latest schema. Raises JobError when there is none, and RegistryUnavailable."""
+        from confluent_kafka.schema_registry import SchemaRegistryError
+
+        try:
+            return self._whole(self._asked.get_latest_version(subject, fmt=self._form).schema)
+        except SchemaRegistryError as error:
+            if error.error_code in _UNKNOWN_SUBJECT:
+                raise JobError(f"registry: there is no subject {subject}; name the subject or the schema") from error
+            raise self._away(error) from error
+        except Exception as error:
+            raise self._away(error) from error
+
+    def _whole(self, found: Any) -> Schema:
+        return Schema(
+            found.schema_type or "AVRO",
+            found.schema_str,
+            tuple(
+                (
+                    reference.name,
+                    self._whole(
+                        self._asked.get_version(
+                            reference.subject, reference.version, deleted=True, fmt=self._form
+                        ).schema
+                    ),
+                )
+                for reference in found.references or ()
+            ),
+        )
+
+    def _away(self, error: Exception) -> RegistryUnavailable:
+        return RegistryUnavailable(
+            f"the schema registry at {self._url} did not answer as it should: {type(error).__name__}: {error}; look "
+            "at the registry, its address and the credentials. Nothing was skipped; run the job again"
+        )
+
+
+_clients: dict[tuple[Any, ...], Client] = {}

@@ -1,0 +1,1 @@
+"""Postgres as the sink: connections, tables, transactions."""

@@ -1,0 +1,566 @@
+"""Rows into ``batch``, without repeats, into the effect: the part of a transaction that is the same for all of them.
+
+A message that breaks this is a culprit: it is named, the transaction is rolled back, and the driver runs the range
+again without it, with the message as a dead letter in the same transaction. So the fast way carries no raw values
+along, and one bad row costs one row.
+
+| what fails                                   | how the culprit is found                                             |
+|----------------------------------------------|----------------------------------------------------------------------|
+| COPY: a value that the column's type refuses | Uncopyable; again with all columns as text, cast part by part        |
+| the effect: see _DATA                        | the batch in halves, each under a savepoint, in the order of offsets |
+| parts fail together, but none by itself      | nothing: every message has been applied once, in smaller batches     |
+| the effect raises Reject                     | it says so itself                                                    |
+| its id is of a day that is forgotten         | by a query, after the ids went in                                    |
+| anything else of the database                | nothing to find: the job ends (EffectFailed), or is tried again      |
+
+One more culprit than ``max_dead`` is as many as ever are named: the job ends with that many, and nobody needs the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import psycopg
+from psycopg import sql
+
+from spark_jobs.dedup.strategies import Book, Place, Strategy
+from spark_jobs.errors import Reject
+from spark_jobs.postgres.copying import Unfit, beyond, copy_csv, copy_rows, has_beyond
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from spark_jobs.ids import Ids
+    from spark_jobs.job import PythonEffect
+
+# Two rows for one, data that does not fit, constraints, values beyond a limit (too long for an index), and what a
+# trigger or function of the sink raises on purpose.
+_DATA: Final = ("21", "22", "23", "44", "54", "P0001", "P0004")
+# A session that was ended, or a server that is read-only since a failover: another try may find another server.
+_PASSING: Final = frozenset({"25006", "25P03", "25P04"})
+# psycopg counts among what is operational: limits of the program, where a value that is too long stays too long; and a
+# savepoint that is gone, because the effect has ended the transaction.
+_STAYING: Final = ("54", "3B")
+META_PLACE: Final = {"message_topic": "text", "message_part": "integer", "message_offset": "bigint"}
+"""The columns that say which message a row is, with their types."""
+IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
+_PLACE: Final = "message_topic, message_part, message_offset"
+_MOST_TAKEN_BACK: Final = 1_000
+"""So many messages may have been put into ``batch`` in vain before its file is emptied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Culprit:
+    """A message that can't be applied, and why. ``reason`` is one of those of ``dead_letters``."""
+
+    place: Place
+    reason: str
+    error: str
+    sqlstate: str | None = None
+
+
+class Culprits(Exception):
+    """Ends the transaction: these messages have to be taken out first. Each is named once, however many rows it has.
+
+    They need not be all that there are: the next attempt names others.
+    """
+
+    def __init__(self, found: Sequence[Culprit]) -> None:
+        self.found = list({culprit.place: culprit for culprit in reversed(found)}.values())[::-1]
+        super().__init__(f"{len(self.found)} messages can't be applied; the first: {self.found[0]}")
+
+
+class Uncopyable(Exception):
+    """Ends the transaction: a value does not fit its column in ``batch``. The lenient way finds out which."""
+
+
+class Broken(Exception):
+    """Ends the transaction: the effect fails whatever the messages are."""
+
+
+def passing(error: psycopg.Error) -> bool:
+    """Return whether the same may work on another try."""
+    return _passes(isinstance(error, psycopg.OperationalError), error.sqlstate)
+
+
+def passing_kind(kind: type[psycopg.Error]) -> bool:
+    """Return the same of an error of which only the class is known."""
+    return _passes(issubclass(kind, psycopg.OperationalError), getattr(kind, "sqlstate", None))
+
+
+def _passes(operational: bool, state: str | None) -> bool:
+    return (operational and not (state or "").startswith(_STAYING)) or state in _PASSING
+
+
+def by_data(error: psycopg.Error) -> bool:
+    """Return whether it is the rows' fault."""
+    return (error.sqlstate or "").startswith(_DATA)
+
+
+def shown(error: BaseException) -> str:
+    """Return an error's kind and its first line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+class Applying:
+    """One use of the table ``batch``, in a transaction that is open.
+
+    columns   of ``batch``, with their types in Postgres.
+    bisect    find culprits; otherwise what the rows break is Broken.
+    max_dead  more culprits than this are Broken.
+    """
+
+    def __init__(
+        self,
+        cursor: psycopg.Cursor[Any],
+        book: Book,
+        columns: Mapping[str, str],
+        strategy: Strategy,
+        effect: str | PythonEffect,
+        *,
+        bisect: bool,
+        max_dead: int,
+    ) -> None:
+        self._cursor = cursor
+        self._book = book
+        self._columns = columns
+        self._strategy = strategy
+        self._effect = effect
+        self._bisecting = bisect
+        self._max_dead = max_dead
+        self.placed = set(META_PLACE) <= set(columns)
+        """The rows say which messages they are."""
+        self._kept: list[pa.RecordBatch] = []
+        self._staged: tuple[sql.Identifier, list[str]] | None = None
+        self._ids: list[Ids] | None = None
+        self._listed = sql.SQL(", ").join(map(_in_query, columns))
+        self._cast = sql.SQL(", ").join(
+            sql.SQL("{}::{}").format(_in_query(name), sql.SQL(kind)) for name, kind in columns.items()
+        )
+        self._create("batch", columns)
+
+    def copy(self, batches: Iterable[pa.RecordBatch]) -> None:
+        """Stream rows into ``batch``. Raises Uncopyable."""
+        try:
+            copy_rows(self._cursor, sql.Identifier("batch"), self._columns, self._ids_while(self._kept_while(batches)))
+        except (psycopg.Error, Unfit) as error:
+            if isinstance(error, psycopg.Error) and (passing(error) or not by_data(error)):
+                raise
+            if not self._bisecting:
+                raise Broken(shown(error)) from error
+            raise Uncopyable from error
+
+    def copy_leniently(self, batches: Iterable[pa.RecordBatch]) -> None:
+        """The same where ``copy`` met a value that does not fit. Raises Culprits, naming the messages."""
+        found: list[Culprit] = []
+        as_text = textual(self._columns)
+        names = [name for name, kind in as_text.items() if kind == "text"]
+        # Under names that no table of the sink has: a temporary table hides others.
+        self._create("outbox_batch_incoming", as_text)
+        incoming = sql.Identifier("outbox_batch_incoming")
+        fit = without_unfit(batches, names, found, self._max_dead)
+        copy_csv(self._cursor, incoming, list(self._columns), self._kept_while(fit))
+        found += self._fill(incoming)
+        if found:
+            raise Culprits(found)
+
+    def take(self, staged: sql.Identifier, names: Sequence[str]) -> int:
+        """Fill ``batch`` from a staging table, in which these names' columns are text. Gives the number of rows.
+
+        Raises Culprits for messages with values that do not fit; Broken when the rows are no messages.
+        """
+        self._staged = staged, list(names)
+        source, order = self._taken()
+        insert = sql.SQL("INSERT INTO batch ({}) SELECT {} FROM {} ORDER BY {}")
+        try:
+            with self._cursor.connection.transaction():
+                taken = self._cursor.execute(insert.format(self._listed, self._cast, source, order), ()).rowcount
+        except psycopg.Error as error:
+            if passing(error):
+                raise
+            if not (self._bisecting and self.placed and by_data(error)):
+                raise Broken(shown(error)) from error
+            found = self._fill(source)
+            if found:
+                raise Culprits(found) from error
+            taken = self.count()
+        if taken > 1000:
+            self._cursor.execute("ANALYZE batch")
+        return taken
+
+    def _taken(self) -> tuple[sql.Composable, sql.Composable]:
+        """Return what was taken from the staging table, and in which order it was there.
+
+        That of the messages; or of a result that is none any more: as the transform left it, one task after the other.
+        """
+        assert self._staged is not None
+        staged, names = self._staged
+        mine = sql.Literal(names)
+        source = sql.SQL("(SELECT * FROM {} WHERE outbox_batch_staged_by = ANY({}::text[])) AS staged").format(
+            staged, mine
+        )
+        first = (
+            sql.SQL(_PLACE)
+            if self.placed
+            else sql.SQL("array_position({}::text[], outbox_batch_staged_by)").format(mine)
+        )
+        return source, first + sql.SQL(", outbox_batch_staged_at")
+
+    def places(self) -> set[Place]:
+        """Return the places of the messages in ``batch``."""
+        return set(self._cursor.execute("SELECT message_topic, message_part, message_offset FROM batch").fetchall())
+
+    def reduce(self, *, suspect: bool, forgiven: AbstractSet[Place] = frozenset()) -> None:
+        """Leave only what is to be applied. Raises Culprits.
+
+        Those of days that are forgotten, but for the ``forgiven``; and those whose key or version the sink's table
+        can't have.
+        """
+        try:
+            with self._cursor.connection.transaction():
+                self._strategy.reduce(self._cursor, self._book, self._ids, suspect=suspect)
+        except psycopg.Error as error:
+            if passing(error) or not by_data(error):
+                raise
+            if not self._bisecting:
+                raise Broken(shown(error)) from error
+            found = self._bisect(lambda: self._strategy.check(self._cursor))
+            raise (Culprits(found) if found else Broken(shown(error))) from error
+        most = self._max_dead + 1 + len(forgiven)
+        old = [one for one in self._strategy.too_old(self._cursor, self._book, most) if one[0] not in forgiven]
+        if old:
+            culprits = [Culprit(place, "too-old", why) for place, why in old]
+            if not self._bisecting:
+                raise Broken(f"{culprits[0].place}: {culprits[0].error}")
+            raise Culprits(culprits)
+
+    def count(self) -> int:
+        """Return the number of rows in ``batch``."""
+        return int(self._one("SELECT count(*) FROM batch"))
+
+    def per_partition(self) -> dict[tuple[str, int], int]:
+        """Return the number of rows in ``batch`` of each topic and partition."""
+        rows = self._cursor.execute("SELECT message_topic, message_part, count(*) FROM batch GROUP BY 1, 2").fetchall()
+        return {(topic, part): count for topic, part, count in rows}
+
+    def apply(self) -> None:
+        """Run the effect. Raises Culprits or Broken; errors of servers that are away pass through."""
+        try:
+            self._run()
+            return
+        except psycopg.Error as error:
+            if passing(error):
+                raise
+            if not (self._bisecting and by_data(error)):
+                raise Broken(shown(error)) from error
+        found = self._bisect(self._run)
+        if found:
+            raise Culprits(found)
+
+    def _bisect(self, do: Callable[[], object]) -> list[Culprit]:
+        """Do it over ever smaller parts of ``batch``, in the order of offsets; give the messages that make it fail."""
+        refill = self._refilling("batch", self._listed)
+
+        filled = 0
+
+        def make_room(messages: int) -> None:
+            # What a savepoint has taken back stays in the file of ``batch``, and each statement reads all of that: the
+            # time for a thousand culprits would grow with their square. In use: by a cursor that the effect has left.
+            nonlocal filled
+            if filled > _MOST_TAKEN_BACK:
+                with suppress(psycopg.errors.ObjectInUse), self._cursor.connection.transaction():
+                    self._cursor.execute("TRUNCATE batch")
+                filled = 0
+            filled += messages
+
+        def part(low: int, high: int) -> None:
+            self._cursor.execute("DELETE FROM batch")
+            self._cursor.execute(refill, (low, high))
+            do()
+
+        return self._message_by_message(sql.Identifier("batch"), part, make_room)
+
+    def _fill(self, source: sql.Composable) -> list[Culprit]:
+        """Fill ``batch`` from rows of text; give the messages with values that do not fit."""
+        fill = self._refilling("batch", self._cast)
+        return self._message_by_message(source, lambda low, high: self._cursor.execute(fill, (low, high)))
+
+    def _refilling(self, table: str, values: sql.Composable) -> sql.Composed:
+        return sql.SQL(
+            "INSERT INTO {} ({}) SELECT {} FROM outbox_batch_held "
+            "WHERE outbox_batch_held_at BETWEEN %s AND %s ORDER BY outbox_batch_held_at"
+        ).format(sql.Identifier(table), self._listed, values)
+
+    def _message_by_message(
+        self,
+        source: sql.Composable,
+        do: Callable[[int, int], object],
+        before: Callable[[int], object] = lambda _messages: None,
+    ) -> list[Culprit]:
+        """Put rows into outbox_batch_held, and do it for ever smaller parts of these; give the messages that fail.
+
+        before  is called with the number of a part's messages, outside of the part's savepoint.
+
+        The rows of one message are never parted: what is done for some of them only is neither applied nor refused.
+        """
+        self._cursor.execute("DROP TABLE IF EXISTS pg_temp.outbox_batch_held")
+        self._cursor.execute(
+            sql.SQL(
+                "CREATE TEMPORARY TABLE outbox_batch_held ON COMMIT DROP AS "
+                "SELECT *, dense_rank() OVER (ORDER BY {}) AS outbox_batch_held_at FROM {}"
+            ).format(sql.SQL(_PLACE), source)
+        )
+        self._cursor.execute("CREATE INDEX ON outbox_batch_held (outbox_batch_held_at)")
+        listed = sql.SQL("SELECT DISTINCT {0} FROM outbox_batch_held ORDER BY {0}").format(sql.SQL(_PLACE))
+        places = self._cursor.execute(listed).fetchall()
+        return [
+            Culprit(places[number - 1], "failed", shown(error), error.sqlstate)
+            for number, error in self._halves(1, len(places), do, before)
+        ]
+
+    def _halves(
+        self, low: int, high: int, do: Callable[[int, int], object], before: Callable[[int], object]
+    ) -> Iterator[tuple[int, psycopg.Error]]:
+        """Do it for messages ``low`` to ``high``, in ever smaller parts where it fails; give the single ones."""
+        found = 0
+        parts = [(low, high)] if low <= high else []
+        while parts:
+            low, high = parts.pop()
+            before(high - low + 1)
+            try:
+                with self._cursor.connection.transaction():
+                    do(low, high)
+            except psycopg.Error as error:
+                if passing(error):
+                    raise
+                if not by_data(error):
+                    raise Broken(shown(error)) from error
+                if low < high:
+                    middle = (low + high) // 2
+                    # The lower half comes first: the order of offsets is the order of effects.
+                    parts += [(middle + 1, high), (low, middle)]
+                    continue
+                found += 1
+                if found > self._max_dead:
+                    raise Broken(
+                        f"more than {self._max_dead} messages of one batch fail (max_dead); the last: {shown(error)}"
+                    ) from error
+                yield low, error
+
+    def _run(self) -> None:
+        """Run the effect over ``batch``, under a savepoint, with what it deferred."""
+        if isinstance(self._effect, str):
+            # Not as it stands: within EXECUTE the server itself refuses to COMMIT, and to ROLLBACK.
+            body = sql.SQL("BEGIN EXECUTE {}; END").format(sql.Literal(self._effect)).as_string(self._cursor)
+            with self._cursor.connection.transaction():
+                self._cursor.execute(sql.SQL("DO {}").format(sql.Literal(body)))
+                self._cursor.execute(IMMEDIATE)
+            return
+        rows = self._rows()
+        try:
+            with self._cursor.connection.transaction():
+                self._effect(self._cursor, rows)
+                self._cursor.execute(IMMEDIATE)
+        except Reject as reject:
+            rejected = dict.fromkeys(self._rejected(reject, rows))
+            culprits = [Culprit(place, "rejected", reject.why) for place in list(rejected)[: self._max_dead + 1]]
+            if not self._bisecting:
+                raise Broken(f"{culprits[0].place}: {reject.why}") from reject
+            raise Culprits(culprits) from reject
+        except psycopg.Error:
+            raise
+        except Exception as error:
+            raise Broken(f"the effect raised {shown(error)}") from error
+
+    @staticmethod
+    def _rejected(reject: Reject, rows: pa.Table) -> list[Place]:
+        if not {"message_id", *META_PLACE} <= set(rows.column_names):
+            raise Broken(
+                f"the effect rejected {reject.message_ids[0]} ({reject.why}), but the transform's rows are of no one "
+                f"message, so none can be put aside: keep message_id, {_PLACE}, or raise another error"
+            ) from reject
+        wanted = set(reject.message_ids)
+        found = [
+            place for place, name in zip(places_of(rows), rows["message_id"].to_pylist(), strict=True) if name in wanted
+        ]
+        if not found:
+            raise Broken(
+                f"the effect rejected {reject.message_ids[0]}, which is no message_id of its batch"
+            ) from reject
+        return found
+
+    def _rows(self) -> pa.Table:
+        """The rows of ``batch`` as Arrow, in their order: what came in, as far as it is still there."""
+        import pyarrow as pa
+
+        if not self._kept and self._staged is not None:
+            self._kept = read_rows(self._cursor, self._columns, *self._taken()).to_batches()
+        if not self._kept:
+            return read_rows(self._cursor, self._columns, sql.SQL("batch"), sql.SQL("ctid"))
+        table = pa.Table.from_batches(self._kept)
+        if not self.placed or self.count() == table.num_rows:
+            # Nearly always all of them; and of hundreds of thousands Python would make as many tuples.
+            return table
+        left = self.places()
+        if len(left) < table.num_rows:
+            table = table.filter(pa.array([place in left for place in places_of(table)], pa.bool_()))
+        if not self._strategy.remembers and self.count() < table.num_rows:
+            # Of a message with several rows some were older than others': the database knows which.
+            table = read_rows(self._cursor, self._columns, sql.SQL("batch"), sql.SQL(_PLACE + ", ctid"))
+        return table
+
+    def _ids_while(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        """Keep the ids, and nothing else of the batches. Where one is spelt unusually, the database has them all."""
+        from spark_jobs.dedup.processed import ids_of
+
+        self._ids = [] if self._strategy.remembers else None
+        for batch in batches:
+            if self._ids is not None:
+                try:
+                    self._ids.append(ids_of(batch.column("message_id")))
+                except Unfit:
+                    self._ids = None
+            yield batch
+
+    def _kept_while(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
+        for batch in batches:
+            # Whole for a Python effect only; SQL sees the rows in the table.
+            if callable(self._effect):
+                self._kept.append(batch.select(list(self._columns)))
+            yield batch
+
+    def _create(self, name: str, columns: Mapping[str, str]) -> None:
+        fields = sql.SQL(", ").join(
+            sql.SQL("{} {}").format(sql.Identifier(column), sql.SQL(kind)) for column, kind in columns.items()
+        )
+        self._cursor.execute(
+            sql.SQL("CREATE TEMPORARY TABLE {} ({}) ON COMMIT DROP").format(sql.Identifier(name), fields)
+        )
+
+    def _one(self, query: str) -> Any:
+        row = self._cursor.execute(query.encode()).fetchone()
+        assert row is not None
+        return row[0]
+
+
+def _in_query(name: str) -> sql.SQL:
+    """Return an identifier for a query that is run with parameters, where a percent sign has to stand twice."""
+    return sql.SQL(sql.Identifier(name).as_string(None).replace("%", "%%"))
+
+
+def places_of(rows: pa.RecordBatch | pa.Table) -> Iterator[Place]:
+    """Return the places of messages, row by row."""
+    return zip(*(rows.column(name).to_pylist() for name in META_PLACE), strict=True)
+
+
+def textual(columns: Mapping[str, str]) -> dict[str, str]:
+    """Return types that take what the columns' own may refuse: text, but for what says which message it is."""
+    return {name: META_PLACE.get(name, "text") for name in columns}
+
+
+def without_unfit(
+    batches: Iterable[pa.RecordBatch], names: Sequence[str], found: list[Culprit], max_dead: int
+) -> Iterator[pa.RecordBatch]:
+    """Return the rows whose columns ``names`` are text for Postgres, and add the others' messages to ``found``.
+
+    A NUL character or bytes that are no UTF-8 could not even be copied to find them there. Raises Broken when a row
+    does not say which message it is, Culprits when they are more than ``max_dead``.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    for batch in batches:
+        good = pa.array([True] * batch.num_rows, pa.bool_())
+        for name in names:
+            column = batch.column(name)
+            if has_beyond(column.type):
+                bad, why = beyond(column), f"column {name} holds a time beyond the years 1 to 9999"
+                good = pc.and_(good, pc.invert(bad))
+                _add_culprits(batch, bad, why, "22008", found, max_dead)
+                continue
+            if not pa.types.is_string(column.type) and not pa.types.is_large_string(column.type):
+                continue
+            as_bytes = column.cast(pa.binary())
+            bad = pc.fill_null(pc.match_substring(as_bytes, "\0"), False)
+            why = f"column {name} holds a NUL character, which text in Postgres can't"
+            if not _is_utf8(column):
+                broken = [value is not None and not _decodes(value) for value in as_bytes.to_pylist()]
+                bad = pc.or_(bad, pa.array(broken, pa.bool_()))
+                why = f"column {name} holds a NUL character, or bytes that are no UTF-8"
+            good = pc.and_(good, pc.invert(bad))
+            _add_culprits(batch, bad, why, "22021", found, max_dead)
+        yield batch.filter(good)
+
+
+def _add_culprits(
+    batch: pa.RecordBatch, bad: pa.Array, why: str, sqlstate: str, found: list[Culprit], max_dead: int
+) -> None:
+    if not bad.true_count:
+        return
+    if not set(META_PLACE) <= set(batch.schema.names):
+        raise Broken(f"{why}; it is a row of the transform, of no one message, so no message can be put aside for it")
+    known = {culprit.place for culprit in found}
+    for place in places_of(batch.filter(bad)):
+        if place not in known:
+            known.add(place)
+            found.append(Culprit(place, "failed", why, sqlstate))
+        if len(found) > max_dead:
+            raise Culprits(found)
+
+
+def _is_utf8(column: pa.Array) -> bool:
+    import pyarrow as pa
+
+    try:
+        column.validate(full=True)
+    except pa.ArrowInvalid:
+        return False
+    return True
+
+
+def _decodes(value: bytes) -> bool:
+    try:
+        value.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
+
+
+def read_rows(
+    cursor: psycopg.Cursor[Any], columns: Mapping[str, str], source: sql.Composable, order: sql.Composable
+) -> pa.Table:
+    """Return rows, of these types or as text, as an Arrow table: uuid and jsonb as text, the rest as what it is."""
+    import pyarrow as pa
+
+    kinds: dict[str, pa.DataType] = {
+        "integer": pa.int32(),
+        "smallint": pa.int16(),
+        "bigint": pa.int64(),
+        "double precision": pa.float64(),
+        "real": pa.float32(),
+        "boolean": pa.bool_(),
+        "date": pa.date32(),
+        "timestamptz": pa.timestamp("us", "UTC"),
+        "timestamp": pa.timestamp("us"),
+        "bytea": pa.binary(),
+    }
+    listed = sql.SQL(", ").join(
+        sql.SQL("{}::{}{}").format(
+            sql.Identifier(name), sql.SQL(kind), sql.SQL("::text" if kind in {"uuid", "jsonb"} else "")
+        )
+        for name, kind in columns.items()
+    )
+    rows = cursor.execute(sql.SQL("SELECT {} FROM {} ORDER BY {}").format(listed, source, order)).fetchall()
+    arrays = {}
+    for index, (name, kind) in enumerate(columns.items()):
+        values = [row[index] for row in rows]
+        if kind.startswith("numeric"):
+            precision, scale = kind.removeprefix("numeric(").rstrip(")").split(",")
+            arrays[name] = pa.array(values, pa.decimal128(int(precision), int(scale)))
+        else:
+            arrays[name] = pa.array(values, kinds.get(kind, pa.string()))
+    return pa.table(arrays)

@@ -1,0 +1,153 @@
+"""The shortest way of an ``Insert``: rows by COPY straight into the sink's table, ids straight into processed_messages.
+
+It does what the way through ``batch`` does, for half of the database's work, when nothing is the matter. Whatever is
+the matter (a repeat, a row that the table refuses, an id of a day that is forgotten) ends the transaction with
+``Roundabout``, and the driver runs the range again through ``batch``, which finds out what to do about it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import psycopg
+
+from spark_jobs.dedup.strategies import Book, Dedup, Fingerprint, Strategy, column_types, forgotten_before, identifier
+from spark_jobs.effects.mapped import Insert
+from spark_jobs.postgres.batch_table import IMMEDIATE, passing
+from spark_jobs.postgres.copying import Unfit, copy_rows
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from spark_jobs.ids import Ids
+
+# A table proper, not a view; nothing that COPY passes over or can't do: rules, row security, identities that are always
+# the table's own. And what the columns are: values in the binary format are told by nothing but their place.
+_LOOK: Final = """
+SELECT c.relkind IN ('r', 'p') AND NOT c.relhasrules AND NOT c.relrowsecurity
+       AND NOT bool_or(a.attidentity = 'a' AND a.attname = ANY(%(columns)s)),
+       c.oid::text || string_agg(format(' %%I %%s %%s', a.attname, a.atttypid, a.atttypmod), '' ORDER BY a.attnum)
+  FROM pg_class AS c JOIN pg_attribute AS a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
+ WHERE c.oid = to_regclass(%(table)s)
+ GROUP BY c.oid"""
+# Not a server that is away: rows and ids of two transactions in different orders, where through ``batch`` the ids are
+# first; and a table whose columns have another width now.
+_OURS: Final = (psycopg.errors.DeadlockDetected, psycopg.errors.ProtocolViolation)
+_WHOLE: Final = ("smallint", "integer", "bigint")
+# Of which reading a text, as COPY does, and casting it from text, as the way through ``batch`` does, are one thing.
+_TEXTS: Final = ("text", "character varying", "bpchar", "uuid", "json", "jsonb", "interval", "inet")
+_TIMES: Final = ("date", "timestamp without time zone", "timestamp with time zone")
+_FROM_TEXT: Final = frozenset({*_TEXTS, *_TIMES, *_WHOLE, "boolean", "numeric", "real", "double precision"})
+# Sent as the text that it is; and where the usual spelling is sent as the value, and any other takes the long way.
+_AS_TEXT: Final = frozenset({"character varying", "bpchar"})
+_STRICT: Final = frozenset({"uuid", "json", "jsonb"})
+_SPELT: Final = {"timestamptz": "timestamp with time zone", "timestamp": "timestamp without time zone"}
+
+OTHERWISE: Final = "otherwise"
+"""Not as a type: all of the row is sent as CSV."""
+
+
+class Roundabout(Exception):
+    """Ends the transaction: the range has to go through ``batch``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Where rows go.
+
+    table    of the sink.
+    columns  of the table, each with the one of the rows that goes there.
+    kinds    of the table's columns: the type as which the values are sent, or OTHERWISE.
+    seen     what the table was when that was decided.
+    """
+
+    table: str
+    columns: Mapping[str, str]
+    kinds: Mapping[str, str]
+    seen: str
+
+    def apply(self, cursor: psycopg.Cursor[Any], book: Book, strategy: Strategy, rows: Iterable[pa.RecordBatch]) -> int:
+        """Copy rows and ids. Gives their number. Raises Roundabout."""
+        ids: list[Ids] = []
+        try:
+            copy_rows(cursor, identifier(self.table), self.kinds, self._columns(rows, ids))
+            # Locked by COPY, the table stays what it is now until COMMIT.
+            if _look(cursor, self.table, self.columns) != (True, self.seen):
+                raise Roundabout
+            if strategy.remembers:
+                self._remember(cursor, book, ids)
+            cursor.execute(IMMEDIATE)
+        except (psycopg.Error, Unfit) as error:
+            if isinstance(error, psycopg.Error) and passing(error) and not isinstance(error, _OURS):
+                raise
+            raise Roundabout from error
+        return sum(map(len, ids))
+
+    def _columns(self, rows: Iterable[pa.RecordBatch], ids: list[Ids]) -> Iterator[pa.RecordBatch]:
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        from spark_jobs.dedup.processed import ids_of
+
+        for batch in rows:
+            ids.append(ids_of(batch.column("message_id")))
+            # A tombstone has nothing to insert.
+            gone = batch.column("message_tombstone")
+            if gone.true_count:
+                batch = batch.filter(pc.invert(gone))  # noqa: PLW2901
+            yield pa.RecordBatch.from_pydict({there: batch.column(here) for there, here in self.columns.items()})
+
+    @staticmethod
+    def _remember(cursor: psycopg.Cursor[Any], book: Book, ids: list[Ids]) -> None:
+        from spark_jobs.dedup import processed
+
+        processed.copy_ids(cursor, book, ids)
+        # After the ids went in: see strategies.forgotten_before.
+        before = forgotten_before(cursor, book)
+        if before is not None and processed.any_before(ids, before):
+            raise Roundabout
+
+
+def direct_for(
+    cursor: psycopg.Cursor[Any], effect: object, strategy: Strategy, columns: Mapping[str, str], payload: Sequence[str]
+) -> Direct | None:
+    """Return where rows can go straight to; None when that would not be the same as the way through ``batch``.
+
+    columns  of ``batch``, with their types in Postgres; ``payload`` are those that are the payload's.
+    """
+    if not isinstance(effect, Insert) or not isinstance(strategy, Dedup | Fingerprint):
+        return None
+    # First: what is altered between this and the next question is seen by the task, which asks this one again.
+    _, seen = _look(cursor, effect.table, ())
+    types = column_types(cursor, effect.table)
+    pairs = effect.pairs(payload, types)
+    kinds = {there: _sent_as(columns[here], types[there]) if here in columns else None for there, here in pairs.items()}
+    plain, _ = _look(cursor, effect.table, pairs)
+    if None in kinds.values() or not plain:
+        return None
+    return Direct(effect.table, pairs, {there: kind for there, kind in kinds.items() if kind is not None}, seen)
+
+
+def _look(cursor: psycopg.Cursor[Any], table: str, columns: Iterable[str]) -> tuple[bool, str]:
+    """Return whether COPY into these columns of a table is the same as INSERT, and give all that this depends on."""
+    values = {"table": identifier(table).as_string(cursor), "columns": list(columns)}
+    row = cursor.execute(_LOOK, values).fetchone()
+    return (False, "") if row is None else (bool(row[0]), str(row[1]))
+
+
+def _sent_as(here: str, there: str) -> str | None:
+    """Return the type as which values of type ``here`` are sent to a column of type ``there``.
+
+    OTHERWISE when they have to be read as text, which is then the same as the cast on the way through ``batch``; None
+    where it would not be.
+    """
+    bare = there.partition("(")[0]
+    if _SPELT.get(here, here).partition("(")[0] == bare:
+        return here
+    if here == "text":
+        if bare in _AS_TEXT:
+            return here
+        return (there if bare in _STRICT else OTHERWISE) if bare in _FROM_TEXT else None
+    return OTHERWISE if here in _WHOLE and bare in {*_WHOLE, "numeric", "text", "character varying"} else None

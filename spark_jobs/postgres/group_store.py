@@ -1,0 +1,284 @@
+"""The driver's side of the consumers' tables: take-over, new partitions, losses, dead letters, partitions of days.
+
+Every method is one short transaction on the driver's session, which stays open between them; a server that has
+restarted between two calls has a new one (see connections). Errors of the database pass through as psycopg raises them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Final
+
+import psycopg
+from psycopg import sql
+
+from spark_jobs import letters
+from spark_jobs.dedup.strategies import Strategy, column_types
+from spark_jobs.driver.planner import Loss, Partition, Stored
+from spark_jobs.errors import Fenced, JobError
+from spark_jobs.letters import Retried
+from spark_jobs.postgres import connections
+from spark_jobs.postgres import lock_monitor as blockers
+from spark_jobs.postgres.batch_table import Culprit
+from spark_jobs.postgres.direct_copy import Direct, direct_for
+from spark_jobs.postgres.retention import KEEP_DAYS, Memory, Upkeep
+
+_ENDED: Final = "SELECT coalesce(ended_at >= taken_at, false) FROM {groups} WHERE grp = %(grp)s FOR UPDATE"
+_END: Final = "UPDATE {groups} SET ended_at = now() WHERE grp = %(grp)s AND generation = %(generation)s"
+_TAKE: Final = """
+INSERT INTO {groups} AS g (grp, owner) VALUES (%(grp)s, %(owner)s)
+ON CONFLICT (grp) DO UPDATE SET generation = g.generation + 1, owner = excluded.owner, taken_at = now()
+RETURNING generation"""
+# Waits for tasks of the older generation that are about to commit, and shuts out all that come later.
+_FENCE: Final = "UPDATE {offsets} SET generation = %(generation)s WHERE grp = %(grp)s"
+_STILL_MINE: Final = "SELECT generation, owner FROM {groups} WHERE grp = %(grp)s FOR SHARE"
+_STORED: Final = (
+    "SELECT topic, part, topic_id, next_offset FROM {offsets} WHERE grp = %(grp)s AND topic = ANY(%(topics)s)"
+)
+_ADD: Final = """
+INSERT INTO {offsets} (grp, topic, part, topic_id, next_offset, generation)
+VALUES (%(grp)s, %(topic)s, %(part)s, %(topic_id)s, %(start)s, %(generation)s) ON CONFLICT DO NOTHING"""
+# A group whose topics were lost has begun once, also when its offsets are forgotten.
+_NEW: Final = """
+SELECT NOT EXISTS (SELECT FROM {offsets} WHERE grp = %(grp)s)
+   AND NOT EXISTS (SELECT FROM {losses} WHERE grp = %(grp)s)"""
+# One row for each place and kind until it is accepted. While the group stands, retention goes on: the row grows.
+_LOSS: Final = """
+INSERT INTO {losses} AS l (grp, topic, topic_id, part, first_offset, end_offset, kind, detail)
+VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(first)s, %(end)s, %(kind)s, %(detail)s)
+ON CONFLICT (grp, topic, part, kind) WHERE accepted_at IS NULL
+DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
+              end_offset = greatest(l.end_offset, excluded.end_offset), detail = excluded.detail
+        WHERE l.detail <> excluded.detail"""
+_DEAD_KEYS: Final = """
+SELECT DISTINCT topic, message_key FROM {dead_letters}
+ WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND message_key IS NOT NULL"""
+# One partition at a time, so that offsets say the order. A key that has moved to another partition, because some were
+# added, has its order from the letters' own ids.
+_RETRIED: Final = """
+WITH first AS (
+    SELECT topic, topic_id, part FROM {dead_letters}
+     WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry' ORDER BY id LIMIT 1)
+SELECT id, topic, part, message_offset, message_key, message_value, message_headers, message_time, reason,
+       %(keep_order)s AND EXISTS (
+           SELECT FROM {dead_letters} AS earlier
+            WHERE earlier.grp = letter.grp AND earlier.topic = letter.topic
+              AND earlier.state = 'dead' AND earlier.reason <> 'behind'
+              AND sha256(earlier.message_key) = sha256(letter.message_key)
+              AND CASE WHEN earlier.part = letter.part THEN earlier.message_offset < letter.message_offset
+                       ELSE earlier.id < letter.id END)
+  FROM {dead_letters} AS letter JOIN first USING (topic, topic_id, part)
+ WHERE grp = %(grp)s AND state = 'retry'
+ ORDER BY message_offset, id LIMIT %(most)s"""
+# A message may have gone behind one that a person was just retrying or discarding: nobody would come back for it.
+_STRANDED: Final = """
+grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'dead' AND reason = 'behind'
+   AND NOT EXISTS (
+       SELECT FROM {dead_letters} AS other
+        WHERE other.grp = letter.grp AND other.topic = letter.topic
+          AND sha256(other.message_key) = sha256(letter.message_key)
+          AND other.state = 'dead' AND other.reason <> 'behind'
+          AND CASE WHEN other.part = letter.part THEN other.message_offset < letter.message_offset
+                   ELSE other.id < letter.id END)"""
+_RELEASE: Final = "UPDATE {dead_letters} AS letter SET state = 'retry' WHERE {stranded}"
+# In an order that the index has: else all dead letters are read for it where another group retries many.
+_RETRY_WAITS: Final = """
+SELECT (SELECT true FROM {dead_letters} WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry'
+         ORDER BY topic LIMIT 1) IS NOT NULL
+       OR %(keep_order)s AND EXISTS (SELECT FROM {dead_letters} AS letter WHERE {stranded})"""
+_STATE: Final = """
+SELECT g.generation, g.owner, ({retry_waits}), o.topic, o.part, o.topic_id, o.next_offset
+  FROM {groups} AS g LEFT JOIN {offsets} AS o ON o.grp = g.grp AND o.topic = ANY(%(topics)s)
+ WHERE g.grp = %(grp)s"""
+_SETUP_LOCK: Final = 0x6F7574626F780003
+
+
+@dataclass(frozen=True, slots=True)
+class GroupState:
+    """How far a group is. ``retry_waits``: there are dead letters to try again."""
+
+    stored: Mapping[Partition, Stored]
+    retry_waits: bool
+
+
+class Store:
+    """One group's rows. ``owner`` is shown to people; the generation is what counts."""
+
+    def __init__(self, url: str, schema: str, group: str, owner: str) -> None:
+        self._url = url
+        self._schema = schema
+        self._group = group
+        self._owner = owner
+        self._name = blockers.names(group)[0]
+        self.was_killed = False
+        """After ``take_over``: the driver before runs still, or has not ended by itself."""
+        self._names: dict[str, sql.Composable] = {
+            name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "dead_letters")
+        }
+        self._names["stranded"] = sql.SQL(_STRANDED).format(**self._names)
+        self._names["retry_waits"] = sql.SQL(_RETRY_WAITS).format(**self._names)
+
+    def transaction(self, *, reset: bool = False) -> AbstractContextManager[psycopg.Connection[Any]]:
+        """Run a transaction on the driver's session. ``reset``: with statements that are not the consumer's own."""
+        return connections.transaction(self._url, self._name, reset=reset)
+
+    def close(self) -> None:
+        """Close the sessions of the group that are open in this process. What is called after that opens new ones."""
+        connections.close(self._url, *blockers.names(self._group))
+
+    def require_utf8(self) -> None:
+        """Raise JobError for a sink that has not all characters that a message may have."""
+        [(encoding,)] = self._read("SELECT current_setting('server_encoding')")
+        if encoding != "UTF8":
+            raise JobError(f"the sink's database is in {encoding}, which has not all characters: it must be UTF8")
+
+    def take_over(self) -> int:
+        """Become the group's consumer. Gives the generation; whoever had the one before can commit nothing more."""
+        with self.transaction() as connection:
+            before = self._run(connection, _ENDED).fetchone()
+            self.was_killed = before is not None and not before[0]
+            row = self._run(connection, _TAKE, owner=self._owner).fetchone()
+            assert row is not None
+            self._run(connection, _FENCE, generation=row[0])
+        return int(row[0])
+
+    def end(self, generation: int) -> None:
+        """Note that this driver ends by itself."""
+        with self.transaction() as connection:
+            self._run(connection, _END, generation=generation)
+
+    def setup(self, statements: str | None) -> None:
+        """Run the job's own DDL, one driver at a time."""
+        if statements is None:
+            return
+        with self.transaction(reset=True) as connection:
+            connection.execute("SELECT pg_advisory_xact_lock(%s)", (_SETUP_LOCK,))
+            connection.execute(statements.encode())
+
+    def stored(self, topics: Iterable[str]) -> dict[Partition, Stored]:
+        """Return how far the group is."""
+        rows = self._read(_STORED, topics=list(topics))
+        return {(topic, part): Stored(topic_id, offset) for topic, part, topic_id, offset in rows}
+
+    def is_new(self) -> bool:
+        """Return whether the group has no offset, of any topic, and never lost one.
+
+        Who adds some for another driver raises the generation: what is true here is true in ``add``, or that is Fenced.
+        """
+        [(is_new,)] = self._read(_NEW)
+        return bool(is_new)
+
+    def add(
+        self,
+        partitions: Iterable[Partition],
+        topic_ids: Mapping[str, str],
+        generation: int,
+        starts: Mapping[Partition, int] | None = None,
+    ) -> None:
+        """Begin with new partitions, all of them or none: at 0, or where ``starts`` says.
+
+        Raises Fenced when the group is somebody else's now.
+        """
+        starts = starts or {}
+        with self.transaction() as connection:
+            self.require(connection, generation)
+            for topic, part in partitions:
+                values = {"topic": topic, "part": part, "topic_id": topic_ids[topic], "generation": generation}
+                self._run(connection, _ADD, **values, start=starts.get((topic, part), 0))
+
+    def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
+        """Return the keys of the group's dead letters, with their topics."""
+        rows = self._read(_DEAD_KEYS, topics=list(topics))
+        return {(topic, bytes(key)): None for topic, key in rows}
+
+    def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[Retried]:
+        """Return dead letters that are to be tried again: those of one partition, in their messages' order.
+
+        With ``keep_order`` also those that are behind a message which no longer stands in their way. One statement when
+        there are none.
+        """
+        if not self._read(_RETRY_WAITS, topics=list(topics), keep_order=keep_order)[0][0]:
+            return []
+        with self.transaction() as connection:
+            if keep_order:
+                self._run(connection, _RELEASE, topics=list(topics))
+            rows = self._run(connection, _RETRIED, topics=list(topics), most=most, keep_order=keep_order).fetchall()
+        return [
+            Retried(number, (topic, part, offset), key, value, headers, time, reason, behind)
+            for number, topic, part, offset, key, value, headers, time, reason, behind in rows
+        ]
+
+    def failed_again(self, failed: Iterable[tuple[int, Culprit]], generation: int) -> None:
+        """Count another attempt of dead letters. Raises Fenced."""
+        with self.transaction() as connection:
+            self.require(connection, generation)
+            for number, culprit in failed:
+                letters.failed_again(connection.cursor(), self._schema, self._group, number, culprit)
+
+    def direct(
+        self, effect: object, strategy: Strategy, columns: Mapping[str, str], payload: Sequence[str]
+    ) -> Direct | None:
+        """Return where rows can go straight to, if there is such a place; see direct.direct_for."""
+        with self.transaction() as connection:
+            return direct_for(connection.cursor(), effect, strategy, columns, payload)
+
+    def column_types(self, table: str) -> dict[str, str]:
+        """Return the columns of a table of the sink with their types. Raises JobError when there is no such table."""
+        with self.transaction() as connection:
+            return column_types(connection.cursor(), table)
+
+    def state(self, topics: Iterable[str], generation: int, *, keep_order: bool) -> GroupState:
+        """Return how far the group is and whether dead letters wait to be tried again, in one statement.
+
+        Raises Fenced unless the group is still in this generation.
+        """
+        rows = self._read(_STATE, topics=list(topics), keep_order=keep_order)
+        self._require_row(rows[0][:2] if rows else None, generation)
+        stored = {(topic, part): Stored(*rest) for _, _, _, topic, part, *rest in rows if topic is not None}
+        return GroupState(stored, retry_waits=rows[0][2])
+
+    def record_losses(self, losses: Iterable[Loss], generation: int) -> None:
+        """Write down what Kafka lost, once for as long as nobody has accepted it. Raises Fenced."""
+        with self.transaction() as connection:
+            self.require(connection, generation)
+            for loss in losses:
+                self._run(
+                    connection,
+                    _LOSS,
+                    topic=loss.topic,
+                    topic_id=loss.topic_id,
+                    part=loss.part,
+                    first=loss.first_offset,
+                    end=loss.end_offset,
+                    kind=loss.kind,
+                    detail=loss.detail,
+                )
+
+    def make_days(self, keep_days: int = KEEP_DAYS) -> Upkeep:
+        """Make the partitions of processed_messages for the days that are kept and a few ahead: see Memory.make."""
+        return Memory(self._url, self._schema, keep_days, self._name).make()
+
+    def forget_days(self, keep_days: int = KEEP_DAYS) -> Upkeep:
+        """Forget the ids of days that are no longer kept: see Memory.forget."""
+        return Memory(self._url, self._schema, keep_days, self._name).forget()
+
+    def require(self, connection: psycopg.Connection[Any], generation: int) -> None:
+        """Raise Fenced unless the group is still in this generation; it stays so until the transaction ends."""
+        self._require_row(self._run(connection, _STILL_MINE).fetchone(), generation)
+
+    def _require_row(self, row: tuple[Any, ...] | None, generation: int) -> None:
+        if row is None or row[0] != generation:
+            now = "its row is gone" if row is None else f"generation {row[0]} now, by {row[1]}"
+            raise Fenced(
+                f"group {self._group} was taken over from generation {generation}: {now}. One consumer a group: stop "
+                "the other, or give this job a group of its own; after `outbox offsets`, start this one again"
+            )
+
+    def _run(self, connection: psycopg.Connection[Any], query: str, **values: object) -> psycopg.Cursor[Any]:
+        return connection.execute(sql.SQL(query).format(**self._names), {"grp": self._group, **values})
+
+    def _read(self, query: str, **values: object) -> list[tuple[Any, ...]]:
+        named = sql.SQL(query).format(**self._names)
+        return connections.read(self._url, self._name, named, {"grp": self._group, **values})

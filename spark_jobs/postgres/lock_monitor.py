@@ -1,0 +1,124 @@
+"""Who holds a group's transactions up. A lock that somebody keeps makes a task or a take-over wait without a word."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Self
+
+import psycopg
+
+from spark_jobs.postgres.connections import application_name, connect
+
+_WAITING: Final = """
+SELECT waiting.application_name, by.pid,
+       coalesce(nullif(blocker.application_name, ''), 'no application_name'), coalesce(blocker.usename, '?'),
+       coalesce(blocker.state, '?'), coalesce(extract(epoch FROM clock_timestamp() - blocker.xact_start)::int, 0)
+  FROM pg_stat_activity AS waiting
+ CROSS JOIN LATERAL unnest(pg_blocking_pids(waiting.pid)) AS by (pid)
+  LEFT JOIN pg_stat_activity AS blocker ON blocker.pid = by.pid
+ WHERE waiting.datname = current_database() AND waiting.application_name = ANY(%(names)s)
+   AND waiting.wait_event_type = 'Lock' AND clock_timestamp() - waiting.query_start > %(after)s * interval '1 second'
+ ORDER BY by.pid, waiting.pid"""
+
+LOOK_SECONDS: Final = 5.0
+"""Between two looks; a wait shorter than a second is nothing to tell."""
+
+
+@dataclass(frozen=True, slots=True)
+class Blocker:
+    """A session of the sink that others wait for. ``seconds``: how long its transaction is open."""
+
+    waiting: str
+    pid: int
+    application: str
+    user: str
+    state: str
+    seconds: int
+
+    def __str__(self) -> str:
+        return (
+            f"session {self.pid} ({self.application}, user {self.user}, {self.state}, its transaction is open for "
+            f"{self.seconds} s)"
+        )
+
+
+def names(group: str) -> tuple[str, str]:
+    """Return the application names of the group's sessions: the driver's and its tasks'."""
+    return application_name(f"outbox driver {group}"), application_name(f"outbox consumer {group}")
+
+
+def look(connection: psycopg.Connection[Any], group: str, after: float = 1.0) -> list[Blocker]:
+    """Return the sessions for which one of the group's has been waiting longer than ``after`` seconds."""
+    rows = connection.execute(_WAITING, {"names": list(names(group)), "after": after}).fetchall()
+    return [Blocker(*row) for row in rows]
+
+
+class Watch:
+    """Looks now and then, in a thread of its own, and reports each session that holds the group up, once.
+
+    url, group  the sink, and whose sessions.
+    report      told the text and its figures.
+
+    A context manager: the thread is there inside the ``with`` block.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        group: str,
+        report: Callable[[str, Mapping[str, Any]], None],
+        look_seconds: float = LOOK_SECONDS,
+    ) -> None:
+        self._url = url
+        self._group = group
+        self._report = report
+        self._look_seconds = look_seconds
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __enter__(self) -> Self:
+        self._thread = threading.Thread(target=self._run, name="outbox-blockers", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        assert self._thread is not None
+        # Daemon, and with time-outs of its own: a server that does not answer must not keep a driver from ending.
+        self._thread.join(1.0)
+
+    def _run(self) -> None:
+        told: set[int] = set()
+        # One session for all looks; of this thread alone.
+        connection: psycopg.Connection[Any] | None = None
+        try:
+            while not self._stop.wait(self._look_seconds):
+                try:
+                    if connection is None:
+                        connection = connect(self._url, f"outbox watch {self._group}", autocommit=True)
+                    found = look(connection, self._group)
+                except psycopg.Error:
+                    # The driver's own sessions say what is wrong with the server; here nothing depends on it.
+                    if connection is not None:
+                        connection.close()
+                        connection = None
+                    continue
+                for blocker in found:
+                    if blocker.pid not in told:
+                        self._tell(blocker)
+                told = {blocker.pid for blocker in found}
+        finally:
+            if connection is not None:
+                connection.close()
+
+    def _tell(self, blocker: Blocker) -> None:
+        self._report(
+            "waiting for a lock",
+            {
+                "waiting": blocker.waiting,
+                "blocked_by": str(blocker),
+                "to_end_it": f"SELECT pg_terminate_backend({blocker.pid})",
+            },
+        )

@@ -1,0 +1,259 @@
+"""How long ids are remembered: partitions of processed_messages by day, made ahead and dropped when nobody needs them.
+
+| rows                                             | forgotten                                                     |
+|--------------------------------------------------|---------------------------------------------------------------|
+| of a day that has a partition                    | with the partition: the day is older than keep_days, and none |
+|                                                  | of its rows was seen within keep_days                         |
+| of another day (the default partition)           | by group and day, under the same two conditions               |
+| of ids that hold no time (counted as 1970-01-01) | never                                                         |
+
+The transaction that forgets also raises ``forgotten_before`` of the groups that had such rows, and of no others: a
+group that reads an old topic for the first time has forgotten nothing. A task looks there after it has remembered its
+ids, so a message whose id may have been forgotten becomes a dead letter, and is not applied twice.
+
+Making and dropping want locks that every task needs for a moment, so they give up quickly and are due again the next
+time. Without the rights of the tables' owner nothing is made or dropped, and the default partition takes the rows;
+there they are forgotten all the same.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Any, Final, LiteralString
+
+import psycopg
+from psycopg import errors, sql
+
+from spark_jobs.postgres import connections
+from spark_jobs.sink import first_line
+
+KEEP_DAYS: Final = 14
+"""Whole days besides today, unless the settings say otherwise."""
+NO_TIME: Final = dt.date(1970, 1, 1)
+"""The day of every id that holds no time."""
+
+_LOCK: Final = 0x6F7574626F780002
+_AHEAD: Final = 3
+# Below deadlock_timeout's default of 1 s: upkeep gives way before a task is made to.
+_GIVE_WAY: Final = "500ms"
+
+# What each partition covers, from and to; NULL for MINVALUE and MAXVALUE.
+_RANGES: Final = """
+SELECT relname, (regexp_match(bounds, $r$FROM \\('(\\d[^']*)'\\)$r$))[1]::date,
+       (regexp_match(bounds, $r$TO \\('(\\d[^']*)'\\)$r$))[1]::date
+  FROM (SELECT c.relname, pg_get_expr(c.relpartbound, c.oid) AS bounds
+          FROM pg_inherits AS i JOIN pg_class AS c ON c.oid = i.inhrelid
+         WHERE i.inhparent = {parent}::regclass) AS parts
+ WHERE bounds <> 'DEFAULT' ORDER BY 2, 1"""
+_TODAY: Final = "SELECT (now() AT TIME ZONE 'UTC')::date"
+# Not ATTACH: that would not hold back a task which has chosen the default partition for its row already.
+_CREATE: Final = "CREATE TABLE {partition} PARTITION OF {processed} FOR VALUES FROM ({low}) TO ({high})"
+
+_HOLD_BACK: Final = "LOCK TABLE {partition} IN SHARE MODE"
+_SEEN_LATELY: Final = (
+    "SELECT EXISTS (SELECT FROM {partition} WHERE seen_at >= now() - make_interval(days => %(keep_days)s))"
+)
+_FORGET: Final = """
+UPDATE {groups} AS g SET forgotten_before = greatest(g.forgotten_before, %(high)s)
+ WHERE EXISTS (SELECT FROM {partition} AS p WHERE p.grp = g.grp)"""
+_DROP: Final = "DROP TABLE {partition}"
+
+# By group and day through an index: ids without a time, of which there may be very many, are not looked at.
+STRAY: Final = """
+SELECT g.grp, d.day FROM {groups} AS g CROSS JOIN LATERAL (
+       SELECT p.day FROM {default} AS p
+        WHERE p.grp = g.grp AND p.day > %(no_time)s AND p.day < %(horizon)s
+        GROUP BY p.day HAVING max(p.seen_at) < now() - make_interval(days => %(keep_days)s)) AS d"""
+_FORGET_STRAY: Final = """
+WITH old AS MATERIALIZED ({stray}),
+gone AS (
+    DELETE FROM {default} AS p USING old WHERE p.grp = old.grp AND p.day = old.day RETURNING p.grp, p.day),
+raised AS (
+    UPDATE {groups} AS g SET forgotten_before = greatest(g.forgotten_before, x.day + 1)
+      FROM (SELECT grp, max(day) AS day FROM gone GROUP BY grp) AS x WHERE x.grp = g.grp)
+SELECT count(*) FROM gone"""
+
+_BUSY: Final = (errors.LockNotAvailable, errors.QueryCanceled, errors.DeadlockDetected)
+
+
+@dataclass(frozen=True, slots=True)
+class Upkeep:
+    """What was done: partitions made and dropped, rows deleted from the default one. ``problem``: why not more."""
+
+    made: Sequence[str] = ()
+    dropped: Sequence[str] = ()
+    deleted_rows: int = 0
+    problem: str | None = None
+
+    @property
+    def worth_telling(self) -> bool:
+        """Return whether anything happened, or could not."""
+        return bool(self.made or self.dropped or self.deleted_rows or self.problem)
+
+    def as_dict(self) -> dict[str, Any]:
+        """The figures for a log."""
+        return {
+            "made": list(self.made),
+            "dropped": list(self.dropped),
+            "deleted_rows": self.deleted_rows,
+            "problem": self.problem,
+        }
+
+
+class Memory:
+    """The ids that all groups of one sink remember.
+
+    keep_days   whole days besides today, 1 or more.
+    name        of the session, which is kept: a driver's upkeep shares the driver's.
+    """
+
+    def __init__(self, url: str, schema: str, keep_days: int, name: str = "outbox upkeep") -> None:
+        self._url = url
+        self._name = name
+        self._schema = schema
+        self._keep_days = keep_days
+        self._names = {name: sql.Identifier(schema, name) for name in ("groups", "processed_messages")}
+        self._default = sql.Identifier(schema, "processed_messages_default")
+
+    def make(self) -> Upkeep:
+        """Make partitions for the days that are kept, a few ahead, and one for ids without a time.
+
+        By the database's clock. One query when all are there. A day of which the default partition holds rows already
+        stays there: slower to forget, and just as right.
+        """
+        with self._transaction() as connection:
+            if not self._missing(connection):
+                return Upkeep()
+            connection.execute("SET LOCAL statement_timeout = '5s'")
+            connection.execute("SET LOCAL lock_timeout = '3s'")
+            made = []
+            try:
+                connection.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
+                connection.execute("SET LOCAL lock_timeout = '1s'")
+                for low in self._missing(connection):
+                    name = f"processed_messages_{low:%Y%m%d}"
+                    if self._make(connection, name, low):
+                        made.append(name)
+            except (*_BUSY, errors.InsufficientPrivilege) as error:
+                return Upkeep(problem=first_line(error))
+        return Upkeep(made=tuple(made))
+
+    def forget(self) -> Upkeep:
+        """Drop the partitions of days that nobody needs, and delete such rows from the default partition.
+
+        One driver at a time: while another one is at it, nothing is done.
+        """
+        with self._transaction() as connection:
+            today = self._today(connection)
+            ranges = self._ranges(connection)
+        horizon = today - dt.timedelta(days=self._keep_days)
+        old = [
+            (name, high)
+            for name, low, high in ranges
+            if low is not None and low > NO_TIME and high is not None and high <= horizon
+        ]
+        dropped = []
+        problem = None
+        deleted = 0
+        try:
+            try:
+                for name, high in old:
+                    if self._drop(name, high):
+                        dropped.append(name)
+            except errors.InsufficientPrivilege as error:
+                # The default partition is another matter: a consumer's own rights are enough there.
+                problem = first_line(error)
+            deleted = self._delete_stray(horizon)
+        except (*_BUSY, errors.InsufficientPrivilege) as error:
+            problem = problem or first_line(error)
+        return Upkeep(dropped=tuple(dropped), deleted_rows=deleted, problem=problem)
+
+    def _missing(self, connection: psycopg.Connection[Any]) -> list[dt.date]:
+        today = self._today(connection)
+        ranges = self._ranges(connection)
+        days = [today + dt.timedelta(days=ahead) for ahead in range(-self._keep_days, _AHEAD + 1)]
+        return [
+            day
+            for day in (NO_TIME, *days)
+            if not any((low is None or low <= day) and (high is None or day < high) for _, low, high in ranges)
+        ]
+
+    def _make(self, connection: psycopg.Connection[Any], name: str, low: dt.date) -> bool:
+        try:
+            with connection.transaction():
+                self._run(
+                    connection,
+                    _CREATE,
+                    partition=sql.Identifier(self._schema, name),
+                    low=sql.Literal(low),
+                    high=sql.Literal(low + dt.timedelta(days=1)),
+                )
+        except (errors.CheckViolation, errors.DuplicateTable):
+            # The default partition has the day, or somebody detached its partition.
+            return False
+        return True
+
+    def _drop(self, name: str, high: dt.date) -> bool:
+        """Drop one partition unless one of its rows was seen lately. Other days' tasks wait for the DROP alone."""
+        partition = sql.Identifier(self._schema, name)
+        with self._alone() as connection:
+            if not self._locked(connection):
+                return False
+            there = connection.execute("SELECT to_regclass(%s)", (partition.as_string(connection),)).fetchone()
+            if there is None or there[0] is None:
+                return False
+            self._run(connection, _HOLD_BACK, partition=partition)
+            values = {"keep_days": self._keep_days, "high": high}
+            seen = self._run(connection, _SEEN_LATELY, values, partition=partition).fetchone()
+            if seen is None or seen[0]:
+                return False
+            self._run(connection, _FORGET, values, partition=partition)
+            self._run(connection, _DROP, partition=partition)
+        return True
+
+    def _delete_stray(self, horizon: dt.date) -> int:
+        values = {"keep_days": self._keep_days, "horizon": horizon, "no_time": NO_TIME}
+        with self._alone() as connection:
+            if not self._locked(connection):
+                return 0
+            stray = sql.SQL(STRAY).format(default=self._default, **self._names)
+            row = self._run(connection, _FORGET_STRAY, values, default=self._default, stray=stray).fetchone()
+        return int(row[0]) if row is not None else 0
+
+    @contextmanager
+    def _alone(self) -> Iterator[psycopg.Connection[Any]]:
+        with self._transaction() as connection:
+            connection.execute("SELECT set_config('lock_timeout', %s, true)", (_GIVE_WAY,))
+            yield connection
+
+    @staticmethod
+    def _locked(connection: psycopg.Connection[Any]) -> bool:
+        row = connection.execute("SELECT pg_try_advisory_xact_lock(%s)", (_LOCK,)).fetchone()
+        return bool(row and row[0])
+
+    @staticmethod
+    def _today(connection: psycopg.Connection[Any]) -> dt.date:
+        row = connection.execute(_TODAY).fetchone()
+        assert row is not None
+        day: dt.date = row[0]
+        return day
+
+    def _ranges(self, connection: psycopg.Connection[Any]) -> list[tuple[str, dt.date | None, dt.date | None]]:
+        parent = sql.Literal(self._names["processed_messages"].as_string(connection))
+        return connection.execute(sql.SQL(_RANGES).format(parent=parent)).fetchall()
+
+    def _transaction(self) -> AbstractContextManager[psycopg.Connection[Any]]:
+        return connections.transaction(self._url, self._name, reset=False)
+
+    def _run(
+        self,
+        connection: psycopg.Connection[Any],
+        query: LiteralString,
+        values: Mapping[str, object] | None = None,
+        **names: sql.Composable,
+    ) -> psycopg.Cursor[Any]:
+        named = {**self._names, "processed": self._names["processed_messages"], **names}
+        return connection.execute(sql.SQL(query).format(**named), values)

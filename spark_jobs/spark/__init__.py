@@ -1,0 +1,1 @@
+"""What is Spark's own: sessions, rows, errors, packages for a cluster."""

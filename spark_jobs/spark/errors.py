@@ -1,0 +1,251 @@
+"""What a failure of Kafka, Postgres or Spark means to the driver: which of ``errors`` it is.
+
+Tasks report what they understand as a row (task.REPORT), with its kind. The rest comes as an error of Spark's:
+
+| Spark's error                                       | what it is                                          |
+|-----------------------------------------------------|-----------------------------------------------------|
+| a row that does not decode stood before a transform | Undecoded                                           |
+| Python code has raised one of ``errors``            | the same                                            |
+| ... an error of psycopg's that passes by itself     | ConsumerUnavailable                                 |
+| ... ConnectionError or TimeoutError                 | ConsumerUnavailable                                 |
+| Kafka's Java client: authentication, authorization  | NotAuthorized                                       |
+| ... a corrupt record                                | CorruptRecords                                      |
+| ... anything else; Java's network                   | ConsumerUnavailable                                 |
+| a Python worker or an executor has ended            | WorkerLost                                          |
+| the JVM does not answer any more                    | SparkLost                                           |
+| anything else                                       | EffectFailed                                        |
+"""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import re
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+import psycopg
+
+from spark_jobs.errors import (
+    ConsumerError,
+    ConsumerUnavailable,
+    CorruptRecords,
+    EffectFailed,
+    InputCut,
+    Interrupted,
+    JobError,
+    NotAuthorized,
+    SparkLost,
+    WorkerLost,
+)
+from spark_jobs.postgres.batch_table import passing, passing_kind, shown
+
+if TYPE_CHECKING:
+    from confluent_kafka import KafkaError
+
+UNDECODED: Final = "outbox: a row that does not decode met a transform"
+"""In the error of a row that must not reach a transform; see session.shaped."""
+
+# What Spark's scheduler says of these has no class of its own.
+_LOST: Final = re.compile(r"Python worker exited unexpectedly[^\n.]*|ExecutorLostFailure[^\n]{0,200}")
+_KAFKA: Final = "org.apache.kafka."
+_REFUSED: Final = frozenset(
+    f"{_KAFKA}common.errors.{name}" for name in ("AuthenticationException", "AuthorizationException")
+)
+_CORRUPT: Final = frozenset(f"{_KAFKA}common.errors.{name}" for name in ("CorruptRecordException",))
+# Connections, a server that stops or starts, one that lacks something, one that is read-only.
+_AWAY: Final = ("08", "53", "57P", "25006")
+_NETWORK: Final = ("java.net.", "java.util.concurrent.TimeoutException")
+_NOT_OURS: Final = re.compile(
+    r"ModuleNotFoundError: No module named 'spark_jobs[^\n]*|"
+    r"ImportError: cannot import name \S+ from 'spark_jobs[^\n]*|"
+    r"AttributeError: [^\n]* on <module 'spark_jobs[^\n]*"
+)
+_TRACEBACK: Final = "Traceback (most recent call last):\n"
+_CHAINED: Final = re.compile(
+    r"\n(?:The above exception was the direct cause of the following exception|"
+    r"During handling of the above exception, another exception occurred):\n"
+)
+
+
+MAY_PASS: Final = (ConsumerUnavailable, Interrupted, InputCut, WorkerLost, CorruptRecords, NotAuthorized)
+"""Of ``errors`` those after which another try may work."""
+HIDDEN: Final = (
+    "{found} hides the package spark_jobs of outbox-kafka, which is {ours}: rename yours, or start from another folder"
+)
+
+
+class Undecoded(Exception):
+    """A row that does not decode stood before a transform."""
+
+
+def is_refusal(error: KafkaError) -> bool:
+    """Return whether Kafka refuses the client's credentials, or what it wants to do with them."""
+    from confluent_kafka import KafkaError as Codes
+
+    return error.code() in {
+        # A documented name, in spite of the underscore.
+        Codes._AUTHENTICATION,  # noqa: SLF001
+        Codes.SASL_AUTHENTICATION_FAILED,
+        Codes.UNSUPPORTED_SASL_MECHANISM,
+        Codes.ILLEGAL_SASL_STATE,
+        Codes.TOPIC_AUTHORIZATION_FAILED,
+        Codes.GROUP_AUTHORIZATION_FAILED,
+        Codes.CLUSTER_AUTHORIZATION_FAILED,
+    }
+
+
+def of_kafka(error: KafkaError, doing: str) -> ConsumerError:
+    """Return what an error of librdkafka's means; ``doing`` begins its text."""
+    from confluent_kafka import KafkaError as Codes
+
+    text = f"{doing}: {error}"
+    if is_refusal(error):
+        return NotAuthorized(f"{text}; look at the credentials and the ACLs. Nothing was skipped")
+    if error.code() in {Codes._BAD_MSG, Codes._BAD_COMPRESSION, Codes.INVALID_MSG}:  # noqa: SLF001
+        return CorruptRecords(text)
+    return ConsumerUnavailable(text)
+
+
+def of_postgres(error: psycopg.Error, where: str) -> ConsumerError:
+    """Return what an error of the sink's means for a range, of which ``where`` says which it is."""
+    text = f"{where}: {shown(error)}"
+    if not passing(error):
+        return EffectFailed(text)
+    # Without a state the server is away. With one it has ended this transaction, unless it speaks of itself.
+    state = error.sqlstate
+    return ConsumerUnavailable(text) if state is None or state.startswith(_AWAY) else Interrupted(text)
+
+
+@contextmanager
+def understood() -> Iterator[None]:
+    """Turn Spark's errors into those of ``errors``, and Undecoded."""
+    from py4j.protocol import Py4JError, Py4JNetworkError
+    from pyspark.errors import PySparkException
+
+    try:
+        yield
+    except (Py4JNetworkError, ConnectionError) as error:
+        if _spark_answers():
+            if isinstance(error, Py4JNetworkError):
+                raise failed(error) from error
+            raise
+        raise SparkLost(
+            f"the JVM of the Spark session has ended ({shown(error)}); what was not committed is rolled back, run the "
+            "job again"
+        ) from error
+    except (PySparkException, Py4JError) as error:
+        raise of_spark(error) from error
+
+
+def of_spark(error: BaseException) -> Exception:
+    """Return what an error of Spark's means: a ConsumerError, or Undecoded."""
+    text = str(error)
+    if UNDECODED in text:
+        return Undecoded(text)
+    if hidden := _NOT_OURS.search(text):
+        return JobError(
+            f"Spark's workers import another spark_jobs than this driver's: {hidden[0]}; "
+            + HIDDEN.format(
+                found="a folder or file of that name in their working directory or on their PYTHONPATH",
+                ours=Path(__file__).resolve().parents[1],
+            )
+        )
+    line = first_line(error)
+    python = _raised(text)
+    if python is not None:
+        return _of_python(python, line)
+    kinds = list(_causes(error))
+    if any(kind in _CORRUPT for kind in kinds):
+        return CorruptRecords(line)
+    if any(kind in _REFUSED for kind in kinds):
+        return NotAuthorized(f"Kafka: {line}; look at the reader's credentials and the ACLs. Nothing was skipped")
+    if any(kind.startswith((_KAFKA, *_NETWORK)) for kind in kinds):
+        return ConsumerUnavailable(line)
+    if lost := _LOST.search(text):
+        return WorkerLost(f"{lost[0]}: memory that ran out, perhaps, or a library that crashed")
+    return failed(error)
+
+
+def failed(error: BaseException) -> EffectFailed:
+    """Return what ends a job whose Spark error is of its own making."""
+    return EffectFailed(f"Spark can't run the job: {first_line(error)}")
+
+
+def first_line(error: BaseException) -> str:
+    """Return the line of a Spark error that says what happened: Python's last one if there is one, else the first."""
+    text = str(error)
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    python = [line for line in lines if line.startswith(("psycopg.", "spark_jobs.", "Caused by:"))]
+    if not python and (raised := _raised_line(text)):
+        # What a transform raised.
+        python = [raised]
+    found = (python or lines or [type(error).__name__])[-1 if python else 0]
+    if not python and found.startswith("An error occurred while calling") and len(lines) > 1:
+        # Py4J's own first line says nothing.
+        found = lines[1].removeprefix(": ")
+    return found[:400]
+
+
+def _of_python(kind: type[BaseException], line: str) -> ConsumerError:
+    for known in MAY_PASS:
+        if issubclass(kind, known):
+            return known(line)
+    if issubclass(kind, psycopg.Error) and passing_kind(kind):
+        return ConsumerUnavailable(line)
+    # Libraries have classes of their own for this; the system's words are in their texts.
+    if issubclass(kind, ConnectionError | TimeoutError) or "Connection refused" in line:
+        return ConsumerUnavailable(line)
+    if issubclass(kind, JobError):
+        return JobError(line)
+    return EffectFailed(f"Spark can't run the job: {line}")
+
+
+def _raised(text: str) -> type[BaseException] | None:
+    """Return the class of what Python code has raised in an executor; None where it was not Python.
+
+    ``Exception`` for a class of others that this process has not imported: it is none of those that matter here.
+    """
+    line = _raised_line(text)
+    if line is None:
+        return None
+    module, _, name = line.partition(":")[0].strip().rpartition(".")
+    if module.startswith("spark_jobs."):
+        # A worker may have imported more of the package than the driver.
+        with suppress(ImportError):
+            importlib.import_module(module)
+    found = getattr(sys.modules.get(module) if module else builtins, name, None)
+    return found if isinstance(found, type) and issubclass(found, BaseException) else Exception
+
+
+def _raised_line(text: str) -> str | None:
+    """Return the line under the frames of Python's last traceback, which are indented."""
+    trace = _CHAINED.split(text)[-1]
+    _, found, trace = trace.partition(_TRACEBACK)
+    return next((line for line in trace.splitlines() if line[:1].strip()), None) if found else None
+
+
+def _causes(error: BaseException) -> Iterator[str]:
+    """Return the names of the Java classes that a Spark error and its causes are of, their superclasses' included."""
+    cause: Any = getattr(error, "_origin", None) or getattr(error, "java_exception", None)
+    while cause is not None:
+        kind = cause.getClass()
+        while kind is not None:
+            yield kind.getName()
+            kind = kind.getSuperclass()
+        cause = cause.getCause()
+
+
+def _spark_answers() -> bool:
+    from py4j.protocol import Py4JError
+    from pyspark import SparkContext
+
+    context = SparkContext._active_spark_context  # noqa: SLF001  the only way to it without a session
+    try:
+        context._jvm.java.lang.System.nanoTime()  # type: ignore[union-attr]  # noqa: SLF001
+    except (Py4JError, ConnectionError, AttributeError):
+        return False
+    return True

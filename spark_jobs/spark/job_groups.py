@@ -1,0 +1,63 @@
+"""What Spark's UI shows of a consumer: its Spark jobs are one job group, and each round has a description.
+
+A job group belongs to a thread. Whoever runs a consumer in a thread of his own has his group back afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Final
+
+from spark_jobs.driver.planner import Partition, Range
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+DESCRIPTION: Final = "spark.job.description"
+_PROPERTIES: Final = ("spark.jobGroup.id", DESCRIPTION, "spark.job.interruptOnCancel")
+_SHOWN: Final = 4
+
+
+def name(group: str) -> str:
+    """Return the job group of a consumer group, as for ``SparkContext.cancelJobGroup``."""
+    return f"outbox {group}"
+
+
+@contextmanager
+def kept(session: SparkSession) -> Iterator[None]:
+    """Restore this thread's job group and description at the end."""
+    with properties_kept(session, _PROPERTIES):
+        yield
+
+
+@contextmanager
+def properties_kept(session: SparkSession, names: tuple[str, ...]) -> Iterator[None]:
+    """Restore this thread's local properties of Spark at the end."""
+    from py4j.protocol import Py4JError
+
+    context = session.sparkContext
+    before = {name: context.getLocalProperty(name) for name in names}
+    try:
+        yield
+    finally:
+        # The JVM may be gone, and then so is all that could be shown; what ended the consumer is the error to see.
+        with suppress(Py4JError, OSError):
+            for property_, value in before.items():
+                # None takes it away.
+                context.setLocalProperty(property_, value)  # type: ignore[arg-type]
+
+
+def show(session: SparkSession, group: str, description: str) -> None:
+    """Let this thread's next Spark jobs be the group's.
+
+    Cancelling them does not interrupt threads of executors: one may be within a COMMIT.
+    """
+    session.sparkContext.setJobGroup(name(group), f"{name(group)}: {description}", interruptOnCancel=False)
+
+
+def described(ranges: Mapping[Partition, Range]) -> str:
+    """Return what a round is: its partitions and offsets, the first few of them."""
+    shown = [f"{topic}-{part} {span.start}–{span.end - 1}" for (topic, part), span in sorted(ranges.items())]
+    left = len(shown) - _SHOWN
+    return ", ".join(shown[:_SHOWN]) + (f" and {left} more partitions" if left > 0 else "")

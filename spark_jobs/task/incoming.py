@@ -1,0 +1,226 @@
+"""Kafka's messages to the columns of META, for jobs that need nothing of Spark's to read a payload.
+
+Spark can do the same with expressions (session.py), and has to where a transform looks at the rows. A test holds both
+ways against each other. (They differ where bytes are no UTF-8 because of half a surrogate pair: Java replaces it by one
+character, Python by three.)
+"""
+
+from __future__ import annotations
+
+import base64
+import datetime as dt
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import orjson
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from spark_jobs import ids as identity
+from spark_jobs.payloads.framing import HEADER
+
+Headers = Sequence[tuple[str, bytes | None]]
+UNREADABLE: Final[Headers] = [("(headers with names that are not UTF-8)", None)]
+"""This very list stands for the headers of a message with such a name. Its type and id are not known: it is taken
+whatever the types are, and becomes a dead letter."""
+_NO_UTF8: Final = "the name of a header is not UTF-8"
+
+# In milliseconds of Unix time.
+_FIRST_TIME, _LAST_TIME = (
+    int(dt.datetime(*day, tzinfo=dt.UTC).timestamp()) * 1_000 for day in ((1, 1, 2), (9999, 12, 30))
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Messages:
+    """Messages of one partition, column by column.
+
+    milliseconds  Kafka's timestamps, in Unix time.
+    keys, values  None is Kafka's null.
+    headers       each message's, in their order.
+    """
+
+    topic: str
+    part: int
+    offsets: Sequence[int]
+    milliseconds: Sequence[int]
+    keys: Sequence[bytes | None]
+    values: Sequence[bytes | None]
+    headers: Sequence[Headers]
+
+    def __len__(self) -> int:
+        """Return the number of messages."""
+        return len(self.offsets)
+
+    @property
+    def size(self) -> int:
+        """Return the bytes of keys, values and headers' values."""
+        of_headers = [value for headers in self.headers for _, value in headers if value]
+        return sum(map(len, of_headers)) + sum(len(one) for one in chain(self.keys, self.values) if one)
+
+    @staticmethod
+    def joined(parts: Sequence[Messages]) -> Messages:
+        """Return one partition's messages as one; there must be some."""
+        columns = zip(*((p.offsets, p.milliseconds, p.keys, p.values, p.headers) for p in parts), strict=True)
+        listed: list[list[Any]] = [list(chain.from_iterable(column)) for column in columns]
+        return Messages(parts[0].topic, parts[0].part, *listed)
+
+    def places(self) -> pa.RecordBatch:
+        """Return topic, partition, offset and key."""
+        columns = {
+            "topic": pa.repeat(self.topic, len(self)),
+            "partition": pa.repeat(pa.scalar(self.part, pa.int32()), len(self)),
+            "offset": pa.array(self.offsets, pa.int64()),
+            "key": pa.array(self.keys, pa.binary()),
+        }
+        return pa.RecordBatch.from_pydict(columns)
+
+    def only(self, numbers: Sequence[int]) -> Messages:
+        """Return the messages with these numbers, from 0."""
+        listed: list[list[Any]] = [
+            [column[number] for number in numbers]
+            for column in (self.offsets, self.milliseconds, self.keys, self.values, self.headers)
+        ]
+        return Messages(self.topic, self.part, *listed)
+
+    @property
+    def times(self) -> pa.Array:
+        """Return the timestamps, within what Postgres and Python can show: a producer may have meant microseconds."""
+        limited = np.clip(np.asarray(self.milliseconds, np.int64), _FIRST_TIME, _LAST_TIME)
+        return pa.array(limited * 1_000, pa.timestamp("us", "UTC"))
+
+
+@dataclass(frozen=True, slots=True)
+class Incoming:
+    """How messages are taken in.
+
+    types        leave out messages of other event types. None: take all.
+    fingerprint  the id is made of key and value, and not looked for in the headers.
+    """
+
+    types: tuple[str, ...] | None
+    fingerprint: bool
+
+    def taken(self, messages: Messages) -> tuple[dict[str, pa.Array], pa.Array, pa.Array, pa.Array]:
+        """Return META's columns, the payloads, the headers that name their schemas, and problems: null for none."""
+        messages, headers, kinds = self._chosen(messages)
+        values = pa.array(messages.values, pa.binary())
+        meta = {
+            "message_topic": pa.repeat(messages.topic, len(messages)),
+            "message_part": pa.repeat(pa.scalar(messages.part, pa.int32()), len(messages)),
+            "message_offset": pa.array(messages.offsets, pa.int64()),
+            "message_key": _text(pa.array(messages.keys, pa.binary())),
+            "message_type": kinds,
+            "message_time": messages.times,
+            "message_tombstone": values.is_null(),
+            "message_id": self._ids(messages, headers),
+        }
+        problems = pa.array([_NO_UTF8 if one is UNREADABLE else None for one in messages.headers], pa.string())
+        return meta, values, headers.first(HEADER), problems
+
+    def chosen(self, messages: Messages) -> Messages:
+        """Return the messages of the types that are taken."""
+        return messages if self.types is None else self._chosen(messages)[0]
+
+    def raw(self, messages: Messages) -> list[Raw]:
+        """Return what a dead letter keeps of each message."""
+        ids = [None] * len(messages) if self.fingerprint else _ids(_Headers(messages.headers)).to_pylist()
+        times = messages.times.cast(pa.int64()).to_pylist()
+        return [
+            Raw(offset, id_, key, value, _headers_text(headers), time)
+            for offset, id_, key, value, headers, time in zip(
+                messages.offsets, ids, messages.keys, messages.values, messages.headers, times, strict=True
+            )
+        ]
+
+    def _chosen(self, messages: Messages) -> tuple[Messages, _Headers, pa.Array]:
+        headers = _Headers(messages.headers)
+        kinds = _text(headers.first("ce_type", "event-type"))
+        if self.types is None:
+            return messages, headers, kinds
+        unreadable = pa.array([one is UNREADABLE for one in messages.headers], pa.bool_())
+        wanted = pc.or_(pc.is_in(kinds, value_set=pa.array(self.types, pa.string())), unreadable)
+        messages = messages.only(pc.indices_nonzero(wanted).to_pylist())
+        return messages, _Headers(messages.headers), kinds.filter(wanted)
+
+    def _ids(self, messages: Messages, headers: _Headers) -> pa.Array:
+        if not self.fingerprint:
+            return _ids(headers)
+        pairs = zip(messages.keys, messages.values, strict=True)
+        return pa.array([identity.uuid8(content(key, value)) for key, value in pairs], pa.string())
+
+
+class Raw(NamedTuple):
+    """A message as a dead letter keeps it. ``headers`` are JSON, ``time`` is in microseconds of Unix time."""
+
+    offset: int
+    message_id: str | None
+    key: bytes | None
+    value: bytes | None
+    headers: str
+    time: int
+
+
+class _Headers:
+    """The headers of messages, by their names."""
+
+    def __init__(self, headers: Sequence[Headers]) -> None:
+        self._named = [dict(one) for one in headers]
+        for number, (one, named) in enumerate(zip(headers, self._named, strict=True)):
+            if len(one) != len(named):
+                # Of several with one name the first counts.
+                self._named[number] = dict(reversed(one))
+
+    def first(self, name: str, otherwise: str | None = None) -> pa.Array:
+        """Return the value of each message's first header of this name; ``otherwise`` where it has none or is null."""
+        found = [named.get(name) for named in self._named]
+        if otherwise is not None and None in found:
+            pairs = zip(self._named, found, strict=True)
+            found = [named.get(otherwise) if value is None else value for named, value in pairs]
+        return pa.array(found, pa.binary())
+
+
+def _headers_text(headers: Headers) -> str:
+    listed = [
+        {"key": name.replace("\0", "\ufffd"), "value": None if value is None else base64.b64encode(value).decode()}
+        for name, value in headers
+    ]
+    return orjson.dumps(listed).decode()
+
+
+def _text(column: pa.Array) -> pa.Array:
+    """Return bytes as text that Postgres takes: no NUL, and what is no UTF-8 replaced."""
+    try:
+        text = column.cast(pa.string())
+    except pa.ArrowInvalid:
+        text = pa.array([None if one is None else one.decode("utf-8", "replace") for one in column.to_pylist()])
+    data = text.buffers()[2]
+    if data is not None and not np.frombuffer(data, np.uint8).all():
+        text = pc.replace_substring(text, "\0", "\ufffd")
+    return text
+
+
+def _ids(headers: _Headers) -> pa.Array:
+    """The id as a UUID: what the headers say, or a hash of it when that is no UUID; null when they say nothing."""
+    given = headers.first("ce_id", "id")
+    _, wrong = identity.parsed(given)
+    if not wrong.any():
+        return given.cast(pa.string())
+    texts: list[str | None] = [None] * len(given)
+    sources = headers.first("ce_source").to_pylist()
+    for number, (name, hashed) in enumerate(zip(given.to_pylist(), wrong.tolist(), strict=True)):
+        if name and hashed:
+            # Two sources may use one name (CloudEvents: source and id together are unique).
+            texts[number] = identity.uuid8((sources[number] or b"") + b"\0" + name)
+        elif name:
+            texts[number] = name.decode()
+    return pa.array(texts, pa.string())
+
+
+def content(key: bytes | None, value: bytes | None) -> bytes:
+    """Return what a message without an id is told by: NULL and empty are two contents, and so are key and value."""
+    length = b"-" if key is None else b"%d" % len(key)
+    return b"%s:%s%s%s" % (length, key or b"", b"-" if value is None else b"+", value or b"")

@@ -1,0 +1,409 @@
+"""One partition's range of messages, read from Kafka by the task that applies it, and the proof that it is whole.
+
+The reader knows where it stands, so the end of a range is proved by Kafka and not by an iterator that ends:
+
+| what Kafka sends                               | what it proves                                                      |
+|------------------------------------------------|---------------------------------------------------------------------|
+| the message before the range's end             | all of the range has come                                           |
+| a message at the end or behind it              | the same: offsets in between are markers, aborted or compacted      |
+| the end of what is committed, at or behind it  | the same                                                            |
+| the end of what is committed, before it        | nothing: this broker does not know of all yet (a new leader); wait  |
+| an error: a lost offset, a corrupt record, ... | the range can't be read: CorruptRecords, NotAuthorized, or else ... |
+|                                                | ... ConsumerUnavailable: the driver plans anew                      |
+| nothing, for ``patience_seconds``              | the same                                                            |
+
+What proves the end says more: up to that message, or that end of what is committed, there is none. The group's offset
+moves there, so that a long stretch of aborted transactions behind a range is read once and not again by the next one.
+
+Messages come in the order of their offsets; one out of order ends the attempt (InputCut).
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, cast
+
+import orjson
+
+from spark_jobs.driver.planner import Partition, Range
+from spark_jobs.errors import ConsumerUnavailable, InputCut, JobError
+from spark_jobs.spark.errors import is_refusal, of_kafka
+from spark_jobs.task.incoming import UNREADABLE, Headers, Messages
+from spark_jobs.task.input import TaskInput
+
+if TYPE_CHECKING:
+    from confluent_kafka import Consumer, KafkaError, Message
+
+PATIENCE_SECONDS: Final = 30.0
+_OURS: Final = frozenset(
+    {
+        *("isolation.level", "group.id", "enable.auto.commit", "auto.offset.reset"),
+        *("enable.partition.eof", "check.crcs", "statistics.interval.ms"),
+    }
+)
+_ROWS: Final = 10_000
+"""At most so many messages are handed on together."""
+_BYTES: Final = 16 * 1024 * 1024
+"""And about so many bytes, of which Python, Arrow and the COPY hold a copy each."""
+_AT_ONCE: Final = 2_000
+"""So many messages are asked of librdkafka at once. With large ones its queue, of some MiB, is the bound."""
+_WAIT_SECONDS: Final = 0.02
+_MOST_BYTES: Final = 64 * 1024 * 1024
+"""That the driver holds at once."""
+_SETTINGS: Final[Mapping[str, Any]] = {
+    "enable.auto.commit": False,
+    "enable.partition.eof": True,
+    "isolation.level": "read_committed",
+    # Retention or a truncation has taken the offset: an error, and not another place to read on.
+    "auto.offset.reset": "error",
+    "allow.auto.create.topics": False,
+    "check.crcs": True,
+    # Says how far the client is in what it does not hand on: see RangeReader._progress.
+    "statistics.interval.ms": 1000,
+    # How long a broker waits at the end of a partition, where a transaction's marker is the last record: until it
+    # answers, nobody knows that no message follows.
+    "fetch.wait.max.ms": 20,
+    # What is read ahead beyond the range is read again by whoever gets the next one.
+    "fetch.message.max.bytes": 2 * 1024 * 1024,
+    "queued.max.messages.kbytes": 8 * 1024,
+    # With a full queue librdkafka rests for a second, unless it is told otherwise.
+    "fetch.queue.backoff.ms": 5,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ReaderSettings:
+    """How a task reaches Kafka.
+
+    options  librdkafka's: addresses and credentials, and the user's own settings of its consumer.
+    group    the consumers' group; the client shows itself to Kafka as one of it and joins nothing.
+    """
+
+    options: Mapping[str, str] = field(repr=False)
+    group: str
+    patience_seconds: float = PATIENCE_SECONDS
+
+    def librdkafka(self) -> dict[str, Any]:
+        """Return librdkafka's options. Raises JobError for one that would break the promise."""
+        for name in _OURS & self.options.keys():
+            raise JobError(f"kafka option {name!r} is set by the consumer itself; remove it")
+        return {**_SETTINGS, **self.options, "group.id": f"{self.group}-spark"}
+
+
+class TooMuch(Exception):
+    """The messages are few, and too large to be held at once."""
+
+
+class _Span:
+    """How far one partition's range has come."""
+
+    def __init__(self, partition: Partition, span: Range, without: Collection[int]) -> None:
+        self.partition = partition
+        self.end = span.end
+        self.at = span.start
+        self.whole = span.start >= span.end
+        self._without = frozenset(without)
+
+    def take(self, messages: Sequence[Message]) -> list[Message]:
+        """Return the messages that belong to the range, and note how far it has come. Raises InputCut."""
+        if self.whole:
+            return []
+        offsets = [message.offset() or 0 for message in messages]
+        if any(there <= here for here, there in zip([self.at - 1, *offsets], offsets, strict=False)):
+            raise InputCut(
+                f"{self.partition[0]}-{self.partition[1]}: Kafka sent offset {min(offsets)} where {self.at} or a later "
+                "one was to come; nothing was committed"
+            )
+        if offsets:
+            self.reach(next((offset for offset in offsets if offset >= self.end), offsets[-1] + 1))
+        if not self._without and (not offsets or offsets[-1] < self.end):
+            return list(messages)
+        pairs = zip(messages, offsets, strict=True)
+        return [message for message, offset in pairs if offset < self.end and offset not in self._without]
+
+    def position(self) -> int:
+        """Return the offset before which no further message is to come: behind the range, once that is whole."""
+        return self.at
+
+    def reach(self, at: int) -> None:
+        """Note that no message is to come before this offset. Nothing, of a range that is whole: there are some."""
+        if not self.whole:
+            self.at = max(self.at, at)
+            self.whole = self.at >= self.end
+
+    def require_whole(self) -> None:
+        """Raise InputCut unless Kafka has proved that all of the range has come."""
+        if not self.whole:
+            raise InputCut(
+                f"{self.partition[0]}-{self.partition[1]}: read up to offset {self.at}, and the range ends at "
+                f"{self.end}; nothing was committed. Another try reads the same range again"
+            )
+
+
+class RangeReader:
+    """Reads ranges, one after the other, with one client. For one thread at a time; ``close`` it.
+
+    ``broken`` is true after an error, and while a range is read: such a client is not to be used for another one.
+    """
+
+    def __init__(self, settings: ReaderSettings) -> None:
+        from confluent_kafka import Consumer, KafkaException
+
+        self._patience = settings.patience_seconds
+        self._heard = 0.0
+        self._fetched: dict[tuple[str, str], int] = {}
+        self._refused: KafkaError | None = None
+        self.broken = False
+        logger = logging.getLogger("spark_jobs.librdkafka")
+        logger.setLevel(logging.CRITICAL + 1)
+        try:
+            self._consumer: Consumer = Consumer(
+                {**settings.librdkafka(), "stats_cb": _weakly(self._progress), "error_cb": _weakly(self._hear)},
+                logger=logger,
+            )
+        except KafkaException as error:
+            raise JobError(f"kafka: {error.args[0]}") from error
+
+    def close(self) -> None:
+        """Leave Kafka."""
+        self._consumer.close()
+
+    def range(self, partition: Partition, span: Range, without: Collection[int] = ()) -> TaskInput[Messages]:
+        """Return a range's messages, but for those ``without``; read as they are asked for."""
+        progress = _Span(partition, span, without)
+        return TaskInput(self._parts(progress), progress.require_whole, progress.position)
+
+    def whole(
+        self, ranges: Mapping[Partition, Range], without: Mapping[Partition, Collection[int]]
+    ) -> dict[Partition, TaskInput[Messages]]:
+        """Return the messages of several ranges, all read at once: for few messages. Raises TooMuch."""
+        spans = {partition: _Span(partition, span, without.get(partition, ())) for partition, span in ranges.items()}
+        found: dict[Partition, list[Messages]] = {partition: [] for partition in spans}
+        size = 0
+        for part in self._read(spans):
+            for partition, messages in part.items():
+                found[partition].append(messages)
+                size += messages.size
+            if size > _MOST_BYTES:
+                raise TooMuch
+        return {
+            partition: TaskInput([Messages.joined(parts)] if parts else [], span.require_whole, span.position)
+            for partition, parts in found.items()
+            for span in (spans[partition],)
+        }
+
+    def _parts(self, span: _Span) -> Iterator[Messages]:
+        held: list[Messages] = []
+        rows = size = 0
+        for part in self._read({span.partition: span}):
+            for messages in part.values():
+                held.append(messages)
+                rows, size = rows + len(messages), size + messages.size
+            if rows >= _ROWS or size >= _BYTES:
+                yield Messages.joined(held)
+                held, rows, size = [], 0, 0
+        if held:
+            yield Messages.joined(held)
+
+    def _read(self, spans: Mapping[Partition, _Span]) -> Iterator[dict[Partition, Messages]]:
+        """Read until all are whole. Gives what has come, without partitions of which nothing has."""
+        from confluent_kafka import KafkaException, TopicPartition
+
+        unread = {partition: span for partition, span in spans.items() if not span.whole}
+        if not unread:
+            return
+        # Until it is done: whoever stops in the middle leaves messages in the client's queue.
+        self.broken = True
+        try:
+            self._consumer.assign([TopicPartition(*partition, span.at) for partition, span in unread.items()])
+            self._heard = time.monotonic()
+            self._refused = None
+            while unread:
+                most = min(_AT_ONCE, sum(span.end - span.at for span in unread.values()))
+                with _GARBAGE_COLLECTION.off():
+                    messages = self._consumer.consume(most, _WAIT_SECONDS)
+                    taken = self._sorted(messages, unread).items()
+                    part = {partition: _columns(partition, some) for partition, some in taken if some}
+                if messages:
+                    self._heard, self._refused = time.monotonic(), None
+                elif time.monotonic() - self._heard > self._patience:
+                    if self._refused is not None:
+                        raise of_kafka(self._refused, f"Kafka, reading {_shown(unread)}")
+                    raise ConsumerUnavailable(
+                        f"Kafka: nothing of {_shown(unread)} came for {self._patience:g} s; nothing was committed"
+                    )
+                whole = [partition for partition, span in unread.items() if span.whole]
+                for partition in whole:
+                    del unread[partition]
+                if whole and unread:
+                    self._consumer.incremental_unassign([TopicPartition(*partition) for partition in whole])
+                yield part
+            self._consumer.unassign()
+        except KafkaException as error:
+            raise of_kafka(error.args[0], f"Kafka, reading {_shown(unread)}") from error
+        self.broken = False
+
+    def _progress(self, statistics: str) -> None:
+        """Note that the client gets on, though nothing comes of it: records of aborted transactions may be very many.
+
+        Only for how long to wait; what librdkafka has fetched proves nothing about what it has handed on.
+        """
+        topics = orjson.loads(statistics)["topics"]
+        fetched = {
+            (topic, part): figures["next_offset"]
+            for topic, of_topic in topics.items()
+            for part, figures in of_topic["partitions"].items()
+        }
+        if fetched != self._fetched:
+            self._fetched = fetched
+            self._heard = time.monotonic()
+
+    def _hear(self, error: KafkaError) -> None:
+        """Note that a broker does not let the client in: nothing comes then, and nothing else says why."""
+        if is_refusal(error):
+            self._refused = error
+
+    def _sorted(self, messages: Sequence[Message], spans: Mapping[Partition, _Span]) -> dict[Partition, list[Message]]:
+        """Return the messages of each partition. Raises KafkaException for an error."""
+        if len(spans) == 1 and not any(message.error() for message in messages):
+            ((partition, span),) = spans.items()
+            if any((message.topic(), message.partition()) != partition for message in messages):
+                raise InputCut(f"{partition[0]}-{partition[1]}: Kafka sent messages of another partition")
+            return {partition: span.take(messages)}
+        taken: dict[Partition, list[Message]] = {partition: [] for partition in spans}
+        for message in messages:
+            partition = (message.topic() or "", message.partition() or 0)
+            error = message.error()
+            if error is None and partition in spans:
+                taken[partition] += spans[partition].take([message])
+            elif error is not None and _is_end(error) and partition in spans:
+                # Its offset is that of the next message to come.
+                spans[partition].reach(message.offset() or 0)
+        return taken
+
+
+def _is_end(error: KafkaError) -> bool:
+    """Return whether this is the end of a partition. Raises KafkaException for an error.
+
+    A reader with partitions and offsets of its own needs no right on a group. librdkafka asks for the coordinator of
+    its group all the same, says that it was refused, and reads on.
+    """
+    from confluent_kafka import KafkaError, KafkaException
+
+    if error.code() == KafkaError._PARTITION_EOF:  # noqa: SLF001  a documented name, in spite of the underscore
+        return True
+    if error.code() != KafkaError.GROUP_AUTHORIZATION_FAILED:
+        raise KafkaException(error)
+    return False
+
+
+def _shown(spans: Mapping[Partition, _Span]) -> str:
+    named = [f"{topic}-{part} from offset {span.at}" for (topic, part), span in spans.items()]
+    return ", ".join(named[:3]) + (f" and {len(named) - 3} partitions more" if len(named) > 3 else "")
+
+
+def _columns(partition: Partition, messages: Sequence[Message]) -> Messages:
+    return Messages(
+        *partition,
+        [message.offset() or 0 for message in messages],
+        [message.timestamp()[1] for message in messages],
+        [message.key() for message in messages],
+        [message.value() for message in messages],
+        _headers(messages),
+    )
+
+
+def _headers(messages: Sequence[Message]) -> list[Headers]:
+    """Return the headers of messages; UNREADABLE for those with a name that is not UTF-8.
+
+    For such a message the client's C code returns a list with a hole in it, and leaves an error behind. Only a call
+    from C, as by map(), is certain to notice that: Python's own calls stop looking once they are optimised, and whoever
+    touches the list ends the process. So does a second call, which returns the same list without an error.
+    """
+    from confluent_kafka import Message
+
+    found: list[Headers] = []
+    answers = map(Message.headers, messages)
+    while True:
+        try:
+            for headers in answers:
+                # Bytes or None, whatever the type hints say of what one may write.
+                found.append(cast("Headers", headers or []))  # noqa: PERF401  it has to go on behind an error
+        except SystemError:
+            found.append(UNREADABLE)
+        else:
+            return found
+
+
+def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
+    """Return a callback that does not keep its object, which holds the client that holds the callback, alive."""
+    reference = weakref.WeakMethod(method)
+
+    def call(told: Any) -> None:
+        alive = reference()
+        if alive is not None:
+            alive(told)
+
+    return call
+
+
+class _GarbageCollection:
+    """Python's, switched off while any thread wants it so: a driver may run several consumers beside each other."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._without = 0
+        self._was = False
+
+    @contextmanager
+    def off(self) -> Iterator[None]:
+        """Make many small objects without Python looking for rings among them, again and again: it halves the time."""
+        with self._lock:
+            if self._without == 0:
+                self._was = gc.isenabled()
+                gc.disable()
+            self._without += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._without -= 1
+                if self._without == 0 and self._was:
+                    gc.enable()
+
+
+_GARBAGE_COLLECTION: Final = _GarbageCollection()
+
+
+_KEPT: dict[tuple[int, str, frozenset[tuple[str, str]]], RangeReader] = {}
+
+
+@contextmanager
+def kept(settings: ReaderSettings) -> Iterator[RangeReader]:
+    """Lend this process's reader, which stays connected from one task to the next. For one thread at a time."""
+    # A fork has a copy of this table, and none of librdkafka's threads.
+    name = (os.getpid(), settings.group, frozenset(settings.options.items()))
+    reader = _KEPT.pop(name, None) or RangeReader(settings)
+    try:
+        yield reader
+    except BaseException:
+        reader.broken = True
+        raise
+    finally:
+        if reader.broken or _KEPT.setdefault(name, reader) is not reader:
+            reader.close()
+
+
+def close_kept(group: str) -> None:
+    """Close this process's readers of a group. Those of other groups may be another thread's."""
+    for name in [name for name in list(_KEPT) if name[1] == group]:
+        if reader := _KEPT.pop(name, None):
+            reader.close()

@@ -1,0 +1,96 @@
+"""Archives of the classes that Spark and Kafka load: with one, a JVM starts in about half the processor time (JEP 350).
+
+The tests start more than a hundred. `make test` runs this first; what there is already it leaves alone. A JVM passes by
+an archive that is not for it: another Java, other jars.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from importlib.metadata import version
+from pathlib import Path
+from typing import Final
+
+from outbox.sandbox import _broker, jars
+from outbox.sandbox.java import java
+from outbox.sandbox.kafka import KafkaCluster
+
+QUIET: Final = ("-Xlog:disable", "-Xlog:all=error:stderr")
+"""A JVM says nothing about an archive that is not for it."""
+
+_SPARK: Final = """
+import sys
+from pyspark.sql import SparkSession
+session = (
+    SparkSession.builder.master("local[2]")
+    .config("spark.driver.extraJavaOptions", "-XX:ArchiveClassesAtExit=" + sys.argv[1])
+    .config("spark.driver.bindAddress", "127.0.0.1")
+    .config("spark.driver.host", "127.0.0.1")
+    .config("spark.ui.enabled", "false")
+    .config("spark.ui.showConsoleProgress", "false")
+    .config("spark.sql.warehouse.dir", sys.argv[2])
+    .getOrCreate()
+)
+rows = session.range(0, 1000, 1, 2).selectExpr("id", "to_json(struct(id)) AS text", "id % 7 AS k")
+rows.createOrReplaceTempView("events")
+read = session.sql("SELECT k, max(from_json(text, 'id long').id) AS most FROM events WHERE id > 3 GROUP BY k")
+read.mapInArrow(lambda batches: batches, read.schema).collect()
+session.stop()
+"""
+
+
+ARCHIVES: Final = {name: Path(sys.prefix, "classes", f"{name}.jsa") for name in ("spark", "kafka")}
+_MADE_OF: Final = Path(sys.prefix, "classes", "made-of")
+
+
+def make() -> None:
+    """Make both, unless those that are there are of this Java and these jars."""
+    told = subprocess.run([java(), "-version"], capture_output=True, text=True, check=True).stderr
+    made_of = "\n".join([told, version("pyspark"), *map(str, jars.fetch(jars.KAFKA))])
+    if _MADE_OF.exists() and _MADE_OF.read_text() == made_of:
+        return
+    _MADE_OF.parent.mkdir(exist_ok=True)
+    for name, archive in ARCHIVES.items():
+        with tempfile.TemporaryDirectory(prefix="outbox-classes-") as directory:
+            new = Path(directory, archive.name)
+            try:
+                _MAKERS[name](new, directory)
+            except subprocess.CalledProcessError as error:
+                # The tests need none; they take longer.
+                print(f"no archive of {name}'s classes: {error}\n{error.stderr.decode()}", file=sys.stderr)
+                continue
+            # In one step: a test run that goes on beside finds all of it or nothing.
+            half = archive.with_suffix(f".{os.getpid()}")
+            half.write_bytes(new.read_bytes())
+            half.rename(archive)
+    _MADE_OF.write_text(made_of)
+
+
+def _of_spark(archive: Path, directory: str) -> None:
+    # Until the JVM has closed its output too: it writes the archive when it ends.
+    subprocess.run(
+        [sys.executable, "-c", _SPARK, archive, directory],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        check=True,
+        env={**os.environ, "PYSPARK_PYTHON": sys.executable},
+    )
+
+
+def _of_kafka(archive: Path, directory: str) -> None:
+    options = _broker._JVM
+    _broker._JVM = (*options, f"-XX:ArchiveClassesAtExit={archive}")
+    try:
+        with KafkaCluster(Path(directory, "kafka")) as cluster:
+            cluster.stop()
+    finally:
+        _broker._JVM = options
+
+
+_MAKERS: Final = {"spark": _of_spark, "kafka": _of_kafka}
+
+if __name__ == "__main__":
+    make()

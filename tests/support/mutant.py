@@ -1,0 +1,140 @@
+"""The relay with one guard of its protocol taken out: ``python mutant.py NAME relay run``. For test_mutations.py.
+
+Each mutation is a mistake that an implementation of the same protocol could make. Patched at run time, so that the
+product has no switch for any of them.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any
+
+from relay import settlement
+from relay.cli import main
+from relay.kafka.transactional import TransactionalPublisher
+from relay.loop import WorkerLoop
+from relay.marker import Marker
+from relay.polling import source as polling
+from relay.polling.source import PollingSource
+from relay.ports import PUBLISHED, Batches, Claim, Confirm, Fetched, Late, Receipt, Sent
+
+
+def marker_first() -> None:
+    """The markers are committed in a transaction of their own, before the events."""
+    real = TransactionalPublisher.publish
+
+    def publish(self: Any, batches: Batches, confirm: Confirm | None = None) -> Sent:
+        sender = self._senders[self._turn % len(self._senders)]
+        sender.producer.begin_transaction()
+        markers = {
+            lane: self._marker(lane, self._joined[lane].batch + 1, claims, claims) for lane, claims in batches.items()
+        }
+        self._commit(sender, markers, time.monotonic() + self._delivery_seconds)
+        for lane in batches:
+            self._joined[lane].batch += 1
+        self._turn += 1
+        return real(self, batches, confirm)
+
+    TransactionalPublisher.publish = publish  # type: ignore[method-assign]
+
+
+def no_epoch_recheck() -> None:
+    """After being fenced, new producers send the turn in hand, without asking Postgres whose lanes they are."""
+    real_init = TransactionalPublisher.__init__
+    real = TransactionalPublisher.publish
+
+    def init(self: Any, *args: Any, **more: Any) -> None:
+        self.mutant_made_of = (args, more)
+        real_init(self, *args, **more)
+
+    def publish(self: Any, batches: Batches, confirm: Confirm | None = None) -> Sent:
+        sent = real(self, batches, confirm)
+        # Somebody may fence it once more; such an implementation would insist.
+        for _ in range(5):
+            if sent.failure is None:
+                break
+            args, more = self.mutant_made_of
+            again: Any = TransactionalPublisher(*args, **more)
+            again._joined = self._joined
+            self.__dict__.update(again.__dict__)
+            sent = real(self, batches, confirm)
+        return sent
+
+    TransactionalPublisher.__init__ = init  # type: ignore[method-assign]
+    TransactionalPublisher.publish = publish  # type: ignore[method-assign]
+
+
+def no_flush_barrier() -> None:
+    """What was read is published without waiting until Postgres can't lose it: settling commits asynchronously."""
+    settlement.SYNCHRONOUS = "set_config('synchronous_commit', 'off', true)"  # type: ignore[misc]
+    flushed = "pg_current_wal_flush_lsn() >= pg_current_wal_insert_lsn()"
+    assert flushed in polling._WRITTEN
+    polling._WRITTEN = polling._WRITTEN.replace(flushed, "true")  # type: ignore[misc]
+
+
+def settle_before_ack() -> None:
+    """Rows are deleted as soon as they are read."""
+    real = PollingSource.fetch
+
+    def fetch(self: Any, limits: Mapping[int, int]) -> Fetched:
+        fetched = real(self, limits)
+        if fetched.batches:
+            receipts = {
+                lane: Receipt([(claim, PUBLISHED) for claim in claims]) for lane, claims in fetched.batches.items()
+            }
+            self.settle(receipts)
+            self.flush(list(receipts))
+        return fetched
+
+    PollingSource.fetch = fetch  # type: ignore[method-assign]
+
+
+def let_go_unsettled() -> None:
+    """Lanes are released without settling what was published of them."""
+    real = WorkerLoop._let_go
+
+    def let_go(self: Any, lanes: Collection[int]) -> None:
+        for lane in lanes:
+            if self._source is not None:
+                self._source.settlement.lanes[lane].pending = settlement.NOTHING
+        real(self, lanes)
+
+    WorkerLoop._let_go = let_go  # type: ignore[method-assign]
+
+
+def marker_of_all_claims() -> None:
+    """A lane's marker names all events of the turn, those too that were left out of it."""
+    real = TransactionalPublisher._marker
+
+    def marker(self: Any, lane: int, number: int, claims: Sequence[Claim], _sent: Sequence[Claim]) -> Marker:
+        return real(self, lane, number, claims, claims)
+
+    TransactionalPublisher._marker = marker  # type: ignore[method-assign]
+
+
+def no_halving() -> None:
+    """A turn that was late is tried again as it was."""
+    real = WorkerLoop._narrowed
+
+    def narrowed(self: Any, fetched: Fetched, sent: Sent) -> Sent:
+        return sent if isinstance(sent.failure, Late) else real(self, fetched, sent)
+
+    WorkerLoop._narrowed = narrowed  # type: ignore[method-assign]
+
+
+MUTATIONS: dict[str, Callable[[], None]] = {
+    "none": lambda: None,
+    "marker_first": marker_first,
+    "no_epoch_recheck": no_epoch_recheck,
+    "no_flush_barrier": no_flush_barrier,
+    "settle_before_ack": settle_before_ack,
+    "let_go_unsettled": let_go_unsettled,
+    "marker_of_all_claims": marker_of_all_claims,
+    "no_halving": no_halving,
+}
+
+if __name__ == "__main__":
+    MUTATIONS[sys.argv.pop(1)]()
+    main()

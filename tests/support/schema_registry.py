@@ -1,0 +1,150 @@
+"""A schema registry for tests: a real HTTP server with the part of the REST API that clients and serializers use.
+
+Registered schemas are served as they came in; the official Python serializer registers Protobuf as descriptors, which
+is what ``format=serialized`` asks for. Nothing is checked for compatibility.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import threading
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+from urllib.parse import unquote, urlsplit
+
+from outbox.sandbox._ports import free_ports
+
+NAMESPACE = uuid.UUID("6f9619ff-8b86-d011-b42d-00cf4fc964ff")
+
+
+class SchemaRegistry:
+    """Schemas by id and by subject; stop() and start() keep them, and the port. ``asked``: the GETs, by path."""
+
+    def __init__(self, user: str | None = None, password: str = "") -> None:
+        self._token = None if user is None else base64.b64encode(f"{user}:{password}".encode()).decode()
+        self.schemas: list[dict[str, Any]] = []
+        self.subjects: dict[str, list[int]] = {}
+        self.asked: list[str] = []
+        self.failing: int | None = None
+        """A status to answer with, whatever is asked."""
+        # Out of the range of outgoing connections: one of those could have it when the registry starts again.
+        (self._port,) = free_ports(1)
+        self._lock = threading.Lock()
+        self._server: ThreadingHTTPServer | None = None
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self._port}"
+
+    def start(self) -> None:
+        registry = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+            # One packet for the headers and one for the body would wait for the other side's delayed answer.
+            wbufsize = -1
+            disable_nagle_algorithm = True
+
+            def do_GET(self) -> None:
+                self._answer("GET", None)
+
+            def do_POST(self) -> None:
+                self._answer("POST", json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+            def _answer(self, method: str, body: Any) -> None:
+                status, answer = registry.answer(method, self.path, body, self.headers.get("Authorization"))
+                encoded = json.dumps(answer).encode()
+                self.send_response(status)
+                self.send_header("Content-Type", "application/vnd.schemaregistry.v1+json")
+                self.send_header("Content-Length", str(len(encoded)))
+                # A stopped registry must not live on in connections that are kept open.
+                self.send_header("Connection", "close")
+                self.end_headers()
+                self.wfile.write(encoded)
+
+            def log_message(self, *_: Any) -> None: ...
+
+        self._server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
+        threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
+
+    def stop(self) -> None:
+        if self._server is not None:
+            self._server.shutdown()
+            self._server.server_close()
+            self._server = None
+
+    def answer(self, method: str, address: str, body: Any, authorization: str | None) -> tuple[int, Any]:
+        if self.failing is not None:
+            return self.failing, {"error_code": 50001, "message": "the store is away"}
+        if self._token is not None and authorization != f"Basic {self._token}":
+            return 401, {"error_code": 401, "message": "Unauthorized"}
+        path = [unquote(step) for step in urlsplit(address).path.strip("/").split("/")]
+        with self._lock:
+            if method == "GET":
+                self.asked.append("/".join(path))
+            match method, path:
+                case "POST", ["subjects", subject, "versions"]:
+                    return 200, self._register(subject, body)
+                case "POST", ["subjects", subject]:
+                    return self._lookup(subject, body)
+                case "GET", ["schemas", "ids", number]:
+                    known = 0 < int(number) <= len(self.schemas)
+                    return (200, self.schemas[int(number) - 1]) if known else _missing(40403, "Schema")
+                case "GET", ["schemas", "guids", guid]:
+                    found = [schema for schema in self.schemas if schema["guid"] == guid]
+                    return (200, found[0]) if found else _missing(40403, "Schema")
+                case "GET", ["subjects", subject, "versions", version]:
+                    return self._version(subject, version)
+            return _missing(404, "HTTP 404")
+
+    def _register(self, subject: str, body: Any) -> dict[str, Any]:
+        wanted = {
+            "schema": body["schema"],
+            "schemaType": body.get("schemaType", "AVRO"),
+            "references": body.get("references") or [],
+        }
+        guid = str(uuid.uuid5(NAMESPACE, json.dumps(wanted, sort_keys=True)))
+        if all(schema["guid"] != guid for schema in self.schemas):
+            self.schemas.append({**wanted, "id": len(self.schemas) + 1, "guid": guid})
+        number = next(schema["id"] for schema in self.schemas if schema["guid"] == guid)
+        versions = self.subjects.setdefault(subject, [])
+        if number not in versions:
+            versions.append(number)
+        return self._shown(subject, number)
+
+    def _lookup(self, subject: str, body: Any) -> tuple[int, Any]:
+        for number in self.subjects.get(subject, ()):
+            if self.schemas[number - 1]["schema"] == body["schema"]:
+                return 200, self._shown(subject, number)
+        return _missing(40403, "Schema")
+
+    def _version(self, subject: str, version: str) -> tuple[int, Any]:
+        versions = self.subjects.get(subject)
+        if not versions:
+            return _missing(40401, "Subject")
+        place = len(versions) if version in {"latest", "-1"} else int(version)
+        if not 0 < place <= len(versions):
+            return _missing(40402, "Version")
+        return 200, self._shown(subject, versions[place - 1])
+
+    def _shown(self, subject: str, number: int) -> dict[str, Any]:
+        version = self.subjects[subject].index(number) + 1
+        return {**self.schemas[number - 1], "subject": subject, "version": version}
+
+
+def _missing(code: int, what: str) -> tuple[int, Any]:
+    return 404, {"error_code": code, "message": f"{what} not found"}
+
+
+@contextmanager
+def running(user: str | None = None, password: str = "") -> Iterator[SchemaRegistry]:
+    registry = SchemaRegistry(user, password)
+    registry.start()
+    try:
+        yield registry
+    finally:
+        registry.stop()

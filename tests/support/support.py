@@ -1,0 +1,410 @@
+"""What several tests need: a load of business transactions, and a checker that holds the topic against them.
+
+Fixtures in here are for import.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import json
+import random
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Self
+
+import psycopg
+import pytest
+from confluent_kafka import Message
+from psycopg import sql
+
+from outbox import Event, Outbox
+from outbox.sandbox._process import patience
+from outbox.testing.fixtures import RelayProcess
+from relay.wal.lane_hash import lane_of
+
+
+@pytest.fixture
+def order(outbox_kafka):
+    """An aggregate type, and its topic of three partitions."""
+    kind = outbox_kafka.name("Order")
+    return kind, outbox_kafka.create_topic(f"{kind.lower()}-events", 3)
+
+
+def numbers_by_key(messages: Sequence[Message], field: str) -> tuple[dict[str, list[int]], int]:
+    """Return the numbers of a payload field by key, for a reader that drops repeats, and how many were repeated."""
+    seen: dict[str, list[int]] = defaultdict(list)
+    ids: set[bytes] = set()
+    for message in messages:
+        event_id = dict(message.headers())["ce_id"]
+        if event_id not in ids:
+            ids.add(event_id)
+            seen[message.key().decode()].append(json.loads(message.value())[field])
+    return dict(seen), len(messages) - len(ids)
+
+
+def wait_until(condition: Callable[[], Any], seconds: float = 30.0, what: str = "the condition") -> Any:
+    """Wait for a condition with a deadline, which a slow machine may pass $OUTBOX_PATIENCE times; give its value."""
+    seconds *= patience()
+    deadline = time.monotonic() + seconds
+    # At once at first. What takes long may take 50 ms more: each look costs processor time, here and in Postgres.
+    pause = 0.005
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > deadline:
+            raise AssertionError(f"{what}: not within {seconds:g} s")
+        time.sleep(pause)
+        pause = min(0.05, 1.5 * pause)
+
+
+_connections: dict[str, psycopg.Connection[Any]] = {}
+
+
+def look_up(url: str, query: str, *values: Any) -> list[tuple[Any, ...]]:
+    """Return the rows of a query that a test asks again and again, over a connection that stays open until its end.
+
+    To open one takes far more processor time than to ask, here and in Postgres. A connection that broke since the last
+    query is replaced. Raises OperationalError while Postgres is away.
+    """
+    connection = _connections.get(url)
+    if connection is not None:
+        try:
+            return connection.execute(query, values or None).fetchall()
+        except psycopg.OperationalError:
+            # Killed, restarted, promoted: only a new connection shows whether it is back.
+            _connections.pop(url).close()
+    # Without prepared statements: tests change tables under this connection.
+    connection = _connections[url] = psycopg.connect(url, autocommit=True, prepare_threshold=None)
+    return connection.execute(query, values or None).fetchall()
+
+
+def close_connections() -> None:
+    """Close what ``look_up`` keeps open. conftest.py does it after each test."""
+    while _connections:
+        _connections.popitem()[1].close()
+
+
+def stop_clock(url: str) -> tuple[dt.date, str]:
+    """Return a day (UTC) and libpq's options for connections on which it stays noon of that day, however late it gets.
+
+    They find now() and clock_timestamp() in a schema of their own first. Defaults of tables still tell the real time.
+    The day is yesterday: what goes by the real time after all fails at any hour, and not at midnight only.
+    """
+    with psycopg.connect(url, autocommit=True) as connection:
+        [(today,)] = connection.execute("SELECT (clock_timestamp() AT TIME ZONE 'UTC')::date - 1").fetchall()
+        noon = dt.datetime.combine(today, dt.time(12), dt.UTC)
+        connection.execute("CREATE SCHEMA stopped; GRANT USAGE ON SCHEMA stopped TO public")
+        for function in ("now", "clock_timestamp"):
+            connection.execute(
+                sql.SQL("CREATE FUNCTION stopped.{}() RETURNS timestamptz LANGUAGE sql STABLE RETURN {}").format(
+                    sql.Identifier(function), sql.Literal(noon)
+                )
+            )
+    return today, "-c search_path=stopped,pg_catalog,public"
+
+
+def backlog(url: str) -> int:
+    """How many events are not published yet; -1 while Postgres is away."""
+    try:
+        return look_up(url, "SELECT count(*) FROM outbox.events")[0][0]
+    except psycopg.OperationalError as error:
+        if not server_went_away(error):
+            raise
+        return -1
+
+
+def drained(url: str, seconds: float = 60.0) -> None:
+    """Wait until all events are published."""
+    wait_until(lambda: backlog(url) == 0, seconds, "the outbox to drain")
+
+
+def caught_up(url: str) -> None:
+    """Wait until what is in the outbox now has left it, however much comes behind it."""
+    [(highest,)] = look_up(url, "SELECT coalesce(max(id), 0) FROM outbox.events")
+    left = "SELECT count(*) FROM outbox.events WHERE id <= %s"
+    wait_until(lambda: look_up(url, left, highest) == [(0,)], 90, "the relay to publish what is there")
+
+
+def logged(relay: RelayProcess, text: str) -> list[dict[str, Any]]:
+    """Return the lines with this text of a relay that logs JSON. The last one may be half written, and is left out."""
+    return [json.loads(line) for line in relay.log().split("\n")[:-1] if text in line]
+
+
+def await_stops(relay: RelayProcess, lanes: int) -> None:
+    """Wait until each of the lanes has been stopped, by a relay that logs JSON. It says so once, and then each minute.
+
+    See ``await_attempts`` for what it does after that.
+    """
+
+    def stopped() -> bool:
+        lines = logged(relay, '"lane stopped"')
+        return len({lane for line in lines for lane in line["lanes"].split(", ")}) == lanes
+
+    wait_until(stopped, what="every lane to stop")
+
+
+def await_attempts(url: str, times: int) -> None:
+    """Wait until a relay has tried so many more times to take its lanes over.
+
+    An attempt that fails ends with one of two statements: with the first, which asks for the leases, or with the
+    ROLLBACK of the one that settles.
+    """
+    query = (
+        "SELECT query_start FROM pg_stat_activity WHERE application_name LIKE 'outbox relay %' AND state = 'idle' "
+        "AND (query LIKE '%pg_control_system%' OR query LIKE 'ROLLBACK%')"
+    )
+    seen: set[Any] = set()
+
+    def tried() -> bool:
+        with psycopg.connect(url, autocommit=True) as connection:
+            seen.update(row[0] for row in connection.execute(query))
+        # The first may have ended before.
+        return len(seen) > times
+
+    wait_until(tried, what=f"{times} more attempts to take the lanes over")
+
+
+def owners(url: str) -> dict[str, int]:
+    """Living lanes by owner."""
+    query = "SELECT owner, count(*) FROM outbox.lanes WHERE lease_until > clock_timestamp() GROUP BY owner"
+    return dict(look_up(url, query))
+
+
+# The server is shutting down, has crashed, or is starting.
+_AWAY = {"57P01", "57P02", "57P03"}
+
+
+def server_went_away(error: Exception, connection: psycopg.Connection[Any] | None = None) -> bool:
+    """Return whether an error is what a crash or a stop of the server does to its clients.
+
+    A deadlock, a lock that is not granted and a cancelled statement are OperationalError as well, and none of these.
+    A Rollback comes out of ``transaction()`` where the connection broke before it could be rolled back.
+    """
+    if isinstance(error, psycopg.Rollback):
+        return connection is not None and connection.closed
+    if not isinstance(error, psycopg.OperationalError):
+        return False
+    # Without a code it is the client's own: refused, reset, timed out.
+    return error.sqlstate is None or error.sqlstate[:2] == "08" or error.sqlstate in _AWAY
+
+
+class Load:
+    """Business transactions from several threads: each raises a counter of some of its keys and writes the events.
+
+    Every key has one writer at a time, so its counters are committed in order. Some transactions are rolled back, and
+    some stay open for a while before they commit. What is committed is in the table ``business``. Each thread rests
+    ``pause`` seconds between transactions, or the load alone would keep a small machine busy.
+    """
+
+    def __init__(self, url: str, aggregate_type: str, *, threads: int = 3, keys: int = 40, pause: float = 0.01) -> None:
+        self._url = url
+        self._type = aggregate_type
+        self._pause = pause
+        self._stop = threading.Event()
+        self._error: BaseException | None = None
+        with psycopg.connect(url, autocommit=True) as connection:
+            connection.execute("CREATE TABLE IF NOT EXISTS business (key text PRIMARY KEY, seq int NOT NULL)")
+        self._threads = [
+            threading.Thread(target=self._run, args=(n, [f"k{n}-{key}" for key in range(keys)]), daemon=True)
+            for n in range(threads)
+        ]
+
+    def __enter__(self) -> Self:
+        for thread in self._threads:
+            thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Finish the transactions under way."""
+        self._stop.set()
+        for thread in self._threads:
+            thread.join(60 * patience())
+        if self._error is not None:
+            raise self._error
+        assert not any(thread.is_alive() for thread in self._threads), "the load does not end"
+
+    def drain(self, seconds: float = 60.0) -> None:
+        """Finish, and wait until all events are published."""
+        self.stop()
+        drained(self._url, seconds)
+
+    def committed(self) -> int:
+        """How many events are committed."""
+        return look_up(self._url, "SELECT coalesce(sum(seq), 0) FROM business")[0][0]
+
+    def _connect(self) -> psycopg.Connection[Any]:
+        return psycopg.connect(self._url)
+
+    def _run(self, number: int, keys: list[str]) -> None:
+        chance = random.Random(number)
+        outbox = Outbox()
+        connection: psycopg.Connection[Any] | None = None
+        try:
+            while not self._stop.is_set():
+                try:
+                    connection = connection or self._connect()
+                    self._transaction(connection, outbox, chance, keys)
+                    if self._pause:
+                        self._stop.wait(self._pause)
+                except (psycopg.OperationalError, psycopg.Rollback) as error:
+                    if not server_went_away(error, connection):
+                        raise
+                    # Whether the last commit counted, the table knows.
+                    if connection is not None:
+                        connection.close()
+                    connection = None
+                    self._stop.wait(0.05)
+        except BaseException as error:  # noqa: BLE001  raised again by stop()
+            self._error = error
+        finally:
+            if connection is not None:
+                connection.close()
+
+    def _transaction(
+        self, connection: psycopg.Connection[Any], outbox: Outbox, chance: random.Random, keys: list[str]
+    ) -> None:
+        with connection.transaction():
+            for key in chance.sample(keys, chance.randint(1, 4)):
+                row = connection.execute(
+                    "INSERT INTO business VALUES (%s, 1) "
+                    "ON CONFLICT (key) DO UPDATE SET seq = business.seq + 1 RETURNING seq",
+                    (key,),
+                ).fetchone()
+                outbox.add(connection, Event(self._type, key, "Counted", {"seq": row[0]}))
+            if chance.random() < 0.1:
+                # A transaction that commits late, after others with higher ids.
+                self._stop.wait(0.03)
+            if chance.random() < 0.1:
+                raise psycopg.Rollback
+
+
+@dataclass(frozen=True)
+class Crash:
+    """A relay that was killed: when, and which lanes it held."""
+
+    at: float
+    lanes: frozenset[int]
+
+
+def end_leases(url: str, instance: str | None = None) -> frozenset[int]:
+    """Free the lanes of a relay that is dead, as time would; None: of all relays. Return which it held."""
+    with psycopg.connect(url, autocommit=True) as connection:
+        held = connection.execute(
+            "UPDATE outbox.lanes SET lease_until = '-infinity' "
+            "WHERE lease_until > clock_timestamp() AND owner = coalesce(%s, owner) RETURNING lane",
+            (instance,),
+        ).fetchall()
+        # It counts no more among those that share the lanes.
+        connection.execute("DELETE FROM outbox.relays WHERE instance = coalesce(%s, instance)", (instance,))
+    return frozenset(lane for (lane,) in held)
+
+
+class Crashes:
+    """Relays that a test kills, and what each kill had sent twice.
+
+    ``note`` ends the leases of a relay that was killed at once, as time would. So the leases can be longer than any
+    pause of a slow machine: no relay outlasts one, and what stands in a topic twice does so because of a kill.
+    """
+
+    def __init__(self, url: str, aggregate_type: str, batch_size: int, lanes: int = 4) -> None:
+        self._url = url
+        self._type = aggregate_type
+        self._batch_size = batch_size
+        self._lanes = lanes
+        self.noted: list[Crash] = []
+
+    def note(self, instance: str | None = None) -> None:
+        """Record that this relay is dead by now; None: the only one that there was."""
+        at = time.time()
+        self.noted.append(Crash(at, end_leases(self._url, instance)))
+
+    def repeats(self, messages: Iterable[Any]) -> list[int]:
+        """Return how many events each kill had sent again, by the times at which producers made the messages.
+
+        Fails where that is more than one batch of a lane that the killed relay held, and where something was sent
+        twice without a kill.
+        """
+        found: list[Counter[int]] = [Counter() for _ in self.noted]
+        ids: set[bytes] = set()
+        for message in messages:
+            event_id = dict(message.headers())["ce_id"]
+            if event_id not in ids:
+                ids.add(event_id)
+                continue
+            lane = lane_of(self._type, message.key().decode(), self._lanes)
+            _, milliseconds = message.timestamp()
+            # The last of these: what a relay sends again it has sent when it is killed in turn, or not at all.
+            before = [
+                number
+                for number, crash in enumerate(self.noted)
+                if lane in crash.lanes and milliseconds >= int(crash.at * 1000)
+            ]
+            assert before, (
+                f"{event_id!r} of lane {lane} was sent twice, and no relay that held the lane had been killed"
+            )
+            found[before[-1]][lane] += 1
+        for number, lanes in enumerate(found):
+            assert max(lanes.values(), default=0) <= self._batch_size, f"kill {number}: {lanes}"
+        return [lanes.total() for lanes in found]
+
+
+class Unsound(AssertionError):
+    """The topic is not what the business rows say. ``kinds``: lost, invented, disorder; each with the keys."""
+
+    def __init__(self, kinds: dict[str, dict[str, Any]]) -> None:
+        super().__init__(kinds)
+        self.kinds = kinds
+
+
+def check(url: str, messages: Iterable[Any]) -> int:
+    """Hold the topic against the business rows: nothing lost, nothing invented, in order per key once repeats by event
+    id are dropped. Gives the number of repeats. Raises Unsound.
+    """
+    seen: dict[str, list[int]] = defaultdict(list)
+    ids: set[bytes] = set()
+    repeats = 0
+    for message in messages:
+        event_id = dict(message.headers())["ce_id"]
+        if event_id in ids:
+            repeats += 1
+            continue
+        ids.add(event_id)
+        seen[message.key().decode()].append(json.loads(message.value())["seq"])
+    with psycopg.connect(url, autocommit=True) as connection:
+        business = dict(connection.execute("SELECT key, seq FROM business").fetchall())
+    assert business, "the load wrote nothing"
+    found: dict[str, dict[str, Any]] = {
+        "lost": {key: gone for key, seq in business.items() if (gone := set(range(1, seq + 1)) - set(seen[key]))},
+        "invented": {key: seqs for key, seqs in seen.items() if len(seqs) > business.get(key, 0)},
+        "disorder": {key: seqs for key, seqs in seen.items() if seqs != sorted(seqs)},
+    }
+    if any(found.values()):
+        raise Unsound({kind: keys for kind, keys in found.items() if keys})
+    assert dict(seen) == {key: list(range(1, seq + 1)) for key, seq in business.items()}
+    return repeats
+
+
+def check_at_most_once(url: str, messages: Iterable[Any]) -> int:
+    """Hold the topic against the business rows as at-most-once promises: nothing twice, nothing invented. Return the
+    number of events that are missing.
+    """
+    seen: dict[str, list[int]] = defaultdict(list)
+    for message in messages:
+        seen[message.key().decode()].append(json.loads(message.value())["seq"])
+    business = dict(look_up(url, "SELECT key, seq FROM business"))
+    twice = {key: seqs for key, seqs in seen.items() if len(seqs) != len(set(seqs))}
+    assert twice == {}
+    assert {key: seqs for key, seqs in seen.items() if not set(seqs) <= set(range(1, business.get(key, 0) + 1))} == {}
+    return sum(business.values()) - sum(map(len, seen.values()))
+
+
+def said_to_be_lost(relay: RelayProcess) -> int:
+    """Return how many events may be lost by what a relay has said, which logs JSON."""
+    return sum(line["events"] for line in logged(relay, '"events may be lost'))

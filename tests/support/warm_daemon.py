@@ -1,0 +1,38 @@
+"""Spark's daemon of Python workers, with what our tasks import loaded before it forks them: for tests only.
+
+A worker that has failed is not used again, and tests make tasks fail by the hundred: each would import pyarrow, pandas
+and psycopg anew, a second of processor time. Spark's own daemon loads nothing, as there are modules that start threads
+when they are imported, and threads do not come along into a fork. These start none, as they are told here.
+"""
+
+from __future__ import annotations
+
+import os
+
+# Such threads would be those of numpy's OpenBLAS, and the one that tidies up for Arrow's jemalloc.
+os.environ["OPENBLAS_NUM_THREADS"] = "1"
+os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
+
+import importlib
+from pathlib import Path
+
+from pyspark.daemon import manager
+
+for _name in (
+    *("numpy", "pandas", "psycopg", "psycopg_binary", "pyarrow", "pyarrow.compute", "orjson"),
+    *("pyspark.worker", "pyspark.sql.types", "pyspark.sql.pandas.serializers", "pyspark.sql.pandas.types"),
+    *(
+        "spark_jobs.task.partition",
+        "spark_jobs.task.incoming",
+        "spark_jobs.payloads.json_text",
+        "spark_jobs.order_totals",
+    ),
+):
+    importlib.import_module(_name)
+
+# Only Linux tells.
+if (_threads := Path("/proc/self/task")).exists():
+    assert len(list(_threads.iterdir())) == 1, "a module has started a thread"
+
+if __name__ == "__main__":
+    manager()
