@@ -14,6 +14,7 @@ from typing import Any, Final
 from pyspark.sql import types as t
 
 from spark_jobs.errors import JobError
+from spark_jobs.payloads.avro_limits import always_holds_itself, has_weightless_items, read_bounded
 from spark_jobs.payloads.framing import unframe
 from spark_jobs.payloads.json_text import decimal_that_fits
 from spark_jobs.payloads.reading import Policy, Problem, Reader, Wrong
@@ -124,7 +125,10 @@ class _Resolved:
     def __init__(self, writer: Any, reader: Any, policy: Policy) -> None:
         self._writer = writer
         self._reader = reader
+        if name := always_holds_itself(writer, _names(writer)):
+            raise Problem(f"record {name} always holds itself: no payload has an end")
         self._endless = _holds_itself(writer, _names(writer))
+        self._weightless = has_weightless_items(writer, _names(writer))
         for path, change in _differences(_names(writer), writer, _names(reader), reader, ""):
             if change == "unknown" and policy.unknown == "dead-letter":
                 raise Problem(f"field {path}: is not in the job's schema")
@@ -134,14 +138,16 @@ class _Resolved:
     def read(self, payload: bytes) -> Any:
         from fastavro import schemaless_reader
 
-        if self._endless and len(payload) > _SHALLOW:
-            # Each level takes a byte or more. The compiled reader goes down as far as the payload says, until the
-            # stack overflows and the process is gone; the one in Python ends with a RecursionError.
-            from fastavro._read_py import schemaless_reader
-
         source = io.BytesIO(payload)
         try:
-            record = schemaless_reader(source, self._writer, self._reader)
+            if self._weightless or (self._endless and len(payload) > _SHALLOW):
+                # Each level takes a byte or more. The compiled reader goes down as far as the payload says, until the
+                # stack overflows and the process is gone; the one in Python ends with a RecursionError. And it counts.
+                record = read_bounded(source, len(payload), self._writer, self._reader)
+            else:
+                record = schemaless_reader(source, self._writer, self._reader)
+        except Problem:
+            raise
         except Exception as error:
             # Its text may hold what the payload holds. Only this one speaks of schemas alone, and names the field.
             text = str(error)

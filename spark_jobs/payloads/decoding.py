@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -15,8 +16,9 @@ from spark_jobs.payloads.reading import Policy, Reader, columns
 from spark_jobs.payloads.registry import Client, Registry, Schema
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import Column, DataFrame
-    from pyspark.sql.types import StructType
+    from pyspark.sql.types import DataType, StructType
 
     from spark_jobs.payloads.avro import Plan as AvroPlan
     from spark_jobs.payloads.protobuf import Plan as ProtobufPlan
@@ -361,12 +363,11 @@ def _with(rows: DataFrame, fields: StructType, plan: Plan) -> DataFrame:
     import pyarrow as pa
     from pyspark.sql import functions as F  # noqa: N812
     from pyspark.sql.pandas.functions import arrow_udf
-    from pyspark.sql.pandas.types import to_arrow_type
     from pyspark.sql.types import StringType, StructType
 
     plan()  # What can't work is an error here, and not of every task.
     result = StructType([*nullable(fields).fields]).add(PROBLEM, StringType())
-    kind = to_arrow_type(result, timezone="UTC")
+    kind = arrow_type(result)
 
     def decode(batches: Iterator[tuple[Any, Any]]) -> Iterator[Any]:
         reader = plan()
@@ -390,6 +391,15 @@ def schema_header() -> Column:
     from pyspark.sql import functions as F  # noqa: N812
 
     return F.get(F.filter("headers", lambda header: header["key"] == HEADER), F.lit(0))["value"]
+
+
+def arrow_type(kind: DataType) -> pa.DataType:
+    """Return the Arrow type that Spark exchanges values of a type in, with timestamps in UTC."""
+    from pyspark.sql.pandas.types import to_arrow_type
+
+    # Spark 4.2 has to be told the time zone; 4.1 knows no other.
+    zone: dict[str, Any] = {"timezone": "UTC"} if "timezone" in inspect.signature(to_arrow_type).parameters else {}
+    return to_arrow_type(kind, **zone)
 
 
 def nullable(kind: Any) -> Any:

@@ -60,7 +60,7 @@ class _Batch:
 
 Column: TypeAlias = "list[Any] | pa.Array"
 Take: TypeAlias = Callable[[_Batch], Column]
-"""Gives the values of a column, and adds to the rows that have to be read by themselves."""
+"""Return the values of a column, and add to the rows that have to be read by themselves."""
 
 
 class JsonReader:

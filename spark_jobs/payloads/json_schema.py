@@ -12,6 +12,7 @@ from pyspark.sql import types as t
 
 from spark_jobs.payloads import json_text as json_payload
 from spark_jobs.payloads.framing import unframe
+from spark_jobs.payloads.json_unique import linear, one_payload
 from spark_jobs.payloads.reading import Policy, Problem, Reader
 from spark_jobs.payloads.registry import Client, Registry, Schema
 
@@ -66,7 +67,7 @@ def _validator(client: Client, name: int | uuid.UUID) -> Any:
         kind = validator_for(parsed, default=Draft7Validator)
         kind.check_schema(parsed)
         # With these and no others: a validator must not fetch what a schema happens to name.
-        return kind(parsed, registry=Resources().with_resources(_resources(schema)))
+        return linear(kind)(parsed, registry=Resources().with_resources(_resources(schema)))
     except (ValueError, SchemaError) as error:
         return Problem(f"schema {name} can't be read: {type(error).__name__}")
 
@@ -86,7 +87,9 @@ def _validate(validator: Any, name: int | uuid.UUID, payload: bytes) -> None:
     from referencing.exceptions import Unresolvable
 
     try:
-        error = next(validator.iter_errors(json.loads(payload)), None)
+        parsed = json.loads(payload)
+        with one_payload():
+            error = next(validator.iter_errors(parsed), None)
     except (Unresolvable, RecursionError, ArithmeticError) as failure:
         raise Problem(f"schema {name} can't be applied: {type(failure).__name__}") from failure
     if error is not None:

@@ -58,7 +58,7 @@ def reader(declared: t.StructType, policy: Policy) -> Reader:
 
 
 def variant_reader(value: bytes, header: bytes | None) -> Sequence[Any]:  # noqa: ARG001
-    """Be the reader for VARIANT: give the text, which Spark then parses into one. Raises Problem."""
+    """Return a payload's text, which Spark then parses into a VARIANT. Raises Problem."""
     parse(value, exact=False)
     if _DOUBTFUL.search(value):
         try:

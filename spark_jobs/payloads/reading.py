@@ -21,7 +21,7 @@ class ManyReader(Protocol):
     """A Reader that can also read many payloads at once."""
 
     def __call__(self, value: bytes, header: bytes | None) -> Sequence[Any]:
-        """Be a Reader."""
+        """Read one payload; see Reader."""
         ...
 
     def many(self, payloads: pa.Array) -> tuple[Sequence[list[Any] | pa.Array], set[int]]:
@@ -106,7 +106,7 @@ def _read_alone(
     listed: list[list[Any]],
     alone: Iterable[int],
 ) -> list[str | None]:
-    """Read these rows one by one, into the columns ``listed``. Gives the problems of all rows."""
+    """Read these rows one by one, into the columns ``listed``. Returns the problems of all rows."""
     problems: list[str | None] = [None] * len(values)
     empty = (None,) * len(listed)
     for number in alone:

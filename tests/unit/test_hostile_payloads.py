@@ -5,22 +5,27 @@ from __future__ import annotations
 import gc
 import io
 import json
+import sys
 import time
 from collections.abc import Callable
 from decimal import Decimal
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import pyarrow as pa
 import pytest
 from google.protobuf import descriptor_pb2
 from pyspark.sql import types as t
-from pyspark.sql.pandas.types import to_arrow_type
 
+from spark_jobs.effects.produce import Traced
+from spark_jobs.errors import JobError
 from spark_jobs.job import ConsumerJob
 from spark_jobs.payloads import avro as avro_payload
+from spark_jobs.payloads import json_schema as json_schema_payload
 from spark_jobs.payloads import json_text as json_payload
 from spark_jobs.payloads import protobuf as protobuf_payload
-from spark_jobs.payloads.decoding import PROBLEM, nullable
+from spark_jobs.payloads.avro_limits import MOST_WEIGHTLESS
+from spark_jobs.payloads.decoding import PROBLEM, arrow_type, nullable
 from spark_jobs.payloads.json_columns import JsonReader
 from spark_jobs.payloads.reading import Policy, Problem, columns
 from spark_jobs.payloads.registry import Schema
@@ -65,7 +70,7 @@ def read(way: str, values: list[bytes | None]) -> list[dict[str, Any]]:
 
 
 def read_with(reader: Any, fields: t.StructType, values: list[bytes | None]) -> list[dict[str, Any]]:
-    kind = to_arrow_type(t.StructType([*nullable(fields).fields]).add(PROBLEM, t.StringType()), timezone="UTC")
+    kind = arrow_type(t.StructType([*nullable(fields).fields]).add(PROBLEM, t.StringType()))
     rows: list[dict[str, Any]] = columns(
         reader, pa.array(values, pa.binary()), pa.nulls(len(values), pa.binary()), kind
     ).to_pylist()
@@ -286,6 +291,215 @@ def test_avro_lengths_that_promise_more_than_there_is():
         assert bad[PROBLEM]
 
 
+DRAFT = "http://json-schema.org/draft-07/schema#"
+UNIQUE = {"type": "array", "uniqueItems": True}
+AT_ITEMS = {"properties": {"items": UNIQUE}}
+TREE = {**UNIQUE, "items": {"anyOf": [{"not": {"type": "array"}}, {"$ref": "#/definitions/tree"}]}}
+SCHEMAS: dict[str, dict[str, Any]] = {
+    "alone": AT_ITEMS,
+    "of a draft": {"$schema": DRAFT, **AT_ITEMS},
+    "of another draft": {"$schema": "https://json-schema.org/draft/2020-12/schema", **AT_ITEMS},
+    # Through the root, which names its draft.
+    "of itself": {"$schema": DRAFT, "properties": {"items": UNIQUE, "inner": {"$ref": "#"}}},
+}
+
+
+def json_schema(schema: Any) -> Callable[[bytes], None]:
+    """Return what holds a payload against a schema, as the decoder does. It raises Problem."""
+    client = MappingProxyType({1: Schema("JSON", json.dumps(schema))})
+    validator = json_schema_payload._validator(SimpleNamespace(schema=client.__getitem__), 1)
+    return lambda payload: json_schema_payload._validate(validator, 1, payload)
+
+
+def calls(work: Callable[[], object]) -> int:
+    """Return how many functions Python calls, in Python and in C."""
+    count = 0
+
+    def counted(_frame: object, event: str, _of: object) -> None:
+        nonlocal count
+        count += event in {"call", "c_call"}
+
+    sys.setprofile(counted)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+@pytest.mark.parametrize("schema", SCHEMAS)
+@pytest.mark.parametrize(
+    "item",
+    [
+        lambda number: {"sku": f"s{number}", "of": [number]},
+        lambda number: [number, {"a": [str(number)]}],
+        lambda number: number if number % 2 else str(number),
+        lambda number: [[None, number], {}][number % 2] if number > 1 else number,
+    ],
+    ids=["objects", "arrays", "numbers and texts", "all kinds"],
+)
+def test_unique_items_are_found_by_as_many_steps_as_there_are_items(schema, item):
+    check = json_schema(SCHEMAS[schema])
+
+    def steps(size: int) -> int:
+        items = [item(number) for number in range(size)]
+        items = [one for number, one in enumerate(items) if one != {} or number == 3]
+        payload: Any = {"items": items}
+        if schema == "of itself":
+            payload = {"inner": payload}
+        return calls(lambda: check(json.dumps(payload).encode()))
+
+    assert steps(1600) < 4.5 * steps(400)
+
+
+def test_unique_items_at_every_level_are_found_by_as_many_steps():
+    """Each level looks at what it holds, and not again at all that lies inside of that."""
+    check = json_schema({"definitions": {"tree": TREE}, "$ref": "#/definitions/tree"})
+
+    def steps(levels: int) -> int:
+        nested: Any = list(range(2000))
+        for _ in range(levels):
+            nested = [nested]
+        return calls(lambda: check(json.dumps(nested).encode()))
+
+    alone = steps(0)
+    assert steps(20) < 2 * alone
+
+
+@pytest.mark.parametrize("way", ["plain", "mixed"])
+@pytest.mark.parametrize(
+    ("one", "other", "equal"),
+    [
+        ("1", "1.0", True),
+        ("1", "1e0", True),
+        ("100", "1e2", True),
+        ("0", "-0.0", True),
+        ("1", "true", False),
+        ("0", "false", False),
+        ("1.0", "true", False),
+        ("null", "false", False),
+        ("null", '"null"', False),
+        ("1", '"1"', False),
+        ("true", '"true"', False),
+        ("0.1", "0.10", True),
+        ("0.1", "0.2", False),
+        ("9007199254740993", "9007199254740992.0", False),
+        ("9007199254740992", "9007199254740992.0", True),
+        ("1e300", "1" + "0" * 300, False),
+        (r'"\u00e9"', '"é"', True),
+        (r'"\ud800"', r'"\ud801"', False),
+        ('"é"', r'"e\u0301"', False),
+        ("[]", "{}", False),
+        ("[]", "[]", True),
+        ("[]", "[[]]", False),
+        ("[1, 2]", "[2, 1]", False),
+        ("[1, 2]", "[1.0, 2]", True),
+        ("[1]", "[true]", False),
+        ('["1"]', "[1]", False),
+        ('["a", "b"]', '["ab"]', False),
+        ('[["a"], "b"]', '[["a", "b"]]', False),
+        ('{"a": 1, "b": [{"c": 2, "d": 3}]}', '{"b": [{"d": 3.0, "c": 2}], "a": 1}', True),
+        ('{"a": 1}', '{"a": true}', False),
+        ('{"a": 1}', '{"b": 1}', False),
+        ('{"a": "b"}', '["a", "b"]', False),
+        ('{"a": null}', "{}", False),
+        ('{"": 0}', '{"": false}', False),
+    ],
+)
+def test_unique_items_are_told_apart_as_json_schema_has_it(one, other, equal, way):
+    """In both orders; ``mixed`` stands beside items that can't be sorted with them."""
+    check = json_schema(UNIQUE)
+    beside = ', {"beside": 1}, "beside", [7], null' if way == "mixed" and "null" not in (one, other) else ""
+    for first, second in ((one, other), (other, one)):
+        payload = f"[{first}, {second}{beside}]".encode()
+        if equal:
+            with pytest.raises(Problem, match="the payload is not as schema 1 has it: uniqueItems"):
+                check(payload)
+        else:
+            check(payload)
+
+
+def test_unique_items_mean_nothing_where_the_schema_does_not_ask_for_them():
+    for schema in ({"uniqueItems": False}, {"type": ["array", "string"]}, {"properties": {"a": UNIQUE}}):
+        json_schema(schema)(b"[1, 1]")
+    json_schema(UNIQUE | {"type": "string"})(b'"aa"')
+    json_schema({"$schema": "http://json-schema.org/draft-04/schema#", **UNIQUE})(b"[1, 2]")
+
+
+EMPTY = {"type": "record", "name": "Empty", "fields": []}
+BESIDE = {"type": "record", "name": "Beside", "fields": [{"name": "a", "type": EMPTY}, {"name": "b", "type": "null"}]}
+WEIGHTLESS = {
+    "null": "null",
+    "fixed of no bytes": {"type": "fixed", "name": "Nothing", "size": 0},
+    "record of no fields": EMPTY,
+    "record of such fields": BESIDE,
+    "array of nulls": {"type": "array", "items": "null"},
+}
+
+
+@pytest.mark.parametrize("where", ["in a column", "in a field that the columns lack"])
+@pytest.mark.parametrize("items", WEIGHTLESS)
+def test_avro_arrays_of_items_without_a_byte_are_bounded(where, items):
+    """Nine bytes say how many there are. Nobody would live to see the end of 2^60."""
+    array = {"type": "array", "items": WEIGHTLESS[items]}
+    writer = {**ORDER, "fields": [{"name": "many", "type": array}, *ORDER["fields"]]}
+    nullable_ints = {"name": "many", "type": {"type": "array", "items": ["null", "int"]}}
+    in_column = where == "in a column" and items == "null"
+    reader_schema = {**ORDER, "fields": [nullable_ints, *ORDER["fields"]]} if in_column else ORDER
+    kind, reader = avro(writer, reader_schema)
+    of_arrays = items == "array of nulls"
+
+    def payload(*counts: int) -> bytes:
+        """An array, or one of arrays, and an id. A negative count stands before the block's size in bytes."""
+        blocks = b"".join(varint(count) + (varint(0) if count < 0 else b"") for count in counts) + varint(0)
+        return (varint(1) + blocks + varint(0) if of_arrays else blocks) + varint(1) + b"a"
+
+    most = MOST_WEIGHTLESS
+    good = [payload(3), payload(most // 2, most // 3), payload(-most // 2)]
+    bad = [payload(most + 100), payload(most // 2, most, 1), payload(2**60), payload(-(2**60)), payload(2**62)]
+    rows = read_with(reader, kind, [*good, *bad])
+    assert [row["id"] for row in rows] == ["a"] * len(good) + [None] * len(bad)
+    assert [row[PROBLEM] for row in rows[: len(good)]] == [None] * len(good)
+    assert all(f"more than {most} items without a byte" in row[PROBLEM] for row in rows[len(good) :])
+    if in_column:
+        assert rows[0]["many"] == [None] * 3
+
+
+def test_avro_items_with_bytes_are_not_bounded_by_it():
+    """Also beside such an array: as many as there are bytes for."""
+    many = {"name": "many", "type": {"type": "array", "items": "int"}}
+    none = {"name": "none", "type": {"type": "array", "items": "null"}}
+    writer = {**ORDER, "fields": [many, none, *ORDER["fields"]]}
+    kind, reader = avro(writer, {**ORDER, "fields": [many, *ORDER["fields"]]})
+    count = MOST_WEIGHTLESS + 50_000
+    [row] = read_with(reader, kind, [written(writer, {"many": [1] * count, "none": [None] * 10, "id": "a"})])
+    assert (row["id"], row[PROBLEM], len(row["many"])) == ("a", None, count)
+
+
+def test_an_avro_schema_whose_record_always_holds_itself_is_refused_and_not_read():
+    """fastavro's compiled reader goes down until the process is gone, and takes no byte for it."""
+    for inner in ("Node", {"type": "record", "name": "Other", "fields": [{"name": "back", "type": "Node"}]}):
+        node = {"type": "record", "name": "Node", "fields": [{"name": "next", "type": inner}]}
+        writer = {**ORDER, "fields": [{"name": "tree", "type": node}, *ORDER["fields"]]}
+        with pytest.raises(JobError, match="record Node always holds itself"):
+            avro(writer, ORDER)
+    # With a choice there is an end.
+    for inner in (["null", "Node"], {"type": "array", "items": "Node"}, {"type": "map", "values": "Node"}):
+        node = {"type": "record", "name": "Node", "fields": [{"name": "next", "type": inner}]}
+        kind, reader = avro({**ORDER, "fields": [{"name": "tree", "type": node}, *ORDER["fields"]]}, ORDER)
+        [row] = read_with(reader, kind, [varint(0) + varint(1) + b"a"])
+        assert row == {"id": "a", PROBLEM: None}
+
+
+def test_an_avro_number_without_an_end():
+    """In a field that holds itself, which Python's reader reads: each byte would have made the number longer."""
+    node = {"type": "record", "name": "Node", "fields": [{"name": "next", "type": ["null", "Node"]}]}
+    writer = {**ORDER, "fields": [{"name": "tree", "type": node}, *ORDER["fields"]]}
+    kind, reader = avro(writer, ORDER)
+    [row] = read_with(reader, kind, [b"\xff" * 2000 + b"\x01" + varint(1) + b"a"])
+    assert "a number of more than 10 bytes" in row[PROBLEM]
+
+
 def test_protobuf_that_is_nested_without_an_end():
     file = descriptor_pb2.FileDescriptorProto(name="order.proto", package="shop", syntax="proto3")
     message = file.message_type.add(name="Order")
@@ -347,4 +561,5 @@ def test_the_limit_is_above_what_kafka_takes_by_default():
 
 
 def test_a_decoder_that_works_in_spark_only_still_does():
-    assert ConsumerJob("g", ["t"], "SELECT 1").decoder.late() is None
+    assert ConsumerJob("g", ["t"], "SELECT 1", schema="variant").decoder.late() is None
+    assert ConsumerJob("g", ["t"], "SELECT 1", schema=Traced("variant")).decoder.late() is None

@@ -1,0 +1,128 @@
+"""What an Avro payload may claim that its bytes do not bound, and the reader that bounds it.
+
+| what                                            | then                                                        |
+|-------------------------------------------------|-------------------------------------------------------------|
+| a record that always holds itself               | its schema is refused: no payload of it has an end          |
+| an array of items without a byte, as of null    | read in Python: at most MOST_WEIGHTLESS of them, in all     |
+| a record that may hold itself, and many bytes   | read in Python: RecursionError, and no overflow of the stack |
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from spark_jobs.payloads.reading import Problem
+
+MOST_WEIGHTLESS: Final = 10_000
+"""Items without a byte in one payload. Nine bytes can say that there are 2^60 of them."""
+_LONGEST_NUMBER: Final = 10
+"""Bytes of a number in Avro: 64 bits, seven in each."""
+
+
+def read_bounded(source: io.BytesIO, size: int, writer: Any, reader: Any) -> Any:
+    """Do what fastavro's reader in Python does. Raises Problem for numbers without an end and items without a byte."""
+    from fastavro import parse_schema
+    from fastavro._read_py import read_data
+    from fastavro.io.binary_decoder import BinaryDecoder
+
+    class Decoder(BinaryDecoder):
+        items = 0
+
+        def read_long(self) -> int:
+            number = shift = 0
+            for byte in iter(lambda: source.read(1), b""):
+                number |= (byte[0] & 0x7F) << shift
+                shift += 7
+                if byte[0] < 0x80:
+                    return (number >> 1) ^ -(number & 1)
+                if shift == 7 * _LONGEST_NUMBER:
+                    raise Problem(f"the payload has a number of more than {_LONGEST_NUMBER} bytes")
+            raise EOFError
+
+        def _iter_array_or_map(self) -> Iterator[None]:
+            for item in super()._iter_array_or_map():  # type: ignore[no-untyped-call]
+                self.items += 1
+                # What has a byte or more can't be there more often than there are bytes.
+                if self.items > size + MOST_WEIGHTLESS:
+                    raise Problem(f"the payload has more than {MOST_WEIGHTLESS} items without a byte")
+                yield item
+
+        read_int = read_long
+        read_enum = read_long
+        read_index = read_long
+        iter_array = _iter_array_or_map
+        iter_map = _iter_array_or_map
+
+    names: dict[str, dict[str, Any]] = {"writer": {}, "reader": {}}
+    written = parse_schema(writer, names["writer"])
+    wanted = None if reader == writer else parse_schema(reader, names["reader"])
+    decoder = Decoder(source)  # type: ignore[no-untyped-call]
+    return read_data(decoder, written, names, wanted, {"handle_unicode_errors": "strict"})  # type: ignore[no-untyped-call]
+
+
+def always_holds_itself(schema: Any, named: Mapping[str, Any]) -> str | None:
+    """Return the name of a record that each of its values holds once more, if there is one.
+
+    A union, an array or a map lets it end.
+    """
+    done: set[str] = set()
+
+    def found(one: Any, inside: tuple[str, ...]) -> str | None:
+        if isinstance(one, list):
+            return None
+        if isinstance(one, str):
+            if one in inside:
+                return one
+            return found(named[one], inside) if one in named and one not in done else None
+        of = one["type"]
+        if of in ("record", "error"):
+            within = (*inside, one["name"])
+            name = next((name for field in one["fields"] if (name := found(field["type"], within))), None)
+            done.add(one["name"])
+            return name
+        return found(of, inside) if isinstance(of, dict) else None
+
+    return next((name for one in (schema, *named.values()) if (name := found(one, ()))), None)
+
+
+def has_weightless_items(schema: Any, named: Mapping[str, Any]) -> bool:
+    """Return whether there is an array whose items may take no byte: then nothing bounds how many there are."""
+    seen: set[str] = set()
+    known: dict[str, bool] = {}
+
+    def has(one: Any) -> bool:
+        if isinstance(one, list):
+            return any(map(has, one))
+        if isinstance(one, str):
+            return one in named and one not in seen and has(named[one])
+        of = one["type"]
+        if of in ("record", "error"):
+            seen.add(one["name"])
+            return any(has(field["type"]) for field in one["fields"])
+        if of == "array":
+            return _weightless(one["items"], named, known) or has(one["items"])
+        if of == "map":
+            # Each of its values has a key, which takes a byte.
+            return has(one["values"])
+        return has(of) if isinstance(of, (list, dict)) else False
+
+    return has(schema)
+
+
+def _weightless(schema: Any, named: Mapping[str, Any], known: dict[str, bool]) -> bool:
+    """Return whether a value of this schema may take no byte. ``known`` is of the schemas with a name."""
+    if isinstance(schema, list):
+        # Which branch it is takes a byte.
+        return False
+    if isinstance(schema, str):
+        if schema not in known:
+            known[schema] = schema == "null" or (schema in named and _weightless(named[schema], named, known))
+        return known[schema]
+    of = schema["type"]
+    if of in ("record", "error"):
+        return all(_weightless(field["type"], named, known) for field in schema["fields"])
+    if of == "fixed":
+        return bool(schema["size"] == 0)
+    return of == "null" or (isinstance(of, dict) and _weightless(of, named, known))
