@@ -187,7 +187,7 @@ class Outbox(_Writer):
     """
 
     def add(self, target: SyncTarget, event: Event, *, lock_key: bool = False) -> UUID:
-        """Write one event in the target's transaction, with one statement. Gives its event_id.
+        """Write one event in the target's transaction, with one statement. Returns its event_id.
 
         lock_key takes a transaction-level advisory lock on (aggregate_type, aggregate_id) first. Writers of one
         aggregate then go one after another and its events are published in commit order. Not needed where they

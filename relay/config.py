@@ -9,6 +9,7 @@ A name that is not known is an error in the environment and in the file: a missp
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
 from enum import StrEnum
 from typing import Any, Final, Self
@@ -17,15 +18,13 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 from pydantic_settings import (
     BaseSettings,
     PydanticBaseSettingsSource,
-    SettingsConfigDict,
     TomlConfigSettingsSource,
 )
 
 from outbox._app import environment
-from outbox._app.settings import ADDRESS, ConsumerSettings, SparkSettings, config_file, dotted, reaching, read
+from outbox._app.settings import ADDRESS, SharedSettings, config_file, file_content, read
 from outbox._app.settings_errors import conflict
 from outbox.errors import ConfigurationError
-from outbox.urls import libpq_url
 from relay.kafka.headers import HeaderSet
 from relay.kafka.routing import DEFAULT_TEMPLATE, STATE_SUFFIX, OnFailure, topic_problem
 
@@ -114,19 +113,10 @@ class FailureSettings(BaseModel):
     """Where a copy of each dead letter goes, with the error in its headers."""
 
 
-class Settings(BaseSettings):
+class Settings(SharedSettings):
     """Everything the commands can be told. Raises ConfigurationError through ``load``."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="OUTBOX_",
-        env_nested_delimiter="__",
-        extra="ignore",
-        nested_model_default_partial_update=True,
-    )
-
-    database_url: str | None = Field(None, repr=False)
     db_schema: str = Field("outbox", validation_alias="OUTBOX_SCHEMA", min_length=1, max_length=63)
-    consumer_schema: str = Field("consumer", min_length=1, max_length=63)
     delivery: Delivery = Delivery.AT_LEAST_ONCE
     source: SourceKind = SourceKind.POLLING
     create_topics: bool = False
@@ -146,21 +136,9 @@ class Settings(BaseSettings):
     """CloudEvents ``source`` of every event: which system these events come from."""
     headers: HeaderSet = HeaderSet.BOTH
     """Which headers a message carries: those of CloudEvents, the plain names of Debezium's consumers, or both."""
-    kafka: dict[str, str] = Field(default_factory=dict, repr=False)
     relay: RelaySettings = Field(default_factory=RelaySettings)
     failures: FailureSettings = Field(default_factory=FailureSettings)
     wal: WalSettings = Field(default_factory=WalSettings)
-    consumer: ConsumerSettings = Field(default_factory=ConsumerSettings)
-    spark: SparkSettings = Field(default_factory=SparkSettings)
-    spark_packages: str | None = None
-    """Maven coordinates for Spark, instead of the jars that are fetched and checked here."""
-    log_format: str = Field("auto", pattern="^(auto|console|json)$", description="auto, console or json")
-    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
-
-    @field_validator("kafka", mode="before")
-    @classmethod
-    def _dotted(cls, value: object) -> object:
-        return dotted(value)
 
     @field_validator("routes", mode="before")
     @classmethod
@@ -168,14 +146,6 @@ class Settings(BaseSettings):
         if not isinstance(value, dict):
             return value
         return {name: {"topic": route} if isinstance(route, str) else route for name, route in value.items()}
-
-    @field_validator("database_url")
-    @classmethod
-    def _libpq(cls, value: str | None) -> str | None:
-        try:
-            return None if value is None else libpq_url(value)
-        except ConfigurationError as error:
-            raise ValueError(str(error)) from error
 
     @model_validator(mode="after")
     def _checked(self) -> Self:
@@ -201,29 +171,9 @@ class Settings(BaseSettings):
         return self
 
     @classmethod
-    def settings_customise_sources(
-        cls,
-        settings_cls: type[BaseSettings],
-        init_settings: PydanticBaseSettingsSource,
-        env_settings: PydanticBaseSettingsSource,
-        dotenv_settings: PydanticBaseSettingsSource,
-        file_secret_settings: PydanticBaseSettingsSource,
-    ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Arguments first, then the environment, then the file."""
-        return (init_settings, env_settings, _TomlFile(settings_cls, config_file()))
-
-    def require_database(self) -> str:
-        """Return the database URL. Raises ConfigurationError when there is none."""
-        if self.database_url is None:
-            raise ConfigurationError("no database: set OUTBOX_DATABASE_URL=postgresql://user@host:port/database")
-        return self.database_url
-
-    def require_kafka(self) -> str:
-        """Return the bootstrap servers. Raises ConfigurationError when there are none."""
-        servers = self.kafka.get("bootstrap.servers")
-        if not servers:
-            raise ConfigurationError("no Kafka: set OUTBOX_KAFKA__BOOTSTRAP_SERVERS=host:port")
-        return servers
+    def file_source(cls, settings_cls: type[BaseSettings]) -> PydanticBaseSettingsSource:
+        """Return what reads the file, and refuses names that it does not know."""
+        return _TomlFile(settings_cls, config_file())
 
 
 class _TomlFile(TomlConfigSettingsSource):
@@ -231,15 +181,27 @@ class _TomlFile(TomlConfigSettingsSource):
 
     def __call__(self) -> dict[str, Any]:
         values = super().__call__()
-        known = set(Settings.model_fields) - {"db_schema"} | {"schema"}
-        unknown = sorted(set(self.toml_data) - known)
-        if unknown:
-            near = environment.nearest_key(unknown[0], sorted(known))
-            hint = f"did you mean {near}?" if near else f"known are {', '.join(sorted(known))}"
-            raise ConfigurationError(f"{self.toml_file_path}: {unknown[0]} is not a setting: {hint}")
+        _check_names(self.toml_file_path, self.toml_data)
         if "schema" in self.toml_data:
             values["OUTBOX_SCHEMA"] = self.toml_data["schema"]
         return values
+
+
+def _check_names(file: object, content: Mapping[str, Any]) -> None:
+    known = set(Settings.model_fields) - {"db_schema"} | {"schema"}
+    unknown = sorted(set(content) - known)
+    if unknown:
+        near = environment.nearest_key(unknown[0], sorted(known))
+        hint = f"did you mean {near}?" if near else f"known are {', '.join(sorted(known))}"
+        raise ConfigurationError(f"{file}: {unknown[0]} is not a setting: {hint}")
+
+
+def check_names() -> None:
+    """Raise ConfigurationError for a name in the environment or the file that no application reads."""
+    check_environment()
+    file = config_file()
+    if file is not None:
+        _check_names(file, file_content(file))
 
 
 def check_environment() -> None:
@@ -377,9 +339,3 @@ def delivery_seconds(settings: Settings) -> float:
             )
         return int(given) / 1000
     return lease * 2 / 3
-
-
-def client_options(settings: Settings) -> dict[str, str]:
-    """Return the options that any Kafka client needs to reach the brokers: addresses and credentials, no tuning."""
-    settings.require_kafka()
-    return reaching(settings.kafka)

@@ -36,8 +36,7 @@ from typing import Final
 from outbox.errors import SchemaError
 from relay.lease import Lease
 from relay.marker import StateLost
-from relay.ports import BrokerUnavailable, DatabaseUnavailable, LaneBusy, UndecidedTransaction
-from relay.wal.slot import StreamLost
+from relay.ports import BrokerUnavailable, DatabaseUnavailable, LaneBusy, StreamLost, UndecidedTransaction
 
 STANDING_LEASES: Final = 3
 """A lane that has waited for so many leases stands still."""

@@ -32,7 +32,7 @@ from typing import Any, Final
 import orjson
 
 from outbox.errors import OutboxError
-from relay.ports import At, has_row
+from relay.position import At, has_row
 
 _VERSION: Final = 1
 
@@ -137,7 +137,7 @@ class Marker:
 def resume(
     lane: int, last_batch: int | None, marker: Marker | None, system_identifier: str, timeline: int
 ) -> Marker | None:
-    """Say from which marker a lane goes on; None when there has never been one and an empty one is to be written.
+    """Return the marker that a lane goes on from; None when there has never been one and an empty one is to be written.
 
     ``system_identifier`` and ``timeline`` are those of the server that the lane's rows are on.
 

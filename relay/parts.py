@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from relay.config import Settings, client_options
+from outbox._app.settings import client_options
+from relay.config import Settings
 from relay.kafka.routing import Route, Router
 from relay.kafka.topics import Topics
 from relay.retries import FailurePolicy

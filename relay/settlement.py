@@ -47,7 +47,8 @@ from relay.background import Background
 from relay.database import FURTHER, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.lease import Lease
-from relay.ports import At, Claim, DatabaseUnavailable, LaneBusy, LaneLost, Published, Receipt
+from relay.ports import Claim, DatabaseUnavailable, LaneBusy, LaneLost, Published, Receipt
+from relay.position import At
 
 RENEW_PART: Final = 0.7
 """A lease with less left than this part of it is prolonged with the next turn."""

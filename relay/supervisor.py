@@ -109,7 +109,7 @@ class _Log:
         log.warning("event refused", lane=lane, **_shown(claim), reason=reason)
 
     def dead(self, lane: int, claim: Claim) -> None:
-        log.error("event is a dead letter now; see `outbox failures show`", lane=lane, **_shown(claim))
+        log.error("event is a dead letter now; see `outbox dead-letters show`", lane=lane, **_shown(claim))
 
     def lost(self, lane: int, count: int) -> None:
         log.error("events may be lost, as at-most-once allows", lane=lane, events=count)

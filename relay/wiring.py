@@ -14,16 +14,10 @@ import structlog
 from prometheus_client import CollectorRegistry
 
 from outbox import __version__
+from outbox._app.prometheus import serve
+from outbox._app.settings import client_options
 from relay.archive import Retention
-from relay.config import (
-    Delivery,
-    Settings,
-    SourceKind,
-    client_options,
-    delivery_seconds,
-    producer_options,
-    state_topic_name,
-)
+from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options, state_topic_name
 from relay.database import Connector
 from relay.kafka.fencing import Fencing
 from relay.kafka.idempotent import IdempotentPublisher
@@ -45,7 +39,7 @@ from relay.wal.replication import Replication
 from relay.wal.session import Stream, StreamLimits
 from relay.wal.slot import slot_names
 from relay.wal.source import StreamSource
-from relay.web.metrics import RelayMetrics, SlotWatch, serve
+from relay.web.metrics import RelayMetrics, SlotWatch
 
 log = structlog.get_logger("relay")
 

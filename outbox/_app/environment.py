@@ -22,6 +22,7 @@ PREFIX: Final = "OUTBOX_"
 READ_ELSEWHERE: Final[Mapping[str, str]] = {
     "OUTBOX_CACHE": "outbox/sandbox: the directory of what is downloaded",
     "OUTBOX_CONFIG": "outbox/_app/settings.py: the file with settings",
+    "OUTBOX_CONSUMER_TASKS": "spark_jobs/spark/session.py: which Python workers of Spark's apply messages",
     "OUTBOX_FAILPOINTS": "relay.failpoints: where a relay under test fails",
     "OUTBOX_MAVEN_REPOSITORY": "outbox/sandbox: where jars come from",
     "OUTBOX_PATIENCE": "outbox/testing: the factor of all time limits",

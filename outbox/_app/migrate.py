@@ -50,7 +50,7 @@ _ADVICE: Final = {
     "42P07": "`outbox db upgrade` did not make this table; go on with the migrations that did",
     "54000": (
         "a key is too long for an index of that version: first prune the archive (`outbox db prune`), and retry or "
-        "discard what failed (`outbox failures`)"
+        "discard what failed (`outbox dead-letters`)"
     ),
     "55P03": "long transactions use these tables; try again when they have ended",
     "57014": "it was cancelled, by hand or by the role's statement_timeout; raise that, and try again",
@@ -217,7 +217,7 @@ def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
             if left:
                 raise SchemaError(
                     f"{schema}.{name} has {left} rows, and their keys may move to another lane; "
-                    "retry or discard those events first (`outbox failures`)"
+                    "retry or discard those events first (`outbox dead-letters`)"
                 )
         streamed = connection.execute(
             sa.select(sa.func.count()).select_from(table).where(table.c.source == "wal")

@@ -77,7 +77,7 @@ Things = dict[tuple[str, str, str], str]
 
 
 def check(url: str, schema: str = "outbox") -> list[str]:
-    """Compare the outbox's tables with this version's. Gives one line for each difference; none means all is well.
+    """Compare the outbox's tables with this version's. Returns one line for each difference; none means all is well.
 
     Needs the right to create a schema in the database, for the moment of the comparison. Raises ConfigurationError for
     a schema's name that can't be, SchemaError when the database can't be asked.
@@ -100,7 +100,7 @@ def check(url: str, schema: str = "outbox") -> list[str]:
 
 
 def check_tables(url: str, schema: str, build: Build, history: db.History | None = None) -> list[str]:
-    """Compare any tables with what ``build`` puts into a MetaData for a schema. Gives one line for each difference.
+    """Compare any tables with what ``build`` puts into a MetaData for a schema. Returns one line for each difference.
 
     With a history, its version table must be at the last revision, if there is one. Raises as ``check`` does.
     """

@@ -1,6 +1,6 @@
-"""Settings that relay and consumers read alike: the file, the spelling of Kafka's options, the consumers' sections.
+"""Settings that relay and consumers read alike: where they come from, and those that both have.
 
-All settings together are in relay.config; those of a consumer that runs without the relay in spark_jobs.settings.
+All settings together are in relay.config; a consumer's are in spark_jobs.settings.
 """
 
 from __future__ import annotations
@@ -12,10 +12,17 @@ from pathlib import Path
 from typing import Any, Final, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
-from pydantic_settings import BaseSettings, SettingsError
+from pydantic_settings import (
+    BaseSettings,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+    TomlConfigSettingsSource,
+)
 
 from outbox._app import settings_errors
 from outbox.errors import ConfigurationError
+from outbox.urls import libpq_url
 
 ADDRESS: Final = "host:port, such as 0.0.0.0:9100"
 
@@ -52,6 +59,72 @@ class SparkSettings(BaseModel):
         return dotted(value)
 
 
+class SharedSettings(BaseSettings):
+    """What every command reads. Raises ConfigurationError through ``read``."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="OUTBOX_",
+        env_nested_delimiter="__",
+        extra="ignore",
+        nested_model_default_partial_update=True,
+    )
+
+    database_url: str | None = Field(None, repr=False)
+    consumer_schema: str = Field("consumer", min_length=1, max_length=63)
+    kafka: dict[str, str] = Field(default_factory=dict, repr=False)
+    consumer: ConsumerSettings = Field(default_factory=ConsumerSettings)
+    spark: SparkSettings = Field(default_factory=SparkSettings)
+    spark_packages: str | None = None
+    """Maven coordinates for Spark, instead of the jars that are fetched and checked here."""
+    log_format: str = Field("auto", pattern="^(auto|console|json)$", description="auto, console or json")
+    log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
+
+    @field_validator("kafka", mode="before")
+    @classmethod
+    def _dotted(cls, value: object) -> object:
+        return dotted(value)
+
+    @field_validator("database_url")
+    @classmethod
+    def _libpq(cls, value: str | None) -> str | None:
+        try:
+            return None if value is None else libpq_url(value)
+        except ConfigurationError as error:
+            raise ValueError(str(error)) from error
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Arguments first, then the environment, then the file."""
+        return (init_settings, env_settings, cls.file_source(settings_cls))
+
+    @classmethod
+    def file_source(cls, settings_cls: type[BaseSettings]) -> PydanticBaseSettingsSource:
+        """Return what reads the file."""
+        return TomlConfigSettingsSource(settings_cls, config_file())
+
+    def require_database(self, otherwise: str = "") -> str:
+        """Return the database URL. Raises ConfigurationError when there is none; ``otherwise`` ends its text."""
+        if self.database_url is None:
+            raise ConfigurationError(
+                f"no database: set OUTBOX_DATABASE_URL=postgresql://user@host:port/database{otherwise}"
+            )
+        return self.database_url
+
+    def require_kafka(self, otherwise: str = "") -> str:
+        """Return the bootstrap servers. Raises ConfigurationError when there are none; ``otherwise`` ends its text."""
+        servers = self.kafka.get("bootstrap.servers")
+        if not servers:
+            raise ConfigurationError(f"no Kafka: set OUTBOX_KAFKA__BOOTSTRAP_SERVERS=host:port{otherwise}")
+        return servers
+
+
 def config_file() -> Path | None:
     """Return the file with settings, if there is one. Raises ConfigurationError when OUTBOX_CONFIG names none."""
     named = os.environ.get("OUTBOX_CONFIG")
@@ -70,7 +143,7 @@ def read(kind: type[Read], given: Mapping[str, Any]) -> Read:
     try:
         return kind(**given)
     except ValidationError as error:
-        origin = settings_errors.Origin(given, os.environ, file, _content(file))
+        origin = settings_errors.Origin(given, os.environ, file, file_content(file))
         problems = settings_errors.explain(error, kind, origin)
     except SettingsError as error:
         # What a variable holds is not in this text, but it is in the cause.
@@ -91,17 +164,22 @@ def dotted(options: object) -> object:
     }
 
 
-def reaching(kafka: Mapping[str, str]) -> dict[str, str]:
+def client_options(settings: SharedSettings) -> dict[str, str]:
     """Return the options that any Kafka client needs to reach the brokers: addresses and credentials, no tuning."""
+    settings.require_kafka()
     return {
         name: value
-        for name, value in kafka.items()
+        for name, value in settings.kafka.items()
         if name == "bootstrap.servers" or name.startswith(("security.", "ssl.", "sasl.", "client.", "socket."))
     }
 
 
-def _content(file: Path | None) -> dict[str, Any]:
-    return {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
+def file_content(file: Path | None) -> dict[str, Any]:
+    """Return what the file holds. Raises ConfigurationError where it can't be read."""
+    try:
+        return {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
+        raise ConfigurationError(f"{file} can't be read: {error}") from error
 
 
 def _text(value: object) -> object:

@@ -68,7 +68,7 @@ class ExternalPostgres:
         return with_database(self._url, database)
 
     def create_database(self, name: str, template: str | None = None) -> str:
-        """Create a database, as a copy of ``template`` when given. Gives its URL."""
+        """Create a database, as a copy of ``template`` when given. Returns its URL."""
         create_database(self._url, name, template)
         return self.url(name)
 

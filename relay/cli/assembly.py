@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from importlib import import_module
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import typer
 
@@ -13,10 +13,14 @@ from outbox import __version__
 _GROUPS: Final = {
     **{name: f"relay.cli.{name}" for name in ("relay", "db", "cdc", "sandbox")},
     "spark": "spark_jobs.cli.spark",
+    "dead-letters": "relay.cli.dead_letters",
     "failures": "relay.cli.failures",
     **{name: f"spark_jobs.cli.{name}" for name in ("consumers", "offsets", "external")},
 }
 """Groups of commands, and the modules whose ``app`` they are."""
+
+_OLD: Final = frozenset({"failures"})
+"""Names that go on working, and are not shown: `dead-letters` is what they are called now."""
 
 _COMMANDS: Final = {
     "doctor": "relay.cli.doctor",
@@ -44,10 +48,10 @@ def assemble(arguments: Sequence[str] = ()) -> typer.Typer:
     only = named if named in {*_GROUPS, *_COMMANDS} else None
     for name, module in _GROUPS.items():
         if only in {None, name}:
-            app.add_typer(import_module(module).app, name=name)
+            app.add_typer(_imported(module).app, name=name, hidden=name in _OLD)
     for name, module in _COMMANDS.items():
         if only in {None, name}:
-            app.command(name)(getattr(import_module(module), name))
+            app.command(name)(getattr(_imported(module), name))
     return app
 
 
@@ -55,6 +59,19 @@ def _version(show: bool) -> None:
     if show:
         typer.echo(f"outbox {__version__}")
         raise typer.Exit
+
+
+def _imported(module: str) -> Any:
+    if module.startswith("spark_jobs.") or module == "relay.cli.dead_letters":
+        # These know the consumers' settings only, and a misspelt name may be the relay's.
+        import_module("spark_jobs.cli.names").check_with(_check_names)
+    return import_module(module)
+
+
+def _check_names() -> None:
+    from relay.config import check_names
+
+    check_names()
 
 
 def _root(

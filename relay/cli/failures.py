@@ -83,7 +83,7 @@ def retry(
     dry_run: _DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Have failed events tried again now. Dead letters return to the outbox, before the later events of their key."""
+    """Retry failed events now. Dead letters return to the outbox, before the later events of their key."""
     selection = _selection(event_ids, aggregate_type, everything)
     with _desk(database_url) as desk:
         if dry_run:

@@ -104,8 +104,9 @@ def reconcile(
     Needs no stopped relays: a lane is fenced before it is repaired. Connect to the server itself, not to a pooler. Exit
     status 1 while a problem is left.
     """
+    from outbox._app.settings import client_options
     from relay import failpoints
-    from relay.config import Delivery, client_options, producer_options, state_topic_name
+    from relay.config import Delivery, producer_options, state_topic_name
     from relay.database import Connector
     from relay.kafka.state_topic import StateTopic
     from relay.operations.reconcile import Reconciler
@@ -215,7 +216,7 @@ def wait(
     if left:
         typer.echo(
             f"{left} events are not published after {seconds:g} s. Is a relay running, and can it reach Kafka? See "
-            "`outbox failures list` and `outbox doctor`",
+            "`outbox dead-letters list` and `outbox doctor`",
             err=True,
         )
         raise typer.Exit(1)
@@ -235,7 +236,7 @@ def switch(
     ] = False,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Have the outbox read by polling, or from the WAL, from now on. Needs no stopped relays and no stopped writers.
+    """Switch the outbox to polling, or to the WAL. Needs no stopped relays and no stopped writers.
 
     Relays of the one source finish what is under way and let go of their lanes; those of the other take them up. Run
     both kinds beside each other for as long as it takes.

@@ -63,7 +63,6 @@ from relay.kafka.topics import Topics
 from relay.lease import Lease
 from relay.marker import Identity, Marker
 from relay.ports import (
-    At,
     Batches,
     BatchRefused,
     BrokerUnavailable,
@@ -77,6 +76,7 @@ from relay.ports import (
     TopicUnusable,
     Unavailable,
 )
+from relay.position import At
 
 # librdkafka's jitter is 20 %; the rest is for the clock's and the caller's own delays.
 _CLEAN_PART: Final = 0.8 * 0.9

@@ -207,7 +207,7 @@ class DeadLetters:
             found = self._run(_LIST, Selection([event_id]).bound() | {"limit": 1})
             if not found:
                 raise NoSuchFailure(
-                    f"no failed event has the id {event_id}; `outbox failures list` shows those there are"
+                    f"no failed event has the id {event_id}; `outbox dead-letters list` shows those there are"
                 )
             failure = found[0]
             table = self._names["events" if failure["state"] == "waiting" else "dead_letters"]
@@ -259,7 +259,7 @@ class DeadLetters:
         batch: int = BATCH,
         progress: Callable[[int], None] | None = None,
     ) -> Batches[dict[str, Any]]:
-        """Delete failed events for good, in batches as ``retry`` does. Gives the id and type of what was deleted.
+        """Delete failed events for good, in batches as ``retry`` does. Returns the id and type of what was deleted.
 
         ``audit`` keeps who and why, and the whole event, or with ``keep_payload=False`` all but its payload and
         headers. An event that is due within five seconds is left alone: a relay may be sending it.

@@ -15,16 +15,9 @@ from confluent_kafka.admin import AclOperation, AdminClient, ConfigResource  # t
 from psycopg import errors, sql
 
 from outbox._app.migrate import EVERYBODY_EMITS
+from outbox._app.settings import client_options
 from outbox.errors import OutboxError, SchemaError
-from relay.config import (
-    Delivery,
-    Settings,
-    SourceKind,
-    client_options,
-    delivery_seconds,
-    producer_options,
-    state_topic_name,
-)
+from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options, state_topic_name
 from relay.database import Connector, unavailable_on_error
 from relay.kafka.client import silent, text_of
 from relay.kafka.open_transactions import OpenTransaction, OpenTransactions, Whose
@@ -182,7 +175,7 @@ def _postgres(connection: psycopg.Connection[Any], settings: Settings) -> Iterat
     waiting, dead = (_count(connection, settings, name) for name in ("failures", "dead_letters"))
     if waiting or dead:
         yield Finding(
-            Level.WARNING, "failures", f"{waiting} events wait, {dead} dead letters", "see `outbox failures list`"
+            Level.WARNING, "failures", f"{waiting} events wait, {dead} dead letters", "see `outbox dead-letters list`"
         )
     names = {name: sql.Identifier(settings.db_schema, name) for name in ("events", "failures", "dead_letters")}
     with unavailable_on_error("looking for failures without an event"):
@@ -192,7 +185,7 @@ def _postgres(connection: psycopg.Connection[Any], settings: Settings) -> Iterat
             Level.WARNING,
             "failures without an event",
             f"the events of {without[0]} failures were deleted by hand, and the later events of their keys may wait",
-            "`outbox failures list` shows them, `outbox failures discard EVENT_ID --reason …` frees the keys",
+            "`outbox dead-letters list` shows them, `outbox dead-letters discard EVENT_ID --reason …` frees the keys",
         )
     with unavailable_on_error("looking at the backlog"):
         oldest = connection.execute(
@@ -334,7 +327,7 @@ def _sources(connection: psycopg.Connection[Any], settings: Settings) -> Iterato
             f"{about}, lanes",
             f"{lanes_text(tables)}: read from the table and not streamed, because of failures, to catch up, or because "
             "a lane can't be taken over",
-            "`outbox failures list`; the relay's log and /readyz name what a lane waits for",
+            "`outbox dead-letters list`; the relay's log and /readyz name what a lane waits for",
         )
     if status.slot.message_at is not None and settings.source is SourceKind.WAL and not settings.wal.messages:
         meant = "messages" in settings.wal.model_fields_set

@@ -57,7 +57,8 @@ from relay.kafka.takeover import ids_to_fence, own_ids
 from relay.marker import Marker, StateLost, resume
 from relay.operations.holding import LEASE_SECONDS, Holding, LaneBusy, taken
 from relay.operations.topic_scan import Seen, behind, committed_since
-from relay.ports import At, Claim, Unavailable, UndecidedTransaction, up_to
+from relay.ports import Claim, Unavailable, UndecidedTransaction
+from relay.position import At, up_to
 from relay.settlement import position
 from relay.wal.replication import Replication, lsn_text
 

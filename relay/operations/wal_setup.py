@@ -184,7 +184,7 @@ class Cdc:
         return True
 
     def repair(self, reason: str, *, lose_messages: bool = False) -> bool:
-        """Have every lane read the table once before it streams again; say whether the slot was kept.
+        """Make every lane read the table once before it streams again; return whether the slot was kept.
 
         It is when it gives all that it had to, and only the publication was at fault. Otherwise it is made anew, and
         events without a row (``transport="message"``) that are in it still are lost. With ``lose_messages`` it is made

@@ -47,7 +47,8 @@ from outbox import _message
 from outbox.errors import ConfigurationError, MessageError, SchemaError
 from relay.failpoints import failpoint
 from relay.lease import Lease
-from relay.ports import At, Claim, Unavailable
+from relay.ports import Claim, Unavailable
+from relay.position import At
 from relay.settlement import lanes_text
 from relay.wal.lane_hash import lane_of
 from relay.wal.pgoutput import Begin, Commit, Insert, Message, Relation, Value, decode, insert_head, two_numbers
@@ -164,7 +165,7 @@ class Channel:
         return claims
 
     def put_back(self, claims: Sequence[Claim]) -> None:
-        """Give back the last events that were taken: they come again."""
+        """Put back the last events that were taken: they come again."""
         with self._lock:
             while claims:
                 claim = self._taken.pop()
@@ -270,7 +271,7 @@ class Stream:
             return () if self._session is None else self._session.absent()
 
     def close(self) -> None:
-        """Tell the server what is done with, and let go of the slot. Safe to call twice."""
+        """Confirm to the server what was settled, and release the slot. Safe to call twice."""
         with self._lock:
             self._closed = True
             session = self._session
@@ -662,7 +663,7 @@ class _Session:
     # Feedback
 
     def _report(self, slot: Slot, replication: Replication) -> None:
-        """Tell how far every lane has settled everything; first the book, then the server."""
+        """Record up to where every lane has settled everything: first in the table, then on the server."""
         flushed, at = self._told, None
         done = tuple(channel.done_count for channel in self._channels.values())
         while self._ends and all(map(int.__ge__, done, self._ends[0][2])):

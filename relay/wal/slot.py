@@ -21,8 +21,7 @@ from outbox.errors import ConfigurationError, SchemaError
 from relay.config import Settings
 from relay.database import TIMELINE, unavailable_on_error
 from relay.lease import Lease
-from relay.marker import StateLost
-from relay.ports import DatabaseUnavailable
+from relay.ports import DatabaseUnavailable, StreamLost
 from relay.wal.lane_hash import SAMPLES, lane_of
 from relay.wal.replication import Replication, lsn_text
 
@@ -110,10 +109,6 @@ NO_TRANSACTION: Final = 0
 """The id of none: what has it is visible at once."""
 
 _SNAPSHOT: Final = "SELECT pg_current_snapshot()::text"
-
-
-class StreamLost(StateLost):
-    """Events may have passed the slot by: nothing is read until a person has looked (``outbox cdc status``)."""
 
 
 class SlotState(NamedTuple):

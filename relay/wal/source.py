@@ -41,7 +41,8 @@ from relay.lease import Lease
 from relay.marker import Identity, Marker
 from relay.polling.low_water_mark import LOWEST
 from relay.polling.source import COLUMNS, SIZE, PollingSource
-from relay.ports import Claim, Fetched, Kind, LaneLost, Published, Receipt, Refused, up_to
+from relay.ports import Claim, Fetched, Kind, LaneLost, Published, Receipt, Refused
+from relay.position import up_to
 from relay.retries import Failures
 from relay.settlement import Pending, Settlement, array, lanes_text, names_of, position
 from relay.wal.session import UNREADABLE, Channel, Stream

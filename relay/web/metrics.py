@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-import socket
-import threading
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
-from socketserver import ThreadingMixIn
-from typing import TYPE_CHECKING, Any, Final
-from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
+from typing import Any, Final
 
-import orjson
 import psycopg
 import structlog
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
 from psycopg import sql
 
-from outbox.errors import ConfigurationError
 from relay.database import Connector, unavailable_on_error
 from relay.health import Health, Reason
 from relay.wal.slot import Slot, SlotNames, SlotState, find_problem
-
-if TYPE_CHECKING:
-    from wsgiref.types import StartResponse, WSGIEnvironment
 
 log = structlog.get_logger("relay")
 
@@ -200,44 +191,3 @@ class RelayMetrics:
             "Partitions in which a transaction hangs: readers in read_committed see nothing behind it.",
             value=self._hanging(),
         )
-
-
-class _Server(ThreadingMixIn, WSGIServer):
-    daemon_threads = True
-
-
-class _Quiet(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  its name where it is inherited from
-        """Log nothing: probes come each few seconds."""
-
-
-def serve(
-    address: str,
-    registry: CollectorRegistry,
-    setting: str = "OUTBOX_RELAY__METRICS_ADDRESS",
-    health: Callable[[], Health] | None = None,
-) -> threading.Thread:
-    """Answer Prometheus at ``host:port``, from a thread of its own; with ``health`` also ``/readyz``.
-
-    Raises ConfigurationError when it can't, naming the setting.
-    """
-    host, _, port = address.rpartition(":")
-    metrics = make_wsgi_app(registry)
-
-    def application(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
-        if health is None or environ["PATH_INFO"] != "/readyz":
-            shown: Iterable[bytes] = metrics(environ, start)
-            return shown
-        now = health()
-        start("200 OK" if now.ready else "503 Service Unavailable", [("Content-Type", "application/json")])
-        return [orjson.dumps(now, default=list) + b"\n"]
-
-    try:
-        family, _, _, _, sockaddr = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
-        server_class: type[WSGIServer] = type("Server", (_Server,), {"address_family": family})
-        server = make_server(str(sockaddr[0]), int(port), application, server_class, _Quiet)
-    except (OSError, ValueError, OverflowError) as error:
-        raise ConfigurationError(f"{setting}={address}: {error}") from error
-    thread = threading.Thread(target=server.serve_forever, name="metrics", daemon=True)
-    thread.start()
-    return thread

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
-import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Final, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from outbox._app.console import SinkUrl, failing_clearly, print_json
+from outbox._app.settings import client_options
 from outbox.errors import ConfigurationError
-from relay.config import Settings, client_options, load
+from spark_jobs.cli.ending import die, obey_signals
+from spark_jobs.cli.names import load
+from spark_jobs.settings import Settings
 
 if TYPE_CHECKING:
     import subprocess
@@ -25,9 +26,6 @@ if TYPE_CHECKING:
     from spark_jobs.cli.consume_view import View
     from spark_jobs.job import ConsumerJob
     from spark_jobs.metrics import ConsumerMetrics
-
-_SHOW_CURSOR: Final = b"\x1b[?25h"
-"""For a terminal whose bar has hidden it."""
 
 
 @failing_clearly
@@ -110,7 +108,11 @@ def _run(
     )
     stop = threading.Event()
     # After the session: starting it sets a handler of its own.
-    _obey_signals(stop)
+    obey_signals(
+        stop,
+        first="stopping after this round; another signal ends it at once",
+        second="ended in the middle of a round, as it was asked to twice; what was not committed is read again",
+    )
 
     before: list[dict[str, Any]] = []
 
@@ -127,20 +129,6 @@ def _run(
     return totals.as_dict(), by_topic(before, after) if after else {}
 
 
-def _obey_signals(stop: threading.Event) -> None:
-    """Let the first signal end the run after its round, and a second one end the process at once."""
-
-    def on_signal(*_: object) -> None:
-        if stop.is_set():
-            _die("ended in the middle of a round, as it was asked to twice; what was not committed is read again")
-        stop.set()
-        # Not by a logger, whose own line this may be in the middle of.
-        os.write(2, b"outbox: stopping after this round; another signal ends it at once\n")
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, on_signal)
-
-
 @contextmanager
 def _ending_with_its_jvm(spark: SparkSession) -> Iterator[None]:
     """End the process when Spark's JVM ends, and stop Spark at the end. (With spark-submit, submitted.py looks after
@@ -155,7 +143,7 @@ def _ending_with_its_jvm(spark: SparkSession) -> Iterator[None]:
         assert jvm is not None
         jvm.wait()
         if not over.is_set():
-            _die("Spark's JVM has ended; nothing is lost, run the job again")
+            die("Spark's JVM has ended; nothing is lost, run the job again")
 
     watching = threading.Thread(target=watch, name="end-with-its-jvm", daemon=True)
     if jvm is not None:
@@ -181,14 +169,6 @@ def _answers(spark: SparkSession) -> bool:
     return True
 
 
-def _die(text: str) -> NoReturn:
-    """End as a kill does: the servers take back what is open."""
-    if sys.stdout.isatty():
-        os.write(1, _SHOW_CURSOR)
-    os.write(2, f"outbox: {text}\n".encode())
-    os._exit(1)
-
-
 def _progress(settings: Settings, job: ConsumerJob) -> list[dict[str, Any]]:
     """Return the group's rows; none when Postgres is away."""
     from spark_jobs.errors import ConsumerUnavailable
@@ -209,7 +189,7 @@ def _metrics(settings: Settings, job: ConsumerJob) -> ConsumerMetrics | None:
         return None
     from prometheus_client import CollectorRegistry
 
-    from relay.web.metrics import serve
+    from outbox._app.prometheus import serve
     from spark_jobs.metrics import ConsumerMetrics
 
     metrics = ConsumerMetrics(

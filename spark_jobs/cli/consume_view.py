@@ -113,7 +113,8 @@ class _Live:
         )
         self._console.print(table)
         if totals["dead"]:
-            hint = f"{totals['dead']:,} became dead letters: outbox consumers list --group {totals['group']}"
+            command = f"outbox dead-letters list --side consumer --group {totals['group']}"
+            hint = f"{totals['dead']:,} became dead letters: {command}"
             self._console.print(Text(hint, style="bold red"), soft_wrap=True)
 
     def close(self) -> None:

@@ -17,18 +17,19 @@ from outbox._app.console import (
     require_reason,
     table_console,
 )
-from relay.config import load
+from spark_jobs.cli.names import load
 
 if TYPE_CHECKING:
     import psycopg
 
     from spark_jobs.admin.dead_letters import DeadLetters, Selection
 
-app = typer.Typer(help="Consumer groups: how far they are, and their dead letters.", no_args_is_help=True)
+app = typer.Typer(help="Consumer groups: how far they are.", no_args_is_help=True)
+# The commands for dead letters are `outbox dead-letters --side consumer` now; here are their old names.
 
 _Group = Annotated[str | None, typer.Option("--group", help="Only of this consumer group.")]
 _Topic = Annotated[str | None, typer.Option("--topic", help="Only of this topic.")]
-_Ids = Annotated[list[int] | None, typer.Argument(help="Ids of dead letters, as `outbox consumers list` shows them.")]
+_Ids = Annotated[list[int] | None, typer.Argument(help="Ids of dead letters, as `list` shows them.")]
 _All = Annotated[bool, typer.Option("--all", help="All of them (of --group, --topic …, if given).")]
 _DeadBy = Annotated[
     str | None,
@@ -52,7 +53,7 @@ def groups(database_url: SinkUrl = None, group: _Group = None, as_json: AsJson =
         _show_groups(rows)
 
 
-@app.command("list")
+@app.command("list", hidden=True)
 @failing_clearly
 def list_dead_letters(
     database_url: SinkUrl = None,
@@ -83,7 +84,7 @@ def list_dead_letters(
         typer.echo("no dead letters")
 
 
-@app.command()
+@app.command(hidden=True)
 @failing_clearly
 def show(
     dead_letter: Annotated[int, typer.Argument(metavar="ID")], database_url: SinkUrl = None, as_json: AsJson = False
@@ -96,7 +97,7 @@ def show(
     print_json(shown, indented=not as_json)
 
 
-@app.command()
+@app.command(hidden=True)
 @failing_clearly
 def retry(
     ids: _Ids = None,
@@ -107,7 +108,7 @@ def retry(
     everything: _All = False,
     as_json: AsJson = False,
 ) -> None:
-    """Have dead letters applied again by the next round of their groups: through decoding, dedup and effect.
+    """Retry dead letters in the next round of their groups: through decoding, dedup and effect.
 
     Where later messages of the same key wait behind one, all of the key are tried, in their order.
     """
@@ -128,7 +129,7 @@ def retry(
     _all_found(ids, found)
 
 
-@app.command()
+@app.command(hidden=True)
 @failing_clearly
 def discard(
     why: Annotated[str, typer.Option("--reason", help="Why; it is kept in the audit.")],
@@ -142,7 +143,7 @@ def discard(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Give dead letters up for good. The audit keeps them; messages that waited behind them are tried again."""
+    """Discard dead letters for good. The audit keeps them; messages that waited behind them are tried again."""
     require_reason(why, "why the message may be lost")
     with _desk(database_url) as desk:
         done = desk.discard(_selection(ids, group, topic, None, everything), why, keep_message=not drop_payload)

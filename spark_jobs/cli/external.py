@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +14,9 @@ import typer
 
 from outbox._app.console import AsJson, SinkUrl, failing_clearly, print_json, require_choice, require_reason
 from outbox.errors import ConfigurationError
-from relay.config import Settings, load
+from spark_jobs.cli.ending import obey_signals
+from spark_jobs.cli.names import load
+from spark_jobs.settings import Settings
 
 if TYPE_CHECKING:
     import psycopg
@@ -52,8 +53,14 @@ def run(
     url = settings.require_database()
     log = structlog.get_logger("external").bind(external=external.name)
     stop = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: stop.set())
+    obey_signals(
+        stop,
+        first="stopping after the calls under way; another signal ends it at once",
+        second=(
+            "ended in the middle of a call, as it was asked to twice; a call without an answer is made again with the "
+            "same key"
+        ),
+    )
 
     def report(text: str, figures: Mapping[str, Any]) -> None:
         log.info(text, **figures)
@@ -120,7 +127,7 @@ def retry(
     why: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have stuck ones tried again, with the same keys. Those behind them follow."""
+    """Retry stuck calls with the same idempotency keys. Calls queued behind them follow."""
     if not_done and not message_ids:
         raise ConfigurationError("--not-done: name the message ids that the provider was asked about")
     with _desk(database_url) as desk:
@@ -139,7 +146,7 @@ def cancel(
     everything: _All = False,
     as_json: AsJson = False,
 ) -> None:
-    """Have the caller take back stuck ones, and those that wait for a call. They are never called again."""
+    """Cancel stuck calls, and those that wait for a call. They are never called again."""
     require_reason(why, "why it is not to happen")
     with _desk(database_url) as desk:
         ids = desk.cancel(_chosen(message_ids, group, name, everything), why)

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outbox._app.console import AsJson, SinkUrl, failing_clearly, print_json, require_reason, table_console
+from outbox._app.settings import client_options
 from outbox.errors import ConfigurationError
-from relay.config import client_options, load
+from spark_jobs.cli.names import load
 
 if TYPE_CHECKING:
     from spark_jobs.admin.offsets import Group, Move, Moved, Offsets, Position, Wanted
@@ -67,9 +68,10 @@ def set_offset(
     database_url: SinkUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have a group go on from an offset of one partition. A consumer that runs is fenced: start it again.
+    """Move a group to an offset of one partition. A consumer that runs is fenced: start it again.
 
-    Going back is safe: what was applied is known by its id. Going forward loses messages to this group: --skip.
+    Going back is safe where the job remembers ids, as it does if it says nothing: what was applied is known by its id.
+    With OffsetsOnly it is applied again. Going forward loses messages to this group: --skip.
     """
     require_reason(why, "why; it is kept in the audit")
     with _offsets(database_url) as offsets:
@@ -96,11 +98,12 @@ def reset(
     database_url: SinkUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have a group go on elsewhere in all partitions of a topic, and accept its losses there.
+    """Move a group in all partitions of a topic, and accept its losses there.
 
     ``--to loss`` goes to the nearest place from which the group can go on: after retention the first message that is
     left, after a cut where the log ended, and the beginning of a topic that was created again. A consumer that runs is
-    fenced: start it again. Going back is safe: what was applied is known by its id.
+    fenced: start it again. Going back is safe where the job remembers ids, as it does if it says nothing: what was
+    applied is known by its id. With OffsetsOnly it is applied again.
     """
     require_reason(why, "why; it is kept in the audit")
     wanted = _wanted(to)
@@ -120,7 +123,7 @@ def forget(
     database_url: SinkUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Have a group forget a topic that its job no longer reads: offsets and losses. Ids stay remembered."""
+    """Remove a topic that a group's job no longer reads: offsets and losses. Ids stay remembered."""
     require_reason(why, "why; it is kept in the audit")
     with _offsets(database_url) as offsets:
         moved = offsets.forget(group, topic, why, dry_run=dry_run, wait_seconds=wait)
@@ -160,7 +163,10 @@ def _tell(moved: Moved, *, as_json: bool) -> None:
     for one in changing:
         typer.echo(f"{moved.topic}-{one.part}: {_line(one)}")
     if any(one.again for one in changing):
-        typer.echo("what was applied is known by its id and dropped, as long as ids are remembered")
+        typer.echo(
+            "what was applied is known by its id and dropped, as long as ids are remembered; a job with OffsetsOnly "
+            "remembers none, and applies it again"
+        )
         if moved.forgotten_before is not None:
             typer.echo(
                 f"messages of days before {moved.forgotten_before} whose ids are not known any more become dead "

@@ -14,7 +14,8 @@ import typer
 
 from outbox._app.console import failing_clearly
 from outbox.errors import ConfigurationError
-from relay.config import Settings, load
+from spark_jobs.cli.names import load
+from spark_jobs.settings import Settings
 
 app = typer.Typer(help="Run a consumer job on a Spark cluster.", no_args_is_help=True)
 
@@ -134,7 +135,7 @@ def submit(
 
 
 def _require_servers(settings: Settings) -> None:
-    """Say at once what is not set, not after half a minute of Spark."""
+    """Raise what is not set at once, and not after half a minute of Spark."""
     settings.require_database()
     settings.require_kafka()
 
@@ -142,9 +143,9 @@ def _require_servers(settings: Settings) -> None:
 def _jars(given: list[str]) -> list[str]:
     if "locked" not in given:
         return given
-    from outbox.sandbox import jars
+    from spark_jobs.spark.installed import connector_jars
 
-    return [*(jar for jar in given if jar != "locked"), *map(str, jars.fetch(jars.SPARK_KAFKA))]
+    return [*(jar for jar in given if jar != "locked"), *map(str, connector_jars())]
 
 
 def _run(command: list[str], pid_file: Path, *, wait_for_driver: bool) -> int:

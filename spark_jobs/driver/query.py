@@ -75,7 +75,7 @@ def run(
         trigger = float(trigger)
     require_installed()
     # Not before: executors import what a job's module does, and have no pydantic.
-    from outbox._app.settings import reaching
+    from outbox._app.settings import client_options
     from spark_jobs import settings as consumer_settings
 
     given = {"keep_days": keep_days, "driver_records": driver_records}
@@ -87,8 +87,8 @@ def run(
         consumer={name: value for name, value in given.items() if value is not None},
     )
     options = Options(
-        url=settings.require_database(),
-        kafka=reaching(settings.require_kafka()),
+        url=settings.require_database(", or give database_url="),
+        kafka=client_options(settings),
         schema=settings.consumer_schema,
         reader=settings.spark.kafka,
         max_records=max_records,

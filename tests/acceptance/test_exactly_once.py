@@ -305,8 +305,8 @@ def test_a_state_topic_that_lost_its_markers_stops_the_lanes(
         relay = outbox_relay(**exactly_once)
         wait_until(lambda: all_lanes_have_settled(url), what="a batch of every lane")
         relay.kill()
-        # One batch is left committed and not settled.
-        relay = outbox_relay(env=failing("batch.settling=kill@10"), **exactly_once)
+        # One batch is left committed and not settled: of a turn before it nothing may be left to settle.
+        relay = outbox_relay(env=failing("txn.committed=kill@10"), **exactly_once)
         assert relay.wait(40) == -signal.SIGKILL
         goal = load.committed() + 100
         wait_until(lambda: load.committed() > goal, what="load while no relay runs")

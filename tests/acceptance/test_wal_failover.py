@@ -25,11 +25,11 @@ from relay.database import TIMELINE, unavailable_on_error
 from relay.failpoints import VARIABLE
 from relay.lanes import Lease
 from relay.operations.wal_setup import CdcRefused
-from relay.ports import Unavailable
+from relay.ports import StreamLost, Unavailable
 from relay.wal.lane_hash import lane_of
 from relay.wal.replication import Switch
 from relay.wal.session import Stream, StreamLimits
-from relay.wal.slot import Slot, SlotNames, StreamLost
+from relay.wal.slot import Slot, SlotNames
 
 __all__ = ["order", "wal"]
 

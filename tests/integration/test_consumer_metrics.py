@@ -13,9 +13,9 @@ from prometheus_client.parser import text_string_to_metric_families
 from support import wait_until
 
 from outbox._app import migrate as db
+from outbox._app.prometheus import serve
 from outbox.errors import ConfigurationError
 from outbox.sandbox._ports import free_ports
-from relay.web.metrics import serve
 from spark_jobs import metrics as consumer_metrics
 from spark_jobs.metrics import ConsumerMetrics
 

@@ -15,6 +15,7 @@ from structlog.testing import capture_logs
 from support import wait_until
 from wal_support import cdc, run_outbox, set_up, streaming, switch, wal
 
+from outbox._app.prometheus import serve
 from outbox.sandbox._ports import free_ports
 from relay.database import Connector
 from relay.loop import Pace
@@ -22,7 +23,7 @@ from relay.ports import Unavailable
 from relay.supervisor import Plan, Supervisor, Upkeep
 from relay.wal.slot import SlotNames
 from relay.web import metrics
-from relay.web.metrics import SlotWatch, serve
+from relay.web.metrics import SlotWatch
 
 __all__ = ["wal"]
 

@@ -12,7 +12,8 @@ from confluent_kafka import Consumer, Producer, TopicPartition
 from reconcile_support import Outbox, hanging, outbox, relay_settings, unverified
 from support import wait_until
 
-from relay.config import client_options, load, producer_options, state_topic_name
+from outbox._app.settings import client_options
+from relay.config import load, producer_options, state_topic_name
 from relay.kafka.hanging import abort_hanging
 from relay.kafka.offsets import Offsets
 from relay.operations import topic_scan

@@ -34,7 +34,6 @@ from relay.operations.dead_letters import DeadLetters, Selection
 from relay.operations.wal_setup import Cdc, CdcRefused
 from relay.ports import (
     PUBLISHED,
-    At,
     Batches,
     BatchRefused,
     Claim,
@@ -48,6 +47,7 @@ from relay.ports import (
     Sent,
     Unavailable,
 )
+from relay.position import At
 from relay.retries import FailurePolicy, Failures
 from relay.wal.lane_hash import lane_of
 from relay.wal.replication import Replication

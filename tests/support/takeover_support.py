@@ -13,8 +13,9 @@ import pytest
 
 from outbox import Event, Outbox
 from outbox._app import migrate as db
+from outbox._app.settings import client_options
 from outbox.errors import OutboxError
-from relay.config import client_options, delivery_seconds, load, producer_options, state_topic_name
+from relay.config import delivery_seconds, load, producer_options, state_topic_name
 from relay.database import Connector
 from relay.kafka.fencing import fence
 from relay.kafka.idempotent import IdempotentPublisher

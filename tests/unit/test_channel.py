@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from relay.lease import Lease
-from relay.ports import At, Claim, Unavailable
+from relay.ports import Claim, Unavailable
+from relay.position import At
 from relay.wal import session as stream
 from relay.wal.session import Channel, StreamLimits, _Session
 from relay.wal.slot import SlotNames

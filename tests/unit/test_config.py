@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -144,10 +145,10 @@ def test_all_mistakes_are_named_at_once(monkeypatch, tmp_path):
     with pytest.raises(ConfigurationError) as caught:
         load(log_format="x")
     assert str(caught.value) == (
+        "--log-format must be auto, console or json; got 'x'. "
         "schema in outbox.toml must be text of 1 to 63 characters; got ''. "
         "relay.batch_size in outbox.toml must be a whole number from 1 to 50000; got '0'. "
-        "OUTBOX_RELAY__LEASE_SECONDS must be a number from 1.0 to 3600; got 'x'. "
-        "--log-format must be auto, console or json; got 'x'."
+        "OUTBOX_RELAY__LEASE_SECONDS must be a number from 1.0 to 3600; got 'x'."
     )
 
 
@@ -272,6 +273,19 @@ def test_every_command_refuses_what_it_does_not_know(monkeypatch, command):
     assert (result.exit_code, "did you mean OUTBOX_DELIVERY?" in result.stderr) == (2, True), result.output
 
 
+@pytest.mark.parametrize("command", ["dead-letters list --side consumer", "consumers list", "offsets show"])
+def test_a_command_that_is_put_together_alone_refuses_it_too(command):
+    code = "import sys; from relay.cli import main; sys.argv[0] = 'outbox'; main()"
+    done = subprocess.run(
+        [sys.executable, "-c", code, *command.split()],
+        env={**os.environ, "OUTBOX_CONSUMER_SCHEMAA": "x", "OUTBOX_DATABASE_URL": "postgresql://nobody@127.0.0.1:1/x"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, "did you mean OUTBOX_CONSUMER_SCHEMA?" in done.stderr) == (2, True), done.stderr
+
+
 @pytest.mark.parametrize(
     ("option", "value"),
     [
@@ -372,7 +386,7 @@ def test_a_relay_starts_without_the_other_commands():
     """A start costs half a second of processor time; it would be a third more."""
     code = (
         "import sys; from relay.cli.assembly import assemble; assemble(['relay', 'run']); "
-        "print(*{name for name in sys.modules if name.startswith('relay.cli.') or name == 'rich.console'})"
+        "print(*{n for n in sys.modules if n.startswith(('relay.cli.', 'spark_jobs')) or n == 'rich.console'})"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert set(done.stdout.split()) == {"relay.cli.assembly", "relay.cli.relay"}

@@ -49,7 +49,7 @@ def test_a_bar_by_offsets_and_then_a_table():
     table = [" ".join(line.split()) for line in text.splitlines()]
     assert "│ t1 │ 1,400 │ 1,400 │ 0 │ 0 │ │ │ │" in table
     assert "│ orders │ 1,500 │ 1,490 │ 7 │ 3 │ 462 │ 2 │ 3.2 │" in table
-    assert "3 became dead letters: outbox consumers list --group orders" in text
+    assert "3 became dead letters: outbox dead-letters list --side consumer --group orders" in text
 
 
 def test_the_cursor_comes_back_when_the_run_fails():

@@ -17,10 +17,10 @@ from relay.ports import (
     DatabaseUnavailable,
     LaneBusy,
     Late,
+    StreamLost,
     Unavailable,
     UndecidedTransaction,
 )
-from relay.wal.slot import StreamLost
 
 STANDING = 30.0
 

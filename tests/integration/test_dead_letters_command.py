@@ -1,0 +1,118 @@
+"""``outbox dead-letters``: one command for both sides, which does what the sides' own commands do."""
+
+from __future__ import annotations
+
+import json
+
+import psycopg
+import pytest
+from typer.testing import CliRunner
+
+from outbox._app import migrate
+from relay.cli.app import app
+
+DEAD = """
+WITH dead AS (
+    INSERT INTO outbox.dead_letters (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload,
+                                     created_at, attempts, last_error, first_failed_at)
+    VALUES (0, %s, %s, %s, %s, 'Placed', '{"n": 1}', now(), 3, 'too large', now()) RETURNING *)
+INSERT INTO outbox.failures (lane, id, event_id, aggregate_type, aggregate_id, blocks, attempts, last_error,
+                             first_failed_at, last_failed_at, next_attempt_at)
+SELECT lane, id, event_id, aggregate_type, aggregate_id, true, 3, last_error, now(), now(), 'infinity' FROM dead"""
+IDS = [f"019cb900-0000-7000-8000-00000000000{number}" for number in range(3)]
+
+
+@pytest.fixture
+def command(outbox_postgres, monkeypatch):
+    """Run a command over a database with three dead letters on each side. Gives status, stdout and stderr."""
+    monkeypatch.setenv("OUTBOX_DATABASE_URL", outbox_postgres.url)
+    migrate.upgrade_consumer(outbox_postgres.url)
+    with psycopg.connect(outbox_postgres.url) as connection:
+        for number, event_id in enumerate(IDS):
+            connection.execute(DEAD, (number + 1, event_id, "Order" if number else "Invoice", str(number)))
+            connection.execute(
+                "INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_key, "
+                "message_headers, message_time, reason, error) "
+                "VALUES (%s, 't', 'id', 0, %s, 'k', '[]', now(), %s, 'why')",
+                ("orders", number, "failed" if number else "undecodable"),
+            )
+
+    def run(text: str) -> tuple[int, str, str]:
+        result = CliRunner().invoke(app, text.split())
+        return result.exit_code, result.stdout, result.stderr
+
+    return run
+
+
+def numbers(command, *options: str) -> list[int]:
+    status, found, _ = command(" ".join(["dead-letters list --side consumer --json", *options]))
+    assert status == 0
+    return [row["id"] for row in json.loads(found)["dead_letters"]]
+
+
+def test_both_sides_answer_as_under_their_old_names(command):
+    for new, old in {
+        "dead-letters list": "failures list",
+        "dead-letters list --aggregate-type Order --limit 1": "failures list --aggregate-type Order --limit 1",
+        "dead-letters list --json": "failures list --json",
+        f"dead-letters show {IDS[0]}": f"failures show {IDS[0]}",
+        "dead-letters retry --all --dry-run": "failures retry --all --dry-run",
+        "dead-letters list --side consumer": "consumers list",
+        "dead-letters list --side consumer --cause failed --json": "consumers list --reason failed --json",
+        "dead-letters show --side consumer 1": "consumers show 1",
+        "dead-letters show 77 --side consumer": "consumers show 77",
+        "dead-letters show 019cb900-0000-7000-8000-0000000000ff": "failures show 019cb900-0000-7000-8000-0000000000ff",
+    }.items():
+        status, stdout, stderr = command(new)
+        if status:
+            assert (status, stdout, stderr.partition("the id")[0]) == (1, "", command(old)[2].partition("the id")[0])
+        else:
+            assert (status, stdout, stderr) == command(old)
+            assert stdout.strip()
+
+
+def test_retry_and_discard_on_the_relays_side(command):
+    status, stdout, _ = command(f"dead-letters retry {IDS[0]} --json")
+    assert (status, json.loads(stdout)) == (0, {"retried": [IDS[0]], "locked": []})
+    status, stdout, _ = command("dead-letters discard --all --aggregate-type Order --reason gone")
+    assert (status, stdout) == (0, "2 events were discarded\n")
+    (left,) = json.loads(command("dead-letters list --json")[1])["failures"]
+    assert left["event_id"] == IDS[0]
+
+
+def test_retry_and_discard_on_the_consumers_side(command):
+    first, *others = numbers(command)
+    status, stdout, _ = command("dead-letters discard --side consumer --reason test " + str(first))
+    assert (status, stdout) == (0, "1 message was discarded\n")
+    assert numbers(command) == others
+    status, stdout, _ = command("dead-letters retry --side consumer --all --group orders --cause failed --json")
+    assert (status, json.loads(stdout)) == (0, {"retried": others})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("list --group orders", "--group: has no meaning with --side relay; give --side consumer"),
+        ("list --side consumer --aggregate-type Order", "--aggregate-type: has no meaning with --side consumer"),
+        ("retry --side consumer --all --dry-run", "--dry-run: has no meaning with --side consumer"),
+        ("show 17", "'17' is no event id, which is a UUID; with --side consumer it is the number of a dead letter"),
+        (f"show --side consumer {IDS[0]}", "is no number of a dead letter, as `list` shows it; with --side relay"),
+        ("retry x", "'x' is no event id, which is a UUID\n"),
+        ("retry", "say which: event ids, or --all"),
+        ("discard --all --reason", "requires an argument"),
+    ],
+)
+def test_what_does_not_fit_is_refused_and_changes_nothing(command, text, said):
+    status, stdout, stderr = command(f"dead-letters {text}")
+    assert (status, stdout) == (2, "")
+    assert said in " ".join(stderr.replace("│", " ").split()) + "\n"
+    assert len(numbers(command)) == 3
+
+
+def test_old_names_are_not_shown(command):
+    _, stdout, _ = command("--help")
+    assert "dead-letters" in stdout
+    assert "failures" not in stdout
+    _, stdout, _ = command("consumers --help")
+    assert "groups" in stdout
+    assert "discard" not in stdout
