@@ -5,22 +5,35 @@ BIN := $(VENV)/bin
 UV := $(VENV)-lock/bin/uv
 # One has Spark to itself; acceptance tests, which the others begin with, wait for much of their time.
 TEST_PROCESSES ?= 3
+PYTEST := -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
+# The other pysparks that are supported. Each has a lock of one line; what else it needs is in the common one.
+OTHERS := $(patsubst tests/pyspark-%.lock,%,$(wildcard tests/pyspark-*.lock))
+MATRIX := $(OTHERS:%=$(VENV)-pyspark-%)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test chaos peers bench lint lock clean
+.PHONY: help install demo test matrix $(OTHERS:%=matrix-%) chaos peers bench lint lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
 
+define environment
+	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; name another with PYTHON=…" if sys.version_info < (3, 11) else 0)'
+	test -x $(@D)/bin/python || $(PYTHON) -m venv $(@D)
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --require-hashes -r $(1)
+	@touch $@
+endef
+
 # Again only when the lock or the project's metadata changed.
 $(VENV)/.installed-lock: requirements.lock
-	@$(PYTHON) -c 'import sys; sys.exit("Python 3.11 or newer is needed, this is " + sys.version.split()[0] + "; name another with PYTHON=…" if sys.version_info < (3, 11) else 0)'
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --require-hashes -r requirements.lock
-	@touch $@
+	$(call environment,$<)
 
-$(VENV)/.installed: $(VENV)/.installed-lock pyproject.toml
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
+$(MATRIX:%=%/.installed-lock): $(VENV)-pyspark-%/.installed-lock: requirements.lock tests/pyspark-%.lock
+	@mkdir -p $(@D)
+	@sed '/^pyspark==/,/[^\\]$$/d' requirements.lock | cat - tests/pyspark-$*.lock > $(@D)/requirements.lock
+	$(call environment,$(@D)/requirements.lock)
+
+$(VENV)/.installed $(MATRIX:%=%/.installed): %/.installed: %/.installed-lock pyproject.toml
+	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@touch $@
 
 install: $(VENV)/.installed  ## set up .venv from the lock file
@@ -31,7 +44,14 @@ demo: $(VENV)/.installed  ## orders → Postgres → Kafka → Spark, with a kil
 test: $(VENV)/.installed  ## the whole test suite on real services
 	@$(BIN)/python tests/support/class_archives.py
 	@$(BIN)/python -m compileall -q outbox relay spark_jobs
-	$(BIN)/python -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder $(ARGS)
+	$(BIN)/python $(PYTEST) $(ARGS)
+
+matrix: $(OTHERS:%=matrix-%)  ## the consumer's tests with the other pysparks that are supported; docs/versions.md
+
+$(OTHERS:%=matrix-%): matrix-%: $(VENV)-pyspark-%/.installed
+	@$(<D)/bin/python tests/support/class_archives.py
+	$(<D)/bin/python $(PYTEST) tests/spark tests/acceptance/test_demo.py tests/acceptance/test_quickstart.py \
+		$$(grep -rlE '(from|import) (spark_jobs|pyspark)' tests/unit tests/integration tests/acceptance) $(ARGS)
 
 chaos: $(VENV)/.installed  ## everything killed, halted and cut off at random: 40 runs of a minute, to docs/chaos.md
 	@$(BIN)/python tests/chaos $(ARGS)
@@ -52,10 +72,12 @@ lint: $(VENV)/.installed  ## ruff, mypy --strict, import rules
 	$(BIN)/lint-imports
 
 # Hashes, but no addresses: the lock works with whatever index the machine is set up for.
-lock:  ## resolve the dependencies anew into requirements.lock
+lock:  ## resolve the dependencies anew into requirements.lock, and the other pysparks
 	test -x $(UV) || ($(PYTHON) -m venv $(VENV)-lock && $(VENV)-lock/bin/pip install --quiet uv)
 	$(UV) pip compile --universal --python-version 3.11 --all-extras --generate-hashes --no-header --no-annotate --quiet \
 		$(ARGS) pyproject.toml --output-file requirements.lock
+	for other in $(OTHERS); do echo "pyspark==$$other.*" | $(UV) pip compile - --no-deps --generate-hashes --no-header \
+		--no-annotate --quiet $(ARGS) --output-file tests/pyspark-$$other.lock || exit; done
 
 clean:  ## remove the virtual environments and caches
-	rm -rf $(VENV) $(VENV)-lock .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist build
+	rm -rf $(VENV) $(VENV)-lock $(VENV)-pyspark-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist build

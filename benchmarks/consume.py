@@ -55,6 +55,7 @@ from spark_jobs.driver.runner import Options, Runner
 from spark_jobs.effects.mapped import Insert
 from spark_jobs.job import ConsumerJob
 from spark_jobs.spark import session as spark_session
+from spark_jobs.spark.installed import connector_jars
 
 LOCK = Path(__file__).with_name("jars.lock")
 PARTITIONS = 4
@@ -266,7 +267,7 @@ def main() -> None:
     parser.add_argument("--only", choices=["throughput", "latency"])
     options = parser.parse_args()
     driver = jars.fetch("jdbc", lock=LOCK)
-    spark = spark_session.start("bench", jars=[*jars.fetch("spark-kafka"), *driver])
+    spark = spark_session.start("bench", jars=[*connector_jars(), *driver])
     settings = {"track_commit_timestamp": "on"}
     others = ("append", "tuned", "without", "loop")
     table = Table("round", "dedup", "without", "append", "tuned", "loop", *(f"dedup/{other}" for other in others))

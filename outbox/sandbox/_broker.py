@@ -184,7 +184,7 @@ class Broker:
             )
 
     def adopt(self) -> bool:
-        """Find the detached process that an earlier command started here. Gives whether there is one."""
+        """Find the detached process that an earlier command started here. Returns whether there is one."""
         self._process = Detached.find("kafka.Kafka", str(self._properties))
         return self._process is not None
 

@@ -266,7 +266,7 @@ def patience() -> float:
 
 
 def wait_for(condition: Callable[[], bool], timeout: float, every: float = 0.02) -> bool:
-    """Look at a condition until it holds, at most ``timeout`` seconds (times ``patience``). Gives whether it held."""
+    """Look at a condition until it holds, at most ``timeout`` seconds (times ``patience``). Returns whether it held."""
     deadline = time.monotonic() + timeout * patience()
     while not condition():
         if time.monotonic() >= deadline:

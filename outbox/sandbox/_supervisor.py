@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(spec: dict[str, Any]) -> int:
-    """Start the server, wait for its end or for ours. Gives this process's exit status."""
+    """Start the server, wait for its end or for ours. Returns this process's exit status."""
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -117,7 +117,7 @@ def _remove_if_empty(directory: Path) -> None:
 
 
 def _say(message: dict[str, Any]) -> None:
-    """Tell the asking process, if it is still there."""
+    """Notify the asking process, if it is still there."""
     try:
         os.write(1, json.dumps(message).encode() + b"\n")
     except BrokenPipeError:

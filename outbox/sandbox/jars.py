@@ -24,10 +24,15 @@ from outbox.sandbox._dirs import cache_dir
 from outbox.sandbox.errors import ChecksumMismatch, MissingDependency, ServiceError
 
 KAFKA: Final = "kafka"
-SPARK_KAFKA: Final = "spark-kafka"
 
 Roots = Mapping[str, tuple[bool, tuple[str, ...]]]
 """Per set: whether what the artifacts depend on belongs to it, and the artifacts."""
+
+
+def connector(minor: str) -> str:
+    """Return the name of the set with the Kafka connector of a minor version of Spark, such as ``"4.2"``."""
+    return f"spark-{minor}-kafka"
+
 
 ROOTS: Final[Roots] = {
     # kafka-clients is named, because a platform of log4j's would pull in an older one.
@@ -41,13 +46,23 @@ ROOTS: Final[Roots] = {
             "org.apache.logging.log4j:log4j-core:2.25.4",
         ),
     ),
-    # What pyspark's own jars lack, so without what these depend on. The token provider of 4.2.0 could not be had when
-    # this was written; that of 4.0.0 differs in nothing that is used here.
-    SPARK_KAFKA: (
+    # What pyspark's own jars lack, so without what these depend on; Kafka's client and the pool as in the connector's
+    # POM. It is compiled against Spark's internals, and fits the patch releases of its minor version. Not each of them
+    # could be had of everything when this was written.
+    connector("4.1"): (
+        False,
+        (
+            "org.apache.spark:spark-sql-kafka-0-10_2.13:4.1.3",
+            "org.apache.spark:spark-token-provider-kafka-0-10_2.13:4.1.1",
+            "org.apache.kafka:kafka-clients:3.9.1",
+            "org.apache.commons:commons-pool2:2.12.1",
+        ),
+    ),
+    connector("4.2"): (
         False,
         (
             "org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0",
-            "org.apache.spark:spark-token-provider-kafka-0-10_2.13:4.0.0",
+            "org.apache.spark:spark-token-provider-kafka-0-10_2.13:4.2.0",
             "org.apache.kafka:kafka-clients:3.9.2",
             "org.apache.commons:commons-pool2:2.13.1",
         ),
@@ -113,7 +128,7 @@ def locked(set_name: str, lock: Path | None = None) -> list[Jar]:
 
 
 def fetch(set_name: str, progress: Progress | None = None, *, lock: Path | None = None) -> list[Path]:
-    """Return the jars of a set (``"kafka"``, ``"spark-kafka"``) as files in the cache, downloading what is missing.
+    """Return the jars of a set (``"kafka"``, ``connector("4.2")``) as files in the cache, downloading what is missing.
 
     progress   told how far each file is. None: a progress bar on standard error when that is a terminal, one line at
                the start and one at the end when not, nothing at all when all is cached.
@@ -270,7 +285,7 @@ def resolve(roots: Roots, heading: Iterable[str]) -> str:
 
 
 def main(arguments: list[str]) -> int:
-    """``lock`` writes jars.lock; ``fetch SET…`` fills the cache and prints the files. Gives the exit status."""
+    """``lock`` writes jars.lock; ``fetch SET…`` fills the cache and prints the files. Returns the exit status."""
     from outbox._app import logs
 
     logs.configure()  # to standard error, where the retries of a download are told

@@ -144,7 +144,7 @@ class KafkaCluster:
         raise AssertionError("unreachable")
 
     def attach(self) -> bool:
-        """Take the cluster that was made in data_dir before, with what runs of it. Gives whether there is one.
+        """Take the cluster that was made in data_dir before, with what runs of it. Returns whether there is one.
 
         Raises ServiceError when it has another number of brokers than was asked for.
         """

@@ -144,7 +144,7 @@ class PostgresServer:
         raise AssertionError("unreachable")
 
     def attach(self) -> bool:
-        """Find a detached server that already runs on data_dir, and wait until it is ready. Gives whether there is one.
+        """Find a detached server that runs on data_dir, and wait until it is ready. Returns whether there is one.
 
         Raises StartFailed when there is one that is not ours to find: we are not detached, or its port is another.
         """
@@ -197,7 +197,7 @@ class PostgresServer:
             self.stop()
 
     def create_database(self, name: str, template: str | None = None) -> str:
-        """Create a database, as a copy of ``template`` when given (nobody may be connected to it). Gives its URL."""
+        """Create a database, as a copy of ``template`` when given (nobody may be connected to it). Returns its URL."""
         # Where nothing is flushed, to copy the files is ten times cheaper than to log each of their pages.
         create_database(self.url(), name, template, copy_files=self._settings.get("fsync") == "off")
         return self.url(name)

@@ -1,22 +1,42 @@
-"""What a driver needs installed, looked for before anything of it is imported."""
+"""What a driver needs installed: packages, in versions that were tested, and the jars of the Kafka connector."""
 
 from __future__ import annotations
 
 import importlib.util
+import logging
+import re
 from pathlib import Path
+from typing import Final
 
 from outbox.errors import ConfigurationError
 
+SUPPORTED: Final = ("4.1", "4.2")
+"""The minor versions of pyspark that the consumer is tested with, in order. Each has its connector in jars.lock."""
+
+_LOG: Final = logging.getLogger(__name__)
+
 
 def require_installed() -> None:
-    """Raise ConfigurationError unless everything is installed that a driver imports."""
+    """Raise ConfigurationError unless everything is installed that a driver imports, and pyspark is not too old.
+
+    A pyspark that is newer than what was tested may work: that is a warning.
+    """
     for module in ("pyspark", "pyarrow", "pandas"):
         if importlib.util.find_spec(module) is None:
             raise ConfigurationError(f"{module} is not installed; run: pip install 'outbox-kafka[spark]'")
+    version, minor = _pyspark()
+    if _ordered(minor) < _ordered(SUPPORTED[0]):
+        raise ConfigurationError(f"pyspark {version} is installed, which the consumer does not support; {_INSTALL}")
+    if minor not in SUPPORTED:
+        _LOG.warning("pyspark %s is newer than what the consumer is tested with (%s)", version, ", ".join(SUPPORTED))
 
 
 def connector_jars() -> list[Path]:
-    """Return the jars of Spark's Kafka connector, fetched if need be. Raises ConfigurationError where that can't be."""
+    """Return the jars of the Kafka connector for the pyspark that is installed, fetched if need be.
+
+    Raises ConfigurationError where that can't be, as for a pyspark that was not tested: another version's connector
+    would fail in the middle of a round.
+    """
     try:
         from outbox.sandbox import jars
     except ModuleNotFoundError as error:
@@ -24,4 +44,36 @@ def connector_jars() -> list[Path]:
             f"{error.name} is not installed, so the Kafka connector's jars can't be fetched; run "
             "pip install 'outbox-kafka[sandbox]', or give OUTBOX_SPARK_PACKAGES"
         ) from error
-    return jars.fetch("spark-kafka")
+    return jars.fetch(jars.connector(supported_minor()))
+
+
+def supported_minor() -> str:
+    """Return the minor version of the pyspark that is installed. Raises ConfigurationError unless it was tested."""
+    version, minor = _pyspark()
+    if minor not in SUPPORTED:
+        raise ConfigurationError(
+            f"pyspark {version} is installed, and there is no checked Kafka connector for it; {_INSTALL}, or give the "
+            f"connector as OUTBOX_SPARK_PACKAGES=org.apache.spark:spark-sql-kafka-0-10_2.13:{version}"
+        )
+    return minor
+
+
+def _pyspark() -> tuple[str, str]:
+    """Return the version of pyspark, and its first two numbers."""
+    import pyspark
+
+    version = pyspark.__version__
+    found = re.match(r"\d+\.\d+", version)
+    if found is None:
+        raise ConfigurationError(f"pyspark has the version {version!r}, which can't be read; {_INSTALL}")
+    return version, found[0]
+
+
+def _ordered(minor: str) -> tuple[int, ...]:
+    return tuple(map(int, minor.split(".")))
+
+
+_LAST: Final = _ordered(SUPPORTED[-1])
+BOUNDS: Final = f">={SUPPORTED[0]},<{_LAST[0]}.{_LAST[1] + 1}"
+"""The versions of pyspark that pip may install for us, as pyproject.toml has them."""
+_INSTALL: Final = f"run: pip install 'pyspark{BOUNDS}'"

@@ -19,6 +19,8 @@ import stamina
 from outbox.sandbox import jars
 from outbox.sandbox.errors import ChecksumMismatch, DownloadFailed, MissingDependency, ServiceError
 
+CONNECTOR = jars.connector("4.2")
+
 
 @dataclass
 class Repository:
@@ -237,10 +239,10 @@ def test_two_processes_at_once_fetch_every_file_once(repository: Repository, tmp
     with pytest.MonkeyPatch.context() as usual:
         usual.delenv("OUTBOX_CACHE")
         usual.delenv("OUTBOX_MAVEN_REPOSITORY")
-        real = jars.fetch(jars.SPARK_KAFKA)
-    for jar, path in zip(jars.locked(jars.SPARK_KAFKA), real, strict=True):
+        real = jars.fetch(CONNECTOR)
+    for jar, path in zip(jars.locked(CONNECTOR), real, strict=True):
         repository.put(jar, path.read_bytes())
-    command = [sys.executable, "-m", "outbox.sandbox.jars", "fetch", jars.SPARK_KAFKA]
+    command = [sys.executable, "-m", "outbox.sandbox.jars", "fetch", CONNECTOR]
     both = [
         subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd="/") for _ in range(2)
     ]
@@ -250,7 +252,7 @@ def test_two_processes_at_once_fetch_every_file_once(repository: Repository, tmp
     fetched = [Path(line) for line in results[0][0].splitlines()]
     assert [path.read_bytes() for path in fetched] == [path.read_bytes() for path in real]
     assert sorted(path for path, _ in repository.requests) == sorted(repository.files)
-    assert any("Downloading spark-kafka (4 files, 10 MB)" in output for _, output in results)
+    assert any("Downloading spark-4.2-kafka (4 files, 10 MB)" in output for _, output in results)
 
 
 def test_a_terminal_sees_a_progress_bar(repository: Repository, lock: Lock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -270,11 +272,12 @@ def test_a_terminal_sees_a_progress_bar(repository: Repository, lock: Lock, monk
 
 
 def test_the_lock_names_every_file_and_no_address() -> None:
-    kafka, spark = jars.locked(jars.KAFKA), jars.locked(jars.SPARK_KAFKA)
-    assert len(kafka) == 46
-    assert {f"{jar}" for jar in kafka} >= set(jars.ROOTS[jars.KAFKA][1])
-    assert {f"{jar}" for jar in spark} == set(jars.ROOTS[jars.SPARK_KAFKA][1])
-    for found in (kafka, spark):
+    sets = {name: jars.locked(name) for name in jars.ROOTS}
+    assert len(sets[jars.KAFKA]) == 46
+    for name, found in sets.items():
+        named = set(jars.ROOTS[name][1])
+        assert named <= {f"{jar}" for jar in found}
+        assert name == jars.KAFKA or len(found) == len(named)
         assert found == sorted(found, key=str)
         assert all(re.fullmatch(r"[0-9a-f]{64}", jar.sha256) and jar.size > 1000 for jar in found)
         assert len({jar.name for jar in found}) == len(found)
@@ -282,7 +285,7 @@ def test_the_lock_names_every_file_and_no_address() -> None:
 
 
 def test_an_unknown_set_and_a_damaged_lock_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ServiceError, match="no set 'flink', only kafka, spark-kafka"):
+    with pytest.raises(ServiceError, match=r"no set 'flink', only kafka, spark-4\.1-kafka"):
         jars.fetch("flink")
     for text in ("org.example:a:1  sha256:00  1", "[set]\norg.example:a  sha256:00  1", "[set]\na:b:c  sha256:00"):
         monkeypatch.setattr(jars, "_lock_text", lambda text=text: text)

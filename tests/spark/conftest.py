@@ -17,15 +17,13 @@ from spark_jobs.driver.runner import Runner
 @pytest.fixture(scope="session")
 def spark() -> Iterator[Any]:
     """A real Spark, local[2,4], whose Python workers have their imports from warm_daemon."""
-    from outbox.sandbox import jars
     from spark_jobs.spark import session
+    from spark_jobs.spark.installed import connector_jars
 
     # Spark looks for the daemon where the workers look for modules, and that it has from the environment.
     with pytest.MonkeyPatch.context() as changed:
         changed.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"), prepend=os.pathsep)
-        started = session.start(
-            "tests", jars=jars.fetch("spark-kafka"), conf={"spark.python.daemon.module": "warm_daemon"}
-        )
+        started = session.start("tests", jars=connector_jars(), conf={"spark.python.daemon.module": "warm_daemon"})
     yield started
     started.stop()
 

@@ -11,10 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from pyspark.sql import types as t
-from pyspark.sql.pandas.types import to_arrow_type
 
 from spark_jobs.payloads import json_text as json_payload
-from spark_jobs.payloads.decoding import PROBLEM, nullable
+from spark_jobs.payloads.decoding import PROBLEM, arrow_type, nullable
 from spark_jobs.payloads.json_columns import JsonReader
 from spark_jobs.payloads.json_whole import WholeReader
 from spark_jobs.payloads.reading import Policy, columns
@@ -86,7 +85,7 @@ def payloads(draw: st.DrawFn) -> bytes | None:
 
 def read_both_ways(fields: t.StructType, values: list[bytes | None], policy: Policy) -> list[pa.Array]:
     """Read many at once and one by one, which has to give the same. Gives the columns and the problems."""
-    kind = to_arrow_type(t.StructType([*nullable(fields).fields]).add(PROBLEM, t.StringType()), timezone="UTC")
+    kind = arrow_type(t.StructType([*nullable(fields).fields]).add(PROBLEM, t.StringType()))
     payloads, headers = pa.array(values, pa.binary()), pa.nulls(len(values), pa.binary())
     together = columns(JsonReader(fields, policy), payloads, headers, kind)
     alone = columns(json_payload.reader(fields, policy), payloads, headers, kind)

@@ -151,6 +151,8 @@ print(*sorted({known[top][0].lower().replace("_", "-") for top in tops if top in
     # Beside what has to be installed: what that brings along.
     brought = {"typing-extensions", "psycopg-binary", "greenlet", "numpy", "cython"}
     about = {"pyspark", "py4j", "setuptools", "outbox-kafka"}
+    if pyspark.__version__.startswith("4.1."):
+        about.add("psutil")  # which pyspark itself imports there, where it is installed
     assert set(done.stdout.split()) <= {*EXECUTORS_NEED, *brought, *about}
 
 
