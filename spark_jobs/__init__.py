@@ -10,7 +10,7 @@ import importlib
 from typing import TYPE_CHECKING, Any, Final
 
 if TYPE_CHECKING:
-    from spark_jobs.dedup.strategies import Dedup, Fingerprint, Natural, Version
+    from spark_jobs.dedup.strategies import Dedup, Fingerprint, Natural, OffsetsOnly, Version
     from spark_jobs.driver.query import ConsumerQuery, run
     from spark_jobs.driver.streaming import exactly_once
     from spark_jobs.effects.mapped import Insert, Upsert
@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from spark_jobs.external.http_call import HttpAsk, HttpCall
     from spark_jobs.job import ConsumerJob
     from spark_jobs.payloads.decoding import Avro, Json, JsonSchema, Protobuf, Raw
+    from spark_jobs.payloads.registry import Registry
 
 __all__ = [
     "Avro",
@@ -53,9 +54,11 @@ __all__ = [
     "Json",
     "JsonSchema",
     "Natural",
+    "OffsetsOnly",
     "Produce",
     "Protobuf",
     "Raw",
+    "Registry",
     "Reject",
     "TopicRecreated",
     "Traced",
@@ -67,6 +70,7 @@ __all__ = [
 
 _MODULES: Final = {
     "payloads.decoding": ("Avro", "Json", "JsonSchema", "Protobuf", "Raw"),
+    "payloads.registry": ("Registry",),
     "effects.mapped": ("Insert", "Upsert"),
     "errors": (
         *("BadMessage", "CheckpointConflict", "ConsumerError", "ConsumerUnavailable", "DataLost", "EffectFailed"),
@@ -77,7 +81,7 @@ _MODULES: Final = {
     "job": ("ConsumerJob",),
     "effects.produce": ("Produce", "Traced"),
     "driver.query": ("ConsumerQuery", "run"),
-    "dedup.strategies": ("Dedup", "Fingerprint", "Natural", "Version"),
+    "dedup.strategies": ("Dedup", "Fingerprint", "Natural", "OffsetsOnly", "Version"),
     "driver.streaming": ("exactly_once",),
 }
 _WHERE: Final = {name: module for module, names in _MODULES.items() for name in names}

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from outbox.errors import OutboxError
 
 if TYPE_CHECKING:
-    from spark_jobs.driver.planner import Loss, Partition
+    from spark_jobs.model import Loss, Partition
 
 
 class ConsumerError(OutboxError):
@@ -109,3 +109,8 @@ class SparkLost(ConsumerError):
 def storable(text: str) -> str:
     """Return text as Postgres takes it: what a message or a provider holds may be neither text there nor in UTF-8."""
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
+
+
+def shown(error: BaseException) -> str:
+    """Return an error's kind and its first line."""
+    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -25,7 +25,7 @@ Ids = Any
 
 
 def parsed(texts: pa.Array) -> tuple[Ids, Any]:
-    """Read texts, or the bytes of such. Gives the UUIDs, one for each, and a mask of those that are none (8-4-4-4-12).
+    """Read texts, or the bytes of such. Returns a UUID for each, and a mask of those that are none (8-4-4-4-12).
 
     texts  string or binary; null is no UUID. The UUID of what is none is zero.
     """

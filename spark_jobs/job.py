@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
-from spark_jobs.dedup.strategies import Dedup, Fingerprint, Natural, Strategy, Version
+from spark_jobs.dedup.strategies import Dedup, Fingerprint, Strategy, Version
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.errors import JobError
 from spark_jobs.payloads.decoding import PROBLEM, Decoder, decoder_of
@@ -130,7 +130,7 @@ class ConsumerJob:
         if isinstance(self.effect, Upsert) and self.effect.deletes and isinstance(self.strategy, Fingerprint):
             raise JobError(
                 "strategy: with Fingerprint all tombstones of a key are one and the same message, so only the first "
-                "would delete; Upsert(deletes=True) goes with Dedup, Natural and Version"
+                "would delete; Upsert(deletes=True) goes with the other strategies"
             )
 
     def _check_topics(self) -> None:
@@ -143,8 +143,8 @@ class ConsumerJob:
             raise JobError("topics: one is named twice")
 
     def _check_choices(self) -> None:
-        if not isinstance(self.strategy, Dedup | Natural | Version | Fingerprint):
-            raise JobError("strategy: must be Dedup(), Natural(…), Version(…) or Fingerprint(…)")
+        if not isinstance(self.strategy, Strategy):
+            raise JobError("strategy: must be Dedup(), Natural(…), Version(…), Fingerprint(…) or OffsetsOnly()")
         for name, allowed in (
             ("atomic", ("partition", "batch")),
             ("on_bad", ("dead-letter", "halt")),

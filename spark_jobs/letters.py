@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final
 import psycopg
 from psycopg import sql
 
-from spark_jobs.dedup.strategies import Place
 from spark_jobs.errors import storable
-from spark_jobs.postgres.batch_table import Culprit
+from spark_jobs.model import Place
+from spark_jobs.outcomes import Culprit
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -67,7 +67,7 @@ class Letter:
 
 
 def write(cursor: psycopg.Cursor[Any], schema: str, group: str, topic_id: str, letters: Iterable[Letter]) -> int:
-    """Put messages aside. Gives how many."""
+    """Put messages aside. Returns how many."""
     query = sql.SQL(_WRITE).format(letters=sql.Identifier(schema, "dead_letters"))
     rows = [
         {

@@ -21,9 +21,10 @@ from psycopg.rows import dict_row
 
 from outbox.errors import OutboxError
 from spark_jobs.driver.kafka_admin import KafkaView
-from spark_jobs.driver.planner import Extent, Partition
+from spark_jobs.driver.planner import Extent
+from spark_jobs.model import Partition
+from spark_jobs.postgres.errors import clear_errors, connect
 from spark_jobs.postgres.progress import progress
-from spark_jobs.sink import clear_errors, connect
 
 T = TypeVar("T")
 

@@ -134,7 +134,15 @@ def lanes(
 def prune(
     database_url: DatabaseUrl = None,
     schema: _Schema = None,
-    days: Annotated[int | None, typer.Option(min=0, help="Days to keep; OUTBOX_RELAY__ARCHIVE_DAYS.")] = None,
+    consumer: Annotated[
+        bool, typer.Option("--consumer", help="The days of the ids that consumers remember, instead of the archive's.")
+    ] = False,
+    days: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Days to keep; OUTBOX_RELAY__ARCHIVE_DAYS, with --consumer OUTBOX_CONSUMER__KEEP_DAYS."
+        ),
+    ] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
     force: Annotated[
         bool,
@@ -142,7 +150,15 @@ def prune(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Drop the archive's partitions that are old enough, and make those of the coming days. Relays do the same."""
+    """Drop the partitions that are old enough, and make those of the coming days. Run it as the tables' owner.
+
+    Relays do the same with the archive, and consumers with the ids that they remember, if they have the rights.
+    """
+    if consumer:
+        if force:
+            raise ConfigurationError("--force is for the archive; it makes no difference with --consumer")
+        _prune_ids(database_url, schema, days, dry_run=dry_run, as_json=as_json)
+        return
     from relay.archive import Retention
     from relay.database import Connector
 
@@ -224,6 +240,37 @@ def roles(
     if apply:
         db.grant(settings.require_database(), statements, messages=with_messages)
         typer.echo("-- granted")
+
+
+def _prune_ids(database_url: str | None, schema: str | None, days: int | None, *, dry_run: bool, as_json: bool) -> None:
+    from spark_jobs.postgres.retention import Memory
+
+    url, name = _target(database_url, schema, consumer=True)
+    keep = load().consumer.keep_days if days is None else days
+    if keep < 1:
+        raise ConfigurationError("--days: with --consumer at least 1, so that a message that is sent twice is known")
+    memory = Memory(url, name, keep, "outbox db prune")
+    made: list[str] = []
+    dropped: list[str] = []
+    rows = 0
+    would = "would be " if dry_run else ""
+    # Each is shown before the next begins: what is done stays done, if that one fails.
+    for done in [memory.due()] if dry_run else memory.prune():
+        made += done.made
+        dropped += done.dropped
+        rows += done.deleted_rows
+        if as_json:
+            continue
+        for partition in done.made:
+            typer.echo(f"partition {partition}: {would}made")
+        for partition in done.dropped:
+            typer.echo(f"partition {partition}: {would}dropped")
+        if done.deleted_rows:
+            typer.echo(f"{done.deleted_rows} ids of the default partition: {would}forgotten")
+    if as_json:
+        print_json({"dry_run": dry_run, "keep_days": keep, "created": made, "dropped": dropped, "stray_rows": rows})
+    elif not (made or dropped or rows):
+        typer.echo("nothing to do")
 
 
 def _role(item: str) -> tuple[Kind, str]:

@@ -81,10 +81,11 @@ EXPLAINED: Final[Mapping[Delivery, str]] = {
     "events that are worth nothing when late.",
     Delivery.AT_LEAST_ONCE: "A row is deleted after Kafka acknowledged it: no event is lost; after a crash at most one "
     "batch of each lane stands on Kafka twice, under the same event id. In order per key once repeats are dropped. For "
-    "consumers that dedup by event id, as the Spark jobs here do.",
+    "consumers that dedup by event id, as the Spark jobs here do; with OffsetsOnly such a batch is applied twice.",
     Delivery.EXACTLY_ONCE: "A batch and the note of what is in it are one Kafka transaction: for a reader with "
     "read_committed no event is lost and none stands there twice, in order per key, whatever is killed. Costs a few "
-    "milliseconds per batch. For consumers that can't dedup.",
+    "milliseconds per batch. For consumers that can't dedup, or do without it: Spark jobs with OffsetsOnly. To these a "
+    "replay is a second event.",
 }
 
 

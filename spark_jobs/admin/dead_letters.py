@@ -28,7 +28,7 @@ from psycopg.types.json import Jsonb
 from outbox.errors import ConfigurationError
 from spark_jobs.errors import ConsumerError
 from spark_jobs.letters import CONTENTS, DESCRIBED
-from spark_jobs.sink import clear_errors
+from spark_jobs.postgres.errors import clear_errors
 
 REASONS: Final = ("undecodable", "no-id", "too-old", "failed", "rejected", "behind")
 """Why a message is a dead letter. ``behind``: nothing is known against it, an earlier one of its key is dead."""
@@ -168,11 +168,13 @@ class DeadLetters:
         with clear_errors("reading a dead letter"):
             found = self._run(_SHOW, {"id": dead_letter})
         if not found:
-            raise NoSuchDeadLetter(f"no dead letter has the id {dead_letter}; see `outbox consumers list`")
+            raise NoSuchDeadLetter(
+                f"no dead letter has the id {dead_letter}; see `outbox dead-letters list --side consumer`"
+            )
         return found[0]
 
     def retry(self, selection: Selection) -> Sequence[dict[str, Any]]:
-        """Have messages tried again by the next round of their groups. Gives those, and the others of their keys."""
+        """Mark messages for a retry by the next round of their groups. Returns those, and the others of their keys."""
         with clear_errors("retrying dead letters"), self._connection.transaction():
             self._connection.execute(_TIMEOUT)
             rows = sorted(self._run(_RETRY, selection.bound()), key=_place)

@@ -8,6 +8,8 @@ goes on from the new offsets when it is started again.
 | the offset goes | what follows                                                                                      |
 |-----------------|---------------------------------------------------------------------------------------------------|
 | back            | messages come again; what was applied is known by its id (dedup), or dead if its day is forgotten |
+| back, with      | messages come again, and are applied again: no id is remembered                                   |
+| OffsetsOnly     |                                                                                                   |
 | forward         | messages are never read: only with ``skip``, and the audit says which                             |
 | outside of Kafka| refused                                                                                           |
 """
@@ -27,9 +29,10 @@ from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
 from spark_jobs.driver.kafka_admin import KafkaView, TopicMissing
-from spark_jobs.driver.planner import Extent, LossKind, Partition, Stored
+from spark_jobs.driver.planner import Extent
 from spark_jobs.errors import ConsumerError, ConsumerUnavailable
-from spark_jobs.sink import clear_errors
+from spark_jobs.model import LossKind, Partition, Stored
+from spark_jobs.postgres.errors import clear_errors
 
 _Losses = Mapping[int, Sequence[tuple[str, int]]]
 _Decide = Callable[[Mapping[int, Stored], _Losses], list["Move"]]
@@ -316,7 +319,7 @@ class Offsets:
     def forget(
         self, group: str, topic: str, why: str, *, dry_run: bool = False, wait_seconds: float = WAIT_SECONDS
     ) -> Moved:
-        """Have a group forget a topic that it no longer reads: rows and open losses. Raises NoSuchGroup."""
+        """Remove a topic that a group no longer reads: rows and open losses. Raises NoSuchGroup."""
 
         def decide(stored: Mapping[int, Stored], losses: _Losses) -> list[Move]:
             if not stored and not losses:

@@ -172,8 +172,8 @@ def _answers(spark: SparkSession) -> bool:
 def _progress(settings: Settings, job: ConsumerJob) -> list[dict[str, Any]]:
     """Return the group's rows; none when Postgres is away."""
     from spark_jobs.errors import ConsumerUnavailable
+    from spark_jobs.postgres.errors import connect
     from spark_jobs.postgres.progress import progress
-    from spark_jobs.sink import connect
 
     try:
         with connect(settings.require_database(), f"outbox consume {job.group}") as connection:

@@ -159,7 +159,7 @@ def discard(
 
 @contextmanager
 def _connection(database_url: str | None) -> Iterator[tuple[psycopg.Connection[Any], str]]:
-    from spark_jobs.sink import connect
+    from spark_jobs.postgres.errors import connect
 
     settings = load(database_url=database_url)
     with connect(settings.require_database(), "outbox consumers") as connection:

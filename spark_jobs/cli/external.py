@@ -45,7 +45,7 @@ def run(
     import structlog
 
     from outbox._app import logs
-    from spark_jobs.sink import connect
+    from spark_jobs.postgres.errors import connect
 
     settings = load(database_url=database_url)
     logs.configure(settings.log_level, settings.log_format)
@@ -165,7 +165,7 @@ def settle(
 ) -> None:
     """Write down what became of a stuck one, or of one in conflict, without calling anybody."""
     from spark_jobs.external.caller import Caller
-    from spark_jobs.sink import connect
+    from spark_jobs.postgres.errors import connect
 
     require_reason(why, "how you know")
     settings = load(database_url=database_url)
@@ -215,7 +215,7 @@ def _external(spec: str, settings: Settings) -> External:
 @contextmanager
 def _desk(database_url: str | None) -> Iterator[Desk]:
     from spark_jobs.external.reservations import Desk
-    from spark_jobs.sink import clear_errors, connect
+    from spark_jobs.postgres.errors import clear_errors, connect
 
     settings = load(database_url=database_url)
     connection: psycopg.Connection[Any]

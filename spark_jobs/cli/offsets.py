@@ -147,7 +147,7 @@ def _wanted(to: str) -> Wanted:
 def _offsets(database_url: str | None) -> Iterator[Offsets]:
     from spark_jobs.admin.offsets import Offsets
     from spark_jobs.driver.kafka_admin import KafkaView
-    from spark_jobs.sink import connect
+    from spark_jobs.postgres.errors import connect
 
     settings = load(database_url=database_url)
     kafka = KafkaView(client_options(settings))

@@ -6,9 +6,10 @@
 | Natural     | an effect that may be done again   | nothing                | sums, counters; sources that repeat late |
 | Version     | a version that rises with a change | a look at the sink     | anything but the newest state of a key  |
 | Fingerprint | nothing                            | a hash and a row each  | tell two equal events from a repeat     |
+| OffsetsOnly | a source that never repeats        | nothing                | notice any repeat                       |
 
 Re-reads after a crash are no matter of these: offsets move with the effect. They are for what the producer's side
-sends twice under two offsets.
+sends twice under two offsets; OffsetsOnly is for a source that does not.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import psycopg
 from psycopg import sql
 
 from spark_jobs.errors import JobError
+from spark_jobs.model import Place
 from spark_jobs.postgres.tables import DAY_OF_ID
 
 if TYPE_CHECKING:
@@ -98,8 +100,6 @@ WHOLE_TIMES: Final = {
 
 _LATEST: Final = "message_topic DESC, message_part DESC, message_offset DESC"
 
-Place = tuple[str, int, int]
-"""Topic, partition and offset of a message."""
 
 Known = Sequence["Ids"] | None
 """The ids of the rows in ``batch``; None when only the database has them."""
@@ -143,8 +143,8 @@ class _Remembering:
         return [((topic, part, offset), why.format(before)) for topic, part, offset, before in rows]
 
 
-class _Comparing:
-    """What strategies have in common that compare rows with each other, or with the sink's, and remember nothing."""
+class _Forgetting:
+    """What strategies have in common that remember nothing: some compare rows with each other, or with the sink's."""
 
     __slots__ = ()
     remembers: ClassVar[bool] = False
@@ -165,7 +165,7 @@ class Dedup(_Remembering):
 
 
 @dataclass(frozen=True, slots=True)
-class Natural(_Comparing):
+class Natural(_Forgetting):
     """The effect itself may be done again: an upsert by ``key``. Of a key's messages in a batch the last one is kept.
 
     key  columns of ``batch``.
@@ -189,7 +189,7 @@ class Natural(_Comparing):
 
 
 @dataclass(frozen=True, slots=True)
-class Version(_Comparing):
+class Version(_Forgetting):
     """Only what is newer than the stored version is applied. Of a key's messages in a batch the newest is kept.
 
     table       of the sink, as ``name`` or ``schema.name``: where the stored version stands.
@@ -310,7 +310,26 @@ class Fingerprint(_Remembering):
         return _uuid(instant, 7, digest)
 
 
-Strategy = Dedup | Natural | Version | Fingerprint
+@dataclass(frozen=True, slots=True)
+class OffsetsOnly(_Forgetting):
+    """Apply each offset once, and compare nothing: for topics in which no event stands twice.
+
+    Such are the topics of an exactly-once relay, and of any producer that writes each event in one transaction, or with
+    idempotence in one go. The offsets move in the transaction of the effect, so a crash repeats nothing. A source that
+    repeats a message under another offset, or an operator who sets the group back, repeats the effect, and nothing
+    shows it.
+
+    Messages need no id. One without gets a UUID of version 8 made of its place and its time, which Reject, Produce and
+    External can use: it is the same whenever the message is read.
+    """
+
+    required: tuple[str, ...] = ()
+
+    def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:
+        """Leave ``batch`` as it is: every row is to be applied."""
+
+
+Strategy = Dedup | Natural | Version | Fingerprint | OffsetsOnly
 
 
 @dataclass(frozen=True, slots=True)

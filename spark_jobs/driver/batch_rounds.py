@@ -28,7 +28,6 @@ so a driver that is superseded leaves none that its successor does not find.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -38,27 +37,31 @@ from typing import TYPE_CHECKING, Any, Final
 import psycopg
 from psycopg import sql
 
-from spark_jobs.dedup.strategies import Natural, Place, Version
-from spark_jobs.driver.planner import Partition
-from spark_jobs.driver.rounds import Rounds, Span, State, Told
+from spark_jobs.dedup.strategies import Natural, Version
+from spark_jobs.driver.rounds import Reading, Rounds, Span, State, Told
 from spark_jobs.effects.mapped import PLACED, Upsert
 from spark_jobs.errors import ConsumerUnavailable, JobError
-from spark_jobs.job import META
+from spark_jobs.job import META, ConsumerJob
 from spark_jobs.letters import Retried
+from spark_jobs.model import Partition, Place
+from spark_jobs.outcomes import Broken, Culprit, Culprits, Wish
 from spark_jobs.payloads.decoding import PROBLEM
-from spark_jobs.postgres.batch_table import Applying, Broken, Culprit, Culprits, textual, without_unfit
+from spark_jobs.postgres import lock_monitor
+from spark_jobs.postgres.batch_table import Applying, textual, without_unfit
 from spark_jobs.postgres.copying import copy_csv
+from spark_jobs.postgres.group_store import Store
+from spark_jobs.postgres.sink import PostgresSink, PostgresSinks, PostgresTransaction, forgiven, transaction, translated
 from spark_jobs.spark import session as spark
 from spark_jobs.task import input as task_input
 from spark_jobs.task import partition as task
 from spark_jobs.task.input import NO_INPUT, TaskInput
-from spark_jobs.task.partition import Feed, Stop, TaskPlan, Wish, culprits_text, stopping
+from spark_jobs.task.partition import Feed, Stop, culprits_text, stopping
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark.sql import DataFrame
+    from pyspark.sql import DataFrame, SparkSession
 
-_REPORT: Final = "staged_by string, rows long, culprits string, broken string"
+_REPORT: Final = "staged_by string, rows long, size long, culprits string, broken string"
 # Tables of a round and of no other: who holds one is a task that nobody waits for, or reads them all, as pg_dump does.
 _PATIENCE: Final = "SET LOCAL lock_timeout = '200ms'"
 # A message is one row there: no transform has seen it.
@@ -92,11 +95,12 @@ class _StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """What the executors staged: under which names, and how many rows."""
+    """What the executors staged: under which names, how many rows, and how many bytes these took in memory."""
 
     table: sql.Identifier
     names: list[str]
     rows: int
+    size: int
 
 
 Offsets = Mapping[Partition, Sequence[int]]
@@ -108,12 +112,17 @@ class BatchRounds(Rounds):
 
     each_alone = False
 
-    _prepared: int | None = None
-
-    @functools.cached_property
-    def _made(self) -> list[sql.Identifier]:
+    def __init__(
+        self, session: SparkSession, job: ConsumerJob, reading: Reading, store: Store, sinks: PostgresSinks
+    ) -> None:
+        super().__init__(session, job, reading, store, sinks)
+        self._url = sinks.url
+        self._schema = sinks.schema
+        self._postgres = store
+        self._sinks: PostgresSinks = sinks
+        self._prepared: int | None = None
+        self._made: list[sql.Identifier] = []
         """The staging tables that this driver has made and not dropped yet."""
-        return []
 
     def _stand_behind(self, state: State, span: Span, keys: Mapping[tuple[str, bytes], None]) -> None:
         # Spark reads, and a transform must not see these messages: they are looked for beforehand.
@@ -149,7 +158,7 @@ class BatchRounds(Rounds):
         generation: int,
         retried: Mapping[Place, Wish],
     ) -> dict[Partition, Told]:
-        """Stage, then apply. Gives what became of each partition. Raises Stop."""
+        """Stage, then apply. Returns what became of each partition. Raises Stop."""
         self._prepare(generation)
         try:
             return self._staged_and_applied(rows, span, state, generation, retried)
@@ -173,56 +182,64 @@ class BatchRounds(Rounds):
         first = messages.select(*META, PROBLEM) if shuffled else result
         first, columns = spark.copyable(first)
         most = max(self._job.max_dead, len(retried))
-        with stopping("the round"):
-            staged = self._stage(first, columns, generation, self._job.strategy.required, most, ask=True)
-        plan = self._plan(span, state, generation, {} if shuffled else columns)
-        plan = replace(plan, columns=columns, max_dead=most)
-        name = f"outbox driver {self._job.group}"
-        with stopping("the round"), task.transaction(self._url, name, NO_INPUT) as cursor:
+        with stopping("the round"), translated("the round"):
+            staged = self._stage(first, columns, generation, self._job.reducing.required, most, ask=True)
+        # With a shuffle the effect is for what it leaves; see _transformed.
+        effect = "" if shuffled else self._sinks.effect(columns, placed=True)
+        sink = replace(self._sinks.prepared({}, generation), columns=columns, effect=effect)
+        with stopping("the round"), sink.transaction("the round", NO_INPUT, most=most, here=True) as into:
+            cursor = into.cursor
             # The transaction stays open while executors work for it.
             cursor.execute("SET LOCAL idle_in_transaction_session_timeout = 0")
-            for partition in sorted(span.ranges):
-                if not task.move(cursor, plan, partition):
+            for partition, range_ in sorted(span.ranges.items()):
+                if not into.move(partition, range_, span.log_ends.get(partition)):
                     raise ConsumerUnavailable(f"{partition[0]}-{partition[1]}: the range was applied meanwhile")
-            if retried and not task.hold(cursor, plan, retried):
+            if retried and not into.hold(retried):
                 return {}
-            applying = plan.applying(cursor)
+            applying = sink.applying(cursor, most)
             self._take(applying, staged)
             read = applying.per_partition()
             before = applying.places() if retried else set()
             if shuffled:
                 cursor.execute(_READ)
-            applying.reduce(suspect=bool(retried or plan.suspects), forgiven=task.forgiven(retried))
+            applying.reduce(suspect=bool(retried or self._suspects), forgiven=forgiven(retried))
             fresh = applying.per_partition()
             taken = before
             if fresh and shuffled:
                 repeats = {(topic, part): offsets for topic, part, offsets in cursor.execute(_REPEATS)}
-                applying = self._transformed(cursor, rows(repeats), plan, generation)
+                applying = self._transformed(cursor, rows(repeats), sink, most)
                 if span.ranges:
                     self._require_all(rows(repeats), sum(fresh.values()))
                 taken = _taken(applying, before, repeats)
             if retried:
-                task.resolve(cursor, plan, retried, fresh, taken)
-            _settle(cursor, plan, read, fresh)
+                into.resolve_as(fresh, taken)
+            _count(into, span, state, read, fresh)
             if fresh:
                 applying.apply()
+        # One average for all topics of the round. With a shuffle what was staged are not the messages.
+        average = 0 if shuffled or not staged.rows else staged.size / staged.rows
         return {
-            partition: Told("applied", read.get(partition, 0), fresh.get(partition, 0))
+            partition: Told(
+                "applied",
+                read.get(partition, 0),
+                fresh.get(partition, 0),
+                size=int(average * read.get(partition, 0)),
+            )
             for partition in (span.ranges or read)
         }
 
-    def _transformed(self, cursor: psycopg.Cursor[Any], rows: DataFrame, plan: TaskPlan, generation: int) -> Applying:
+    def _transformed(self, cursor: psycopg.Cursor[Any], rows: DataFrame, sink: PostgresSink, most: int) -> Applying:
         """Run the transform over what is fresh, and put its result in the place of the messages."""
         result, columns = spark.copyable(spark.shaped(spark.decoded(rows, self._job), self._job))
-        staged = self._stage(result, columns, generation, (), plan.max_dead, ask=False)
+        staged = self._stage(result, columns, sink.generation, (), most, ask=False)
         upsert = self._job.effect if isinstance(self._job.effect, Upsert) else None
         if upsert:
             upsert.note(cursor)
-        with_effect = replace(plan, columns=columns, effect=self._effect_after(columns), bisect=False)
+        with_effect = replace(sink, columns=columns, effect=self._effect_after(columns), bisect=False)
         cursor.execute("DROP TABLE batch")
-        applying = with_effect.applying(cursor)
+        applying = with_effect.applying(cursor, most)
         self._take(applying, staged)
-        if upsert and (lost := upsert.missed(cursor, tuple(columns), self._store.column_types(upsert.table))):
+        if upsert and (lost := upsert.missed(cursor, tuple(columns), self._postgres.column_types(upsert.table))):
             raise Broken(
                 f"the transform has left out the tombstone {lost}, and with it the delete of a row that is there: join "
                 "from the left, and keep the rows with message_tombstone in every filter"
@@ -252,7 +269,7 @@ class BatchRounds(Rounds):
         """Return the effect for what a shuffle has left. Its rows may still be messages, and then have their order."""
         effect = self._job.effect
         needed = PLACED | {"message_key"} if isinstance(effect, Upsert) and effect.deletes else PLACED
-        return self._effect(columns, placed=set(columns) >= needed, shuffled=True)
+        return self._sinks.effect(columns, placed=set(columns) >= needed, shuffled=True)
 
     def _take(self, applying: Applying, staged: _Staged) -> None:
         taken = applying.take(staged.table, staged.names)
@@ -284,16 +301,16 @@ class BatchRounds(Rounds):
         named = sql.Identifier(self._schema, table)
         # Before it is there: where COMMIT gets no answer, it may be.
         self._made.append(named)
-        with self._store.transaction() as connection:
+        with self._postgres.transaction() as connection:
             if ask:
-                self._store.require(connection, generation)
+                self._postgres.require(connection, generation)
             connection.execute(
                 sql.SQL(
                     "CREATE UNLOGGED TABLE {} ({}, outbox_batch_staged_by text, outbox_batch_staged_at bigint)"
                 ).format(named, fields)
             )
         plan = _StagePlan(self._url, self._schema, table, self._job.group, tuple(columns), required, max_dead)
-        reports = rows.mapInArrow(lambda batches: _stage(plan, task_input.from_spark(batches)), _REPORT).collect()
+        reports = spark.in_tasks(rows, lambda batches: _stage(plan, task_input.from_spark(batches)), _REPORT).collect()
         broken = [row.broken for row in reports if row.broken]
         if broken:
             raise Broken(broken[0])
@@ -304,13 +321,14 @@ class BatchRounds(Rounds):
             named,
             [row.staged_by for row in reports],
             sum(row.rows for row in reports),
+            sum(row.size for row in reports),
         )
 
     def _prepare(self, generation: int) -> None:
         """Drop what older generations of the group have left."""
         if self._prepared == generation:
             return
-        with self._store.transaction() as connection:
+        with self._postgres.transaction() as connection:
             values = {
                 "schema": sql.Identifier(self._schema).as_string(connection),
                 "like": f"{self._stem()}\\_%",
@@ -327,11 +345,11 @@ class BatchRounds(Rounds):
     def _drop(self, table: sql.Identifier) -> bool:
         """Drop a staging table. False when that has to be tried again: it is no reason for a round to fail."""
         try:
-            with self._store.transaction() as connection:
+            with self._postgres.transaction() as connection:
                 connection.execute(_PATIENCE)
                 # The driver whose it is may be dropping it too.
                 connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(table))
-        except psycopg.Error:
+        except (psycopg.Error, ConsumerUnavailable):
             return False
         return True
 
@@ -339,11 +357,22 @@ class BatchRounds(Rounds):
         return f"staged_{hashlib.sha256(self._job.group.encode()).hexdigest()[:12]}"
 
 
-def _settle(
-    cursor: psycopg.Cursor[Any], plan: TaskPlan, read: Mapping[Partition, int], fresh: Mapping[Partition, int]
+def _count(
+    into: PostgresTransaction,
+    span: Span,
+    state: State,
+    read: Mapping[Partition, int],
+    fresh: Mapping[Partition, int],
 ) -> None:
-    for partition in sorted(plan.ranges):
-        task.settle(cursor, plan, partition, read=read.get(partition, 0), fresh=fresh.get(partition, 0))
+    for partition, range_ in sorted(span.ranges.items()):
+        into.count(
+            partition,
+            range_,
+            read=read.get(partition, 0),
+            fresh=fresh.get(partition, 0),
+            dead=state.letters(partition),
+            reached=None,
+        )
 
 
 def _taken(applying: Applying, messages: set[Place], repeats: Offsets) -> set[Place]:
@@ -360,7 +389,7 @@ def _taken(applying: Applying, messages: set[Place], repeats: Offsets) -> set[Pl
 
 
 def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Be the function of mapInArrow: COPY one partition's rows, under a name that no other attempt has."""
+    """COPY one partition's rows under a name that no other attempt has; the function of mapInArrow."""
     import pyarrow as pa
 
     name = uuid.uuid4().hex
@@ -380,7 +409,7 @@ def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.
 
     broken = ""
     try:
-        with task.transaction(plan.url, f"outbox consumer {plan.group}", batches) as cursor:
+        with transaction(plan.url, lock_monitor.names(plan.group)[1], batches) as cursor:
             copy_csv(cursor, table, [*plan.columns, "outbox_batch_staged_by", "outbox_batch_staged_at"], named())
             found += feed.found
             if found:
@@ -397,6 +426,7 @@ def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.
         {
             "staged_by": [name],
             "rows": pa.array([0 if found else feed.rows], pa.int64()),
+            "size": pa.array([feed.size], pa.int64()),
             "culprits": [culprits_text(found[: plan.max_dead + 1])],
             "broken": [broken],
         }

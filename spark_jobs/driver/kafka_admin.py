@@ -15,9 +15,11 @@ from typing import Any, Final
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec  # type: ignore[attr-defined]
 
-from spark_jobs.driver.planner import Extent, Partition
+from spark_jobs.driver.planner import Extent
 from spark_jobs.errors import ConsumerError
-from spark_jobs.spark.errors import is_refusal, of_kafka
+from spark_jobs.model import Partition
+from spark_jobs.patience import asking
+from spark_jobs.task.kafka_errors import is_refusal, of_kafka
 
 _SECONDS: Final = 20.0
 _REFUSAL_SECONDS: Final = 0.5
@@ -64,7 +66,7 @@ class KafkaView:
     """Kafka as the planner sees it.
 
     options   librdkafka's: addresses and credentials.
-    seconds   how long a question may take.
+    seconds   how long a question may take; less, where a run's patience ends sooner.
     """
 
     def __init__(self, options: Mapping[str, str], *, seconds: float = _SECONDS) -> None:
@@ -100,6 +102,7 @@ class KafkaView:
 
         A topic that is missing, or has no leader just now, is asked for again for a few seconds.
         """
+        # Not less with less patience: what is called missing then is taken for lost.
         deadline = time.monotonic() + _UNHEARD_SECONDS
         while True:
             try:
@@ -114,7 +117,8 @@ class KafkaView:
     def ends(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
         """Return where each partition's committed messages end now. Raises ConsumerUnavailable."""
         try:
-            return _offsets(self._ask(partitions, _LATEST, committed=True))
+            with asking(self._seconds) as seconds:
+                return _offsets(self._ask(partitions, _LATEST, seconds, committed=True))
         except KafkaException as error:
             raise self._failure(error) from error
 
@@ -125,7 +129,8 @@ class KafkaView:
         """
         spec = OffsetSpec.for_timestamp(int(when.timestamp() * 1000))
         try:
-            found = _offsets(self._ask(partitions, spec, committed=True))
+            with asking(self._seconds) as seconds:
+                found = _offsets(self._ask(partitions, spec, seconds, committed=True))
         except KafkaException as error:
             raise self._failure(error) from error
         return {partition: None if offset < 0 else offset for partition, offset in found.items()}
@@ -149,11 +154,11 @@ class KafkaView:
 
     def compacted(self, topics: Iterable[str]) -> bool:
         """Return whether Kafka may compact one of the topics. True as well where it does not tell: it is a right."""
-        asked = self._admin.describe_configs(
-            [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics], request_timeout=self._seconds
-        )
+        wanted = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics]
         try:
-            return any("compact" in str(one.result()["cleanup.policy"].value) for one in asked.values())
+            with asking(self._seconds) as seconds:
+                asked = self._admin.describe_configs(wanted, request_timeout=seconds)
+                return any("compact" in str(one.result()["cleanup.policy"].value) for one in asked.values())
         except KafkaException:
             return True
 
@@ -161,22 +166,24 @@ class KafkaView:
         from confluent_kafka import TopicCollection
 
         described, missing = {}, []
-        found = self._admin.describe_topics(TopicCollection(list(topics)), request_timeout=self._seconds)
-        for name, future in found.items():
-            try:
-                described[name] = self._result(future)
-            except KafkaException as error:
-                if _code(error) != KafkaError.UNKNOWN_TOPIC_OR_PART:
-                    raise
-                missing.append(name)
+        with asking(self._seconds) as seconds:
+            found = self._admin.describe_topics(TopicCollection(list(topics)), request_timeout=seconds)
+            for name, future in found.items():
+                try:
+                    described[name] = self._result(future)
+                except KafkaException as error:
+                    if _code(error) != KafkaError.UNKNOWN_TOPIC_OR_PART:
+                        raise
+                    missing.append(name)
         partitions = [(name, part.id) for name, topic in described.items() for part in topic.partitions]
         # Whoever refused the client before has let it in now.
         self._refusals.clear()
-        # All on their way before the first answer.
-        asked = [self._ask(partitions, spec, committed=True) for spec in (_EARLIEST, _LATEST)]
-        if high_watermarks:
-            asked.append(self._ask(partitions, _LATEST, committed=False))
-        first, end, *high = map(_offsets, asked)
+        with asking(self._seconds) as seconds:
+            # All on their way before the first answer.
+            asked = [self._ask(partitions, spec, seconds, committed=True) for spec in (_EARLIEST, _LATEST)]
+            if high_watermarks:
+                asked.append(self._ask(partitions, _LATEST, seconds, committed=False))
+            first, end, *high = map(_offsets, asked)
         return Survey(
             {name: str(topic.topic_id) for name, topic in described.items()},
             {
@@ -186,7 +193,9 @@ class KafkaView:
             tuple(sorted(missing)),
         )
 
-    def _ask(self, partitions: Iterable[Partition], spec: Any, *, committed: bool) -> Mapping[Any, Future[Any]]:
+    def _ask(
+        self, partitions: Iterable[Partition], spec: Any, seconds: float, *, committed: bool
+    ) -> Mapping[Any, Future[Any]]:
         from confluent_kafka import IsolationLevel
 
         level = IsolationLevel.READ_COMMITTED if committed else IsolationLevel.READ_UNCOMMITTED
@@ -194,12 +203,12 @@ class KafkaView:
         if not wanted:
             return {}
         answers: Mapping[Any, Future[Any]] = self._admin.list_offsets(
-            wanted, isolation_level=level, request_timeout=self._seconds
+            wanted, isolation_level=level, request_timeout=seconds
         )
         return answers
 
     def show_lag(self, group: str, offsets: Mapping[Partition, int], seconds: float = 5.0) -> str | None:
-        """Tell Kafka how far the group is. Nobody here reads it back, so a failure is only reported, as text.
+        """Show the group's position to Kafka. Nothing here reads it back, so a failure is only reported, as text.
 
         Waits at most so many seconds for the answer, and not at all while an earlier one is still to come. With 0 it is
         the answers to earlier ones that count, and ``lag_shown`` waits for the last.
@@ -209,7 +218,7 @@ class KafkaView:
         return self._shown[group].show(offsets, seconds)
 
     def lag_shown(self, group: str, seconds: float = 5.0) -> str | None:
-        """Wait for what was told last, if anything was. Gives the failure as text."""
+        """Wait for the position that was sent last, if any was. Returns the failure as text."""
         return self._shown[group].heard(seconds) if group in self._shown else None
 
 

@@ -21,13 +21,10 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Final
 
 from spark_jobs.errors import DataLost, TopicRecreated
-
-Partition = tuple[str, int]
-"""Topic and partition number."""
+from spark_jobs.model import Loss, LossKind, Partition, Range, Stored
 
 ENOUGH: Final = 5_000
 """So many messages of a partition are worth a task and a transaction of their own."""
@@ -54,52 +51,6 @@ class Extent:
     def pinned(self) -> int | None:
         """How many offsets wait behind a transaction that is open; None when nobody asked."""
         return None if self.high_watermark is None else max(self.high_watermark - self.end, 0)
-
-
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """How far the group is in a partition, and in which incarnation of the topic."""
-
-    topic_id: str
-    next_offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class Range:
-    """What one task reads: from ``start`` up to, not including, ``end``."""
-
-    topic_id: str
-    start: int
-    end: int
-
-
-class LossKind(StrEnum):
-    """How messages were lost, as ``consumer.losses`` spells it."""
-
-    RETENTION = "retention"
-    CUT = "cut"
-    RECREATED = "recreated"
-
-
-@dataclass(frozen=True, slots=True)
-class Loss:
-    """What a group can't read any more of one partition.
-
-    kind           retention: the messages went before the group read them. cut: the log ends before the group's
-                   position. recreated: the topic, or the partition, is not the one that the group has read.
-    topic_id       of the incarnation in which it was lost.
-    first_offset   the first offset of which it is true; after a cut: where Kafka's log ended when it was found.
-    end_offset     not included; None when nobody can know.
-    detail         the same as a sentence, for people.
-    """
-
-    topic: str
-    part: int
-    topic_id: str
-    first_offset: int
-    end_offset: int | None
-    kind: LossKind
-    detail: str
 
 
 def new_partitions(
@@ -257,7 +208,7 @@ def _advice(kinds: Collection[LossKind], topics: Sequence[str], group: str) -> s
     if LossKind.CUT in kinds:
         return (
             f"Find out what was lost. {commands} accepts it and goes on at the log's end of then; --to TIME, of before "
-            "the log was cut, reads again from there, and what was applied is known by its id"
+            "the log was cut, reads again from there, and what was applied is known by its id, where ids are remembered"
         )
     return f"When it is accounted for: {commands} accepts it and goes on with the first message that is left"
 

@@ -22,7 +22,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Final
 
-from spark_jobs.driver.planner import Partition, Range
+from spark_jobs.model import Partition, Range
 
 SAME: Final = 3
 """So many times in a row the same must fail with the same error."""

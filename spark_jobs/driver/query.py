@@ -24,10 +24,10 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from spark_jobs.driver.planner import Partition
 from spark_jobs.driver.rounds import Span
 from spark_jobs.driver.runner import Options, Report, Runner, Totals
 from spark_jobs.errors import JobError
+from spark_jobs.model import Partition
 from spark_jobs.spark import session as spark_session
 from spark_jobs.spark.installed import connector_jars, require_installed
 

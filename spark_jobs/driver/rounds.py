@@ -24,8 +24,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from spark_jobs.dedup.strategies import Place
-from spark_jobs.driver.planner import Partition, Range
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.errors import (
     BadMessage,
@@ -37,13 +35,15 @@ from spark_jobs.errors import (
     InputCut,
     Interrupted,
     WorkerLost,
+    shown,
 )
-from spark_jobs.job import META, ConsumerJob
+from spark_jobs.job import ConsumerJob
 from spark_jobs.letters import LONGEST_ERROR, Letter, Retried, behind
+from spark_jobs.model import Partition, Place, Range
+from spark_jobs.outcomes import Culprit
+from spark_jobs.patience import at_most
 from spark_jobs.payloads.decoding import PROBLEM
-from spark_jobs.postgres.batch_table import Culprit, shown
-from spark_jobs.postgres.direct_copy import Direct
-from spark_jobs.postgres.group_store import Store
+from spark_jobs.sink import GroupStore, Sinks
 from spark_jobs.spark import errors as failures
 from spark_jobs.spark import job_groups
 from spark_jobs.spark import session as spark
@@ -162,18 +162,15 @@ class Rounds:
     """What an attempt says of a partition is true of that one, and not of the whole round."""
 
     def __init__(
-        self, session: SparkSession, job: ConsumerJob, reading: Reading, url: str, schema: str, store: Store
+        self, session: SparkSession, job: ConsumerJob, reading: Reading, store: GroupStore, sinks: Sinks
     ) -> None:
         self._session = session
         self._job = job
         self._reading = reading
-        self._url = url
-        self._schema = schema
         self._store = store
+        self._sinks = sinks
         self._suspects: dict[Partition, int] = {}
         self._slow: dict[Partition, int] = {}
-        self._statements: dict[tuple[str, ...], str] = {}
-        self._directs: dict[tuple[tuple[str, str], ...], Direct | None] = {}
         self._most_retried = RETRIED_AT_ONCE
         self.not_here: Mapping[Partition, int] = {}
         """Up to these offsets the driver reads nothing itself: a message there may have ended the one before."""
@@ -194,7 +191,7 @@ class Rounds:
             {partition: left - 1 for partition, left in known.items() if left > 1}
             for known in (self._suspects, self._slow)
         )
-        self._look_again()
+        self._sinks.look_again()
         if self._job.keep_order:
             self._stand_behind(state, span, self._store.dead_keys(self._job.topics))
         left = span
@@ -218,7 +215,7 @@ class Rounds:
 
     def _retried(self, generation: int) -> Counts:
         counts = Counts()
-        self._look_again()
+        self._sinks.look_again()
         alone = 0
         while True:
             letters = self._store.retried(self._job.topics, self._most_retried, keep_order=self._job.keep_order)
@@ -246,7 +243,7 @@ class Rounds:
         return counts
 
     def _retry(self, letters: Sequence[Retried], generation: int, counts: Counts) -> list[tuple[Retried, Culprit]]:
-        """Try dead letters once. Gives those that failed again; when there are none, all of them are settled.
+        """Try dead letters once. Returns those that failed again; when there are none, all of them are settled.
 
         Raises EffectFailed when nobody knows which it is: then nothing was applied.
         """
@@ -273,11 +270,6 @@ class Rounds:
             found = found + _behind(letters, found)
         return [(at[culprit.place], culprit) for culprit in found]
 
-    def _look_again(self) -> None:
-        """Forget what the sink's tables were: somebody may have altered them since the last round."""
-        self._statements.clear()
-        self._directs.clear()
-
     # What one attempt does.
 
     @functools.cached_property
@@ -293,10 +285,9 @@ class Rounds:
         if self._job.transform is not None:
             tasks = spark.tasks(rows, span.ranges)
         rows, columns = spark.copyable(rows)
-        plan = self._plan(span, state, generation, columns)
-        plan = replace(plan, direct=self._direct(columns), tasks=tasks)
-        reports = rows.mapInArrow(lambda batches: task.run(plan, task_input.from_spark(batches)), task.REPORT).collect()
-        return reported(reports)
+        plan = replace(self._plan(span, state, generation, columns), tasks=tasks)
+        applied = spark.in_tasks(rows, lambda batches: task.run(plan, task_input.from_spark(batches)), task.REPORT)
+        return reported(applied.collect())
 
     def _attempt_reading(self, late: Late, span: Span, state: State, generation: int) -> dict[Partition, Told]:
         """Let each task read its range itself; or, of few messages, do here what the tasks would do.
@@ -305,8 +296,7 @@ class Rounds:
         """
         from pyspark.sql import Row
 
-        plan = self._plan(span, state, generation, late.columns)
-        plan = replace(plan, late=late, direct=self._direct(late.columns))
+        plan = replace(self._plan(span, state, generation, late.columns), late=late)
         if self._few(span) and (read := self._read_here(plan)) is not None:
             return reported(Row(**row) for row in self._run_here(plan, read))
         told = reported(self._by_ranges(span, functools.partial(task.run_with, plan), task.REPORT).collect())
@@ -347,6 +337,7 @@ class Rounds:
         """Return what a function makes of each range, one task for each."""
         partitions = sorted(span.ranges)
         settings = self._reading.tasks
+        settings = replace(settings, patience_seconds=at_most(settings.patience_seconds))
 
         def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
             for batch in batches:
@@ -354,7 +345,7 @@ class Rounds:
                     with kept(settings) as reader:
                         yield from do(reader, partitions[number])
 
-        return self._session.range(0, len(partitions), 1, len(partitions)).mapInArrow(run, schema)
+        return spark.in_tasks(self._session.range(0, len(partitions), 1, len(partitions)), run, schema)
 
     def _attempt_retry(self, rows: DataFrame, letters: Sequence[Retried], state: State, generation: int) -> Told:
         from pyspark.sql import Row
@@ -364,8 +355,8 @@ class Rounds:
         rows, columns = spark.copyable(rows)
         plan = replace(self._plan(Span({}, {}), state, generation, columns), max_dead=len(letters))
         ids = {one.place: (one.id, one.reason) for one in letters}
-        reports = rows.mapInArrow(
-            lambda batches: task.run_retry(plan, ids, task_input.from_spark(batches)), task.REPORT
+        reports = spark.in_tasks(
+            rows, lambda batches: task.run_retry(plan, ids, task_input.from_spark(batches)), task.REPORT
         ).collect()
         if not reports:
             # Spark saw that there are no rows: all were filtered, and are settled all the same.
@@ -376,20 +367,12 @@ class Rounds:
 
     # What all ways of applying share.
 
-    def _plan(
-        self, span: Span, state: State, generation: int, columns: Mapping[str, str], *, placed: bool = True
-    ) -> TaskPlan:
+    def _plan(self, span: Span, state: State, generation: int, columns: Mapping[str, str]) -> TaskPlan:
         return TaskPlan(
-            url=self._url,
-            schema=self._schema,
-            group=self._job.group,
-            generation=generation,
+            sink=self._sinks.prepared(columns, generation),
             ranges=dict(span.ranges),
             log_ends=dict(span.log_ends),
-            columns=columns,
-            effect=self._effect(columns, placed=placed),
-            strategy=self._job.reducing,
-            bisect=self._job.on_bad == "dead-letter",
+            required=self._job.reducing.required,
             max_dead=self._job.max_dead,
             dead={partition: state.letters(partition) for partition in span.ranges if state.letters(partition)},
             behind=self._shares(span, state),
@@ -397,31 +380,6 @@ class Rounds:
             lenient=frozenset(state.lenient),
             slow=frozenset(self._slow),
         )
-
-    def _effect(self, columns: Mapping[str, str], *, placed: bool, shuffled: bool = False) -> Any:
-        effect = self._job.effect
-        if not isinstance(effect, Insert | Upsert):
-            return effect
-        if not columns:
-            # Nothing is applied with such a plan, only stepped over.
-            return ""
-        known = (str(placed), str(shuffled), *columns)
-        if known not in self._statements:
-            types = self._store.column_types(effect.table)
-            # A shuffle's result is all the payload there is: what it holds of the messages goes where there is a place.
-            payload = [name for name in columns if not placed or name not in META or (shuffled and name in types)]
-            made = [one.as_string(None) for one in effect.statements(payload, types, placed=placed)]
-            self._statements[known] = ";\n".join(made)
-        return self._statements[known]
-
-    def _direct(self, columns: Mapping[str, str]) -> Direct | None:
-        if not isinstance(self._job.effect, Insert):
-            return None
-        names = tuple(columns.items())
-        if names not in self._directs:
-            payload = [name for name in columns if name not in META]
-            self._directs[names] = self._store.direct(self._job.effect, self._job.strategy, columns, payload)
-        return self._directs[names]
 
     def _source(self, span: Span) -> DataFrame:
         return spark.source(
@@ -462,7 +420,7 @@ class Rounds:
         straying = {partition: SUSPECT_ROUNDS for partition, one in told.items() if one.outcome == "roundabout"}
         if straying:
             # Perhaps because the table is another one now.
-            self._look_again()
+            self._sinks.look_again()
             self._slow |= straying
         state.lenient |= {partition for partition, one in told.items() if one.outcome == "uncopyable"}
         again = [partition for partition, one in told.items() if one.outcome in _AGAIN]
@@ -572,7 +530,7 @@ class Rounds:
         if self._late is None:
             rows = spark.chosen(self._source(span), self._job, state.dead).select("topic", "partition", "offset", "key")
             # Not before: messages in front of the dead letter must not use the limit up.
-            places = rows.mapInArrow(lambda batches: behind(keys, batches), _PLACES).limit(most).collect()
+            places = spark.in_tasks(rows, lambda batches: behind(keys, batches), _PLACES).limit(most).collect()
         else:
             without = {partition: _offsets_of(state.letters(partition)) for partition in span.ranges}
             find = functools.partial(_behind_in, self._late, keys, dict(span.ranges), without)

@@ -31,20 +31,10 @@ from typing import TYPE_CHECKING, Any, Final, Self
 
 import psycopg
 
+from spark_jobs.dedup.strategies import OffsetsOnly
 from spark_jobs.driver.batch_rounds import BatchRounds
 from spark_jobs.driver.kafka_admin import KafkaView, TopicMissing
-from spark_jobs.driver.planner import (
-    Extent,
-    Partition,
-    Range,
-    Stored,
-    find_losses,
-    halt,
-    new_partitions,
-    next_turn,
-    plan,
-    waiting_for_others,
-)
+from spark_jobs.driver.planner import Extent, find_losses, halt, new_partitions, next_turn, plan, waiting_for_others
 from spark_jobs.driver.poison_search import SAME, Search
 from spark_jobs.driver.rounds import Counts, Reading, Rounds, Span
 from spark_jobs.errors import (
@@ -59,13 +49,16 @@ from spark_jobs.errors import (
     NotAuthorized,
     WorkerLost,
 )
+from spark_jobs.errors import shown as described
 from spark_jobs.job import ConsumerJob
-from spark_jobs.postgres.batch_table import shown as described
+from spark_jobs.model import Partition, Range, Stored
+from spark_jobs.patience import NoTimeLeft, Patience
+from spark_jobs.postgres.errors import AWAY
 from spark_jobs.postgres.group_store import Store
 from spark_jobs.postgres.lock_monitor import Watch
 from spark_jobs.postgres.progress import progress
 from spark_jobs.postgres.retention import KEEP_DAYS
-from spark_jobs.sink import AWAY
+from spark_jobs.postgres.sink import PostgresSinks
 from spark_jobs.spark import job_groups
 from spark_jobs.spark.errors import MAY_PASS, first_line
 from spark_jobs.task.reader import ReaderSettings, close_kept
@@ -97,7 +90,7 @@ class Options:
     max_records  at most this many messages a round, over all partitions.
     max_bytes    and at most about so many bytes, as far as the rounds before say how large a topic's messages are.
     idle_seconds how often ``continuous`` asks Kafka for new messages when there were none.
-    patience     how long ``once`` waits for a server that is away.
+    patience     how long ``once`` waits for a server that is away; see patience.
     keep_days    how long ids are remembered; see retention.
     verdict_seconds  for so long a single message must fail by itself before the job ends with its place: an executor
                  that is lost now and then is no message's fault.
@@ -184,7 +177,6 @@ class Runner:
         self._row_bytes: dict[str, int] = {}
         self._ends_before: dict[Partition, dict[Partition, int]] = {}
         self._added: set[Partition] = set()
-        kind = BatchRounds if job.atomic == "batch" else Rounds
         reading = Reading(
             options.kafka["bootstrap.servers"],
             options.reader,
@@ -192,7 +184,9 @@ class Runner:
             ReaderSettings(dict(options.kafka), job.group),
             options.driver_records,
         )
-        self._rounds = kind(session, job, reading, options.url, options.schema, self._store)
+        sinks = PostgresSinks(options.url, options.schema, job, self._store)
+        kind = BatchRounds if job.atomic == "batch" else Rounds
+        self._rounds = kind(session, job, reading, self._store, sinks)
         self._day_made_at: float | None = None
         self._pinned: dict[Partition, int] = {}
         self._pinned_at: float | None = None
@@ -200,13 +194,14 @@ class Runner:
         self._totals = Totals(job.group)
         self._started = time.monotonic()
         self._span: Span | None = None
+        self._patience = Patience(None)
         self._caught_up = caught_up or (lambda _: None)
 
     def close(self) -> None:
         """Close the driver's session. A context manager does it at its end."""
         if self._generation is not None:
-            # A hint for the next driver, and no more: without it that one is careful.
-            with suppress(psycopg.Error):
+            # A hint for the next driver, and no more: without it that one is careful. Who has given up waits no more.
+            with suppress(psycopg.Error, NoTimeLeft), self._patience.attempt():
                 self._store.end(self._generation)
         self._store.close()
 
@@ -289,18 +284,24 @@ class Runner:
             self._store.setup(self._job.setup)
             self._generation = self._store.take_over()
             self._report("group taken over", {"group": self._job.group, "generation": self._generation})
+            if isinstance(self._job.strategy, OffsetsOnly):
+                self._report(
+                    "no ids are remembered: what the source repeats is applied again, and so is what is read again "
+                    "after `outbox offsets`",
+                    {"strategy": "OffsetsOnly"},
+                )
         if self._day_made_at is None or time.monotonic() - self._day_made_at > 3600:
             for upkeep in (
                 self._store.make_days(self._options.keep_days),
                 self._store.forget_days(self._options.keep_days),
             ):
                 if upkeep.problem:
-                    self._report("days of processed_messages", {"problem": upkeep.problem})
+                    self._report("days of processed_messages", upkeep.trouble())
             self._day_made_at = time.monotonic()
         return self._generation
 
     def _announce(self, targets: Mapping[Partition, Extent]) -> None:
-        """Say how much there is to do; what Kafka counts, markers included."""
+        """Report how much there is to do, as Kafka counts it, markers included."""
         stored = self._store.stored(self._job.topics)
         if self._begins_at_end(stored):
             targets = {}
@@ -311,7 +312,7 @@ class Runner:
         self._report("planned", {"messages": sum(waiting), "partitions": len(waiting)})
 
     def _round(self, targets: Mapping[Partition, Extent] | None) -> bool:
-        """Apply one batch, up to ``targets`` if given. Says whether there may be more to do."""
+        """Apply one batch, up to ``targets`` if given. Returns whether there may be more to do."""
         generation = self._begin()
         # Before the look: whatever of the group's offsets is known then, Kafka's ends are at or behind it.
         state = self._store.state(self._job.topics, generation, keep_order=self._job.keep_order)
@@ -492,31 +493,38 @@ class Runner:
 
     def _waiting_for_servers(self, step: Callable[[], bool], stop: threading.Event, patience: float | None) -> bool:
         """Do a step, again and again while servers are away. Raises ConsumerUnavailable after ``patience`` seconds."""
-        began: float | None = None
+        waited = self._patience = Patience(patience)
+        shown = ""
         refused_since: float | None = None
         tries = 0
         while True:
             self._narrowed = False
             try:
-                return step()
+                with waited.attempt():
+                    more = step()
             except (*AWAY, *MAY_PASS) as error:
-                shown = described(error) if isinstance(error, psycopg.Error) else first_line(error)
+                if not (shown and isinstance(error, NoTimeLeft)):
+                    shown = described(error) if isinstance(error, psycopg.Error) else first_line(error)
                 refused_since = (refused_since or time.monotonic()) if isinstance(error, NotAuthorized) else None
                 if refused_since is not None and time.monotonic() - refused_since > self._options.refused_seconds:
                     raise
                 if self._narrowed:
                     # What comes next is less than what failed.
-                    began, tries = None, 0
-                began = began or time.monotonic()
-                if patience is not None and time.monotonic() - began > patience:
+                    waited.renew()
+                    tries = 0
+                waited.failed()
+                if waited.left <= 0:
                     raise ConsumerUnavailable(
                         f"gave up after {patience:g} s; nothing is lost, run the job again. Last error: {shown}"
                     ) from error
                 delay = min(0.2 * 2 ** min(tries, 10), self._options.max_backoff_seconds)
                 tries += 1
                 self._report("waiting for a server", {"error": shown, "wait_seconds": round(delay, 1)})
-                if stop.wait(delay * random.uniform(0.5, 1.0)):  # noqa: S311  jitter
+                if stop.wait(min(delay * random.uniform(0.5, 1.0), waited.left)):  # noqa: S311  jitter
                     return True
+            else:
+                waited.renew()
+                return more
 
     @contextmanager
     def _spark(self) -> Iterator[None]:

@@ -54,20 +54,21 @@ from psycopg import sql
 from outbox.errors import OutboxError
 from spark_jobs.dedup.strategies import Book, Dedup, forgotten_before
 from spark_jobs.effects.mapped import PLACED, Insert, Upsert
-from spark_jobs.errors import CheckpointConflict, ConsumerUnavailable, EffectFailed, Fenced, JobError
+from spark_jobs.errors import CheckpointConflict, ConsumerUnavailable, EffectFailed, Fenced, JobError, shown
 from spark_jobs.job import META, ConsumerJob
+from spark_jobs.outcomes import Broken
 from spark_jobs.postgres import lock_monitor as blockers
-from spark_jobs.postgres.batch_table import Applying, Broken, passing, shown
+from spark_jobs.postgres.batch_table import Applying
 from spark_jobs.postgres.copying import Unfit, copy_rows
+from spark_jobs.postgres.errors import clear_errors, passing
 from spark_jobs.postgres.group_store import Store
 from spark_jobs.postgres.lock_monitor import Watch
-from spark_jobs.sink import clear_errors
+from spark_jobs.postgres.sink import transaction
 from spark_jobs.spark import job_groups
 from spark_jobs.spark import session as spark
 from spark_jobs.spark.errors import MAY_PASS, first_line, understood
 from spark_jobs.spark.installed import require_installed
 from spark_jobs.task import input as task_input
-from spark_jobs.task import partition as task
 from spark_jobs.task.input import NO_INPUT, TaskInput
 
 if TYPE_CHECKING:
@@ -352,7 +353,7 @@ class ExactlyOnce:
     def _commit(self, batch: Batch, generation: int, staged: _Staged) -> None:
         """Apply what is staged and move to the batch, in one transaction."""
         ids = "message_id" in staged.columns
-        with task.transaction(self._url, blockers.names(self._job.group)[0], NO_INPUT) as cursor:
+        with transaction(self._url, blockers.names(self._job.group)[0], NO_INPUT) as cursor:
             self._require(cursor, generation)
             stored = self._read_stored(cursor)
             decision = self._decide(stored, batch, ids=ids)
@@ -429,7 +430,7 @@ class ExactlyOnce:
             self._generations[batch.run_id] = generation
             for upkeep in (self._store.make_days(self._keep_days), self._store.forget_days(self._keep_days)):
                 if upkeep.problem:
-                    _report("days of processed_messages", {"problem": upkeep.problem})
+                    _report("days of processed_messages", upkeep.trouble())
             self._drop_older(generation)
             return generation
 
@@ -555,7 +556,7 @@ def _staged(columns: Mapping[str, str]) -> dict[str, str]:
 
 def _stage_all(rows: DataFrame, plan: _StagePlan) -> tuple[list[str], int]:
     """Stage rows; return under which names, and how many. Raises EffectFailed for a value that no column takes."""
-    reports = rows.mapInArrow(lambda batches: _stage(plan, task_input.from_spark(batches)), _REPORT).collect()
+    reports = spark.in_tasks(rows, lambda batches: _stage(plan, task_input.from_spark(batches)), _REPORT).collect()
     if broken := [row.broken for row in reports if row.broken]:
         raise EffectFailed(f"a row can't be staged: {broken[0]}")
     return [row.staged_by for row in reports], sum(row.rows for row in reports)
@@ -580,7 +581,7 @@ def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.
 
     broken = ""
     try:
-        with task.transaction(plan.url, blockers.names(plan.group)[1], batches) as cursor:
+        with transaction(plan.url, blockers.names(plan.group)[1], batches) as cursor:
             copy_rows(cursor, sql.Identifier(plan.schema, plan.table), _staged(plan.columns), named())
     except Unfit as error:
         broken = str(error)
@@ -682,6 +683,7 @@ def _check(job: ConsumerJob) -> None:
             raise JobError(f"{name}: has no meaning for exactly_once, whose rows are the stream's own; leave it out")
     if not isinstance(job.strategy, Dedup):
         raise JobError(
-            f"strategy: {type(job.strategy).__name__} looks at Kafka's messages; a batch of a stream is applied once "
-            "without any, and rows with a column message_id are known by it"
+            f"strategy: {type(job.strategy).__name__} is for Kafka's messages; a batch of a stream is applied once "
+            "without any, and rows with a column message_id are known by it. Leave strategy out; to have no ids "
+            "remembered, leave that column out"
         )

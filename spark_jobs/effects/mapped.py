@@ -9,8 +9,9 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
-from spark_jobs.dedup.strategies import Place, identifier, refuse_cutting
+from spark_jobs.dedup.strategies import identifier, refuse_cutting
 from spark_jobs.errors import JobError
+from spark_jobs.model import Place
 
 _INSERT: Final = "INSERT INTO {table} ({columns}) SELECT {values} FROM batch{messages}"
 _MESSAGES: Final = " WHERE NOT message_tombstone"
@@ -98,7 +99,7 @@ a shuffle None is all that it leaves; of the columns about messages those that t
 
 @dataclass(frozen=True, slots=True)
 class Insert:
-    """Append a row for each message. With Dedup, each event is one row once.
+    """Append a row for each message. With Dedup, each event is one row once; with OffsetsOnly each offset is.
 
     table    of the sink, ``name`` or ``schema.name``.
     columns  see Columns. Tombstones are passed over.

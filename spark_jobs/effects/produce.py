@@ -38,10 +38,13 @@ from outbox.event import (
 from outbox.tables import DEFAULT_SCHEMA
 from spark_jobs.dedup.strategies import identifier
 from spark_jobs.errors import JobError
-from spark_jobs.payloads.decoding import Decoder, decoder_of
+from spark_jobs.payloads.decoding import Decoder, LateDecoder, decoder_of
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
+    from pyspark.sql.types import StructType
+
+    from spark_jobs.payloads.decoding import Plan
 
 _LONGEST_NAME: Final = 200
 
@@ -188,6 +191,11 @@ class Traced:
             if name.lower() in {TRACEPARENT, TRACESTATE}:
                 raise JobError(f"Traced: the payload has a field {name} itself")
         return (*inner, TRACEPARENT, TRACESTATE)
+
+    def late(self) -> tuple[StructType, Plan] | None:
+        """Return what reads the payload in a task, which adds the two columns itself. See LateDecoder."""
+        decoder = decoder_of(self.schema)
+        return decoder.late() if isinstance(decoder, LateDecoder) else None
 
     def decode(self, rows: DataFrame) -> DataFrame:
         """Add the columns."""

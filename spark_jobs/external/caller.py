@@ -46,7 +46,9 @@ from spark_jobs.errors import ConsumerError, ConsumerUnavailable, JobError
 from spark_jobs.external.reservations import Claim, Reservations, SqlEffect
 from spark_jobs.external.state_machine import Answer, Change, Rules, Step
 from spark_jobs.job import find_declared
-from spark_jobs.sink import AWAY, clear_errors, first_line
+from spark_jobs.patience import NoTimeLeft, Patience
+from spark_jobs.postgres.connections import Age
+from spark_jobs.postgres.errors import AWAY, clear_errors, first_line
 
 _NAME: Final = re.compile(r"[a-zA-Z0-9._-]{1,100}")
 _RESERVE: Final = """
@@ -129,8 +131,8 @@ class External:
     name, group     names it among the group's reservations; ``group`` is the ConsumerJob's. It makes one call for a
                     message: where a transform makes several rows of one, ``where`` has to leave one of them.
     request         SQL expression over ``batch`` that gives jsonb: what the call needs to know.
-    call            makes the call, with ``key`` as its Idempotency-Key. Gives the response, to be kept as JSON; raises
-                    Refused, TryLater or OutcomeUnknown. Any other exception counts as OutcomeUnknown.
+    call            makes the call, with ``key`` as its Idempotency-Key. Returns the response, to be kept as JSON, or
+                    raises Refused, TryLater or OutcomeUnknown. Any other exception counts as OutcomeUnknown.
     cancel          takes back what a call may have done; is called after a refusal that follows an attempt without an
                     answer, or by hand. Must also succeed when there is nothing to take back.
     ask             looks what became of ``call_key`` at the provider: gives Done or None, raises Refused. Asked before
@@ -267,7 +269,8 @@ class Caller:
 
     connect   gives a connection in autocommit mode; one is open at a time, and no transaction during a call.
     report    told what happens: a short text and its figures.
-    patience  seconds to wait for a database that is away, None for ever. ConsumerUnavailable is raised after that.
+    patience  seconds to wait for a database that is away, None for ever. ConsumerUnavailable is raised after that; see
+              spark_jobs/patience.py.
 
     Calls run in threads of their own, ``workers`` at a time; the database is this thread's alone.
     """
@@ -278,14 +281,15 @@ class Caller:
         self._external = external
         self._connect = connect
         self._report = report or (lambda _text, _figures: None)
-        self._patience = patience
+        self._patience = Patience(patience)
         self._book = Reservations(external.schema, external.group, external.name, external.rules)
         self._worker = f"{socket.gethostname()}-{os.getpid()}"
         self._connection: psycopg.Connection[Any] | None = None
+        self._age = Age()
         self._running: dict[tuple[UUID, int], _Attempt] = {}
         self._answers: queue.SimpleQueue[_Answered] = queue.SimpleQueue()
         self._unsettled: list[_Answered] = []
-        self._away_since: float | None = None
+        self._last_error = ""
         self._tries = 0
         self.counts = Counts(external.name)
 
@@ -298,7 +302,8 @@ class Caller:
             with clear_errors(f"calling for {self._external.name}"):
                 while not stop.is_set():
                     try:
-                        wait = self._round(until, poll)
+                        with self._patience.attempt():
+                            wait = self._round(until, poll)
                     except _AWAY as error:
                         wait = self._away(error)
                     if wait is None:
@@ -327,7 +332,7 @@ class Caller:
             self._disconnect()
 
     def _round(self, until: Until, poll: float) -> float | None:
-        """Settle what was answered, and claim. Gives the seconds to wait for more; None when it is over."""
+        """Settle what was answered, and claim. Returns the seconds to wait for more; None when it is over."""
         self._settle()
         connection = self._connected()
         free = self._external.workers - len(self._running)
@@ -389,7 +394,8 @@ class Caller:
                     self._report("calls did not end in time; they are resumed later", {"calls": len(self._running)})
                     self._running.clear()
             try:
-                self._settle()
+                with self._patience.attempt():
+                    self._settle()
                 self._available()
             except _AWAY as error:
                 pause = self._away(error)
@@ -509,9 +515,13 @@ class Caller:
                 )
 
     def _connected(self) -> psycopg.Connection[Any]:
+        if self._age.over:
+            # Not for ever with a server that is not the primary any more; see connections.
+            self._disconnect()
         if self._connection is None or self._connection.closed:
             self._connection = self._connect()
             self._connection.autocommit = True
+            self._age = Age()
         return self._connection
 
     def _disconnect(self) -> None:
@@ -520,23 +530,24 @@ class Caller:
             self._connection = None
 
     def _available(self) -> None:
-        self._away_since = None
+        self._patience.renew()
         self._tries = 0
 
     def _away(self, error: Exception) -> float:
         """Return the seconds to wait for a database that is away. Raises ConsumerUnavailable when it takes too long."""
-        now = time.monotonic()
-        self._away_since = self._away_since or now
-        shown = first_line(error)
-        if self._patience is not None and now - self._away_since > self._patience:
+        self._patience.failed()
+        if not (self._last_error and isinstance(error, NoTimeLeft)):
+            self._last_error = first_line(error)
+        if self._patience.left <= 0:
             raise ConsumerUnavailable(
-                f"{self._external.name}: gave up after {self._patience:g} s without the database; nothing is lost, run "
-                f"it again. Last error: {shown}"
+                f"{self._external.name}: gave up after {self._patience.seconds:g} s without the database; nothing is "
+                f"lost, run it again. Last error: {self._last_error}"
             ) from error
         self._disconnect()
         pause = min(0.2 * 2.0 ** min(self._tries, 10), 5.0) * random.uniform(0.5, 1.0)  # noqa: S311  jitter
+        pause = min(pause, self._patience.left)
         self._tries += 1
-        self._report("waiting for the database", {"error": shown, "wait_seconds": round(pause, 1)})
+        self._report("waiting for the database", {"error": self._last_error, "wait_seconds": round(pause, 1)})
         return pause
 
 

@@ -65,7 +65,7 @@ class HttpCall:
             _target(self.url)
 
     def __call__(self, call: Call) -> Any:
-        """Make the request. Gives the response; raises Refused, TryLater or OutcomeUnknown."""
+        """Make the request. Returns the response; raises Refused, TryLater or OutcomeUnknown."""
         status, body, retry_after = self._request(call)
         if 200 <= status < 300 or (self.gone_is_done and status in {404, 410}):
             return body
@@ -120,7 +120,7 @@ class HttpAsk:
     tls: ssl.SSLContext | None = None
 
     def __call__(self, call: Call) -> Done | None:
-        """Ask. Gives Done, or None for nothing; raises Refused, TryLater or OutcomeUnknown."""
+        """Ask. Returns Done, or None for nothing; raises Refused, TryLater or OutcomeUnknown."""
         request = HttpCall(self.url, None, self.headers, "GET", tls=self.tls)
         status, body, retry_after = request._request(call)  # noqa: SLF001  its twin
         if 200 <= status < 300:

@@ -192,7 +192,7 @@ class Reservations:
         key_seconds: float,
         busy: Sequence[str] = (),
     ) -> tuple[list[Claim], int]:
-        """Begin up to ``most`` attempts of what is due, for ``lease`` seconds. Gives them, and how many got stuck.
+        """Begin up to ``most`` attempts of what is due, for ``lease`` seconds. Returns them, and how many got stuck.
 
         busy  order keys that the caller is calling for, and which can't be due therefore.
         """
@@ -245,8 +245,8 @@ class Reservations:
     ) -> tuple[Change | None, str | None]:
         """Write what an answer changes, with the SQL that belongs to it in the same transaction.
 
-        When that SQL fails, all is rolled back, and another transaction keeps the answer and the error. Gives what was
-        changed, None for nothing, and the SQL's error. A database that is away is raised: settle again then.
+        When that SQL fails, all is rolled back, and another transaction keeps the answer and the error. Returns what
+        was changed, None for nothing, and the SQL's error. A database that is away is raised: settle again then.
         """
         failed: str | None = None
         change: Change | None = None
@@ -395,18 +395,18 @@ class Desk:
         return dict(self._connection.execute(query, _values(chosen)).fetchall())
 
     def retry(self, chosen: Chosen, *, not_done: bool = False, why: str | None = None) -> list[str]:
-        """Have stuck ones tried again, with a new budget of attempts. Gives their message ids.
+        """Retry stuck calls with a new budget of attempts. Returns their message ids.
 
         not_done: the provider was asked and knows nothing under the key, so the call is made as if for the first time.
         """
         return self._change("external: retry", _RETRY, chosen, why, not_done=not_done)
 
     def cancel(self, chosen: Chosen, why: str) -> list[str]:
-        """Have stuck ones, and those that wait for a call, taken back by the caller. Gives their message ids."""
+        """Mark stuck calls, and those that wait for a call, to be cancelled. Returns their message ids."""
         return self._change("external: cancel", _CANCEL, chosen, why)
 
     def forget(self, chosen: Chosen, days: int) -> int:
-        """Delete what was settled more than ``days`` ago, conflicts not among them. Gives how many.
+        """Delete what was settled more than ``days`` ago, conflicts not among them. Returns how many.
 
         A message that comes a second time after that would be reserved anew, unless the group's dedup still knows it.
         """

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final, Literal, Protocol, runtime_checkable
@@ -74,12 +74,29 @@ class Raw:
         """Return ``payload``."""
         return ("payload",)
 
+    def late(self) -> tuple[StructType, Plan] | None:
+        """Return the field and the plan."""
+        from pyspark.sql.types import BinaryType, StructType
+
+        return StructType().add("payload", BinaryType()), _Bytes
+
     def decode(self, rows: DataFrame) -> DataFrame:
         """Add ``payload``; nothing can be wrong with bytes."""
         from pyspark.sql import functions as F  # noqa: N812  the name everybody knows it by
 
         kept = [name for name in rows.columns if name != "payload"]
         return rows.select(*kept, F.col("value").alias("payload"), F.lit(None).cast("string").alias(PROBLEM))
+
+
+class _Bytes:
+    """Reads a payload as the bytes that it is."""
+
+    def __call__(self, value: bytes, header: bytes | None) -> Sequence[bytes]:  # noqa: ARG002  a Reader
+        return (value,)
+
+    def many(self, payloads: pa.Array) -> tuple[Sequence[pa.Array], set[int]]:
+        """Return the column; none is left to be read by itself."""
+        return [payloads], set()
 
 
 class _Planned(ABC):

@@ -21,15 +21,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 from psycopg import sql
 
-from spark_jobs.dedup.strategies import Book, Place, Strategy
-from spark_jobs.errors import Reject
+from spark_jobs.dedup.strategies import Book, Strategy
+from spark_jobs.errors import Reject, shown
+from spark_jobs.model import META_PLACE, Place, places_of
+from spark_jobs.outcomes import Broken, Culprit, Culprits, Uncopyable
 from spark_jobs.postgres.copying import Unfit, beyond, copy_csv, copy_rows, has_beyond
+from spark_jobs.postgres.errors import by_data, passing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -37,73 +39,10 @@ if TYPE_CHECKING:
     from spark_jobs.ids import Ids
     from spark_jobs.job import PythonEffect
 
-# Two rows for one, data that does not fit, constraints, values beyond a limit (too long for an index), and what a
-# trigger or function of the sink raises on purpose.
-_DATA: Final = ("21", "22", "23", "44", "54", "P0001", "P0004")
-# A session that was ended, or a server that is read-only since a failover: another try may find another server.
-_PASSING: Final = frozenset({"25006", "25P03", "25P04"})
-# psycopg counts among what is operational: limits of the program, where a value that is too long stays too long; and a
-# savepoint that is gone, because the effect has ended the transaction.
-_STAYING: Final = ("54", "3B")
-META_PLACE: Final = {"message_topic": "text", "message_part": "integer", "message_offset": "bigint"}
-"""The columns that say which message a row is, with their types."""
 IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
 _PLACE: Final = "message_topic, message_part, message_offset"
 _MOST_TAKEN_BACK: Final = 1_000
 """So many messages may have been put into ``batch`` in vain before its file is emptied."""
-
-
-@dataclass(frozen=True, slots=True)
-class Culprit:
-    """A message that can't be applied, and why. ``reason`` is one of those of ``dead_letters``."""
-
-    place: Place
-    reason: str
-    error: str
-    sqlstate: str | None = None
-
-
-class Culprits(Exception):
-    """Ends the transaction: these messages have to be taken out first. Each is named once, however many rows it has.
-
-    They need not be all that there are: the next attempt names others.
-    """
-
-    def __init__(self, found: Sequence[Culprit]) -> None:
-        self.found = list({culprit.place: culprit for culprit in reversed(found)}.values())[::-1]
-        super().__init__(f"{len(self.found)} messages can't be applied; the first: {self.found[0]}")
-
-
-class Uncopyable(Exception):
-    """Ends the transaction: a value does not fit its column in ``batch``. The lenient way finds out which."""
-
-
-class Broken(Exception):
-    """Ends the transaction: the effect fails whatever the messages are."""
-
-
-def passing(error: psycopg.Error) -> bool:
-    """Return whether the same may work on another try."""
-    return _passes(isinstance(error, psycopg.OperationalError), error.sqlstate)
-
-
-def passing_kind(kind: type[psycopg.Error]) -> bool:
-    """Return the same of an error of which only the class is known."""
-    return _passes(issubclass(kind, psycopg.OperationalError), getattr(kind, "sqlstate", None))
-
-
-def _passes(operational: bool, state: str | None) -> bool:
-    return (operational and not (state or "").startswith(_STAYING)) or state in _PASSING
-
-
-def by_data(error: psycopg.Error) -> bool:
-    """Return whether it is the rows' fault."""
-    return (error.sqlstate or "").startswith(_DATA)
-
-
-def shown(error: BaseException) -> str:
-    """Return an error's kind and its first line."""
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
 class Applying:
@@ -169,7 +108,7 @@ class Applying:
             raise Culprits(found)
 
     def take(self, staged: sql.Identifier, names: Sequence[str]) -> int:
-        """Fill ``batch`` from a staging table, in which these names' columns are text. Gives the number of rows.
+        """Fill ``batch`` from a staging table, in which these names' columns are text. Returns the number of rows.
 
         Raises Culprits for messages with values that do not fit; Broken when the rows are no messages.
         """
@@ -450,11 +389,6 @@ class Applying:
 def _in_query(name: str) -> sql.SQL:
     """Return an identifier for a query that is run with parameters, where a percent sign has to stand twice."""
     return sql.SQL(sql.Identifier(name).as_string(None).replace("%", "%%"))
-
-
-def places_of(rows: pa.RecordBatch | pa.Table) -> Iterator[Place]:
-    """Return the places of messages, row by row."""
-    return zip(*(rows.column(name).to_pylist() for name in META_PLACE), strict=True)
 
 
 def textual(columns: Mapping[str, str]) -> dict[str, str]:

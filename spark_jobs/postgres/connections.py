@@ -10,6 +10,9 @@ session belongs to one thread alone; a second use at the same time opens another
 | an error ended its transaction             | rolled back and closed; the same when COMMIT gets no answer             |
 | it is not idle after its transaction       | closed                                                                  |
 | the server is read-only since a failover   | closed, after an error or when it says so: the next one finds a primary |
+| another server is the primary now, and the | closed when it is MAX_AGE_SECONDS old, whatever it says: the next one   |
+| old one goes on as if nothing had happened | goes where the name or the hosts of the URL lead by then                |
+| a role or a database has other settings    | the same: ALTER ROLE … SET and the like reach new sessions alone        |
 | an effect has left something behind        | DISCARD ALL after the transaction, and a Connection of psycopg per use  |
 | there is a pooler between                  | closed after an effect: it may have had another session of the server   |
 | this process was forked                    | it stays the parent's; the child begins with none                       |
@@ -18,18 +21,23 @@ session belongs to one thread alone; a second use at the same time opens another
 from __future__ import annotations
 
 import atexit
+import functools
+import math
 import os
 import re
 import threading
-from collections.abc import Iterator, Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future
 from contextlib import contextmanager, suppress
 from typing import Any, Final
 
 import psycopg
-from psycopg import pq, sql
+from psycopg import errors, pq, sql
 from psycopg.conninfo import conninfo_to_dict
 
 from outbox.urls import libpq_url
+from spark_jobs.patience import asking
 
 NOTICE_DEAD_HOSTS: Final[Mapping[str, int]] = {
     "connect_timeout": 10,
@@ -40,10 +48,13 @@ NOTICE_DEAD_HOSTS: Final[Mapping[str, int]] = {
 }
 """Unless the URL has other values. Without them a host that has vanished is waited for for two hours."""
 
+MAX_AGE_SECONDS: Final = 300.0
+"""A session is kept so long after it was opened, and not used again after that. A new one costs some milliseconds."""
 _MOST_KEPT: Final = 8
 # Servers from version 14 on report these without being asked.
 _READ_ONLY: Final = (b"in_hot_standby", b"default_transaction_read_only")
 _BEGIN: Final = "BEGIN ISOLATION LEVEL READ COMMITTED"
+_clock: Callable[[], float] = time.monotonic
 
 Key = tuple[str, str]
 
@@ -56,7 +67,7 @@ def application_name(text: str) -> str:
 def connect(
     url: str, name: str, *, autocommit: bool = False, connect_seconds: int | None = None
 ) -> psycopg.Connection[Any]:
-    """Open a session. Errors pass through as psycopg raises them.
+    """Open a session. Errors pass through as psycopg raises them; NoTimeLeft from a run without any patience left.
 
     What is forgotten or moved by others must be seen at once, so transactions are READ COMMITTED, whatever a role's or
     a database's default is.
@@ -66,7 +77,8 @@ def connect(
     options: dict[str, Any] = {key: value for key, value in NOTICE_DEAD_HOSTS.items() if key not in given}
     if connect_seconds is not None:
         options["connect_timeout"] = connect_seconds
-    opened = psycopg.connect(
+    begin = functools.partial(
+        psycopg.connect,
         address,
         autocommit=autocommit,
         # PgBouncer in transaction mode does not keep prepared statements.
@@ -76,8 +88,43 @@ def connect(
         client_encoding="UTF8",
         **options,
     )
+    with asking(math.inf) as seconds:
+        opened = begin() if seconds == math.inf else _within(seconds, begin)
     opened.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
     return opened
+
+
+def _within(seconds: float, begin: Callable[[], psycopg.Connection[Any]]) -> psycopg.Connection[Any]:
+    """Return what ``begin`` opens. Raises ConnectionTimeout after so many seconds.
+
+    In a thread: connect_timeout is in whole seconds, two at least, for each address of each host, and does not count
+    how long a name takes to be resolved.
+    """
+    result: Future[psycopg.Connection[Any]] = Future()
+
+    def run() -> None:
+        try:
+            opened = begin()
+        except BaseException as error:  # noqa: BLE001  raised below
+            if result.set_running_or_notify_cancel():
+                result.set_exception(error)
+            return
+        if result.set_running_or_notify_cancel():
+            result.set_result(opened)
+        else:
+            # Nobody waits for it any more.
+            opened.close()
+
+    try:
+        threading.Thread(target=run, name="outbox-connect", daemon=True).start()
+        return result.result(seconds)
+    except TimeoutError:
+        if not result.cancel():
+            return result.result()
+        raise errors.ConnectionTimeout(f"no connection within {seconds:.1f} s") from None
+    except BaseException:
+        result.cancel()
+        raise
 
 
 @contextmanager
@@ -149,6 +196,18 @@ def close_all() -> None:
     _here().close()
 
 
+class Age:
+    """How old a session is. For whoever keeps one by itself."""
+
+    def __init__(self) -> None:
+        self._opened = _clock()
+
+    @property
+    def over(self) -> bool:
+        """Return whether it is old enough to be replaced."""
+        return _clock() - self._opened >= MAX_AGE_SECONDS
+
+
 class _Returned:
     """What a connection has in the place of its session when that was given back: it is closed."""
 
@@ -172,6 +231,7 @@ class _Session:
 
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
         self._libpq = connection.pgconn
+        self._age = Age()
         self._pooled: bool | None = None
         connection.pgconn = _RETURNED
 
@@ -179,6 +239,11 @@ class _Session:
     def ended(self) -> bool:
         """The server, or the network, has ended it."""
         return self._libpq.status == pq.ConnStatus.BAD
+
+    @property
+    def old(self) -> bool:
+        """Its server may not be the primary any more, and not know it."""
+        return self._age.over
 
     @property
     def usable(self) -> bool:
@@ -243,11 +308,15 @@ class _Kept:
     def take(self, key: Key) -> _Session | None:
         """Return a session that is the caller's alone."""
         with self._lock:
-            return self._sessions.pop(key, None)
+            session = self._sessions.pop(key, None)
+        if session is not None and session.old:
+            session.close()
+            return None
+        return session
 
     def keep(self, key: Key, session: _Session) -> None:
         """Keep a session for the next use, unless there is one already or it is of no use."""
-        if not session.usable:
+        if session.old or not session.usable:
             session.close()
             return
         with self._lock:

@@ -34,7 +34,7 @@ _AT_ONCE: Final = 32 * 1024 * 1024
 _MOST_DIGITS: Final = 18
 
 Spell = Callable[["pa.Array"], "np.ndarray[Any, Any]"]
-"""Gives values of a fixed width as rows of bytes. Where the column is NULL they say nothing."""
+"""Return values of a fixed width as rows of bytes. Where the column is NULL they say nothing."""
 
 
 class Unfit(Exception):

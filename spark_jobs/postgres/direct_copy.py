@@ -1,4 +1,5 @@
-"""The shortest way of an ``Insert``: rows by COPY straight into the sink's table, ids straight into processed_messages.
+"""The shortest way of an ``Insert``: rows by COPY straight into the sink's table, ids straight into processed_messages,
+where the strategy remembers them.
 
 It does what the way through ``batch`` does, for half of the database's work, when nothing is the matter. Whatever is
 the matter (a repeat, a row that the table refuses, an id of a day that is forgotten) ends the transaction with
@@ -13,10 +14,21 @@ from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 
-from spark_jobs.dedup.strategies import Book, Dedup, Fingerprint, Strategy, column_types, forgotten_before, identifier
+from spark_jobs.dedup.strategies import (
+    Book,
+    Dedup,
+    Fingerprint,
+    OffsetsOnly,
+    Strategy,
+    column_types,
+    forgotten_before,
+    identifier,
+)
 from spark_jobs.effects.mapped import Insert
-from spark_jobs.postgres.batch_table import IMMEDIATE, passing
+from spark_jobs.outcomes import Roundabout
+from spark_jobs.postgres.batch_table import IMMEDIATE
 from spark_jobs.postgres.copying import Unfit, copy_rows
+from spark_jobs.postgres.errors import passing
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -49,10 +61,6 @@ OTHERWISE: Final = "otherwise"
 """Not as a type: all of the row is sent as CSV."""
 
 
-class Roundabout(Exception):
-    """Ends the transaction: the range has to go through ``batch``."""
-
-
 @dataclass(frozen=True, slots=True)
 class Direct:
     """Where rows go.
@@ -69,30 +77,35 @@ class Direct:
     seen: str
 
     def apply(self, cursor: psycopg.Cursor[Any], book: Book, strategy: Strategy, rows: Iterable[pa.RecordBatch]) -> int:
-        """Copy rows and ids. Gives their number. Raises Roundabout."""
-        ids: list[Ids] = []
+        """Copy rows, and ids where these are remembered. Returns the number of rows. Raises Roundabout."""
+        ids: list[Ids] | None = [] if strategy.remembers else None
+        counts: list[int] = []
         try:
-            copy_rows(cursor, identifier(self.table), self.kinds, self._columns(rows, ids))
+            copy_rows(cursor, identifier(self.table), self.kinds, self._columns(rows, counts, ids))
             # Locked by COPY, the table stays what it is now until COMMIT.
             if _look(cursor, self.table, self.columns) != (True, self.seen):
                 raise Roundabout
-            if strategy.remembers:
+            if ids is not None:
                 self._remember(cursor, book, ids)
             cursor.execute(IMMEDIATE)
         except (psycopg.Error, Unfit) as error:
             if isinstance(error, psycopg.Error) and passing(error) and not isinstance(error, _OURS):
                 raise
             raise Roundabout from error
-        return sum(map(len, ids))
+        return sum(counts)
 
-    def _columns(self, rows: Iterable[pa.RecordBatch], ids: list[Ids]) -> Iterator[pa.RecordBatch]:
+    def _columns(
+        self, rows: Iterable[pa.RecordBatch], counts: list[int], ids: list[Ids] | None
+    ) -> Iterator[pa.RecordBatch]:
         import pyarrow as pa
         import pyarrow.compute as pc
 
         from spark_jobs.dedup.processed import ids_of
 
         for batch in rows:
-            ids.append(ids_of(batch.column("message_id")))
+            counts.append(batch.num_rows)
+            if ids is not None:
+                ids.append(ids_of(batch.column("message_id")))
             # A tombstone has nothing to insert.
             gone = batch.column("message_tombstone")
             if gone.true_count:
@@ -117,7 +130,7 @@ def direct_for(
 
     columns  of ``batch``, with their types in Postgres; ``payload`` are those that are the payload's.
     """
-    if not isinstance(effect, Insert) or not isinstance(strategy, Dedup | Fingerprint):
+    if not isinstance(effect, Insert) or not isinstance(strategy, Dedup | Fingerprint | OffsetsOnly):
         return None
     # First: what is altered between this and the next question is seen by the task, which asks this one again.
     _, seen = _look(cursor, effect.table, ())

@@ -16,12 +16,12 @@ from psycopg import sql
 
 from spark_jobs import letters
 from spark_jobs.dedup.strategies import Strategy, column_types
-from spark_jobs.driver.planner import Loss, Partition, Stored
 from spark_jobs.errors import Fenced, JobError
 from spark_jobs.letters import Retried
+from spark_jobs.model import Loss, Partition, Stored
+from spark_jobs.outcomes import Culprit
 from spark_jobs.postgres import connections
 from spark_jobs.postgres import lock_monitor as blockers
-from spark_jobs.postgres.batch_table import Culprit
 from spark_jobs.postgres.direct_copy import Direct, direct_for
 from spark_jobs.postgres.retention import KEEP_DAYS, Memory, Upkeep
 
@@ -135,7 +135,7 @@ class Store:
             raise JobError(f"the sink's database is in {encoding}, which has not all characters: it must be UTF8")
 
     def take_over(self) -> int:
-        """Become the group's consumer. Gives the generation; whoever had the one before can commit nothing more."""
+        """Become the group's consumer. Returns the generation; whoever had the one before can commit nothing more."""
         with self.transaction() as connection:
             before = self._run(connection, _ENDED).fetchone()
             self.was_killed = before is not None and not before[0]

@@ -9,7 +9,7 @@ from typing import Any, Final, Self
 
 import psycopg
 
-from spark_jobs.postgres.connections import application_name, connect
+from spark_jobs.postgres.connections import Age, application_name, connect
 
 _WAITING: Final = """
 SELECT waiting.application_name, by.pid,
@@ -91,13 +91,18 @@ class Watch:
 
     def _run(self) -> None:
         told: set[int] = set()
-        # One session for all looks; of this thread alone.
+        # One session for many looks; of this thread alone.
         connection: psycopg.Connection[Any] | None = None
+        age = Age()
         try:
             while not self._stop.wait(self._look_seconds):
                 try:
+                    if connection is not None and age.over:
+                        connection.close()
+                        connection = None
                     if connection is None:
                         connection = connect(self._url, f"outbox watch {self._group}", autocommit=True)
+                        age = Age()
                     found = look(connection, self._group)
                 except psycopg.Error:
                     # The driver's own sessions say what is wrong with the server; here nothing depends on it.

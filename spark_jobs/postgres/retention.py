@@ -13,12 +13,13 @@ ids, so a message whose id may have been forgotten becomes a dead letter, and is
 
 Making and dropping want locks that every task needs for a moment, so they give up quickly and are due again the next
 time. Without the rights of the tables' owner nothing is made or dropped, and the default partition takes the rows;
-there they are forgotten all the same.
+there they are forgotten all the same. The owner can do it for such consumers, with `outbox db prune --consumer`.
 """
 
 from __future__ import annotations
 
 import datetime as dt
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -27,8 +28,10 @@ from typing import Any, Final, LiteralString
 import psycopg
 from psycopg import errors, sql
 
+from outbox.errors import SchemaError
+from spark_jobs.errors import ConsumerUnavailable
 from spark_jobs.postgres import connections
-from spark_jobs.sink import first_line
+from spark_jobs.postgres.errors import clear_errors, first_line
 
 KEEP_DAYS: Final = 14
 """Whole days besides today, unless the settings say otherwise."""
@@ -76,17 +79,29 @@ raised AS (
       FROM (SELECT grp, max(day) AS day FROM gone GROUP BY grp) AS x WHERE x.grp = g.grp)
 SELECT count(*) FROM gone"""
 
+_DEFAULT_HOLDS: Final = """
+SELECT EXISTS (SELECT FROM {groups} AS g CROSS JOIN LATERAL (
+       SELECT FROM {default} AS p WHERE p.grp = g.grp AND p.day = %(day)s LIMIT 1) AS d)"""
+_COUNT_STRAY: Final = """
+SELECT count(*) FROM ({stray}) AS old JOIN {default} AS p ON p.grp = old.grp AND p.day = old.day"""
+_OWNER: Final = "SELECT pg_get_userbyid(relowner) FROM pg_class WHERE oid = {parent}::regclass"
+
 _BUSY: Final = (errors.LockNotAvailable, errors.QueryCanceled, errors.DeadlockDetected)
 
 
 @dataclass(frozen=True, slots=True)
 class Upkeep:
-    """What was done: partitions made and dropped, rows deleted from the default one. ``problem``: why not more."""
+    """What was done: partitions made and dropped, rows deleted from the default one.
+
+    problem  why not more.
+    denied   it is a right that this role lacks.
+    """
 
     made: Sequence[str] = ()
     dropped: Sequence[str] = ()
     deleted_rows: int = 0
     problem: str | None = None
+    denied: bool = False
 
     @property
     def worth_telling(self) -> bool:
@@ -101,6 +116,13 @@ class Upkeep:
             "deleted_rows": self.deleted_rows,
             "problem": self.problem,
         }
+
+    def trouble(self) -> dict[str, str]:
+        """Return the problem for a log, with what to do about it."""
+        told = {} if self.problem is None else {"problem": self.problem}
+        return told | (
+            {"to_do": "run `outbox db prune --consumer` as the tables' owner, from cron"} if self.denied else {}
+        )
 
 
 class Memory:
@@ -134,10 +156,12 @@ class Memory:
                 connection.execute("SELECT pg_advisory_xact_lock(%s)", (_LOCK,))
                 connection.execute("SET LOCAL lock_timeout = '1s'")
                 for low in self._missing(connection):
-                    name = f"processed_messages_{low:%Y%m%d}"
+                    name = _named(low)
                     if self._make(connection, name, low):
                         made.append(name)
-            except (*_BUSY, errors.InsufficientPrivilege) as error:
+            except errors.InsufficientPrivilege as error:
+                return Upkeep(problem=first_line(error), denied=True)
+            except _BUSY as error:
                 return Upkeep(problem=first_line(error))
         return Upkeep(made=tuple(made))
 
@@ -147,16 +171,10 @@ class Memory:
         One driver at a time: while another one is at it, nothing is done.
         """
         with self._transaction() as connection:
-            today = self._today(connection)
-            ranges = self._ranges(connection)
-        horizon = today - dt.timedelta(days=self._keep_days)
-        old = [
-            (name, high)
-            for name, low, high in ranges
-            if low is not None and low > NO_TIME and high is not None and high <= horizon
-        ]
+            horizon, old = self._old(connection)
         dropped = []
         problem = None
+        denied = False
         deleted = 0
         try:
             try:
@@ -165,11 +183,73 @@ class Memory:
                         dropped.append(name)
             except errors.InsufficientPrivilege as error:
                 # The default partition is another matter: a consumer's own rights are enough there.
-                problem = first_line(error)
+                problem, denied = first_line(error), True
             deleted = self._delete_stray(horizon)
         except (*_BUSY, errors.InsufficientPrivilege) as error:
             problem = problem or first_line(error)
-        return Upkeep(dropped=tuple(dropped), deleted_rows=deleted, problem=problem)
+            denied = denied or isinstance(error, errors.InsufficientPrivilege)
+        return Upkeep(dropped=tuple(dropped), deleted_rows=deleted, problem=problem, denied=denied)
+
+    def prune(self, wait_seconds: float = 30.0) -> Iterator[Upkeep]:
+        """Make and forget what is due, and yield what was done; for an operator and for cron.
+
+        wait_seconds  how long to try again while tasks keep the locks.
+
+        Raises SchemaError without the rights of the tables' owner, and ConsumerUnavailable when Postgres is away or
+        tasks do not let go of the locks. What was done by then stays done.
+        """
+        deadline = time.monotonic() + wait_seconds
+        with clear_errors("keeping the days of processed_messages"):
+            for upkeep in (self.make, self.forget):
+                while True:
+                    done = upkeep()
+                    yield done
+                    if done.problem is None:
+                        break
+                    if done.denied:
+                        raise SchemaError(
+                            f"Postgres, keeping the days of processed_messages: {done.problem}; run it as the owner of "
+                            f"the tables, {self._owner()}"
+                        )
+                    if time.monotonic() >= deadline:
+                        raise ConsumerUnavailable(
+                            f"Postgres, keeping the days of processed_messages: {done.problem}: tasks are using them; "
+                            "what is done stays done, run it again"
+                        )
+                    time.sleep(0.5)
+
+    def due(self) -> Upkeep:
+        """Return what ``prune`` would do now. Changes nothing, and takes no lock that a task waits for."""
+        with clear_errors("looking at the days of processed_messages"), self._transaction() as connection:
+            horizon, old = self._old(connection)
+            values = {"keep_days": self._keep_days, "horizon": horizon, "no_time": NO_TIME}
+            stray = sql.SQL(STRAY).format(default=self._default, **self._names)
+            return Upkeep(
+                made=[
+                    _named(day)
+                    for day in self._missing(connection)
+                    if not self._value(connection, _DEFAULT_HOLDS, {"day": day}, default=self._default)
+                ],
+                dropped=[
+                    name
+                    for name, _ in old
+                    if not self._value(connection, _SEEN_LATELY, values, partition=self._partition(name))
+                ],
+                deleted_rows=self._value(connection, _COUNT_STRAY, values, default=self._default, stray=stray),
+            )
+
+    def _old(self, connection: psycopg.Connection[Any]) -> tuple[dt.date, list[tuple[str, dt.date]]]:
+        """Return the first day that is kept, and the partitions before it with the days on which they end."""
+        horizon = self._today(connection) - dt.timedelta(days=self._keep_days)
+        return horizon, [
+            (name, high)
+            for name, low, high in self._ranges(connection)
+            if low is not None and low > NO_TIME and high is not None and high <= horizon
+        ]
+
+    def _owner(self) -> str:
+        with self._transaction() as connection:
+            return str(self._value(connection, _OWNER, None, parent=self._parent(connection)))
 
     def _missing(self, connection: psycopg.Connection[Any]) -> list[dt.date]:
         today = self._today(connection)
@@ -187,7 +267,7 @@ class Memory:
                 self._run(
                     connection,
                     _CREATE,
-                    partition=sql.Identifier(self._schema, name),
+                    partition=self._partition(name),
                     low=sql.Literal(low),
                     high=sql.Literal(low + dt.timedelta(days=1)),
                 )
@@ -198,7 +278,7 @@ class Memory:
 
     def _drop(self, name: str, high: dt.date) -> bool:
         """Drop one partition unless one of its rows was seen lately. Other days' tasks wait for the DROP alone."""
-        partition = sql.Identifier(self._schema, name)
+        partition = self._partition(name)
         with self._alone() as connection:
             if not self._locked(connection):
                 return False
@@ -242,8 +322,13 @@ class Memory:
         return day
 
     def _ranges(self, connection: psycopg.Connection[Any]) -> list[tuple[str, dt.date | None, dt.date | None]]:
-        parent = sql.Literal(self._names["processed_messages"].as_string(connection))
-        return connection.execute(sql.SQL(_RANGES).format(parent=parent)).fetchall()
+        return connection.execute(sql.SQL(_RANGES).format(parent=self._parent(connection))).fetchall()
+
+    def _parent(self, connection: psycopg.Connection[Any]) -> sql.Literal:
+        return sql.Literal(self._names["processed_messages"].as_string(connection))
+
+    def _partition(self, name: str) -> sql.Identifier:
+        return sql.Identifier(self._schema, name)
 
     def _transaction(self) -> AbstractContextManager[psycopg.Connection[Any]]:
         return connections.transaction(self._url, self._name, reset=False)
@@ -257,3 +342,18 @@ class Memory:
     ) -> psycopg.Cursor[Any]:
         named = {**self._names, "processed": self._names["processed_messages"], **names}
         return connection.execute(sql.SQL(query).format(**named), values)
+
+    def _value(
+        self,
+        connection: psycopg.Connection[Any],
+        query: LiteralString,
+        values: Mapping[str, object] | None,
+        **names: sql.Composable,
+    ) -> Any:
+        row = self._run(connection, query, values, **names).fetchone()
+        assert row is not None
+        return row[0]
+
+
+def _named(day: dt.date) -> str:
+    return f"processed_messages_{day:%Y%m%d}"

@@ -25,7 +25,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
 import psycopg
 
@@ -40,11 +40,9 @@ from spark_jobs.errors import (
     NotAuthorized,
     SparkLost,
     WorkerLost,
+    shown,
 )
-from spark_jobs.postgres.batch_table import passing, passing_kind, shown
-
-if TYPE_CHECKING:
-    from confluent_kafka import KafkaError
+from spark_jobs.postgres.errors import passing_kind
 
 UNDECODED: Final = "outbox: a row that does not decode met a transform"
 """In the error of a row that must not reach a transform; see session.shaped."""
@@ -56,8 +54,6 @@ _REFUSED: Final = frozenset(
     f"{_KAFKA}common.errors.{name}" for name in ("AuthenticationException", "AuthorizationException")
 )
 _CORRUPT: Final = frozenset(f"{_KAFKA}common.errors.{name}" for name in ("CorruptRecordException",))
-# Connections, a server that stops or starts, one that lacks something, one that is read-only.
-_AWAY: Final = ("08", "53", "57P", "25006")
 _NETWORK: Final = ("java.net.", "java.util.concurrent.TimeoutException")
 _NOT_OURS: Final = re.compile(
     r"ModuleNotFoundError: No module named 'spark_jobs[^\n]*|"
@@ -80,44 +76,6 @@ HIDDEN: Final = (
 
 class Undecoded(Exception):
     """A row that does not decode stood before a transform."""
-
-
-def is_refusal(error: KafkaError) -> bool:
-    """Return whether Kafka refuses the client's credentials, or what it wants to do with them."""
-    from confluent_kafka import KafkaError as Codes
-
-    return error.code() in {
-        # A documented name, in spite of the underscore.
-        Codes._AUTHENTICATION,  # noqa: SLF001
-        Codes.SASL_AUTHENTICATION_FAILED,
-        Codes.UNSUPPORTED_SASL_MECHANISM,
-        Codes.ILLEGAL_SASL_STATE,
-        Codes.TOPIC_AUTHORIZATION_FAILED,
-        Codes.GROUP_AUTHORIZATION_FAILED,
-        Codes.CLUSTER_AUTHORIZATION_FAILED,
-    }
-
-
-def of_kafka(error: KafkaError, doing: str) -> ConsumerError:
-    """Return what an error of librdkafka's means; ``doing`` begins its text."""
-    from confluent_kafka import KafkaError as Codes
-
-    text = f"{doing}: {error}"
-    if is_refusal(error):
-        return NotAuthorized(f"{text}; look at the credentials and the ACLs. Nothing was skipped")
-    if error.code() in {Codes._BAD_MSG, Codes._BAD_COMPRESSION, Codes.INVALID_MSG}:  # noqa: SLF001
-        return CorruptRecords(text)
-    return ConsumerUnavailable(text)
-
-
-def of_postgres(error: psycopg.Error, where: str) -> ConsumerError:
-    """Return what an error of the sink's means for a range, of which ``where`` says which it is."""
-    text = f"{where}: {shown(error)}"
-    if not passing(error):
-        return EffectFailed(text)
-    # Without a state the server is away. With one it has ended this transaction, unless it speaks of itself.
-    state = error.sqlstate
-    return ConsumerUnavailable(text) if state is None or state.startswith(_AWAY) else Interrupted(text)
 
 
 @contextmanager

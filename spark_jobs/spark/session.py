@@ -8,20 +8,24 @@ import os
 import re
 import sys
 import tempfile
+import threading
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Final, Literal
 
-from spark_jobs.dedup.strategies import WHOLE_TIMES, Fingerprint, Place, uuid8
-from spark_jobs.driver.planner import Partition, Range
+from outbox.event import TRACEPARENT, TRACESTATE
+from spark_jobs.dedup.strategies import WHOLE_TIMES, Fingerprint, OffsetsOnly, Strategy, uuid8
+from spark_jobs.effects.produce import Traced
 from spark_jobs.errors import JobError
 from spark_jobs.job import KEPT, META, OWN, ConsumerJob
-from spark_jobs.payloads.decoding import PROBLEM, LateDecoder, nullable
+from spark_jobs.model import Partition, Place, Range
+from spark_jobs.payloads.decoding import PROBLEM, LateDecoder, arrow_type, nullable
 from spark_jobs.spark.errors import HIDDEN, UNDECODED
 from spark_jobs.task.partition import Late
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import Column, DataFrame, SparkSession
 
 DEFAULT_MASTER: Final = "local[2,4]"
@@ -51,6 +55,9 @@ _AS_ONE: Final = "declare atomic='batch'"
 _MOVING: Final = ("Exchange", "Coalesce", "CartesianProduct", "Union", "CollectLimit", "TakeOrdered", "GlobalLimit")
 _READ: Final = re.compile(r"KafkaSourceRDDPartition\((\d+),KafkaOffsetRange\(([\w.-]+)-(\d+),(\d+),(\d+),")
 """A part of a round as Spark's Kafka source has it: its number, topic, partition, first offset and end."""
+_OWN_WORKERS: Final = "OUTBOX_CONSUMER_TASKS"
+# The environment is all threads' of the driver, and is read while the function is wrapped.
+_MAKING: Final = threading.Lock()
 # Not "$", which in Java also stands before a last newline.
 _UUID: Final = r"\A[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}\z"
 # META's types as Spark spells them: in the binary format they are told by nothing but their place.
@@ -310,12 +317,10 @@ def late(job: ConsumerJob) -> Late | None:
 
     That is one with a transform, with nested fields (Spark writes their JSON), or with ids made of the content.
     """
-    from pyspark.sql.pandas.types import to_arrow_type
     from pyspark.sql.types import StringType
 
     from spark_jobs.task.incoming import Incoming
 
-    fingerprint = isinstance(job.strategy, Fingerprint)
     by_content = isinstance(job.strategy, Fingerprint) and job.strategy.decoded
     if job.transform is not None or by_content or not isinstance(job.decoder, LateDecoder):
         return None
@@ -328,9 +333,23 @@ def late(job: ConsumerJob) -> Late | None:
     if None in types.values():
         return None
     plan()  # What can't work is an error here, and not of every task.
-    kind = to_arrow_type(nullable(fields).add(PROBLEM, StringType()), timezone="UTC")
-    columns = {name: kind_ for name, kind_ in types.items() if kind_ is not None} | META
-    return Late(columns, kind, plan, Incoming(None if job.types is None else tuple(job.types), fingerprint))
+    kind = arrow_type(nullable(fields).add(PROBLEM, StringType()))
+    traced = isinstance(job.schema, Traced)
+    columns = {name: kind_ for name, kind_ in types.items() if kind_ is not None}
+    columns |= dict.fromkeys((TRACEPARENT, TRACESTATE), "text") if traced else {}
+    chosen = None if job.types is None else tuple(job.types)
+    return Late(columns | META, kind, plan, Incoming(chosen, ids_from(job.strategy), traced))
+
+
+def ids_from(strategy: Strategy) -> Literal["headers", "content", "place"]:
+    """Return what the messages' ids are made of; see Incoming."""
+    match strategy:
+        case Fingerprint():
+            return "content"
+        case OffsetsOnly():
+            return "place"
+        case _:
+            return "headers"
 
 
 def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
@@ -438,6 +457,24 @@ def require_one_task(rows: DataFrame) -> None:
         )
 
 
+def in_tasks(
+    rows: DataFrame, function: Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]], schema: str
+) -> DataFrame:
+    """Return what a function makes of the rows of each task, in Python workers that run nothing else.
+
+    Each of them keeps its session in the sink, and Spark gives a task the one that has been idle for longest. Beside a
+    transform in Python, which has workers of its own in the same tasks, all would get their turn and have a session in
+    the end. Spark keeps workers apart by their environments: of ours there are no more than tasks at a time.
+    """
+    environment = rows.sparkSession.sparkContext.environment
+    with _MAKING:
+        environment[_OWN_WORKERS] = "1"
+        try:
+            return rows.mapInArrow(function, schema)
+        finally:
+            del environment[_OWN_WORKERS]
+
+
 def _meta(job: ConsumerJob) -> dict[str, Column]:
     """META's columns over those of Kafka's source; without the id where it is made of what is not decoded yet."""
     from pyspark.sql import functions as F  # noqa: N812
@@ -481,11 +518,25 @@ def _header(*names: str) -> Column:
 
 
 def _message_id(job: ConsumerJob) -> Column:
-    """The id as a UUID: what the headers say; a hash of it when that is no UUID; of the content for Fingerprint."""
+    """The id as a UUID: what the headers say; a hash of it when that is no UUID; of the content for Fingerprint; and of
+    the place for OffsetsOnly where the headers say nothing.
+    """
     from pyspark.sql import functions as F  # noqa: N812
 
     if isinstance(job.strategy, Fingerprint):
         return job.strategy.message_id()
+    said = _said_id()
+    if not isinstance(job.strategy, OffsetsOnly):
+        return said
+    numbers = (F.col("partition"), F.col("offset"), F.unix_micros(_time()))
+    place = F.concat_ws("/", "topic", *(one.cast("string") for one in numbers))
+    return F.coalesce(said, uuid8(F.sha2(place.cast("binary"), 256)))
+
+
+def _said_id() -> Column:
+    """The id that the headers say, or a hash of it when that is no UUID; NULL when they say nothing."""
+    from pyspark.sql import functions as F  # noqa: N812
+
     given = _header("ce_id", "id")
     # Two sources may use one name (CloudEvents: source and id together are unique); a UUID is unique by itself.
     named = F.concat_ws("\0", F.coalesce(_header("ce_source"), F.lit("")), given)
@@ -547,7 +598,7 @@ def raw(rows: DataFrame, job: ConsumerJob) -> DataFrame:
             F.translate(header["key"], "\0", "\ufffd").alias("key"), header["value"].alias("value")
         ),
     )
-    identity = F.lit(None).cast("string") if isinstance(job.strategy, Fingerprint) else _message_id(job)
+    identity = F.lit(None).cast("string") if isinstance(job.strategy, Fingerprint) else _said_id()
     return rows.select(
         "topic",
         "partition",

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 import base64
 import datetime as dt
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, Literal, NamedTuple
 
 import numpy as np
 import orjson
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from outbox.event import CE_TRACEPARENT, CE_TRACESTATE, TRACEPARENT, TRACESTATE
 from spark_jobs import ids as identity
 from spark_jobs.payloads.framing import HEADER
 
@@ -27,6 +29,12 @@ UNREADABLE: Final[Headers] = [("(headers with names that are not UTF-8)", None)]
 """This very list stands for the headers of a message with such a name. Its type and id are not known: it is taken
 whatever the types are, and becomes a dead letter."""
 _NO_UTF8: Final = "the name of a header is not UTF-8"
+
+# W3C Trace Context, as effects.produce has it for Spark.
+_TRACE: Final = {
+    TRACEPARENT: re.compile(rb"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}"),
+    TRACESTATE: re.compile(rb"[ -~]{1,512}"),
+}
 
 # In milliseconds of Unix time.
 _FIRST_TIME, _LAST_TIME = (
@@ -97,12 +105,15 @@ class Messages:
 class Incoming:
     """How messages are taken in.
 
-    types        leave out messages of other event types. None: take all.
-    fingerprint  the id is made of key and value, and not looked for in the headers.
+    types  leave out messages of other event types. None: take all.
+    ids    where they come from: the headers; the content, which is key and value, whatever the headers say; or, where
+           the headers have none, the message's place.
+    traced  add the columns of the message's trace: see effects.produce.Traced.
     """
 
     types: tuple[str, ...] | None
-    fingerprint: bool
+    ids: Literal["headers", "content", "place"]
+    traced: bool = False
 
     def taken(self, messages: Messages) -> tuple[dict[str, pa.Array], pa.Array, pa.Array, pa.Array]:
         """Return META's columns, the payloads, the headers that name their schemas, and problems: null for none."""
@@ -117,6 +128,7 @@ class Incoming:
             "message_time": messages.times,
             "message_tombstone": values.is_null(),
             "message_id": self._ids(messages, headers),
+            **(headers.trace() if self.traced else {}),
         }
         problems = pa.array([_NO_UTF8 if one is UNREADABLE else None for one in messages.headers], pa.string())
         return meta, values, headers.first(HEADER), problems
@@ -127,7 +139,7 @@ class Incoming:
 
     def raw(self, messages: Messages) -> list[Raw]:
         """Return what a dead letter keeps of each message."""
-        ids = [None] * len(messages) if self.fingerprint else _ids(_Headers(messages.headers)).to_pylist()
+        ids = [None] * len(messages) if self.ids == "content" else _ids(_Headers(messages.headers)).to_pylist()
         times = messages.times.cast(pa.int64()).to_pylist()
         return [
             Raw(offset, id_, key, value, _headers_text(headers), time)
@@ -147,10 +159,18 @@ class Incoming:
         return messages, _Headers(messages.headers), kinds.filter(wanted)
 
     def _ids(self, messages: Messages, headers: _Headers) -> pa.Array:
-        if not self.fingerprint:
-            return _ids(headers)
-        pairs = zip(messages.keys, messages.values, strict=True)
-        return pa.array([identity.uuid8(content(key, value)) for key, value in pairs], pa.string())
+        if self.ids == "content":
+            pairs = zip(messages.keys, messages.values, strict=True)
+            return pa.array([identity.uuid8(content(key, value)) for key, value in pairs], pa.string())
+        ids = _ids(headers)
+        if self.ids == "headers" or not ids.null_count:
+            return ids
+        times = messages.times.cast(pa.int64()).to_pylist()
+        made = [
+            id_ or identity.uuid8(place(messages.topic, messages.part, offset, time))
+            for id_, offset, time in zip(ids.to_pylist(), messages.offsets, times, strict=True)
+        ]
+        return pa.array(made, pa.string())
 
 
 class Raw(NamedTuple):
@@ -181,6 +201,22 @@ class _Headers:
             pairs = zip(self._named, found, strict=True)
             found = [named.get(otherwise) if value is None else value for named, value in pairs]
         return pa.array(found, pa.binary())
+
+    def trace(self) -> dict[str, pa.Array]:
+        """Return the last hop's trace, else the one that the event was written in. What is none is null."""
+        parents, states = [], []
+        for named in self._named:
+            parent = _fitting(named.get(TRACEPARENT), TRACEPARENT)
+            state = TRACESTATE
+            if parent is None:
+                parent, state = _fitting(named.get(CE_TRACEPARENT), TRACEPARENT), CE_TRACESTATE
+            parents.append(parent)
+            states.append(None if parent is None else _fitting(named.get(state), TRACESTATE))
+        return {TRACEPARENT: pa.array(parents, pa.string()), TRACESTATE: pa.array(states, pa.string())}
+
+
+def _fitting(value: bytes | None, name: str) -> str | None:
+    return value.decode("ascii") if value is not None and _TRACE[name].fullmatch(value) else None
 
 
 def _headers_text(headers: Headers) -> str:
@@ -224,3 +260,11 @@ def content(key: bytes | None, value: bytes | None) -> bytes:
     """Return what a message without an id is told by: NULL and empty are two contents, and so are key and value."""
     length = b"-" if key is None else b"%d" % len(key)
     return b"%s:%s%s%s" % (length, key or b"", b"-" if value is None else b"+", value or b"")
+
+
+def place(topic: str, part: int, offset: int, microseconds: int) -> bytes:
+    """Return what a message is told by that has no id and needs none.
+
+    With its time, or else the messages of a topic that was created again would have the ids of those before.
+    """
+    return f"{topic}/{part}/{offset}/{microseconds}".encode()

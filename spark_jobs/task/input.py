@@ -3,7 +3,7 @@
 An iterator that ends proves nothing: when something upstream of ``mapInArrow`` fails (a transform, a decoder, the Kafka
 reader), Spark closes the input of the Python worker between two Arrow messages, and the rows end as if all had come. A
 COMMIT after that would take a part for the whole. So every input of a task names what proves its end, and
-``task.transaction`` asks for that proof before COMMIT.
+the sink's transaction asks for that proof before COMMIT.
 
 | where the rows come from   | the proof                                                                             |
 |----------------------------|---------------------------------------------------------------------------------------|

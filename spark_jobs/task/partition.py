@@ -22,21 +22,16 @@ import itertools
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Final, LiteralString
-
-import psycopg
-from psycopg import sql
+from typing import TYPE_CHECKING, Any, Final
 
 from spark_jobs import letters
-from spark_jobs.dedup.strategies import Book, Place, Strategy
-from spark_jobs.driver.planner import Partition, Range
 from spark_jobs.errors import (
     ConsumerError,
     ConsumerUnavailable,
     CorruptRecords,
     EffectFailed,
+    Fenced,
     InputCut,
     Interrupted,
     JobError,
@@ -44,19 +39,16 @@ from spark_jobs.errors import (
     storable,
 )
 from spark_jobs.letters import Letter
+from spark_jobs.model import Partition, Place, Range, places_of
+from spark_jobs.outcomes import Broken, Culprit, Culprits, Moved, Roundabout, Uncopyable, Wish
 from spark_jobs.payloads.decoding import PROBLEM
-from spark_jobs.postgres import connections
-from spark_jobs.postgres import lock_monitor as blockers
-from spark_jobs.postgres.batch_table import Applying, Broken, Culprit, Culprits, Uncopyable, places_of
-from spark_jobs.postgres.direct_copy import Direct, Roundabout
-from spark_jobs.spark.errors import of_postgres
-from spark_jobs.task.input import NO_INPUT, NoInput, TaskInput
+from spark_jobs.sink import Sink, Way
+from spark_jobs.task.input import NO_INPUT, TaskInput
 from spark_jobs.task.reader import RangeReader, ReaderSettings, kept
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from spark_jobs.job import PythonEffect
     from spark_jobs.payloads.reading import Reader
     from spark_jobs.task.incoming import Incoming, Messages
 
@@ -77,33 +69,9 @@ FAILURES: Final[Mapping[str, type[ConsumerError]]] = {
 }
 """Why a range could not be applied this time, by outcome. A subclass is reported as the class that is named here."""
 
-_MOVE: Final = """
-UPDATE {offsets} SET next_offset = %(end)s, log_end = %(log_end)s, updated_at = now()
- WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s
-   AND topic_id = %(topic_id)s AND next_offset = %(start)s AND generation = %(generation)s"""
-_LOOK: Final = """
-SELECT next_offset, generation, topic_id FROM {offsets}
- WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"""
-_COUNT: Final = """
-UPDATE {offsets} SET applied = applied + %(applied)s, duplicates = duplicates + %(duplicates)s, dead = dead + %(dead)s,
-       next_offset = greatest(next_offset, %(reached)s), log_end = greatest(log_end, %(reached)s)
- WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"""
-
-_KEEPALIVES: Final = (
-    "SELECT set_config('tcp_keepalives_idle', '30', true), set_config('tcp_keepalives_interval', '10', true), "
-    "set_config('tcp_keepalives_count', '3', true)"
-)
-_MINE: Final = "SELECT 1 FROM {groups} WHERE grp = %(grp)s AND generation = %(generation)s FOR SHARE"
-_HOLD: Final = """
-SELECT id FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s) AND state = 'retry' ORDER BY id FOR UPDATE"""
-_RESOLVED: Final = "DELETE FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s)"
-
 
 BEHIND: Final = "an earlier message of its key is a dead letter"
 """Why a message is put aside that nothing is the matter with."""
-
-Wish = tuple[int, str]
-"""A dead letter that somebody wants tried again: its id, and for which reason it died."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,75 +146,39 @@ class Behind:
 class TaskPlan:
     """Everything a task needs, sent to the executors with the code.
 
-    columns   of ``batch``, with their types in Postgres.
+    sink      where the rows go.
     required  columns that may not be NULL.
     dead      messages to put aside with the range; they are not among the rows.
-    suspects  partitions that had repeats lately: there the fast path would only fail again.
+    suspects  partitions that had repeats lately.
     lenient   partitions with a value that does not fit its column.
-    direct    where rows can go straight to; not those of ``suspects``, ``lenient`` and ``slow``.
-    slow      partitions that found something the matter on the way straight to it.
+    slow      partitions that found something the matter on the short way into the sink.
     late      how to decode, for a task that reads Kafka itself.
     behind    what such a task puts aside, beside ``dead``: it sees these messages for the first time.
     tasks     which of Spark's tasks has which partition, where a transform could have changed that.
     here      the driver does it itself, on the session that it has.
     """
 
-    url: str = field(repr=False)
-    schema: str
-    group: str
-    generation: int
+    sink: Sink
     ranges: Mapping[Partition, Range]
     log_ends: Mapping[Partition, int]
-    columns: Mapping[str, str]
-    effect: str | PythonEffect
-    strategy: Strategy
-    bisect: bool
+    required: tuple[str, ...]
     max_dead: int
     dead: Mapping[Partition, Sequence[Letter]] = field(default_factory=dict)
     suspects: frozenset[Partition] = frozenset()
     lenient: frozenset[Partition] = frozenset()
+    slow: frozenset[Partition] = frozenset()
     late: Late | None = None
     behind: Behind | None = None
-    direct: Direct | None = None
-    slow: frozenset[Partition] = frozenset()
     tasks: Mapping[int, Partition] = field(default_factory=dict)
     here: bool = False
-
-    @property
-    def session(self) -> str:
-        """The name of the session in which the plan is carried out."""
-        driver, consumer = blockers.names(self.group)
-        return driver if self.here else consumer
-
-    @property
-    def required(self) -> tuple[str, ...]:
-        """Columns that may not be NULL."""
-        return self.strategy.required
-
-    @property
-    def book(self) -> Book:
-        """Where the group's ids are remembered."""
-        return Book(self.schema, self.group)
 
     def without(self, partition: Partition) -> frozenset[int]:
         """Return the offsets of the messages that are put aside."""
         return frozenset(letter.culprit.place[2] for letter in self.dead.get(partition, ()))
 
-    def direct_for(self, partition: Partition) -> Direct | None:
-        """Return where a partition's rows can go straight to."""
-        return None if partition in self.suspects | self.lenient | self.slow else self.direct
-
-    def applying(self, cursor: psycopg.Cursor[Any]) -> Applying:
-        """Begin with an empty ``batch``."""
-        return Applying(
-            cursor,
-            self.book,
-            self.columns,
-            self.strategy,
-            self.effect,
-            bisect=self.bisect,
-            max_dead=self.max_dead,
-        )
+    def way(self, partition: Partition) -> Way:
+        """Return how a partition's rows are taken in."""
+        return Way(partition in self.suspects, partition in self.lenient, partition not in self.slow)
 
 
 class Stop(Exception):
@@ -259,7 +191,7 @@ class Stop(Exception):
 
 
 def run(plan: TaskPlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Be the function of mapInArrow: take one partition's rows, apply them, report.
+    """Apply one partition's rows and report; the function of mapInArrow.
 
     Failures are reported and not raised, as far as they are understood here: an error of Spark's would end the tasks of
     all other partitions, and say less.
@@ -382,7 +314,7 @@ def _of_one(partition: Partition, names: Sequence[str], batches: Iterable[pa.Rec
 def run_retry(
     plan: TaskPlan, retried: Mapping[Place, Wish], batches: TaskInput[pa.RecordBatch]
 ) -> Iterator[pa.RecordBatch]:
-    """Be the function of mapInArrow for dead letters that are tried again: all of them in one transaction.
+    """Apply dead letters that are retried, all of them in one transaction; the function of mapInArrow.
 
     retried  the dead letters by their messages' places. Those without a row were filtered: they are settled too.
     """
@@ -449,8 +381,9 @@ class Feed:
             if batch.num_rows:
                 yield self._checked(batch)
 
-    def close(self) -> None:
-        """Raise Culprits when there are any."""
+    def whole(self) -> Iterator[pa.RecordBatch]:
+        """Return the batches. Raises Culprits at their end when there are any."""
+        yield from self
         more = [letter.culprit for letter in self.aside] if len(self.aside) > self._share else []
         if found := [*self.found, *more]:
             raise Culprits(found[: self._max_dead + 1])
@@ -514,121 +447,34 @@ def _where(plan: TaskPlan, partition: Partition) -> str:
 
 
 def _apply(plan: TaskPlan, partition: Partition, feed: Feed, batches: TaskInput[Any]) -> int | None:
-    """Apply a partition's rows. Gives the number of fresh ones, None when the range was applied before."""
-    with stopping(_where(plan, partition)), transaction(plan.url, plan.session, batches) as cursor:
-        if not move(cursor, plan, partition):
+    """Apply a partition's rows. Returns the number of fresh ones, None when the range was applied before."""
+    where = _where(plan, partition)
+    span = plan.ranges[partition]
+    with stopping(where), plan.sink.transaction(where, batches, most=plan.max_dead, here=plan.here) as into:
+        if not into.move(partition, span, plan.log_ends.get(partition)):
             # Not committed, because the input is not read.
-            cursor.connection.rollback()
+            into.rollback()
             return None
-        direct = plan.direct_for(partition)
-        if direct is None:
-            return _apply_batch(cursor, plan, partition, feed, batches)
-        fresh = direct.apply(cursor, plan.book, plan.strategy, feed)
-        feed.close()
-        settle(cursor, plan, partition, read=feed.rows, fresh=fresh, aside=feed.aside, reached=batches.reached)
-    return fresh
-
-
-def _apply_batch(
-    cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partition, feed: Feed, batches: TaskInput[Any]
-) -> int:
-    """Apply rows through ``batch``, and count them. Gives the number of fresh ones."""
-    applying = plan.applying(cursor)
-    if partition in plan.lenient:
-        applying.copy_leniently(feed)
-    else:
-        applying.copy(feed)
-    feed.close()
-    applying.reduce(suspect=partition in plan.suspects)
-    fresh = applying.count()
-    settle(cursor, plan, partition, read=feed.rows, fresh=fresh, aside=feed.aside, reached=batches.reached)
-    if fresh:
-        applying.apply()
+        fresh = into.remember(feed.whole(), plan.way(partition))
+        dead = (*plan.dead.get(partition, ()), *feed.aside)
+        into.count(partition, span, read=feed.rows, fresh=fresh, dead=dead, reached=batches.reached)
+        if fresh:
+            into.apply()
     return fresh
 
 
 def _apply_retried(plan: TaskPlan, retried: Mapping[Place, Wish], feed: Feed, batches: TaskInput[Any]) -> int:
-    """Apply dead letters. Gives the number of fresh rows; the rest had been applied before."""
-    with stopping("dead letters"), transaction(plan.url, plan.session, batches) as cursor:
-        if not hold(cursor, plan, retried):
-            cursor.connection.rollback()
+    """Apply dead letters. Returns the number of fresh rows; the rest had been applied before."""
+    where = "dead letters"
+    with stopping(where), plan.sink.transaction(where, batches, most=plan.max_dead) as into:
+        if not into.hold(retried):
+            into.rollback()
             return 0
-        applying = plan.applying(cursor)
-        if plan.lenient:
-            applying.copy_leniently(feed)
-        else:
-            applying.copy(feed)
-        feed.close()
-        taken = applying.places()
-        applying.reduce(suspect=True, forgiven=forgiven(retried))
-        fresh = applying.per_partition()
-        resolve(cursor, plan, retried, fresh, taken)
+        fresh = into.remember(feed.whole(), Way(repeats=True, lenient=bool(plan.lenient)))
+        into.resolve()
         if fresh:
-            applying.apply()
-    return sum(fresh.values())
-
-
-def forgiven(retried: Mapping[Place, Wish]) -> frozenset[Place]:
-    """Return the messages that were too old, and that a person wants applied all the same."""
-    return frozenset(place for place, (_, reason) in retried.items() if reason == "too-old")
-
-
-def hold(cursor: psycopg.Cursor[Any], plan: TaskPlan, retried: Mapping[Place, Wish]) -> bool:
-    """Lock dead letters that are to be tried again. False when one is not there any more; Stop when fenced.
-
-    It was discarded meanwhile, or this is a retry of a task after its COMMIT: the driver looks again.
-    """
-    if not _on_letters(cursor, plan, _MINE, retried).fetchone():
-        raise Stop("fenced", f"group {plan.group} was taken over from generation {plan.generation}")
-    return _on_letters(cursor, plan, _HOLD, retried).rowcount == len(retried)
-
-
-def resolve(
-    cursor: psycopg.Cursor[Any],
-    plan: TaskPlan,
-    retried: Mapping[Place, Wish],
-    fresh: Mapping[Partition, int],
-    taken: AbstractSet[Place],
-) -> None:
-    """Delete dead letters whose effect goes into the sink with this transaction, and count them.
-
-    taken  those that the job has not left out. For the others there is no effect, and a note in ``audit``.
-    """
-    if left_out := [number for place, (number, _) in retried.items() if place not in taken]:
-        letters.leave_out(cursor, plan.schema, plan.group, left_out)
-    _on_letters(cursor, plan, _RESOLVED, retried)
-    for (topic, part), applied in sorted(fresh.items()):
-        counts = {"grp": plan.group, "topic": topic, "part": part, "applied": applied, "duplicates": 0, "dead": 0}
-        counts["reached"] = None
-        _on_offsets(cursor, plan, _COUNT, counts)
-
-
-def _on_letters(
-    cursor: psycopg.Cursor[Any], plan: TaskPlan, query: LiteralString, retried: Mapping[Place, Wish]
-) -> psycopg.Cursor[Any]:
-    names = {name: sql.Identifier(plan.schema, name) for name in ("groups", "dead_letters")}
-    values = {"grp": plan.group, "generation": plan.generation, "ids": sorted(number for number, _ in retried.values())}
-    return cursor.execute(sql.SQL(query).format(**names), values)
-
-
-@contextmanager
-def transaction(url: str, name: str, batches: TaskInput[Any] | NoInput) -> Iterator[psycopg.Cursor[Any]]:
-    """Begin a transaction and give a cursor; COMMIT at the end, ROLLBACK on an error.
-
-    The session stays open for this process's next transaction, without anything that an effect may have left in it.
-
-    batches  what the transaction applies. Raises InputCut instead of COMMIT where nothing proves that they were all of
-             the task's rows. A transaction that was rolled back by the caller needs no proof.
-
-    Where this machine vanishes, the server ends the transaction within a minute instead of after its default of two
-    hours: until then the offsets' rows would stay locked, and a take-over would wait for them.
-    """
-    with connections.transaction(url, name, reset=True) as connection:
-        cursor = connection.cursor()
-        cursor.execute(_KEEPALIVES)
-        yield cursor
-        if connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
-            batches.require_whole()
+            into.apply()
+    return fresh
 
 
 class stopping:  # noqa: N801  reads as what it does
@@ -647,79 +493,24 @@ class stopping:  # noqa: N801  reads as what it does
             raise Stop("uncopyable", "") from error
         if isinstance(error, Roundabout):
             raise Stop("roundabout", "") from error
+        if isinstance(error, Fenced):
+            raise Stop("fenced", str(error)) from error
+        if isinstance(error, Moved):
+            raise Stop("moved", str(error)) from error
         if isinstance(error, Broken | JobError):
             raise Stop("broken", f"{self._where}: {error}") from error
-        failure: BaseException | None = error
-        if isinstance(error, psycopg.Error):
-            failure = of_postgres(error, self._where)
-            if isinstance(failure, EffectFailed):
-                raise Stop("broken", str(failure)) from error
+        if isinstance(error, EffectFailed):
+            raise Stop("broken", str(error)) from error
         for outcome, failing in FAILURES.items():
-            if isinstance(failure, failing):
-                raise Stop(outcome, str(failure)) from error
-
-
-def move(cursor: psycopg.Cursor[Any], plan: TaskPlan, partition: Partition) -> bool:
-    """Move the group's offset over the range. False when this generation has done so before; Stop when fenced."""
-    span = plan.ranges[partition]
-    values = {
-        "grp": plan.group,
-        "topic": partition[0],
-        "part": partition[1],
-        "topic_id": span.topic_id,
-        "start": span.start,
-        "end": span.end,
-        "log_end": plan.log_ends.get(partition),
-        "generation": plan.generation,
-    }
-    if _on_offsets(cursor, plan, _MOVE, values).rowcount:
-        return True
-    row = _on_offsets(cursor, plan, _LOOK, values).fetchone()
-    if row is not None and row[0] >= span.end and row[1:] == (plan.generation, span.topic_id):
-        # At its end, or where the next message is; or a task that the driver had given up on had more to read.
-        return False
-    if row is not None and row[0] > span.start and row[1:] == (plan.generation, span.topic_id):
-        # A task that the driver had given up on, because another one failed, has committed a shorter range meanwhile.
-        raise Stop("moved", f"{partition[0]}-{partition[1]} has moved to offset {row[0]} since the round was planned")
-    now = "its row is gone" if row is None else f"it stands at offset {row[0]} in generation {row[1]}"
-    raise Stop(
-        "fenced",
-        f"group {plan.group} was taken over from generation {plan.generation}: {partition[0]}-{partition[1]} offsets "
-        f"{span.start} to {span.end - 1}, {now}",
-    )
-
-
-def settle(
-    cursor: psycopg.Cursor[Any],
-    plan: TaskPlan,
-    partition: Partition,
-    *,
-    read: int,
-    fresh: int,
-    aside: Sequence[Letter] = (),
-    reached: int | None = None,
-) -> None:
-    """Put the partition's dead letters aside, the plan's and those ``aside``, and count.
-
-    reached  there is no message between the range's end and this offset: the group goes on from there.
-    """
-    span = plan.ranges[partition]
-    put = (*plan.dead.get(partition, ()), *aside)
-    dead = letters.write(cursor, plan.schema, plan.group, span.topic_id, put)
-    values = {"grp": plan.group, "topic": partition[0], "part": partition[1]}
-    counts = {"applied": fresh, "duplicates": read - fresh, "dead": dead, "reached": reached}
-    _on_offsets(cursor, plan, _COUNT, values | counts)
+            if isinstance(error, failing):
+                raise Stop(outcome, str(error)) from error
 
 
 def step_over(plan: TaskPlan, partitions: Sequence[Partition]) -> None:
     """Move over ranges in which there was nothing to apply, in one transaction; their dead letters go aside with it."""
-    with transaction(plan.url, f"outbox driver {plan.group}", NO_INPUT) as cursor:
+    where = "stepping over what holds nothing to apply"
+    with stopping(where), plan.sink.transaction(where, NO_INPUT, most=0, here=True) as into:
         for partition in sorted(partitions):
-            if move(cursor, plan, partition):
-                settle(cursor, plan, partition, read=0, fresh=0)
-
-
-def _on_offsets(
-    cursor: psycopg.Cursor[Any], plan: TaskPlan, query: LiteralString, values: Mapping[str, Any]
-) -> psycopg.Cursor[Any]:
-    return cursor.execute(sql.SQL(query).format(offsets=sql.Identifier(plan.schema, "offsets")), values)
+            span = plan.ranges[partition]
+            if into.move(partition, span, plan.log_ends.get(partition)):
+                into.count(partition, span, read=0, fresh=0, dead=plan.dead.get(partition, ()), reached=None)

@@ -33,11 +33,12 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import orjson
 
-from spark_jobs.driver.planner import Partition, Range
 from spark_jobs.errors import ConsumerUnavailable, InputCut, JobError
-from spark_jobs.spark.errors import is_refusal, of_kafka
+from spark_jobs.model import Partition, Range
+from spark_jobs.patience import at_most, silent
 from spark_jobs.task.incoming import UNREADABLE, Headers, Messages
 from spark_jobs.task.input import TaskInput
+from spark_jobs.task.kafka_errors import is_refusal, of_kafka
 
 if TYPE_CHECKING:
     from confluent_kafka import Consumer, KafkaError, Message
@@ -54,7 +55,10 @@ _ROWS: Final = 10_000
 _BYTES: Final = 16 * 1024 * 1024
 """And about so many bytes, of which Python, Arrow and the COPY hold a copy each."""
 _AT_ONCE: Final = 2_000
-"""So many messages are asked of librdkafka at once. With large ones its queue, of some MiB, is the bound."""
+"""At most so many messages are asked of librdkafka at once."""
+_AT_FIRST: Final = 16
+"""And so many before anything is known of their size: what one call returns is not bounded by librdkafka's queue,
+which is filled again while the call takes from it."""
 _WAIT_SECONDS: Final = 0.02
 _MOST_BYTES: Final = 64 * 1024 * 1024
 """That the driver holds at once."""
@@ -157,7 +161,7 @@ class RangeReader:
     def __init__(self, settings: ReaderSettings) -> None:
         from confluent_kafka import Consumer, KafkaException
 
-        self._patience = settings.patience_seconds
+        self.patience_seconds = settings.patience_seconds
         self._heard = 0.0
         self._fetched: dict[tuple[str, str], int] = {}
         self._refused: KafkaError | None = None
@@ -188,10 +192,10 @@ class RangeReader:
         spans = {partition: _Span(partition, span, without.get(partition, ())) for partition, span in ranges.items()}
         found: dict[Partition, list[Messages]] = {partition: [] for partition in spans}
         size = 0
-        for part in self._read(spans):
+        for part, bytes_read in self._read(spans):
             for partition, messages in part.items():
                 found[partition].append(messages)
-                size += messages.size
+            size += bytes_read
             if size > _MOST_BYTES:
                 raise TooMuch
         return {
@@ -203,18 +207,17 @@ class RangeReader:
     def _parts(self, span: _Span) -> Iterator[Messages]:
         held: list[Messages] = []
         rows = size = 0
-        for part in self._read({span.partition: span}):
-            for messages in part.values():
-                held.append(messages)
-                rows, size = rows + len(messages), size + messages.size
+        for part, bytes_read in self._read({span.partition: span}):
+            held += part.values()
+            rows, size = rows + sum(map(len, part.values())), size + bytes_read
             if rows >= _ROWS or size >= _BYTES:
                 yield Messages.joined(held)
                 held, rows, size = [], 0, 0
         if held:
             yield Messages.joined(held)
 
-    def _read(self, spans: Mapping[Partition, _Span]) -> Iterator[dict[Partition, Messages]]:
-        """Read until all are whole. Gives what has come, without partitions of which nothing has."""
+    def _read(self, spans: Mapping[Partition, _Span]) -> Iterator[tuple[dict[Partition, Messages], int]]:
+        """Read until all are whole. Returns what has come, without partitions of which nothing has, and its bytes."""
         from confluent_kafka import KafkaException, TopicPartition
 
         unread = {partition: span for partition, span in spans.items() if not span.whole}
@@ -226,26 +229,33 @@ class RangeReader:
             self._consumer.assign([TopicPartition(*partition, span.at) for partition, span in unread.items()])
             self._heard = time.monotonic()
             self._refused = None
+            at_once = _AT_FIRST
             while unread:
-                most = min(_AT_ONCE, sum(span.end - span.at for span in unread.values()))
+                most = min(at_once, sum(span.end - span.at for span in unread.values()))
                 with _GARBAGE_COLLECTION.off():
                     messages = self._consumer.consume(most, _WAIT_SECONDS)
                     taken = self._sorted(messages, unread).items()
                     part = {partition: _columns(partition, some) for partition, some in taken if some}
+                size = sum(some.size for some in part.values())
+                if part:
+                    mean = size // sum(map(len, part.values()))
+                    at_once = max(1, min(_AT_ONCE, _BYTES // max(1, mean)))
                 if messages:
                     self._heard, self._refused = time.monotonic(), None
-                elif time.monotonic() - self._heard > self._patience:
+                elif time.monotonic() - self._heard > at_most(self.patience_seconds):
+                    silent(self._heard)
                     if self._refused is not None:
                         raise of_kafka(self._refused, f"Kafka, reading {_shown(unread)}")
                     raise ConsumerUnavailable(
-                        f"Kafka: nothing of {_shown(unread)} came for {self._patience:g} s; nothing was committed"
+                        f"Kafka: nothing of {_shown(unread)} came for {time.monotonic() - self._heard:.0f} s; nothing "
+                        "was committed"
                     )
                 whole = [partition for partition, span in unread.items() if span.whole]
                 for partition in whole:
                     del unread[partition]
                 if whole and unread:
                     self._consumer.incremental_unassign([TopicPartition(*partition) for partition in whole])
-                yield part
+                yield part, size
             self._consumer.unassign()
         except KafkaException as error:
             raise of_kafka(error.args[0], f"Kafka, reading {_shown(unread)}") from error
@@ -392,6 +402,8 @@ def kept(settings: ReaderSettings) -> Iterator[RangeReader]:
     # A fork has a copy of this table, and none of librdkafka's threads.
     name = (os.getpid(), settings.group, frozenset(settings.options.items()))
     reader = _KEPT.pop(name, None) or RangeReader(settings)
+    # A run's patience may be less now than when the reader was opened, or more.
+    reader.patience_seconds = settings.patience_seconds
     try:
         yield reader
     except BaseException:

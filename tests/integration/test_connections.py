@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,8 +20,9 @@ from urllib.parse import urlsplit
 import psycopg
 import pytest
 from consumer_group import ConsumerGroup
-from counting import Counting
+from counting import AnotherPid, Counting
 from pgbouncer import PgBouncer
+from proxy import TcpProxy
 from psycopg import sql
 from psycopg.adapt import Loader
 from psycopg.rows import dict_row
@@ -27,15 +30,16 @@ from standby import Standby, either, set_parameter
 from support import look_up, wait_until
 
 from outbox._app import migrate as db
-from spark_jobs import sink
-from spark_jobs.driver.planner import Stored
 from spark_jobs.driver.runner import Options, Runner
 from spark_jobs.errors import Fenced
 from spark_jobs.job import ConsumerJob
+from spark_jobs.model import Stored
 from spark_jobs.postgres import connections
+from spark_jobs.postgres import errors as postgres
 from spark_jobs.postgres import lock_monitor as blockers
 from spark_jobs.postgres.group_store import GroupState, Store
 from spark_jobs.postgres.lock_monitor import Watch
+from spark_jobs.postgres.sink import transaction
 from spark_jobs.task import partition as task
 from spark_jobs.task.input import NO_INPUT
 
@@ -122,10 +126,85 @@ def test_transactions_see_what_others_commit_meanwhile_whatever_the_roles_defaul
     isolation = "SELECT current_setting('transaction_isolation')"
     # On a new session and on a kept one.
     assert [ask(url, isolation), ask(url, isolation)] == ["read committed"] * 2
-    with task.transaction(url, NAME, NO_INPUT) as cursor:
+    with transaction(url, NAME, NO_INPUT) as cursor:
         assert cursor.execute(isolation).fetchone() == ("read committed",)
-    with sink.connect(url, NAME) as connection, connection.transaction():
+    with postgres.connect(url, NAME) as connection, connection.transaction():
         assert connection.execute(isolation).fetchone() == ("read committed",)
+
+
+def test_the_caller_may_say_how_long_connecting_takes(url):
+    with connections.connect(f"{url}?connect_timeout=3", NAME, connect_seconds=7) as connection:
+        assert connection.info.get_parameters()["connect_timeout"] == "7"
+
+
+def test_texts_are_sent_in_utf8_whatever_the_roles_default_is(url):
+    with_default(url, "client_encoding", "LATIN1")
+    for _ in range(2):
+        assert ask(url, "SHOW client_encoding") == "UTF8"
+
+
+def test_no_statement_is_prepared(url):
+    """A pooler would give the next one to another session, which does not have it."""
+    prepared = "SELECT count(*) FROM pg_prepared_statements"
+
+    def often(connection: psycopg.Connection[Any]) -> None:
+        for _ in range(10):
+            connection.execute("SELECT 1 + %s", (1,))
+        assert connection.execute(prepared.encode()).fetchone() == (0,)
+
+    with connections.connect(url, NAME) as connection:
+        often(connection)
+    for _ in range(2):
+        use(url, often)
+
+
+def test_an_effect_that_has_ended_its_transaction_goes_on_in_one_like_it(url):
+    """It must not; but what it does then is not to depend on a role's default."""
+    with_default(url, "default_transaction_isolation", "serializable")
+    for _ in range(2):
+        with connections.transaction(url, NAME, reset=True) as connection:
+            connection.commit()
+            assert connection.execute("SHOW transaction_isolation").fetchone() == ("read committed",)
+
+
+@pytest.fixture
+def interrupting_signal() -> Iterator[None]:
+    """Make SIGUSR1 do what Ctrl-C does: SIGINT itself is ignored where a shell has started the tests beside others."""
+    before = signal.signal(signal.SIGUSR1, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGUSR1, before)
+
+
+@pytest.mark.usefixtures("interrupting_signal")
+def test_a_connection_that_comes_too_late_is_closed(url):
+    """Nobody waits for it any more: the time was up, or Ctrl-C has ended the wait."""
+    main = threading.get_ident()
+    for seconds, interrupts, error in ((0.01, False, psycopg.errors.ConnectionTimeout), (60, True, KeyboardInterrupt)):
+        asked, answer = threading.Event(), threading.Event()
+        late: list[psycopg.Connection[Any]] = []
+
+        def begin(asked=asked, answer=answer, late=late) -> psycopg.Connection[Any]:
+            asked.set()
+            answer.wait(60)
+            late.append(psycopg.connect(url, application_name=NAME))
+            return late[0]
+
+        def interrupt(asked=asked) -> None:
+            asked.wait(60)
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+        interrupting = threading.Thread(target=interrupt)
+        if interrupts:
+            interrupting.start()
+        with pytest.raises(error):
+            connections._within(seconds, begin)
+        answer.set()
+        wait_until(lambda late=late: late and late[0].closed, what="it to be closed")
+    # What is not too late is given back: a connection, or the error.
+    with connections._within(60, lambda: psycopg.connect(url)) as connection:
+        assert connection.execute("SELECT 1").fetchone() == (1,)
+    with pytest.raises(psycopg.OperationalError, match="refused"):
+        connections._within(60, lambda: psycopg.connect("host=127.0.0.1 port=1"))
 
 
 def test_a_name_is_what_postgres_shows(url):
@@ -160,6 +239,15 @@ def test_no_more_sessions_are_kept_than_a_process_needs(url):
         return look_up(url, "SELECT count(*) FROM pg_stat_activity WHERE starts_with(application_name, %s)", NAME)[0][0]
 
     wait_until(lambda: left() == connections._MOST_KEPT, what="the others to be closed")
+
+
+def test_the_session_that_was_used_longest_ago_goes_first(url, monkeypatch):
+    monkeypatch.setattr(connections, "_MOST_KEPT", 2)
+    for name in ("one", "two", "one", "three"):
+        with connections.transaction(url, name, reset=True):
+            pass
+    wait_until(lambda: not sessions(url, "two"), what="the session to be closed")
+    assert (len(sessions(url, "one")), len(sessions(url, "three"))) == (1, 1)
 
 
 def test_threads_never_share_a_session(url):
@@ -217,7 +305,7 @@ def test_what_a_driver_has_open_is_closed_with_it(url):
     with Runner(None, job, Options(url, {"bootstrap.servers": "127.0.0.1:1"}), lambda *_: None) as runner:
         runner._store.require_utf8()
         runner._store.make_days()
-        with task.transaction(url, names[1], NO_INPUT):
+        with transaction(url, names[1], NO_INPUT):
             pass
         assert [len(sessions(url, name)) for name in names] == [1, 1]
     wait_until(lambda: not any(sessions(url, name) for name in names), what="the sessions' end")
@@ -256,7 +344,7 @@ LEFT: dict[str, str] = {
 def test_nothing_of_an_effect_is_left_in_a_session(url, what):
     fresh = ask(url, STATE)
     pid = ask(url)
-    with task.transaction(url, NAME, NO_INPUT) as cursor:
+    with transaction(url, NAME, NO_INPUT) as cursor:
         cursor.execute(LEFT[what].encode())
     # At once, and not when the session is used again.
     assert look_up(url, "SELECT count(*) FROM pg_locks WHERE locktype = 'advisory'") == [(0,)]
@@ -276,7 +364,7 @@ class Shouting(Loader):
 
 
 def test_nothing_of_an_effect_is_left_in_the_driver_of_a_session(url):
-    with task.transaction(url, NAME, NO_INPUT) as cursor:
+    with transaction(url, NAME, NO_INPUT) as cursor:
         connection = cursor.connection
         connection.row_factory = dict_row
         connection.prepare_threshold = 0
@@ -297,7 +385,7 @@ def test_nothing_of_an_effect_is_left_in_the_driver_of_a_session(url):
 
 
 def test_a_session_that_an_effect_leaves_in_pipeline_mode_is_not_used_again(url):
-    with task.transaction(url, NAME, NO_INPUT) as cursor:
+    with transaction(url, NAME, NO_INPUT) as cursor:
         pipeline = cursor.connection.pipeline()
         pipeline.__enter__()
         pid = cursor.connection.info.backend_pid
@@ -308,7 +396,7 @@ def test_a_session_that_an_effect_leaves_in_pipeline_mode_is_not_used_again(url)
 def test_an_effect_hears_its_notices(url):
     for _ in range(2):
         heard: list[str | None] = []
-        with task.transaction(url, NAME, NO_INPUT) as cursor:
+        with transaction(url, NAME, NO_INPUT) as cursor:
             cursor.connection.add_notice_handler(lambda notice, heard=heard: heard.append(notice.message_primary))
             cursor.execute("DO 'BEGIN RAISE NOTICE $$here$$; END'")
         assert heard == ["here"]
@@ -349,6 +437,120 @@ def test_after_an_error_a_session_is_not_used_again(url):
     wait_until(lambda: len(sessions(url)) == 1, what="the others' end")
 
 
+def test_what_an_error_leaves_is_rolled_back_before_its_session_is_closed(url):
+    """The server may take a while to notice the end of a connection, and its locks would last as long."""
+    with Counting(url) as counting:
+        for again in range(2):
+            with pytest.raises(ZeroDivisionError):
+                use(counting.url, lambda _: 1 / 0)
+            assert counting.statements[-1] == b"ROLLBACK"
+            wait_until(lambda again=again: counting.terminated == again + 1, what="the session's end")
+
+
+def test_a_read_that_fails_is_not_repeated_where_its_session_is_still_there(url):
+    with Counting(url) as counting:
+        read(counting.url)
+        counting.statements.clear()
+        with pytest.raises(psycopg.errors.DivisionByZero) as caught:
+            read(counting.url, "SELECT 1 / 0")
+        assert (counting.statements, counting.opened) == ([b"SELECT 1 / 0"], 1)
+        # And the session is not left to whoever holds the error.
+        wait_until(lambda: counting.terminated == 1, what="the session's end")
+        assert caught.value
+
+
+class Ending(dict[str, object]):
+    """Values of a statement: to look at them ends a session, and then the process is asked to end."""
+
+    def __init__(self, session: Any) -> None:
+        super().__init__(number=1)
+        self._session = session
+        self.looks = 0
+
+    def __getitem__(self, name: str) -> object:
+        self.looks += 1
+        self._session.close()
+        raise KeyboardInterrupt
+
+
+def test_a_read_that_is_interrupted_is_not_repeated(url):
+    read(url)
+    values = Ending(connections._here()._sessions[url, NAME])
+    with pytest.raises(KeyboardInterrupt):
+        connections.read(url, NAME, sql.SQL("SELECT %(number)s").format(), values)
+    assert values.looks == 1
+
+
+def test_a_session_whose_first_use_fails_is_closed(url, monkeypatch):
+    """While the error is still somebody's, and its frames hold the session."""
+    with Counting(url) as counting:
+        with pytest.raises(psycopg.errors.DivisionByZero) as caught:
+            read(counting.url, "SELECT 1 / 0")
+        wait_until(lambda: counting.terminated == 1, what="the session's end")
+        assert caught.value
+        for use_it in (read, ask):
+            use_it(counting.url)
+        monkeypatch.setattr(connections, "_BEGIN", "BEGIN with nonsense")
+        # The one that was kept, and the one that takes its place.
+        with pytest.raises(psycopg.errors.SyntaxError) as caught_too:
+            ask(counting.url)
+        wait_until(lambda: (counting.opened, counting.terminated) == (3, 3), what="both sessions' ends")
+        assert caught_too.value
+
+
+class Interrupted(str):
+    """A statement that is interrupted before it is sent."""
+
+    __slots__ = ()
+
+    def encode(self, *_: object) -> bytes:
+        raise KeyboardInterrupt
+
+
+def test_a_session_whose_begin_is_interrupted_is_closed(url, monkeypatch):
+    with Counting(url) as counting:
+        ask(counting.url)
+        monkeypatch.setattr(connections, "_BEGIN", Interrupted())
+        for ended in (1, 2):
+            # Kept, and new.
+            with pytest.raises(KeyboardInterrupt) as caught:
+                ask(counting.url)
+            wait_until(lambda ended=ended: counting.terminated == ended, what="the session's end")
+            assert caught.value is not None
+        assert counting.opened == 2
+
+
+def test_a_session_in_a_transaction_is_not_used_again(url):
+    pid = read(url)
+    assert connections.read(url, NAME, sql.SQL("BEGIN").format(), {}) == []
+    assert read(url) != pid
+    wait_until(lambda: pid not in sessions(url), what="the session's end")
+
+
+def test_what_is_committed_is_so_although_its_session_is_lost_before_it_is_cleaned(url):
+    """An error would have the range read again: right, and for nothing."""
+    run(url, "CREATE TABLE numbers (n int)")
+    with Counting(url) as counting:
+        for number, cut_at in enumerate((b"SELECT pg_backend_pid()", b"DISCARD ALL")):
+            counting.cut_at = cut_at
+            use(counting.url, lambda connection, n=number: connection.execute("INSERT INTO numbers VALUES (%s)", (n,)))
+            assert counting.statements[-1] == cut_at
+        counting.cut_at = None
+        assert look_up(url, "SELECT array_agg(n ORDER BY n) FROM numbers") == [([0, 1],)]
+        assert ask(counting.url)
+
+
+def test_a_standby_is_not_kept(private_postgres):
+    """It may be promoted, or not; and somebody else is the primary now."""
+    primary = private_postgres({"wal_level": "replica"})
+    database = private_postgres.database(primary)
+    with Standby(primary) as standby:
+        wait_until(standby.caught_up, what="the standby")
+        url = standby.url(database.name)
+        assert read(url) != read(url)
+        connections.close_all()
+
+
 def test_a_session_that_the_server_ended_is_replaced_unseen(url):
     for again in (ask, read, lambda url: ask(url, reset=False)):
         pid = again(url)
@@ -368,7 +570,7 @@ def test_a_session_that_ends_in_the_middle_is_a_server_that_is_away(url):
         terminate(url, connection.info.backend_pid)
 
     for ended in (before_a_statement, before_commit):
-        with pytest.raises(sink.AWAY):
+        with pytest.raises(postgres.AWAY):
             use(url, ended)
         assert ask(url)
 
@@ -388,7 +590,7 @@ def test_a_round_survives_a_restart_of_the_server(private_postgres):
     server.kill()
     # While it is away both fail as before, and work again after that.
     for again in (lambda: store.stored(["t"]), store.take_over, lambda: ask(url)):
-        with pytest.raises(sink.AWAY):
+        with pytest.raises(postgres.AWAY):
             again()
     server.start()
     assert (store.take_over(), bool(ask(url))) == (2, True)
@@ -403,7 +605,7 @@ def test_a_server_that_becomes_read_only_is_let_go_of(private_postgres):
     worker = ask(url)
     set_parameter(server.url(), "default_transaction_read_only", "on")
     # One that writes has its error, and the other is told with its answer.
-    with pytest.raises(sink.AWAY):
+    with pytest.raises(postgres.AWAY):
         use(url, lambda connection: connection.execute("UPDATE consumer.groups SET owner = 'x'"))
     store.stored(["t"])
     wait_until(lambda: sessions(url, NAME) == sessions(url, "outbox driver g") == [], what="both to be closed")
@@ -414,6 +616,68 @@ def test_a_server_that_becomes_read_only_is_let_go_of(private_postgres):
     wait_until(lambda: ask(url, "SELECT current_setting('transaction_read_only')") == "off", what="writes to be taken")
     assert store.take_over() == 2
     assert (ask(url) != worker, sessions(url, "outbox driver g") != driver) == (True, True)
+
+
+@pytest.fixture
+def later(monkeypatch) -> Callable[[float], None]:
+    """Let time pass for the ages of sessions."""
+    passed = 0.0
+    monkeypatch.setattr(connections, "_clock", lambda: time.monotonic() + passed)
+
+    def let(seconds: float) -> None:
+        nonlocal passed
+        passed += seconds
+
+    return let
+
+
+def test_a_primary_that_goes_on_after_a_failover_is_not_asked_for_ever(private_postgres, later):
+    """The name leads to the new primary, and the old one does not know that it is none: a split brain."""
+    primary = private_postgres({"wal_level": "replica"})
+    database = private_postgres.database(primary)
+    ConsumerGroup(database.url).begin([0])
+    address = urlsplit(database.url)
+    with Standby(primary) as standby, TcpProxy("127.0.0.1", primary.port) as name:
+        url = database.url.replace(f"{address.hostname}:{address.port}", name.address)
+        store = Store(url, "consumer", "g", "test")
+        assert (store.take_over(), ask(url, "SELECT inet_server_port()")) == (2, primary.port)
+        wait_until(standby.caught_up, what="the standby")
+        standby.promote()
+        name.lead_to(standby.port)
+        run(standby.url(database.name), "UPDATE consumer.offsets SET next_offset = 7")
+        # Nothing tells these sessions: the server is there, and takes writes.
+        at = ("t", 0)
+        assert (store.stored(["t"])[at].next_offset, ask(url, "SELECT inet_server_port()")) == (0, primary.port)
+        later(connections.MAX_AGE_SECONDS)
+        assert (store.stored(["t"])[at].next_offset, ask(url, "SELECT inet_server_port()")) == (7, standby.port)
+        connections.close_all()
+
+
+@pytest.mark.parametrize("again", [ask, read, lambda url: ask(url, reset=False)], ids=["effect", "read", "own"])
+def test_a_session_is_kept_for_some_minutes(url, later, again):
+    pid = again(url)
+    later(connections.MAX_AGE_SECONDS - 60)
+    # Use makes it no younger.
+    assert again(url) == pid
+    later(61)
+    assert again(url) != pid
+    wait_until(lambda: pid not in sessions(url), what="the session's end")
+
+
+def test_a_session_that_was_in_use_when_it_became_too_old_is_closed_after_that(url, later):
+    with connections.transaction(url, NAME, reset=True) as connection:
+        pid = connection.info.backend_pid
+        later(connections.MAX_AGE_SECONDS + 1)
+        assert connection.execute(PID).fetchone() == (pid,)
+    wait_until(lambda: sessions(url) == [], what="the session's end")
+
+
+def test_other_settings_of_a_role_reach_a_driver_that_runs(url, later):
+    assert ask(url, "SHOW work_mem") != "77MB"
+    with_default(url, "work_mem", "77MB")
+    assert ask(url, "SHOW work_mem") != "77MB"
+    later(connections.MAX_AGE_SECONDS)
+    assert ask(url, "SHOW work_mem") == "77MB"
 
 
 def test_a_failover_is_followed_to_the_new_primary(private_postgres):
@@ -432,6 +696,22 @@ def test_a_failover_is_followed_to_the_new_primary(private_postgres):
 
 
 # Behind a pooler.
+
+
+def test_a_session_that_another_process_answers_is_not_cleaned_and_not_kept(url):
+    """By this a pooler is known, with no pooler here."""
+    with AnotherPid(url) as pooler:
+        ask(pooler.url, reset=False)
+        assert pooler.opened == 1
+        ask(pooler.url)
+        assert b"DISCARD ALL" not in pooler.statements
+        assert connections._here().take((pooler.url, NAME)) is None
+    with Counting(url) as counting:
+        for _ in range(2):
+            ask(counting.url)
+        # Asked once for each session.
+        assert counting.statements.count(b"SELECT pg_backend_pid()") == 2 + 1
+        assert (counting.statements.count(b"DISCARD ALL"), counting.opened) == (2, 1)
 
 
 def test_behind_a_pooler_nothing_of_others_is_reset(url):
@@ -582,6 +862,15 @@ def test_whether_dead_letters_wait_is_read_in_an_index(url, keep_order):
 
 
 # The lock monitor.
+
+
+def test_the_lock_monitor_replaces_a_session_that_is_old(url, later):
+    name = connections.application_name("outbox watch g")
+    with Watch(url, "g", lambda *_: None, look_seconds=0.05):
+        (first,) = wait_until(lambda: sessions(url, name), what="the monitor's session")
+        later(connections.MAX_AGE_SECONDS)
+        wait_until(lambda: first not in sessions(url, name), what="its end")
+        assert wait_until(lambda: sessions(url, name), what="another session") != [first]
 
 
 def test_the_lock_monitor_keeps_a_session_and_replaces_it(url):

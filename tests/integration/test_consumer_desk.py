@@ -21,7 +21,7 @@ from outbox.testing.fixtures import Database, token
 from relay.cli.app import app
 from spark_jobs.admin.dead_letters import REASONS, DeadLetters, NoSuchDeadLetter, Selection
 from spark_jobs.errors import ConsumerUnavailable
-from spark_jobs.sink import connect
+from spark_jobs.postgres.errors import connect
 
 
 class Sink:

@@ -19,7 +19,7 @@ from psycopg import sql
 from support import wait_until
 from uuid_utils import uuid7
 
-from spark_jobs.dedup.strategies import Book, Dedup, Fingerprint, Natural, Strategy, Version, column_types
+from spark_jobs.dedup.strategies import Book, Dedup, Fingerprint, Natural, OffsetsOnly, Strategy, Version, column_types
 from spark_jobs.driver.batch_rounds import BatchRounds
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.errors import JobError
@@ -27,6 +27,7 @@ from spark_jobs.job import META, ConsumerJob
 from spark_jobs.postgres.batch_table import Applying
 from spark_jobs.postgres.direct_copy import Direct, direct_for
 from spark_jobs.postgres.group_store import Store
+from spark_jobs.postgres.sink import PostgresSinks
 from spark_jobs.task import partition as task
 from spark_jobs.task.input import in_memory
 
@@ -103,8 +104,8 @@ class Sink(ConsumerGroup):
         columns = plan.get("columns", COLUMNS)
         payload = [name for name in columns if name not in META]
         statements = effect if isinstance(effect, str) else self.statements(effect, payload)
-        made = self.plan(0, self.next, size, COLUMNS, statements, direct=direct)
-        made = replace(made, **plan)
+        given = {"columns": COLUMNS, "effect": statements, "direct": direct, **plan}
+        made = self.plan(0, self.next, size, **given)
         batch = pa.RecordBatch.from_pydict(
             {
                 **{
@@ -411,6 +412,35 @@ def test_repeats_and_tombstones(sink):
     assert sink.run("SELECT applied, duplicates FROM consumer.offsets") == [(4, 4)]
 
 
+@pytest.mark.parametrize("way", ["direct", "batch", "lenient"])
+def test_with_offsets_alone_no_id_is_looked_at(sink, way):
+    """Neither one that is not there, nor one that was there before, nor one that is there twice."""
+    sink.run("CREATE TABLE s (t text)")
+    effect = Insert("s", ["t"])
+    direct = sink.direct(effect, OffsetsOnly())
+    assert direct is not None
+    plan = {
+        "strategy": OffsetsOnly(),
+        "slow": frozenset({("t", 0)} if way == "batch" else ()),
+        "lenient": frozenset({("t", 0)} if way == "lenient" else ()),
+    }
+    known = str(uuid7())
+    rows = {
+        "t": ["a", None, "b", "c"],
+        "message_id": [None, known, known, None],
+        "message_tombstone": [False, True, False, False],
+    }
+    assert sink.apply(effect, rows, direct, **plan) == ("applied", [4])
+    # The same range again, as a task does that Spark starts twice: that is for the offsets to know.
+    sink.next = 0
+    assert sink.apply(effect, rows, direct, **plan) == ("already", [])
+    sink.next = 4
+    assert sink.apply(effect, rows, direct, **plan) == ("applied", [4])
+    assert sink.run("SELECT t FROM s ORDER BY t") == [("a",), ("a",), ("b",), ("b",), ("c",), ("c",)]
+    assert sink.run("SELECT applied, duplicates, dead FROM consumer.offsets") == [(8, 0, 0)]
+    assert sink.run("SELECT count(*) FROM consumer.processed_messages") == [(0,)]
+
+
 def test_triggers_see_the_rows(sink):
     sink.run("CREATE TABLE s (t text); CREATE TABLE seen (t text)")
     sink.run(
@@ -632,7 +662,7 @@ def test_what_a_shuffle_keeps_of_the_messages_is_written_and_needed(sink):
 
     def effect(made: Insert | Upsert, *without: str) -> str:
         job = ConsumerJob("g", ["t"], made, atomic="batch")
-        rounds = BatchRounds(None, job, None, sink.url, "consumer", store)
+        rounds = BatchRounds(None, job, None, store, PostgresSinks(sink.url, "consumer", job, store))
         return rounds._effect_after({name: kind for name, kind in kept.items() if name not in without})
 
     for made in (Insert("s"), Upsert("s", ["i"], deletes=True)):

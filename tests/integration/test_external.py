@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -28,7 +29,8 @@ from spark_jobs.external import reservations
 from spark_jobs.external.caller import Caller, Done, External, OutcomeUnknown, Refused, TryLater
 from spark_jobs.external.http_call import HttpCall
 from spark_jobs.external.reservations import Chosen, Desk, NoSuchReservation
-from spark_jobs.sink import clear_errors
+from spark_jobs.postgres import connections
+from spark_jobs.postgres.errors import clear_errors
 
 
 @pytest.fixture
@@ -342,6 +344,52 @@ def outbox_cli(sink, provider, tmp_path):
     return run
 
 
+@pytest.mark.parametrize("then", ["release", "signal"])
+def test_a_signal_lets_the_call_end_and_a_second_one_does_not(sink, provider, tmp_path, then):
+    (tmp_path / "cli_external.py").write_text(
+        f"from external_support import payments\nexternal = payments({provider.url!r}, workers=1)\n"
+    )
+    external = payments(provider.url)
+    provider.tell("first", "done-stall")
+    sink.reserve(external, ["first", "second"])
+    log = tmp_path / "external.log"
+    paths = os.pathsep.join([str(tmp_path), str(Path(external_support.__file__).parent)])
+    with log.open("wb") as written:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "relay.cli", "external", "run", "cli_external:external"],
+            env=os.environ | {"OUTBOX_DATABASE_URL": sink.url, "PYTHONPATH": paths},
+            stdout=written,
+            stderr=written,
+        )
+    try:
+        wait_until(lambda: provider.requests("first"), 60, "the call")
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "stopping" in log.read_text(), 60, "the first signal to be heard")
+        # The provider keeps the call open: it is waited for.
+        assert process.poll() is None
+        if then == "release":
+            provider.release()
+        else:
+            process.send_signal(signal.SIGINT)
+        # Long before the call's lease is over, which the first signal alone would wait for.
+        assert process.wait(20) == (0 if then == "release" else 1), log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert "Traceback" not in log.read_text()
+    if then == "release":
+        assert sink.states() == {"first": "confirmed", "second": "reserved"}
+        return
+    assert "outbox: ended in the middle of a call, as it was asked to twice" in log.read_text()
+    assert sink.states() == {"first": "calling", "second": "reserved"}
+    provider.release()
+    lease_runs_out(sink)
+    sink.drain(external)
+    assert sink.orders() == {"first": ("paid", 1), "second": ("paid", 1)}
+    assert provider.standing() == Counter(["first", "second"])
+    assert len({key for _, _, key, _ in provider.requests("first")}) == 1
+
+
 def test_by_hand_cancel_and_settle(sink, provider, outbox_cli):
     external = payments(provider.url, max_attempts=1)
     provider.tell("maybe", "done-drop")
@@ -512,6 +560,30 @@ def test_the_database_dies_during_the_call_and_the_answer_waits_for_it(private_p
     server.kill()
     with pytest.raises(ConsumerUnavailable, match="nothing is lost"):
         sink.drain(external, patience=0.1)
+
+
+def test_a_caller_does_not_stay_with_one_session_for_ever(sink, provider, monkeypatch):
+    """The server may not be the primary any more, and not know it; see test_connections."""
+    passed = 0.0
+    monkeypatch.setattr(connections, "_clock", lambda: time.monotonic() + passed)
+    opened: list[int] = []
+
+    def connect() -> psycopg.Connection[Any]:
+        connection = sink.connect()
+        opened.append(connection.info.backend_pid)
+        return connection
+
+    stop = threading.Event()
+    caller = Caller(payments(provider.url), connect)
+    thread = in_thread(lambda: caller.run(stop, until="stopped", poll=0.02))
+    try:
+        wait_until(lambda: opened, what="a session")
+        passed = connections.MAX_AGE_SECONDS
+        wait_until(lambda: len(opened) > 1, what="another session")
+        wait_until(lambda: not sink.rows("SELECT FROM pg_stat_activity WHERE pid = %s", opened[0]), what="its end")
+    finally:
+        stop.set()
+        thread.join(60)
 
 
 def test_a_caller_that_stalls_in_a_transaction_or_meets_a_standby_goes_on(sink, provider):

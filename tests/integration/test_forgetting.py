@@ -6,16 +6,21 @@ import datetime as dt
 import json
 import threading
 import uuid
+from unittest.mock import ANY
 from urllib.parse import quote, urlencode
 
 import psycopg
 import pytest
 from psycopg import sql
 from support import stop_clock, wait_until
+from typer.testing import CliRunner
 
 from outbox._app import migrate as db
+from relay.cli.app import app
 from relay.config import load
 from relay.operations.doctor import Level, examine
+from relay.operations.roles import Kind, grants
+from spark_jobs.errors import ConsumerUnavailable
 from spark_jobs.postgres.group_store import Store
 from spark_jobs.postgres.retention import NO_TIME, STRAY, Memory, Upkeep
 from spark_jobs.postgres.tables import DAY_OF_ID
@@ -334,6 +339,89 @@ def test_without_the_owners_rights_it_says_so(sink):
         assert "must be owner" in memory.forget().problem
     finally:
         sink.run(f"DROP OWNED BY {role}; DROP ROLE {role}")
+
+
+def prune(url: str, *arguments: str, status: int = 0) -> str:
+    done = CliRunner().invoke(app, ["db", "prune", "--consumer", *arguments], env={"OUTBOX_DATABASE_URL": url})
+    assert done.exit_code == status, (done.output, done.exception)
+    assert status == 0 or done.stderr.count("\n") == 1
+    return done.stdout if status == 0 else done.stdout + done.stderr
+
+
+def test_the_owner_keeps_the_days_for_consumers_that_own_nothing(sink):
+    """From cron. The consumer has the rights that `outbox db roles` gives it, and no others."""
+    role = f"consumer_{uuid.uuid4().hex[:8]}"
+    old, lately, stray = sink.day(KEEP + 2), sink.day(KEEP + 3), sink.day(KEEP + 4)
+    for day in (old, lately):
+        sink.partition(day)
+    sink.run(f"CREATE ROLE {role} LOGIN")
+    try:
+        for statement in grants([(Kind.CONSUMER, role)], "outbox", "consumer", wal=False, messages=False):
+            sink.run(statement)
+        url = psycopg.conninfo.make_conninfo(sink.url, options=f"{sink.clock} -c role={role}")
+        consumer = Store(url, "consumer", "g", "test")
+        consumer.take_over()
+        sink.remember("g", old, KEEP + 2, 3)
+        sink.remember("g", lately, 0)
+        sink.remember("g", stray, KEEP + 4, 2)
+        assert "permission denied" in consumer.make_days(KEEP).problem
+
+        # What it would do, and that the consumer itself can't.
+        keep = ("--days", str(KEEP))
+        days = {
+            f"processed_messages_{day:%Y%m%d}" for day in (NO_TIME, *(sink.day(ago) for ago in range(-3, KEEP + 1)))
+        }
+        expected = {"created": sorted(days), "dropped": [f"processed_messages_{old:%Y%m%d}"], "stray_rows": 2}
+        expected |= {"keep_days": KEEP}
+        before = sink.partitions(), sink.remembered()
+        shown = json.loads(prune(sink.url, *keep, "--dry-run", "--json"))
+        assert shown | {"created": sorted(shown["created"])} == expected | {"dry_run": True}
+        refused = prune(url, *keep, status=1)
+        assert refused.startswith("outbox: Postgres, keeping the days of processed_messages: permission denied")
+        assert f"run it as the owner of the tables, {sink.one('SELECT current_user')}" in refused
+        assert (sink.partitions(), sink.remembered()) == before
+
+        text = prune(sink.url, *keep)
+        assert text.splitlines() == [
+            *(f"partition {name}: made" for name in sorted(days)),
+            f"partition processed_messages_{old:%Y%m%d}: dropped",
+            "2 ids of the default partition: forgotten",
+        ]
+        assert sink.remembered() == {("g", lately): 1}
+        assert sink.forgotten() == {"g": old + dt.timedelta(days=1)}
+        assert prune(sink.url, *keep) == "nothing to do\n"
+        assert consumer.make_days(KEEP) == Upkeep()
+        sink.run(f"UPDATE consumer.processed_messages SET seen_at = now() - interval '{KEEP + 1} days'")
+        assert consumer.forget_days(KEEP) == Upkeep(problem=ANY, denied=True)
+        assert prune(sink.url, *keep) == f"partition processed_messages_{lately:%Y%m%d}: dropped\n"
+        assert consumer.forget_days(KEEP) == Upkeep()
+    finally:
+        sink.run(f"DROP OWNED BY {role}; DROP ROLE {role}")
+
+
+def test_the_owner_is_told_what_keeps_the_days_as_they_are(sink):
+    """In one line: tasks that hold the locks, tables that are not there, settings that can't be."""
+    sink.group("g")
+    old = sink.day(KEEP + 2)
+    sink.partition(old)
+    sink.remember("g", old, KEEP + 2)
+    with psycopg.connect(sink.url) as task:
+        task.execute("LOCK TABLE consumer.processed_messages IN ROW EXCLUSIVE MODE")
+        pruned = sink.memory.prune(wait_seconds=0)
+        assert "lock timeout" in next(pruned).problem
+        with pytest.raises(ConsumerUnavailable, match="tasks are using them; what is done stays done, run it again"):
+            next(pruned)
+    # Tried again while somebody may let go.
+    task = psycopg.connect(sink.url)
+    task.execute("LOCK TABLE consumer.processed_messages IN ROW EXCLUSIVE MODE")
+    pruned = sink.memory.prune()
+    assert "lock timeout" in next(pruned).problem
+    task.close()
+    assert [name for done in pruned for name in done.dropped] == [f"processed_messages_{old:%Y%m%d}"]
+
+    assert "outbox db upgrade --consumer" in prune(sink.url, "--schema", "nowhere", status=1)
+    assert "--days: with --consumer at least 1" in prune(sink.url, "--days", "0", status=2)
+    assert "--force is for the archive" in prune(sink.url, "--force", status=2)
 
 
 def test_the_doctor_compares_with_what_the_topics_keep(sink, outbox_kafka):

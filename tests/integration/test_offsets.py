@@ -26,11 +26,12 @@ from outbox.errors import SchemaError
 from relay.cli.app import app
 from spark_jobs.admin.offsets import MoveRefused, NoSuchGroup, Offsets
 from spark_jobs.driver.kafka_admin import KafkaView, TopicMissing
-from spark_jobs.driver.planner import Extent, Loss, LossKind, Range
+from spark_jobs.driver.planner import Extent
 from spark_jobs.driver.rounds import Counts, Span, State
 from spark_jobs.driver.runner import Options, Runner
 from spark_jobs.errors import ConsumerUnavailable, DataLost, Fenced, TopicRecreated
 from spark_jobs.job import ConsumerJob
+from spark_jobs.model import Loss, LossKind, Range
 from spark_jobs.spark import job_groups
 
 GROUP = "billing"

@@ -21,9 +21,9 @@ from raw_kafka import produce
 
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
-from spark_jobs.driver.planner import Range
 from spark_jobs.errors import ConsumerUnavailable, InputCut, JobError
 from spark_jobs.job import META
+from spark_jobs.model import Range
 from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.payloads.json_columns import JsonReader
 from spark_jobs.payloads.reading import Policy
@@ -233,8 +233,8 @@ def test_header_names_that_are_no_text(opened, outbox_kafka):
     assert part.values == [value for number in range(200) for value in (b"%d" % number, b"fine")]
     assert part.headers == [UNREADABLE, [("ce_id", b"0")]] * 200
     # Whatever the job's types and strategy are: what nobody can know the type of is not left out without a word.
-    for types, fingerprint, count in ((None, False, 400), (("order",), False, 200), (("order",), True, 200)):
-        taken = late_job(types, fingerprint)
+    for types, ids, count in ((None, "headers", 400), (("order",), "headers", 200), (("order",), "content", 200)):
+        taken = late_job(types, ids)
         (rows,) = taken.decoding([part])
         problems = [one for one in rows.column(PROBLEM).to_pylist() if one == "the name of a header is not UTF-8"]
         assert (rows.num_rows, len(problems)) == (count, 200)
@@ -319,13 +319,11 @@ def apply(group: ConsumerGroup, made: RangeReader, topic: str, name: str = "t") 
     return dict(row)
 
 
-def late_job(types: tuple[str, ...] | None = None, fingerprint: bool = False) -> task.Late:
+def late_job(types: tuple[str, ...] | None = None, ids: Any = "headers") -> task.Late:
     """Return how one field is read, as session.late() would; that asks Spark for what the schema means."""
     kind = pa.struct([("n", pa.int32()), (PROBLEM, pa.string())])
     declared = StructType([StructField("n", IntegerType())])
-    return task.Late(
-        {"n": "integer"} | META, kind, lambda: JsonReader(declared, Policy()), Incoming(types, fingerprint)
-    )
+    return task.Late({"n": "integer"} | META, kind, lambda: JsonReader(declared, Policy()), Incoming(types, ids))
 
 
 def nothing_applied(group: ConsumerGroup) -> bool:

@@ -19,7 +19,7 @@ import numpy as np
 import psycopg
 import pyarrow as pa
 import pytest
-from consumer_group import ConsumerGroup
+from consumer_group import COLUMNS, ConsumerGroup
 from psycopg import sql
 
 from spark_jobs import ids as identity
@@ -29,26 +29,16 @@ from spark_jobs.dedup.strategies import Book, Dedup
 from spark_jobs.effects.mapped import Insert
 from spark_jobs.errors import InputCut, Reject
 from spark_jobs.letters import Letter
+from spark_jobs.outcomes import Broken, Culprit, Culprits
 from spark_jobs.postgres import batch_table as applying
 from spark_jobs.postgres import direct_copy as direct
-from spark_jobs.postgres.batch_table import Culprit
+from spark_jobs.postgres import sink as postgres_sink
 from spark_jobs.postgres.direct_copy import Direct
 from spark_jobs.postgres.tables import DAY_OF_ID
 from spark_jobs.task import input as task_input
 from spark_jobs.task import partition as task
 from spark_jobs.task.input import TaskInput, in_memory
 
-COLUMNS = {
-    "n": "integer",
-    "message_id": "uuid",
-    "message_topic": "text",
-    "message_part": "integer",
-    "message_offset": "bigint",
-    "message_key": "text",
-    "message_type": "text",
-    "message_time": "timestamptz",
-    "message_tombstone": "boolean",
-}
 EFFECT = "INSERT INTO numbers SELECT n, message_offset FROM batch ORDER BY message_offset"
 NOON = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
 
@@ -88,16 +78,6 @@ class Sink(ConsumerGroup):
         **plan: Any,
     ) -> dict[str, Any]:
         """Apply messages (id, n) from an offset on, as a task does, and again as the driver would. Gives the report."""
-        made = self.plan(
-            part,
-            start,
-            len(messages),
-            COLUMNS,
-            EFFECT,
-            generation=generation,
-            lenient=frozenset({("t", part)} if self.way == "lenient" else ()),
-            direct=self.straight() if self.way == "direct" else None,
-        )
         rows = pa.RecordBatch.from_pydict(
             {
                 "n": pa.array([n for _, n in messages], pa.int32()),
@@ -111,9 +91,16 @@ class Sink(ConsumerGroup):
                 "message_tombstone": [False] * len(messages),
             }
         )
-        made = replace(made, **plan)
-        if made.effect != EFFECT or not isinstance(made.strategy, Dedup):
-            made = replace(made, direct=None)
+        straight = "effect" not in plan and isinstance(plan.get("strategy", Dedup()), Dedup)
+        given = {
+            "columns": COLUMNS,
+            "effect": EFFECT,
+            "generation": generation,
+            "lenient": frozenset({("t", part)} if self.way == "lenient" else ()),
+            "direct": self.straight() if self.way == "direct" and straight else None,
+            **plan,
+        }
+        made = self.plan(part, start, len(messages), **given)
         (report,) = task.run(made, self.given([rows]))
         found: dict[str, Any] = report.to_pylist()[0]
         self.told.append(found["outcome"])
@@ -252,7 +239,7 @@ def ends_too_early(sink: Sink) -> None:
 
 def left_unread(sink: Sink) -> None:
     """A COMMIT by a task that has not come to the end of its rows."""
-    with suppress(InputCut), task.transaction(sink.url, "test", in_memory([])) as cursor:
+    with suppress(InputCut), postgres_sink.transaction(sink.url, "test", in_memory([])) as cursor:
         cursor.execute("INSERT INTO numbers VALUES (1, 1)")
     assert sink.numbers() == []
 
@@ -295,26 +282,32 @@ def other_days() -> Callable[[Any], Any]:
 
 
 NO_SQL = "SELECT %(grp)s, {day}, '{processed}' FROM batch"
-ANY_START = without(task._MOVE, " AND next_offset = %(start)s")
+ANY_START = without(postgres_sink._MOVE, " AND next_offset = %(start)s")
 MUTATIONS: dict[str, tuple[str, object, str, Any, Callable[[Sink], None]]] = {
     "no generation predicate": (
         "batch",
-        task,
+        postgres_sink,
         "_MOVE",
-        without(task._MOVE, " AND generation = %(generation)s"),
+        without(postgres_sink._MOVE, " AND generation = %(generation)s"),
         fenced,
     ),
     "no generation predicate, direct": (
         "direct",
-        task,
+        postgres_sink,
         "_MOVE",
-        without(task._MOVE, " AND generation = %(generation)s"),
+        without(postgres_sink._MOVE, " AND generation = %(generation)s"),
         fenced,
     ),
-    "no start-offset predicate": ("batch", task, "_MOVE", ANY_START, behind_the_group),
-    "no start-offset predicate, direct": ("direct", task, "_MOVE", ANY_START, behind_the_group),
-    "a range is applied again": ("batch", task, "_MOVE", ANY_START, applied_before),
-    "no topic id": ("batch", task, "_MOVE", without(task._MOVE, "topic_id = %(topic_id)s AND "), another_topic),
+    "no start-offset predicate": ("batch", postgres_sink, "_MOVE", ANY_START, behind_the_group),
+    "no start-offset predicate, direct": ("direct", postgres_sink, "_MOVE", ANY_START, behind_the_group),
+    "a range is applied again": ("batch", postgres_sink, "_MOVE", ANY_START, applied_before),
+    "no topic id": (
+        "batch",
+        postgres_sink,
+        "_MOVE",
+        without(postgres_sink._MOVE, "topic_id = %(topic_id)s AND "),
+        another_topic,
+    ),
     "no dedup insert": ("batch", processed, "copy_ids", lambda *_: None, repeated),
     "no dedup insert, direct": ("direct", processed, "copy_ids", lambda *_: None, repeated),
     "no dedup insert, by SQL": ("lenient", strategies, "_REMEMBER", NO_SQL, repeated),
@@ -507,7 +500,7 @@ def test_a_text_that_postgres_has_not_is_found_in_any_column(sink: Sink) -> None
     assert left.column("message_offset").to_pylist() == [0]
     assert sorted(culprit.place[2] for culprit in found) == [1, 2]
     # Where they are more than may be put aside, one more is enough.
-    with pytest.raises(applying.Culprits, match=r"^1 messages can't be applied"):
+    with pytest.raises(Culprits, match=r"^1 messages can't be applied"):
         list(applying.without_unfit([batch], texts, [], max_dead=0))
 
 
@@ -531,7 +524,7 @@ def lines(
     """Apply messages as a transform leaves them that gives several rows for each: (offset, line)."""
     columns = {"line": "text", **(columns or {}), **{name: kind for name, kind in COLUMNS.items() if name != "n"}}
     size = len(rows)
-    made = replace(sink.plan(0, 0, 100, columns, "SELECT 1"), **plan)
+    made = sink.plan(0, 0, 100, **{"columns": columns, "effect": "SELECT 1", **plan})
     batch = pa.RecordBatch.from_pydict(
         {
             **{name: [line for _, line in rows] for name in columns if not name.startswith("message_")},
@@ -706,13 +699,13 @@ def test_rows_that_were_staged_come_in_their_order(sink: Sink) -> None:
     def refuse(*_: object) -> None:
         raise Reject("not today", "some id")
 
-    with pytest.raises(applying.Broken, match=r"some id \(not today\).*of no one message"):
+    with pytest.raises(Broken, match=r"some id \(not today\).*of no one message"):
         staged(sink, no_messages, shuffled[:2], refuse)
 
 
 def test_what_does_not_fit_of_staged_rows_is_found_message_by_message(sink: Sink) -> None:
     rows = [("a", "x", 0, "1"), ("b", "x", 1, "?"), ("a", "y", 1, "?"), ("a", "z", 1, "?"), ("b", "x", 2, "12345")]
-    with pytest.raises(applying.Culprits) as caught:
+    with pytest.raises(Culprits) as caught:
         staged(sink, STAGED, rows, "SELECT 1")
     assert [culprit.place[2] for culprit in caught.value.found] == [1, 2]
     # All of them fail together and none of them alone: then they are all there, once.

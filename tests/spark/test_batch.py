@@ -16,10 +16,10 @@ from support import wait_until
 from uuid_utils.compat import uuid7
 
 from spark_jobs.driver import batch_rounds as batch
-from spark_jobs.driver.planner import Range
 from spark_jobs.driver.rounds import Span
 from spark_jobs.errors import EffectFailed, Fenced
 from spark_jobs.job import ConsumerJob
+from spark_jobs.model import Range
 from spark_jobs.postgres.group_store import Store
 from spark_jobs.spark import session
 

@@ -304,15 +304,15 @@ def failing(error: str) -> Any:
     return Failing()
 
 
-@pytest.mark.parametrize("driver_records", [0, 2_000])
-def test_a_round_is_bounded_by_bytes_too(bench, driver_records):
+@pytest.mark.parametrize(("atomic", "driver_records"), [("partition", 0), ("partition", 2_000), ("batch", 0)])
+def test_a_round_is_bounded_by_bytes_too(bench, atomic, driver_records):
     """400 messages of 50,000 bytes, 200 and 2 MB a round: the first one knows nothing, the others take 40 at most."""
     producer = bench.producer()
     for number in range(400):
         value = json.dumps({"n": 100 + number, "pad": "x" * 50_000}).encode()
         producer.produce(bench.topic, value, partition=0, headers=[("ce_id", str(uuid7()).encode())])
     assert producer.flush(60) == 0
-    job = ConsumerJob("bytes", (bench.topic,), SQL, schema="n int, pad string", setup=SETUP)
+    job = ConsumerJob("bytes", (bench.topic,), SQL, schema="n int, pad string", setup=SETUP, atomic=atomic)
     with bench.runner(job, driver_records=driver_records, max_records=200, max_bytes=2_000_000) as runner:
         sizes = []
         while runner._round(None):

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,6 +18,9 @@ import pytest
 from bench import Bench
 from proxy import TcpProxy
 from support import wait_until
+
+from spark_jobs.driver.runner import Options, Runner
+from spark_jobs.errors import ConsumerUnavailable
 
 pytestmark = pytest.mark.spark
 
@@ -151,10 +155,31 @@ def test_once_gives_up_without_its_servers_and_the_next_run_goes_on(
             consumer.ended(1, "outbox: gave up after 3 s; nothing is lost, run the job again. Last error: ", server)
             assert at < applied() < seqs * orders
             start()
-        consumer.start("--once", program=program, OUTBOX_DATABASE_URL=through)
-        consumer.ended(0)
+    # That a process goes on where another gave up was seen above: this applies the rest.
+    bench.once()
     assert bench.totals() == expected(seqs, orders)
     assert bench.rows("SELECT sum(applied)::int, sum(duplicates)::int FROM consumer.offsets") == [(seqs * orders, 0)]
+
+
+@pytest.mark.parametrize("silent", ["Kafka", "Postgres"])
+def test_a_question_that_nobody_answers_is_a_part_of_the_patience(bench, silent):
+    """A port that accepts and says nothing. By itself a request to Kafka waits for 20 s, and a connection for 10 s."""
+    reports: list[str] = []
+    with TcpProxy("127.0.0.1", 9) as nobody:
+        nobody.blackhole()
+        address = urlsplit(bench.database.url)
+        kafka = nobody.address if silent == "Kafka" else bench.topics.bootstrap_servers
+        url = bench.database.url
+        if silent == "Postgres":
+            url = url.replace(f"{address.hostname}:{address.port}", nobody.address)
+        options = Options(url, {"bootstrap.servers": kafka}, patience=3.0)
+        with (
+            pytest.raises(ConsumerUnavailable, match="gave up after 3 s; nothing is lost"),
+            Runner(bench.spark, bench.job, options, lambda text, _: reports.append(text)) as runner,
+        ):
+            runner.once(threading.Event())
+    # The first question took all of it: there was no other one.
+    assert "waiting for a server" not in reports
 
 
 def test_signals_and_a_jvm_that_dies(bench, consumer):

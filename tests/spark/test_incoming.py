@@ -10,10 +10,12 @@ import uuid
 import pytest
 
 from spark_jobs import ids as identity
-from spark_jobs.dedup.strategies import Dedup, Fingerprint
+from spark_jobs.dedup.strategies import Dedup, Fingerprint, OffsetsOnly
 from spark_jobs.effects.mapped import Insert
+from spark_jobs.effects.produce import Traced
 from spark_jobs.errors import JobError
 from spark_jobs.job import META, ConsumerJob
+from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.payloads.framing import HEADER
 from spark_jobs.postgres.tables import DAY_OF_ID
 from spark_jobs.spark import session as spark_session
@@ -101,13 +103,15 @@ def read(rows: list[tuple]) -> Messages:
 
 
 @pytest.mark.parametrize(
-    ("strategy", "types"), [(Dedup(), None), (Fingerprint(), None), (Dedup(), ["A", "k", "\u00e9"])], ids=str
+    ("strategy", "types"),
+    [(Dedup(), None), (Fingerprint(), None), (OffsetsOnly(), None), (Dedup(), ["A", "k", "\u00e9"])],
+    ids=str,
 )
 def test_the_task_takes_messages_in_as_spark_does(spark, strategy, types):
     job = ConsumerJob(group="g", topics=["t"], effect=Insert("a"), strategy=strategy, types=types, schema=None)
     rows = spark.createDataFrame(messages(), KAFKA).coalesce(1)
     by_spark = spark_session.decoded(spark_session.chosen(rows, job), job).select(*META).toArrow().to_pylist()
-    taken = Incoming(None if types is None else tuple(types), isinstance(strategy, Fingerprint))
+    taken = Incoming(None if types is None else tuple(types), spark_session.ids_from(strategy))
     by_task = []
     for meta, payloads, headers, problems in map(taken.taken, [read(messages()[:50]), read(messages()[50:])]):
         assert len(payloads) == len(headers) == len(meta["message_id"]) == problems.null_count
@@ -116,6 +120,52 @@ def test_the_task_takes_messages_in_as_spark_does(spark, strategy, types):
     assert len(by_task) > (10 if types else 250)
     for here, there in zip(by_task, by_spark, strict=True):
         assert here == there
+    # Without any header that names it: the same whenever it is read, another one in a topic that was made anew.
+    made = [one["message_id"] for one in by_task[:2]]
+    if isinstance(strategy, OffsetsOnly):
+        assert [uuid.UUID(one).version for one in made] == [8, 8]
+        assert len({one["message_id"] for one in by_task if not one["message_id"].startswith(V7[:8])}) > 100
+    elif isinstance(strategy, Dedup) and types is None:
+        assert made == [None, None]
+
+
+HOP = b"00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
+ORIGIN = b"00-0af7651916cd43dd8448eb211c80319c-00f067aa0ba902b7-01"
+TRACES = [HOP, ORIGIN, b"", HOP.upper(), HOP + b"\n", HOP[:-1], b"\xff" + HOP[1:], None]
+STATES = [b"vendor=1,other=2", b"", b"x" * 512, b"x" * 513, "schl\u00fcssel".encode(), b"a\tb", None]
+
+
+def traced() -> list[tuple]:
+    """Messages with every combination of what the four headers may hold, and payloads of all kinds."""
+    chance = random.Random(3)
+    names = {"traceparent": TRACES, "ce_traceparent": TRACES, "tracestate": STATES, "ce_tracestate": STATES}
+    found = []
+    for number in range(600):
+        headers = [(name, chance.choice(values)) for name, values in names.items() if chance.random() < 0.8]
+        headers += [("traceparent", HOP)] * (number % 11 == 0)
+        chance.shuffle(headers)
+        value = chance.choice([b'{"n": 1}', b"no JSON", b"", b"\0\xff", b"x" * 200, None])
+        found.append(("t", 0, number, NOON, b"k", value, [*headers, ("ce_id", V7.encode())]))
+    return found
+
+
+@pytest.mark.parametrize("schema", [None, Traced(None), Traced("n int")], ids=["bytes", "traced bytes", "traced"])
+def test_the_task_reads_bytes_and_traces_as_spark_does(spark, schema):
+    job = ConsumerJob("g", ["t"], Insert("a"), schema=schema, max_payload_bytes=100)
+    late = spark_session.late(job)
+    assert late is not None
+    names = [*job.payload_columns(), *META, PROBLEM]
+    rows = spark.createDataFrame(traced(), KAFKA).coalesce(1)
+    by_spark = spark_session.decoded(rows, job).select(*names).toArrow().to_pylist()
+    by_task = [
+        row for batch in late.decoding([read(traced()[:300]), read(traced()[300:])]) for row in batch.to_pylist()
+    ]
+    assert [{name: row[name] for name in names} for row in by_task] == by_spark
+    assert set(late.columns) == set(names) - {PROBLEM}
+    if schema is not None:
+        assert {row["traceparent"] for row in by_task} == {None, HOP.decode(), ORIGIN.decode()}
+        assert {row["tracestate"] for row in by_task} == {None, "vendor=1,other=2", "x" * 512}
+    assert any(row[PROBLEM] for row in by_task)
 
 
 def test_ids_have_the_day_and_the_order_that_the_database_sees(outbox_postgres):

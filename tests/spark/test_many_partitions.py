@@ -1,4 +1,6 @@
-"""Two topics of 32 partitions in one job: they take turns, rounds are clipped, and a worker is killed among them."""
+"""Two topics of 32 partitions in one job: they take turns, rounds are clipped, and a worker is killed among them. And
+however many they are, a session in the sink is opened for each core, and two for the driver.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,9 @@ import json
 import threading
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
+import psycopg
 import pytest
 from bench import Bench
 from confluent_kafka import Producer
@@ -15,10 +18,10 @@ from faults import by_map, fault_at, reading
 from uuid_utils.compat import uuid7
 
 from outbox.testing.fixtures import Topics
-from spark_jobs.driver.planner import Partition
 from spark_jobs.driver.rounds import Rounds
 from spark_jobs.effects.mapped import Insert
 from spark_jobs.job import ConsumerJob
+from spark_jobs.model import Partition
 
 pytestmark = pytest.mark.spark
 
@@ -90,6 +93,66 @@ def test_64_partitions_and_a_killed_worker(bench: Bench, topics, spans, tmp_path
         (*partition, len(topics[partition]), len(topics[partition])) for partition in ordered
     ]
     take_turns(spans, topics)
+
+
+CORES = 2
+"""Of local[2,4], in which these tests' Spark runs."""
+
+
+class Sessions(threading.Thread):
+    """Looks again and again which sessions of consumers a database has. ``most`` at a time, and ``seen`` in all."""
+
+    def __init__(self, url: str) -> None:
+        super().__init__(daemon=True)
+        self._url = url
+        self._over = threading.Event()
+        self._looked = threading.Event()
+        self.most = 0
+        self.seen: set[tuple[int, str]] = set()
+
+    def run(self) -> None:
+        query = (
+            "SELECT pid, application_name FROM pg_stat_activity "
+            "WHERE datname = current_database() AND application_name LIKE 'outbox %'"
+        )
+        with psycopg.connect(self._url, autocommit=True) as connection:
+            while not self._over.wait(0.005):
+                found = connection.execute(query).fetchall()
+                self.most = max(self.most, len(found))
+                self.seen.update(found)
+                self._looked.set()
+
+    def __enter__(self) -> Self:
+        self.start()
+        assert self._looked.wait(30)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._over.set()
+        self.join()
+
+
+@pytest.mark.parametrize("way", ["plain", "transform", "transform in Python"])
+def test_64_partitions_take_a_session_for_each_core_and_two_more(bench: Bench, topics, spans, way):
+    transforms = {"transform": lambda rows: rows.filter("n >= 0"), "transform in Python": by_map(lambda n: n)}
+    job = ConsumerJob(
+        "many",
+        sorted({topic for topic, _ in topics}),
+        "INSERT INTO seen SELECT n, pg_backend_pid() FROM batch",
+        schema="n int",
+        setup="CREATE TABLE IF NOT EXISTS seen (n int, pid int)",
+        transform=transforms.get(way),
+    )
+    with Sessions(bench.database.url) as sessions, bench.runner(job, max_records=MOST, driver_records=0) as runner:
+        totals = runner.once(threading.Event())
+    assert totals.applied == sum(map(len, topics.values()))
+    assert len(spans) > 2
+    # The sessions that had a transaction, whichever were seen; each for many partitions.
+    [(pids,)] = bench.rows("SELECT count(DISTINCT pid) FROM seen")
+    assert 1 <= pids <= CORES
+    assert pids + 2 <= sessions.most <= CORES + 2
+    assert len(sessions.seen) <= CORES + 2
+    assert {name for _, name in sessions.seen} == {"outbox driver many", "outbox watch many", "outbox consumer many"}
 
 
 def take_turns(spans: Spans, topics: Mapping[Partition, range]) -> None:

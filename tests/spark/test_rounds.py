@@ -14,10 +14,10 @@ from uuid_utils.compat import uuid7
 
 from spark_jobs.dedup.strategies import Fingerprint, Natural, Version
 from spark_jobs.driver import rounds
-from spark_jobs.driver.planner import Range
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.errors import BadMessage, EffectFailed, Fenced, JobError, Reject
 from spark_jobs.job import ConsumerJob
+from spark_jobs.model import Range
 from spark_jobs.spark import session
 from spark_jobs.task import partition as task
 
@@ -730,14 +730,14 @@ def test_the_generation_fences_both_ways_of_applying(bench, atomic):
     job = replace(bench.job, atomic=atomic)
     put(bench, order("a", 1))
     runner = bench.runner(job)
-    plan = runner._rounds._plan
+    prepared = runner._rounds._sinks.prepared
 
-    def taken_over(*arguments, **options):
-        made = plan(*arguments, **options)
+    def taken_over(*arguments):
+        made = prepared(*arguments)
         bench.run("UPDATE consumer.groups SET generation = 99; UPDATE consumer.offsets SET generation = 99")
         return made
 
-    runner._rounds._plan = taken_over
+    runner._rounds._sinks.prepared = taken_over
     with pytest.raises(Fenced, match="taken over"):
         runner.once(threading.Event())
     assert bench.rows("SELECT count(*) FROM order_totals") == [(0,)]

@@ -164,7 +164,7 @@ def test_without_the_compare_and_swap_a_batch_is_there_twice(stream, monkeypatch
 
 def test_a_lost_answer_to_commit(stream, monkeypatch):
     """The sink has committed, the driver has an error: the next try finds the batch there."""
-    real = streaming.task.transaction
+    real = streaming.transaction
     lost = []
 
     class Losing:
@@ -180,7 +180,7 @@ def test_a_lost_answer_to_commit(stream, monkeypatch):
                 lost.append(1)
                 raise psycopg.OperationalError("server closed the connection unexpectedly")
 
-    monkeypatch.setattr(streaming.task, "transaction", Losing)
+    monkeypatch.setattr(streaming, "transaction", Losing)
     stream.add()
     stream.run()
     assert lost == [1]

@@ -153,7 +153,7 @@ def test_from_a_bad_message_to_its_effect(bench, tmp_path):
     table = [line for line in cells if "│" in line]
     assert any(f"│ {bench.topic} │ 4 │ 2 │ 0 │ 2 │ │ │ │" in line for line in table), table
     assert any("│ desk │ 4 │ 2 │ 0 │ 2 │ " in line for line in table), table
-    assert "2 became dead letters: outbox consumers list --group desk" in screen
+    assert "2 became dead letters: outbox dead-letters list --side consumer --group desk" in screen
     assert screen.rindex("\x1b[?25h") > screen.rindex("\x1b[?25l")
     assert (desk.seen("a"), desk.seen("b")) == ([1], [1])
 

@@ -3,17 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import psycopg
 
 from outbox._app import migrate as db
 from spark_jobs.dedup.strategies import Dedup
-from spark_jobs.driver.planner import Range
+from spark_jobs.model import Range
+from spark_jobs.postgres.sink import PostgresSink
 from spark_jobs.task.partition import TaskPlan
 
 TOPIC_ID = "topic-id"
+COLUMNS = {
+    "n": "integer",
+    "message_id": "uuid",
+    "message_topic": "text",
+    "message_part": "integer",
+    "message_offset": "bigint",
+    "message_key": "text",
+    "message_type": "text",
+    "message_time": "timestamptz",
+    "message_tombstone": "boolean",
+}
+"""Of rows with a number, as they come to a task: the types in Postgres."""
 
 
 @dataclass
@@ -38,18 +51,9 @@ class ConsumerGroup:
             )
 
     def plan(self, part: int, start: int, size: int, columns: Mapping[str, str], effect: str, **other: Any) -> TaskPlan:
-        """Return the plan for a range of one partition."""
-        return TaskPlan(
-            url=self.url,
-            schema="consumer",
-            group="g",
-            generation=other.pop("generation", 1),
-            ranges={("t", part): Range(TOPIC_ID, start, start + size)},
-            log_ends={},
-            columns=columns,
-            effect=effect,
-            strategy=Dedup(),
-            bisect=True,
-            max_dead=10,
-            **other,
-        )
+        """Return the plan for a range of one partition. ``other`` are fields of the plan, or of its sink."""
+        of_sink = {field.name: other.pop(field.name) for field in fields(PostgresSink) if field.name in other}
+        defaults = {"generation": 1, "strategy": Dedup(), "bisect": True}
+        sink = PostgresSink(self.url, "consumer", "g", columns=columns, effect=effect, **{**defaults, **of_sink})
+        plan = {"log_ends": {}, "required": sink.strategy.required, "max_dead": 10, **other}
+        return TaskPlan(sink=sink, ranges={("t", part): Range(TOPIC_ID, start, start + size)}, **plan)

@@ -15,7 +15,11 @@ class Counting(TcpProxy):
         assert where.hostname is not None
         super().__init__(where.hostname, where.port)
         self.opened = 0
+        self.terminated = 0
+        """Sessions that were ended by their clients, and not by the end of a connection."""
         self.statements: list[bytes] = []
+        self.cut_at: bytes | None = None
+        """A statement that begins so loses its connection, and does not arrive."""
         self._rest: dict[Connection, bytes] = {}
         self._begun: set[Connection] = set()
         self.url = url.replace(f"{where.hostname}:{where.port}", f"127.0.0.1:{self.port}")
@@ -30,9 +34,26 @@ class Counting(TcpProxy):
                 break
             message, rest = rest[:size], rest[size:]
             if message[:1] in b"PQ" and head:
-                self.statements.append(message[5:].strip(b"\0").partition(b"\0")[0])
+                statement = message[5:].strip(b"\0").partition(b"\0")[0]
+                self.statements.append(statement)
+                if self.cut_at is not None and statement.startswith(self.cut_at):
+                    self._close(connection)
+                    return
+            elif message[:1] == b"X" and head:
+                self.terminated += 1
             elif not head and message[4:8] == b"\0\3\0\0":
                 self.opened += 1
                 self._begun.add(connection)
         self._rest[connection] = rest
         self._to_target(connection, data)
+
+
+class AnotherPid(Counting):
+    """Announces another process than the one that answers, as a pooler may."""
+
+    def _from_target(self, connection: Connection, data: bytes) -> None:
+        key = data.find(b"K\0\0\0\x0c")
+        if key >= 0:
+            pid = int.from_bytes(data[key + 5 : key + 9], "big")
+            data = data[: key + 5] + (pid + 1).to_bytes(4, "big") + data[key + 9 :]
+        self._to_client(connection, data)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from spark_jobs.admin.offsets import after_losses, move
-from spark_jobs.driver.planner import Extent, Stored
+from spark_jobs.driver.planner import Extent
+from spark_jobs.model import Stored
 
 
 @pytest.mark.parametrize(

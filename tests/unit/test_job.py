@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import pytest
 
-from spark_jobs.dedup.strategies import Fingerprint
-from spark_jobs.effects.mapped import Upsert
+from spark_jobs.dedup.strategies import Fingerprint, OffsetsOnly
+from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.errors import JobError
 from spark_jobs.job import META, ConsumerJob
 
@@ -70,6 +71,20 @@ def test_with_fingerprint_every_tombstone_of_a_key_is_the_same_message():
     with pytest.raises(JobError, match="only the first would delete"):
         job(Upsert("s", ["k"], deletes=True), strategy=Fingerprint())
     assert job(Upsert("s", ["k"]), strategy=Fingerprint()).reducing == Fingerprint()
+
+
+def test_offsets_alone_go_with_every_effect():
+    effects = ("SELECT 1", Insert("s"), Upsert("s", ["k"], deletes=True), lambda _cursor, _rows: None)
+    for effect, atomic in itertools.product(effects, ("partition", "batch")):
+        assert job(effect, atomic=atomic, keep_order=True, strategy=OffsetsOnly()).reducing == OffsetsOnly()
+    assert not OffsetsOnly().remembers
+    assert OffsetsOnly().required == ()
+
+
+@pytest.mark.parametrize("strategy", [OffsetsOnly, "OffsetsOnly", None])
+def test_what_is_no_strategy(strategy):
+    with pytest.raises(JobError, match=r"strategy: must be Dedup\(\), .* or OffsetsOnly\(\)"):
+        job("SELECT 1", strategy=strategy)
 
 
 def test_a_group_starts_at_one_of_two_ends():

@@ -12,10 +12,6 @@ from spark_jobs.driver.planner import (
     ENOUGH,
     FEW,
     Extent,
-    Loss,
-    LossKind,
-    Range,
-    Stored,
     find_losses,
     new_partitions,
     next_turn,
@@ -25,6 +21,7 @@ from spark_jobs.driver.planner import (
 from spark_jobs.driver.runner import Options, Runner
 from spark_jobs.errors import DataLost, JobError, TopicRecreated
 from spark_jobs.job import ConsumerJob, find_job
+from spark_jobs.model import Loss, LossKind, Range, Stored
 
 ID = {"t": "id-1"}
 

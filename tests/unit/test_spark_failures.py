@@ -17,7 +17,9 @@ from spark_jobs.errors import (
     NotAuthorized,
     WorkerLost,
 )
+from spark_jobs.postgres.errors import of_postgres
 from spark_jobs.spark import errors as failures
+from spark_jobs.task.kafka_errors import of_kafka
 
 
 def test_what_ends_a_job_names_the_error_of_its_transform():
@@ -91,7 +93,7 @@ def test_a_row_that_did_not_decode_is_told_from_all_else():
     ],
 )
 def test_an_error_of_kafka(code, kind):
-    found = failures.of_kafka(KafkaError(code), "reading")
+    found = of_kafka(KafkaError(code), "reading")
     assert type(found) is kind
     assert str(found).startswith("reading: ")
 
@@ -109,6 +111,6 @@ def test_an_error_of_kafka(code, kind):
     ],
 )
 def test_an_error_of_postgres(error, kind):
-    found = failures.of_postgres(error, "t-0 offsets 1 to 2")
+    found = of_postgres(error, "t-0 offsets 1 to 2")
     assert type(found) is kind
     assert str(found).startswith("t-0 offsets 1 to 2: ")

@@ -23,10 +23,10 @@ from outbox.urls import display_url, libpq_url, sqlalchemy_url, with_database
 from relay.config import load
 from relay.database import Connector
 from relay.wal.replication import Replication
-from spark_jobs import sink
+from spark_jobs.postgres import errors as postgres
 from spark_jobs.postgres.group_store import Store
 from spark_jobs.postgres.retention import Memory
-from spark_jobs.task.partition import transaction
+from spark_jobs.postgres.sink import transaction
 
 PLAIN = "plainpassword"
 PRINTABLE = st.text(string.digits + string.ascii_letters + string.punctuation + " ä€", min_size=4, max_size=24)
@@ -111,7 +111,7 @@ CONNECTS: dict[str, Callable[[str], object]] = {
     "relay": lambda url: Connector(url, "test")(),
     "replication": lambda url: Replication(url, "test"),
     "db": opened,
-    "sink": lambda url: sink.connect(url, "test"),
+    "sink": lambda url: postgres.connect(url, "test"),
     "task": began,
     "driver": lambda url: Store(url, "consumer", "group", "owner").stored(["topic"]),
     "upkeep": lambda url: Memory(url, "consumer", 14).make(),

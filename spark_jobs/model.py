@@ -1,0 +1,72 @@
+"""What rounds, tasks and the sink name: partitions, ranges, messages, losses."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import TYPE_CHECKING, Final
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+Place = tuple[str, int, int]
+"""Topic, partition and offset of a message."""
+
+Partition = tuple[str, int]
+"""Topic and partition number."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """How far the group is in a partition, and in which incarnation of the topic."""
+
+    topic_id: str
+    next_offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Range:
+    """What one task reads: from ``start`` up to, not including, ``end``."""
+
+    topic_id: str
+    start: int
+    end: int
+
+
+class LossKind(StrEnum):
+    """How messages were lost, as ``consumer.losses`` spells it."""
+
+    RETENTION = "retention"
+    CUT = "cut"
+    RECREATED = "recreated"
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What a group can't read any more of one partition.
+
+    kind           retention: the messages went before the group read them. cut: the log ends before the group's
+                   position. recreated: the topic, or the partition, is not the one that the group has read.
+    topic_id       of the incarnation in which it was lost.
+    first_offset   the first offset of which it is true; after a cut: where Kafka's log ended when it was found.
+    end_offset     not included; None when nobody can know.
+    detail         the same as a sentence, for people.
+    """
+
+    topic: str
+    part: int
+    topic_id: str
+    first_offset: int
+    end_offset: int | None
+    kind: LossKind
+    detail: str
+
+
+META_PLACE: Final = {"message_topic": "text", "message_part": "integer", "message_offset": "bigint"}
+"""The columns that say which message a row is, with their types."""
+
+
+def places_of(rows: pa.RecordBatch | pa.Table) -> Iterator[Place]:
+    """Return the places of messages, row by row."""
+    return zip(*(rows.column(name).to_pylist() for name in META_PLACE), strict=True)

@@ -1,0 +1,290 @@
+"""Postgres as a sink: see ``sink`` for what it promises, and ``task`` for what a transaction of it is part of."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, LiteralString
+
+import psycopg
+from psycopg import sql
+
+from spark_jobs import letters
+from spark_jobs.dedup.strategies import Book, Strategy
+from spark_jobs.effects.mapped import Insert, Upsert
+from spark_jobs.errors import Fenced
+from spark_jobs.job import META
+from spark_jobs.letters import Letter
+from spark_jobs.model import Partition, Place, Range
+from spark_jobs.outcomes import Moved, Wish
+from spark_jobs.postgres import connections
+from spark_jobs.postgres import lock_monitor as blockers
+from spark_jobs.postgres.batch_table import Applying
+from spark_jobs.postgres.direct_copy import Direct
+from spark_jobs.postgres.errors import of_postgres
+from spark_jobs.postgres.group_store import Store
+from spark_jobs.sink import Way, Whole
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from spark_jobs.job import ConsumerJob, PythonEffect
+
+_MOVE: Final = """
+UPDATE {offsets} SET next_offset = %(end)s, log_end = %(log_end)s, updated_at = now()
+ WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s
+   AND topic_id = %(topic_id)s AND next_offset = %(start)s AND generation = %(generation)s"""
+_LOOK: Final = """
+SELECT next_offset, generation, topic_id FROM {offsets}
+ WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"""
+_COUNT: Final = """
+UPDATE {offsets} SET applied = applied + %(applied)s, duplicates = duplicates + %(duplicates)s, dead = dead + %(dead)s,
+       next_offset = greatest(next_offset, %(reached)s), log_end = greatest(log_end, %(reached)s)
+ WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s"""
+_KEEPALIVES: Final = (
+    "SELECT set_config('tcp_keepalives_idle', '30', true), set_config('tcp_keepalives_interval', '10', true), "
+    "set_config('tcp_keepalives_count', '3', true)"
+)
+_MINE: Final = "SELECT 1 FROM {groups} WHERE grp = %(grp)s AND generation = %(generation)s FOR SHARE"
+_HOLD: Final = """
+SELECT id FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s) AND state = 'retry' ORDER BY id FOR UPDATE"""
+_RESOLVED: Final = "DELETE FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(%(ids)s)"
+
+
+@contextmanager
+def transaction(url: str, name: str, rows: Whole) -> Iterator[psycopg.Cursor[Any]]:
+    """Begin a transaction and give a cursor; COMMIT at the end, ROLLBACK on an error.
+
+    The session stays open for this process's next transaction, without anything that an effect may have left in it.
+
+    rows  what the transaction applies. Raises InputCut instead of COMMIT where nothing proves that they were all of
+          the task's rows. A transaction that was rolled back by the caller needs no proof.
+
+    Where this machine vanishes, the server ends the transaction within a minute instead of after its default of two
+    hours: until then the offsets' rows would stay locked, and a take-over would wait for them.
+    """
+    with connections.transaction(url, name, reset=True) as connection:
+        cursor = connection.cursor()
+        cursor.execute(_KEEPALIVES)
+        yield cursor
+        if connection.info.transaction_status != psycopg.pq.TransactionStatus.IDLE:
+            rows.require_whole()
+
+
+@contextmanager
+def translated(where: str) -> Iterator[None]:
+    """Turn errors of Postgres into ConsumerErrors; ``where`` begins what people read."""
+    try:
+        yield
+    except psycopg.Error as error:
+        raise of_postgres(error, where) from error
+
+
+@dataclass(frozen=True, slots=True)
+class PostgresSink:
+    """What tasks need to apply rows: see sink.Sink.
+
+    columns  of ``batch``, with their types in Postgres.
+    bisect   find the messages that an effect fails at; otherwise they are Broken.
+    direct   where rows can go straight to.
+    """
+
+    url: str = field(repr=False)
+    schema: str
+    group: str
+    generation: int
+    columns: Mapping[str, str]
+    effect: str | PythonEffect
+    strategy: Strategy
+    bisect: bool
+    direct: Direct | None = None
+
+    @property
+    def book(self) -> Book:
+        """Where the group's ids are remembered."""
+        return Book(self.schema, self.group)
+
+    @contextmanager
+    def transaction(self, where: str, rows: Whole, *, most: int, here: bool = False) -> Iterator[PostgresTransaction]:
+        """Begin a transaction; see sink.Sink."""
+        driver, consumer = blockers.names(self.group)
+        with translated(where), transaction(self.url, driver if here else consumer, rows) as cursor:
+            yield PostgresTransaction(self, cursor, most)
+
+    def applying(self, cursor: psycopg.Cursor[Any], most: int) -> Applying:
+        """Begin with an empty ``batch``."""
+        return Applying(cursor, self.book, self.columns, self.strategy, self.effect, bisect=self.bisect, max_dead=most)
+
+
+class PostgresTransaction:
+    """One transaction: see sink.Transaction. ``cursor`` is for whoever brings rows in another way."""
+
+    def __init__(self, sink: PostgresSink, cursor: psycopg.Cursor[Any], most: int) -> None:
+        self._sink = sink
+        self.cursor = cursor
+        self._most = most
+        self._wishes: Mapping[Place, Wish] = {}
+        self._applying: Applying | None = None
+        self._matched: AbstractSet[Place] = frozenset()
+
+    def move(self, partition: Partition, span: Range, log_end: int | None) -> bool:
+        """Move the group's offset over the range."""
+        values = {
+            "topic": partition[0],
+            "part": partition[1],
+            "topic_id": span.topic_id,
+            "start": span.start,
+            "end": span.end,
+            "log_end": log_end,
+            "generation": self._sink.generation,
+        }
+        if self._run(_MOVE, **values).rowcount:
+            return True
+        row = self._run(_LOOK, **values).fetchone()
+        if row is not None and row[0] >= span.end and row[1:] == (self._sink.generation, span.topic_id):
+            # At its end, or where the next message is; or a task that the driver had given up on had more to read.
+            return False
+        if row is not None and row[0] > span.start and row[1:] == (self._sink.generation, span.topic_id):
+            # A task that the driver had given up on, because another one failed, has committed a shorter range.
+            raise Moved(f"{partition[0]}-{partition[1]} has moved to offset {row[0]} since the round was planned")
+        now = "its row is gone" if row is None else f"it stands at offset {row[0]} in generation {row[1]}"
+        raise Fenced(
+            f"group {self._sink.group} was taken over from generation {self._sink.generation}: "
+            f"{partition[0]}-{partition[1]} offsets {span.start} to {span.end - 1}, {now}"
+        )
+
+    def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
+        """Take rows in, straight or through ``batch``, and return how many are new."""
+        if self._sink.direct is not None and way == Way():
+            return self._sink.direct.apply(self.cursor, self._sink.book, self._sink.strategy, rows)
+        self._applying = applying = self._sink.applying(self.cursor, self._most)
+        if way.lenient:
+            applying.copy_leniently(rows)
+        else:
+            applying.copy(rows)
+        if self._wishes:
+            self._matched = applying.places()
+        applying.reduce(suspect=way.repeats, forgiven=forgiven(self._wishes))
+        return applying.count()
+
+    def count(
+        self, partition: Partition, span: Range, *, read: int, fresh: int, dead: Sequence[Letter], reached: int | None
+    ) -> None:
+        """Put the partition's dead letters aside, and count."""
+        put = letters.write(self.cursor, self._sink.schema, self._sink.group, span.topic_id, dead)
+        self._add(partition, applied=fresh, duplicates=read - fresh, dead=put, reached=reached)
+
+    def apply(self) -> None:
+        """Run the effect. What went straight into the sink's table has had it."""
+        if self._applying is not None:
+            self._applying.apply()
+
+    def rollback(self) -> None:
+        """Roll back: nothing is committed."""
+        self.cursor.connection.rollback()
+
+    def hold(self, wishes: Mapping[Place, Wish]) -> bool:
+        """Lock dead letters that are to be tried again."""
+        self._wishes = wishes
+        if not self._run(_MINE, generation=self._sink.generation).fetchone():
+            raise Fenced(f"group {self._sink.group} was taken over from generation {self._sink.generation}")
+        return self._run(_HOLD, ids=self._ids()).rowcount == len(wishes)
+
+    def resolve(self) -> None:
+        """Delete the dead letters that were held."""
+        assert self._applying is not None
+        self.resolve_as(self._applying.per_partition(), self._matched)
+
+    def resolve_as(self, fresh: Mapping[Partition, int], matched: AbstractSet[Place]) -> None:
+        """Delete the dead letters that were held, whose effect goes into the sink with this transaction; count them.
+
+        matched  those that the job has not left out. For the others there is no effect, and a note in ``audit``.
+        """
+        if left_out := [number for place, (number, _) in self._wishes.items() if place not in matched]:
+            letters.leave_out(self.cursor, self._sink.schema, self._sink.group, left_out)
+        self._run(_RESOLVED, ids=self._ids())
+        for partition, applied in sorted(fresh.items()):
+            self._add(partition, applied=applied, duplicates=0, dead=0, reached=None)
+
+    def _ids(self) -> list[int]:
+        return sorted(number for number, _ in self._wishes.values())
+
+    def _add(self, partition: Partition, **counts: int | None) -> None:
+        self._run(_COUNT, topic=partition[0], part=partition[1], **counts)
+
+    def _run(self, query: LiteralString, **values: object) -> psycopg.Cursor[Any]:
+        names = {name: sql.Identifier(self._sink.schema, name) for name in ("offsets", "groups", "dead_letters")}
+        return self.cursor.execute(sql.SQL(query).format(**names), {"grp": self._sink.group, **values})
+
+
+def forgiven(wishes: Mapping[Place, Wish]) -> frozenset[Place]:
+    """Return the messages that were too old, and that a person wants applied all the same."""
+    return frozenset(place for place, (_, reason) in wishes.items() if reason == "too-old")
+
+
+class PostgresSinks:
+    """Makes the sinks of a job's rounds: see sink.Sinks. What it has asked the database is kept for a round."""
+
+    def __init__(self, url: str, schema: str, job: ConsumerJob, store: Store) -> None:
+        self.url = url
+        self.schema = schema
+        self._store = store
+        self._job = job
+        self._statements: dict[tuple[str, ...], str] = {}
+        self._directs: dict[tuple[tuple[str, str], ...], Direct | None] = {}
+
+    def look_again(self) -> None:
+        """Forget what the sink's tables were: somebody may have altered them since the last round."""
+        self._statements.clear()
+        self._directs.clear()
+
+    def prepared(self, columns: Mapping[str, str], generation: int) -> PostgresSink:
+        """Return the sink for rows of these columns."""
+        return self._sink(columns, generation, self.effect(columns, placed=True), self._direct(columns))
+
+    def effect(self, columns: Mapping[str, str], *, placed: bool, shuffled: bool = False) -> str | PythonEffect:
+        """Return the job's effect; SQL where it is mapped to a table.
+
+        placed    rows say which messages they are.
+        shuffled  they are what a shuffle has left.
+        """
+        effect = self._job.effect
+        if not isinstance(effect, Insert | Upsert):
+            return effect
+        if not columns:
+            # Nothing is applied with such a sink, only stepped over.
+            return ""
+        known = (str(placed), str(shuffled), *columns)
+        if known not in self._statements:
+            types = self._store.column_types(effect.table)
+            # A shuffle's result is all the payload there is: what it holds of the messages goes where there is a place.
+            payload = [name for name in columns if not placed or name not in META or (shuffled and name in types)]
+            made = [one.as_string(None) for one in effect.statements(payload, types, placed=placed)]
+            self._statements[known] = ";\n".join(made)
+        return self._statements[known]
+
+    def _sink(
+        self, columns: Mapping[str, str], generation: int, effect: str | PythonEffect, direct: Direct | None
+    ) -> PostgresSink:
+        return PostgresSink(
+            self.url,
+            self.schema,
+            self._job.group,
+            generation,
+            columns,
+            effect,
+            self._job.reducing,
+            bisect=self._job.on_bad == "dead-letter",
+            direct=direct,
+        )
+
+    def _direct(self, columns: Mapping[str, str]) -> Direct | None:
+        if not columns or not isinstance(self._job.effect, Insert):
+            return None
+        names = tuple(columns.items())
+        if names not in self._directs:
+            payload = [name for name in columns if name not in META]
+            self._directs[names] = self._store.direct(self._job.effect, self._job.strategy, columns, payload)
+        return self._directs[names]

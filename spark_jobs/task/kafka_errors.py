@@ -1,0 +1,38 @@
+"""What an error of librdkafka's means to a task."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from spark_jobs.errors import ConsumerError, ConsumerUnavailable, CorruptRecords, NotAuthorized
+
+if TYPE_CHECKING:
+    from confluent_kafka import KafkaError
+
+
+def is_refusal(error: KafkaError) -> bool:
+    """Return whether Kafka refuses the client's credentials, or what it wants to do with them."""
+    from confluent_kafka import KafkaError as Codes
+
+    return error.code() in {
+        # A documented name, in spite of the underscore.
+        Codes._AUTHENTICATION,  # noqa: SLF001
+        Codes.SASL_AUTHENTICATION_FAILED,
+        Codes.UNSUPPORTED_SASL_MECHANISM,
+        Codes.ILLEGAL_SASL_STATE,
+        Codes.TOPIC_AUTHORIZATION_FAILED,
+        Codes.GROUP_AUTHORIZATION_FAILED,
+        Codes.CLUSTER_AUTHORIZATION_FAILED,
+    }
+
+
+def of_kafka(error: KafkaError, doing: str) -> ConsumerError:
+    """Return what an error of librdkafka's means; ``doing`` begins its text."""
+    from confluent_kafka import KafkaError as Codes
+
+    text = f"{doing}: {error}"
+    if is_refusal(error):
+        return NotAuthorized(f"{text}; look at the credentials and the ACLs. Nothing was skipped")
+    if error.code() in {Codes._BAD_MSG, Codes._BAD_COMPRESSION, Codes.INVALID_MSG}:  # noqa: SLF001
+        return CorruptRecords(text)
+    return ConsumerUnavailable(text)

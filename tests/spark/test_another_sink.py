@@ -1,0 +1,70 @@
+"""Rounds over another database: Kafka's messages through real Spark tasks into SQLite, by spark_jobs.sink alone."""
+
+from __future__ import annotations
+
+import contextlib
+
+import pytest
+from sqlite_sink import TABLES, SqliteSinks, SqliteStore, open_file
+from uuid_utils import uuid7
+
+from spark_jobs.driver.rounds import Reading, Rounds, Span
+from spark_jobs.job import ConsumerJob
+from spark_jobs.model import Range
+from spark_jobs.task.reader import ReaderSettings
+
+MESSAGES = 25_000
+BAD = 15_000
+
+
+@pytest.mark.parametrize("transform", [None, lambda rows: rows.filter("n >= 0")], ids=["plain", "transform"])
+def test_rounds_and_dead_letters_need_nothing_of_postgres(bench, tmp_path, transform):
+    path = str(tmp_path / "sink")
+    with contextlib.closing(open_file(path)) as connection:
+        connection.executescript(TABLES + "CREATE TABLE numbers (n INT CHECK (n <> 15000), place INT, part INT)")
+        connection.execute("INSERT INTO groups VALUES ('g', 1)")
+        connection.executemany(
+            "INSERT INTO offsets (grp, topic, part, topic_id, next_offset, generation) VALUES ('g', ?, ?, 'id', 0, 1)",
+            [(bench.topic, part) for part in (0, 1)],
+        )
+    producer = bench.producer(**{"linger.ms": 50})
+    for number in range(MESSAGES):
+        value = b"no JSON" if number == 7 else b'{"n": %d}' % number
+        producer.produce(bench.topic, value, b"k", 0, headers=[("ce_id", str(uuid7()).encode())])
+        producer.poll(0)
+    producer.produce(bench.topic, b'{"n": -1}', b"k", 1, headers=[("ce_id", str(uuid7()).encode())])
+    assert producer.flush(60) == 0
+
+    job = ConsumerJob(
+        "g",
+        [bench.topic],
+        "INSERT INTO numbers SELECT n, message_offset, message_part FROM batch ORDER BY message_offset",
+        schema="n int",
+        transform=transform,
+    )
+    kafka = {"bootstrap.servers": bench.topics.bootstrap_servers}
+    reading = Reading(bench.topics.bootstrap_servers, {}, lambda _: False, ReaderSettings(kafka, "g"), 0)
+    store = SqliteStore(path, "g")
+    rounds = Rounds(bench.spark, job, reading, store, SqliteSinks(path, job))
+    ranges = {(bench.topic, 0): Range("id", 0, MESSAGES), (bench.topic, 1): Range("id", 0, 1)}
+    counts = rounds.apply(Span(ranges, {}), 1)
+
+    assert (counts.applied, counts.dead, counts.duplicates) == (MESSAGES - 2 + (transform is None), 2, 0)
+    assert store.run("SELECT next_offset FROM offsets ORDER BY part") == [(MESSAGES,), (1,)]
+    expected = [n for n in range(MESSAGES) if n not in {7, BAD}]
+    assert [n for (n,) in store.run("SELECT n FROM numbers WHERE part = 0 ORDER BY place")] == expected
+    assert store.run("SELECT message_offset, reason FROM dead_letters ORDER BY 1") == [
+        (7, "undecodable"),
+        (BAD, "failed"),
+    ]
+    # The sink takes it now.
+    store.run("CREATE TABLE others (n INT, place INT, part INT)")
+    store.run("INSERT INTO others SELECT * FROM numbers")
+    store.run("DROP TABLE numbers")
+    store.run("ALTER TABLE others RENAME TO numbers")
+    store.run("UPDATE dead_letters SET state = 'retry'")
+    assert rounds.retry(1).applied == 1
+    assert store.run("SELECT message_offset, state FROM dead_letters") == [(7, "dead")]
+    assert store.run("SELECT count(*) FROM numbers WHERE n = 15000") == [(1,)]
+    # The same again: it was applied.
+    assert rounds.apply(Span(ranges, {}), 1).applied == 0

@@ -1,0 +1,286 @@
+"""Without any id remembered: what a crash interrupts is applied once, and what the source repeats is applied again."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from bench import Bench
+from confluent_kafka import Producer
+from faults import by_map, fault_at, reading
+from support import wait_until
+from typer.testing import CliRunner
+from uuid_utils.compat import uuid7
+
+from outbox._app import migrate as db
+from outbox.testing.fixtures import Topics
+from relay.cli.app import app
+from spark_jobs.dedup.strategies import Dedup, OffsetsOnly
+from spark_jobs.effects.mapped import Insert, Upsert
+from spark_jobs.effects.produce import Produce
+from spark_jobs.errors import Reject
+from spark_jobs.external.caller import External
+from spark_jobs.job import ConsumerJob
+
+pytestmark = pytest.mark.spark
+
+MESSAGES = 25_000
+FAULT = 12_345
+"""In the midst of a round, of which others come before and after."""
+ROUND = 10_000
+PATIENCE = 120.0
+
+# Without a constraint: whatever is applied twice shows.
+SETUP = "CREATE TABLE IF NOT EXISTS seen (n int, at bigint)"
+SEEN = Insert("seen", {"n": "n", "at": "message_offset"})
+SQL = "INSERT INTO seen SELECT n, message_offset FROM batch ORDER BY message_offset"
+# An Upsert leaves the same however often it is done: a trigger counts.
+COUNTED = """
+CREATE TABLE IF NOT EXISTS seen (n int, at bigint);
+CREATE TABLE IF NOT EXISTS stored (n int PRIMARY KEY, at bigint);
+CREATE OR REPLACE FUNCTION note_seen() RETURNS trigger LANGUAGE plpgsql AS
+    $$ BEGIN INSERT INTO seen VALUES (NEW.n, NEW.at); RETURN NEW; END $$;
+CREATE OR REPLACE TRIGGER counted BEFORE INSERT OR UPDATE ON stored FOR EACH ROW EXECUTE FUNCTION note_seen()"""
+
+
+@pytest.fixture(scope="module")
+def topic(outbox_kafka_cluster) -> Iterator[str]:
+    """One partition, and no message has an id."""
+    with Topics(outbox_kafka_cluster.bootstrap_servers) as made:
+        name = made.create_topic(made.name("plain"), 1)
+        producer = Producer({"bootstrap.servers": made.bootstrap_servers, "queue.buffering.max.messages": 2 * MESSAGES})
+        for n in range(MESSAGES):
+            producer.produce(name, json.dumps({"n": n}), str(n % 100))
+        assert producer.flush(60) == 0
+        yield name
+
+
+def function() -> Any:
+    def effect(cursor: psycopg.Cursor[Any], rows: Any) -> None:
+        with cursor.copy("COPY seen FROM STDIN") as copy:
+            for row in zip(rows["n"].to_pylist(), rows["message_offset"].to_pylist(), strict=True):
+                copy.write_row(row)
+
+    return effect
+
+
+WAYS: dict[str, dict[str, Any]] = {
+    "straight": {"effect": SEEN},
+    "sql": {"effect": SQL},
+    "function": {"effect": function()},
+    "upsert": {"effect": Upsert("stored", ["n"], {"n": "n", "at": "message_offset"}), "setup": COUNTED},
+    "transform": {"effect": SEEN},
+    "batch": {"effect": SEEN, "atomic": "batch"},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_killed_worker_has_nothing_applied_twice(bench: Bench, topic, tmp_path: Path, way):
+    killed = tmp_path / "killed"
+    passed = fault_at(FAULT, once=killed, kills=True)
+    by_spark = way in {"transform", "batch"}
+    job = ConsumerJob(
+        "killed",
+        [topic],
+        schema="n int" if by_spark else reading(passed),
+        transform=by_map(passed) if by_spark else None,
+        strategy=OffsetsOnly(),
+        **{"setup": SETUP} | WAYS[way],
+    )
+    totals = bench.once(job, max_records=ROUND, driver_records=0)
+    assert killed.exists()
+    assert (totals.read, totals.applied, totals.duplicates, totals.dead) == (MESSAGES, MESSAGES, 0, 0)
+    once_each(bench)
+    assert any(text.startswith("no ids are remembered") for text, _ in bench.reports)
+
+
+def once_each(bench: Bench) -> None:
+    assert bench.rows("SELECT n, at FROM seen ORDER BY n, at") == [(n, n) for n in range(MESSAGES)]
+    counted = "SELECT next_offset, applied, duplicates, dead FROM consumer.offsets"
+    assert bench.rows(counted) == [(MESSAGES, MESSAGES, 0, 0)]
+    assert bench.rows("SELECT count(*) FROM consumer.processed_messages") == [(0,)]
+
+
+@pytest.mark.parametrize("who", ["executor", "driver"])
+def test_a_killed_driver_has_nothing_applied_twice(bench: Bench, topic, tmp_path: Path, who):
+    """It dies in the transaction whose effect is done, and whose COMMIT waits for us."""
+    (tmp_path / "jobs.py").write_text(
+        f"""
+from spark_jobs import ConsumerJob, OffsetsOnly
+
+job = ConsumerJob(
+    "killed",
+    [{topic!r}],
+    {SQL!r} + "; SELECT pg_advisory_xact_lock(42) FROM batch WHERE n = {FAULT}",
+    schema="n int",
+    setup={SETUP!r},
+    strategy=OffsetsOnly(),
+)
+"""
+    )
+    most = 5_000 if who == "executor" else 1_500
+    with psycopg.connect(bench.database.url, autocommit=True) as holding:
+        holding.execute("SELECT pg_advisory_lock(42)")
+        process = consume(bench, tmp_path, "--continuous", "--max-records", str(most))
+        session = "outbox driver killed" if who == "driver" else "outbox consumer killed"
+        waits = (
+            f"SELECT count(*) FROM pg_stat_activity WHERE wait_event = 'advisory' AND application_name = '{session}'"
+        )
+        try:
+            wait_until(lambda: process.poll() is not None or bench.rows(waits) == [(1,)], PATIENCE, "the transaction")
+            assert process.poll() is None, (tmp_path / "consume.log").read_text()[-3000:]
+        finally:
+            process.kill()
+            process.wait()
+        # Of the range in question nothing is there yet, and of those before it all.
+        assert bench.rows("SELECT count(*) FROM seen") == [(FAULT // most * most,)]
+    process = consume(bench, tmp_path, "--once", "--max-records", str(most))
+    assert process.wait(240) == 0, (tmp_path / "consume.log").read_text()[-3000:]
+    once_each(bench)
+    assert "no ids are remembered" in (tmp_path / "consume.log").read_text()
+
+
+def consume(bench: Bench, folder: Path, *arguments: str) -> subprocess.Popen[bytes]:
+    """Run ``outbox consume jobs:job …``, with the module from this folder."""
+    environment = os.environ | {
+        "OUTBOX_DATABASE_URL": bench.database.url,
+        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bench.topics.bootstrap_servers,
+        "PYTHONPATH": os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")]),
+    }
+    with (folder / "consume.log").open("ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "relay.cli", "consume", "jobs:job", *arguments],
+            env=environment,
+            stdout=log,
+            stderr=log,
+        )
+
+
+REPEATED = 3_000
+
+
+@pytest.mark.parametrize("driver_records", [0, 2 * REPEATED], ids=["executor", "driver"])
+def test_what_a_source_repeats_is_applied_twice(bench: Bench, driver_records):
+    """Which is why it is for sources that do not; beside Dedup, which drops the same repeats."""
+    topic = bench.topics.create_topic(bench.topics.name("repeats"), 1)
+    producer = bench.producer(**{"linger.ms": 20})
+    ids = [str(uuid7()) for _ in range(REPEATED)]
+    for n, event_id in [*enumerate(ids), *enumerate(ids)]:
+        producer.produce(topic, json.dumps({"n": n}), "k", headers=[("ce_id", event_id.encode())])
+    assert producer.flush(60) == 0
+    for group, strategy, times in (("offsets", OffsetsOnly(), 2), ("ids", Dedup(), 1)):
+        job = ConsumerJob(
+            group,
+            [topic],
+            f"INSERT INTO {group}_seen SELECT n FROM batch",
+            schema="n int",
+            setup=f"CREATE TABLE IF NOT EXISTS {group}_seen (n int)",
+            strategy=strategy,
+        )
+        totals = bench.once(job, driver_records=driver_records)
+        assert (totals.applied, totals.duplicates) == (times * REPEATED, (2 - times) * REPEATED)
+        assert bench.rows(f"SELECT n, count(*) FROM {group}_seen GROUP BY n ORDER BY n") == [
+            (n, times) for n in range(REPEATED)
+        ]
+        # So with a group that is set back; and the command says which of the two it will be.
+        said = command(bench, "offsets", "reset", group, "--topic", topic, "--to", "earliest", "--reason", "test")
+        assert "a job with OffsetsOnly remembers none, and applies it again" in said
+        assert bench.once(job, driver_records=driver_records).applied == (2 * REPEATED if times == 2 else 0)
+
+
+def command(bench: Bench, *arguments: str) -> str:
+    environment = {
+        "OUTBOX_DATABASE_URL": bench.database.url,
+        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bench.topics.bootstrap_servers,
+    }
+    done = CliRunner().invoke(app, arguments, env=environment)
+    assert done.exit_code == 0, (done.output, done.exception)
+    return " ".join(done.stdout.split())
+
+
+LETTERS = 2_000
+UNREADABLE, REJECTED, REFUSED = 150, 777, 1_201
+KEYS = 50
+
+
+@pytest.mark.parametrize("atomic", ["partition", "batch"])
+@pytest.mark.parametrize("keep_order", [False, True], ids=["free", "ordered"])
+def test_dead_letters_without_an_id_are_applied_once_when_they_are_tried_again(bench: Bench, atomic, keep_order):
+    topic = bench.topics.create_topic(bench.topics.name("letters"), 1)
+    producer = bench.producer(**{"linger.ms": 20})
+    for n in range(LETTERS):
+        producer.produce(topic, b"{" if n == UNREADABLE else json.dumps({"n": n}), str(n % KEYS))
+    assert producer.flush(60) == 0
+
+    def effect(cursor: psycopg.Cursor[Any], rows: Any) -> None:
+        found = dict(zip(rows["n"].to_pylist(), rows["message_id"].to_pylist(), strict=True))
+        assert None not in found.values()
+        (mended,) = cursor.execute("SELECT mended FROM state").fetchone() or (None,)
+        if REJECTED in found and not mended:
+            raise Reject("not this one", found[REJECTED])
+        cursor.executemany("INSERT INTO seen (n) VALUES (%s)", [(n,) for n in found])
+
+    bench.run(f"CREATE TABLE seen (n int CONSTRAINT sane CHECK (n <> {REFUSED})); CREATE TABLE state (mended bool)")
+    bench.run("INSERT INTO state VALUES (false)")
+    job = ConsumerJob(
+        "letters", [topic], effect, schema="n int", strategy=OffsetsOnly(), atomic=atomic, keep_order=keep_order
+    )
+    at_fault = {UNREADABLE: "undecodable", REJECTED: "rejected", REFUSED: "failed"}
+    held = {n for bad in at_fault for n in range(bad, LETTERS, KEYS)} if keep_order else set(at_fault)
+    totals = bench.once(job)
+    assert (totals.applied, totals.dead) == (LETTERS - len(held), len(held))
+    reasons = "SELECT message_offset, reason FROM consumer.dead_letters WHERE reason <> 'behind' ORDER BY 1"
+    assert bench.rows(reasons) == sorted(at_fault.items())
+    assert bench.rows("SELECT count(*) FROM consumer.dead_letters WHERE message_id IS NOT NULL") == [(0,)]
+
+    bench.run("ALTER TABLE seen DROP CONSTRAINT sane; UPDATE state SET mended = true")
+    command(bench, "consumers", "discard", "--reason", "never right", str(letter(bench, UNREADABLE)))
+    command(bench, "consumers", "retry", "--all", "--group", "letters")
+    assert bench.once(job).applied == len(held) - 1
+    # Nor does a round that comes after it.
+    assert bench.once(job).applied == 0
+    assert bench.rows("SELECT n FROM seen ORDER BY n") == [(n,) for n in range(LETTERS) if n != UNREADABLE]
+    assert bench.rows("SELECT count(*) FROM consumer.dead_letters") == [(0,)]
+
+
+def letter(bench: Bench, offset: int) -> int:
+    [(number,)] = bench.rows(f"SELECT id FROM consumer.dead_letters WHERE message_offset = {offset}")
+    return int(number)
+
+
+FEW = 200
+
+
+@pytest.mark.parametrize("way", ["task", "spark"])
+def test_what_is_known_by_an_id_has_one_of_the_place(bench: Bench, way):
+    """Events that follow get the same ids when the group is set back, and calls to a provider are reserved once."""
+    db.upgrade(bench.database.url)
+    topic = bench.topics.create_topic(bench.topics.name("produced"), 1)
+    producer = bench.producer(**{"linger.ms": 20})
+    for n in range(FEW):
+        producer.produce(topic, json.dumps({"n": n}), str(n))
+    assert producer.flush(60) == 0
+    produce = Produce("g", "Number", "n", "Seen", "jsonb_build_object('n', n)")
+    external = External("calls", "g", "jsonb_build_object('n', n)", lambda _call: None)
+    job = ConsumerJob(
+        "g",
+        [topic],
+        f"{produce.insert()}; {external.reserve()}",
+        schema="n int",
+        strategy=OffsetsOnly(),
+        transform=(lambda rows: rows) if way == "spark" else None,
+    )
+    assert bench.once(job).applied == FEW
+    events = "SELECT count(*), count(DISTINCT event_id), count(DISTINCT aggregate_id) FROM outbox.events"
+    assert bench.rows(events) == [(FEW, FEW, FEW)]
+    command(bench, "offsets", "reset", "g", "--topic", topic, "--to", "earliest", "--reason", "test")
+    assert bench.once(job).applied == FEW
+    assert bench.rows(events) == [(2 * FEW, FEW, FEW)]
+    assert bench.rows("SELECT count(*) FROM consumer.reservations") == [(FEW,)]

@@ -1,0 +1,234 @@
+"""SQLite as a sink: what another database has to bring so that rounds and tasks work with it as they are.
+
+It is here to prove that the protocol of ``spark_jobs.sink`` is whole, and to show how little an implementation needs:
+one way of taking rows in, one of finding what an effect fails at.
+"""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import pyarrow as pa
+
+from spark_jobs.errors import ConsumerUnavailable, Fenced
+from spark_jobs.job import ConsumerJob
+from spark_jobs.letters import Letter, Retried
+from spark_jobs.model import Partition, Place, Range
+from spark_jobs.outcomes import Broken, Culprit, Culprits, Moved, Wish
+from spark_jobs.sink import Way, Whole
+
+TABLES = """
+CREATE TABLE groups (grp TEXT PRIMARY KEY, generation INT NOT NULL);
+CREATE TABLE offsets (grp TEXT, topic TEXT, part INT, topic_id TEXT, next_offset INT, generation INT,
+                      applied INT DEFAULT 0, duplicates INT DEFAULT 0, dead INT DEFAULT 0,
+                      PRIMARY KEY (grp, topic, part));
+CREATE TABLE processed (grp TEXT, message_id TEXT, PRIMARY KEY (grp, message_id));
+CREATE TABLE dead_letters (id INTEGER PRIMARY KEY, grp TEXT, topic TEXT, part INT, message_offset INT, message_key BLOB,
+                           message_value BLOB, headers TEXT, reason TEXT, error TEXT, state TEXT DEFAULT 'dead');
+"""
+
+
+def open_file(path: str) -> sqlite3.Connection:
+    """Open the database; transactions are begun by hand."""
+    return sqlite3.connect(path, timeout=30, isolation_level=None)
+
+
+@dataclass(frozen=True)
+class SqliteSink:
+    """See spark_jobs.sink.Sink. ``effect`` is SQL over the table ``batch``."""
+
+    path: str
+    group: str
+    generation: int
+    columns: tuple[str, ...]
+    effect: str
+
+    @contextmanager
+    def transaction(self, where: str, rows: Whole, *, most: int, here: bool = False) -> Iterator[SqliteTransaction]:
+        """Begin a transaction. One at a time has the database."""
+        with closing(open_file(self.path)) as connection:
+            try:
+                connection.execute("BEGIN IMMEDIATE")
+                yield SqliteTransaction(self, connection, most)
+                if connection.in_transaction:
+                    rows.require_whole()
+                    connection.execute("COMMIT")
+            except sqlite3.OperationalError as error:
+                raise ConsumerUnavailable(f"{where}: {error}") from error
+
+
+class SqliteTransaction:
+    """See spark_jobs.sink.Transaction. What is left open, closing the connection takes back."""
+
+    def __init__(self, sink: SqliteSink, connection: sqlite3.Connection, most: int) -> None:
+        self._sink = sink
+        self._connection = connection
+        self._most = most
+        self._wishes: Mapping[Place, Wish] = {}
+
+    def move(self, partition: Partition, span: Range, log_end: int | None) -> bool:
+        """Move the group's offset over the range."""
+        mine = (span.topic_id, self._sink.generation)
+        moved = self._connection.execute(
+            "UPDATE offsets SET next_offset = ? WHERE grp = ? AND topic = ? AND part = ? AND topic_id = ? "
+            "AND generation = ? AND next_offset = ?",
+            (span.end, self._sink.group, *partition, *mine, span.start),
+        )
+        if moved.rowcount:
+            return True
+        row = self._connection.execute(
+            "SELECT next_offset, topic_id, generation FROM offsets WHERE grp = ? AND topic = ? AND part = ?",
+            (self._sink.group, *partition),
+        ).fetchone()
+        if row is None or row[1:] != mine or row[0] < span.start:
+            raise Fenced(f"group {self._sink.group} was taken over: {row}")
+        if row[0] < span.end:
+            raise Moved(f"{partition} is at {row[0]}")
+        return False
+
+    def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
+        """Take rows in, and leave out those whose ids are known."""
+        names = ", ".join(f'"{name}"' for name in self._sink.columns)
+        marks = ", ".join("?" for _ in self._sink.columns)
+        self._connection.execute(f"CREATE TEMP TABLE batch ({names})")
+        for batch in rows:
+            lists = [batch.column(name).to_pylist() for name in self._sink.columns]
+            self._connection.executemany(f"INSERT INTO batch VALUES ({marks})", zip(*lists, strict=True))
+        known = "SELECT message_id FROM processed WHERE grp = ?"
+        self._connection.execute(
+            f"DELETE FROM batch WHERE message_id IN ({known}) "
+            "OR rowid NOT IN (SELECT min(rowid) FROM batch GROUP BY message_id)",
+            (self._sink.group,),
+        )
+        self._connection.execute("INSERT INTO processed SELECT ?, message_id FROM batch", (self._sink.group,))
+        ((left,),) = self._connection.execute("SELECT count(*) FROM batch")
+        return int(left)
+
+    def count(
+        self, partition: Partition, span: Range, *, read: int, fresh: int, dead: Sequence[Letter], reached: int | None
+    ) -> None:
+        """Put the partition's dead letters aside, and count."""
+        for letter in dead:
+            found = letter.culprit
+            self._connection.execute(
+                "INSERT INTO dead_letters (grp, topic, part, message_offset, message_key, message_value, headers, "
+                "reason, error) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (self._sink.group, *found.place, letter.key, letter.value, letter.headers, found.reason, found.error),
+            )
+        self._connection.execute(
+            "UPDATE offsets SET applied = applied + ?, duplicates = duplicates + ?, dead = dead + ?, "
+            "next_offset = max(next_offset, coalesce(?, 0)) WHERE grp = ? AND topic = ? AND part = ?",
+            (fresh, read - fresh, len(dead), reached, self._sink.group, *partition),
+        )
+
+    def apply(self) -> None:
+        """Run the effect; where it fails at a row, find out at which ones it does, one by one."""
+        self._connection.execute("SAVEPOINT effect")
+        try:
+            self._connection.execute(self._sink.effect)
+            return
+        except sqlite3.IntegrityError:
+            self._connection.execute("ROLLBACK TO effect")
+        except sqlite3.OperationalError as error:
+            raise Broken(str(error)) from error
+        raise Culprits(list(self._failing()))
+
+    def _failing(self) -> Iterator[Culprit]:
+        place = "message_topic, message_part, message_offset"
+        self._connection.execute("CREATE TEMP TABLE held AS SELECT * FROM batch")
+        found = 0
+        for number, *of_row in self._connection.execute(f"SELECT rowid, {place} FROM held ORDER BY {place}").fetchall():
+            self._connection.execute("DELETE FROM batch")
+            self._connection.execute("INSERT INTO batch SELECT * FROM held WHERE rowid = ?", (number,))
+            try:
+                self._connection.execute(self._sink.effect)
+            except sqlite3.IntegrityError as error:
+                yield Culprit((of_row[0], of_row[1], of_row[2]), "failed", str(error))
+                found += 1
+                if found > self._most:
+                    return
+
+    def rollback(self) -> None:
+        """Roll back: nothing is committed."""
+        self._connection.execute("ROLLBACK")
+
+    def hold(self, wishes: Mapping[Place, Wish]) -> bool:
+        """Look for the dead letters: nobody else can change them now."""
+        self._wishes = wishes
+        mine = self._connection.execute(
+            "SELECT 1 FROM groups WHERE grp = ? AND generation = ?", (self._sink.group, self._sink.generation)
+        )
+        if mine.fetchone() is None:
+            raise Fenced(f"group {self._sink.group} was taken over")
+        ids = [number for number, _ in wishes.values()]
+        marks = ", ".join("?" for _ in ids)
+        found = self._connection.execute(
+            f"SELECT count(*) FROM dead_letters WHERE state = 'retry' AND id IN ({marks})", ids
+        )
+        return bool(found.fetchone() == (len(ids),))
+
+    def resolve(self) -> None:
+        """Delete the dead letters that were held."""
+        self._connection.executemany(
+            "DELETE FROM dead_letters WHERE id = ?", [(number,) for number, _ in self._wishes.values()]
+        )
+
+
+@dataclass(frozen=True)
+class SqliteSinks:
+    """See spark_jobs.sink.Sinks."""
+
+    path: str
+    job: ConsumerJob
+
+    def prepared(self, columns: Mapping[str, str], generation: int) -> SqliteSink:
+        """Return the sink for rows of these columns."""
+        assert isinstance(self.job.effect, str)
+        return SqliteSink(self.path, self.job.group, generation, tuple(columns), self.job.effect)
+
+    def look_again(self) -> None:
+        """Nothing is kept."""
+
+
+@dataclass(frozen=True)
+class SqliteStore:
+    """See spark_jobs.sink.GroupStore."""
+
+    path: str
+    group: str
+
+    def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
+        """Return the keys of the group's dead letters."""
+        rows = self.run("SELECT DISTINCT topic, message_key FROM dead_letters WHERE grp = ?", self.group)
+        return {(topic, key): None for topic, key in rows if topic in set(topics) and key is not None}
+
+    def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[Retried]:
+        """Return dead letters that are to be tried again."""
+        import datetime as dt
+
+        rows = self.run(
+            "SELECT id, topic, part, message_offset, message_key, message_value, headers, reason FROM dead_letters "
+            "WHERE grp = ? AND state = 'retry' ORDER BY message_offset LIMIT ?",
+            *(self.group, most),
+        )
+        now = dt.datetime.now(dt.UTC)
+        return [
+            Retried(number, (topic, part, offset), key, value, json.loads(headers), now, reason, behind=False)
+            for number, topic, part, offset, key, value, headers, reason in rows
+            if topic in set(topics)
+        ]
+
+    def failed_again(self, failed: Iterable[tuple[int, Culprit]], generation: int) -> None:
+        """Put dead letters back."""
+        for number, culprit in failed:
+            self.run("UPDATE dead_letters SET state = 'dead', error = ? WHERE id = ?", culprit.error, number)
+
+    def run(self, query: str, *values: Any) -> list[tuple[Any, ...]]:
+        """Run a statement in a transaction of its own."""
+        with closing(open_file(self.path)) as connection:
+            return connection.execute(query, values).fetchall()
