@@ -11,6 +11,7 @@ import pytest
 
 sys.path.append(str(Path(__file__).parents[2]))
 
+from benchmarks.consuming import partitions, stage, ways
 from benchmarks.harness import page, report
 from benchmarks.harness.load import pad
 from benchmarks.harness.measure import _STATEMENT, percentile, slope
@@ -156,3 +157,50 @@ def test_the_report():
     ElementTree.fromstring(body)
     assert "<b>" not in text
     assert "://" not in text
+
+
+@pytest.mark.parametrize("events", [1, 4_999, 5_000, 12_345, 30_000])
+def test_what_stands_in_a_consumers_table_is_worked_out(events):
+    numbers = [stage.flat(number)[1] for number in range(events)]
+    latest = {event["order_id"]: event["seq"] for event in numbers}
+    assert stage.ORDERS.expected(events) == (len(latest), sum(latest.values()))
+    assert stage.TOTALS.expected(events) == (events, sum(event["amount_cents"] for event in numbers))
+    lines = [stage.nested(number)[1]["lines"] for number in range(events)]
+    assert stage.DOCUMENTS.expected(events) == (events, sum(map(len, lines)))
+
+
+def test_flat_and_nested_events_are_of_one_size():
+    sizes = [len(json.dumps(event(123_456)[1])) for event in (stage.flat, stage.nested)]
+    assert all(700 < size < 800 for size in sizes), sizes
+
+
+def test_ways_are_chosen_by_name_or_by_what_names_hold():
+    assert [way.name for way in ways.chosen(["append"])] == ["append"]
+    assert [way.name for way in ways.chosen(["nested"])] == ["nested"]
+    assert [way.name for way in ways.chosen(["bezium", "loop"])] == [
+        "loop",
+        "debezium",
+        "debezium, tuned",
+        "debezium, upsert",
+    ]
+    assert ways.chosen([]) == list(ways.ALL)
+    assert ways.chosen(["no such"]) == []
+    assert len({way.name for way in ways.ALL}) == len(ways.ALL)
+
+
+def sampled(*applied: int) -> partitions.Sampled:
+    memory = [{"JVM": 100.0 + number} for number in range(len(applied))]
+    sessions = [{"outbox driver g": 1, "outbox consumer g": number % 3} for number in range(len(applied))]
+    return partitions.Sampled([float(n) for n in range(len(applied))], memory, sessions, list(applied))
+
+
+def test_memory_by_quarter_leaves_out_the_start_and_the_end():
+    found = partitions.quarters(sampled(0, 0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 9))
+    assert found == {"JVM": [(102, 102.5, 103), (104, 104.5, 105), (106, 106.5, 107), (108, 108.5, 109)]}
+    assert partitions.grown(found["JVM"]) == 108.5 / 104.5 - 1
+    with pytest.raises(stage.BenchFailed, match="only 2 samples"):
+        partitions.quarters(sampled(0, 1, 2, 3))
+
+
+def test_the_most_sessions_are_those_of_one_moment():
+    assert partitions.most_sessions(sampled(0, 1, 2)) == {"all": 3, "outbox driver g": 1, "outbox consumer g": 2}
