@@ -11,7 +11,7 @@ OTHERS := $(patsubst tests/pyspark-%.lock,%,$(wildcard tests/pyspark-*.lock))
 MATRIX := $(OTHERS:%=$(VENV)-pyspark-%)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test matrix $(OTHERS:%=matrix-%) chaos peers bench lint lock clean
+.PHONY: help install demo test test-fast matrix $(OTHERS:%=matrix-%) chaos peers bench lint lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -52,6 +52,10 @@ $(OTHERS:%=matrix-%): matrix-%: $(VENV)-pyspark-%/.installed
 	@$(<D)/bin/python tests/support/class_archives.py
 	$(<D)/bin/python $(PYTEST) tests/spark tests/acceptance/test_demo.py tests/acceptance/test_quickstart.py \
 		$$(grep -rlE '(from|import) (spark_jobs|pyspark)' tests/unit tests/integration tests/acceptance) $(ARGS)
+
+test-fast: $(VENV)/.installed  ## for the loop while writing: units, the model, the sink's contract, one event end to end
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -q tests/spark/test_one_event.py tests/unit \
+		tests/integration/test_sink_contract.py $(ARGS)
 
 chaos: $(VENV)/.installed  ## everything killed, halted and cut off at random: 40 runs of a minute, to docs/chaos.md
 	@$(BIN)/python tests/chaos $(ARGS)
