@@ -1,0 +1,48 @@
+"""Pages lead where they say: links between them, and the files that they name."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("**/*.md")])
+# The demo's shop is a file of the user's in the text.
+FILES = re.compile(r"`((?:outbox|relay|spark_jobs|migrations|tests|examples|benchmarks|docs)/[\w./-]*)`")
+BESIDE = re.compile(r"`((?:polling|wal|kafka|driver|task|postgres)/\w+\.py)`")
+LINKS = re.compile(r"\]\(([^)#\s]+)?(?:#([^)\s]+))?\)")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_what_a_page_names_is_there(page):
+    text = page.read_text()
+    missing = [name for name in FILES.findall(text) if not (ROOT / name).exists()]
+    missing += [
+        name
+        for name in BESIDE.findall(text)
+        if not any((ROOT / top / name).exists() for top in ("relay", "spark_jobs"))
+    ]
+    for link, anchor in LINKS.findall(text):
+        if link.startswith(("http:", "https:", "mailto:")):
+            continue
+        target = page.parent / link if link else page
+        if not target.exists():
+            missing.append(link)
+        elif anchor and target.suffix == ".md" and anchor not in anchors(target):
+            missing.append(f"{link}#{anchor}")
+    assert missing == []
+
+
+def test_every_page_is_in_the_index():
+    index = (ROOT / "docs" / "index.md").read_text()
+    assert [
+        page.name for page in (ROOT / "docs").glob("*.md") if page.name != "index.md" and page.name not in index
+    ] == []
