@@ -46,7 +46,7 @@ test: $(VENV)/.installed  ## the whole test suite on real services
 	@$(BIN)/python -m compileall -q outbox relay spark_jobs
 	$(BIN)/python $(PYTEST) $(ARGS)
 
-matrix: $(OTHERS:%=matrix-%)  ## the consumer's tests with the other pysparks that are supported; docs/versions.md
+matrix: $(OTHERS:%=matrix-%)  ## the consumer's tests with the other pysparks that are supported; docs/reference/versions.md
 
 $(OTHERS:%=matrix-%): matrix-%: $(VENV)-pyspark-%/.installed
 	@$(<D)/bin/python tests/support/class_archives.py
@@ -57,7 +57,7 @@ test-fast: $(VENV)/.installed  ## for the loop while writing: units, the model, 
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -q tests/spark/test_one_event.py tests/unit \
 		tests/integration/test_sink_contract.py $(ARGS)
 
-chaos: $(VENV)/.installed  ## everything killed, halted and cut off at random: 40 runs of a minute, to docs/chaos.md
+chaos: $(VENV)/.installed  ## everything killed, halted and cut off at random: 40 runs of a minute, to docs/explanation/chaos.md
 	@$(BIN)/python tests/chaos $(ARGS)
 
 peers: $(VENV)/.installed  ## a real Debezium beside our relay and in its place; fetches 20 MB of jars at first

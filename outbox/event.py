@@ -73,7 +73,7 @@ class Event:
                     tombstone, which a compacted topic takes as "this key is gone".
     headers         text by text, sent as Kafka headers beside our own.
     event_id        a UUIDv7 made here unless one is given. The idempotency key everywhere downstream. A given one of
-                    another version works, but see docs/consumers.md on how long consumers remember it.
+                    another version works, but see docs/guides/consumers.md on how long consumers remember it.
     content_type    of a bytes payload; JSON payloads are ``application/json`` unless a ``+json`` type is given.
 
     Raises EventError naming the field when a name is empty, too long, or holds a NUL character.

@@ -90,7 +90,8 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
     """Add the outbox's tables to a host application's MetaData (for its own alembic history) and return them.
 
     lanes is the number of lanes that ``events.lane`` is computed for; the host's migration must also insert the rows
-    0 to lanes - 1 into ``lanes`` (see docs/migrations.md). Raises ConfigurationError when it is out of range.
+    0 to lanes - 1 into ``lanes`` (see docs/operations/migrations.md). Raises ConfigurationError when it is out of
+    range.
     """
     events = sa.Table(
         "events",
@@ -106,7 +107,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("headers", pg.JSONB(none_as_null=True)),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         # Put there by the relay or an operator's command: a copy of a dead letter, a replay, a retry. Writers have no
-        # right to set it, and need none: see docs/migrations.md.
+        # right to set it, and need none: see docs/operations/migrations.md.
         sa.Column("from_relay", sa.Boolean, nullable=False, server_default=sa.text("false")),
         # (lane, id) and not (id): a relay reads one lane in id order, and this index gives just that.
         sa.PrimaryKeyConstraint("lane", "id", name="events_pkey"),

@@ -182,7 +182,7 @@ class Outbox(_Writer):
     schema           of the outbox's tables.
     max_event_bytes  for payload, key and headers together; may only be lower than the table's 1,000,000.
     transport        "table": an event is a row. "message": it is a message in the WAL and no row, which only a relay
-                     that reads the WAL will find; see docs/writing-events.md.
+                     that reads the WAL will find; see docs/guides/writing-events.md.
     slot             the replication slot of that relay, which "message" looks for before it writes.
     """
 

@@ -25,7 +25,7 @@ _STOP_SECONDS: Final = 60.0
 
 @dataclass(frozen=True)
 class Peer(Way):
-    """Debezium's connector with its outbox EventRouter, as docs/debezium.md sets it up, and these settings over it.
+    """Debezium's connector with its outbox EventRouter: settings of docs/operations/debezium.md, and these over them.
 
     heap          of the Connect worker; connectors with the same one share a worker.
     distributed   whether that worker is a distributed one, which exactly-once needs.

@@ -1,4 +1,4 @@
-"""The rights that each kind of role needs, and no more, as SQL. docs/migrations.md explains them."""
+"""The rights that each kind of role needs, and no more, as SQL. docs/operations/migrations.md explains them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a job keeps an event from having its effect twice. Which to choose for which sink: docs/strategies.md.
+"""How a job keeps an event from having its effect twice. Which to choose for which sink: docs/guides/strategies.md.
 
 | strategy    | needs                              | costs                  | can't do                                |
 |-------------|------------------------------------|------------------------|-------------------------------------------|

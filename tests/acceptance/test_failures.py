@@ -587,7 +587,7 @@ def test_at_most_once_a_refused_event_is_a_dead_letter_at_once(url, outbox_kafka
 @pytest.fixture
 def relay_role(url):
     """A role with exactly the rights that the docs give to a relay; gives the URL to connect as it."""
-    text = (Path(__file__).parents[2] / "docs" / "migrations.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "operations" / "migrations.md").read_text()
     grants = text.split("```sql\n-- grants\n")[1].split("```")[0]
     base = url.rpartition("/")[2]
     roles = {role: f"{role}_{base}" for role in ("outbox_writer", "outbox_relay")}

@@ -1,4 +1,4 @@
-"""A Kafka behind TLS and SASL that checks rights: relay and doctor have what docs/relay.md lists, and no more."""
+"""A Kafka behind TLS and SASL that checks rights: relay and doctor have those of docs/operations/relay.md, no more."""
 
 from __future__ import annotations
 
@@ -89,8 +89,8 @@ def secured(tmp_path_factory) -> Iterator[dict[str, Any]]:
 
 
 def documented() -> list[tuple[ResourceType, str, list[AclOperation], str]]:
-    """Return what docs/relay.md lists: on what, which names, the operations, and for which delivery."""
-    text = (Path(__file__).parents[2] / "docs" / "relay.md").read_text()
+    """Return what docs/operations/relay.md lists: on what, which names, the operations, and for which delivery."""
+    text = (Path(__file__).parents[2] / "docs" / "operations" / "relay.md").read_text()
     table = text.split("## Rights in Kafka")[1].split("\n\n")[2]
     types = {
         "topic": ResourceType.TOPIC,

@@ -114,8 +114,12 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--brokers", nargs="+", type=int, choices=(1, 3), default=[1, 3])
     parser.add_argument("--mutation", default="none", help="of tests/support/mutant.py: is it found? Not in the table")
     parser.add_argument("--show", action="store_true", help="print the courses and run nothing")
-    parser.add_argument("--rows", type=Path, default=ROOT / "docs" / "chaos.jsonl", help="the file of JSON lines")
-    parser.add_argument("--page", type=Path, default=ROOT / "docs" / "chaos.md", help="the page with the table")
+    parser.add_argument(
+        "--rows", type=Path, default=ROOT / "docs" / "explanation" / "chaos.jsonl", help="the file of JSON lines"
+    )
+    parser.add_argument(
+        "--page", type=Path, default=ROOT / "docs" / "explanation" / "chaos.md", help="the page with the table"
+    )
     parser.add_argument("--logs", type=Path, default=ROOT / "build" / "chaos", help="logs of runs with an anomaly")
     return parser.parse_args()
 

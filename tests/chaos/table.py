@@ -1,4 +1,4 @@
-"""The table of runs: JSON lines, and docs/chaos.md, which is written from them."""
+"""The table of runs: JSON lines, and docs/explanation/chaos.md, which is written from them."""
 
 from __future__ import annotations
 

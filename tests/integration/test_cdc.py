@@ -611,12 +611,12 @@ def test_setup_needs_the_owner_with_replication(shell, roles):
 
 
 def test_a_relay_needs_no_more_than_the_docs_grant(shell, roles, outbox_kafka, outbox_relay, wal, order):
-    """The grants are read from docs/migrations.md."""
+    """The grants are read from docs/operations/migrations.md."""
     kind, topic = order
     url, shell.slot = shell.url, wal["wal__slot"]
     # Nobody is killed before the first look at the topic: a slow first request must not be given up and sent again.
     wal |= {"relay__lease_seconds": 5.0}
-    text = (Path(__file__).parents[2] / "docs" / "migrations.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "operations" / "migrations.md").read_text()
     blocks = [text.split(f"```sql\n-- {title}\n")[1].split("```")[0] for title in GRANTS]
     relay_role, writer_role, other = roles("relay"), roles("writer"), roles("other")
     for block in blocks:

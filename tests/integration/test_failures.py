@@ -889,8 +889,8 @@ def test_an_archived_event_too_large_to_be_marked_is_counted_and_left_out(lane):
 
 
 def test_an_operator_needs_no_more_than_the_docs_grant(lane):
-    """docs/migrations.md lists the grants; these are read from there."""
-    text = (Path(__file__).parents[2] / "docs" / "migrations.md").read_text()
+    """docs/operations/migrations.md lists the grants; these are read from there."""
+    text = (Path(__file__).parents[2] / "docs" / "operations" / "migrations.md").read_text()
     grants = text.split("```sql\n-- grants of the operator\n")[1].split("```")[0]
     role = f"operator_{lane.database.name}"
     lane.admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)))

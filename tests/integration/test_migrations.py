@@ -438,8 +438,8 @@ def test_check_on_the_search_path_of_a_role_called_as_the_schema(outbox_postgres
 
 
 def test_each_role_needs_no_more_than_the_docs_grant(outbox_postgres):
-    """docs/migrations.md lists the grants; these are read from there."""
-    text = (Path(__file__).parents[2] / "docs" / "migrations.md").read_text()
+    """docs/operations/migrations.md lists the grants; these are read from there."""
+    text = (Path(__file__).parents[2] / "docs" / "operations" / "migrations.md").read_text()
     grants = text.split("```sql\n-- grants\n")[1].split("```")[0]
     names = {role: f"{role}_{outbox_postgres.name}" for role in ("outbox_writer", "outbox_relay")}
     with outbox_postgres.connect(autocommit=True) as admin:
@@ -519,7 +519,7 @@ def test_a_host_application_takes_the_tables_into_its_own_history(empty, tmp_pat
 
 
 def test_a_host_application_can_include_our_history_as_a_branch(empty, tmp_path):
-    """The opt-in of docs/migrations.md: version_locations with the branch label ``outbox``."""
+    """The opt-in of docs/operations/migrations.md: version_locations with the branch label ``outbox``."""
     (tmp_path / "versions").mkdir()
     (tmp_path / "env.py").write_text(ENVIRONMENT)
     (tmp_path / "script.py.mako").write_text(TEMPLATE)

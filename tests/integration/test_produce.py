@@ -156,8 +156,8 @@ def test_what_the_outbox_refuses_is_refused_here(sink):
 
 
 def test_a_consumer_needs_to_insert_and_no_more(outbox_postgres):
-    """The grants are read from docs/pipelines.md."""
-    text = (Path(__file__).parents[2] / "docs" / "pipelines.md").read_text()
+    """The grants are read from docs/guides/pipelines.md."""
+    text = (Path(__file__).parents[2] / "docs" / "guides" / "pipelines.md").read_text()
     grants = text.split("```sql\n-- grants of a consumer that produces\n")[1].split("```")[0]
     db.upgrade_consumer(outbox_postgres.url)
     role = f"consumer_{outbox_postgres.name}"

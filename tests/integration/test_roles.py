@@ -18,7 +18,7 @@ from outbox.event import ATTEMPTS, DEAD_LETTER, REPLAY
 from relay.cli.app import app
 from relay.operations.roles import Kind, grants
 
-DOCS = (Path(__file__).parents[2] / "docs" / "migrations.md").read_text()
+DOCS = (Path(__file__).parents[2] / "docs" / "operations" / "migrations.md").read_text()
 NAMES = [(kind, f"outbox_{kind}") for kind in Kind]
 
 

@@ -1,4 +1,4 @@
-"""docs/writing-events.md does what it says: its examples run, in their order, in one namespace."""
+"""docs/guides/writing-events.md does what it says: its examples run, in their order, in one namespace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from writer_targets import stored
 from outbox._message import decode, message_prefix
 from relay.wal import pgoutput
 
-PAGE = Path(__file__).parents[2] / "docs" / "writing-events.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "writing-events.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -1,4 +1,4 @@
-"""The settings of docs/debezium.md, as its readers would use them, for the tests in this folder and the benchmarks."""
+"""The settings of docs/operations/debezium.md, as its readers would use them: for these tests and the benchmarks."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-PAGE: Final = Path(__file__).parents[2] / "docs" / "debezium.md"
+PAGE: Final = Path(__file__).parents[2] / "docs" / "operations" / "debezium.md"
 _BLOCK: Final = re.compile(r"^ *```(\w+)\n(.*?)^ *```$", re.MULTILINE | re.DOTALL)
 _NAME: Final = "debezium_outbox"
 """Of role, slot, publication and topic prefix on the page."""

@@ -1,4 +1,4 @@
-"""Debezium's outbox EventRouter beside our relay, and one in the other's place. The settings are docs/debezium.md's."""
+"""Debezium's outbox EventRouter beside our relay, and one in the other's place, as docs/operations/debezium.md says."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/notebooks.md does what it says: its examples run, in their order, in one namespace."""
+"""docs/guides/notebooks.md does what it says: its examples run, in their order, in one namespace."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from uuid_utils.compat import uuid7
 
 pytestmark = pytest.mark.spark
 
-PAGE = Path(__file__).parents[2] / "docs" / "notebooks.md"
+PAGE = Path(__file__).parents[2] / "docs" / "guides" / "notebooks.md"
 BLOCK = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 

@@ -168,7 +168,7 @@ def test_a_role_that_owns_nothing_forgets_ids(bench: Bench, desk: Desk):
 
 
 def test_a_whole_round_in_one_transaction_makes_tables(bench: Bench, desk: Desk):
-    """It needs one right more: see docs/migrations.md."""
+    """It needs one right more: see docs/operations/migrations.md."""
     job = replace(bench.job, setup=None, atomic="batch", transform=lambda rows: rows.repartition(2))
     bench.send("a", 1)
     with pytest.raises(EffectFailed, match="permission denied for schema consumer"):

@@ -105,10 +105,10 @@ def test_pip_takes_what_is_supported_and_nothing_else():
 
 
 def test_the_page_says_what_is_tested():
-    """docs/versions.md: its table has the versions of the locks, the jars and the project's metadata."""
+    """docs/reference/versions.md: its table has the versions of the locks, the jars and the project's metadata."""
     table = {
         line.split("|")[1].strip(): line.split("|")[2:5]
-        for line in (ROOT / "docs" / "versions.md").read_text().splitlines()
+        for line in (ROOT / "docs" / "reference" / "versions.md").read_text().splitlines()
         if line.startswith("| ")
     }
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
