@@ -50,8 +50,11 @@ class RelaySettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     instance: str | None = Field(None, min_length=1, max_length=200)
-    """Unique among running relays; host, process id and a random part when not given."""
+    """The relay's name in ``outbox.relays`` and in logs. Unique among running relays; host, process id and a random
+    part when not given."""
     batch_size: int = Field(2000, ge=1, le=50_000)
+    """Events of one lane in a turn. A turn of many lanes has four times as many, shared by those that have events, and
+    16 MiB of payloads."""
     lease_seconds: float = Field(15.0, ge=1.0, le=3600)
     """After a kill -9 its lanes are taken over when this has passed."""
     max_idle_seconds: float = Field(0.1, ge=0.001, le=60)
@@ -62,9 +65,10 @@ class RelaySettings(BaseModel):
     max_backoff_seconds: float = Field(5.0, ge=0.1, le=300)
     """Longest wait between tries while Postgres or Kafka is away."""
     shutdown_seconds: float = Field(25.0, ge=0.1, le=3600)
-    """After SIGTERM: how long the batches in flight may take."""
+    """After SIGTERM: how long the batches in flight may take. A second signal ends the relay at once."""
     metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=ADDRESS)
-    """Answer Prometheus there: ``host:port``. Not at all, if not given."""
+    """Answer Prometheus and ``/readyz`` there. Not at all, if not given. With ``--workers`` the next ports are the
+    other workers'."""
     archive_days: int = Field(0, ge=0, le=3650)
     """Keep published events in ``published`` for so many days; 0 deletes them at once."""
 
@@ -79,6 +83,7 @@ class WalSettings(BaseModel):
     )
     """Unique on the server, over all its databases."""
     publication: str = Field("outbox_relay", min_length=1, max_length=63)
+    """Unique in the database."""
     heartbeat_seconds: float = Field(10.0, ge=0.1, le=3600)
     """At rest: how often the slot is moved on behind what others write."""
     retained_limit_bytes: int = Field(1 << 30, ge=1 << 20)
@@ -95,8 +100,11 @@ class RouteSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     topic: str
+    """Where its events go."""
     on_failure: OnFailure | None = None
+    """Instead of ``failures.on_failure``."""
     dead_letter_topic: str | None = None
+    """Instead of ``failures.dead_letter_topic``."""
 
 
 class FailureSettings(BaseModel):
@@ -105,10 +113,13 @@ class FailureSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     on_failure: OnFailure = OnFailure.BLOCK
+    """What follows for a dead letter's key. ``block``: it waits until a person has looked. ``skip``: it goes on."""
     max_attempts: int = Field(10, ge=1, le=1000)
     """The attempt that makes a dead letter of it."""
     min_backoff_seconds: float = Field(1.0, ge=0.001, le=86_400)
+    """The wait before the second attempt. It doubles with each further one."""
     max_backoff_seconds: float = Field(600.0, ge=0.001, le=86_400)
+    """The longest wait between two attempts."""
     dead_letter_topic: str | None = None
     """Where a copy of each dead letter goes, with the error in its headers."""
 
@@ -117,13 +128,19 @@ class Settings(SharedSettings):
     """Everything the commands can be told. Raises ConfigurationError through ``load``."""
 
     db_schema: str = Field("outbox", validation_alias="OUTBOX_SCHEMA", min_length=1, max_length=63)
+    """The schema of the outbox's tables."""
     delivery: Delivery = Delivery.AT_LEAST_ONCE
+    """What a reader of the topics may count on."""
     source: SourceKind = SourceKind.POLLING
+    """Where the relay reads events. It waits while the lanes are read from the other source."""
     create_topics: bool = False
     """Create a topic that is missing, with the broker's defaults unless the two below say otherwise."""
     topic_partitions: int = Field(-1, ge=-1)
+    """Partitions of a topic that the relay creates; -1 leaves it to the broker."""
     topic_replication: int = Field(-1, ge=-1)
+    """Replication factor of a topic that the relay creates; -1 leaves it to the broker."""
     topic_template: str = DEFAULT_TEMPLATE
+    """Without routes: the topic of an aggregate type. The result is in lower case."""
     routes: dict[str, RouteSettings] | None = None
     """Aggregate type to topic (or to a table with more). When given, no other aggregate type is published."""
     name: str = Field(
@@ -135,7 +152,8 @@ class Settings(SharedSettings):
     ce_source: str = Field("/outbox", min_length=1)
     """CloudEvents ``source`` of every event: which system these events come from."""
     headers: HeaderSet = HeaderSet.BOTH
-    """Which headers a message carries: those of CloudEvents, the plain names of Debezium's consumers, or both."""
+    """Which headers a message carries: those of CloudEvents, the plain names of Debezium's consumers, or both. One set
+    costs less than both; ``ce_id`` is in each."""
     relay: RelaySettings = Field(default_factory=RelaySettings)
     failures: FailureSettings = Field(default_factory=FailureSettings)
     wal: WalSettings = Field(default_factory=WalSettings)

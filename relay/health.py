@@ -46,16 +46,28 @@ class Reason(StrEnum):
     """Why a lane waits, or the worker as a whole."""
 
     KAFKA = "kafka_unavailable"
+    """The brokers are away, slow, or refuse for now."""
     POSTGRES = "postgres_unavailable"
+    """Postgres is away, slow, or takes no writes for now."""
     POSTGRES_REFUSES = "postgres_refuses"
+    """Postgres answers and refuses: a constraint, a trigger, missing rights or tables."""
     STATE_LOST = "state_lost"
+    """Table and marker contradict each other: ``outbox relay reconcile``."""
     STREAM_LOST = "stream_lost"
+    """The replication slot has a gap: ``outbox cdc status``."""
     UNDECIDED = "undecided_transaction"
+    """Kafka holds a transaction that is neither committed nor aborted: ``outbox relay reconcile``."""
     LANE_LOCKED = "lane_locked"
+    """Another session has the lane's row locked."""
     LEASE_EXPIRED = "lease_expired"
+    """The lease has run out and can't be prolonged, as for a locked row, and no other relay has taken the lane."""
     TURN_UNFINISHED = "turn_unfinished"
+    """A turn does not end."""
     HANGING = "hanging_transaction"
+    """No lane, but readers: a transaction hangs in a topic of events or in the state topic, and hides what lies behind
+    it: ``outbox relay reconcile``."""
     OTHER = "other"
+    """See the log."""
 
 
 def reason_of(error: Exception) -> Reason:

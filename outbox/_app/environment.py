@@ -20,17 +20,17 @@ from outbox.errors import ConfigurationError
 PREFIX: Final = "OUTBOX_"
 
 READ_ELSEWHERE: Final[Mapping[str, str]] = {
-    "OUTBOX_CACHE": "outbox/sandbox: the directory of what is downloaded",
-    "OUTBOX_CONFIG": "outbox/_app/settings.py: the file with settings",
-    "OUTBOX_CONSUMER_TASKS": "spark_jobs/spark/session.py: which Python workers of Spark's apply messages",
-    "OUTBOX_FAILPOINTS": "relay.failpoints: where a relay under test fails",
-    "OUTBOX_MAVEN_REPOSITORY": "outbox/sandbox: where jars come from",
-    "OUTBOX_PATIENCE": "outbox/testing: the factor of all time limits",
-    "OUTBOX_PG_BIN": "outbox/sandbox: the directory of Postgres' programs",
-    "OUTBOX_SANDBOX": "outbox/sandbox: the sandbox's directory",
-    "OUTBOX_SUBMITTED_PID_FILE": "spark_jobs.cli.submitted: where a submitted driver writes its process id",
+    "OUTBOX_CACHE": "Where the sandbox keeps what it downloads. Else $XDG_CACHE_HOME/outbox or ~/.cache/outbox.",
+    "OUTBOX_CONFIG": "The file with settings. Else outbox.toml in the working directory, if it is there.",
+    "OUTBOX_CONSUMER_TASKS": "Set by the consumer for the Python workers of Spark's that apply messages.",
+    "OUTBOX_FAILPOINTS": "The steps at which a relay under test fails: relay/failpoints.py.",
+    "OUTBOX_MAVEN_REPOSITORY": "Where jars are fetched from. Else from the repository that jgo comes with.",
+    "OUTBOX_PATIENCE": "The factor of all time limits of the sandbox and the test fixtures: 3 on a slow machine.",
+    "OUTBOX_PG_BIN": "The directory with initdb and postgres that the sandbox uses instead of those installed with it.",
+    "OUTBOX_SANDBOX": "Where the sandbox keeps its data. Else in the cache directory.",
+    "OUTBOX_SUBMITTED_PID_FILE": "Set by `outbox spark submit`: where the driver writes its process id.",
 }
-"""Every variable that is not a setting, and who reads it."""
+"""Every variable that is not a setting, and what it is for."""
 
 # Kubernetes sets these in every pod of a namespace that has a service named outbox, or outbox-relay and so on.
 _SERVICE_LINK: Final = re.compile(

@@ -51,7 +51,9 @@ class SparkSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     kafka: dict[str, str] = Field(default_factory=dict, repr=False)
+    """Of Spark's own reader. ``OUTBOX_SPARK__KAFKA__SECURITY_PROTOCOL`` is ``security.protocol``."""
     conf: dict[str, str] = Field(default_factory=dict, repr=False)
+    """Of the session: ``OUTBOX_SPARK__CONF__SPARK_UI_ENABLED`` is ``spark.ui.enabled``."""
 
     @field_validator("kafka", "conf", mode="before")
     @classmethod
@@ -70,14 +72,21 @@ class SharedSettings(BaseSettings):
     )
 
     database_url: str | None = Field(None, repr=False)
+    """``postgresql://user@host:port/database``. In a password write ``/`` as ``%2F``, ``@`` as ``%40``, ``%`` as
+    ``%25``."""
     consumer_schema: str = Field("consumer", min_length=1, max_length=63)
+    """The schema of the consumers' tables in the sink's database."""
     kafka: dict[str, str] = Field(default_factory=dict, repr=False)
+    """Options of librdkafka by their names: ``OUTBOX_KAFKA__LINGER_MS`` is ``linger.ms``. Every command that talks to
+    Kafka needs ``OUTBOX_KAFKA__BOOTSTRAP_SERVERS``."""
     consumer: ConsumerSettings = Field(default_factory=ConsumerSettings)
     spark: SparkSettings = Field(default_factory=SparkSettings)
     spark_packages: str | None = None
     """Maven coordinates for Spark, instead of the jars that are fetched and checked here."""
     log_format: str = Field("auto", pattern="^(auto|console|json)$", description="auto, console or json")
+    """``auto`` is ``console`` on a terminal, else ``json``."""
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
+    """The least severe entries that are logged."""
 
     @field_validator("kafka", mode="before")
     @classmethod

@@ -80,8 +80,8 @@ def _sentence(problem: ErrorDetails, settings: type[BaseModel], origin: Origin) 
             near = nearest_key(path[-1], siblings)
             known = f"did you mean {near}?" if near else f"known are {', '.join(siblings)}."
             return f"{name} is not a setting: {known}"
-    expected = _expected(field) if field is not None else "of another type"
-    return f"{name} must be {expected}{'' if secret else _shown(problem['input'])}."
+    wanted = expected(field) if field is not None else "of another type"
+    return f"{name} must be {wanted}{'' if secret else _shown(problem['input'])}."
 
 
 def _find(settings: type[BaseModel], path: Sequence[str]) -> tuple[Any, bool, list[str]]:
@@ -102,7 +102,7 @@ def _find(settings: type[BaseModel], path: Sequence[str]) -> tuple[Any, bool, li
     return found, secret, siblings
 
 
-def _expected(field: Any) -> str:
+def expected(field: Any) -> str:
     """Return what a value has to be. A field says it itself (``description``) where its type does not."""
     annotation, limits = field, {}
     if isinstance(field, FieldInfo):

@@ -41,7 +41,7 @@ _Cause = Annotated[
 ]
 _All = Annotated[bool, typer.Option("--all", help="All of them that the filters leave.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Relay: only count.")]
-_Limit = Annotated[int, typer.Option(min=1, max=100_000)]
+_Limit = Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")]
 
 
 @app.command("list")
@@ -68,7 +68,9 @@ def list_dead_letters(
 @app.command()
 @failing_clearly
 def show(
-    dead_letter: Annotated[str, typer.Argument(metavar="ID")],
+    dead_letter: Annotated[
+        str, typer.Argument(metavar="ID", help="An event id (relay) or a number (consumer), see `list`.")
+    ],
     side: _Side = Side.RELAY,
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,

@@ -28,6 +28,36 @@ _LIMIT: Final = "SELECT set_config('statement_timeout', '5s', true)"
 _BOOK: Final = "SELECT slot, publication FROM {streams} ORDER BY created_at DESC LIMIT 1"
 
 
+def slot_metrics(
+    state: SlotState | None, limit_bytes: int, looked_at: float, *, healthy: bool
+) -> Iterator[GaugeMetricFamily]:
+    """Return the metrics of a slot; without a state, whether it is healthy and when that was read."""
+
+    def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"outbox_slot_{name}", text, value=value)
+
+    yield gauge(
+        "healthy",
+        "0 when events may have passed the slot by, or nobody knows: see `outbox cdc status`.",
+        healthy,
+    )
+    yield gauge("last_look_timestamp_seconds", "When all this was read from the server.", looked_at)
+    if state is None:
+        return
+    safe = -1 if state.safe_wal_bytes is None else state.safe_wal_bytes
+    yield gauge(
+        "retained_wal_bytes", "WAL that the server keeps for the outbox's replication slot.", state.retained_bytes
+    )
+    yield gauge(
+        "retained_wal_over_limit",
+        "1 when that is more than wal.retained_limit_bytes.",
+        state.retained_bytes > limit_bytes,
+    )
+    yield gauge("safe_wal_bytes", "WAL that may be written before the slot is lost; -1 without a limit.", safe)
+    yield gauge("lag_bytes", "WAL behind the position that the slot has confirmed.", state.lag_bytes)
+    yield gauge("lag_seconds", "Age of the last thing that the slot has confirmed; 0 at rest.", state.lag_seconds)
+
+
 class SlotWatch:
     """Looks at the replication slot, whoever reads it: a standby, and a relay that polls, see a disk fill up too.
 
@@ -80,33 +110,10 @@ class SlotWatch:
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Return what the last look has found; how old that is is among it."""
-        state, healthy = self._state, self._healthy and time.monotonic() - self._looked < _STALE_SECONDS
-
-        def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
-            return GaugeMetricFamily(f"outbox_slot_{name}", text, value=value)
-
-        if state is None and self._by_book:
-            return
-        yield gauge(
-            "healthy",
-            "0 when events may have passed the slot by, or nobody knows: see `outbox cdc status`.",
-            healthy,
-        )
-        yield gauge("last_look_timestamp_seconds", "When all this was read from the server.", self._looked_at)
-        if state is None:
-            return
-        safe = -1 if state.safe_wal_bytes is None else state.safe_wal_bytes
-        yield gauge(
-            "retained_wal_bytes", "WAL that the server keeps for the outbox's replication slot.", state.retained_bytes
-        )
-        yield gauge(
-            "retained_wal_over_limit",
-            "1 when that is more than wal.retained_limit_bytes.",
-            state.retained_bytes > self._limit,
-        )
-        yield gauge("safe_wal_bytes", "WAL that may be written before the slot is lost; -1 without a limit.", safe)
-        yield gauge("lag_bytes", "WAL behind the position that the slot has confirmed.", state.lag_bytes)
-        yield gauge("lag_seconds", "Age of the last thing that the slot has confirmed; 0 at rest.", state.lag_seconds)
+        if self._state is None and self._by_book:
+            return iter(())
+        healthy = self._healthy and time.monotonic() - self._looked < _STALE_SECONDS
+        return slot_metrics(self._state, self._limit, self._looked_at, healthy=healthy)
 
     def _find(self, connection: psycopg.Connection[Any]) -> SlotNames | None:
         if not self._by_book:
@@ -163,7 +170,7 @@ class RelayMetrics:
         )
         seconds = GaugeMetricFamily(
             "outbox_relay_lane_wait_seconds",
-            "How long the first of these lanes, or the worker, has waited.",
+            "How long the first of these lanes, or the worker as a whole, has waited: since its first failure.",
             labels=["reason"],
         )
         waits = {wait.reason: wait for wait in health.waits}
@@ -175,7 +182,8 @@ class RelayMetrics:
         yield seconds
         upkeep = GaugeMetricFamily(
             "outbox_relay_upkeep_wait_seconds",
-            "For how long something that a relay does beside publishing has failed.",
+            "How long something that a relay does beside publishing has failed: slot (a look at it), archive, "
+            "transactions (a look for those that hang).",
             labels=["task"],
         )
         for task, failing in health.upkeep.items():

@@ -60,7 +60,7 @@ def list_dead_letters(
     group: _Group = None,
     topic: _Topic = None,
     reason: _DeadBy = None,
-    limit: Annotated[int, typer.Option(min=1, max=100_000)] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")] = 100,
     as_json: AsJson = False,
 ) -> None:
     """List dead letters, the oldest first; without their contents."""
@@ -87,7 +87,9 @@ def list_dead_letters(
 @app.command(hidden=True)
 @failing_clearly
 def show(
-    dead_letter: Annotated[int, typer.Argument(metavar="ID")], database_url: SinkUrl = None, as_json: AsJson = False
+    dead_letter: Annotated[int, typer.Argument(metavar="ID", help="As `list` shows it.")],
+    database_url: SinkUrl = None,
+    as_json: AsJson = False,
 ) -> None:
     """Show one dead letter whole, key, value and headers decoded: JSON on several lines, or on one with --json."""
     from spark_jobs.admin.dead_letters import readable

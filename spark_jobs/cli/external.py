@@ -89,7 +89,7 @@ def list_reservations(
     group: _Group = None,
     name: _Name = None,
     unsettled: Annotated[bool, typer.Option("--open", help="Also those that are not settled yet.")] = False,
-    limit: Annotated[int, typer.Option(min=1, max=100_000)] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")] = 100,
     as_json: AsJson = False,
 ) -> None:
     """List what is stuck, and what the provider said against a settlement; the oldest first."""

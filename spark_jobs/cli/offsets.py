@@ -21,7 +21,8 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Where consumer groups stand: look, and move them by hand.", no_args_is_help=True)
 
 _Why = Annotated[str, typer.Option("--reason", help="Why; it is kept in the audit.")]
-_Topic = Annotated[str, typer.Option("--topic")]
+_Group = Annotated[str, typer.Argument(help="The consumer group.")]
+_Topic = Annotated[str, typer.Option("--topic", help="The topic.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Only say what would change.")]
 _Skip = Annotated[bool, typer.Option("--skip", help="Pass over messages for good; the audit says which.")]
 _New = Annotated[bool, typer.Option("--new", help="The group may be one that has never run.")]
@@ -56,9 +57,9 @@ def show(
 @app.command("set")
 @failing_clearly
 def set_offset(
-    group: Annotated[str, typer.Argument()],
-    topic: Annotated[str, typer.Argument()],
-    partition: Annotated[int, typer.Argument(min=0)],
+    group: _Group,
+    topic: Annotated[str, typer.Argument(help="The topic of the partition.")],
+    partition: Annotated[int, typer.Argument(min=0, help="Its number.")],
     offset: Annotated[int, typer.Argument(min=0, help="The next one to apply.")],
     why: _Why,
     dry_run: _DryRun = False,
@@ -84,7 +85,7 @@ def set_offset(
 @app.command()
 @failing_clearly
 def reset(
-    group: Annotated[str, typer.Argument()],
+    group: _Group,
     topic: _Topic,
     to: Annotated[
         str,
@@ -115,7 +116,7 @@ def reset(
 @app.command()
 @failing_clearly
 def forget(
-    group: Annotated[str, typer.Argument()],
+    group: _Group,
     topic: _Topic,
     why: _Why,
     dry_run: _DryRun = False,

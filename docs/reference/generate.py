@@ -1,0 +1,390 @@
+"""Write the reference pages of settings, commands, metrics and errors from the code: ``make docs-reference``.
+
+``tests/unit/test_reference.py`` fails while a page in the repository is another than what is written here.
+"""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import pkgutil
+import re
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from enum import Enum
+from pathlib import Path
+from typing import Any, Final
+
+import typer
+from prometheus_client import CollectorRegistry
+from prometheus_client.core import Metric
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+from typer.core import TyperGroup
+
+import outbox
+import relay
+import spark_jobs
+from outbox._app import environment
+from outbox._app.settings_errors import expected
+from outbox.errors import OutboxError
+from relay.cli.assembly import assemble
+from relay.config import RouteSettings, Settings
+from relay.health import Health, Reason
+from relay.wal.slot import SlotState
+from relay.web.metrics import RelayMetrics, slot_metrics
+from spark_jobs import settings as consumers
+from spark_jobs.admin.dead_letters import REASONS
+from spark_jobs.driver.planner import Extent
+from spark_jobs.errors import Reject
+from spark_jobs.metrics import ConsumerMetrics
+from spark_jobs.model import LossKind, Partition
+
+HERE: Final = Path(__file__).parent
+COMMAND: Final = "make docs-reference"
+_NOTE: Final = f"<!-- Written by `{COMMAND}` from the code. Change it there. -->\n"
+_GROUP: Final = "g"
+
+
+class Undocumented(Exception):
+    """Something that a page has to show is not described in the code."""
+
+
+# Settings
+
+
+def settings_page() -> str:
+    """Return the page of all settings: names, values, defaults, meanings."""
+    if foreign := consumers.Settings.model_fields.keys() - Settings.model_fields.keys():
+        raise Undocumented(f"settings of consumers that the commands do not know: {sorted(foreign)}")
+    sections = {
+        _spelled(name, field): model
+        for name, field in Settings.model_fields.items()
+        if (model := environment.model_of(field.annotation)) is not None
+    }
+    shared = sorted(name for name in consumers.Settings.model_fields if name not in sections)
+    tables = [_setting_rows(Settings, (), leave_out=sections)]
+    for name, model in sections.items():
+        tables.append(f"## `[{name}]`\n\n{_paragraph(model)}\n\n{_setting_rows(model, (name,))}")
+    rows = [[f"`{field}`", _values(info), _default(info), text] for field, info, text in _fields(RouteSettings)]
+    routes = _table(["", "value", "default", ""], rows)
+    others = _table(["variable", ""], [[f"`{name}`", text] for name, text in environment.READ_ELSEWHERE.items()])
+    return _page(
+        "Settings",
+        f"""
+        Every command reads the environment, then a TOML file, then the defaults; an option of a command wins over all.
+        The file is `outbox.toml` in the working directory, or what `OUTBOX_CONFIG` names. Nested names take two
+        underscores in the environment: `OUTBOX_RELAY__BATCH_SIZE=500` is `batch_size = 500` under `[relay]`. A name
+        that is not known is an error (exit status 2) that suggests the nearest one, in the file as well as among the
+        variables that begin with `OUTBOX_`. All times are in seconds.
+
+        A consumer reads `[consumer]`, `[spark]` and {_and(f"`{name}`" for name in shared)}; it passes the others over.
+        """,
+        *tables,
+        "## Routes\n\n`routes` names the topic of each aggregate type, as text or as a table with these keys:\n\n"
+        + routes,
+        "## Other variables\n\nThese are no settings, and stand in the environment alone.\n\n" + others,
+    )
+
+
+def _setting_rows(model: type[BaseModel], path: tuple[str, ...], leave_out: Iterable[str] = ()) -> str:
+    rows = [
+        [f"`{environment.variable((*path, name))}`", f"`{name}`", _values(field), _default(field), text]
+        for name, field, text in _fields(model)
+        if name not in leave_out
+    ]
+    return _table(["variable", "in the file", "value", "default", ""], rows)
+
+
+def _fields(model: type[BaseModel]) -> Iterator[tuple[str, FieldInfo, str]]:
+    """Yield each field's name as users spell it, the field, and the docstring that stands below it."""
+    texts: dict[str, str] = {}
+    for base in reversed(model.__mro__):
+        if issubclass(base, BaseModel) and base.__module__.partition(".")[0] in {"outbox", "relay", "spark_jobs"}:
+            texts |= _attributes(base)
+    for name, field in model.model_fields.items():
+        if name not in texts and environment.model_of(field.annotation) is None:
+            raise Undocumented(f"{model.__name__}.{name} has no docstring below it")
+        yield _spelled(name, field), field, texts.get(name, "")
+
+
+def _spelled(name: str, field: FieldInfo) -> str:
+    alias = field.validation_alias
+    return alias.removeprefix(environment.PREFIX).lower() if isinstance(alias, str) else name
+
+
+def _values(field: FieldInfo) -> str:
+    if environment.values_of(field.annotation) is str:
+        return "options by name"
+    return expected(field)
+
+
+def _default(field: FieldInfo) -> str:
+    value = field.get_default(call_default_factory=True)
+    if value is PydanticUndefined:
+        return "(required)"
+    if value is None or value in ({}, ""):
+        return ""
+    if isinstance(value, bool):
+        return f"`{str(value).lower()}`"
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return f"`{value.value if isinstance(value, Enum) else value}`"
+
+
+# Commands
+
+
+def cli_page() -> str:
+    """Return the page of all commands: usage, arguments, options."""
+    root = typer.main.get_command(assemble())
+    parts = list(_commands(root, typer.Context(root, info_name="outbox"), "outbox"))
+    return _page(
+        "Commands",
+        """
+        `outbox COMMAND --help` shows the same. Settings come from [the environment or a file](settings.md); where an
+        option names a variable, it wins over that. [Errors and exit statuses](errors.md) have a page of their own.
+        """,
+        *parts,
+    )
+
+
+def _commands(command: Any, context: typer.Context, path: str) -> Iterator[str]:
+    shown = isinstance(command, TyperGroup)
+    if not shown or path == "outbox":
+        text = "" if shown else _help(command.help, path)
+        yield "\n\n".join(part for part in (f"## {path}", text, *_parameters(command, context, path)) if part)
+    if shown:
+        for name, child in command.commands.items():
+            if not child.hidden:
+                below = typer.Context(child, info_name=name, parent=context)
+                yield from _commands(child, below, f"{path} {name}")
+
+
+def _parameters(command: Any, context: typer.Context, path: str) -> Iterator[str]:
+    usage = " ".join(command.collect_usage_pieces(context))
+    yield f"```text\n{path} {usage}\n```"
+    rows = []
+    for each in command.params:
+        if getattr(each, "hidden", False):
+            continue
+        record = each.get_help_record(context)
+        if record is None or record[1].startswith("["):
+            raise Undocumented(f"{path}: {each.name} has no help")
+        name, text = record
+        rows.append([f"`{name}`", _markdown(text)])
+    if rows:
+        yield _table(["argument, option", ""], rows)
+
+
+def _help(text: str | None, path: str) -> str:
+    if not text:
+        raise Undocumented(f"{path} has no help")
+    return inspect.cleandoc(text).replace("\b\n", "").replace("``", "`")
+
+
+# Metrics
+
+
+def metrics_page() -> str:
+    """Return the page of all metrics of relays and consumers: names, types, labels, meanings."""
+    relays = RelayMetrics(lambda: Health(True, 1, (), {"slot": 0.0}), list, int, CollectorRegistry())
+    slot = slot_metrics(SlotState(**dict.fromkeys(SlotState._fields, 0)), 1, 0.0, healthy=True)
+    reasons = [[f"`{reason.value}`", text] for reason, text in members(Reason)]
+    return _page(
+        "Metrics",
+        """
+        A relay answers Prometheus at `OUTBOX_RELAY__METRICS_ADDRESS`, `outbox consume` at
+        `OUTBOX_CONSUMER__METRICS_ADDRESS`. What to watch and what to wake somebody for: [the
+        relay](../operations/relay.md#what-to-watch), [the slot](../operations/wal.md#what-to-watch), [dead letters and
+        consumers](../operations/dead-letters.md#watch).
+        """,
+        "## Relays\n\n" + _metrics(relays.collect()),
+        "### Reasons\n\nValues of the label `reason`: what the lanes wait for.\n\n" + _table(["reason", ""], reasons),
+        "## The replication slot\n\nEvery relay shows these: one that polls, once a slot is set up.\n\n"
+        + _metrics(slot),
+        "## Consumers\n\n" + _metrics(_Sample().collect()),
+    )
+
+
+class _Sample(ConsumerMetrics):
+    """The collector of a group with one partition whose servers have answered."""
+
+    def __init__(self) -> None:
+        super().__init__(_GROUP, ["t"], "", "", {})
+        self.observe("round", {"round_seconds": 1.0, "read": 1})
+
+    def _ask_sink(self) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+        row = _Ones(topic="t", part=0)
+        return [row], [row]
+
+    def _ask_kafka(self) -> Mapping[Partition, Extent]:
+        return {("t", 0): Extent(0, 1, 1)}
+
+
+class _Ones(dict[str, Any]):
+    """A row whose columns are 1 where nothing else is given."""
+
+    def __missing__(self, name: str) -> int:
+        return 1
+
+
+def metric_names() -> dict[str, str]:
+    """Return the names of all metrics as queries spell them, and their types."""
+    rows = re.findall(r"^\| `(outbox_\w+)` \| (\w+) \|", metrics_page(), re.MULTILINE)
+    return dict(rows)
+
+
+def _metrics(families: Iterable[Metric]) -> str:
+    rows = []
+    for family in families:
+        name = family.name + ("_total" if family.type == "counter" else "")
+        labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
+        rows.append([f"`{name}`", family.type, labels, _markdown(family.documentation)])
+    return _table(["metric", "type", "labels", ""], rows)
+
+
+# Errors
+
+
+def errors_page() -> str:
+    """Return the page of all errors that users can meet, and of the codes that stand for them."""
+    found = [error for error in _errors(OutboxError) if not error.__name__.startswith("_")]
+    embedded = [error for error in found if error.__module__ == "outbox.errors"]
+    groups = {
+        "A service that writes events": embedded,
+        "The sandbox and the test fixtures": [
+            error for error in found if error.__module__.startswith("outbox.sandbox")
+        ],
+        "Relays and operators' commands": [error for error in found if error.__module__.startswith("relay.")],
+        "Consumers": [Reject, *(error for error in found if error.__module__.startswith("spark_jobs"))],
+    }
+    if missing := set(found) - {error for errors in groups.values() for error in errors}:
+        raise Undocumented(f"errors of no group: {missing}")
+    codes = [
+        ["reason of a dead letter of a consumer", _codes(REASONS), "[dead letters](../operations/dead-letters.md)"],
+        ["kind of a loss", _codes(LossKind), "[offsets](../operations/offsets.md#what-kafka-loses)"],
+        ["reason for which lanes wait", _codes(Reason), "[metrics](metrics.md#reasons)"],
+    ]
+    return _page(
+        "Errors",
+        """
+        Everything that is raised on purpose is an `outbox.errors.OutboxError`. Its text says what happened, to what,
+        and what to do; its attributes carry the same facts for programs. A command shows it as one line on standard
+        error.
+        """,
+        _exit_statuses(),
+        "## Codes\n\nWhat tables, metrics and `--json` say instead of an error:\n\n"
+        + _table(["", "codes", "see"], codes),
+        *(f"## {title}\n\n{_error_rows(errors)}" for title, errors in groups.items()),
+    )
+
+
+def _exit_statuses() -> str:
+    rows = [
+        ["0", "Done, or stopped as asked."],
+        ["1", "It could not go on, or found what it looks for: the line on standard error, or the output, says what."],
+        ["2", "Settings or arguments are wrong: a `ConfigurationError`."],
+    ]
+    return "## Exit statuses\n\n" + _table(["status", ""], rows)
+
+
+def _errors(base: type[OutboxError]) -> Iterator[type[OutboxError]]:
+    for package in (outbox, relay, spark_jobs):
+        for module in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            if module.name.rpartition(".")[2] != "__main__":
+                importlib.import_module(module.name)
+    yield base
+    yield from sorted(_below(base), key=_place)
+
+
+def _below(base: type[OutboxError]) -> set[type[OutboxError]]:
+    direct = {error for error in base.__subclasses__() if error.__module__.partition(".")[0] in _OURS}
+    return direct.union(*map(_below, direct))
+
+
+_OURS: Final = {"outbox", "relay", "spark_jobs"}
+
+
+def _place(error: type) -> tuple[bool, str, int]:
+    return not error.__module__.endswith(".errors"), error.__module__, inspect.getsourcelines(error)[1]
+
+
+def _error_rows(errors: Iterable[type[Exception]]) -> str:
+    rows = []
+    for error in errors:
+        if not error.__doc__:
+            raise Undocumented(f"{error.__module__}.{error.__name__} has no docstring")
+        rows.append(
+            [f"`{error.__name__}`", f"`{error.__bases__[0].__name__}`", f"`{error.__module__}`", _paragraph(error)]
+        )
+    return _table(["error", "is a", "in", ""], rows)
+
+
+def _codes(values: Iterable[str]) -> str:
+    return ", ".join(f"`{value}`" for value in values)
+
+
+# What the pages are made of
+
+
+def members(kind: type[Enum]) -> list[tuple[Enum, str]]:
+    """Return the members of an enumeration with the docstrings that stand below them."""
+    texts = _attributes(kind)
+    if missing := [member.name for member in kind if member.name not in texts]:
+        raise Undocumented(f"{kind.__name__}: {', '.join(missing)}")
+    return [(member, texts[member.name]) for member in kind]
+
+
+def _attributes(kind: type) -> dict[str, str]:
+    """Return the docstrings below a class's attributes, each as one line of Markdown."""
+    (definition,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for before, after in zip(definition.body, definition.body[1:], strict=False):
+        if not (
+            isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant) and isinstance(after.value.value, str)
+        ):
+            continue
+        match before:
+            case ast.AnnAssign(target=ast.Name(id=name)) | ast.Assign(targets=[ast.Name(id=name)]):
+                found[name] = _markdown(after.value.value)
+    return found
+
+
+def _paragraph(kind: type) -> str:
+    return _markdown(inspect.cleandoc(kind.__doc__ or ""))
+
+
+def _markdown(text: str) -> str:
+    """Return a docstring as one line of Markdown. Its last part may be a list of attributes, in two columns."""
+    lines = re.sub(r"^ *(\w+(?:, \w+)*) {2,}(?=\S)", r"`\1`: ", text, flags=re.MULTILINE)
+    return " ".join(lines.replace("``", "`").split())
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---"] * len(head), *([cell.replace("|", "\\|") for cell in row] for row in rows)]
+    return "\n".join("| " + " | ".join(line).rstrip() + " |" for line in lines)
+
+
+def _and(words: Iterable[str]) -> str:
+    *some, last = words
+    return f"{', '.join(some)} and {last}"
+
+
+def _page(title: str, text: str, *parts: str) -> str:
+    return "\n\n".join([f"# {title}", _NOTE.strip(), inspect.cleandoc(text), *parts]) + "\n"
+
+
+PAGES: Final[Mapping[str, Callable[[], str]]] = {
+    "settings.md": settings_page,
+    "cli.md": cli_page,
+    "metrics.md": metrics_page,
+    "errors.md": errors_page,
+}
+
+if __name__ == "__main__":
+    for name, page in PAGES.items():
+        (HERE / name).write_text(page())
