@@ -11,7 +11,8 @@ OTHERS := $(patsubst tests/pyspark-%.lock,%,$(wildcard tests/pyspark-*.lock))
 MATRIX := $(OTHERS:%=$(VENV)-pyspark-%)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast matrix $(OTHERS:%=matrix-%) chaos peers bench lint lock clean
+.PHONY: help install demo test test-fast matrix $(OTHERS:%=matrix-%) chaos peers bench docs \
+	docs-reference lint lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -25,6 +26,9 @@ endef
 
 # Again only when the lock or the project's metadata changed.
 $(VENV)/.installed-lock: requirements.lock
+	$(call environment,$<)
+
+$(VENV)-docs/.installed-lock: docs/requirements.lock
 	$(call environment,$<)
 
 $(MATRIX:%=%/.installed-lock): $(VENV)-pyspark-%/.installed-lock: requirements.lock tests/pyspark-%.lock
@@ -69,6 +73,19 @@ bench: $(VENV)/.installed  ## the relay beside Debezium and a bare loop, to buil
 	$(BIN)/python benchmarks/relay.py --json build/bench.json --html build/bench.html $(ARGS)
 	$(BIN)/python benchmarks/consume.py
 
+docs-reference: $(VENV)/.installed  ## settings, commands, metrics and errors from the code, to docs/reference
+	$(BIN)/python docs/reference/generate.py
+
+# Pages as they lie in the repository, and the files that they link to.
+docs: $(VENV)-docs/.installed-lock docs-reference  ## the documentation as a site, to build/docs/site; warnings are errors
+	rm -rf build/docs
+	mkdir -p build/docs/pages/spark_jobs
+	cp README.md CONTRIBUTING.md build/docs/pages
+	cp spark_jobs/order_totals.py build/docs/pages/spark_jobs
+	cp docs/zensical.toml build/docs
+	find docs -name '*.md' -exec cp --parents {} build/docs/pages \;
+	$(VENV)-docs/bin/zensical build --strict --config-file build/docs/zensical.toml
+
 lint: $(VENV)/.installed  ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -76,12 +93,14 @@ lint: $(VENV)/.installed  ## ruff, mypy --strict, import rules
 	$(BIN)/lint-imports
 
 # Hashes, but no addresses: the lock works with whatever index the machine is set up for.
-lock:  ## resolve the dependencies anew into requirements.lock, and the other pysparks
+lock:  ## resolve the dependencies anew into requirements.lock, docs/requirements.lock and those of the other pysparks
 	test -x $(UV) || ($(PYTHON) -m venv $(VENV)-lock && $(VENV)-lock/bin/pip install --quiet uv)
 	$(UV) pip compile --universal --python-version 3.11 --all-extras --generate-hashes --no-header --no-annotate --quiet \
 		$(ARGS) pyproject.toml --output-file requirements.lock
+	$(UV) pip compile --universal --python-version 3.11 --group docs --generate-hashes --no-header --no-annotate --quiet \
+		$(ARGS) --output-file docs/requirements.lock
 	for other in $(OTHERS); do echo "pyspark==$$other.*" | $(UV) pip compile - --no-deps --generate-hashes --no-header \
 		--no-annotate --quiet $(ARGS) --output-file tests/pyspark-$$other.lock || exit; done
 
 clean:  ## remove the virtual environments and caches
-	rm -rf $(VENV) $(VENV)-lock $(VENV)-pyspark-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist build
+	rm -rf $(VENV) $(VENV)-lock $(VENV)-docs $(VENV)-pyspark-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist build

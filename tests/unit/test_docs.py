@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import re
+import tomllib
 from pathlib import Path
 
 import pytest
+from docs_support import DOCS, PAGES, ROOT
 
-ROOT = Path(__file__).parents[2]
-PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").glob("**/*.md")])
 # The demo's shop is a file of the user's in the text.
 FILES = re.compile(r"`((?:outbox|relay|spark_jobs|migrations|tests|examples|benchmarks|docs)/[\w./-]*)`")
 BESIDE = re.compile(r"`((?:polling|wal|kafka|driver|task|postgres)/\w+\.py)`")
@@ -42,8 +42,17 @@ def test_what_a_page_names_is_there(page):
 
 
 def test_every_page_is_in_the_index():
-    docs = ROOT / "docs"
-    index = (docs / "index.md").read_text()
-    pages = [page.relative_to(docs).as_posix() for page in docs.rglob("*.md")]
+    index = (DOCS / "index.md").read_text()
+    pages = [page.relative_to(DOCS).as_posix() for page in DOCS.rglob("*.md")]
     assert len(pages) > 20
     assert [page for page in pages if page != "index.md" and f"]({page})" not in index] == []
+
+
+def test_every_page_is_in_the_sites_navigation():
+    def pages(entries):
+        for entry in entries:
+            for place in entry.values():
+                yield from [place] if isinstance(place, str) else pages(place)
+
+    project = tomllib.loads((DOCS / "zensical.toml").read_text())["project"]
+    assert sorted(pages(project["nav"])) == sorted(page.relative_to(ROOT).as_posix() for page in PAGES)
