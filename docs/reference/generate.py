@@ -144,7 +144,7 @@ def cli_page() -> str:
     return _page(
         "Commands",
         """
-        `outbox COMMAND --help` shows the same. Settings come from [the environment or a file](settings.md); where an
+        `--help` behind a command shows the same. Settings come from [the environment or a file](settings.md); where an
         option names a variable, it wins over that. [Errors and exit statuses](errors.md) have a page of their own.
         """,
         *parts,
