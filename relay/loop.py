@@ -38,8 +38,8 @@ import random
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Final, Protocol
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol, assert_never
 
 from outbox.errors import OutboxError, SchemaError
 from relay.lease import HeldLanes, Lease
@@ -47,7 +47,9 @@ from relay.marker import StateLost
 from relay.ports import (
     BatchRefused,
     Claim,
+    Completed,
     DatabaseUnavailable,
+    Failed,
     Fetched,
     LaneLost,
     Late,
@@ -56,9 +58,9 @@ from relay.ports import (
     Receipt,
     Refused,
     Result,
-    Sent,
     Source,
     Unavailable,
+    Unconfirmed,
 )
 
 # Clean turns after which a size that was halved is doubled again.
@@ -254,16 +256,21 @@ class WorkerLoop:
 
     def _publish(self, publisher: Publisher, source: Source, fetched: Fetched, fine: Collection[int]) -> None:
         sent = publisher.publish(fetched.batches, source.confirm if fetched.unconfirmed else None)
-        if sent.unconfirmed:
-            # Nothing of the turn is published: what is still ours is read again.
-            if sent.renew:
-                self._close_publisher()
-            self._give_up_failed(sent.unconfirmed)
-            return
-        if isinstance(sent.failure, DatabaseUnavailable):
-            # Nothing is published either, and the source would wait for what has taken too long.
-            raise sent.failure
-        self._settle(source, self._narrowed(fetched, sent), fine, set(fetched.settling))
+        match sent:
+            case Unconfirmed(lanes, publisher_unusable):
+                # What is still ours is read again.
+                if publisher_unusable:
+                    self._close_publisher()
+                self._give_up_failed(lanes)
+            case Failed(DatabaseUnavailable() as error):
+                # Nothing is published either, and the source would wait for what has taken too long.
+                raise error
+            case Failed():
+                self._settle(source, self._narrowed(fetched, sent), fine, set(fetched.settling))
+            case Completed():
+                self._settle(source, sent, fine, set(fetched.settling))
+            case _:
+                assert_never(sent)
 
     def _take_and_let_go(self) -> None:
         for lease in self._held.leases:
@@ -380,10 +387,10 @@ class WorkerLoop:
 
     # What became of a turn
 
-    def _narrowed(self, fetched: Fetched, sent: Sent) -> Sent:
+    def _narrowed(self, fetched: Fetched, failed: Failed) -> Failed:
         """Halve what was too large, single out what was refused; a batch of one that is refused names its event."""
         batches = fetched.batches
-        if isinstance(sent.failure, Late):
+        if isinstance(failed.error, Late):
             half = max(max(map(len, batches.values())) // 2, 1)
             if self._suspects_turn:
                 for number in batches:
@@ -391,10 +398,10 @@ class WorkerLoop:
             else:
                 self._clean = 0
                 self._limit = half
-        if not isinstance(sent.failure, BatchRefused):
-            return sent
-        blamed = [lane for lane in sent.blamed if lane in batches] or list(batches)
-        receipts = dict(sent.receipts)
+        if not isinstance(failed.error, BatchRefused):
+            return failed
+        blamed = [lane for lane in failed.blamed if lane in batches] or list(batches)
+        receipts = dict(failed.receipts)
         self._cases += 1
         for number in blamed:
             lane, size = self._lanes[number], len(batches[number])
@@ -403,7 +410,7 @@ class WorkerLoop:
                 lane.case = self._cases
             lane.suspect, lane.proven = True, alone
             lane.limit, lane.after = max(size // 2, 1) if alone or len(blamed) < len(batches) else size, 0
-            before = _before(batches[number], sent.likeliest.get(number))
+            before = _before(batches[number], failed.likeliest.get(number))
             # A guess that was wrong is followed by halving: there are fewer events with each turn.
             lane.guessed = before is not None and not lane.guessed
             if before is not None and lane.guessed:
@@ -411,8 +418,8 @@ class WorkerLoop:
                 lane.guesses = 2 if before else 1
             if alone and size == 1:
                 self._found(lane)
-                receipts[number] = Receipt([(batches[number][0], Refused(str(sent.failure)))])
-        return Sent(receipts, sent.failure, sent.blamed)
+                receipts[number] = Receipt([(batches[number][0], Refused(str(failed.error)))])
+        return replace(failed, receipts=receipts)
 
     def _found(self, lane: _Lane) -> None:
         """Clear a lane of suspicion, as its event is found, and those that were refused together with it.
@@ -424,7 +431,9 @@ class WorkerLoop:
                 each.suspect, each.proven, each.guessed = False, False, False
                 each.guesses = each.after = 0
 
-    def _settle(self, source: Source, sent: Sent, fine: Collection[int], settling: Collection[int]) -> None:
+    def _settle(
+        self, source: Source, sent: Completed | Failed, fine: Collection[int], settling: Collection[int]
+    ) -> None:
         published: dict[int, list[Result]] = {}
         for number, receipt in sent.receipts.items():
             if receipt.batch is None and (lane := self._lanes.get(number)) is not None:
@@ -438,22 +447,28 @@ class WorkerLoop:
             if number not in failed and (known := self._lanes.get(number)) is not None:
                 self._forget_rows([number])
                 known.unsettled = published.get(number, known.unsettled)
-        self._report(sent)
-        if sent.failure is not None or sent.renew:
+        self._report(sent.receipts)
+        if isinstance(sent, Failed) or sent.publisher_unusable:
             # What Kafka has acknowledged must not be sent again only because something else failed.
             failed = {**failed, **source.flush(list(sent.receipts))}
             self._forget_rows(sent.receipts.keys() - failed.keys())
             self._close_publisher()
         self._give_up_failed(failed)
-        if sent.failure is None:
-            self._grow(sent)
-            self._succeeded([number for number in fine if number not in failed])
-        elif not isinstance(sent.failure, BatchRefused):
-            raise sent.failure
+        match sent:
+            case Completed(receipts):
+                self._grow(receipts)
+                self._succeeded([number for number in fine if number not in failed])
+            case Failed(BatchRefused()):
+                # It is narrowed down by the next turns, without waiting.
+                pass
+            case Failed(error):
+                raise error
+            case _:
+                assert_never(sent)
 
-    def _report(self, sent: Sent) -> None:
+    def _report(self, receipts: Mapping[int, Receipt]) -> None:
         count = 0
-        for number, receipt in sent.receipts.items():
+        for number, receipt in receipts.items():
             for claim, outcome in receipt.results:
                 if isinstance(outcome, Published):
                     count += 1
@@ -462,10 +477,10 @@ class WorkerLoop:
         if count:
             self._observer.published(count)
 
-    def _grow(self, sent: Sent) -> None:
+    def _grow(self, lanes: Collection[int]) -> None:
         """After clean turns, let what was halved grow; a suspect that had several is like the others again."""
         if self._suspects_turn:
-            for number in sent.receipts:
+            for number in lanes:
                 lane = self._lanes.get(number)
                 if lane is None:
                     continue

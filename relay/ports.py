@@ -199,22 +199,43 @@ class Receipt:
 
 
 @dataclass(frozen=True, slots=True)
-class Sent:
-    """What is known after a turn's batches were sent: a receipt for each lane.
+class Completed:
+    """The turn was sent and nothing failed: a receipt for each lane. Those that it does not name are read again.
 
-    With a ``failure`` the publisher is of no further use: settle the receipts, close it, make a new one, read again.
-    Retrying one message would reorder. ``blamed`` are the lanes of which the broker refused something, empty when it
-    does not say which; ``likeliest`` are positions of events, by lane, that are at fault most likely. ``renew`` says
-    that nothing failed and still the publisher must not be used again. ``unconfirmed`` are the lanes that were not
-    confirmed, with the reasons: nothing of the turn is published then.
+    With ``publisher_unusable`` the publisher must not be used again all the same.
     """
 
     receipts: Mapping[int, Receipt]
-    failure: Unavailable | None = None
+    publisher_unusable: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """The publisher is of no further use: settle the receipts, close it, make a new one, read again.
+
+    Retrying one message would reorder. ``blamed`` are the lanes of which the broker refused something, empty when it
+    does not say which; ``likeliest`` are positions of events, by lane, that are at fault most likely.
+    """
+
+    error: Unavailable
+    receipts: Mapping[int, Receipt] = field(default_factory=dict)
     blamed: Collection[int] = ()
-    renew: bool = False
     likeliest: Mapping[int, int] = field(default_factory=dict)
-    unconfirmed: Mapping[int, OutboxError] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Unconfirmed:
+    """Nothing of the turn is published: these lanes were not confirmed, for these reasons.
+
+    ``publisher_unusable`` as in Completed: it had sent events by then.
+    """
+
+    lanes: Mapping[int, OutboxError]
+    publisher_unusable: bool = False
+
+
+Sent = Completed | Failed | Unconfirmed
+"""What is known after a turn's batches were sent. Closed: every match over it ends in assert_never."""
 
 
 class TakeoverStore(Protocol):

@@ -20,7 +20,19 @@ from relay.kafka.routing import Router
 from relay.kafka.takeover import Takeover
 from relay.kafka.topics import Topics
 from relay.lease import Lease
-from relay.ports import Batches, BatchRefused, BrokerUnavailable, Confirm, Kind, Receipt, Sent, Unavailable
+from relay.ports import (
+    Batches,
+    BatchRefused,
+    BrokerUnavailable,
+    Completed,
+    Confirm,
+    Failed,
+    Kind,
+    Receipt,
+    Sent,
+    Unavailable,
+    Unconfirmed,
+)
 
 
 class IdempotentPublisher:
@@ -63,10 +75,10 @@ class IdempotentPublisher:
         """Send in order, wait for every acknowledgement. What is sent is seen: ``confirm`` comes first."""
         sender = self._sender
         if sender is None:
-            return Sent({}, Unavailable("this publisher is closed"))
+            return Failed(Unavailable("this publisher is closed"))
         deadline = time.monotonic() + self._delivery_seconds
         if confirm is not None and (unconfirmed := confirm(deadline)):
-            return Sent({}, unconfirmed=unconfirmed)
+            return Unconfirmed(unconfirmed)
         failure: Unavailable | None = None
         blamed: Sequence[int] = ()
         try:
@@ -92,7 +104,9 @@ class IdempotentPublisher:
             )
             for lane in batches
         }
-        return Sent(receipts, failure, blamed, likeliest=sender.likeliest() if sender.failed else {})
+        if failure is None:
+            return Completed(receipts)
+        return Failed(failure, receipts, blamed, sender.likeliest() if sender.failed else {})
 
     def paused(self) -> frozenset[Kind]:
         """Return the kinds of events whose topics can't be written to for now."""

@@ -67,7 +67,9 @@ from relay.ports import (
     BatchRefused,
     BrokerUnavailable,
     Claim,
+    Completed,
     Confirm,
+    Failed,
     IdBusy,
     Kind,
     Late,
@@ -75,6 +77,7 @@ from relay.ports import (
     Sent,
     TopicUnusable,
     Unavailable,
+    Unconfirmed,
 )
 from relay.position import At
 
@@ -126,7 +129,7 @@ class _TransactionalSender(Sender):
         self._add_partitions = added
 
 
-class _Unconfirmed(Exception):
+class _NotConfirmed(Exception):
     """The turn must not be committed: lanes of it are not ours any more, say."""
 
     def __init__(self, lanes: Mapping[int, OutboxError]) -> None:
@@ -227,9 +230,9 @@ class TransactionalPublisher:
         deadline = time.monotonic() + self._delivery_seconds
         try:
             return self._in_transaction(sender, batches, deadline, confirm)
-        except _Unconfirmed as error:
+        except _NotConfirmed as error:
             self._abort(sender)
-            return Sent({}, renew=True, unconfirmed=error.lanes)
+            return Unconfirmed(error.lanes, publisher_unusable=True)
         except KafkaException as error:
             failure, blamed = self._given_up(sender, error)
         except Unavailable as error:
@@ -270,7 +273,7 @@ class TransactionalPublisher:
         if not sender.anything_sent:
             # Nothing has left this process: there is nothing to end on the broker either.
             sender.producer.abort_transaction()
-            return Sent(
+            return Completed(
                 {lane: Receipt(refused, left_out=lane in sender.left_out) for lane, refused in sender.refused.items()}
             )
         gaps = [
@@ -282,7 +285,7 @@ class TransactionalPublisher:
             # A marker vouches for events without a row only up to its position, and an event that is not sent is a
             # gap in that. So nothing of the lane is published: the source gives all of it rows, and it comes again.
             self._abort(sender)
-            return Sent({lane: Receipt(needs_rows=True) for lane in gaps}, renew=True)
+            return Completed({lane: Receipt(needs_rows=True) for lane in gaps}, publisher_unusable=True)
         numbers = {lane: self._joined[lane].batch + 1 for lane, sent in sender.sent.items() if sent}
         markers = {lane: self._marker(lane, numbers[lane], batches[lane], sender.sent[lane]) for lane in numbers}
         self._commit(sender, markers, deadline, confirm)
@@ -302,17 +305,17 @@ class TransactionalPublisher:
             )
             for lane in batches
         }
-        return Sent(receipts, renew=sender.suspicious)
+        return Completed(receipts, publisher_unusable=sender.suspicious)
 
     def _unfit(self) -> Sent | None:
         """Return the result of a turn that can't be begun: closed, or a commit was not clean, as is known by now."""
         if self._closed:
-            return Sent({}, Unavailable("this publisher is closed"))
+            return Failed(Unavailable("this publisher is closed"))
         # Statistics of the last turns may be there only now.
         self.serve()
         if any(sender.suspicious for sender in self._senders):
             self._figures.renewed += 1
-            return Sent({}, renew=True)
+            return Completed({}, publisher_unusable=True)
         return None
 
     def _init(self, sender: _TransactionalSender) -> IdBusy | None:
@@ -377,7 +380,7 @@ class TransactionalPublisher:
             raise sender.failure(self._delivery_seconds)[0]
         failpoint("batch.acknowledged")
         if confirm is not None and (unconfirmed := confirm(deadline)):
-            raise _Unconfirmed(unconfirmed)
+            raise _NotConfirmed(unconfirmed)
         failpoint("txn.confirmed")
         sender.ends += 1
         started = time.monotonic()
@@ -387,10 +390,10 @@ class TransactionalPublisher:
         self._figures.commits += 1
         self._figures.commit_seconds.append(seconds)
 
-    def _aborted(self, sender: _TransactionalSender, failure: Unavailable, blamed: Collection[int]) -> Sent:
+    def _aborted(self, sender: _TransactionalSender, failure: Unavailable, blamed: Collection[int]) -> Failed:
         refused = sender.refused_first(aborted=True)
         receipts = {lane: Receipt(results) for lane, results in refused.items() if results}
-        return Sent(receipts, failure, blamed, likeliest=sender.likeliest())
+        return Failed(failure, receipts, blamed, sender.likeliest())
 
     def _given_up(self, sender: _TransactionalSender, error: KafkaException) -> tuple[Unavailable, Collection[int]]:
         self._abort(sender)

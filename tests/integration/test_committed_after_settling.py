@@ -11,7 +11,7 @@ from support import wait_until
 from takeover_support import LANES, Place, Worker, place
 
 from outbox.errors import OutboxError
-from relay.ports import DatabaseUnavailable, Fetched, LaneBusy, LaneLost, Sent
+from relay.ports import Completed, DatabaseUnavailable, Fetched, LaneBusy, LaneLost, Sent, Unconfirmed
 
 __all__ = ["place"]
 
@@ -47,7 +47,7 @@ def readable(place: Place) -> int:
 
 
 def settle(worker: Worker, sent: Sent) -> None:
-    assert sent.failure is None
+    assert isinstance(sent, Completed)
     assert worker.source.settle(sent.receipts) == {}
 
 
@@ -95,19 +95,19 @@ def test_a_turn_with_a_lane_that_was_lost_is_not_committed_and_the_others_go_on(
     place.tables.acquire([2, 5])
     fetched = fetch(former)
     sent = former.publisher.publish(fetched.batches, former.source.confirm)
-    assert {lane: type(error) for lane, error in sent.unconfirmed.items()} == {2: LaneLost, 5: LaneLost}
-    assert (sent.renew, sent.receipts, sent.failure) == (True, {}, None)
+    assert {lane: type(error) for lane, error in sent.lanes.items()} == {2: LaneLost, 5: LaneLost}
+    assert sent.publisher_unusable
     assert readable(place) == first
-    for lane in sent.unconfirmed:
+    for lane in sent.lanes:
         former.source.drop(lane)
-    former.leases = [lease for lease in former.leases if lease.lane not in sent.unconfirmed]
+    former.leases = [lease for lease in former.leases if lease.lane not in sent.lanes]
     heir = place.worker("b", [2, 5])
     assert heir.join() == {}
     former.publisher = former.new_publisher()
     assert former.join() == {}
     for worker in (former, heir):
         sent = worker.publish(1000)
-        assert (sent.failure, sent.unconfirmed) == (None, {})
+        assert isinstance(sent, Completed)
         assert worker.source.settle(sent.receipts) == {}
         assert worker.source.flush(list(sent.receipts)) == {}
     assert place.all_once()
@@ -118,7 +118,7 @@ def test_a_lane_that_is_locked_takes_the_turn_back(place):
     with psycopg.connect(place.tables.url) as other:
         other.execute("SELECT FROM outbox.lanes WHERE lane = 3 FOR UPDATE")
         sent = worker.publisher.publish(fetch(worker).batches, worker.source.confirm)
-    assert {lane: type(error) for lane, error in sent.unconfirmed.items()} == {3: LaneBusy}
+    assert {lane: type(error) for lane, error in sent.lanes.items()} == {3: LaneBusy}
     assert place.read().total() == first
     worker.publisher = worker.new_publisher()
     assert worker.join() == {}
@@ -132,7 +132,7 @@ def test_a_lane_that_stays_locked_does_not_hold_the_others_up(place):
     with psycopg.connect(place.tables.url) as other:
         other.execute("SELECT FROM outbox.lanes WHERE lane = 3 FOR UPDATE")
         sent = worker.publisher.publish(fetch(worker).batches, worker.source.confirm)
-        assert sent.unconfirmed.keys() == {3}
+        assert sent.lanes.keys() == {3}
         worker.publisher = worker.new_publisher()
         assert {lane: type(error) for lane, error in worker.join().items()} == {3: LaneBusy}
         all_leases = worker.leases
@@ -141,7 +141,7 @@ def test_a_lane_that_stays_locked_does_not_hold_the_others_up(place):
             fetched = fetch(worker)
             assert fetched.unconfirmed
             sent = worker.publisher.publish(fetched.batches, worker.source.confirm)
-            assert sent.unconfirmed == {}
+            assert isinstance(sent, Completed)
             settle(worker, sent)
             place.add(30)
         assert readable(place) > first
@@ -160,7 +160,7 @@ def test_a_locked_lane_without_new_events_takes_nothing_back(place):
         fetched = fetch(worker)
         assert 3 not in fetched.batches
         sent = worker.publisher.publish(fetched.batches, worker.source.confirm)
-        assert sent.unconfirmed == {}
+        assert isinstance(sent, Completed)
         failed = worker.source.settle(sent.receipts)
         assert {lane: type(error) for lane, error in failed.items()} == {3: LaneBusy}
     worker.drain()
@@ -199,8 +199,8 @@ def test_readers_do_not_wait_for_a_database_that_does_not_answer(place):
         other.execute("SELECT FROM outbox.events ORDER BY id FOR UPDATE")
         fetched = fetch(worker)
         sent = worker.publisher.publish(fetched.batches, worker.source.confirm)
-        assert isinstance(sent.failure, DatabaseUnavailable)
-        assert "settling" in str(sent.failure)
+        assert isinstance(sent.error, DatabaseUnavailable)
+        assert "settling" in str(sent.error)
         assert sent.receipts == {}
         assert readable(place) == first
         # The statement is broken off with its connection.
@@ -225,10 +225,10 @@ def test_many_turns_of_which_every_few_are_taken_back(place):
         fetched = fetch(worker)
         assert fetched.unconfirmed
         sent = worker.publisher.publish(fetched.batches, Losing(worker, [turn % LANES] if turn % 5 == 4 else []))
-        taken_back += bool(sent.unconfirmed)
-        if not sent.unconfirmed:
+        taken_back += isinstance(sent, Unconfirmed)
+        if not isinstance(sent, Unconfirmed):
             settle(worker, sent)
-        if sent.renew:
+        if sent.publisher_unusable:
             worker.publisher.close()
             worker.publisher = worker.new_publisher()
             assert worker.join() == {}

@@ -32,7 +32,19 @@ from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling import low_water_mark
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.source import PollingSource
-from relay.ports import PUBLISHED, Batches, Claim, Confirm, DatabaseUnavailable, Kind, Published, Receipt, Refused, Sent
+from relay.ports import (
+    PUBLISHED,
+    Batches,
+    Claim,
+    Completed,
+    Confirm,
+    DatabaseUnavailable,
+    Kind,
+    Published,
+    Receipt,
+    Refused,
+    Sent,
+)
 from relay.retries import FailurePolicy, Failures
 
 BLOCK = Router({"Order": Route("orders")})
@@ -309,7 +321,7 @@ class Watcher:
 
     def publish(self, batches: Batches, _confirm: Confirm | None = None) -> Sent:
         self.sent += [name(claim) for claims in batches.values() for claim in claims]
-        return Sent({n: Receipt([(claim, PUBLISHED) for claim in claims]) for n, claims in batches.items()})
+        return Completed({n: Receipt([(claim, PUBLISHED) for claim in claims]) for n, claims in batches.items()})
 
     def paused(self) -> frozenset[Kind]:
         return frozenset()

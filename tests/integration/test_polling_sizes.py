@@ -34,7 +34,9 @@ from relay.ports import (
     Batches,
     BatchRefused,
     Claim,
+    Completed,
     Confirm,
+    Failed,
     Kind,
     LaneLost,
     Receipt,
@@ -430,10 +432,10 @@ class Kafka:
     def publish(self, batches: Batches, _confirm: Confirm | None = None) -> Sent:
         blamed = [n for n, claims in batches.items() if any(claim.position in self._bad for claim in claims)]
         if blamed:
-            return Sent({}, BatchRefused("the broker refuses something"), blamed)
+            return Failed(BatchRefused("the broker refuses something"), blamed=blamed)
         for claims in batches.values():
             self._sent += claims
-        return Sent({n: published(claims) for n, claims in batches.items()})
+        return Completed({n: published(claims) for n, claims in batches.items()})
 
     def paused(self) -> frozenset[Kind]:
         return frozenset()

@@ -50,7 +50,7 @@ from relay.lease import Lease
 from relay.polling import low_water_mark
 from relay.polling import source as polling
 from relay.polling.source import PollingSource
-from relay.ports import Batches, Confirm, LaneLost, Sent, Unavailable
+from relay.ports import Batches, Completed, Confirm, Failed, LaneLost, Sent, Unavailable
 
 __all__ = ["place"]
 
@@ -84,7 +84,7 @@ def work(worker: Worker) -> None:
         if sent is not None:
             failed |= worker.source.settle(sent.receipts)
             failed |= worker.source.flush(list(sent.receipts))
-            if sent.failure is not None or sent.renew:
+            if isinstance(sent, Failed) or sent.publisher_unusable:
                 worker.publisher.close()
                 worker.publisher = worker.new_publisher()
                 failed |= worker.join()
@@ -179,7 +179,7 @@ def a_zombie_begins_anew(place: Place) -> None:
 def an_answer_is_lost(place: Place) -> None:
     """A commit's answer does not arrive: with new producers the worker finds out what became of it."""
     worker = joined(place, "a")
-    assert worker.publisher.publish(in_hand(worker)).failure is None
+    assert isinstance(worker.publisher.publish(in_hand(worker)), Completed)
     worker.publisher.close()
     worker.publisher = worker.new_publisher()
     assert worker.join() == {}
@@ -189,7 +189,7 @@ def an_answer_is_lost(place: Place) -> None:
 def a_kill_after_the_commit(place: Place) -> None:
     """A turn is committed, and its worker dies before it has settled it."""
     former = joined(place, "a")
-    assert former.publisher.publish(in_hand(former)).failure is None
+    assert isinstance(former.publisher.publish(in_hand(former)), Completed)
     work(joined(place, "b"))
 
 
@@ -207,7 +207,7 @@ def a_kill_after_settling(place: Place) -> None:
     place.settings.kafka["linger.ms"] = "600000"
     worker = joined(place, "a", exact=False)
     sent = worker.publish(20)
-    assert sent.failure is None
+    assert isinstance(sent, Completed)
     worker.source.settle(sent.receipts)
     worker.publisher.close()
     assert worker.source.flush(list(sent.receipts)) == {}
@@ -479,7 +479,8 @@ def used_again(patch: pytest.MonkeyPatch) -> None:
     real = TransactionalPublisher.publish
 
     def publish(self: Any, batches: Batches, confirm: Confirm | None = None) -> Sent:
-        return replace(real(self, batches, confirm), renew=False)
+        sent = real(self, batches, confirm)
+        return sent if isinstance(sent, Failed) else replace(sent, publisher_unusable=False)
 
     patch.setattr(TransactionalPublisher, "publish", publish)
     # The statistics would show it as well, and each turn would be put off.

@@ -13,7 +13,18 @@ from relay.config import load, producer_options
 from relay.kafka.idempotent import IdempotentPublisher
 from relay.kafka.routing import Router
 from relay.kafka.topics import Topics
-from relay.ports import PUBLISHED, BatchRefused, BrokerUnavailable, Claim, Late, Published, Receipt, Refused
+from relay.ports import (
+    PUBLISHED,
+    BatchRefused,
+    BrokerUnavailable,
+    Claim,
+    Completed,
+    Failed,
+    Late,
+    Published,
+    Receipt,
+    Refused,
+)
 
 TRACE = "00-0af7651916cd43dd8448eb211c80319c-b7ad6b7169203331-01"
 
@@ -50,7 +61,7 @@ def test_a_message_is_a_cloudevent_and_what_debeziums_readers_expect(outbox_kafk
     third = claim(3, kind, value=b"\x00", headers={"content-type": "application/avro"})
     sent = sender.publish({0: [first, second, third]})
     sender.close()
-    assert sent.failure is None
+    assert isinstance(sent, Completed)
     assert [outcome for _, outcome in sent.receipts[0].results] == [PUBLISHED] * 3
     message, tombstone, raw = outbox_kafka.consume(f"{kind.lower()}-events")
     assert message.key() == b"4711"
@@ -97,7 +108,7 @@ def test_a_turn_of_several_lanes_is_in_order_within_each_and_every_lane_has_its_
             for lane, each in numbers.items()
         }
         sent = sender.publish(batches)
-        assert sent.failure is None
+        assert isinstance(sent, Completed)
         assert sent.receipts.keys() == batches.keys()
         for lane, claims in batches.items():
             assert list(sent.receipts[lane].results) == [(item, PUBLISHED) for item in claims]
@@ -131,7 +142,7 @@ def test_events_of_a_missing_topic_are_left_out_while_others_go_on_and_it_is_tri
     sender = publisher(outbox_kafka, topics=topics)
     assert sender.paused() == frozenset()
     sent = sender.publish({0: [claim(1, kind), claim(2, missing), claim(3, kind)], 1: [claim(4, kind, "b", lane=1)]})
-    assert sent.failure is None
+    assert isinstance(sent, Completed)
     assert outcomes(sent.receipts[0]) == {1: Published, 3: Published}
     assert (sent.receipts[0].left_out, sent.receipts[1].left_out) == (True, False)
     assert sender.paused() == {(missing, False)}
@@ -172,7 +183,7 @@ def test_a_refused_event_holds_up_its_own_key_and_no_other(outbox_kafka):
         claim(5, "not a topic", "b"),
     ]
     sent = sender.publish({0: claims, 1: [claim(6, kind, "c", lane=1)]})
-    assert sent.failure is None
+    assert isinstance(sent, Completed)
     assert outcomes(sent.receipts[0]) == {1: Published, 2: Refused, 4: Published, 5: Refused}
     assert outcomes(sent.receipts[1]) == {6: Published}
     assert not sent.receipts[0].left_out
@@ -204,10 +215,10 @@ def test_what_the_broker_refuses_takes_its_followers_down_but_not_other_topics(o
     known = {n: kind for receipt in sent.receipts.values() for n, kind in outcomes(receipt).items()}
     if once:
         # At-most-once has deleted the rows: nothing is looked for in smaller batches.
-        assert (type(sent.failure), list(sent.blamed)) == (BrokerUnavailable, [])
+        assert (type(sent.error), list(sent.blamed)) == (BrokerUnavailable, [])
         assert known.pop(4) is Refused
     else:
-        assert (type(sent.failure), list(sent.blamed)) == (BatchRefused, [7])
+        assert (type(sent.error), list(sent.blamed)) == (BatchRefused, [7])
     assert set(known.values()) <= {Published}
     assert known.keys().isdisjoint({4, 5, 6})
     there = stored(outbox_kafka.consume([f"{small.lower()}-events", f"{other.lower()}-events"]))
@@ -220,17 +231,17 @@ def test_no_acknowledgement_in_time_is_a_failure_and_nothing_is_said_to_be_publi
     topics = private_kafka.topics(cluster)
     topics.create_topic("order-events")
     sender = publisher(topics)
-    assert sender.publish({0: [claim(1, "Order")]}).failure is None
+    assert isinstance(sender.publish({0: [claim(1, "Order")]}), Completed)
     cluster.pause_broker(0)
     sender._delivery_seconds = 1.0
     sent = sender.publish({0: [claim(2, "Order"), claim(3, "Order")], 1: [claim(4, "Order", lane=1)]})
     assert {lane: list(receipt.results) for lane, receipt in sent.receipts.items()} == {0: [], 1: []}
-    assert isinstance(sent.failure, Late)
-    assert "within 1 s (3 of 3 events" in str(sent.failure)
+    assert isinstance(sent.error, Late)
+    assert "within 1 s (3 of 3 events" in str(sent.error)
     sender.close()
     cluster.resume_broker(0)
     # A closed one is of no use, and says so.
-    assert sender.publish({0: [claim(4, "Order")]}).failure is not None
+    assert isinstance(sender.publish({0: [claim(4, "Order")]}), Failed)
 
 
 def test_an_option_that_librdkafka_does_not_know(outbox_kafka):

@@ -37,7 +37,9 @@ from relay.ports import (
     Batches,
     BatchRefused,
     Claim,
+    Completed,
     Confirm,
+    Failed,
     Kind,
     LaneBusy,
     LaneLost,
@@ -136,14 +138,14 @@ class Producer:
         assert all(batches.values())
         assert all(claim.lane == lane for lane, claims in batches.items() for claim in claims)
         if kafka.away:
-            return Sent({}, Unavailable("away"))
+            return Failed(Unavailable("away"))
         if kafka.kill("before"):
             raise Killed
         blamed = [lane for lane, claims in batches.items() if any("whole" in claim.event_type for claim in claims)]
         if blamed:
-            return Sent({}, BatchRefused("something in it"), blamed)
+            return Failed(BatchRefused("something in it"), blamed=blamed)
         if failure := kafka.fail("before"):
-            return Sent({}, failure)
+            return Failed(failure)
         sent = self._in_one_transaction(batches) if self._once else self._one_by_one(batches)
         if kafka.kill("after"):
             raise Killed
@@ -158,7 +160,7 @@ class Producer:
             if len(divided[lane][0]) < len(claims) and any(not claim.has_row for claim in claims)
         ]
         if any(sent for sent, _, _ in divided.values()) and gaps:
-            return Sent({lane: Receipt(needs_rows=True) for lane in gaps}, renew=True)
+            return Completed({lane: Receipt(needs_rows=True) for lane in gaps}, publisher_unusable=True)
         receipts = {}
         for lane, (sent, refused, left_out) in divided.items():
             batch = None
@@ -169,8 +171,8 @@ class Producer:
             receipts[lane] = Receipt([(claim, PUBLISHED) for claim in sent] + refused, batch, left_out=left_out)
         if failure := kafka.fail("after"):
             # Committed, and nobody knows.
-            return Sent({}, failure)
-        return Sent(receipts)
+            return Failed(failure)
+        return Completed(receipts)
 
     def _one_by_one(self, batches: Batches) -> Sent:
         kafka = self._kafka
@@ -187,7 +189,7 @@ class Producer:
             receipts[lane] = Receipt(results, left_out=left_out and failure is None)
             if kafka.kill("between"):
                 raise Killed
-        return Sent(receipts, failure)
+        return Completed(receipts) if failure is None else Failed(failure, receipts)
 
     def _divided(self, claims: Sequence[Claim]) -> tuple[list[Claim], list[Result], bool]:
         sent: list[Claim] = []

@@ -23,7 +23,7 @@ from relay.kafka.transactional import TransactionalPublisher
 from relay.lease import LEGACY_ID
 from relay.marker import Marker, StateLost
 from relay.polling import source as polling
-from relay.ports import PUBLISHED, IdBusy, LaneLost, Receipt, Unavailable
+from relay.ports import PUBLISHED, Completed, Failed, IdBusy, LaneLost, Receipt, Sent, Unavailable
 from relay.settlement import Settlement
 
 __all__ = ["place"]
@@ -39,9 +39,9 @@ class OnlyLane(Tables):
         return OneLane(self.source([], archive=archive), lease)
 
 
-def fenced(worker: Worker, failure: object) -> bool:
+def fenced(worker: Worker, sent: Sent) -> bool:
     """Return whether a publisher failed because it was shut out; librdkafka may name the reason a moment later."""
-    if failure is None:
+    if not isinstance(sent, Failed):
         return False
     assert isinstance(worker.publisher, TransactionalPublisher)
     senders = worker.publisher._senders
@@ -255,9 +255,8 @@ def test_two_producers_take_turns(place):
     first, second = own_ids(worker.base_id)
     # The first has written the first markers; it is the second's turn.
     fence(producer_options(place.settings), first)
-    assert worker.publish(1).failure is None
-    failed = worker.publish(1).failure
-    assert fenced(worker, failed)
+    assert isinstance(worker.publish(1), Completed)
+    assert fenced(worker, worker.publish(1))
     assert second != first
 
 
@@ -268,7 +267,7 @@ def test_a_worker_that_goes_on_under_new_ids_takes_its_lanes_over_from_itself_an
     worker.turn(1)
     # Published and not settled: the markers know.
     sent = worker.publish(2)
-    assert sent.failure is None
+    assert isinstance(sent, Completed)
     worker.source.settle(sent.receipts)
     worker.renew("b")
     assert worker.join() == {}
@@ -291,7 +290,7 @@ def test_a_worker_whose_lanes_were_taken_can_write_nothing_more_whoever_of_its_p
         former.turn(1)
     # Published and not settled; and another turn in hand.
     sent = former.publish(2)
-    assert sent.failure is None
+    assert isinstance(sent, Completed)
     former.source.settle(sent.receipts)
     in_hand = former.source.fetch({lease.lane: 2 for lease in former.leases}).batches
     former.source.settle({lane: Receipt() for lane in in_hand})
@@ -303,7 +302,7 @@ def test_a_worker_whose_lanes_were_taken_can_write_nothing_more_whoever_of_its_p
     assert heir.fenced == own_ids(former.base_id)
     assert place.tables.ids() == dict.fromkeys(range(LANES), heir.base_id)
     assert place.tables.left() == before
-    assert fenced(former, former.publisher.publish(in_hand).failure)
+    assert fenced(former, former.publisher.publish(in_hand))
     heir.drain()
     assert place.all_once()
     # It begins anew, and finds that it has no lanes.
@@ -318,7 +317,7 @@ def test_what_was_committed_and_not_settled_is_settled_by_its_markers(place):
     former = place.worker("a")
     assert former.join() == {}
     sent = former.publish(4)
-    assert sent.failure is None
+    assert isinstance(sent, Completed)
     heir = place.worker("b")
     assert heir.join() == {}
     published = {claim.aggregate_id for receipt in sent.receipts.values() for claim, _ in receipt.results}
@@ -359,7 +358,7 @@ def test_new_producers_of_a_worker_write_no_row_of_lanes_that_are_settled(place)
     assert place.tables.run(versions) == before
     worker.turn(2)
     # Committed, and nobody told the source: the markers are ahead, and settle their rows.
-    assert worker.publish(2).failure is None
+    assert isinstance(worker.publish(2), Completed)
     left = place.tables.left()
     worker.publisher.close()
     worker.publisher = worker.new_publisher()
@@ -379,7 +378,7 @@ def test_a_worker_that_loses_some_lanes_goes_on_with_the_others(place):
     former.source.settle({lane: Receipt() for lane in in_hand})
     heir = place.worker("b", [2, 5])
     assert heir.join() == {}
-    assert former.publisher.publish(in_hand).failure is not None
+    assert isinstance(former.publisher.publish(in_hand), Failed)
     former.publisher = former.new_publisher()
     lost = former.join()
     assert {lane: type(error) for lane, error in lost.items()} == {2: LaneLost, 5: LaneLost}
@@ -392,7 +391,7 @@ def test_a_worker_that_loses_some_lanes_goes_on_with_the_others(place):
         fetched = worker.source.fetch({lease.lane: 1000 for lease in worker.leases})
         assert fetched.failed == {}
         sent = worker.publisher.publish(fetched.batches)
-        assert sent.failure is None
+        assert isinstance(sent, Completed)
         assert worker.source.settle(sent.receipts) == {}
         assert worker.source.flush(list(sent.receipts)) == {}
     assert place.all_once()
@@ -413,7 +412,7 @@ def test_a_failover_loses_all_that_the_row_said_of_the_writer(place, known):
     former = place.worker("a")
     assert former.join() == {}
     sent = former.publish(2)
-    assert sent.failure is None
+    assert isinstance(sent, Completed)
     former.source.settle(sent.receipts)
     in_hand = former.source.fetch(dict.fromkeys(range(LANES), 2)).batches
     place.tables.restore()
@@ -422,7 +421,7 @@ def test_a_failover_loses_all_that_the_row_said_of_the_writer(place, known):
     assert heir.join() == {}
     assert heir.fenced == own_ids(former.base_id)
     heir.drain()
-    assert fenced(former, former.publisher.publish(in_hand).failure)
+    assert fenced(former, former.publisher.publish(in_hand))
     assert place.all_once()
 
 
@@ -442,7 +441,7 @@ def test_lanes_that_were_let_go_clean_name_nobody_and_the_others_still_do(place)
     for worker in (heir, others):
         fetched = worker.source.fetch({lease.lane: 1000 for lease in worker.leases})
         sent = worker.publisher.publish(fetched.batches)
-        assert sent.failure is None
+        assert isinstance(sent, Completed)
         worker.source.settle(sent.receipts)
         worker.source.flush(list(sent.receipts))
     assert place.all_once()
@@ -453,7 +452,7 @@ def test_lanes_of_several_former_workers_are_taken_over_at_once(place):
     former = [place.worker(name, lanes) for name, lanes in (("a", [0, 1]), ("b", [2, 3]), ("c", [4, 5]))]
     for worker in former:
         assert worker.join() == {}
-        assert worker.publish(2).failure is None
+        assert isinstance(worker.publish(2), Completed)
     heir = place.worker("d")
     assert heir.join() == {}
     assert sorted(heir.fenced) == sorted(each for worker in former for each in own_ids(worker.base_id))
@@ -467,7 +466,7 @@ def test_an_id_that_the_broker_lends_to_nobody_holds_up_its_own_lanes_only(place
     former = [place.worker(name, lanes) for name, lanes in (("a", [0, 1]), ("b", [2, 3, 4, 5]))]
     for worker in former:
         assert worker.join() == {}
-        assert worker.publish(2).failure is None
+        assert isinstance(worker.publish(2), Completed)
     heir = place.worker("c")
     busy = own_ids(former[0].base_id)
 
@@ -522,7 +521,7 @@ def test_an_at_least_once_worker_fences_the_lanes_that_name_an_id_and_settles_wh
     assert former.join() == {}
     former.turn(1)
     sent = former.publish(2)
-    assert sent.failure is None
+    assert isinstance(sent, Completed)
     former.source.settle(sent.receipts)
     in_hand = former.source.fetch({lease.lane: 2 for lease in former.leases}).batches
     former.source.settle({lane: Receipt() for lane in in_hand})
@@ -531,7 +530,7 @@ def test_an_at_least_once_worker_fences_the_lanes_that_name_an_id_and_settles_wh
     assert plain.fenced == own_ids(former.base_id)
     # Nobody need fence a worker without transactions.
     assert place.tables.ids() == dict.fromkeys(range(LANES))
-    assert former.publisher.publish(in_hand).failure is not None
+    assert isinstance(former.publisher.publish(in_hand), Failed)
     plain.turn(5)
     # It counts no batches: what stands there is the former worker's.
     assert place.tables.batches() == {lane: 3 if lane < 3 else None for lane in range(LANES)}
@@ -557,7 +556,7 @@ def test_a_lane_whose_marker_is_lost_stops_alone(place):
     heir.leases = [lease for lease in heir.leases if lease.lane != 3]
     fetched = heir.source.fetch({lease.lane: 1000 for lease in heir.leases})
     sent = heir.publisher.publish(fetched.batches)
-    assert sent.failure is None
+    assert isinstance(sent, Completed)
     heir.source.settle(sent.receipts)
     heir.source.flush(list(sent.receipts))
     assert place.tables.run("SELECT DISTINCT lane FROM outbox.events") == [(3,)]
@@ -570,7 +569,7 @@ def test_a_worker_that_was_fenced_by_nobody_it_knows_begins_anew_with_all_its_la
     assert worker.join() == {}
     worker.turn(1)
     sent = worker.publish(2)
-    assert sent.failure is None
+    assert isinstance(sent, Completed)
     # The answer was lost: it does not know that it is committed.
     worker.publisher.close()
     worker.source.settle({lane: Receipt() for lane in sent.receipts})
@@ -589,7 +588,7 @@ def test_the_relay_of_a_primary_from_before_a_failover_leaves_the_other_one_alon
     for joined in after.publisher._joined.values():
         joined.identity = replace(joined.identity, timeline=2)
     sent = after.publish(1)
-    assert sent.failure is None
+    assert isinstance(sent, Completed)
     after.source.settle(sent.receipts)
     in_hand = after.source.fetch({lease.lane: 1 for lease in after.leases}).batches
     # In this database, which is not the one that goes on.
@@ -598,7 +597,7 @@ def test_the_relay_of_a_primary_from_before_a_failover_leaves_the_other_one_alon
     assert failed.keys() == set(range(LANES))
     assert all("the primary from before a failover" in str(error) for error in failed.values())
     assert before.fenced == []
-    assert after.publisher.publish(in_hand).failure is None
+    assert isinstance(after.publisher.publish(in_hand), Completed)
 
 
 def test_a_turn_that_fails_leaves_nothing_for_readers(place):
@@ -612,7 +611,7 @@ def test_a_turn_that_fails_leaves_nothing_for_readers(place):
         Outbox().add(connection, Event(kind, "large", "T", {"text": "".join(map(str, range(2000)))}))
     [(lane,)] = place.tables.run("SELECT lane FROM outbox.events WHERE aggregate_id = 'large'")
     sent = worker.publish(1000)
-    assert type(sent.failure).__name__ == "BatchRefused"
+    assert type(sent.error).__name__ == "BatchRefused"
     assert list(sent.blamed) == [lane]
     assert place.read() == Counter()
     assert place.tables.batches() == dict.fromkeys(range(LANES), 1)

@@ -18,7 +18,7 @@ from relay.loop import WorkerLoop
 from relay.marker import Marker
 from relay.polling import source as polling
 from relay.polling.source import PollingSource
-from relay.ports import PUBLISHED, Batches, Claim, Confirm, Fetched, Late, Receipt, Sent
+from relay.ports import PUBLISHED, Batches, Claim, Confirm, Failed, Fetched, Late, Receipt, Sent
 
 
 def marker_first() -> None:
@@ -53,7 +53,7 @@ def no_epoch_recheck() -> None:
         sent = real(self, batches, confirm)
         # Somebody may fence it once more; such an implementation would insist.
         for _ in range(5):
-            if sent.failure is None:
+            if not isinstance(sent, Failed):
                 break
             args, more = self.mutant_made_of
             again: Any = TransactionalPublisher(*args, **more)
@@ -118,8 +118,8 @@ def no_halving() -> None:
     """A turn that was late is tried again as it was."""
     real = WorkerLoop._narrowed
 
-    def narrowed(self: Any, fetched: Fetched, sent: Sent) -> Sent:
-        return sent if isinstance(sent.failure, Late) else real(self, fetched, sent)
+    def narrowed(self: Any, fetched: Fetched, failed: Failed) -> Failed:
+        return failed if isinstance(failed.error, Late) else real(self, fetched, failed)
 
     WorkerLoop._narrowed = narrowed  # type: ignore[method-assign]
 

@@ -27,7 +27,7 @@ from relay.lanes import LaneTable
 from relay.lease import Lease
 from relay.parts import build_router, build_topics
 from relay.polling.source import PollingSource
-from relay.ports import Sent
+from relay.ports import Completed, Sent
 from relay.retries import FailurePolicy, Failures
 
 LANES = 6
@@ -161,10 +161,10 @@ class Worker:
         if not self.place.tables.left():
             return 0
         sent = self.publish(limit)
-        assert sent.failure is None
+        assert isinstance(sent, Completed)
         assert self.source.settle(sent.receipts) == {}
         assert self.source.flush(list(sent.receipts)) == {}
-        if sent.renew:
+        if sent.publisher_unusable:
             # A commit that librdkafka had to ask for twice.
             self.publisher.close()
             self.publisher = self.new_publisher()

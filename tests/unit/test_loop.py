@@ -24,7 +24,9 @@ from relay.ports import (
     Batches,
     BatchRefused,
     Claim,
+    Completed,
     Confirm,
+    Failed,
     Fetched,
     LaneLost,
     Late,
@@ -33,6 +35,7 @@ from relay.ports import (
     Sent,
     TopicUnusable,
     Unavailable,
+    Unconfirmed,
 )
 
 PACE = Pace(batch_size=2, max_idle_seconds=0.002, min_backoff_seconds=0.001, max_backoff_seconds=0.004)
@@ -42,8 +45,8 @@ def claim(lane: int, position: int) -> Claim:
     return Claim(position, f"e{position}", "Order", "k", "T", "2026-01-01T00:00:00Z", b"{}", None, lane=lane)
 
 
-def all_of(batches: Batches) -> Sent:
-    return Sent({lane: Receipt([(item, PUBLISHED) for item in claims]) for lane, claims in batches.items()})
+def all_of(batches: Batches) -> Completed:
+    return Completed({lane: Receipt([(item, PUBLISHED) for item in claims]) for lane, claims in batches.items()})
 
 
 def positions(batches: Batches) -> dict[int, list[int]]:
@@ -269,12 +272,12 @@ class OnePublisher:
         assert all(self.joined[lane].secure for lane in batches)
         self.broker.turns.append(positions(batches))
         sent = (self.broker.script.pop(0) if self.broker.script else self.broker.always)(batches)
-        if confirm is not None and sent.failure is None:
+        if confirm is not None and isinstance(sent, Completed):
             try:
                 if unconfirmed := confirm(0.0):
-                    return Sent({}, renew=True, unconfirmed=unconfirmed)
+                    return Unconfirmed(unconfirmed, publisher_unusable=True)
             except Unavailable as error:
-                return Sent({}, error)
+                return Failed(error)
         for receipt in sent.receipts.values():
             self.broker.log += [item.position for item, outcome in receipt.results if outcome is PUBLISHED]
         return sent
@@ -465,13 +468,12 @@ def test_what_can_not_be_written_to_is_left_out_of_the_next_reads():
 # Failures of a server
 
 
-def acknowledged(count: int, failure: Unavailable | None) -> Step:
+def acknowledged(count: int, failure: Unavailable) -> Step:
     """The first ``count`` events of every lane are acknowledged."""
 
     def publish(batches: Batches) -> Sent:
-        return Sent(
-            {lane: Receipt([(item, PUBLISHED) for item in claims[:count]]) for lane, claims in batches.items()}, failure
-        )
+        receipts = {lane: Receipt([(item, PUBLISHED) for item in claims[:count]]) for lane, claims in batches.items()}
+        return Failed(failure, receipts)
 
     return publish
 
@@ -531,7 +533,7 @@ def test_what_a_marker_settles_is_not_settled_again():
 
     def committed(batches: Batches) -> Sent:
         sent = all_of(batches)
-        return Sent({lane: replace(receipt, batch=7) for lane, receipt in sent.receipts.items()})
+        return Completed({lane: replace(receipt, batch=7) for lane, receipt in sent.receipts.items()})
 
     world = World({0: [1, 2], 1: [3]}, committed)
     world.table.fail_settle.append(Unavailable("database gone"))
@@ -601,7 +603,7 @@ def test_finding_nothing_is_no_success_while_the_source_knows_nothing():
 def test_a_lane_that_waits_for_something_of_its_own_has_not_recovered_with_the_others():
     """How long it has waited would begin anew with each failure of a server that comes back."""
     rows = {0: [1, 2, 3], 1: [4]}
-    world = World(rows, lambda _: Sent({}, Unavailable("away")))
+    world = World(rows, lambda _: Failed(Unavailable("away")))
     world.broker.fail_join = {1: [StateLost("lost") for _ in range(4)]}
     world.run()
     assert [line for line in world.watcher.seen if "recovered" in line] == ["recovered [0]", "recovered [1]"]
@@ -610,7 +612,7 @@ def test_a_lane_that_waits_for_something_of_its_own_has_not_recovered_with_the_o
 
 def test_a_publisher_that_must_not_be_used_again_is_replaced_without_waiting():
     def renew(batches: Batches) -> Sent:
-        return replace(all_of(batches), renew=True)
+        return replace(all_of(batches), publisher_unusable=True)
 
     world = World({0: [1, 2, 3], 1: [4]}, renew)
     world.run()
@@ -788,7 +790,7 @@ def test_a_lane_that_fails_again_long_after_it_was_well_is_not_one_that_fails_fo
 def test_a_lane_that_fails_after_all_have_for_long_is_not_one_that_fails_for_long(clock):
     """As after a broker's death: the publisher takes a minute, and then one of 256 lanes is locked for a moment."""
     rows = spread(3, 8)
-    world = World(rows, all_of, lambda _: Sent({}, Unavailable("no broker")), all_of)
+    world = World(rows, all_of, lambda _: Failed(Unavailable("no broker")), all_of)
     make = world.broker.publisher
 
     def late(source: OneSource) -> OnePublisher:
@@ -811,7 +813,7 @@ def test_a_lane_that_waits_for_its_turn_is_not_one_that_fails_for_long(clock):
 
     def refuse(batches: Batches) -> Sent:
         world.table.fail_lanes = {lane: [Unavailable("a commit is lost")] for lane in rows}
-        return Sent({}, BatchRefused("too large"), tuple(batches))
+        return Failed(BatchRefused("too large"), blamed=tuple(batches))
 
     world = World(rows, refuse, *[slowly(clock)] * 4)
     world.run()
@@ -840,7 +842,7 @@ def test_a_lane_that_fails_is_taken_over_again_while_the_others_go_on(where):
     def then_fail(batches: Batches) -> Sent:
         world.table.fail_lanes = {1: [Unavailable("a commit is lost")]}
         if where == "settling":
-            return replace(all_of(batches), renew=True)
+            return replace(all_of(batches), publisher_unusable=True)
         return all_of(batches)
 
     world.broker.script = [then_fail]
@@ -955,7 +957,7 @@ def test_a_lane_whose_lease_runs_out_rests_until_it_is_renewed():
 
 def test_a_refused_event_is_handed_to_the_source_and_the_lanes_live_on():
     def refuse(batches: Batches) -> Sent:
-        return Sent(
+        return Completed(
             {
                 0: Receipt([(batches[0][0], PUBLISHED), (batches[0][1], Refused("too large"))]),
                 1: Receipt([(item, PUBLISHED) for item in batches[1]]),
@@ -978,7 +980,7 @@ def poisoned(*poison: int, names_lanes: bool, acknowledges: bool = False) -> Ste
         if not bad:
             return all_of(batches)
         receipts = {lane: receipt for lane, receipt in all_of(batches).receipts.items() if lane not in bad}
-        return Sent(receipts if acknowledges else {}, BatchRefused("too large"), bad if names_lanes else ())
+        return Failed(BatchRefused("too large"), receipts if acknowledges else {}, bad if names_lanes else ())
 
     return publish
 
@@ -1026,7 +1028,7 @@ def too_large(*poison: int, guess: Callable[[int], int] = lambda position: posit
         }
         if not bad:
             return all_of(batches)
-        return Sent({}, BatchRefused("too large"), tuple(batches), likeliest=dict([min(bad.items())]))
+        return Failed(BatchRefused("too large"), blamed=tuple(batches), likeliest=dict([min(bad.items())]))
 
     return publish
 
@@ -1096,7 +1098,7 @@ def slow(most: int) -> Step:
 
     def publish(batches: Batches) -> Sent:
         if sum(map(len, batches.values())) > most:
-            return Sent({}, Late("no acknowledgement within 4 s"))
+            return Failed(Late("no acknowledgement within 4 s"))
         return all_of(batches)
 
     return publish
@@ -1129,7 +1131,7 @@ def test_topics_that_take_nothing_are_left_out_and_turns_stay_as_large():
     def stalled(batches: Batches) -> Sent:
         world.broker.paused = frozenset({("Invoice", False)})
         half = {lane: Receipt([(item, PUBLISHED) for item in claims[:16]]) for lane, claims in batches.items()}
-        return Sent(half, TopicUnusable("invoice-events", "topic 'invoice-events' has no leader for partition 0"))
+        return Failed(TopicUnusable("invoice-events", "topic 'invoice-events' has no leader for partition 0"), half)
 
     world = World(rows, stalled, pace=replace(PACE, batch_size=32))
     world.run()
@@ -1191,7 +1193,7 @@ def test_lanes_that_are_recalled_after_a_failure_are_not_clean():
 
     def fail(batches: Batches) -> Sent:
         world.held.recall([1])
-        return Sent({}, Unavailable("broker gone"))
+        return Failed(Unavailable("broker gone"))
 
     world = World({0: [1], 1: [2]}, fail)
     world.table.on_wait = lambda _: world.stop.set() if not world.table.rows[0] else None
@@ -1202,7 +1204,7 @@ def test_lanes_that_are_recalled_after_a_failure_are_not_clean():
 def test_a_lane_that_is_recalled_while_its_publisher_is_replaced_is_not_clean():
     def renew(batches: Batches) -> Sent:
         world.held.recall([1])
-        return replace(all_of(batches), renew=True)
+        return replace(all_of(batches), publisher_unusable=True)
 
     world = World({0: [1, 2, 3], 1: [4]}, renew)
     world.run()
