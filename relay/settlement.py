@@ -37,148 +37,25 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Final, LiteralString, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import psycopg
 from psycopg import sql
 
 from outbox.errors import OutboxError
 from relay.background import Background
-from relay.database import FURTHER, unavailable_on_error
+from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.lease import Lease
 from relay.ports import Claim, DatabaseUnavailable, LaneBusy, LaneLost, Published, Receipt
 from relay.position import At
+from relay.statements import END_IDLE, KEEP_TO_THE_INDEX, SettlingStatements, array
 
 RENEW_PART: Final = 0.7
 """A lease with less left than this part of it is prolonged with the next turn."""
 
-# A role or a database may have synchronous_commit off. It counts at the commit, so the statement itself can set it.
-SYNCHRONOUS: Final = """set_config('synchronous_commit',
-       CASE WHEN current_setting('synchronous_commit') IN ('off', 'local') THEN 'on'
-            ELSE current_setting('synchronous_commit') END, true)"""
-
-# IS TRUE keeps the list of lanes from being joined row by row: it is hashed. LIMIT keeps the planner from joining the
-# other way around. Where the statistics are of a moment without rows (between two bursts, while an old snapshot keeps
-# the dead ones), it takes the table for empty and would compare each of its rows with each id: a minute for 2,000 ids
-# and a backlog of 100,000. By ctid nothing is left to be joined. A failure's row may be updated meanwhile, and has
-# another ctid then: it is found by its key, and there are few of them.
-_SETTLING: Final = """
-WITH mine AS (
-    SELECT * FROM unnest(%(lanes)s::smallint[], %(epochs)s::bigint[], %(expected)s::bigint[], %(batches)s::bigint[],
-                         %(lsns)s::bigint[], %(numbers)s::int[], %(writes)s::boolean[], %(own_ids)s::text[],
-                         %(versions)s::tid[])
-                  AS m(lane, epoch, expected, batch, lsn, number, writes, own_id, version)),
-held AS MATERIALIZED (
-    SELECT l.lane, l.ctid AS version FROM {lanes} AS l JOIN mine AS m ON m.lane = l.lane{by_version}
-     WHERE l.epoch = m.epoch AND (m.expected IS NULL OR l.last_batch = m.expected)
-       AND (m.own_id IS NULL OR l.transactional_id = m.own_id)
-       FOR NO KEY UPDATE OF l SKIP LOCKED),
-written AS (
-    UPDATE {lanes} AS l SET lease_until = clock_timestamp() + make_interval(secs => %(ttl)s),
-           last_batch = coalesce(m.batch, l.last_batch), commit_lsn = coalesce(m.lsn, l.commit_lsn),
-           commit_number = coalesce(m.number, l.commit_number)
-      FROM mine AS m JOIN held ON held.lane = m.lane
-     WHERE l.lane = m.lane{by_version} AND m.writes
-    RETURNING l.lane, l.ctid AS version),
-settled AS (
-    SELECT * FROM unnest(%(row_lanes)s::smallint[], %(row_ids)s::bigint[], %(row_event_ids)s::uuid[])
-                  AS p(row_lane, row_id, row_event_id)),
-failed AS MATERIALIZED (
-    SELECT p.row_lane, p.row_id
-      FROM settled AS p
-     CROSS JOIN LATERAL (SELECT FROM {failures} AS f WHERE f.lane = p.row_lane AND f.id = p.row_id LIMIT 1) AS f
-     WHERE (SELECT EXISTS (SELECT FROM {failures})) AND (p.row_lane IN (SELECT lane FROM held)) IS TRUE),
-freed AS (DELETE FROM {failures} AS f USING failed AS p WHERE f.lane = p.row_lane AND f.id = p.row_id),
-gone AS (
-    DELETE FROM {events} WHERE ctid = ANY(ARRAY(
-        SELECT e.place
-          FROM settled AS p
-         CROSS JOIN LATERAL (SELECT e.ctid AS place FROM {events} AS e
-                              WHERE e.lane = p.row_lane AND e.id = p.row_id AND e.event_id = p.row_event_id
-                              LIMIT 1) AS e
-         WHERE (p.row_lane IN (SELECT lane FROM held)) IS TRUE))
-    RETURNING *)"""
-
-_ARCHIVED: Final = """,
-kept AS (
-    INSERT INTO {published} (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes,
-                             headers, created_at, published_at, topic, partition, "offset")
-    SELECT g.lane, g.id, g.event_id, g.aggregate_type, g.aggregate_id, g.event_type, g.payload, g.payload_bytes,
-           g.headers, g.created_at, clock_timestamp(), p.topic, p.part, p.off
-      FROM gone AS g JOIN unnest(%(row_ids)s::bigint[], %(topics)s::text[], %(partitions)s::int[],
-                                 %(offsets)s::bigint[]) AS p(place_id, topic, part, off) ON p.place_id = g.id)"""
-
 # How long to wait, each time, before a lane is given up for this turn whose row is locked.
 _BUSY_SECONDS: Final = (0.01, 0.02, 0.04)
-
-# Where the lane's row is known to be. Dead versions of it, which a held xmin keeps, are not looked at on the way.
-_BY_VERSION: Final = " AND l.ctid = m.version"
-
-_HELD: Final = """
-SELECT held.lane, (SELECT {synchronous}), coalesce(written.version, held.version)::text
-  FROM held LEFT JOIN written ON written.lane = held.lane"""
-
-# How many of the events that were just read are there. For connections whose server may have crashed unnoticed.
-_THERE: Final = """
-SELECT held.lane, (SELECT {synchronous}), coalesce(written.version, held.version)::text,
-       (SELECT count(*) FROM unnest(%(next_lanes)s::smallint[], %(next_ids)s::bigint[], %(next_event_ids)s::uuid[])
-                             AS n(lane, id, event_id)
-         CROSS JOIN LATERAL (SELECT FROM {events} AS e
-                              WHERE e.lane = n.lane AND e.id = n.id AND e.event_id = n.event_id LIMIT 1) AS e)
-  FROM held LEFT JOIN written ON written.lane = held.lane"""
-
-_STILL_HELD: Final = """
-SELECT l.lane FROM {lanes} AS l
-  JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[], %(versions)s::tid[]) AS m(lane, epoch, version)
-    ON m.lane = l.lane{by_version}
- WHERE l.epoch = m.epoch"""
-
-_WHY: Final = """
-SELECT l.lane, l.last_batch, l.transactional_id FROM {lanes} AS l
-  JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch) ON l.lane = m.lane AND l.epoch = m.epoch"""
-
-
-# Without fresh statistics the planner may sort the whole backlog for each batch, or read it from end to end to find the
-# rows that go; a new outbox has none, and a relay has no right to ANALYZE. The primary key gives a lane in id order.
-_INDEX_ONLY: Final = (
-    "enable_sort",
-    "enable_bitmapscan",
-    "enable_seqscan",
-    "enable_hashjoin",
-    "enable_mergejoin",
-    "jit",
-)
-KEEP_TO_THE_INDEX: Final[LiteralString] = "SELECT " + ", ".join(
-    f"set_config('{name}', 'off', %(local)s)" for name in _INDEX_ONLY
-)
-_END_IDLE: Final = "SELECT set_config('idle_in_transaction_session_timeout', %(ttl_ms)s, true)"
-
-
-def array(values: Sequence[int | str | None]) -> str:
-    """Return numbers or UUIDs as Postgres reads an array; the driver's own way costs a microsecond for each."""
-    return "{" + ",".join("NULL" if value is None else str(value) for value in values) + "}"
-
-
-def position(at: At | None) -> dict[str, int | None]:
-    """Return a place in the WAL as values to bind."""
-    return {"commit_lsn": None if at is None else at.commit_lsn, "commit_number": None if at is None else at.number}
-
-
-def names_of(schema: str) -> dict[str, sql.Composable]:
-    """Return what the statements over one outbox name: its tables, and pieces of SQL that they share."""
-    tables = ("events", "lanes", "failures", "published", "dead_letters", "streams")
-    names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in tables}
-    names["synchronous"], names["further"] = sql.SQL(SYNCHRONOUS), sql.SQL(FURTHER)
-    return names
-
-
-def settling_sql(
-    schema: str, ending: LiteralString, *, archive: bool = False, by_version: bool = False
-) -> sql.Composed:
-    """Return the statement, up to where it says which lanes are held, and ``ending``."""
-    names = names_of(schema) | {"by_version": sql.SQL(_BY_VERSION if by_version else "")}
-    return sql.SQL(_SETTLING + (_ARCHIVED if archive else "") + ending).format(**names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -286,13 +163,7 @@ class Settlement:
         self._on_settled = on_settled
         self._archive = archive
         self._prepared = prepared
-        self._settle = settling_sql(schema, _HELD, archive=archive)
-        self._settle_and_count = settling_sql(schema, _THERE, archive=archive)
-        self._settle_by_version = settling_sql(schema, _HELD, archive=archive, by_version=True)
-        self._why = sql.SQL(_WHY).format(**names_of(schema))
-        self._still_held, self._still_held_by_version = (
-            sql.SQL(_STILL_HELD).format(**names_of(schema), by_version=sql.SQL(text)) for text in ("", _BY_VERSION)
-        )
+        self.statements = SettlingStatements(schema, archive=archive)
         self.lanes: dict[int, SettledLane] = {}
 
     def hold(self, lease: Lease) -> None:
@@ -358,18 +229,15 @@ class Settlement:
 
     def answered(self, cursor: psycopg.Cursor[Any], lanes: Collection[int], asked_at: float) -> dict[int, OutboxError]:
         """Take the answer to ``send``; return the lanes that were not held, with the reason."""
-        return self._settled(cursor.fetchall(), lanes, asked_at)
+        return self._answered(cursor.fetchall(), lanes, asked_at)
 
     def settle(self, lanes: Collection[int]) -> dict[int, OutboxError]:
         """Settle what is pending of these lanes, in one round trip; return those that were not held."""
         if not lanes:
             return {}
-        asked_at = time.monotonic()
         failpoint("batch.settling")
-        with unavailable_on_error(f"settling {lanes_text(lanes)}"), self._connection.cursor() as cursor:
-            with self._to_the_index(lanes):
-                self.send(cursor, lanes)
-            failed = self.answered(cursor, lanes, asked_at)
+        with unavailable_on_error(f"settling {lanes_text(lanes)}"):
+            failed = self._why_not(self._ask(lanes))
         failpoint("batch.settled")
         return failed
 
@@ -421,9 +289,8 @@ class Settlement:
                     "to be published next is given up, and read again"
                 )
             self._behind = None
-            missing = self._note_held(behind.cursor.fetchall(), behind.lanes, behind.asked_at)
-            moved = self._moved(missing)
-            missing = [*behind.missing, *(lane for lane in missing if lane not in moved)]
+            missing, moved = self._note(behind.cursor.fetchall(), behind.lanes, behind.asked_at)
+            missing = [*behind.missing, *missing]
             if moved:
                 self._behind = self._begin(moved, missing)
         return missing
@@ -459,8 +326,8 @@ class Settlement:
             "epochs": array([lane.lease.epoch for lane in held]),
             "versions": array([None if lane.version is None else f'"{lane.version}"' for lane in held]),
         }
-        known = all(lane.version is not None for lane in held)
-        return self._still_held_by_version if known else self._still_held, values
+        known, statements = all(lane.version is not None for lane in held), self.statements
+        return statements.still_held_by_version if known else statements.still_held, values
 
     def lost_of(self, lanes: Collection[int], found: Sequence[Any]) -> dict[int, OutboxError]:
         """Return the lanes that are another relay's, by the answer to ``still_held``."""
@@ -482,11 +349,11 @@ class Settlement:
                 if read:
                     # Not by version: the count must come with the first answer.
                     self._look_for_all(lanes)
-                    cursor.execute(self._settle_and_count, self.values(lanes, read))
+                    cursor.execute(self.statements.settle_and_count, self.values(lanes, read))
                 else:
                     self.send(cursor, lanes)
             rows = cursor.fetchall()
-            failed = self._settled(rows, lanes, asked_at)
+            failed = self._answered(rows, lanes, asked_at)
         failpoint("batch.settled")
         return rows[0][3] if read and rows else 0, failed
 
@@ -516,7 +383,7 @@ class Settlement:
             return
         ttl_ms = min(int(self.lanes[lane].lease.ttl_seconds * 1000) for lane in lanes)
         with self._connection.pipeline(), self._connection.transaction():
-            self._connection.execute(_END_IDLE, {"ttl_ms": str(ttl_ms)})
+            self._connection.execute(END_IDLE, {"ttl_ms": str(ttl_ms)})
             self._connection.execute(KEEP_TO_THE_INDEX, {"local": True})
             yield
 
@@ -530,33 +397,27 @@ class Settlement:
     ) -> tuple[sql.Composed, dict[str, Any]]:
         by_version = not in_transaction and all(self.lanes[lane].version is not None for lane in lanes)
         self._look_for_all(lanes, by_version=by_version)
-        return self._settle_by_version if by_version else self._settle, self.values(lanes)
+        return self.statements.settle_by_version if by_version else self.statements.settle, self.values(lanes)
 
     def _look_for_all(self, lanes: Collection[int], *, by_version: bool = False) -> None:
         for lane in lanes:
             self.lanes[lane].by_version = by_version
 
-    def _settled(self, rows: Sequence[Any], lanes: Collection[int], asked_at: float) -> dict[int, OutboxError]:
-        missing = self._note_held(rows, lanes, asked_at)
-        moved = self._moved(missing)
-        if moved:
-            again_at = time.monotonic()
+    def _answered(self, rows: Sequence[Any], lanes: Collection[int], asked_at: float) -> dict[int, OutboxError]:
+        missing, moved = self._note(rows, lanes, asked_at)
+        return self._why_not([*missing, *self._ask(moved)])
+
+    def _ask(self, lanes: Collection[int]) -> list[int]:
+        """Settle these lanes, and once more those whose rows have moved; return the lanes that were not held."""
+        not_held: list[int] = []
+        while lanes:
+            asked_at = time.monotonic()
             with self._connection.cursor() as cursor:
-                with self._to_the_index(moved):
-                    self.send(cursor, moved)
-                left = self._note_held(cursor.fetchall(), moved, again_at)
-            missing = [lane for lane in missing if lane not in moved or lane in left]
-        return self._why_not(missing)
-
-    def _moved(self, missing: Sequence[int]) -> list[int]:
-        """Return those that are to be looked for by their numbers now: their rows are not where they were.
-
-        The control loop has prolonged a lease, say. Not for a lock: a locked row is looked for as well.
-        """
-        moved = [lane for lane in missing if self.lanes[lane].by_version]
-        for lane in moved:
-            self.lanes[lane].version = None
-        return moved
+                with self._to_the_index(lanes):
+                    self.send(cursor, lanes)
+                missing, lanes = self._note(cursor.fetchall(), lanes, asked_at)
+            not_held += missing
+        return not_held
 
     def _why_not(self, missing: Sequence[int]) -> dict[int, OutboxError]:
         """Return the reasons of lanes that were not held, but for those that are held when they are tried again."""
@@ -566,8 +427,12 @@ class Settlement:
             failed = {lane: error for lane, error in failed.items() if lane not in busy} | self._again(busy)
         return failed
 
-    def _note_held(self, rows: Sequence[Any], lanes: Collection[int], asked_at: float) -> list[int]:
-        """Record the lanes that were held; return the others."""
+    def _note(self, rows: Sequence[Any], lanes: Collection[int], asked_at: float) -> tuple[list[int], list[int]]:
+        """Record the lanes that were held; return those that were not, and those whose rows have moved.
+
+        These are looked for by their numbers next: the control loop has prolonged a lease, say, and the row is not
+        where it was. Not for a lock: a locked row is looked for as well.
+        """
         for row in rows:
             settled = self.lanes[row[0]]
             settled.version = row[2]
@@ -576,7 +441,11 @@ class Settlement:
                 settled.lease.renewed(asked_at)
             self._forget_pending(settled)
         held = {row[0] for row in rows}
-        return [lane for lane in lanes if lane not in held]
+        missing = [lane for lane in lanes if lane not in held]
+        moved = [lane for lane in missing if self.lanes[lane].by_version]
+        for lane in moved:
+            self.lanes[lane].version = None
+        return [lane for lane in missing if not self.lanes[lane].by_version], moved
 
     def _forget_pending(self, settled: SettledLane) -> None:
         pending, settled.pending = settled.pending, NOTHING
@@ -592,19 +461,14 @@ class Settlement:
             if not busy:
                 break
             time.sleep(seconds)
-            asked_at = time.monotonic()
-            with self._connection.cursor() as cursor:
-                with self._to_the_index(busy):
-                    self.send(cursor, busy)
-                left = self._note_held(cursor.fetchall(), busy, asked_at)
-            reasons = self._reasons(left)
+            reasons = self._reasons(self._ask(busy))
             failed = {lane: error for lane, error in failed.items() if lane not in busy} | reasons
             busy = [lane for lane, error in reasons.items() if isinstance(error, LaneBusy)]
         return failed
 
     def _reasons(self, lanes: Collection[int]) -> dict[int, OutboxError]:
         epochs = [self.lanes[lane].lease.epoch for lane in lanes]
-        rows = self._connection.execute(self._why, {"lanes": list(lanes), "epochs": epochs}).fetchall()
+        rows = self._connection.execute(self.statements.why, {"lanes": list(lanes), "epochs": epochs}).fetchall()
         reasons: dict[int, OutboxError] = {lane: self.lost(lane) for lane in lanes}
         for lane, last_batch, named in rows:
             known = self.lanes[lane]

@@ -59,7 +59,7 @@ from relay.operations.holding import LEASE_SECONDS, Holding, LaneBusy, taken
 from relay.operations.topic_scan import Seen, behind, committed_since
 from relay.ports import Claim, Unavailable, UndecidedTransaction
 from relay.position import At, up_to
-from relay.settlement import position
+from relay.statements import position
 from relay.wal.replication import Replication, lsn_text
 
 _LOCK_SECONDS: Final = 10
@@ -79,7 +79,7 @@ SELECT lane, last_batch, (SELECT system_identifier::text FROM pg_control_system(
 
 _COUNT: Final = "SELECT lane, count(*) FROM {events} WHERE lane = ANY(%s::smallint[]) GROUP BY lane"
 
-# LIMIT keeps the planner from joining the other way around, here and in _SETTLE; see relay.settlement.
+# LIMIT keeps the planner from joining the other way around, here and in _SETTLE; see relay.statements.
 _GONE: Final = """
 SELECT count(*)
   FROM unnest(%(ids)s::bigint[], %(event_ids)s::uuid[]) AS named(id, event_id)

@@ -55,19 +55,8 @@ from relay.marker import Identity, Marker, StateLost, resume
 from relay.polling.low_water_mark import LowWaterMarks, Marks
 from relay.ports import Claim, DatabaseUnavailable, Fetched, Kind, LaneBusy, Published, Receipt, Refused
 from relay.retries import Failures
-from relay.settlement import (
-    KEEP_TO_THE_INDEX,
-    NOTHING,
-    RENEW_PART,
-    Pending,
-    SettledLane,
-    Settlement,
-    array,
-    by_lane,
-    lanes_text,
-    names_of,
-    position,
-)
+from relay.settlement import NOTHING, RENEW_PART, Pending, SettledLane, Settlement, by_lane, lanes_text
+from relay.statements import KEEP_TO_THE_INDEX, array, names_of, position
 
 _LOOK_SECONDS: Final = 1.0
 _WAIT_SECONDS: Final = 0.2

@@ -44,7 +44,8 @@ from relay.polling.source import COLUMNS, SIZE, PollingSource
 from relay.ports import Claim, Fetched, Kind, LaneLost, Published, Receipt, Refused
 from relay.position import up_to
 from relay.retries import Failures
-from relay.settlement import Pending, Settlement, array, lanes_text, names_of, position
+from relay.settlement import Pending, Settlement, lanes_text
+from relay.statements import array, names_of, position
 from relay.wal.session import UNREADABLE, Channel, Stream
 from relay.wal.slot import Snapshot, current_snapshot
 

@@ -499,7 +499,7 @@ def test_settling_finds_the_rows_of_all_lanes_by_the_primary_key(statistics, eac
     for lane, rows in claims.items():
         settlement.lanes[lane].pending = Pending.of(Receipt([(claim, PUBLISHED) for claim in rows]))
     rows = [claim for each_ in claims.values() for claim in each_]
-    for query, read in ((settlement._settle, ()), (settlement._settle_and_count, rows)):
+    for query, read in ((settlement.statements.settle, ()), (settlement.statements.settle_and_count, rows)):
         values = settlement.values(range(4), read)
         plan = explain(admin, query, values, plans=plans, to_the_index=True)
         scans = [node for node in nodes(plan) if node["Node Type"].endswith("Scan") and "Actual Rows" in node]
@@ -588,8 +588,8 @@ def test_a_lanes_row_is_found_at_once_among_its_dead_versions(outbox_postgres):
         old.execute("SELECT 1 FROM outbox.lanes").fetchall()
         turns(2, 2000)
         # The pages of all versions, and of one.
-        assert lanes_blocks(settlement._settle) > 60
-        assert lanes_blocks(settlement._settle_by_version) <= 16
+        assert lanes_blocks(settlement.statements.settle) > 60
+        assert lanes_blocks(settlement.statements.settle_by_version) <= 16
         assert lanes_blocks(*settlement.still_held(range(4))) <= 4
         # Whatever others write meanwhile: it is found again, and no lease or number is lost.
         admin.execute("UPDATE outbox.lanes SET streaming = NOT streaming")

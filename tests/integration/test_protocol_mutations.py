@@ -41,7 +41,7 @@ from outbox import Event, Outbox
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 from relay import lanes as lanes_module
-from relay import settlement
+from relay import statements
 from relay.kafka import producer, takeover
 from relay.kafka.producer import Sender
 from relay.kafka.takeover import Takeover
@@ -263,15 +263,15 @@ def id_before_fence(patch: pytest.MonkeyPatch) -> None:
 
 
 def id_not_checked(patch: pytest.MonkeyPatch) -> None:
-    replaced(patch, settlement, "_SETTLING", "AND (m.own_id IS NULL OR l.transactional_id = m.own_id)", "")
+    replaced(patch, statements, "_SETTLING", "AND (m.own_id IS NULL OR l.transactional_id = m.own_id)", "")
 
 
 def batch_not_expected(patch: pytest.MonkeyPatch) -> None:
-    replaced(patch, settlement, "_SETTLING", "AND (m.expected IS NULL OR l.last_batch = m.expected)", "")
+    replaced(patch, statements, "_SETTLING", "AND (m.expected IS NULL OR l.last_batch = m.expected)", "")
 
 
 def no_epoch(patch: pytest.MonkeyPatch) -> None:
-    replaced(patch, settlement, "_SETTLING", "l.epoch = m.epoch", "true")
+    replaced(patch, statements, "_SETTLING", "l.epoch = m.epoch", "true")
     replaced(patch, polling, "_STILL_HELD", "AND l.epoch = m.epoch", "")
     replaced(patch, polling, "_HELD", "AND epoch = %(epoch)s", "")
     # A second guard behind the first one: the row names the heir.

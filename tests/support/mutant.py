@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
-from relay import settlement
+from relay import settlement, statements
 from relay.cli import main
 from relay.kafka.transactional import TransactionalPublisher
 from relay.loop import WorkerLoop
@@ -68,7 +68,7 @@ def no_epoch_recheck() -> None:
 
 def no_flush_barrier() -> None:
     """What was read is published without waiting until Postgres can't lose it: settling commits asynchronously."""
-    settlement.SYNCHRONOUS = "set_config('synchronous_commit', 'off', true)"  # type: ignore[misc]
+    statements.SYNCHRONOUS = "set_config('synchronous_commit', 'off', true)"  # type: ignore[misc]
     flushed = "pg_current_wal_flush_lsn() >= pg_current_wal_insert_lsn()"
     assert flushed in polling._WRITTEN
     polling._WRITTEN = polling._WRITTEN.replace(flushed, "true")  # type: ignore[misc]
