@@ -51,7 +51,7 @@ class AtMostOnceSource:
     @property
     def store(self) -> TakeoverStore:
         """What takes lanes over in the database."""
-        return self._source
+        return self._source.store
 
     def hold(self, lease: Lease) -> None:
         """Begin to read a lane."""

@@ -40,7 +40,8 @@ from relay.failpoints import failpoint
 from relay.lease import Lease
 from relay.marker import Identity, Marker
 from relay.polling.low_water_mark import LOWEST
-from relay.polling.source import COLUMNS, SIZE, PollingSource
+from relay.polling.queries import COLUMNS, SIZE
+from relay.polling.source import PollingSource
 from relay.ports import Claim, Fetched, Kind, LaneLost, Published, Receipt, Refused
 from relay.position import up_to
 from relay.retries import Failures
@@ -196,15 +197,15 @@ class StreamSource:
 
     def lane_count(self) -> int:
         """Return how many lanes the outbox has."""
-        return self._table.lane_count()
+        return self._table.store.lane_count()
 
     def identity(self, leases: Sequence[Lease]) -> tuple[Identity | None, dict[int, OutboxError]]:
         """Return which Postgres this is, and the lanes that have another owner."""
-        return self._table.identity(leases)
+        return self._table.store.identity(leases)
 
     def adopt(self, lease: Lease, marker: Marker | None, own_id: str | None) -> tuple[Marker | None, Identity]:
         """Settle what the marker names, and go on in the stream behind it."""
-        adopted, identity = self._table.adopt(lease, marker, own_id)
+        adopted, identity = self._table.store.adopt(lease, marker, own_id)
         lane = self._lanes[lease.lane]
         lane.marker = adopted
         lane.unplaced = adopted is not None and adopted.stream is not None and adopted.timeline != identity.timeline

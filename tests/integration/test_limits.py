@@ -95,9 +95,9 @@ def test_a_read_and_a_settling_that_meet_a_lock_are_given_up(url, lease, monkeyp
 def test_a_statement_outside_of_any_transaction_is_given_up_too(url, lease, monkeypatch):
     limit(monkeypatch, lock=1, statement=600)
     with opened(url, lease) as source, locked(url, "lanes"), pytest.raises(DatabaseUnavailable, match="lock timeout"):
-        source.source.lane_count()
+        source.source.store.lane_count()
     with opened(url, lease) as source:
-        assert source.source.lane_count() == 4
+        assert source.source.store.lane_count() == 4
 
 
 def test_the_control_loops_statements_are_given_up(url, monkeypatch):

@@ -41,7 +41,7 @@ def test_a_locked_lane_waits_and_the_others_are_read_and_settled(outbox_postgres
         left = other.execute("SELECT DISTINCT lane FROM outbox.events").fetchall()
         assert left == [(1,)]
         with pytest.raises(LaneBusy):
-            source.adopt(leases[1], None, "own")
+            source.store.adopt(leases[1], None, "own")
         assert source.settlement.unsettled == [1]
     third = source.fetch(limits)
     assert (third.batches, third.failed) == ({}, {})

@@ -16,13 +16,14 @@ from relay.kafka.routing import Router
 from relay.lanes import LaneTable
 from relay.lease import Lease
 from relay.marker import Marker
-from relay.polling import low_water_mark
-from relay.polling import source as polling
+from relay.polling import low_water_mark, session
 from relay.polling.low_water_mark import LOWEST, LowWaterMarks
-from relay.polling.source import KEEP_TO_THE_INDEX, PollingSource, Queries
+from relay.polling.queries import Queries
+from relay.polling.source import PollingSource
 from relay.ports import PUBLISHED, Claim, LaneLost, Receipt, Refused, Unavailable
 from relay.retries import FailurePolicy, Failures
 from relay.settlement import Pending, Settlement
+from relay.statements import KEEP_TO_THE_INDEX
 
 
 @pytest.fixture
@@ -433,7 +434,7 @@ def test_reading_all_lanes_follows_the_index_and_stops(statistics, name, plans):
 
 
 @pytest.mark.parametrize("plans", PLANS)
-@pytest.mark.parametrize("name", ["read_around", "read_some_around"])
+@pytest.mark.parametrize("name", ["read_skip_blocked", "read_some_skip_blocked"])
 def test_reading_around_failures_follows_the_index_and_stops(statistics, name, plans):
     _, admin = statistics
     above = before_the_first(admin)
@@ -444,7 +445,7 @@ def test_reading_around_failures_follows_the_index_and_stops(statistics, name, p
 
 
 @pytest.mark.parametrize("plans", PLANS)
-@pytest.mark.parametrize("name", ["read_around", "read_due", "read_some_around", "read_some_due"])
+@pytest.mark.parametrize("name", ["read_skip_blocked", "read_due", "read_some_skip_blocked", "read_some_due"])
 def test_whether_a_key_waits_is_looked_up_by_the_key(statistics, name, plans, request):
     """Among thousands of failed events, for each event that is read."""
     _, admin = statistics
@@ -512,7 +513,7 @@ def test_settling_finds_the_rows_of_all_lanes_by_the_primary_key(statistics, eac
 @pytest.mark.parametrize("archive", [False, True])
 def test_behind_a_pooler_nothing_is_read_from_end_to_end(statistics, archive, monkeypatch):
     """Where no setting outlives its transaction: reading, settling, what is refused, and taking a lane over."""
-    monkeypatch.setattr(polling, "begin_session", lambda _: False)
+    monkeypatch.setattr(session, "begin_session", lambda _: False)
     database, admin = statistics
     admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity'")
     failures = Failures("outbox", FailurePolicy(1000, 600.0, 600.0), Router())
@@ -538,10 +539,12 @@ def test_behind_a_pooler_nothing_is_read_from_end_to_end(statistics, archive, mo
     claims = source.fetch(limits).batches[1]
     for batch, rows in ((1, ()), (2, claims)):
         ids = tuple(claim.position for claim in rows), tuple(claim.event_id for claim in rows)
-        identity, _ = source.identity(leases)
+        identity, _ = source.store.identity(leases)
         (lease,) = [lease for lease in leases if lease.lane == 1]
         assert identity is not None
-        source.adopt(lease, Marker(batch, lease.epoch, identity.system_identifier, identity.timeline, *ids), "own")
+        source.store.adopt(
+            lease, Marker(batch, lease.epoch, identity.system_identifier, identity.timeline, *ids), "own"
+        )
     assert rows_read() == before
     source.close()
     admin.execute("UPDATE outbox.lanes SET last_batch = NULL, transactional_id = NULL WHERE lane = 1")

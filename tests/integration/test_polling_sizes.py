@@ -164,7 +164,7 @@ def test_25000_rows_leave_once_each_in_order(workers, lanes, overlap):
 @pytest.mark.parametrize("lanes", [4, 256])
 def test_a_turn_is_two_statements_in_one_round_trip_whatever_the_number_of_lanes(workers, monkeypatch, lanes):
     # But for a look at failures and one at the horizon, each second.
-    monkeypatch.setattr("relay.polling.source._LOOK_SECONDS", 3600.0)
+    monkeypatch.setattr("relay.polling.reader._LOOK_SECONDS", 3600.0)
     monkeypatch.setattr(low_water_mark, "_LOOK_SECONDS", 3600.0)
     worker = workers(lanes)
     worker.insert(30_000)
@@ -525,7 +525,7 @@ def test_what_a_person_puts_back_is_seen_in_the_middle_of_a_drain(workers, quick
     worker.insert(40_000)
     settle(source, source.fetch(worker.limits(4)).batches)
     # Until the source has seen that the lane has no failures any more, and reads ahead.
-    while source.has_failures(lane) or source._ahead is None:
+    while source.has_failures(lane) or source._session.ahead is None:
         settle(source, source.fetch(worker.limits(4)).batches)
     assert len(DeadLetters(worker.admin, "outbox").retry(Selection())) == 1
     began = time.monotonic()
@@ -706,7 +706,7 @@ def test_a_retry_of_a_blocked_key_does_not_read_the_100000_events_behind_it(work
         assert [claim.aggregate_id for batch in retried.values() for claim in batch] == ["key-0"]
         refuse(source, retried)
         source.fetch(worker.limits())
-        source._looked_at = 0.0
+        source._reader._looked_at = 0.0
         source.fetch(worker.limits())
     assert read_rows() - before < 2000
     # Another key of the same lane: it fails, and goes out with the next try.

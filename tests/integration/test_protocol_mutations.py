@@ -47,9 +47,9 @@ from relay.kafka.producer import Sender
 from relay.kafka.takeover import Takeover
 from relay.kafka.transactional import TransactionalPublisher, _TransactionalSender
 from relay.lease import Lease
-from relay.polling import low_water_mark
-from relay.polling import source as polling
-from relay.polling.source import PollingSource
+from relay.polling import low_water_mark, queries
+from relay.polling.reader import LaneReader
+from relay.polling.takeover import RowTakeover
 from relay.ports import Batches, Completed, Confirm, Failed, LaneLost, Sent, Unavailable
 
 __all__ = ["place"]
@@ -272,8 +272,8 @@ def batch_not_expected(patch: pytest.MonkeyPatch) -> None:
 
 def no_epoch(patch: pytest.MonkeyPatch) -> None:
     replaced(patch, statements, "_SETTLING", "l.epoch = m.epoch", "true")
-    replaced(patch, polling, "_STILL_HELD", "AND l.epoch = m.epoch", "")
-    replaced(patch, polling, "_HELD", "AND epoch = %(epoch)s", "")
+    replaced(patch, queries, "_STILL_HELD", "AND l.epoch = m.epoch", "")
+    replaced(patch, queries, "_HELD", "AND epoch = %(epoch)s", "")
     # A second guard behind the first one: the row names the heir.
     id_not_checked(patch)
 
@@ -294,7 +294,7 @@ def marker_remembered(patch: pytest.MonkeyPatch) -> None:
 
 
 def adopt_without_settling(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PollingSource, "_settle_marker", lambda *_: None)
+    patch.setattr(RowTakeover, "_settle_marker", lambda *_: None)
 
 
 def no_marker(patch: pytest.MonkeyPatch) -> None:
@@ -316,7 +316,7 @@ def ack_before_it_came(patch: pytest.MonkeyPatch) -> None:
 
 
 def mark_past_a_transaction(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(PollingSource, "_xmin", lambda _: 2**62)
+    patch.setattr(LaneReader, "_xmin", lambda _: 2**62)
 
 
 CASES: list[tuple[Callable[[Place], None], Mutate, set[str]]] = [

@@ -324,7 +324,7 @@ def test_leases_are_prolonged_before_anything_is_published(box):
 def test_exactly_once_the_turn_before_is_settled_before_the_next_one_is_seen(box):
     """Its marker takes the place of the one that names the rows of the turn before."""
     for lease in box.leases:
-        box.source.adopt(lease, None, "me")
+        box.source.store.adopt(lease, None, "me")
     box.add(0, 1)
     fetched = box.fetch()
     assert box.source.settle(published(fetched.batches)) == {}

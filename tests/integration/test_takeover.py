@@ -22,7 +22,7 @@ from relay.kafka.takeover import ids_to_fence, own_ids
 from relay.kafka.transactional import TransactionalPublisher
 from relay.lease import LEGACY_ID
 from relay.marker import Marker, StateLost
-from relay.polling import source as polling
+from relay.polling import session
 from relay.ports import PUBLISHED, Completed, Failed, IdBusy, LaneLost, Receipt, Sent, Unavailable
 from relay.settlement import Settlement
 
@@ -57,7 +57,7 @@ def fenced(worker: Worker, sent: Sent) -> bool:
 
 
 def adopt(lane: OneLane, marker: Marker | None, own_id: str | None = "me"):
-    return lane.source.adopt(lane.lease, marker, own_id)
+    return lane.source.store.adopt(lane.lease, marker, own_id)
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_a_stale_epoch_adopts_nothing(lane):
     for call in (lambda: adopt(source, second), lambda: source.fetch(10)):
         with pytest.raises(LaneLost):
             call()
-    identity, lost = source.source.identity([source.lease])
+    identity, lost = source.source.store.identity([source.lease])
     assert identity is None
     assert isinstance(lost[0], LaneLost)
     assert lane.left() == ["a"]
@@ -182,7 +182,7 @@ def test_a_stale_epoch_adopts_nothing(lane):
 
 def test_rows_that_vanish_between_reading_and_the_barrier_are_not_published(lane, monkeypatch):
     """Behind a pooler Postgres may crash in between, and the connection live on."""
-    monkeypatch.setattr(polling, "begin_session", lambda _: False)
+    monkeypatch.setattr(session, "begin_session", lambda _: False)
     source = lane.take()
     lane.add("a", "b")
     real = Settlement.settle_and_count

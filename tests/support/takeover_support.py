@@ -116,7 +116,7 @@ class Worker:
             fence(options, transactional_id)
 
         takeover = Takeover(
-            self.source,
+            self.source.store,
             self.place.state,
             fencing,
             settings.name,

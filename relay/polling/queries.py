@@ -1,0 +1,212 @@
+"""The statements that read ``events``, and those that take lanes over. No I/O."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, LiteralString
+
+import psycopg
+from psycopg import sql
+
+from relay.database import TIMELINE
+from relay.statements import array, names_of
+
+# In the order of Claim's fields.
+COLUMNS: Final = """
+id, event_id::text, aggregate_type, aggregate_id, event_type,
+       to_char(created_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
+       coalesce(payload_bytes, convert_to(payload::text, 'UTF8')), headers"""
+
+# What an event takes in memory. Only of a compressed payload it has to be unpacked to be known; jsonb that is not
+# compressed is about as long as its text.
+SIZE: Final = """CASE WHEN pg_column_compression(payload) IS NULL THEN coalesce(pg_column_size(payload), 0)
+                      ELSE octet_length(payload::text) END
+                 + coalesce(octet_length(payload_bytes), 0) + coalesce(pg_column_size(headers), 0)"""
+
+# The turn before, which is settled a moment later, is left out; rows behind its last one need no look at the list.
+_THERE: Final = """lane = {lane} AND id > {above} AND (id > {after} OR id <> ALL(%(pending)s::bigint[]))"""
+
+# As many as fit into the bytes, and one at least. The limit is worked out over narrow rows first. Dead rows before the
+# first one, which a held xmin keeps, are passed here and not again by the read.
+_FITTING: Final = """(SELECT greatest(1, count(*) FILTER (WHERE total <= %(max_bytes)s)) AS fitting, count(*) AS there,
+                          coalesce(max(total) FILTER (WHERE total <= %(max_bytes)s), min(total), 0) AS bytes,
+                          min(id) AS first
+                     FROM (SELECT id, sum(size) OVER (ORDER BY id ROWS UNBOUNDED PRECEDING) AS total
+                             FROM (SELECT id, {size} AS size FROM {events} AS e WHERE {conditions}
+                                    ORDER BY id LIMIT {most}) AS sized) AS summed)"""
+
+# Lane after lane, until the turn is full. Of a lane with events for which there is no room one row says so: without an
+# id, behind all others.
+_READ: Final = """
+SELECT e.*, l.lane
+  FROM (SELECT *, sum(bytes) OVER (ROWS UNBOUNDED PRECEDING) AS running
+          FROM (SELECT l.*, f.*
+                  FROM unnest(%(lanes)s::smallint[], %(above)s::bigint[], %(after)s::bigint[], %(limits)s::bigint[])
+                              AS l(lane, above, after, most)
+                 CROSS JOIN LATERAL {fitting} AS f) AS l) AS l
+  LEFT JOIN LATERAL (
+     SELECT {columns}, NULL FROM {events} AS e
+      WHERE (l.running <= %(turn_bytes)s OR l.running = l.bytes) AND id >= l.first AND {conditions}
+      ORDER BY id LIMIT l.fitting) AS e ON true
+ WHERE e.id IS NOT NULL OR (l.there > 0 AND l.running > %(turn_bytes)s)"""
+
+# Without the events that have failed, and without those of a key of which an earlier one has failed. The hash is what
+# the index has (keys can be too long for one).
+_NOT_BLOCKED: Final = """ AND NOT EXISTS (SELECT FROM {failures} AS f WHERE f.lane = %(lane)s AND f.id = e.id)
+   AND (NOT EXISTS (SELECT FROM {failures} AS f
+                     WHERE f.lane = %(lane)s AND f.aggregate_type = e.aggregate_type
+                       AND hashtextextended(f.aggregate_id, 0) = hashtextextended(e.aggregate_id, 0)
+                       AND f.aggregate_id = e.aggregate_id AND f.id < e.id AND f.blocks)
+        OR e.headers ? %(copy)s)"""
+
+# Without those whose topic can't be written to now. A copy for a dead-letter topic has a topic of its own.
+_NOT_LEFT_OUT: Final = """ AND NOT EXISTS (
+       SELECT FROM unnest(%(left_types)s::text[], %(left_copies)s::boolean[]) AS o(kind, copy)
+        WHERE o.kind = e.aggregate_type AND o.copy = coalesce(e.headers ? %(copy)s, false))"""
+
+_READ_SKIP_BLOCKED: Final = """
+SELECT {columns}, NULL, lane FROM {events} AS e WHERE {conditions}
+ ORDER BY id LIMIT (SELECT fitting FROM {fitting} AS f)"""
+
+# Those that have failed and are due, of each key the first. They may lie below the mark, if they were put back.
+_READ_DUE: Final = """
+SELECT {columns}, NULL, lane
+  FROM {events} AS e
+ WHERE lane = %(lane)s AND id <> ALL(%(pending)s::bigint[])
+   AND id = ANY(ARRAY(
+            SELECT f.id FROM {failures} AS f
+              WHERE f.lane = %(lane)s AND f.next_attempt_at <= clock_timestamp() AND f.id <> ALL(%(pending)s::bigint[])
+                AND EXISTS (SELECT FROM {events} AS e WHERE e.lane = f.lane AND e.id = f.id{usable})
+                AND (NOT f.blocks OR NOT EXISTS (SELECT FROM {failures} AS g
+                                      WHERE g.lane = f.lane AND g.aggregate_type = f.aggregate_type
+                                        AND hashtextextended(g.aggregate_id, 0) = hashtextextended(f.aggregate_id, 0)
+                                        AND g.aggregate_id = f.aggregate_id AND g.id < f.id AND g.blocks))
+              ORDER BY f.next_attempt_at, f.id LIMIT %(due)s))
+ ORDER BY id"""
+
+# The lowest ids of the lane's failures, and how many there are. With the last id of the lane: up to it, rows that wait
+# need not be looked at with each read. See low_water_mark.py.
+_FAILURES: Final = """
+SELECT f.*, (SELECT id FROM {events} AS e WHERE e.lane = f.lane ORDER BY id DESC LIMIT 1)
+  FROM (SELECT l.lane, count(*), sum(f.id)::text,
+               ARRAY(SELECT g.id FROM {failures} AS g WHERE g.lane = l.lane ORDER BY g.id LIMIT 1000)
+          FROM unnest(%(lanes)s::smallint[]) AS l(lane) JOIN {failures} AS f ON f.lane = l.lane
+         GROUP BY l.lane) AS f"""
+
+# By id and event id: after a restore an id may have been given to another event. LIMIT and ctid as in settlement.
+_SETTLE_MARKER: Final = """
+WITH gone AS (
+    DELETE FROM {events} WHERE ctid = ANY(ARRAY(
+        SELECT e.place
+          FROM unnest(%(ids)s::bigint[], %(event_ids)s::uuid[]) AS p(place_id, place_event_id)
+         CROSS JOIN LATERAL (SELECT e.ctid AS place FROM {events} AS e
+                              WHERE e.lane = %(lane)s AND e.id = p.place_id AND e.event_id = p.place_event_id
+                              LIMIT 1) AS e))
+    RETURNING *){kept}
+SELECT count(*) FROM gone"""
+
+_KEPT: Final = """,
+kept AS (
+    INSERT INTO {published} (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes,
+                             headers, created_at, published_at)
+    SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at,
+           clock_timestamp() FROM gone)"""
+
+_HELD: Final = """
+SELECT last_batch, (SELECT system_identifier::text FROM pg_control_system()), {timeline},
+       (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint
+  FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s FOR UPDATE NOWAIT"""
+
+_STILL_HELD: Final = """
+SELECT l.lane, (SELECT system_identifier::text FROM pg_control_system()), {timeline}
+  FROM {lanes} AS l
+  JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch) ON l.lane = m.lane AND l.epoch = m.epoch"""
+
+_ADOPTED: Final = """
+UPDATE {lanes} SET last_batch = coalesce(%(batch)s, last_batch), transactional_id = %(own_id)s, {further}
+ WHERE lane = %(lane)s"""
+
+# For transactions of several statements, which hold the lane's row.
+_SEVERAL: Final = "SELECT {synchronous}, set_config('idle_in_transaction_session_timeout', %(ttl_ms)s, true)"
+
+DRAW_XID: Final = "SELECT pg_current_xact_id()::text::bigint"
+XMIN: Final = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
+
+# Looks again only when some transaction has ended since: the snapshot is another one then. The pause between two looks
+# grows with what one costs, so that looking takes a thirtieth of the time at most. Comparing snapshots costs next to
+# nothing, so the first commit after a rest is noticed at once.
+_WATCH: Final = """
+DECLARE
+    seen text := '';
+    now_seen text;
+    asked_at timestamptz;
+    look_at timestamptz := clock_timestamp();
+    ends_at timestamptz := look_at + make_interval(secs => {seconds});
+    step float8 := 0.001;
+BEGIN
+    LOOP
+        now_seen := pg_current_snapshot()::text;
+        asked_at := clock_timestamp();
+        IF now_seen <> seen AND asked_at >= look_at THEN
+            seen := now_seen;
+            PERFORM FROM unnest({lanes}::smallint[], {above}::bigint[]) AS l(lane, above)
+              CROSS JOIN LATERAL (SELECT FROM {events} AS e WHERE e.lane = l.lane AND e.id > l.above LIMIT 1) AS e
+              LIMIT 1;
+            EXIT WHEN FOUND;
+            look_at := clock_timestamp() + 30 * (clock_timestamp() - asked_at);
+        END IF;
+        EXIT WHEN asked_at >= ends_at;
+        PERFORM pg_sleep(step);
+        step := least(step + 0.0005, {watch});
+    END LOOP;
+END"""
+
+
+class Queries:
+    """The statements of one outbox, with its names put in. For the source, and for the tests that guard their plans."""
+
+    def __init__(self, schema: str, *, archive: bool = False) -> None:
+        names = names_of(schema)
+        names["columns"], names["size"], names["timeline"] = sql.SQL(COLUMNS), sql.SQL(SIZE), sql.SQL(TIMELINE)
+
+        def query(text: LiteralString, **more: sql.Composable) -> sql.Composed:
+            return sql.SQL(text).format(**names, **more)
+
+        def bounded(text: LiteralString, conditions: sql.Composable, most: sql.Composable) -> sql.Composed:
+            fitting = query(_FITTING, conditions=conditions, most=most)
+            return query(text, conditions=conditions, fitting=fitting)
+
+        def there(lane: sql.Composable, above: sql.Composable, after: sql.Composable) -> sql.Composed:
+            return sql.SQL(_THERE).format(lane=lane, above=above, after=after)
+
+        of_many = there(sql.SQL("l.lane"), sql.SQL("l.above"), sql.SQL("l.after"))
+        of_one = there(sql.SQL("%(lane)s"), sql.SQL("%(above)s"), sql.SQL("%(after)s"))
+        usable = sql.SQL(_NOT_LEFT_OUT)
+        skip_blocked = of_one + query(_NOT_BLOCKED)
+        self.read = bounded(_READ, of_many, sql.SQL("l.most"))
+        self.read_some = bounded(_READ, of_many + usable, sql.SQL("l.most"))
+        self.read_skip_blocked = bounded(_READ_SKIP_BLOCKED, skip_blocked, sql.SQL("%(limit)s"))
+        self.read_some_skip_blocked = bounded(_READ_SKIP_BLOCKED, skip_blocked + usable, sql.SQL("%(limit)s"))
+        self.read_due = query(_READ_DUE, usable=sql.SQL(""))
+        self.read_some_due = query(_READ_DUE, usable=usable)
+        self.failures = query(_FAILURES)
+        self.several = query(_SEVERAL)
+        self.settle_marker = query(_SETTLE_MARKER, kept=query(_KEPT) if archive else sql.SQL(""))
+        self.held = query(_HELD)
+        self.still_held = query(_STILL_HELD)
+        self.adopted = query(_ADOPTED)
+        self.lane_count = query("SELECT count(*) FROM {lanes}")
+        self._events = names["events"]
+
+    def watch(
+        self, connection: psycopg.Connection[Any], above: Mapping[int, int], seconds: float, step_seconds: float
+    ) -> str:
+        """Return a statement that ends when one of these lanes has an event above its mark, or after ``seconds``."""
+        body = sql.SQL(_WATCH).format(
+            events=self._events,
+            seconds=sql.Literal(seconds),
+            watch=sql.Literal(step_seconds),
+            lanes=sql.Literal(array(list(above))),
+            above=sql.Literal(array(list(above.values()))),
+        )
+        return sql.SQL("DO {}").format(sql.Literal(body.as_string(connection))).as_string(connection)

@@ -1,0 +1,302 @@
+"""What to read of a worker's lanes, and what the answers say about the next read.
+
+Keys that wait
+    A lane with rows in ``failures`` is read by statements of its own, which leave out the events whose key waits (see
+    retries.py). Events that are due again come by themselves, in turns with batches of the others: one at first, and
+    twice as many after each turn in which all of them could be published. A worker without failures pays nothing for
+    this but a look at an empty table each second.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+from outbox.event import DEAD_LETTER
+from relay.polling.low_water_mark import LowWaterMarks
+from relay.polling.queries import DRAW_XID, XMIN, Queries
+from relay.polling.session import Read, Session
+from relay.ports import Claim, Kind
+from relay.settlement import Pending
+from relay.statements import array
+
+_LOOK_SECONDS: Final = 1.0
+_BUSY_SECONDS: Final = 1.0
+_LANE_BYTES: Final = 1 << 20
+# Of many lanes with events of this size, a few are read at a time: to know how much fits, each has to be unpacked.
+_LARGE_BYTES: Final = 64 << 10
+# Up to so many events in hand, a prepared plan is as quick as one of its own; see Read.
+_MANY: Final = 100
+_MOST_DUE: Final = 500
+
+
+class _Failures(NamedTuple):
+    """The failures of a lane: how many, their ids' sum, and the lowest ids."""
+
+    size: int
+    total: str
+    lowest: Sequence[int]
+
+    def freed_by(self, now: _Failures | None) -> int | None:
+        """Return an id behind which rows may go that waited before, if ``now`` is what is left; None if none may."""
+        if now is None:
+            return self.lowest[0]
+        gone = set(self.lowest) - set(now.lowest)
+        if gone:
+            # Or new ones took their places in the list; then this reads too much, once.
+            return min(gone)
+        if self.size == len(self.lowest) or (self.size, self.total) == (now.size, now.total):
+            return None
+        return self.lowest[-1]
+
+
+@dataclass(slots=True)
+class _Lane:
+    """What is known of one lane besides what is to be settled."""
+
+    known: bool = False
+    """Whether the lane's failures have been looked at since it is held, or since one was recorded."""
+    failures: _Failures | None = None
+    """What the lane's failures look like; a change of it is a change of what waits. None: there are none."""
+    due: int = 1
+    due_next: bool = True
+    reading_due: bool = False
+    row_bytes: float = 0.0
+    busy_until: float = 0.0
+
+
+class LaneReader:
+    """The lanes of a worker, as they are read: low-water marks, failures, sizes. A turn has ``turn_bytes`` at most."""
+
+    def __init__(self, session: Session, queries: Queries, turn_bytes: int) -> None:
+        self._session = session
+        self._queries = queries
+        self._turn_bytes = turn_bytes
+        self._marks = LowWaterMarks()
+        self._lanes: dict[int, _Lane] = {}
+        self._looked_at = -_LOOK_SECONDS
+        self._crowded = False
+        self._rotation = 0
+        self._first = 0
+        self.left_out: frozenset[Kind] = frozenset()
+
+    def hold(self, lane: int) -> None:
+        """Begin to read a lane."""
+        self._lanes[lane] = _Lane()
+        self._marks.reset(lane)
+
+    def drop(self, lane: int) -> None:
+        """Forget a lane."""
+        self._lanes.pop(lane, None)
+
+    def leave_out(self, kinds: frozenset[Kind]) -> None:
+        """Do not read events of these kinds from now on."""
+        self.left_out = kinds
+        for lane in self._lanes:
+            # What was left out lies below the mark by now.
+            self._marks.reset(lane)
+
+    def read_all_again(self, lane: int) -> None:
+        """Read the lane from its lowest id, and look for failures first."""
+        self.look_again(lane)
+        self._marks.reset(lane)
+
+    def look_again(self, lane: int) -> None:
+        """Look for failures of the lane before it is read again."""
+        self._lanes[lane].known = False
+
+    def may_become_due(self, lanes: Collection[int]) -> bool:
+        """Return whether events of these lanes wait, of which only a read shows that they may go."""
+        return bool(self.left_out) or any(self.has_failures(lane) for lane in lanes)
+
+    def above(self, lanes: Collection[int]) -> dict[int, int]:
+        """Return the marks of these lanes."""
+        return {lane: self._marks.above(lane) for lane in lanes}
+
+    def is_busy(self, lane: int) -> bool:
+        """Return whether the lane has had events just now."""
+        return time.monotonic() < self._lanes[lane].busy_until
+
+    def note_busy(self, lanes: Collection[int]) -> None:
+        """Record that the lanes may have events."""
+        until = time.monotonic() + _BUSY_SECONDS
+        for lane in lanes:
+            self._lanes[lane].busy_until = until
+
+    # What to read
+
+    def turn_lanes(self, limits: Mapping[int, int]) -> list[int]:
+        """Return the lanes to read now: all, or while events are huge, as many as a turn has room for, in turns."""
+        lanes = sorted(limits)
+        most = max(self._turn_bytes // _LANE_BYTES, 1)
+        if not self._crowded or len(lanes) <= most:
+            return lanes
+        start = self._rotation % len(lanes)
+        self._rotation += most
+        # What is pending goes with its lane's turn.
+        return sorted((lanes + lanes)[start : start + most])
+
+    def reads(self, limits: Mapping[int, int], in_hand: Mapping[int, Sequence[Claim]]) -> list[Read]:
+        """Return the statements that read these lanes; ``in_hand`` is what must not be read again."""
+        lanes = list(limits)
+        marks = self._marks.start(lanes, draw_xid=self._draw_xid, xmin=self._xmin)
+        after = {lane: claims[-1].position for lane, claims in in_hand.items() if claims}
+        pending = array([claim.position for claims in in_hand.values() for claim in claims])
+        many = sum(map(len, in_hand.values())) > _MANY
+        share = max(self._turn_bytes // max(len(lanes) if self._crowded else 4, 1), 1)
+        common: dict[str, Any] = {"pending": pending, "max_bytes": share}
+        if some := bool(self.left_out):
+            common["left_types"] = [kind for kind, _ in self.left_out]
+            common["left_copies"] = [copy for _, copy in self.left_out]
+            common["copy"] = DEAD_LETTER
+        common["turn_bytes"] = self._turn_bytes
+        plain = [lane for lane in lanes if self._lanes[lane].failures is None]
+        # Lanes for which the last turn had no room come first.
+        plain.sort(key=lambda lane: (lane < self._first, lane))
+        reads = []
+        if plain:
+            values = {
+                "lanes": array(plain),
+                "above": array([marks.above[lane] for lane in plain]),
+                "after": array([after.get(lane, marks.above[lane]) for lane in plain]),
+                "limits": array([self._rows(lane, limits[lane], share) for lane in plain]),
+                **common,
+            }
+            query = self._queries.read_some if some else self._queries.read
+            reads.append(Read(query, values, plain, marks, many=many))
+        for lane in lanes:
+            state = self._lanes[lane]
+            if state.failures is None:
+                continue
+            values = {"lane": lane, "copy": DEAD_LETTER, **common}
+            # Of due events it is not worked out how many fit.
+            values["due"] = self._rows(lane, min(state.due, limits[lane]), share // 2)
+            values |= {"above": marks.above[lane], "after": after.get(lane, marks.above[lane])}
+            values["limit"] = self._rows(lane, limits[lane], share)
+            if state.due_next:
+                due = self._queries.read_some_due if some else self._queries.read_due
+                reads.append(Read(due, values, [lane], marks, due=lane, many=many))
+            unblocked = self._queries.read_some_skip_blocked if some else self._queries.read_skip_blocked
+            reads.append(Read(unblocked, values, [lane], marks, many=many))
+        return reads
+
+    def _rows(self, lane: int, limit: int, share: int) -> int:
+        """Return how many rows to ask for: what is read beyond the bytes that fit was read in vain."""
+        size = self._lanes[lane].row_bytes
+        return limit if size < 4096 else max(min(limit, int(2 * share / size)), 1)
+
+    def worth_reading_ahead(self, batches: Mapping[int, Sequence[Claim]], limits: Mapping[int, int]) -> bool:
+        """Return whether there is a backlog, and no lane whose failures the next turn has to know first."""
+        return any(
+            2 * len(batch) > limits[lane] or sum(_size(claim) for claim in batch[:1]) * len(batch) > _LANE_BYTES
+            for lane, batch in batches.items()
+        ) and all(self._lanes[lane].failures is None for lane in limits)
+
+    # What the answers say
+
+    def collect(self, reads: Sequence[Read]) -> list[Claim]:
+        """Return the events of statements whose answers are there; note what they say about the marks."""
+        claims: list[Claim] = []
+        due: set[int] = set()
+        for read in reads:
+            rows = read.rows
+            if read.due is not None:
+                self._lanes[read.due].reading_due = bool(rows)
+                self._lanes[read.due].due_next = not rows
+                if rows:
+                    due.add(read.due)
+                    claims += rows
+                continue
+            full: set[int] = set()
+            if rows and not rows[-1].position:
+                no_room = [row.lane for row in rows if not row.position]
+                full, self._first = set(no_room), no_room[0]
+                rows = rows[: -len(no_room)]
+            for lane in read.lanes:
+                if self._lanes[lane].failures is not None and lane not in due:
+                    self._lanes[lane].due_next = True
+                    self._lanes[lane].reading_due = False
+            rows = [row for row in rows if row.lane not in due] if due else rows
+            lowest: dict[int, int] = {}
+            for row in reversed(rows):
+                lowest[row.lane] = row.position
+            for lane in read.lanes:
+                if lane not in due and lane not in full:
+                    self._marks.seen(read.marks, lane, lowest.get(lane))
+            claims += rows
+        return claims
+
+    def note_sizes(self, batches: Mapping[int, Sequence[Claim]]) -> None:
+        """Record how large the events of a turn are, and which lanes had some."""
+        self.note_busy(batches)
+        total = 0
+        for lane, batch in batches.items():
+            size = sum(_size(claim) for claim in batch)
+            total += size
+            self._lanes[lane].row_bytes = size / len(batch)
+        if total > max(self._turn_bytes // 2, _LARGE_BYTES * sum(map(len, batches.values()))):
+            self._crowded = True
+        elif total < self._turn_bytes // 8:
+            self._crowded = False
+
+    def note_settled(self, lane: int, batch: Pending) -> None:
+        """Record what was settled: the mark may rise to it."""
+        if batch.rows:
+            self._marks.settled(lane, max(claim.position for claim in batch.rows))
+
+    def note_due(self, lane: int, *, refused: bool) -> None:
+        """Record whether due events could be published that a turn has tried: with the next one, try one or more."""
+        state = self._lanes[lane]
+        if state.reading_due:
+            state.due = 1 if refused else min(state.due * 2, _MOST_DUE)
+
+    # Failures
+
+    def has_failures(self, lane: int) -> bool:
+        """Return whether the lane has failures, as far as the last look shows."""
+        return self._lanes[lane].failures is not None
+
+    def looks(self, lanes: Collection[int]) -> Collection[int]:
+        """Return the lanes whose failures have to be looked at with this turn."""
+        if self.must_look():
+            self._looked_at = time.monotonic()
+            return list(self._lanes)
+        return [lane for lane in lanes if self._lanes[lane].failures is not None]
+
+    def must_look(self) -> bool:
+        """Return whether it is time to look at the failures of all lanes."""
+        return time.monotonic() - self._looked_at >= _LOOK_SECONDS
+
+    def look_first(self) -> None:
+        """Look at the failures of lanes of which they are not known: they decide by which statement a lane is read."""
+        unknown = [lane for lane, state in self._lanes.items() if not state.known]
+        if unknown:
+            rows = self._session.connection.execute(self._queries.failures, {"lanes": unknown}).fetchall()
+            self.note_failures(rows, unknown)
+
+    def note_failures(self, rows: Sequence[Any] | None, lanes: Collection[int]) -> None:
+        """Take the answer of a look at the ``failures`` of these lanes."""
+        if rows is None:
+            return
+        found = {row[0]: _Failures(*row[1:-1]) for row in rows}
+        for lane in lanes:
+            state = self._lanes[lane]
+            before, state.failures, state.known = state.failures, found.get(lane), True
+            if before is not None and (freed := before.freed_by(state.failures)) is not None:
+                # What waited may go now, and lies below the mark.
+                self._marks.lower(lane, freed)
+        for row in rows:
+            if row[-1] is not None and row[0] in self._lanes:
+                self._marks.there(row[0], row[-1])
+
+    def _draw_xid(self) -> int:
+        return self._session.number(DRAW_XID)
+
+    def _xmin(self) -> int:
+        return self._session.number(XMIN)
+
+
+def _size(claim: Claim) -> int:
+    return len(claim.value) if claim.value is not None else 0

@@ -1,0 +1,202 @@
+"""The connection of a polling source: one thing is under way on it at a time, in the background perhaps.
+
+That is either the settlement of the turn before (see settlement.py), or the read of the next turn.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, LiteralString
+
+import orjson
+import psycopg
+from psycopg import sql
+from psycopg.types.json import set_json_loads
+
+from outbox.errors import OutboxError
+from relay.database import begin_session, unavailable_on_error
+from relay.lease import Lease
+from relay.polling.low_water_mark import Marks
+from relay.polling.queries import Queries
+from relay.ports import Claim
+from relay.settlement import Pending, Settlement
+from relay.statements import KEEP_TO_THE_INDEX
+
+
+@dataclass(slots=True)
+class Read:
+    """One statement that reads. ``due`` names the lane whose due events it reads.
+
+    ``many`` says that the list of events that are in hand is long. Only a plan that is made for this list looks rows up
+    in it by their hash; one that fits any list compares each row with all of it.
+    """
+
+    query: sql.Composed
+    values: dict[str, Any]
+    lanes: Collection[int]
+    marks: Marks
+    due: int | None = None
+    many: bool = False
+    cursor: psycopg.Cursor[Claim] | None = None
+    rows: Sequence[Claim] = ()
+
+
+@dataclass(slots=True)
+class ReadAhead:
+    """A read that is under way while the turn before, ``in_hand``, is published.
+
+    It is the next turn only if all of that one was published: events that were not come first.
+    """
+
+    reads: Sequence[Read]
+    lanes: Collection[int]
+    in_hand: Mapping[int, Sequence[Claim]]
+    stale: bool = False
+
+
+class Session:
+    """One connection, in autocommit. ``settlement`` is what settles over it, ``ahead`` what is read meanwhile.
+
+    ``connect`` makes a fresh connection. ``pooled``: it is one behind PgBouncer in transaction mode, where no session
+    state is used and no plan is kept.
+    """
+
+    def __init__(
+        self,
+        connect: Callable[[], psycopg.Connection[Any]],
+        schema: str,
+        queries: Queries,
+        *,
+        archive: bool,
+        renew_part: float,
+        on_settled: Callable[[int, Pending], None],
+    ) -> None:
+        self._queries = queries
+        self.connection = connect()
+        """For what is done while nothing is under way; see ``free``."""
+        try:
+            set_json_loads(orjson.loads, self.connection)
+            with unavailable_on_error("beginning a session"):
+                self.pooled = not begin_session(self.connection)
+                if not self.pooled:
+                    self.connection.execute(KEEP_TO_THE_INDEX, {"local": False})
+        except BaseException:
+            self.connection.close()
+            raise
+        self.settlement = Settlement(
+            self.connection,
+            schema,
+            archive=archive,
+            prepared=not self.pooled,
+            renew_part=renew_part,
+            on_settled=on_settled,
+        )
+        self.ahead: ReadAhead | None = None
+        self._failed_behind: dict[int, OutboxError] = {}
+
+    # What is under way
+
+    def end_settling(self, deadline: float | None = None) -> None:
+        """Wait until the turn before is settled, if that is under way. The lanes for which it has failed are kept."""
+        self._failed_behind |= self.settlement.end(deadline)
+
+    def finish_settling(self) -> dict[int, OutboxError]:
+        """Wait for the turn before to be settled, if that is under way; return the lanes for which it has failed."""
+        self.end_settling()
+        failed, self._failed_behind = self._failed_behind, {}
+        return failed
+
+    def failed_of(self, lanes: Collection[int]) -> dict[int, OutboxError]:
+        """Return those of the lanes for which settling in the background has failed; the others are kept."""
+        failed = {lane: error for lane, error in self._failed_behind.items() if lane in lanes}
+        self._failed_behind = {lane: error for lane, error in self._failed_behind.items() if lane not in failed}
+        return failed
+
+    def free(self) -> None:
+        """Free the connection. What was read ahead is let go of, and read again."""
+        self.end_settling()
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None:
+            with unavailable_on_error("reading ahead"):
+                self.settlement.background.wait()
+
+    @contextmanager
+    def transaction(self, lease: Lease, doing: str) -> Iterator[None]:
+        """Open a multi-statement transaction; Postgres ends the session if it idles longer than the lease."""
+        self.free()
+        with unavailable_on_error(doing), self.connection.transaction():
+            self.connection.execute(self._queries.several, {"ttl_ms": str(int(lease.ttl_seconds * 1000))})
+            if self.pooled:
+                self.connection.execute(KEEP_TO_THE_INDEX, {"local": True})
+            yield
+
+    def number(self, query: LiteralString | sql.Composed) -> int:
+        """Return the only value of a statement."""
+        row = self.connection.execute(query).fetchone()
+        assert row is not None
+        return int(row[0])
+
+    def close(self) -> None:
+        """Close the connection, and break off what is under way."""
+        self.ahead = None
+        self.settlement.background.close()
+        self.connection.close()
+
+    # Reading
+
+    def send(self, reads: Sequence[Read], looks: Collection[int]) -> psycopg.Cursor[Any] | None:
+        """Execute statements that read, and one that looks at the failures of lanes; return the cursor of that one."""
+        for read in reads:
+            read.cursor = self.connection.cursor(binary=True, row_factory=_claim_row)
+            # A statement that is not prepared has a plan of its own.
+            read.cursor.execute(read.query, read.values, prepare=not self.pooled and not read.many)
+        if not looks:
+            return None
+        return self.connection.execute(self._queries.failures, {"lanes": list(looks)})
+
+    def read(self, reads: Sequence[Read], looks: Collection[int]) -> list[Any] | None:
+        """Execute these statements in one round trip and receive their rows; return what ``looks`` has found."""
+        with self.connection.pipeline() as pipeline:
+            looking = self.send(reads, looks)
+            pipeline.sync()
+        receive(reads)
+        return looking.fetchall() if looking is not None else None
+
+    def read_pooled(self, reads: Sequence[Read], looks: Collection[int]) -> list[Any] | None:
+        """Do the same behind a pooler."""
+        # A pipeline: few round trips; SET LOCAL's reach ends with the transaction.
+        with self.connection.pipeline(), self.connection.transaction():
+            self.connection.execute(KEEP_TO_THE_INDEX, {"local": True})
+            looking = self.send(reads, looks)
+        receive(reads)
+        return looking.fetchall() if looking is not None else None
+
+    def read_ahead(self, ahead: ReadAhead) -> None:
+        """Begin to read in the background. Nothing else may use the connection meanwhile."""
+        self.ahead = ahead
+        self.settlement.background.start(lambda: self._read_all(ahead.reads))
+
+    def _read_all(self, reads: Sequence[Read]) -> None:
+        lost: psycopg.OperationalError | None = None
+        with self.connection.pipeline():
+            try:
+                self.send(reads, ())
+            except psycopg.OperationalError as error:
+                # A pipeline that is left with an error logs one of its own: a warning at every stop.
+                lost = error
+        if lost is not None:
+            raise lost
+        receive(reads)
+
+
+def receive(reads: Sequence[Read]) -> None:
+    """Receive the rows of statements that were sent."""
+    for read in reads:
+        assert read.cursor is not None
+        read.rows = read.cursor.fetchall()
+
+
+def _claim_row(_cursor: psycopg.Cursor[Any]) -> Callable[[Sequence[Any]], Claim]:
+    return Claim._make

@@ -1,0 +1,127 @@
+"""The database's side of taking lanes over whose events are rows; see kafka/takeover.py."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from psycopg import errors
+
+from outbox.errors import OutboxError
+from relay.database import unavailable_on_error
+from relay.lease import Lease
+from relay.marker import Identity, Marker, StateLost, resume
+from relay.polling.queries import Queries
+from relay.polling.session import Session
+from relay.ports import LaneBusy
+from relay.retries import Failures
+from relay.settlement import NOTHING, SettledLane
+from relay.statements import position
+
+
+class RowTakeover:
+    """Takes over lanes whose events are rows. See ports.TakeoverStore for the contract."""
+
+    def __init__(self, session: Session, queries: Queries, failures: Failures) -> None:
+        self._session = session
+        self._settlement = session.settlement
+        self._connection = session.connection
+        self._queries = queries
+        self._failures = failures
+        self._identity: Identity | None = None
+
+    def lane_count(self) -> int:
+        """Return how many lanes the outbox has."""
+        self._session.free()
+        with unavailable_on_error("counting lanes"):
+            return self._session.number(self._queries.lane_count)
+
+    def identity(self, leases: Sequence[Lease]) -> tuple[Identity | None, dict[int, OutboxError]]:
+        """Return which Postgres this is, and the lanes that have another owner already. None when all of them have."""
+        self._session.free()
+        with unavailable_on_error("looking at the lanes"):
+            rows = self._connection.execute(
+                self._queries.still_held,
+                {"lanes": [lease.lane for lease in leases], "epochs": [lease.epoch for lease in leases]},
+            ).fetchall()
+        self._identity = Identity(*rows[0][1:]) if rows else None
+        held = {row[0] for row in rows}
+        lost: dict[int, OutboxError] = {
+            lease.lane: self._settlement.lost(lease.lane) for lease in leases if lease.lane not in held
+        }
+        return self._identity, lost
+
+    def adopt(self, lease: Lease, marker: Marker | None, own_id: str | None) -> tuple[Marker | None, Identity]:
+        """Settle what the lane's last marker says is on Kafka, if the epoch still holds, before anything is fetched.
+
+        Write ``own_id`` into the lane's row in the same transaction: from its commit on whoever takes the lane over
+        fences it. None for a worker without transactions. Return the marker to go on from (None: there has never been
+        one) and which database this is. Raise LaneLost, or StateLost when marker and table contradict each other.
+        """
+        lane, epoch = lease.lane, lease.epoch
+        held_lane = self._settlement.lanes[lane]
+        if self._is_ours(held_lane, marker, own_id):
+            assert self._identity is not None
+            return marker, self._identity
+        with self._session.transaction(lease, f"taking lane {lane} over"):
+            try:
+                held = self._connection.execute(self._queries.held, {"lane": lane, "epoch": epoch}).fetchone()
+            except errors.LockNotAvailable as error:
+                raise LaneBusy(lane) from error
+            if held is None:
+                held_lane.pending = NOTHING
+                raise self._settlement.lost(lane)
+            last_batch, system_identifier, timeline, insert_lsn = held
+            adopted = resume(lane, last_batch, marker, system_identifier, timeline)
+            if adopted is not None and adopted.stream is not None and adopted.stream.commit_lsn > insert_lsn:
+                raise StateLost(
+                    f"lane {lane}: Kafka holds events from farther on in the WAL than this server has written: it has "
+                    "lost commits (a restore, or a failover to a standby that was behind). See `outbox relay reconcile`"
+                )
+            batch, stream = last_batch, None
+            if adopted is not None and adopted.batch != last_batch:
+                # On another timeline the same place can be another event's. The marker's own are known by their ids.
+                stream = adopted.stream if adopted.timeline == timeline else None
+                batch = adopted.batch
+                self._settle_marker(lane, last_batch, adopted)
+            self._connection.execute(
+                self._queries.adopted, {"lane": lane, "batch": batch, "own_id": own_id, **position(stream)}
+            )
+        lease.former_id, lease.last_batch = own_id, batch
+        held_lane.pending = NOTHING
+        held_lane.expected = batch if own_id is not None else None
+        held_lane.own_id = own_id
+        held_lane.confirmed = True
+        return adopted, Identity(system_identifier, timeline)
+
+    def _is_ours(self, held: SettledLane, marker: Marker | None, own_id: str | None) -> bool:
+        """Return whether there is nothing to take over: the publisher was made again, and all of the lane is settled.
+
+        The row names us and has the marker's batch: the last statement over it has found or written that. That the
+        epoch still holds was read by ``identity`` after the producers had been initialized again: whoever takes the
+        lane later fences them. A turn that fails would otherwise cost a transaction for each lane of the worker.
+        """
+        return (
+            own_id is not None
+            and held.own_id == own_id
+            and held.confirmed
+            and not held.pending
+            and marker is not None
+            and marker.batch == held.expected
+            and self._identity == Identity(marker.system_identifier, marker.timeline)
+            and not self._session.pooled
+        )
+
+    def _settle_marker(self, lane: int, last_batch: int | None, adopted: Marker) -> None:
+        rows = adopted.rows
+        ids = [n for n, _ in rows]
+        gone = self._connection.execute(
+            self._queries.settle_marker, {"lane": lane, "ids": ids, "event_ids": [text for _, text in rows]}
+        ).fetchone()
+        if last_batch is not None and gone is not None and gone[0] != len(ids):
+            # They were durable before they were published, and nobody else settles them.
+            raise StateLost(
+                f"lane {lane}: Kafka holds batch {adopted.batch} with {len(ids)} events, of which Postgres has "
+                f"only {gone[0]}: it has lost commits (a restore, or a failover to a standby that was behind), "
+                "or somebody deleted events. See `outbox relay reconcile`"
+            )
+        self._failures.forget(self._connection, lane, ids)
