@@ -41,24 +41,18 @@ from typing import Any, Final
 
 import psycopg
 import structlog
-from uuid_utils.compat import uuid7
 
-from outbox import _message
-from outbox.errors import ConfigurationError, MessageError, SchemaError
+from outbox.errors import ConfigurationError
 from relay.failpoints import failpoint
 from relay.lease import Lease
 from relay.ports import Claim, Unavailable
-from relay.position import At
 from relay.settlement import lanes_text
-from relay.wal.lane_hash import lane_of
-from relay.wal.pgoutput import Begin, Commit, Insert, Message, Relation, Value, decode, insert_head, two_numbers
-from relay.wal.replication import Replication, SlotInUse, lsn_text
-from relay.wal.slot import NO_TRANSACTION, REPAIR, Slot, SlotNames, SlotState, Snapshot, heartbeat_prefix
+from relay.wal.channel import Channel, Position
+from relay.wal.events import EventReader
+from relay.wal.replication import Replication, SlotInUse
+from relay.wal.slot import Slot, SlotNames, SlotState
 
 log = structlog.get_logger("relay")
-
-UNREADABLE: Final = "unreadable-message"
-"""The aggregate type of what some other program wrote under our prefix. It becomes a dead letter."""
 
 _READ: Final = 1000
 _STATUS_SECONDS: Final = 1.0
@@ -68,13 +62,7 @@ _CLOSE_SECONDS: Final = 10.0
 _OVERHEAD_BYTES: Final = 500
 _SAY_SECONDS: Final = 60.0
 _ENDS: Final = 1000
-# Begins no message.
-_NEVER: Final = b"\0"
-# What a dead letter keeps of something unreadable, which may be of any size: a row takes a million bytes.
-_UNREADABLE_BYTES: Final = 990_000
-
 Connect = Callable[[], psycopg.Connection[Any]]
-Position = tuple[int, int]
 Vouched = tuple[int, int]
 """What a marker vouches for: a timeline, and the position on it up to which its lane is published."""
 
@@ -90,123 +78,6 @@ class StreamLimits:
     """Whether messages in the WAL are events. Any role of the database can write one."""
     refuses_messages: bool = False
     """Whether that they are not is meant: they become dead letters, also where some were published before."""
-
-
-class Channel:
-    """One lane's part of a session: what was read for it and is not settled yet, in commit order.
-
-    ``resume`` is the last position (commit_lsn, number) that is done with already, and ``repeated`` are the ids of
-    events without a row behind it that are. The session's thread puts, the lane's thread does the rest.
-    """
-
-    def __init__(self, session: _Session, resume: Position, repeated: Collection[str]) -> None:
-        self._session = session
-        self._lock = threading.Lock()
-        self._waiting: deque[Claim] = deque()
-        self._taken: deque[Claim] = deque()
-        self._settled: set[At | None] = set()
-        self._resume = resume
-        self._repeated = frozenset(repeated)
-        self.put_count = 0
-        self.done_count = 0
-
-    @property
-    def running(self) -> bool:
-        """Return whether the stream is being read: who read it before does so no more."""
-        return self._session.running.is_set()
-
-    @property
-    def read_lsn(self) -> int:
-        """Up to where the stream was read and shared out."""
-        return self._session.read_lsn
-
-    def settled_up_to(self, lsn: int) -> bool:
-        """Return whether all lanes have settled all that stands before ``lsn``, and have it found out if unknown."""
-        return self._session.told_up_to(lsn)
-
-    def ended(self, timeline: int) -> int | None:
-        """Where another timeline ended in the history of this server; None when it is none of that, or goes on."""
-        return self._session.ends.get(timeline)
-
-    def check(self) -> None:
-        """Raise what ended the session, if it has ended."""
-        if self._session.error is not None:
-            raise self._session.error
-
-    def wants(self, claim: Claim) -> bool:
-        """Return whether the event is new to this lane."""
-        assert claim.at is not None
-        # A row may bear the id of an event that was published before: a replay does.
-        return claim.at[:2] > self._resume and (claim.has_row or claim.event_id not in self._repeated)
-
-    def put(self, claims: Sequence[Claim]) -> None:
-        """Add events, in order."""
-        with self._lock:
-            self._waiting.extend(claims)
-            self.put_count += len(claims)
-
-    @property
-    def waiting(self) -> bool:
-        """Return whether there is something to take."""
-        return bool(self._waiting)
-
-    def take(self, limit: int) -> list[Claim]:
-        """Return the next events in order, up to ``limit``. Raises what ended the session."""
-        with self._lock:
-            self.check()
-            claims = [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
-            self._taken.extend(claims)
-            if self._settled:
-                claims = [claim for claim in claims if claim.at not in self._settled]
-                popped = self._pop_settled()
-            else:
-                popped = []
-        self._session.freed(popped)
-        return claims
-
-    def put_back(self, claims: Sequence[Claim]) -> None:
-        """Put back the last events that were taken: they come again."""
-        with self._lock:
-            while claims:
-                claim = self._taken.pop()
-                self._waiting.appendleft(claim)
-                if claim.at == claims[0].at:
-                    return
-
-    def rewind(self, resume: Position, repeated: Collection[str]) -> None:
-        """Begin again with the first event that is not done with."""
-        with self._lock:
-            self._resume = max(self._resume, resume)
-            self._repeated |= frozenset(repeated)
-            self._taken.extend(self._waiting)
-            self._settled.update(claim.at for claim in self._taken if not self.wants(claim))
-            popped = self._pop_settled()
-            self._waiting, self._taken = self._taken, deque()
-        self._session.freed(popped)
-
-    def done(self, claims: Sequence[Claim]) -> None:
-        """Record that these are settled, durably."""
-        if not claims:
-            return
-        with self._lock:
-            taken, count, first, last = self._taken, len(claims), claims[0], claims[-1]
-            if not self._settled and len(taken) >= count and (taken[0].at, taken[count - 1].at) == (first.at, last.at):
-                popped = [taken.popleft() for _ in range(count)]
-                self.done_count += count
-            else:
-                self._settled.update(claim.at for claim in claims)
-                popped = self._pop_settled()
-        self._session.freed(popped)
-
-    def _pop_settled(self) -> list[Claim]:
-        taken, settled = self._taken, self._settled
-        popped = []
-        while taken and taken[0].at in settled:
-            claim = taken.popleft()
-            settled.discard(claim.at)
-            popped.append(claim)
-        self.done_count += len(popped)
-        return popped
 
 
 class Stream:
@@ -314,25 +185,8 @@ class _Session:
         self.running = threading.Event()
         self.error: Exception | None = None
 
-        self._prefix = _message.message_prefix(names.schema)
-        self._heartbeat_prefix = heartbeat_prefix(names.schema)
-        # The transaction that is being read, and how many of its events have been.
-        self._transaction: Begin | None = None
-        self._number = 0
-        self._columns: _Columns | None = None
-        self._lacking: SchemaError | None = None
-        self._head = _NEVER
-        self._events_oid: int | None = None
-        self._opened_xid = 0
-        self._other_oids: set[int] = set()
-        self._check: Callable[[], None] = lambda: None
-        self._snapshot: Callable[[], Snapshot]
-        self._described: Snapshot
-        self._message_count = 0
-        self._messages_seen = False
-        self._read_for: dict[int, list[Claim]] = {}
+        self._events = EventReader(names.schema, self._channels, len(leases), takes_messages=limits.messages)
         # Ends of transactions, each with how many events every channel had been given by then.
-        self._end: tuple[int, dt.datetime | None] | None = None
         self._ends: deque[tuple[int, dt.datetime | None, tuple[int, ...]]] = deque()
         self._told = 0
         self._asked = 0
@@ -385,7 +239,7 @@ class _Session:
         """Record that these are held no more."""
         if claims:
             with self._room:
-                self._held_bytes -= self._size(claims)
+                self._held_bytes -= self._events.size(claims, _OVERHEAD_BYTES)
                 self._held_events -= len(claims)
                 self._room.notify_all()
 
@@ -438,8 +292,7 @@ class _Session:
 
     def _start(self, slot: Slot, replication: Replication) -> None:
         """See that the stream is whole, and begin; end whoever reads the slot still. Our lanes were its lanes."""
-        self._check, self._snapshot = lambda: slot.check(slot.look()), slot.snapshot
-        self._check()
+        slot.check(slot.look())
         # Its samples are not text in every encoding; by now it is UTF8.
         slot.check_hash()
         self._check_messages(slot.look())
@@ -456,8 +309,7 @@ class _Session:
             if self._asks_history:
                 self.ends = {switch.timeline: switch.lsn for switch in replication.switches(state.timeline_now)}
             self._told = state.flushed_lsn or 0
-            self._events_oid = state.events_oid
-            self._opened_xid = state.opened_xid or 0
+            self._events.begin(state.events_oid, state.opened_xid or 0, lambda: slot.check(slot.look()), slot.snapshot)
             if state.active_pid is None:
                 try:
                     replication.start(self._names.slot, self._names.publication)
@@ -537,128 +389,30 @@ class _Session:
     def _read(self, replication: Replication) -> bool:
         """Read what has arrived and hand it on; say whether there was anything."""
         messages = replication.read(_READ)
-        for data in messages:
-            # In one loop: nearly all of a stream's work is here.
-            named = two_numbers(data, self._head)
-            if named is None:
-                self._take(data)
-            else:
-                self._add(_named(named[0], self._next()), named[1])
+        self._events.read(messages)
         self._hand_on()
         self.read_lsn = replication.position
         return bool(messages)
 
-    def _take(self, data: bytes) -> None:
-        match decode(data):
-            case Insert(relation, new):
-                self._insert(relation, new)
-            case Begin() as begin:
-                self._transaction, self._number = begin, 0
-            case Commit(end_lsn=end, committed_at=at):
-                self._transaction, self._end = None, (end, at)
-            case Message() as message:
-                self._message(message)
-            case Relation() as relation_:
-                self._relation(relation_)
-            case _:
-                # Types and origins say nothing about events, and the publication has inserts only.
-                pass
-
-    def _relation(self, relation: Relation) -> None:
-        if relation.oid != self._events_oid:
-            # Somebody has added a table to the publication. Names say nothing: these are of the time of writing.
-            self._other_oids.add(relation.oid)
-            return
-        # The server describes the table again when the publication was changed: what was written meanwhile may be
-        # missing, and what comes now must not pass it by.
-        self._check()
-        self._columns, self._lacking, self._head = None, None, _NEVER
-        try:
-            self._columns = _Columns(relation)
-        except SchemaError as error:
-            self._lacking, self._described = error, self._snapshot()
-        else:
-            self._head = insert_head(relation.oid, 2) if self._columns.two_numbers else _NEVER
-
-    def _insert(self, relation: int, new: Sequence[Value]) -> None:
-        if relation in self._other_oids:
-            return
-        if self._lacking is not None and self._transaction is not None:
-            # Written before the slot was set up or the publication repaired: no lane streams before it has read all
-            # such rows from the table.
-            if self._described.full(self._transaction.xid) < self._opened_xid:
-                return
-            raise self._lacking
-        if relation != self._events_oid or self._columns is None:
-            raise SchemaError("the stream has a row of a table that it did not describe")
-        claim, lane = self._columns.claim(new, self._next(), len(self._leases))
-        self._add(claim, lane)
-
-    def _message(self, message: Message) -> None:
-        if not message.transactional and message.prefix in {self._heartbeat_prefix, self._prefix}:
-            # What comes next begins here.
-            self._end = message.lsn, None
-        if message.prefix != self._prefix:
-            return
-        if message.transactional:
-            at = self._next()
-            assert self._transaction is not None
-            committed = self._transaction.committed_at.isoformat(timespec="microseconds").replace("+00:00", "Z")
-        else:
-            # The last byte of its record: the next one may be a transaction's commit.
-            at, committed = At(message.lsn - 1, 1, NO_TRANSACTION), ""
-        self._message_count += 1
-        number = -self._message_count
-        try:
-            if not self._limits.messages:
-                raise MessageError("is an event's message, and this relay takes none: see OUTBOX_WAL__MESSAGES")
-            if not message.transactional:
-                raise MessageError("was written with transactional = false: its transaction may have been rolled back")
-            event = _message.decode(message.content)
-        except MessageError as error:
-            place, kept = f"{lsn_text(at.commit_lsn)}/{at.number}", message.content[:_UNREADABLE_BYTES]
-            claim = Claim(number, str(uuid7()), UNREADABLE, place, str(error)[:200], committed, kept, None, at)
-        else:
-            self._messages_seen = True
-            claim = Claim(number, *event[:4], committed, event.payload, event.headers, at)
-        self._add(claim, lane_of(claim.aggregate_type, claim.aggregate_id, len(self._leases)))
-
-    def _next(self) -> At:
-        if self._transaction is None:
-            raise SchemaError("the stream has an event outside of any transaction")
-        self._number += 1
-        return At(self._transaction.final_lsn, self._number, self._transaction.xid)
-
-    def _add(self, claim: Claim, lane: int) -> None:
-        if self._channels[lane].wants(claim):
-            self._read_for.setdefault(lane, []).append(claim)
-
     def _hand_on(self) -> None:
-        for lane, claims in self._read_for.items():
+        new, self._events.new = self._events.new, {}
+        for lane, claims in new.items():
             with self._room:
                 self._held_events += len(claims)
-                self._held_bytes += self._size(claims)
+                self._held_bytes += self._events.size(claims, _OVERHEAD_BYTES)
             self._channels[lane].put(claims)
-        if self._read_for:
+        if new:
             with self._arrived:
                 self._arrived.notify_all()
-        self._read_for = {}
-        if self._end is not None:
+        end, self._events.end = self._events.end, None
+        if end is not None:
             # The last of the ends that were read at once will do. Events of the transaction behind it are counted
             # with it, so it may be told a little later than it could.
             counts = tuple(channel.put_count for channel in self._channels.values())
             if len(self._ends) >= _ENDS:
                 # One lane is behind and the others are not. To tell later ends alone loses nothing.
                 self._ends.pop()
-            self._ends.append((*self._end, counts))
-            self._end = None
-
-    def _size(self, claims: Sequence[Claim]) -> int:
-        # A row's content is not here; what has no row is whole.
-        size = len(claims) * _OVERHEAD_BYTES
-        if self._message_count:
-            size += sum(len(claim.value) for claim in claims if claim.value is not None)
-        return size
+            self._ends.append((*end, counts))
 
     # Feedback
 
@@ -669,9 +423,9 @@ class _Session:
         while self._ends and all(map(int.__ge__, done, self._ends[0][2])):
             flushed, at, _ = self._ends.popleft()
         if flushed > self._told:
-            slot.note(flushed, at, messages=self._messages_seen)
+            slot.note(flushed, at, messages=self._events.messages_seen)
             failpoint("stream.noted")
-            self._messages_seen = False
+            self._events.messages_seen = False
             self._told = flushed
             self._moved_at = time.monotonic()
         else:
@@ -686,35 +440,3 @@ class _Session:
         elif self._told < self._asked <= self.read_lsn and not self._ends:
             # A lane waits to know, and nothing else would move the position.
             slot.heartbeat(0)
-
-
-class _Columns:
-    """Where the columns of ``events`` are in a row of the stream. Raises SchemaError when one is not."""
-
-    def __init__(self, relation: Relation) -> None:
-        places = {column.name: number for number, column in enumerate(relation.columns)}
-        # Generated columns are sent from Postgres 18 on.
-        needed = ("id", "lane") if "lane" in places else ("id", "aggregate_type", "aggregate_id")
-        for name in needed:
-            if name not in places:
-                raise SchemaError(
-                    f"{relation.schema}.{relation.name} has no column {name!r} in the stream: the table was altered; "
-                    f"see `outbox db check`; when it is as it was, {REPAIR}"
-                )
-        self._id, *self._key = (places[name] for name in needed)
-        self.two_numbers = [column.name for column in relation.columns] == ["id", "lane"]
-        """Whether a row is its id and its lane, and nothing else."""
-
-    def claim(self, row: Sequence[Value], at: At, lanes: int) -> tuple[Claim, int]:
-        """Return an event that has its row's id and its place alone, and its lane: the row has the rest."""
-        values: Sequence[Any] = row
-        if len(self._key) == 1:
-            lane = int(values[self._key[0]])
-        else:
-            kind, key = self._key
-            lane = lane_of(values[kind].decode(), values[key].decode(), lanes)
-        return _named(int(values[self._id]), at), lane
-
-
-def _named(id_: int, at: At) -> Claim:
-    return Claim(id_, "", "", "", "", "", None, None, at)

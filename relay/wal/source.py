@@ -47,7 +47,9 @@ from relay.position import up_to
 from relay.retries import Failures
 from relay.settlement import Pending, Settlement, lanes_text
 from relay.statements import array, names_of, position
-from relay.wal.session import UNREADABLE, Channel, Stream
+from relay.wal.channel import Channel
+from relay.wal.events import UNREADABLE
+from relay.wal.session import Stream
 from relay.wal.slot import Snapshot, current_snapshot
 
 log = structlog.get_logger("relay")

@@ -15,7 +15,8 @@ from relay.lease import Lease
 from relay.ports import Claim, Unavailable
 from relay.position import At
 from relay.wal import session as stream
-from relay.wal.session import Channel, StreamLimits, _Session
+from relay.wal.channel import Channel
+from relay.wal.session import StreamLimits, _Session
 from relay.wal.slot import SlotNames
 
 
@@ -185,7 +186,7 @@ def session_of(lanes: int) -> Any:
 
 
 def hand_on(session: Any, lane: int, claims: list[Claim]) -> None:
-    session._read_for = {lane: claims}
+    session._events.new = {lane: claims}
     session._hand_on()
 
 
