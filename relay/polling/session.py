@@ -5,6 +5,7 @@ That is either the settlement of the turn before (see settlement.py), or the rea
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -131,6 +132,22 @@ class Session:
             if self.pooled:
                 self.connection.execute(KEEP_TO_THE_INDEX, {"local": True})
             yield
+
+    def settle_with(self, lane: int, doing: str, more: Callable[[], None]) -> OutboxError | None:
+        """Settle what is pending of a lane, and do more in the same transaction; return the reason if it is not held.
+
+        Then nothing was done.
+        """
+        settlement = self.settlement
+        asked_at = time.monotonic()
+        with self.transaction(settlement.lanes[lane].lease, doing):
+            cursor = self.connection.cursor()
+            settlement.send(cursor, [lane], in_transaction=True)
+            if cursor.rowcount:
+                more()
+        # Not before the commit: what is rolled back prolongs no lease.
+        with unavailable_on_error(doing):
+            return settlement.answered(cursor, [lane], asked_at).get(lane)
 
     def number(self, query: LiteralString | sql.Composed) -> int:
         """Return the only value of a statement."""

@@ -31,7 +31,6 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any, Final, assert_never
 
 import psycopg
@@ -237,9 +236,9 @@ class PollingSource:
         """Wait for the turn before to be settled, if that is under way; return the lanes for which it has failed."""
         return self._session.finish_settling()
 
-    def transaction(self, lease: Lease, doing: str) -> AbstractContextManager[None]:
-        """Open a multi-statement transaction; Postgres ends the session if it idles longer than the lease."""
-        return self._session.transaction(lease, doing)
+    def settle_with(self, lane: int, doing: str, more: Callable[[], None]) -> OutboxError | None:
+        """Settle what is pending of a lane, and do more in the same transaction; return what is wrong with the lane."""
+        return self._session.settle_with(lane, doing, more)
 
     def read_all_again(self, lane: int) -> None:
         """Read the lane from its lowest id, and look for failures first."""
@@ -421,19 +420,14 @@ class PollingSource:
 
     def _settle_with(self, lane: int, refused: Sequence[tuple[Claim, str]]) -> OutboxError | None:
         """Settle what is pending of a lane, and record what was refused in the same transaction."""
-        settlement, lease = self.settlement, self.settlement.lanes[lane].lease
-        asked_at = time.monotonic()
         dead: list[Claim] = []
-        with self.transaction(lease, f"settling lane {lane}"):
-            cursor = self._connection.cursor()
-            settlement.send(cursor, [lane], in_transaction=True)
-            if cursor.rowcount:
-                dead = self._failures.record(self._connection, lane, refused)
-        # Not before the commit: what is rolled back prolongs no lease.
-        with unavailable_on_error(f"settling lane {lane}"):
-            failed = settlement.answered(cursor, [lane], asked_at)
-        if failed:
-            return failed[lane]
+        error = self.settle_with(
+            lane,
+            f"settling lane {lane}",
+            lambda: dead.extend(self._failures.record(self._connection, lane, refused)),
+        )
+        if error is not None:
+            return error
         self._reader.look_again(lane)
         for claim in dead:
             self._on_dead(lane, claim)

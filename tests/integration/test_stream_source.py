@@ -51,6 +51,7 @@ from relay.ports import (
 )
 from relay.position import At
 from relay.retries import FailurePolicy, Failures
+from relay.wal.lane import CatchingUp
 from relay.wal.lane_hash import lane_of
 from relay.wal.replication import Replication
 from relay.wal.session import Stream, StreamLimits
@@ -1015,12 +1016,12 @@ def test_a_session_that_ends_while_a_lane_catches_up_begins_anew_at_once(outboxe
     box.streams()
     lane = box.source._lanes[0]
     # As if the table were long.
-    box.source._write_streaming(lane, streaming=False)
+    box.source._states.leave_stream(lane)
     box.add(*(f"{slow}{number}" for number in range(20, 60)))
     box.loop._limit = 3
-    lane.horizon = box.source._ask(lane, box.source._highest_id)[0]
+    lane.state = CatchingUp(box.source._states.ask(lane, box.source._queries.highest_id)[0])
     box.turn(0)
-    assert lane.horizon is not None
+    assert isinstance(lane.state, CatchingUp)
     box.admin.execute(
         "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name = %s", (box.names.slot,)
     )
@@ -1093,7 +1094,7 @@ def test_a_lane_that_is_lost_is_the_only_one_to_stop(outboxed):
         box.relay()
         box.streams()
         if state == "table":
-            box.source._write_streaming(box.source._lanes[0], streaming=False)
+            box.source._states.leave_stream(box.source._lanes[0])
         elif state == "leaving":
             box.admin.execute("UPDATE outbox.lanes SET epoch = epoch + 1, protocol_epoch = epoch + 1 WHERE lane = 0")
             box.source._lanes[0].swept_at = 0.0
@@ -1207,7 +1208,7 @@ def test_a_locked_lane_loses_no_event_that_was_announced(outboxed, once):
     box.streams()
     box.add(f"{slow}1")
     box.until(lambda: box.kafka.names(slow), "the first")
-    assert box.source._settlement.unsettled == [0]
+    assert box.source._table.settlement.unsettled == [0]
     with psycopg.connect(box.url) as other:
         other.execute("SELECT FROM outbox.lanes WHERE lane = 0 FOR UPDATE")
         box.add(f"{slow}2", f"{quick}1")

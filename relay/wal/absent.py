@@ -1,0 +1,91 @@
+"""Lanes that are ours and can't be taken over, for long: the others must not wait for them."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+
+import structlog
+
+from relay.database import unavailable_on_error
+from relay.polling.source import PollingSource
+from relay.ports import Claim
+from relay.wal.channel import Channel
+from relay.wal.from_table import DROPPED_AT_ONCE
+from relay.wal.lane import InTable, StreamLane
+from relay.wal.queries import StreamQueries
+from relay.wal.session import Stream
+from relay.wal.slot import Snapshot, current_snapshot
+
+log = structlog.get_logger("relay")
+
+
+class AbsentLanes:
+    """Keeps lanes that are ours and can't be taken over (their state is lost, say) from holding up the others.
+
+    There is one stream: what is not done with in one channel is held, keeps the slot where it is, and at last
+    fills the stream. So such a lane is put into the state ``table``, durably, and what the stream gives of its
+    rows is let go of, as in that state: they are in the table, and leave it only when they are settled. That holds
+    before the lane is taken over too: what its former holder has published is settled by the marker then, by its
+    ids, and everything else is read from the table.
+
+    An event without a row is not let go of. It is in the WAL alone, and a transaction that is not decided yet may
+    have published it: to write it into the table could double it. So the slot stays in front of the first one of
+    such a lane, and the others go on until the stream holds as much as it may.
+    """
+
+    def __init__(
+        self, lanes: Mapping[int, StreamLane], table: PollingSource, queries: StreamQueries, stream: Stream
+    ) -> None:
+        self._lanes = lanes
+        self._table = table
+        self._connection = table.connection
+        self._settlement = table.settlement
+        self._queries = queries
+        self._stream = stream
+        self.numbers: Collection[int] = ()
+        """The lanes that the others are not to wait for."""
+
+    def see_to(self, present: Collection[int]) -> None:
+        """Leave them to the table, as far as that loses nothing. ``present`` are lanes that were read just now."""
+        for number in present:
+            self._lanes[number].absent = False
+        absent = [number for number in self.numbers if number in self._lanes and number not in present]
+        if not absent:
+            return
+        self._stream.begin_without(absent)
+        for number in absent:
+            channel = self._stream.channel(number)
+            # What is published must be settled before the lane changes its state; the loop sees to that first.
+            if channel is not None and not self._settlement.lanes[number].pending and self._leave(number, channel):
+                self._let_go_of_rows(channel)
+
+    def _leave(self, number: int, channel: Channel) -> bool:
+        """Put an absent lane into the state ``table``; return whether it is, now or since before."""
+        lane = self._lanes[number]
+        if lane.absent:
+            return True
+        with unavailable_on_error(f"noting the state of lane {number}"):
+            row = self._connection.execute(self._queries.leave_unlocked, lane.key).fetchone()
+        # None: locked, or another relay's. The stream holds what it gives for the lane, and this is tried again.
+        if row is not None:
+            lane.absent, lane.state, lane.batch = True, InTable(), ()
+            channel.rewind((-1, -1), ())
+            self._table.read_all_again(number)
+            log.warning("the lane can't be read; its rows wait in the table, the others go on", lane=number)
+        return row is not None
+
+    def _let_go_of_rows(self, channel: Channel) -> None:
+        """Let go of rows that are visible, up to the first event without a row."""
+        while claims := channel.take(DROPPED_AT_ONCE):
+            snapshot = current_snapshot(self._connection)
+            kept = [n for n, claim in enumerate(claims) if not claim.has_row or not _is_visible(snapshot, claim)]
+            count = kept[0] if kept else len(claims)
+            channel.put_back(claims[count:])
+            channel.done(claims[:count])
+            if kept:
+                break
+
+
+def _is_visible(snapshot: Snapshot, claim: Claim) -> bool:
+    assert claim.at is not None
+    return snapshot.sees(claim.at.xid)

@@ -1,0 +1,218 @@
+"""Reading the lanes that stream: what is in the events that the stream has announced is read from their rows."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from typing import Any, Final
+
+from psycopg.rows import tuple_row
+
+from outbox.errors import OutboxError
+from relay.database import unavailable_on_error
+from relay.failpoints import failpoint
+from relay.polling.source import PollingSource
+from relay.ports import Claim
+from relay.settlement import lanes_text
+from relay.statements import array
+from relay.wal.channel import Channel
+from relay.wal.events import UNREADABLE
+from relay.wal.lane import LaneStates, Pauses, StreamLane, each
+from relay.wal.queries import StreamQueries
+from relay.wal.settling import StreamSettling
+from relay.wal.slot import Snapshot
+
+_MOST_ROWS: Final = 50_000
+
+
+class StreamReader:
+    """Reads turns from the stream. ``settling`` takes what can't be read."""
+
+    def __init__(
+        self,
+        lanes: Mapping[int, StreamLane],
+        table: PollingSource,
+        queries: StreamQueries,
+        states: LaneStates,
+        settling: StreamSettling,
+        pauses: Pauses,
+    ) -> None:
+        self._lanes = lanes
+        self._queries = queries
+        self._states = states
+        self._settling = settling
+        self._pauses = pauses
+        self._connection = table.connection
+        self._settlement = table.settlement
+        self._turn_bytes = table.turn_bytes
+        # Cursors return rows and no claims here: the place in the stream is still to be added.
+        self._rows = self._connection.cursor(binary=True, row_factory=tuple_row)
+        self._first = 0
+
+    def read(self, limits: Mapping[int, int], failed: dict[int, OutboxError]) -> dict[int, Sequence[Claim]]:
+        """Settle what is pending, and return the next events of these lanes; ``failed`` gets those that are lost."""
+        announced = self._announced(limits)
+        batches: dict[int, Sequence[Claim]] = {}
+        with unavailable_on_error(f"reading {lanes_text(limits)}"):
+            rows, cuts, lost = self._read(announced)
+            failed |= lost
+
+            def fill(lane: StreamLane, _channel: Channel) -> None:
+                number = lane.lease.lane
+                lane.batch = self._filled(lane, announced[number], rows.get(number, {}), cuts.get(number))
+                self._note_size(lane, len(announced[number]))
+                if lane.batch:
+                    batches[number] = lane.batch
+
+            each(self._lanes, [number for number in announced if number not in lost], failed, fill)
+            for number in lost.keys() & announced.keys():
+                # The lane's row is locked, say. What was announced comes again.
+                self._put_back(self._lanes[number], announced[number])
+        if batches:
+            failpoint("batch.fetched")
+        return batches
+
+    def _announced(self, limits: Mapping[int, int]) -> dict[int, Sequence[Claim]]:
+        """Take the next events of each lane; of as many lanes as a turn has room for, by the size of their last ones.
+
+        Each lane gives one event at least, however large. So with large ones the lanes take turns.
+        """
+        announced: dict[int, Sequence[Claim]] = {}
+        expected = 0.0
+        after, self._first = self._first, 0
+        for number in sorted(limits, key=lambda number: (number < after, number)):
+            lane = self._lanes[number]
+            assert lane.channel is not None
+            if expected >= self._turn_bytes:
+                self._first = number
+                break
+            if taken := lane.channel.take(min(limits[number], lane.rows)):
+                announced[number] = taken
+                expected += lane.row_bytes
+        share = self._turn_bytes // max(len(announced), 1)
+        for number, claims in announced.items():
+            # Rows are cut where they are read; what has none is here already.
+            before = 0
+            for n, claim in enumerate(claims):
+                if before > share:
+                    channel = self._lanes[number].channel
+                    assert channel is not None
+                    channel.put_back(claims[n:])
+                    announced[number] = claims[:n]
+                    break
+                before += len(claim.value) if claim.value is not None else 0
+        return announced
+
+    def _read(
+        self, announced: Mapping[int, Sequence[Claim]]
+    ) -> tuple[dict[int, dict[int, Sequence[Any]]], dict[int, int], dict[int, OutboxError]]:
+        """Settle what is pending, and return those of the rows that are there, by lane and id.
+
+        Where there is nothing to settle, this reads only: what comes from the WAL is durable, and a commit could wait
+        for a standby.
+        """
+        settled = sorted({*self._settlement.unsettled, *filter(self._settlement.prolongs, announced)})
+        checked = [lane for lane in announced if lane not in set(settled)]
+        named = [(lane, claim.position, n) for lane, claims in announced.items() for n, claim in enumerate(claims)]
+        named = [each for each in named if each[1] > 0]
+        asked_at = time.monotonic()
+        going = {lane: {c.position for c in self._settlement.lanes[lane].pending.rows} for lane in announced}
+        settling, checking = self._connection.cursor(), self._connection.cursor()
+        with self._connection.pipeline() as pipeline:
+            if named:
+                values = {
+                    "lanes": array([each[0] for each in named]),
+                    "ids": array([each[1] for each in named]),
+                    "numbers": array([each[2] for each in named]),
+                    "max_bytes": max(self._turn_bytes // max(len(announced), 1), 1),
+                }
+                self._rows.execute(self._queries.by_ids, values)
+                pipeline.sync()
+            if checked:
+                checking.execute(*self._settlement.still_held(checked))
+                pipeline.sync()
+            if settled:
+                failpoint("batch.settling")
+                self._settlement.send(settling, settled)
+                pipeline.sync()
+        found = self._rows.fetchall() if named else []
+        failed: dict[int, OutboxError] = {}
+        if checked:
+            failed |= self._settlement.lost_of(checked, checking.fetchall())
+        if settled:
+            failed |= self._settlement.answered(settling, settled, asked_at)
+            failpoint("batch.settled")
+        rows: dict[int, dict[int, Sequence[Any]]] = {}
+        cuts: dict[int, int] = {}
+        for row in found:
+            lane = row[8]
+            # What goes with this turn was still there when it was read.
+            if row[0] not in going[lane]:
+                rows.setdefault(lane, {})[row[0]] = row
+            if row[9] is not None:
+                cuts[lane] = row[9]
+        return rows, cuts, failed
+
+    def _filled(  # noqa: C901  one event after the other, and all that each can be
+        self, lane: StreamLane, announced: Sequence[Claim], rows: dict[int, Sequence[Any]], cut: int | None
+    ) -> Sequence[Claim]:
+        """Return what can be published, up to the first that is not visible yet. Those that are gone are done with."""
+        channel, number_of_lane = lane.channel, lane.lease.lane
+        assert channel is not None
+        if cut is not None:
+            # The others did not fit.
+            channel.put_back(announced[cut:])
+            announced = announced[:cut]
+        if len(rows) == len(announced):
+            # All are there, and none is announced twice.
+            return [Claim._make((*rows[claim.position][:8], claim.at, number_of_lane)) for claim in announced]
+        kept: list[Claim] = []
+        gone: list[Claim] = []
+        again: tuple[AbstractSet[int], Snapshot] | None = None
+        for number, claim in enumerate(announced):
+            row = rows.pop(claim.position, None)
+            if row is not None:
+                kept.append(Claim._make((*row[:8], claim.at, number_of_lane)))
+                continue
+            if again is None:
+                again = self._look_again(lane, announced[number:])
+            assert claim.at is not None
+            if claim.position in again[0] or not again[1].sees(claim.at.xid):
+                channel.put_back(announced[number:])
+                if not kept:
+                    self._pauses.wait_for_visibility()
+                break
+            if claim.has_row:
+                gone.append(claim)
+            elif claim.aggregate_type != UNREADABLE:
+                kept.append(claim._replace(lane=number_of_lane))
+            elif not kept:
+                self._settling.bury(lane, channel, claim)
+            else:
+                channel.put_back(announced[number:])
+                break
+        channel.done(gone)
+        return kept
+
+    def _put_back(self, lane: StreamLane, claims: Sequence[Claim]) -> None:
+        assert lane.channel is not None
+        lane.channel.put_back(claims)
+
+    def _note_size(self, lane: StreamLane, asked: int) -> None:
+        """Ask for as many rows next time as fit into the bytes by the size of these."""
+        if not lane.batch:
+            return
+        total = sum(len(claim.value) if claim.value is not None else 0 for claim in lane.batch)
+        lane.row_bytes = total / len(lane.batch)
+        fitting = int(self._turn_bytes / 4 / max(lane.row_bytes, 1.0))
+        if asked >= lane.rows or fitting < lane.rows:
+            lane.rows = max(min(lane.rows * 4, fitting, _MOST_ROWS), 1)
+
+    def _look_again(self, lane: StreamLane, claims: Sequence[Claim]) -> tuple[AbstractSet[int], Snapshot]:
+        """Return those whose rows are there now, and a snapshot that is as old."""
+        ids = array([claim.position for claim in claims if claim.has_row])
+        row = self._connection.execute(self._queries.which, {"next_ids": ids, **lane.key}).fetchone()
+        if row is None:
+            raise self._states.lost(lane)
+        return set(row[0]), Snapshot(row[1])

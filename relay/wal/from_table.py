@@ -1,0 +1,138 @@
+"""Reading the lanes that are in the table, and their way back into the stream. See source.py."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Final, assert_never
+
+from outbox.errors import OutboxError
+from relay.polling.low_water_mark import LOWEST
+from relay.polling.source import PollingSource
+from relay.ports import Claim
+from relay.wal.channel import Channel
+from relay.wal.lane import CatchingUp, InTable, LaneStates, Pauses, Streaming, StreamLane, each
+from relay.wal.queries import StreamQueries
+from relay.wal.settling import StreamSettling
+from relay.wal.slot import current_snapshot
+
+DROPPED_AT_ONCE: Final = 5000
+"""How many events of the stream are taken at a time whose rows are in the table."""
+
+
+class TableReader:
+    """Reads turns from the table. ``leaves_out`` says that events of some kinds stay there."""
+
+    def __init__(
+        self,
+        lanes: Mapping[int, StreamLane],
+        table: PollingSource,
+        queries: StreamQueries,
+        states: LaneStates,
+        settling: StreamSettling,
+        pauses: Pauses,
+    ) -> None:
+        self._lanes = lanes
+        self._table = table
+        self._connection = table.connection
+        self._queries = queries
+        self._states = states
+        self._settling = settling
+        self._pauses = pauses
+        self.leaves_out = False
+
+    def read(self, limits: Mapping[int, int], failed: dict[int, OutboxError]) -> dict[int, Sequence[Claim]]:
+        """Settle what is pending, and return the next events of these lanes; ``failed`` gets those that fail."""
+        left = each(self._lanes, limits, failed, self._make_room)
+        fetched = self._table.fetch({number: limits[number] for number in left})
+        failed |= fetched.failed
+        batches = dict(fetched.batches)
+
+        def step(lane: StreamLane, channel: Channel) -> None:
+            number = lane.lease.lane
+            if not self._stays(lane, channel, batches.get(number, ()), limits[number]):
+                batches.pop(number, None)
+
+        ours = each(self._lanes, [number for number in left if number not in failed], failed, step)
+        return {number: batch for number, batch in batches.items() if number in set(ours)}
+
+    def _stays(self, lane: StreamLane, channel: Channel, rows: Sequence[Claim], limit: int) -> bool:
+        """Change the lane's state where these rows of it allow that; return whether they may be published."""
+        number = lane.lease.lane
+        if self._table.has_failures(number) or self.leaves_out:
+            # Events stay in the table, and others must not wait for them.
+            lane.state = InTable()
+            return True
+        match lane.state:
+            case InTable() as state:
+                if self._nearly_empty(lane, rows, limit):
+                    self._catch_up(lane, channel, state)
+                return True
+            case CatchingUp(horizon):
+                if rows and rows[0].position <= horizon:
+                    return True
+                # What was read just now comes again, from the stream; or after what hides below the mark.
+                if self._states.ask(lane, self._queries.any_up_to, id=horizon)[0]:
+                    self._table.read_all_again(number)
+                else:
+                    self._states.enter_stream(lane)
+                return False
+            case Streaming():
+                raise AssertionError("a lane that streams is not read from the table")
+            case _:
+                assert_never(lane.state)
+
+    def _make_room(self, lane: StreamLane, channel: Channel) -> None:
+        """Take from the stream what need not be kept."""
+        if isinstance(lane.state, CatchingUp):
+            # The next session begins when all lanes have joined it: the others must not wait for our table.
+            channel.check()
+        else:
+            self._drop(lane, channel)
+
+    def _nearly_empty(self, lane: StreamLane, rows: Sequence[Claim], limit: int) -> bool:
+        """Return whether the table has little beside these. What is kept from then on takes room in the stream.
+
+        Fewer rows than were asked for prove nothing: large ones are read by their bytes.
+        """
+        if len(rows) >= limit:
+            return False
+        last = rows[-1].position if rows else LOWEST
+        return bool(len(rows) + self._states.ask(lane, self._queries.more, id=last, most=limit)[0] < limit)
+
+    def _catch_up(self, lane: StreamLane, channel: Channel, state: InTable) -> None:
+        """Stop dropping, if the stream is ours and has been read nearly to its end.
+
+        Ours: whoever read it before may have dropped what nobody has published. To its end: until a slot that was not
+        read for long has given all that, events go out of the table at once.
+        """
+        if not channel.running:
+            return
+        target_lsn = state.target_lsn
+        if target_lsn is None:
+            target_lsn = self._states.ask(lane, self._queries.lowest)[1]
+            lane.state = InTable(target_lsn)
+        if channel.read_lsn >= (target_lsn or 0) and self._states.ask(lane, self._queries.old_ended)[0]:
+            lane.state = CatchingUp(int(self._states.ask(lane, self._queries.highest_id)[0]))
+
+    def _drop(self, lane: StreamLane, channel: Channel) -> None:
+        """Let go of events whose rows are in the table for all to see; write those that have no row there."""
+        claims = channel.take(DROPPED_AT_ONCE)
+        if not claims:
+            return
+        snapshot = current_snapshot(self._connection)
+        visible = len(claims)
+        for number, claim in enumerate(claims):
+            assert claim.at is not None
+            if not snapshot.sees(claim.at.xid):
+                visible = number
+                channel.put_back(claims[number:])
+                break
+        dropped = claims[:visible]
+        if not dropped:
+            self._pauses.wait_for_visibility()
+            return
+        self._pauses.reset()
+        if any(not claim.has_row for claim in dropped):
+            self._states.flush(lane)
+            self._settling.write_to_table(lane, dropped)
+        channel.done(dropped)

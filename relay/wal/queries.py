@@ -1,0 +1,97 @@
+"""The statements of the source over the WAL. No I/O."""
+
+from __future__ import annotations
+
+from typing import Final, LiteralString
+
+from psycopg import sql
+
+from relay.database import FURTHER, TIMELINE
+from relay.polling.queries import COLUMNS, SIZE
+from relay.statements import names_of
+
+_STATE: Final = """
+SELECT l.lane, streaming, commit_lsn, commit_number, EXISTS (SELECT FROM {failures} AS f WHERE f.lane = l.lane),
+       {timeline}
+  FROM {lanes} AS l
+  JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch) ON l.lane = m.lane AND l.epoch = m.epoch"""
+
+_SET_STREAMING: Final = """
+UPDATE {lanes} SET streaming = %(streaming)s WHERE lane = %(lane)s AND epoch = %(epoch)s
+RETURNING lane, set_config('synchronous_commit', 'on', true)"""
+
+# Without waiting for a lock on the row: the other lanes would wait as well.
+_LEAVE_UNLOCKED: Final = """
+UPDATE {lanes} SET streaming = false
+ WHERE lane = (SELECT lane FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s FOR NO KEY UPDATE SKIP LOCKED)
+RETURNING lane, set_config('synchronous_commit', 'on', true)"""
+
+_PLACED: Final = """
+UPDATE {lanes} SET {further} WHERE lane = %(lane)s AND epoch = %(epoch)s
+RETURNING lane, set_config('synchronous_commit', 'on', true)"""
+
+_HIGHEST: Final = "SELECT coalesce(max(id), 0) FROM {events} WHERE lane = %(lane)s"
+
+_ANY_UP_TO: Final = "SELECT EXISTS (SELECT FROM {events} WHERE lane = %(lane)s AND id <= %(id)s)"
+
+_MORE: Final = """
+SELECT count(*) FROM (SELECT FROM {events} WHERE lane = %(lane)s AND id > %(id)s LIMIT %(most)s) AS more"""
+
+_OLD_ENDED: Final = """
+SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint >= coalesce(max(opened_xid), 0) FROM {streams}"""
+
+_LOWEST: Final = """
+SELECT min(id), (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint FROM {events} WHERE lane = %(lane)s"""
+
+_WHICH: Final = """
+SELECT ARRAY(SELECT id FROM {events} WHERE lane = %(lane)s AND id = ANY(%(next_ids)s::bigint[])),
+       pg_current_snapshot()::text
+  FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s"""
+
+# Of each lane as many as fit into the bytes, and one at least; ``cut`` is the number of the first that does not fit.
+# OFFSET 0 keeps the planner from joining the other way around, which compares each row of the table with each id.
+_READ: Final = """
+SELECT e.*, s.lane, s.cut
+  FROM (SELECT *, min(n) FILTER (WHERE before >= %(max_bytes)s) OVER (PARTITION BY lane) AS cut
+          FROM (SELECT a.lane, a.id, a.n,
+                       sum(e.size) OVER (PARTITION BY a.lane ORDER BY a.n ROWS UNBOUNDED PRECEDING) - e.size AS before
+                  FROM unnest(%(lanes)s::smallint[], %(ids)s::bigint[], %(numbers)s::int[]) AS a(lane, id, n)
+                 CROSS JOIN LATERAL (SELECT {size} AS size FROM {events} AS e
+                                      WHERE e.lane = a.lane AND e.id = a.id OFFSET 0) AS e) AS sized) AS s
+ CROSS JOIN LATERAL (SELECT {columns} FROM {events} AS e WHERE e.lane = s.lane AND e.id = s.id OFFSET 0) AS e
+ WHERE s.before < %(max_bytes)s"""
+
+_SPILL: Final = """
+INSERT INTO {events} (event_id, aggregate_type, aggregate_id, event_type, payload_bytes, headers, created_at)
+SELECT e.event_id, e.kind, e.key, e.type, e.payload, e.headers, coalesce(e.created_at, clock_timestamp())
+  FROM unnest(%(event_ids)s::uuid[], %(kinds)s::text[], %(keys)s::text[], %(types)s::text[], %(payloads)s::bytea[],
+              %(headers)s::jsonb[], %(times)s::timestamptz[]) WITH ORDINALITY
+       AS e(event_id, kind, key, type, payload, headers, created_at, n)
+ ORDER BY e.n
+RETURNING id"""
+
+
+class StreamQueries:
+    """The statements over one outbox, with its names put in."""
+
+    def __init__(self, schema: str) -> None:
+        names = names_of(schema)
+        names["timeline"], names["further"] = sql.SQL(TIMELINE), sql.SQL(FURTHER)
+        names["columns"] = sql.SQL(COLUMNS.replace("id, event_id", "e.id, e.event_id", 1))
+        names["size"] = sql.SQL(SIZE)
+
+        def query(text: LiteralString) -> sql.Composed:
+            return sql.SQL(text).format(**names)
+
+        self.state = query(_STATE)
+        self.set_streaming = query(_SET_STREAMING)
+        self.leave_unlocked = query(_LEAVE_UNLOCKED)
+        self.placed = query(_PLACED)
+        self.highest_id = query(_HIGHEST)
+        self.any_up_to = query(_ANY_UP_TO)
+        self.more = query(_MORE)
+        self.old_ended = query(_OLD_ENDED)
+        self.lowest = query(_LOWEST)
+        self.which = query(_WHICH)
+        self.by_ids = query(_READ)
+        self.spill = query(_SPILL)
