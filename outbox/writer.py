@@ -60,21 +60,9 @@ class _Batch:
 
 
 class _Writer:
-    """What both outboxes share: everything but the waiting."""
+    """What both outboxes have: everything but the waiting."""
 
-    def __init__(
-        self,
-        *,
-        schema: str = DEFAULT_SCHEMA,
-        max_event_bytes: int = MAX_EVENT_BYTES,
-        transport: Transport = "table",
-        slot: str = _message.DEFAULT_SLOT,
-    ) -> None:
-        """Take what ``Outbox`` describes.
-
-        Raises ConfigurationError for a limit above 1,000,000 (the table's CHECK holds that one), another transport, or
-        what can't be a slot's name.
-        """
+    def __init__(self, schema: str, max_event_bytes: int, transport: Transport, slot: str) -> None:
         if not 1 <= max_event_bytes <= MAX_EVENT_BYTES:
             raise ConfigurationError(f"max_event_bytes must be 1 to {MAX_EVENT_BYTES:,}, not {max_event_bytes:,}")
         if transport not in get_args(Transport):
@@ -83,12 +71,13 @@ class _Writer:
             raise ConfigurationError(f"slot: {slot!r} is no name of a replication slot: 1 to 63 of a-z 0-9 _")
         self._schema = schema
         self._limit = max_event_bytes
-        self._emits = transport == "message"
+        self.emits = transport == "message"
         self._slot = slot
 
-    def _prepare(self, events: Sequence[Event], *, lock_key: bool) -> _Batch:
+    def prepare(self, events: Sequence[Event], *, lock_key: bool) -> _Batch:
+        """Return the events ready to be sent. Raises EventError and its children."""
         trace = _trace.current()
-        if self._emits:
+        if self.emits:
             values: dict[str, Any] = {
                 "prefix": _message.message_prefix(self._schema),
                 "slot": self._slot,
@@ -144,7 +133,8 @@ class _Writer:
         _payload.check_size(event.aggregate_id, payload, stored, self._limit)
         return payload, headers, stored
 
-    def _to_session(self, session: Session, batch: _Batch) -> None:
+    def to_session(self, session: Session, batch: _Batch) -> None:
+        """Send a batch in the transaction of a session, behind what is added to that."""
         # Rows added before the event reach the server before it: triggers and foreign keys see what the code did.
         session.flush()
         try:
@@ -153,14 +143,15 @@ class _Writer:
             raise TargetError(
                 "the session has no single database; give session.connection(bind_arguments={'mapper': …}) instead"
             ) from error
-        self._to_connection(connection, batch)
+        self.to_connection(connection, batch)
 
-    def _to_connection(self, connection: sa.Connection, batch: _Batch) -> None:
+    def to_connection(self, connection: sa.Connection, batch: _Batch) -> None:
+        """Send a batch in the transaction of a connection of SQLAlchemy."""
         if connection.dialect.name != "postgresql":
             raise TargetError(f"the outbox lives in Postgres, this connection goes to {connection.dialect.name}")
         if getattr(connection.connection.dbapi_connection, "autocommit", False):
             raise TargetError(_no_transaction("the connection's isolation level is AUTOCOMMIT; use another"))
-        if not self._emits:
+        if not self.emits:
             connection.execute(batch.statement, batch.values)
             return
         # Where SQLAlchemy would have put the rows into another schema, that one's relay is the one that reads them.
@@ -169,14 +160,15 @@ class _Writer:
         if schema is None:
             raise TargetError(f"schema_translate_map maps {self._schema} to no name, which a message has to bear")
         values = {**batch.values, "prefix": _message.message_prefix(schema)}
-        self._check_emitted(connection.execute(batch.statement, values).scalar_one())
+        self.check_emitted(connection.execute(batch.statement, values).scalar_one())
 
-    def _check_emitted(self, count: int | None) -> None:
+    def check_emitted(self, count: int | None) -> None:
+        """Raise SlotMissing when no message was written."""
         if not count:
             raise SlotMissing(self._slot)
 
 
-class Outbox(_Writer):
+class Outbox:
     """Writes events through synchronous sessions and connections. Holds no state; one for the whole process will do.
 
     schema           of the outbox's tables.
@@ -185,6 +177,21 @@ class Outbox(_Writer):
                      that reads the WAL will find; see docs/guides/writing-events.md.
     slot             the replication slot of that relay, which "message" looks for before it writes.
     """
+
+    def __init__(
+        self,
+        *,
+        schema: str = DEFAULT_SCHEMA,
+        max_event_bytes: int = MAX_EVENT_BYTES,
+        transport: Transport = "table",
+        slot: str = _message.DEFAULT_SLOT,
+    ) -> None:
+        """Take what the class describes.
+
+        Raises ConfigurationError for a limit above 1,000,000 (the table's CHECK holds that one), another transport, or
+        what can't be a slot's name.
+        """
+        self._writer = _Writer(schema, max_event_bytes, transport, slot)
 
     def add(self, target: SyncTarget, event: Event, *, lock_key: bool = False) -> UUID:
         """Write one event in the target's transaction, with one statement. Returns its event_id.
@@ -205,7 +212,7 @@ class Outbox(_Writer):
         send = self._sender(target)
         if not events:
             return []
-        batch = self._prepare(events, lock_key=lock_key)
+        batch = self._writer.prepare(events, lock_key=lock_key)
         send(batch)
         return batch.ids
 
@@ -213,9 +220,9 @@ class Outbox(_Writer):
         if isinstance(target, scoped_session):
             target = target()
         if isinstance(target, Session):
-            return lambda batch: self._to_session(target, batch)
+            return lambda batch: self._writer.to_session(target, batch)
         if isinstance(target, sa.Connection):
-            return lambda batch: self._to_connection(target, batch)
+            return lambda batch: self._writer.to_connection(target, batch)
         driver = sys.modules.get("psycopg")
         if driver is not None:
             if isinstance(target, driver.Cursor):
@@ -237,12 +244,23 @@ class Outbox(_Writer):
         # Not connection.execute(): the caller's cursor factory may take another kind of placeholder.
         cursor = Cursor(connection, row_factory=scalar_row)
         cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
-        if self._emits:
-            self._check_emitted(cursor.fetchone())
+        if self._writer.emits:
+            self._writer.check_emitted(cursor.fetchone())
 
 
-class AsyncOutbox(_Writer):
+class AsyncOutbox:
     """Writes events through asynchronous sessions and connections. The same as Outbox in all else."""
+
+    def __init__(
+        self,
+        *,
+        schema: str = DEFAULT_SCHEMA,
+        max_event_bytes: int = MAX_EVENT_BYTES,
+        transport: Transport = "table",
+        slot: str = _message.DEFAULT_SLOT,
+    ) -> None:
+        """Take what ``Outbox`` describes."""
+        self._writer = _Writer(schema, max_event_bytes, transport, slot)
 
     async def add(self, target: AsyncTarget, event: Event, *, lock_key: bool = False) -> UUID:
         """Write one event in the target's transaction; see ``Outbox.add``."""
@@ -254,7 +272,7 @@ class AsyncOutbox(_Writer):
         send = self._sender(target)
         if not events:
             return []
-        batch = self._prepare(events, lock_key=lock_key)
+        batch = self._writer.prepare(events, lock_key=lock_key)
         await send(batch)
         return batch.ids
 
@@ -264,9 +282,9 @@ class AsyncOutbox(_Writer):
             if isinstance(target, sqlalchemy_async.async_scoped_session):
                 target = target()
             if isinstance(target, sqlalchemy_async.AsyncSession):
-                return lambda batch: target.run_sync(self._to_session, batch)
+                return lambda batch: target.run_sync(self._writer.to_session, batch)
             if isinstance(target, sqlalchemy_async.AsyncConnection):
-                return lambda batch: target.run_sync(self._to_connection, batch)
+                return lambda batch: target.run_sync(self._writer.to_connection, batch)
         driver = sys.modules.get("psycopg")
         if driver is not None:
             if isinstance(target, driver.AsyncCursor):
@@ -287,8 +305,8 @@ class AsyncOutbox(_Writer):
         _require_transaction(connection)
         cursor = AsyncCursor(connection, row_factory=scalar_row)
         await cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
-        if self._emits:
-            self._check_emitted(await cursor.fetchone())
+        if self._writer.emits:
+            self._writer.check_emitted(await cursor.fetchone())
 
 
 def _is_sync(target: object) -> bool:

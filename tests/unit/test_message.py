@@ -123,7 +123,7 @@ def test_what_a_writer_writes_can_be_read(message, with_type):
     if kind is None and message.payload is not None and not message.json:
         kind = "application/octet-stream"
     stored = own if kind is None else own | {"content-type": kind}
-    assert decode(writer._content(event, {})) == message._replace(headers=stored or None)
+    assert decode(writer._writer._content(event, {})) == message._replace(headers=stored or None)
 
 
 def test_what_a_writer_may_write_at_most_can_be_read():
@@ -131,11 +131,11 @@ def test_what_a_writer_may_write_at_most_can_be_read():
     for _ in range(240):
         deep = [deep]
     for payload in (deep, {"n": [-(2**63), 2**64 - 1, 1e300, -0.0]}, [-0.0] * 199_990, b"x" * 999_900):
-        assert decode(writer._content(Event("A", "1", "T", payload), {})).payload
+        assert decode(writer._writer._content(Event("A", "1", "T", payload), {})).payload
     # As it is it takes a byte more than jsonb's text of it, which has no negative zero.
-    assert Outbox(max_event_bytes=6)._row(Event("A", "1", "T", [0.5]), {})
+    assert Outbox(max_event_bytes=6)._writer._row(Event("A", "1", "T", [0.5]), {})
     with pytest.raises(EventTooLarge, match="takes 7 bytes"):
-        Outbox(max_event_bytes=6)._row(Event("A", "1", "T", [-0.0]), {})
+        Outbox(max_event_bytes=6)._writer._row(Event("A", "1", "T", [-0.0]), {})
 
 
 def is_an_event_or_an_error(data: bytes) -> None:
