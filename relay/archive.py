@@ -68,7 +68,7 @@ _DROP_STRAY: Final = "DELETE FROM {default} WHERE published_at < {before}"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class PrunePlan:
     """What is to be done: days to make a partition for, partitions to drop, and old rows outside of any.
 
     ``oldest`` is the oldest day (UTC) that is kept. ``overdue_days`` is how long ago the first of what is to be dropped
@@ -95,7 +95,7 @@ class Plan:
 class ArchiveOverdue(OutboxError):
     """Nothing was dropped from the archive: what is old has been old for too long to trust the clock."""
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: PrunePlan) -> None:
         super().__init__(
             f"the archive is kept as it is: {len(plan.drop)} partitions and {plan.stray_rows} rows outside of any are "
             f"from before {plan.oldest}, and the first of them should have been dropped {plan.overdue_days} days ago. "
@@ -138,7 +138,7 @@ class Retention:
         if done.create or dropped or (done.stray_rows and not done.held_back):
             log.info("archive kept", created=[str(day) for day in done.create], dropped=dropped)
 
-    def prune(self, *, dry_run: bool, force: bool = False) -> Plan:
+    def prune(self, *, dry_run: bool, force: bool = False) -> PrunePlan:
         """Do, or with ``dry_run`` only say, what is due. Raises SchemaError without the owner's rights.
 
         Raises ArchiveOverdue, without ``force``, when what is due has been for long. The coming days' partitions are
@@ -157,7 +157,7 @@ class Retention:
         row = connection.execute("SELECT pg_try_advisory_xact_lock(%s)", (_LOCK,)).fetchone()
         return bool(row and row[0])
 
-    def _plan(self, connection: psycopg.Connection[Any]) -> Plan:
+    def _plan(self, connection: psycopg.Connection[Any]) -> PrunePlan:
         today: dt.date = self._value(connection, _TODAY)
         oldest = today - dt.timedelta(days=self._days)
         names = {
@@ -177,7 +177,7 @@ class Retention:
             stray, first_stray = self._row(connection, _STRAY, default=self._default, before=before)
         old = [(name, high.astimezone(dt.UTC).date()) for name, _, high in ranges if high and high <= _midnight(oldest)]
         due = [day for _, day in old] + ([] if first_stray is None else [first_stray + dt.timedelta(days=1)])
-        return Plan(
+        return PrunePlan(
             oldest=oldest,
             create=[
                 day for day in (today + dt.timedelta(days=ahead) for ahead in range(_AHEAD + 1)) if not covered(day)
@@ -196,7 +196,7 @@ class Retention:
     def _value(self, connection: psycopg.Connection[Any], query: LiteralString, **names: sql.Composable) -> Any:
         return self._row(connection, query, **names)[0]
 
-    def _run(self, connection: psycopg.Connection[Any], *, force: bool) -> Plan:
+    def _run(self, connection: psycopg.Connection[Any], *, force: bool) -> PrunePlan:
         # Dropping and making want locks that every archiving relay waits behind: not for long.
         connection.execute("SET LOCAL lock_timeout = '2s'")
         connection.execute("SET LOCAL idle_in_transaction_session_timeout = '5s'")

@@ -24,7 +24,7 @@ from outbox.sandbox.postgres import PostgresServer, create_database, drop_databa
 from outbox.urls import libpq_url, sqlalchemy_url, with_database
 
 if TYPE_CHECKING:
-    from confluent_kafka import Message
+    from confluent_kafka import Consumer, Message
     from confluent_kafka.admin import AdminClient
 
 _ADMIN_TIMEOUT: Final = 30.0
@@ -156,7 +156,7 @@ class Topics:
         wait_for_open   without a count, see ``await_transactions`` first. False: a transaction that is open hides what
                         is behind it, and so does one whose commit was answered a moment ago.
         """
-        from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+        from confluent_kafka import Consumer, TopicPartition
 
         names = [topics] if isinstance(topics, str) else list(topics)
         shown = ", ".join(names)
@@ -175,12 +175,7 @@ class Topics:
             )
         if count is None and isolation == "read_committed" and wait_for_open:
             self._await_transactions(names, deadline, timeout)
-        partitions = [TopicPartition(name, p, 0) for name in names for p in known[name]]
-        # What librdkafka reports while it connects anew by itself.
-        eof = KafkaError._PARTITION_EOF  # noqa: SLF001 - documented names, in spite of the underscore
-        transient = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._TIMED_OUT}  # noqa: SLF001
-        found: list[Message] = []
-        last_error: KafkaError | None = None
+        partitions = [(name, p) for name in names for p in known[name]]
         consumer = Consumer(
             {
                 "bootstrap.servers": self.bootstrap_servers,
@@ -194,31 +189,9 @@ class Topics:
                 "log_level": 0,
             }
         )
-        try:
-            consumer.assign(partitions)
-            unread = {(p.topic, p.partition) for p in partitions}
-            while unread if count is None else len(found) < count:
-                if time.monotonic() > deadline:
-                    wanted = "the end" if count is None else f"message {count}"
-                    raise AssertionError(
-                        f"{shown}: {len(found)} messages and not {wanted} after {timeout * patience():g} s; "
-                        f"last error: {last_error}"
-                    )
-                message = consumer.poll(0.1)
-                if message is None:
-                    continue
-                error = message.error()
-                if error is None:
-                    found.append(message)
-                elif error.code() == eof:
-                    unread.discard((message.topic(), message.partition()))
-                elif error.code() in transient or error.retriable():
-                    last_error = error
-                else:
-                    raise KafkaException(error)
-        finally:
-            consumer.close()
-        return found
+        with contextlib.closing(consumer):
+            consumer.assign([TopicPartition(name, p, 0) for name, p in partitions])
+            return _read(consumer, partitions, count, deadline, timeout)
 
     def await_transactions(self, topics: str | Sequence[str], timeout: float = 30.0) -> None:
         """Wait until every transaction that has written to the topics by now has ended, for those who read them too.
@@ -301,6 +274,40 @@ class Topics:
         if found is None or found.error is not None or any(p.leader < 0 for p in found.partitions.values()):
             return []
         return sorted(found.partitions)
+
+
+def _read(
+    consumer: Consumer, partitions: Sequence[tuple[str, int]], count: int | None, deadline: float, timeout: float
+) -> list[Message]:
+    """Return what the partitions that are assigned have now, or ``count`` messages. AssertionError at the deadline."""
+    from confluent_kafka import KafkaError, KafkaException
+
+    # What librdkafka reports while it connects anew by itself.
+    eof = KafkaError._PARTITION_EOF  # noqa: SLF001 - documented names, in spite of the underscore
+    transient = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._TIMED_OUT}  # noqa: SLF001
+    unread = set(partitions)
+    found: list[Message] = []
+    last_error: KafkaError | None = None
+    while unread if count is None else len(found) < count:
+        if time.monotonic() > deadline:
+            shown, wanted = ", ".join(dict(partitions)), "the end" if count is None else f"message {count}"
+            raise AssertionError(
+                f"{shown}: {len(found)} messages and not {wanted} after {timeout * patience():g} s; "
+                f"last error: {last_error}"
+            )
+        message = consumer.poll(0.1)
+        if message is None:
+            continue
+        error = message.error()
+        if error is None:
+            found.append(message)
+        elif error.code() == eof:
+            unread.discard((message.topic(), message.partition()))
+        elif error.code() in transient or error.retriable():
+            last_error = error
+        else:
+            raise KafkaException(error)
+    return found
 
 
 class Started(Process, Protocol):

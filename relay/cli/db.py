@@ -11,6 +11,7 @@ from outbox.errors import ConfigurationError
 from relay.config import load
 
 if TYPE_CHECKING:
+    from relay.archive import PrunePlan
     from relay.operations.roles import Kind
 
 app = typer.Typer(help="Create, change and check the tables.", no_args_is_help=True)
@@ -179,6 +180,10 @@ def prune(
             }
         )
         return
+    _print_plan(plan, dry_run=dry_run, force=force)
+
+
+def _print_plan(plan: PrunePlan, *, dry_run: bool, force: bool) -> None:
     would = "would be " if dry_run else ""
     for day in plan.create:
         typer.echo(f"partition for {day}: {would}made")

@@ -7,14 +7,18 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Sequence
 from types import FrameType
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, require_reason
 from outbox.errors import ConfigurationError
 from relay.config import SourceKind, load
+
+if TYPE_CHECKING:
+    from relay.operations.reconcile import Findings, LaneState
 
 app = typer.Typer(help="Publish events from the outbox to Kafka.", no_args_is_help=True)
 
@@ -66,6 +70,15 @@ def run(
     # Batches are made of tens of thousands of tuples, none of which can be in a ring: to look for rings among them at
     # each 700 new ones, the default, would cost a tenth of the throughput.
     gc.set_threshold(100_000, 20, 50)
+    _stop_on_signals(stop, abandon, settings.relay.shutdown_seconds + 10.0)
+    abandoned = build(settings).run(stop, abandon)
+    if abandoned:
+        # The worker's loop still waits for Kafka; nothing it learns now can be settled any more.
+        os._exit(1)
+
+
+def _stop_on_signals(stop: threading.Event, abandon: threading.Event, seconds: float) -> None:
+    """Set ``stop`` with the first signal, and ``abandon`` with the next. End the process where it takes too long."""
 
     def end_in(seconds: float) -> None:
         # Also when the main thread hangs in a statement that no server answers: what is in flight is then as after a
@@ -79,15 +92,11 @@ def run(
             abandon.set()
             end_in(5.0)
         else:
-            end_in(settings.relay.shutdown_seconds + 10.0)
+            end_in(seconds)
         stop.set()
 
     signal.signal(signal.SIGTERM, on_signal)
     signal.signal(signal.SIGINT, on_signal)
-    abandoned = build(settings).run(stop, abandon)
-    if abandoned:
-        # The worker's loop still waits for Kafka; nothing it learns now can be settled any more.
-        os._exit(1)
 
 
 @app.command()
@@ -135,34 +144,38 @@ def reconcile(
     if as_json:
         print_json({"lanes": findings.lanes, "hanging": findings.hanging, "repaired": repaired})
     else:
-        for state in findings.lanes:
-            typer.echo(
-                f"lane {state.lane}: last_batch {state.last_batch}, marker {state.marker_batch}, {state.rows} events "
-                f"in the outbox: {state.problem or 'as it should be'}"
-            )
-            if state.problem is not None and not apply:
-                typer.echo(
-                    f"  {state.found} of them stand on Kafka already: settle these, write a fresh marker, and go "
-                    f"on with batch {state.next_batch + 1}"
-                )
-        for part in findings.hanging:
-            typer.echo(
-                f"{part.topic} partition {part.partition}: readers in read_committed wait at offset {part.stable} for "
-                f"the end of a transaction. {part.events} events may be in it; the outbox still has the rows of "
-                f"{part.held}"
-            )
-            if not apply:
-                typer.echo(
-                    "  abort it, and publish them again"
-                    if part.held == part.events
-                    else f"  to abort it loses the others; it is left alone. {part.way_out}"
-                )
-        for state in repaired:
-            typer.echo(f"lane {state.lane}: repaired, {state.found} events settled, {state.rows} to be published")
-        if (findings.problems or findings.hanging) and not apply:
-            typer.echo("Nothing was changed. To do it: outbox relay reconcile --apply --reason '…'")
+        _print_findings(findings, repaired, apply=apply)
     if (findings.problems or findings.hanging) and not apply:
         raise typer.Exit(1)
+
+
+def _print_findings(findings: Findings, repaired: Sequence[LaneState], *, apply: bool) -> None:
+    for state in findings.lanes:
+        typer.echo(
+            f"lane {state.lane}: last_batch {state.last_batch}, marker {state.marker_batch}, {state.rows} events "
+            f"in the outbox: {state.problem or 'as it should be'}"
+        )
+        if state.problem is not None and not apply:
+            typer.echo(
+                f"  {state.found} of them stand on Kafka already: settle these, write a fresh marker, and go "
+                f"on with batch {state.next_batch + 1}"
+            )
+    for part in findings.hanging:
+        typer.echo(
+            f"{part.topic} partition {part.partition}: readers in read_committed wait at offset {part.stable} for "
+            f"the end of a transaction. {part.events} events may be in it; the outbox still has the rows of "
+            f"{part.held}"
+        )
+        if not apply:
+            typer.echo(
+                "  abort it, and publish them again"
+                if part.held == part.events
+                else f"  to abort it loses the others; it is left alone. {part.way_out}"
+            )
+    for state in repaired:
+        typer.echo(f"lane {state.lane}: repaired, {state.found} events settled, {state.rows} to be published")
+    if (findings.problems or findings.hanging) and not apply:
+        typer.echo("Nothing was changed. To do it: outbox relay reconcile --apply --reason '…'")
 
 
 @app.command()
