@@ -325,7 +325,7 @@ def producer_options(settings: Settings) -> dict[str, str]:
     if settings.delivery is Delivery.EXACTLY_ONCE:
         # The coordinator may end a transaction by itself only when its relay can't be at it any more.
         ours["transaction.timeout.ms"] = str(max(int(delivery_seconds(settings) * 3000), 60_000))
-    # 0 is "never": the publisher keeps the time itself, see Sender.drain.
+    # 0 is "never": the publisher keeps the time itself, see BatchProducer.drain.
     return ours | given | _DELIVERY[settings.delivery] | {"delivery.timeout.ms": "0"}
 
 

@@ -95,7 +95,7 @@ SELECT r.instance, count(l.lane), (SELECT count(*) FROM {lanes}),
 
 
 @dataclass(frozen=True, slots=True)
-class Census:
+class LaneDistribution:
     """Living relays of one source with the number of lanes each holds, the lanes of that source, how many are free.
 
     ``total`` counts the lanes of all sources.
@@ -123,21 +123,21 @@ class Step:
     release: int = 0
 
 
-def next_step(census: Census, me: str) -> Step:
+def next_step(distribution: LaneDistribution, me: str) -> Step:
     """Return how many lanes to take or to give up, from what every relay can see alike.
 
     Shares differ by one at most: with L lanes and R relays each holds L // R or one more. Those with the most lanes
-    (the greatest name among equals) keep one more. Every relay works out the same shares from the same census, gives up
-    all that it has above its share, and takes free lanes up to it.
+    (the greatest name among equals) keep one more. Every relay works out the same shares from the same distribution,
+    gives up all that it has above its share, and takes free lanes up to it.
     """
-    relays = max(len(census.held), 1)
-    floor, rest = divmod(census.lanes, relays)
-    ranked = sorted(census.held, key=lambda name: (census.held[name], name), reverse=True)
-    mine = census.held.get(me, 0)
+    relays = max(len(distribution.held), 1)
+    floor, rest = divmod(distribution.lanes, relays)
+    ranked = sorted(distribution.held, key=lambda name: (distribution.held[name], name), reverse=True)
+    mine = distribution.held.get(me, 0)
     share = floor + (1 if me in ranked[:rest] else 0)
     if mine > share:
         return Step(release=mine - share)
-    return Step(acquire=min(share - mine, census.free))
+    return Step(acquire=min(share - mine, distribution.free))
 
 
 class LaneTable:
@@ -208,15 +208,15 @@ class LaneTable:
             [lease for lease in leases if kept.get(lease.lane, self._source) != self._source],
         )
 
-    def census(self) -> Census:
+    def distribution(self) -> LaneDistribution:
         """Count living relays and lanes. Raises SchemaError when there are no lanes at all."""
         rows = self._run(_CENSUS, {"me": self._me, "source": self._source}, "counting lanes")
         if not rows:
-            return Census(held={}, lanes=0, free=0)
+            return LaneDistribution(held={}, lanes=0, free=0)
         if rows[0][2] == 0:
             raise SchemaError("the outbox has no lanes: run `outbox db upgrade`")
         _, _, total, lanes, free = rows[0]
-        return Census(held={row[0]: row[1] for row in rows}, lanes=lanes, free=free, total=total)
+        return LaneDistribution(held={row[0]: row[1] for row in rows}, lanes=lanes, free=free, total=total)
 
     def acquire(self, count: int = 1) -> list[Lease]:
         """Take up to ``count`` lanes, those first that have been free for longest."""

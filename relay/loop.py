@@ -94,7 +94,7 @@ class Observer(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class LoopSettings:
     """How many events of a lane a turn has, and how long to wait: in seconds."""
 
     batch_size: int = 2000
@@ -107,7 +107,7 @@ class Pace:
 class _Backoff:
     """Waits that double, with jitter: after an outage not everybody must come back in the same moment."""
 
-    pace: Pace
+    settings: LoopSettings
     failures: int = 0
     until: float = 0.0
     since: float | None = None
@@ -115,8 +115,8 @@ class _Backoff:
 
     def failed(self) -> float:
         """Record a failure; return how long to wait."""
-        doubled: float = self.pace.min_backoff_seconds * 2.0 ** float(min(self.failures, 20))
-        delay = min(doubled, self.pace.max_backoff_seconds)
+        doubled: float = self.settings.min_backoff_seconds * 2.0 ** float(min(self.failures, 20))
+        delay = min(doubled, self.settings.max_backoff_seconds)
         self.failures += 1
         self.failed_at = time.monotonic()
         self.since = self.since or self.failed_at
@@ -184,19 +184,19 @@ class WorkerLoop:
         held: HeldLanes,
         stop: threading.Event,
         observer: Observer,
-        pace: Pace,
+        settings: LoopSettings,
     ) -> None:
         self._new_source = source
         self._new_publisher = publisher
         self._held = held
         self._stop = stop
         self._observer = observer
-        self._pace = pace
+        self._settings = settings
         self._source: Source | None = None
         self._publisher: Publisher | None = None
         self._lanes: dict[int, _Lane] = {}
-        self._backoff = _Backoff(pace)
-        self._limit = pace.batch_size
+        self._backoff = _Backoff(settings)
+        self._limit = settings.batch_size
         self._clean = 0
         self._suspects_turn = False
         self._cases = 0
@@ -278,7 +278,7 @@ class WorkerLoop:
             if known is None or known.lease is not lease:
                 # The lease may have run out, and have been taken again: what is published stays to be settled.
                 unsettled = [] if known is None else known.unsettled
-                self._lanes[lease.lane] = _Lane(lease, _Backoff(self._pace), unsettled=unsettled)
+                self._lanes[lease.lane] = _Lane(lease, _Backoff(self._settings), unsettled=unsettled)
                 if self._source is not None:
                     self._source.hold(lease)
         if any(self._unsettled_rows(number) for number in self._held.recalled & self._lanes.keys()):
@@ -487,16 +487,16 @@ class WorkerLoop:
                 if lane.after:
                     lane.limit, lane.after = lane.after, 0
                     continue
-                lane.limit = min(lane.limit * 2, self._pace.batch_size)
-                lane.suspect = lane.limit < self._pace.batch_size
+                lane.limit = min(lane.limit * 2, self._settings.batch_size)
+                lane.suspect = lane.limit < self._settings.batch_size
                 if not lane.suspect:
                     lane.clean, lane.proven, lane.guessed = 0, False, False
             return
-        if self._limit < self._pace.batch_size:
+        if self._limit < self._settings.batch_size:
             self._clean += 1
             if self._clean >= _GROW_AFTER:
                 self._clean = 0
-                self._limit = min(self._limit * 2, self._pace.batch_size)
+                self._limit = min(self._limit * 2, self._settings.batch_size)
 
     def _succeeded(self, fine: Collection[int]) -> None:
         """Record a turn of these lanes that did not fail. Others may wait all the same."""
@@ -511,7 +511,7 @@ class WorkerLoop:
         """Wait until there may be something to do."""
         self._serve()
         lanes = [number for number, lane in self._lanes.items() if lane.joined and lane.lease.secure]
-        seconds = self._pace.max_idle_seconds
+        seconds = self._settings.max_idle_seconds
         if self._source is None or not lanes:
             self._stop.wait(min(seconds, 0.05))
             return

@@ -32,7 +32,7 @@ from typing import Any, Final
 import orjson
 
 from outbox.errors import OutboxError
-from relay.position import At, has_row
+from relay.position import WalPosition, has_row
 
 _VERSION: Final = 1
 
@@ -65,7 +65,7 @@ class Marker:
     timeline: int
     positions: Sequence[int] = ()
     event_ids: Sequence[str] = ()
-    stream: At | None = None
+    stream: WalPosition | None = None
     writer: str | None = None
 
     @property
@@ -118,7 +118,7 @@ class Marker:
                 timeline=int(fields["timeline"]),
                 positions=tuple(accumulate(map(int, fields["positions"]))),
                 event_ids=tuple(str(uuid.UUID(bytes=raw[at : at + 16])) for at in range(0, len(raw), 16)),
-                stream=None if stream is None else At(*map(int, stream)),
+                stream=None if stream is None else WalPosition(*map(int, stream)),
                 writer=None if fields.get("writer") is None else str(fields["writer"]),
             )
         except (ValueError, KeyError, TypeError) as error:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Final, NamedTuple, Protocol
 from outbox.errors import OutboxError
 from relay.lease import Lease
 from relay.marker import StateLost
-from relay.position import At, has_row
+from relay.position import WalPosition, has_row
 
 if TYPE_CHECKING:
     from relay.marker import Identity, Marker
@@ -41,7 +41,7 @@ class Claim(NamedTuple):
     time: str
     value: bytes | None
     headers: Mapping[str, str] | None
-    at: At | None = None
+    at: WalPosition | None = None
     lane: int = -1
 
     @property

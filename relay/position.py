@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
-class At(NamedTuple):
+class WalPosition(NamedTuple):
     """Where an event stands in the WAL, in the order in which transactions were committed.
 
     ``commit_lsn`` is the byte position of its transaction's commit record, ``number`` its place among the events of
@@ -17,9 +17,9 @@ class At(NamedTuple):
     xid: int
 
 
-def up_to(at: At, end_lsn: int) -> At:
+def up_to(at: WalPosition, end_lsn: int) -> WalPosition:
     """Return the place, or the last one that an event can have before ``end_lsn``: a number is an int in the table."""
-    return at if at.commit_lsn < end_lsn else At(end_lsn - 1, 2**31 - 1, 0)
+    return at if at.commit_lsn < end_lsn else WalPosition(end_lsn - 1, 2**31 - 1, 0)
 
 
 def has_row(position: int) -> bool:

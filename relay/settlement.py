@@ -48,7 +48,7 @@ from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.lease import Lease
 from relay.ports import Claim, DatabaseUnavailable, LaneBusy, LaneLost, Published, Receipt
-from relay.position import At
+from relay.position import WalPosition
 from relay.statements import END_IDLE, KEEP_TO_THE_INDEX, SettlingStatements, array
 
 RENEW_PART: Final = 0.7
@@ -59,7 +59,7 @@ _BUSY_SECONDS: Final = (0.01, 0.02, 0.04)
 
 
 @dataclass(frozen=True, slots=True)
-class Pending:
+class UnsettledBatch:
     """What is published of a lane and not yet settled, in order, and the number of the Kafka transaction it is in.
 
     ``claims`` are all of them, with those that have no row; ``at`` is up to where the lane is done with the stream.
@@ -69,15 +69,15 @@ class Pending:
     places: Sequence[Published] = ()
     batch: int | None = None
     claims: Sequence[Claim] = ()
-    at: At | None = None
+    at: WalPosition | None = None
 
     @staticmethod
-    def of(receipt: Receipt, at: At | None = None) -> Pending:
+    def of(receipt: Receipt, at: WalPosition | None = None) -> UnsettledBatch:
         """Return what is to be settled after this receipt."""
         results: Sequence[tuple[Claim, Any]] = receipt.results
         done = [result for result in results if isinstance(result[1], Published)]
         rows = [result for result in done if result[0].has_row]
-        return Pending(
+        return UnsettledBatch(
             [claim for claim, _ in rows],
             [place for _, place in rows],
             receipt.batch,
@@ -85,11 +85,11 @@ class Pending:
             at,
         )
 
-    def then(self, later: Pending) -> Pending:
+    def then(self, later: UnsettledBatch) -> UnsettledBatch:
         """Return what is to be settled of two turns, neither of which is in a Kafka transaction."""
         assert self.batch is None
         assert later.batch is None
-        return Pending(
+        return UnsettledBatch(
             [*self.rows, *later.rows],
             [*self.places, *later.places],
             None,
@@ -97,7 +97,7 @@ class Pending:
             later.at or self.at,
         )
 
-    def covers(self, other: Pending) -> bool:
+    def covers(self, other: UnsettledBatch) -> bool:
         """Return whether all rows of the other are among these, of the same Kafka transaction if there is one."""
         rows = {claim.position for claim in self.rows}
         return bool(rows) and self.batch == other.batch and all(claim.position in rows for claim in other.rows)
@@ -106,7 +106,7 @@ class Pending:
         return bool(self.claims) or self.batch is not None or self.at is not None
 
 
-NOTHING: Final = Pending()
+NOTHING: Final = UnsettledBatch()
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class SettledLane:
     """One lane: its lease, what is to be settled, and what ``last_batch`` must be for that (None: anything)."""
 
     lease: Lease
-    pending: Pending = NOTHING
+    pending: UnsettledBatch = NOTHING
     expected: int | None = None
     own_id: str | None = None
     """Exactly-once: what the lane's row must name, so that whoever takes the lane over fences this worker."""
@@ -154,7 +154,7 @@ class Settlement:
         archive: bool = False,
         prepared: bool = False,
         renew_part: float = RENEW_PART,
-        on_settled: Callable[[int, Pending], None] = lambda _lane, _pending: None,
+        on_settled: Callable[[int, UnsettledBatch], None] = lambda _lane, _pending: None,
     ) -> None:
         self._connection = connection
         self.background = Background(connection)

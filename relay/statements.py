@@ -8,7 +8,7 @@ from typing import Final, LiteralString
 from psycopg import sql
 
 from relay.database import FURTHER
-from relay.position import At
+from relay.position import WalPosition
 
 # A role or a database may have synchronous_commit off. It counts at the commit, so the statement itself can set it.
 SYNCHRONOUS: Final = """set_config('synchronous_commit',
@@ -114,7 +114,7 @@ def array(values: Sequence[int | str | None]) -> str:
     return "{" + ",".join("NULL" if value is None else str(value) for value in values) + "}"
 
 
-def position(at: At | None) -> dict[str, int | None]:
+def position(at: WalPosition | None) -> dict[str, int | None]:
     """Return a place in the WAL as values to bind."""
     return {"commit_lsn": None if at is None else at.commit_lsn, "commit_number": None if at is None else at.number}
 

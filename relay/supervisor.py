@@ -24,9 +24,9 @@ import structlog
 from outbox.errors import SchemaError
 from relay.database import Connector, StandingError, begin_session, unavailable_on_error
 from relay.health import STANDING_LEASES, Health, Wait, WorkerHealth
-from relay.lanes import Census, LaneTable, next_step
+from relay.lanes import LaneDistribution, LaneTable, next_step
 from relay.lease import HeldLanes, Lease, LetGo
-from relay.loop import Pace, WorkerLoop
+from relay.loop import LoopSettings, WorkerLoop
 from relay.marker import StateLost
 from relay.ports import Claim, LaneLost, Publisher, Source, Unavailable
 from relay.settlement import lanes_text
@@ -41,7 +41,7 @@ _FORGET_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
-class Upkeep:
+class MaintenanceTask:
     """What a relay does beside publishing, each ``seconds``.
 
     In a thread of its own, which waits for nothing but this: leases must be renewed while it waits for a lock, and an
@@ -54,7 +54,7 @@ class Upkeep:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class Components:
     """What a relay is made of. All times in seconds."""
 
     instance: str
@@ -62,7 +62,7 @@ class Plan:
     schema: str
     lease_seconds: float
     shutdown_seconds: float
-    pace: Pace
+    loop: LoopSettings
     connect: Connector
     source: Callable[[Events], Source]
     """Given whom to tell."""
@@ -72,7 +72,7 @@ class Plan:
     """Source wal: given the leases of all lanes when they are taken. A relay without it polls."""
     let_go_all: Callable[[], None] = lambda: None
     """Source wal: called when the worker has let go of all lanes."""
-    upkeep: Sequence[Upkeep] = ()
+    upkeep: Sequence[MaintenanceTask] = ()
     besides: Callable[[], Sequence[Wait]] = tuple
     """What stands still besides the lanes, as upkeep has found."""
     figures: Callable[[], Mapping[str, float]] = dict
@@ -187,18 +187,18 @@ class _Complaint:
 class _WorkerThread(threading.Thread):
     """The worker's loop in a thread. ``error`` holds what ended it, if anything did."""
 
-    def __init__(self, plan: Plan, held: HeldLanes, health: WorkerHealth) -> None:
+    def __init__(self, components: Components, held: HeldLanes, health: WorkerHealth) -> None:
         super().__init__(name="worker", daemon=True)
         self.stopping = threading.Event()
         self.error: BaseException | None = None
         self.observer = _Log(health)
         self.loop = WorkerLoop(
-            lambda: plan.source(self.observer),
-            plan.publisher,
+            lambda: components.source(self.observer),
+            components.publisher,
             held=held,
             stop=self.stopping,
             observer=self.observer,
-            pace=plan.pace,
+            settings=components.loop,
         )
 
     def run(self) -> None:
@@ -211,7 +211,7 @@ class _WorkerThread(threading.Thread):
 class _UpkeepThread(threading.Thread):
     """Does it until ``stop``, whatever happens. What is in the way is said as of everything else that waits."""
 
-    def __init__(self, upkeep: Upkeep, stop: threading.Event, health: WorkerHealth) -> None:
+    def __init__(self, upkeep: MaintenanceTask, stop: threading.Event, health: WorkerHealth) -> None:
         super().__init__(name=f"upkeep {upkeep.name}", daemon=True)
         self._upkeep = upkeep
         self._stop_now = stop
@@ -245,17 +245,17 @@ def _listed(lanes: Collection[int]) -> str:
 class Supervisor:
     """Runs one worker until ``stop`` is set. Raises nothing for servers that are away: it waits as long as it takes."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, components: Components) -> None:
+        self._components = components
         self._held = HeldLanes()
-        self._health = WorkerHealth(STANDING_LEASES * plan.lease_seconds)
-        self._worker = _WorkerThread(plan, self._held, self._health)
+        self._health = WorkerHealth(STANDING_LEASES * components.lease_seconds)
+        self._worker = _WorkerThread(components, self._held, self._health)
         self._waits = False
         self._table: LaneTable | None = None
         self._complaint = _Complaint("waiting for Postgres", what="the leases")
         self._fails = False
         # Often enough to notice a newcomer soon.
-        self._tick_seconds = min(plan.lease_seconds / 3, 1.0)
+        self._tick_seconds = min(components.lease_seconds / 3, 1.0)
         self._beat_at = self._forget_at = -1e9
         self._away_until = 0.0
         self._expired_said_at = -_STANDING_SECONDS
@@ -263,7 +263,7 @@ class Supervisor:
     def health(self) -> Health:
         """Return what the lanes wait for, and whether the relay is ready. From any thread, at any time."""
         return self._health.look(
-            self._held.leases, self._worker.loop.turned_at, away=self._away, besides=self._plan.besides()
+            self._held.leases, self._worker.loop.turned_at, away=self._away, besides=self._components.besides()
         )
 
     def run(self, stop: threading.Event, abandon: threading.Event) -> int:
@@ -271,9 +271,9 @@ class Supervisor:
 
         Return the number of lanes whose batch in flight was abandoned: 0 for a clean stop.
         """
-        log.info("relay started", instance=self._plan.instance, version=self._plan.version)
+        log.info("relay started", instance=self._components.instance, version=self._components.version)
         done = threading.Event()
-        for upkeep in self._plan.upkeep:
+        for upkeep in self._components.upkeep:
             _UpkeepThread(upkeep, done, self._health).start()
         self._worker.start()
         try:
@@ -309,13 +309,19 @@ class Supervisor:
             self._disconnect()
 
     def _connect(self) -> LaneTable:
-        plan = self._plan
-        source = "polling" if plan.all_lanes is None else "wal"
-        connection = plan.connect()
+        components = self._components
+        source = "polling" if components.all_lanes is None else "wal"
+        connection = components.connect()
         with unavailable_on_error("beginning a session"):
             pooled = not begin_session(connection)
         return LaneTable(
-            connection, plan.schema, plan.instance, plan.version, plan.lease_seconds, source, pooled=pooled
+            connection,
+            components.schema,
+            components.instance,
+            components.version,
+            components.lease_seconds,
+            source,
+            pooled=pooled,
         )
 
     def _disconnect(self) -> None:
@@ -330,7 +336,7 @@ class Supervisor:
         if let_go:
             self._release(table, let_go)
         # Three times within a lease; a third of a beat early, because ticks are not exact.
-        if now - self._beat_at >= self._plan.lease_seconds / 3 - self._tick_seconds / 3:
+        if now - self._beat_at >= self._components.lease_seconds / 3 - self._tick_seconds / 3:
             self._beat_at = now
             if not self._away:
                 table.beat()
@@ -346,7 +352,7 @@ class Supervisor:
         if renewal.switched:
             log.info("lanes go over to the other source", lanes=_listed([lease.lane for lease in renewal.switched]))
         gone = [lease.lane for lease in (*renewal.lost, *renewal.switched)]
-        if gone and self._plan.all_lanes is not None:
+        if gone and self._components.all_lanes is not None:
             # The stream is read for all lanes or for none.
             self._held.recall_all()
         else:
@@ -371,38 +377,38 @@ class Supervisor:
         if ours:
             table.release([gone.lease for gone in ours], clean=[gone.lease.lane for gone in ours if gone.clean])
             log.info("lanes released", lanes=_listed([gone.lease.lane for gone in ours]))
-        if self._plan.all_lanes is not None:
+        if self._components.all_lanes is not None:
             if self._held.leases:
                 self._held.recall_all()
             else:
-                self._plan.let_go_all()
+                self._components.let_go_all()
 
     def _balance(self, table: LaneTable) -> None:
-        census = table.census()
-        if census.total and not census.lanes and not self._waits:
+        distribution = table.distribution()
+        if distribution.total and not distribution.lanes and not self._waits:
             log.warning("this outbox is read from another source; this relay waits. See `outbox relay switch`")
-        self._waits = bool(census.total and not census.lanes)
-        if self._cannot_publish(table, census):
+        self._waits = bool(distribution.total and not distribution.lanes)
+        if self._cannot_publish(table, distribution):
             return
-        if self._plan.all_lanes is not None:
+        if self._components.all_lanes is not None:
             self._take_all(table)
             return
-        step = next_step(census, self._plan.instance)
+        step = next_step(distribution, self._components.instance)
         if step.acquire:
             self._give(table.acquire(step.acquire))
         if step.release:
             lanes = [lease.lane for lease in self._held.leases if lease.lane not in self._held.recalled]
             self._held.recall(lanes[: step.release - len(self._held.recalled)])
 
-    def _cannot_publish(self, table: LaneTable, census: Census) -> bool:
+    def _cannot_publish(self, table: LaneTable, distribution: LaneDistribution) -> bool:
         """Release the lanes after a while without success, if another relay may do better; return whether we stay away.
 
         Somebody else is a living relay. After a minute this one takes lanes again, and tries as long as before.
         """
         now = time.monotonic()
         since = self._worker.loop.failing_since
-        others = len(census.held.keys() - {self._plan.instance})
-        patience = max(2 * self._plan.lease_seconds, 10.0)
+        others = len(distribution.held.keys() - {self._components.instance})
+        patience = max(2 * self._components.lease_seconds, 10.0)
         if since is not None and others and now - since >= patience and self._held.leases and not self._away:
             log.error("nothing could be published; the lanes are left to another relay", seconds=round(now - since))
             self._held.recall_all()
@@ -416,11 +422,11 @@ class Supervisor:
         return time.monotonic() < self._away_until
 
     def _take_all(self, table: LaneTable) -> None:
-        if self._held.leases or self._plan.all_lanes is None:
+        if self._held.leases or self._components.all_lanes is None:
             return
         leases = table.acquire_all()
         if leases:
-            self._plan.all_lanes(leases)
+            self._components.all_lanes(leases)
             self._give(leases)
 
     def _give(self, leases: Sequence[Lease]) -> None:
@@ -434,7 +440,7 @@ class Supervisor:
 
     def _shut_down(self, abandon: threading.Event) -> int:
         log.info("relay stopping", lanes=len(self._held.leases))
-        deadline = time.monotonic() + self._plan.shutdown_seconds
+        deadline = time.monotonic() + self._components.shutdown_seconds
         self._worker.stopping.set()
         next_beat = 0.0
         while self._worker.is_alive():
@@ -447,14 +453,14 @@ class Supervisor:
             self._worker.join(0.01)
         left = self._held.leases if self._worker.is_alive() else []
         if not left:
-            self._plan.let_go_all()
+            self._components.let_go_all()
         else:
             log.error(
                 "a turn in flight was abandoned; its events stay in the outbox and will be sent again",
                 lanes=_listed([lease.lane for lease in left]),
             )
         self._sign_off()
-        log.info("relay stopped", published=self._worker.observer.count, **self._plan.figures())
+        log.info("relay stopped", published=self._worker.observer.count, **self._components.figures())
         return len(left)
 
     def _tick_while_stopping(self) -> None:

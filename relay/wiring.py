@@ -27,14 +27,14 @@ from relay.kafka.takeover import Takeover
 from relay.kafka.topics import Topics
 from relay.kafka.transactional import TransactionalPublisher, TransactionFigures
 from relay.lease import Lease
-from relay.loop import Pace
+from relay.loop import LoopSettings
 from relay.parts import build_router, build_topics, failure_policy
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.source import PollingSource
 from relay.ports import IdBusy, Publisher, Source, TakeoverStore
 from relay.retries import Failures
 from relay.settlement import RENEW_PART
-from relay.supervisor import Events, Plan, Supervisor, Upkeep
+from relay.supervisor import Components, Events, MaintenanceTask, Supervisor
 from relay.wal.replication import Replication
 from relay.wal.session import Stream, StreamLimits
 from relay.wal.slot import slot_names
@@ -66,15 +66,15 @@ def build(settings: Settings) -> Supervisor:
     transactions = _transactions(settings) if exact else None
     upkeep = _upkeep(settings, connect, registry)
     if transactions is not None:
-        upkeep.append(Upkeep("transactions", transactions.look, _TRANSACTIONS_SECONDS))
+        upkeep.append(MaintenanceTask("transactions", transactions.look, _TRANSACTIONS_SECONDS))
     relay = Supervisor(
-        Plan(
+        Components(
             instance=instance,
             version=__version__,
             schema=settings.db_schema,
             lease_seconds=settings.relay.lease_seconds,
             shutdown_seconds=settings.relay.shutdown_seconds,
-            pace=Pace(
+            loop=LoopSettings(
                 batch_size=settings.relay.batch_size,
                 max_idle_seconds=settings.relay.max_idle_seconds,
                 max_backoff_seconds=settings.relay.max_backoff_seconds,
@@ -225,7 +225,7 @@ def _new_base(settings: Settings) -> str:
     return f"{settings.name}.relay.{uuid.uuid4()}"
 
 
-def _upkeep(settings: Settings, connect: Connector, registry: CollectorRegistry) -> list[Upkeep]:
+def _upkeep(settings: Settings, connect: Connector, registry: CollectorRegistry) -> list[MaintenanceTask]:
     """Return what a relay does beside publishing."""
     # A slot that is not read, before a switch or after one, fills the disk as well; then polling relays are the only
     # ones that see it.
@@ -234,10 +234,10 @@ def _upkeep(settings: Settings, connect: Connector, registry: CollectorRegistry)
         slot_names(settings),
         settings.wal.retained_limit_bytes,
         registry,
-        by_book=settings.source is not SourceKind.WAL,
+        by_checkpoint=settings.source is not SourceKind.WAL,
     )
-    tasks = [Upkeep("slot", watch.look, _WATCH_SECONDS)]
+    tasks = [MaintenanceTask("slot", watch.look, _WATCH_SECONDS)]
     if settings.relay.archive_days > 0:
         retention = Retention(connect, settings.db_schema, settings.relay.archive_days)
-        tasks.append(Upkeep("archive", retention.keep, _ARCHIVE_SECONDS))
+        tasks.append(MaintenanceTask("archive", retention.keep, _ARCHIVE_SECONDS))
     return tasks

@@ -144,13 +144,13 @@ def replay(
     as_json: AsJson = False,
 ) -> None:
     """Send archived events once more: same event ids, marked by the header outbox-replay. Counts first, and asks."""
-    from relay.operations.replay import Range, Replay
+    from relay.operations.replay import Replay, ReplaySelection
 
     kind, _, key = (aggregate or "").partition("/")
-    chosen = Range(
+    chosen = ReplaySelection(
         _utc(since), _utc(until), kind or None, key or None, [str(one) for one in event_id or ()] or None, topic
     )
-    if chosen == Range() and not everything:
+    if chosen == ReplaySelection() and not everything:
         raise ConfigurationError(
             "say what to replay: --since, --until, --aggregate, --event-id, --topic, or --all for the whole archive"
         )

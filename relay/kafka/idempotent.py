@@ -15,7 +15,7 @@ from typing import Any
 from outbox.errors import OutboxError
 from relay.failpoints import failpoint
 from relay.kafka.headers import HeaderSet
-from relay.kafka.producer import Sender
+from relay.kafka.producer import BatchProducer
 from relay.kafka.routing import Router
 from relay.kafka.takeover import Takeover
 from relay.kafka.topics import Topics
@@ -60,7 +60,7 @@ class IdempotentPublisher:
         self._delivery_seconds = delivery_seconds
         self._takeover = takeover
         self._once = once
-        self._sender: Sender | None = Sender(
+        self._sender: BatchProducer | None = BatchProducer(
             options, router, topics, ce_source, headers=headers, record_offsets=record_offsets, once=once
         )
 

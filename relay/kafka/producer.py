@@ -69,7 +69,7 @@ _LONGEST_FLUSH_SECONDS: Final = 0.01
 _FLUSH_GROWTH: Final = 1.2
 
 
-class Sender:
+class BatchProducer:
     """One producer and the turn that is under way in it.
 
     options are librdkafka's, from config; with ``record_offsets`` Kafka's answer is kept for every event, and not for

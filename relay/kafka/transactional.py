@@ -55,7 +55,7 @@ from relay.failpoints import failpoint
 from relay.kafka.client import text_of, weak_callback
 from relay.kafka.fencing import BUSY_SECONDS, initialize, is_busy
 from relay.kafka.headers import HeaderSet
-from relay.kafka.producer import REFUSALS, Sender
+from relay.kafka.producer import REFUSALS, BatchProducer
 from relay.kafka.routing import Router
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover, own_ids
@@ -79,7 +79,7 @@ from relay.ports import (
     Unavailable,
     Unconfirmed,
 )
-from relay.position import At
+from relay.position import WalPosition
 
 # librdkafka's jitter is 20 %; the rest is for the clock's and the caller's own delays.
 _CLEAN_PART: Final = 0.8 * 0.9
@@ -109,7 +109,7 @@ class TransactionFigures:
         }
 
 
-class _TransactionalSender(Sender):
+class _TransactionalProducer(BatchProducer):
     """A sender with its transactional id, and the witnesses of whether its commits were clean."""
 
     def __init__(self, options: Mapping[str, Any], figures: TransactionFigures, *args: Any, **more: Any) -> None:
@@ -182,11 +182,11 @@ class TransactionalPublisher:
         self._joined: dict[int, _Joined] = {}
         self._turn = 0
         self._closed = False
-        self._senders: list[_TransactionalSender] = []
+        self._senders: list[_TransactionalProducer] = []
         try:
             for each in own_ids(base_id):
                 self._senders.append(
-                    _TransactionalSender(
+                    _TransactionalProducer(
                         {**options, "transactional.id": each},
                         figures,
                         router,
@@ -265,7 +265,7 @@ class TransactionalPublisher:
                 sender.close()
 
     def _in_transaction(
-        self, sender: _TransactionalSender, batches: Batches, deadline: float, confirm: Confirm | None
+        self, sender: _TransactionalProducer, batches: Batches, deadline: float, confirm: Confirm | None
     ) -> Sent:
         sender.producer.begin_transaction()
         failpoint("txn.begun")
@@ -318,7 +318,7 @@ class TransactionalPublisher:
             return Completed({}, publisher_unusable=True)
         return None
 
-    def _init(self, sender: _TransactionalSender) -> IdBusy | None:
+    def _init(self, sender: _TransactionalProducer) -> IdBusy | None:
         """Begin with an id; return what keeps the broker from lending it."""
         doing = "beginning with this worker's transactional.id"
         # A topic that takes no messages may keep a transaction from being ended too: new ids are better than waiting.
@@ -367,7 +367,7 @@ class TransactionalPublisher:
 
     def _commit(
         self,
-        sender: _TransactionalSender,
+        sender: _TransactionalProducer,
         markers: Mapping[int, Marker],
         deadline: float,
         confirm: Confirm | None = None,
@@ -390,12 +390,12 @@ class TransactionalPublisher:
         self._figures.commits += 1
         self._figures.commit_seconds.append(seconds)
 
-    def _aborted(self, sender: _TransactionalSender, failure: Unavailable, blamed: Collection[int]) -> Failed:
+    def _aborted(self, sender: _TransactionalProducer, failure: Unavailable, blamed: Collection[int]) -> Failed:
         refused = sender.refused_first(aborted=True)
         receipts = {lane: Receipt(results) for lane, results in refused.items() if results}
         return Failed(failure, receipts, blamed, sender.likeliest())
 
-    def _given_up(self, sender: _TransactionalSender, error: KafkaException) -> tuple[Unavailable, Collection[int]]:
+    def _given_up(self, sender: _TransactionalProducer, error: KafkaException) -> tuple[Unavailable, Collection[int]]:
         self._abort(sender)
         code = error.args[0].code()
         if code == KafkaError._FATAL and sender.fatal is not None:
@@ -410,7 +410,7 @@ class TransactionalPublisher:
                 return failure, blamed
         return self._explained(error, "publishing"), ()
 
-    def _forbidden(self, sender: _TransactionalSender) -> TopicUnusable | None:
+    def _forbidden(self, sender: _TransactionalProducer) -> TopicUnusable | None:
         """Ask which topics of the turn are forbidden, for an error of AddPartitionsToTxn: the messages name none."""
         topics = sender.forbidden_topics()
         if not topics:
@@ -434,7 +434,7 @@ class TransactionalPublisher:
             return Late(f"Kafka, {doing}: {text_of(error)}")
         return BrokerUnavailable(f"Kafka, {doing}: {text_of(error)}")
 
-    def _abort(self, sender: _TransactionalSender) -> None:
+    def _abort(self, sender: _TransactionalProducer) -> None:
         """Let readers go on now instead of at the next take-over. The producers are thrown away in any case."""
         sender.producer.purge()
         with contextlib.suppress(KafkaException):
@@ -442,7 +442,7 @@ class TransactionalPublisher:
         self.close()
 
 
-def reached(claims: Sequence[Claim], sent: Sequence[Claim]) -> At | None:
+def reached(claims: Sequence[Claim], sent: Sequence[Claim]) -> WalPosition | None:
     """Return where the last event stands before the first that was not sent."""
     if len(sent) == len(claims):
         return claims[-1].at

@@ -58,7 +58,7 @@ from relay.marker import Marker, StateLost, resume
 from relay.operations.holding import LEASE_SECONDS, Holding, LaneBusy, taken
 from relay.operations.topic_scan import Seen, behind, committed_since
 from relay.ports import Claim, Unavailable, UndecidedTransaction
-from relay.position import At, up_to
+from relay.position import WalPosition, up_to
 from relay.statements import position
 from relay.wal.replication import Replication, lsn_text
 
@@ -429,7 +429,7 @@ class Reconciler:
                 replication.close()
         return self._ended.get(timeline)
 
-    def _published(self, marker: Marker | None, seen: _Lane) -> At | None:
+    def _published(self, marker: Marker | None, seen: _Lane) -> WalPosition | None:
         """Return up to where this server's stream is on Kafka, if the marker says more than ``lanes`` can know."""
         if marker is None or marker.stream is None or marker.system_identifier != seen.system:
             return None

@@ -60,7 +60,7 @@ _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES ('replay', %s, 
 
 
 @dataclass(frozen=True, slots=True)
-class Range:
+class ReplaySelection:
     """Which archived events: all conditions that are given must hold. ``until`` is exclusive; times have a zone."""
 
     since: dt.datetime | None = None
@@ -84,12 +84,12 @@ class Replay:
         }
         self._names["chosen"] = sql.SQL(_CHOSEN).format(**self._names)
 
-    def count(self, chosen: Range) -> dict[str, Any]:
+    def count(self, chosen: ReplaySelection) -> dict[str, Any]:
         """Return what a replay would send: events, keys, topics, first and last time; ``too_large`` are left out."""
         with unavailable_on_error("counting archived events"):
             return self._run(_COUNT, chosen)
 
-    def send(self, chosen: Range, reason: str | None) -> int:
+    def send(self, chosen: ReplaySelection, reason: str | None) -> int:
         """Put the events into the outbox once more; gives how many. What was asked for is kept in ``audit``."""
         with unavailable_on_error("replaying"), self._connection.transaction():
             events: int = self._run(_REPLAY, chosen)["events"]
@@ -101,14 +101,14 @@ class Replay:
             self._connection.execute(sql.SQL(_AUDIT).format(**self._names), (reason, Jsonb(details)))
         return events
 
-    def _run(self, query: LiteralString, chosen: Range) -> dict[str, Any]:
+    def _run(self, query: LiteralString, chosen: ReplaySelection) -> dict[str, Any]:
         with self._connection.cursor(row_factory=dict_row) as cursor:
             row = cursor.execute(sql.SQL(query).format(**self._names), self._bound(chosen)).fetchone()
         assert row is not None
         return row
 
     @staticmethod
-    def _bound(chosen: Range) -> dict[str, Any]:
+    def _bound(chosen: ReplaySelection) -> dict[str, Any]:
         return {
             "since": chosen.since,
             "until": chosen.until,

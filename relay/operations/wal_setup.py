@@ -3,12 +3,12 @@
 | killed while                     | what is there                    | what to do                                   |
 |----------------------------------|----------------------------------|----------------------------------------------|
 | setting up, slot not made yet    | at most a publication            | run it again                                 |
-| setting up, slot made            | a slot that no book knows; it    | run it again with ``--repair``               |
+| setting up, slot made            | a slot without a checkpoint; it  | run it again with ``--repair``               |
 |                                  | holds WAL                        |                                              |
-| repairing, publication made anew | a publication that the book does | run it again                                 |
-|                                  | not know: relays stop            |                                              |
-| repairing, old slot dropped      | the book, no slot: relays stop   | run it again                                 |
-| repairing, new slot made         | a slot above the book: they stop | run it again                                 |
+| repairing, publication made anew | one that the checkpoint does not | run it again                                 |
+|                                  | know: relays stop                |                                              |
+| repairing, old slot dropped      | a checkpoint, no slot: they stop | run it again                                 |
+| repairing, new slot made         | a slot above it: relays stop     | run it again                                 |
 | switching                        | one transaction: before or after | look (``outbox cdc status``)                 |
 | dropping                         | parts of it                      | run it again                                 |
 """
@@ -99,7 +99,7 @@ SELECT n.nspname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnames
    AND has_table_privilege(c.oid, 'SELECT')
    AND EXISTS (SELECT FROM pg_attribute AS a WHERE a.attrelid = c.oid AND a.attname = 'publication_version')"""
 
-# A publication of that name that no book knows, and that is not one of our table alone.
+# A publication of that name that no checkpoint knows, and that is not one of our table alone.
 _FOREIGN: Final = """
 SELECT 1 FROM pg_publication AS p
  WHERE p.pubname = %(publication)s::text
@@ -156,13 +156,13 @@ class Cdc:
         self._tables["publication"] = sql.Identifier(names.publication)
 
     def status(self) -> Status:
-        """Look at slot, book and lanes."""
+        """Look at slot, checkpoint and lanes."""
         state = self._slot.look()
         problem = find_problem(state, self._names)
         return Status(state, self._lanes(), None if problem is None else str(problem))
 
     def setup(self) -> bool:
-        """Make publication, slot and book; say whether anything was to be done. Raises CdcRefused.
+        """Make publication, slot and checkpoint; say whether anything was to be done. Raises CdcRefused.
 
         Makes nothing anew that there is: see ``repair``.
         """
@@ -216,7 +216,7 @@ class Cdc:
         return False
 
     def drop(self) -> None:
-        """Drop slot, publication and book. Raises CdcRefused while lanes are read from the WAL."""
+        """Drop slot, publication and checkpoint. Raises CdcRefused while lanes are read from the WAL."""
         state = self._slot.look()
         self._require_primary(state)
         if any(lane.source == "wal" for lane in self._lanes()):
@@ -326,7 +326,7 @@ class Cdc:
     def _require_only_slot(self, state: SlotState) -> None:
         # A second one would leave the first to keep WAL for ever.
         if not state.known:
-            with unavailable_on_error("looking at the book"):
+            with unavailable_on_error("looking at the checkpoint"):
                 query = self._query("SELECT slot FROM {streams} WHERE slot <> %(slot)s::text")
                 row = self._connection.execute(query, self._bound()).fetchone()
             if row is not None:
@@ -343,10 +343,10 @@ class Cdc:
         elif not state.known:
             with unavailable_on_error("looking for the slot's owner"):
                 for (schema,) in self._connection.execute(_OUTBOXES, {"schema": self._names.schema}).fetchall():
-                    book = sql.SQL("SELECT FROM {} WHERE slot = %(slot)s::text").format(
+                    checkpoint = sql.SQL("SELECT FROM {} WHERE slot = %(slot)s::text").format(
                         sql.Identifier(schema, "streams")
                     )
-                    if self._connection.execute(book, self._bound()).rowcount:
+                    if self._connection.execute(checkpoint, self._bound()).rowcount:
                         whose = f"it is that of the outbox in schema {schema!r}"
         if whose is not None:
             raise CdcRefused(
@@ -358,7 +358,7 @@ class Cdc:
         with unavailable_on_error("making the slot"):
             self._make_slot()
         bound = self._bound() | {"version": self._slot.look().publication_version_now}
-        with unavailable_on_error("writing the book"), self._connection.transaction():
+        with unavailable_on_error("writing the checkpoint"), self._connection.transaction():
             self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
             self._connection.execute(self._query(_BOOK), bound)
             self._connection.execute(self._query(_READ_THE_TABLE))
@@ -370,7 +370,7 @@ class Cdc:
 
     def _keep(self, reason: str) -> None:
         bound = self._bound() | {"version": self._slot.look().publication_version_now}
-        with unavailable_on_error("writing the book"), self._connection.transaction():
+        with unavailable_on_error("writing the checkpoint"), self._connection.transaction():
             self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
             self._connection.execute(self._query(_BOOK_KEPT), bound)
             self._connection.execute(self._query(_READ_THE_TABLE))

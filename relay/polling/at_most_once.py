@@ -24,7 +24,7 @@ from relay.lease import Lease
 from relay.polling.source import PollingSource, refused_of
 from relay.ports import Claim, Fetched, Kind, Receipt, TakeoverStore, Unavailable
 from relay.retries import Failures
-from relay.settlement import Pending
+from relay.settlement import UnsettledBatch
 
 
 class AtMostOnceSource:
@@ -66,7 +66,7 @@ class AtMostOnceSource:
         fetched = self._source.fetch(limits)
         settlement = self._source.settlement
         for lane, claims in fetched.batches.items():
-            settlement.lanes[lane].pending = Pending(claims, claims=claims)
+            settlement.lanes[lane].pending = UnsettledBatch(claims, claims=claims)
         # Before the answer, which may be lost while the rows are gone.
         self._sent = {lane: len(claims) for lane, claims in fetched.batches.items()}
         failed = settlement.settle(list(fetched.batches))

@@ -19,7 +19,7 @@ from relay.polling.low_water_mark import LowWaterMarks
 from relay.polling.queries import DRAW_XID, XMIN, Queries
 from relay.polling.session import Read, Session
 from relay.ports import Claim, Kind
-from relay.settlement import Pending
+from relay.settlement import UnsettledBatch
 from relay.statements import array
 
 _LOOK_SECONDS: Final = 1.0
@@ -241,7 +241,7 @@ class LaneReader:
         elif total < self._turn_bytes // 8:
             self._crowded = False
 
-    def note_settled(self, lane: int, batch: Pending) -> None:
+    def note_settled(self, lane: int, batch: UnsettledBatch) -> None:
         """Record what was settled: the mark may rise to it."""
         if batch.rows:
             self._marks.settled(lane, max(claim.position for claim in batch.rows))

@@ -22,7 +22,7 @@ from relay.lease import Lease
 from relay.polling.low_water_mark import Marks
 from relay.polling.queries import Queries
 from relay.ports import Claim
-from relay.settlement import Pending, Settlement
+from relay.settlement import Settlement, UnsettledBatch
 from relay.statements import KEEP_TO_THE_INDEX
 
 
@@ -72,7 +72,7 @@ class Session:
         *,
         archive: bool,
         renew_part: float,
-        on_settled: Callable[[int, Pending], None],
+        on_settled: Callable[[int, UnsettledBatch], None],
     ) -> None:
         self._queries = queries
         self.connection = connect()

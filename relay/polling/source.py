@@ -45,7 +45,7 @@ from relay.polling.session import ReadAhead, Session, receive
 from relay.polling.takeover import RowTakeover
 from relay.ports import Claim, DatabaseUnavailable, Fetched, Kind, Published, Receipt, Refused
 from relay.retries import Failures
-from relay.settlement import RENEW_PART, Pending, Settlement, by_lane, lanes_text
+from relay.settlement import RENEW_PART, Settlement, UnsettledBatch, by_lane, lanes_text
 
 _WAIT_SECONDS: Final = 0.2
 _CLIENT_STEP_SECONDS: Final = 0.002
@@ -84,7 +84,7 @@ class PollingSource:
         *,
         archive: bool = False,
         on_dead: Callable[[int, Claim], None] = lambda _lane, _claim: None,
-        on_settled: Callable[[int, Pending], None] = lambda _lane, _pending: None,
+        on_settled: Callable[[int, UnsettledBatch], None] = lambda _lane, _pending: None,
         renew_part: float = RENEW_PART,
         watch_seconds: float = 0.003,
         turn_bytes: int = TURN_BYTES,
@@ -186,7 +186,7 @@ class PollingSource:
         for lane, receipt in receipts.items():
             refused = refused_of(receipt)
             if len(refused) < len(receipt.results) or receipt.batch is not None:
-                held, published = self.settlement.lanes[lane], Pending.of(receipt)
+                held, published = self.settlement.lanes[lane], UnsettledBatch.of(receipt)
                 if lane in failed:
                     held.pending = held.pending.then(published)
                 elif not held.pending.covers(published):
@@ -414,7 +414,7 @@ class PollingSource:
         self.settlement.background.wait()
         return self._reader.collect(ahead.reads)
 
-    def _note_settled(self, lane: int, pending: Pending) -> None:
+    def _note_settled(self, lane: int, pending: UnsettledBatch) -> None:
         self._reader.note_settled(lane, pending)
         self._on_settled(lane, pending)
 

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from relay.ports import Claim
-from relay.position import At
+from relay.position import WalPosition
 
 Position = tuple[int, int]
 
@@ -42,7 +42,7 @@ class Channel:
         self._lock = threading.Lock()
         self._waiting: deque[Claim] = deque()
         self._taken: deque[Claim] = deque()
-        self._settled: set[At | None] = set()
+        self._settled: set[WalPosition | None] = set()
         self._resume = resume
         self._repeated = frozenset(repeated)
         self.put_count = 0

@@ -11,7 +11,7 @@ from uuid_utils.compat import uuid7
 from outbox import _message
 from outbox.errors import MessageError, SchemaError
 from relay.ports import Claim
-from relay.position import At
+from relay.position import WalPosition
 from relay.wal.channel import Channel
 from relay.wal.lane_hash import lane_of
 from relay.wal.pgoutput import Begin, Commit, Insert, Message, Relation, Value, decode, insert_head, two_numbers
@@ -144,7 +144,7 @@ class EventReader:
             committed = self._transaction.committed_at.isoformat(timespec="microseconds").replace("+00:00", "Z")
         else:
             # The last byte of its record: the next one may be a transaction's commit.
-            at, committed = At(message.lsn - 1, 1, NO_TRANSACTION), ""
+            at, committed = WalPosition(message.lsn - 1, 1, NO_TRANSACTION), ""
         self._message_count += 1
         number = -self._message_count
         try:
@@ -161,11 +161,11 @@ class EventReader:
             claim = Claim(number, *event[:4], committed, event.payload, event.headers, at)
         self._add(claim, lane_of(claim.aggregate_type, claim.aggregate_id, self._lane_total))
 
-    def _next(self) -> At:
+    def _next(self) -> WalPosition:
         if self._transaction is None:
             raise SchemaError("the stream has an event outside of any transaction")
         self._number += 1
-        return At(self._transaction.final_lsn, self._number, self._transaction.xid)
+        return WalPosition(self._transaction.final_lsn, self._number, self._transaction.xid)
 
     def _add(self, claim: Claim, lane: int) -> None:
         if self._channels[lane].wants(claim):
@@ -189,7 +189,7 @@ class _Columns:
         self.two_numbers = [column.name for column in relation.columns] == ["id", "lane"]
         """Whether a row is its id and its lane, and nothing else."""
 
-    def claim(self, row: Sequence[Value], at: At, lanes: int) -> tuple[Claim, int]:
+    def claim(self, row: Sequence[Value], at: WalPosition, lanes: int) -> tuple[Claim, int]:
         """Return an event that has its row's id and its place alone, and its lane: the row has the rest."""
         values: Sequence[Any] = row
         if len(self._key) == 1:
@@ -200,5 +200,5 @@ class _Columns:
         return _named(int(values[self._id]), at), lane
 
 
-def _named(id_: int, at: At) -> Claim:
+def _named(id_: int, at: WalPosition) -> Claim:
     return Claim(id_, "", "", "", "", "", None, None, at)

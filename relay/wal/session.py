@@ -9,14 +9,14 @@ What is held is bounded: when the lanes are behind, reading stops, and feedback 
 | killed before feedback                   | the slot gives the same again; each lane passes by what is up to its    |
 |                                          | own position (its marker's, or the one in ``lanes``), and what has no   |
 |                                          | row any more                                                            |
-| killed between book and feedback         | the same: the book (``streams.flushed_lsn``) is only ever ahead         |
+| killed between checkpoint and feedback   | the same: the checkpoint (``streams.flushed_lsn``) is only ever ahead   |
 | the connection breaks, or Postgres dies  | the session ends, and with it what is held; lanes settle, and join anew |
 | a lane can't be taken over               | the others are streamed without it. Its rows are let go of, because     |
 |                                          | they are in the table; what has no row is held, and holds the slot      |
 | Kafka is away                            | channels fill up, reading stops, feedback goes on, the WAL is kept      |
 | an old relay still reads the slot        | its lanes are lost to it, with exactly-once it is fenced in Kafka; then |
 |                                          | that one walsender is ended                                             |
-| the slot is above the book               | stop: somebody moved it, or made it anew; events could be missed        |
+| the slot is above the checkpoint         | stop: somebody moved it, or made it anew; events could be missed        |
 | the slot is gone, or lost its WAL        | stop; `outbox cdc setup --repair` makes a new one, lanes read the table |
 | the publication was changed              | stop: what was not published meanwhile is missing. The repair keeps the |
 |                                          | slot, lanes read the table up to there; what the stream says of such    |
@@ -63,7 +63,7 @@ _OVERHEAD_BYTES: Final = 500
 _SAY_SECONDS: Final = 60.0
 _ENDS: Final = 1000
 Connect = Callable[[], psycopg.Connection[Any]]
-Vouched = tuple[int, int]
+PublishedPosition = tuple[int, int]
 """What a marker vouches for: a timeline, and the position on it up to which its lane is published."""
 
 
@@ -102,7 +102,12 @@ class Stream:
         self._closed = False
 
     def join(
-        self, lane: int, resume: Position, repeated: Collection[str], timeline: int, published: Vouched | None = None
+        self,
+        lane: int,
+        resume: Position,
+        repeated: Collection[str],
+        timeline: int,
+        published: PublishedPosition | None = None,
     ) -> Channel:
         """Return the lane's channel, from behind ``resume`` on. Raises Unavailable when the stream is closed.
 
@@ -194,7 +199,7 @@ class _Session:
         self._moved_at = time.monotonic()
 
     def join(
-        self, lane: int, resume: Position, repeated: Collection[str], timeline: int, published: Vouched | None
+        self, lane: int, resume: Position, repeated: Collection[str], timeline: int, published: PublishedPosition | None
     ) -> Channel:
         if timeline != (self._timeline or timeline):
             # After a failover a connection can still hang on the old server. What it has read may be lost.

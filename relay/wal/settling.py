@@ -16,7 +16,7 @@ from relay.failpoints import failpoint
 from relay.polling.source import PollingSource
 from relay.ports import Claim, Published, Receipt, Refused
 from relay.retries import Failures
-from relay.settlement import Pending
+from relay.settlement import UnsettledBatch
 from relay.wal.channel import Channel
 from relay.wal.events import UNREADABLE
 from relay.wal.lane import InTable, StreamLane
@@ -45,7 +45,7 @@ class StreamSettling:
         number = lane.lease.lane
         settlement = self._settlement.lanes[number]
         if len(receipt.results) == len(batch) and all(isinstance(outcome, Published) for _, outcome in receipt.results):
-            settlement.pending = Pending.of(receipt, batch[-1].at)
+            settlement.pending = UnsettledBatch.of(receipt, batch[-1].at)
             return None
         refused: list[tuple[Claim, str]] = []
         published = set()
@@ -65,7 +65,7 @@ class StreamSettling:
                 if claim.position not in published:
                     break
                 reached = claim.at
-            settlement.pending = Pending.of(receipt, reached)
+            settlement.pending = UnsettledBatch.of(receipt, reached)
         # What is not known to be published comes again. What is has to be done with before that.
         failed = self._settlement.settle([number]) if settlement.pending else {}
         if lane.channel is not None:
@@ -92,7 +92,7 @@ class StreamSettling:
                 dead.extend(self._failures.record(self._connection, number, moved))
             self._connection.execute(self._queries.set_streaming, {"streaming": False, **lane.key})
 
-        pending = replace(Pending.of(receipt, batch[-1].at), claims=())
+        pending = replace(UnsettledBatch.of(receipt, batch[-1].at), claims=())
         error = self._settle_with(lane, pending, f"settling lane {number}", leave)
         if error is not None:
             return error
@@ -123,7 +123,7 @@ class StreamSettling:
             if unreadable:
                 self._failures.bury_at_once(self._connection, number, unreadable)
 
-        error = self._settle_with(lane, Pending(at=claims[-1].at), f"writing events of lane {number}", write)
+        error = self._settle_with(lane, UnsettledBatch(at=claims[-1].at), f"writing events of lane {number}", write)
         if error is not None:
             raise error
         failpoint("stream.spilled")
@@ -131,7 +131,7 @@ class StreamSettling:
             self._on_dead(number, row)
 
     def _settle_with(
-        self, lane: StreamLane, pending: Pending, doing: str, more: Callable[[], None]
+        self, lane: StreamLane, pending: UnsettledBatch, doing: str, more: Callable[[], None]
     ) -> OutboxError | None:
         """Settle, and do more in the same transaction. Return what is wrong with the lane, if it is not held.
 

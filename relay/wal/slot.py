@@ -1,9 +1,9 @@
-"""The replication slot and the outbox's own book about it (``streams``): is the stream whole?
+"""The replication slot and its checkpoint, which the outbox keeps (``streams``): is the stream whole?
 
-The book says how far the stream was used (``flushed_lsn``); it is written before the server is told. So the slot's own
-position is never above it, unless somebody moved the slot or made it anew. The publication's version is in the book
-too: inserts that were not published for a moment are missing in the stream without a word (a server from 18 on only
-warns when a publication is missing, https://www.postgresql.org/docs/18/release-18.html).
+The checkpoint says how far the stream was used (``flushed_lsn``); it is written before the server is told. So the
+slot's own position is never above it, unless somebody moved the slot or made it anew. The publication's version is in
+the checkpoint too: inserts that were not published for a moment are missing in the stream without a word (a server from
+18 on only warns when a publication is missing, https://www.postgresql.org/docs/18/release-18.html).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ _TERMINATE: Final = """
 SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots
  WHERE slot_name = %(slot)s::text AND active_pid IS NOT NULL AND {holds}"""
 
-# Synchronous: the server must not be told to forget what this book could forget.
+# Synchronous: the server must not be told to forget what this checkpoint could forget.
 _NOTE: Final = """
 UPDATE {streams} SET flushed_lsn = %(lsn)s, flushed_at = coalesce(%(at)s, clock_timestamp()),
        message_at = CASE WHEN %(messages)s THEN clock_timestamp() ELSE message_at END
@@ -112,7 +112,7 @@ _SNAPSHOT: Final = "SELECT pg_current_snapshot()::text"
 
 
 class SlotState(NamedTuple):
-    """What server and book say about the slot. LSNs are byte positions; None where there is no slot, or no book."""
+    """What server and checkpoint say about the slot. LSNs are byte positions; None without a slot, or a checkpoint."""
 
     wal_level: str
     encoding: str
@@ -197,12 +197,12 @@ class Slot:
         }
 
     def look(self) -> SlotState:
-        """Return what server and book say."""
+        """Return what server and checkpoint say."""
         state = self._look_once()
         if (state.confirmed_lsn or 0) <= (state.flushed_lsn or 0):
             return state
-        # The book is read in a snapshot, the slot as it is now: a relay may have written and told in between. Then the
-        # book of a second look has reached the slot of the first.
+        # The checkpoint is read in a snapshot, the slot as it is now: a relay may have written and told in between.
+        # Then the checkpoint of a second look has reached the slot of the first.
         again = self._look_once()
         if (again.flushed_lsn or 0) < (state.confirmed_lsn or 0):
             return state

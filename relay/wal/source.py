@@ -38,7 +38,7 @@ from relay.polling.source import PollingSource
 from relay.ports import Claim, Fetched, Kind, Published, Receipt
 from relay.position import up_to
 from relay.retries import Failures
-from relay.settlement import Pending, lanes_text
+from relay.settlement import UnsettledBatch, lanes_text
 from relay.statements import position
 from relay.wal.absent import AbsentLanes
 from relay.wal.channel import Channel
@@ -235,10 +235,10 @@ class StreamSource:
 
     def _leave_where_needed(self, lane: StreamLane, channel: Channel) -> None:
         """Read a lane from the table that has failures, or of which the table has what the stream did not give."""
-        if lane.streaming and (lane.lease.lane in self._troubled or self._passed_by(lane, channel)):
+        if lane.streaming and (lane.lease.lane in self._troubled or self._skipped_by_stream(lane, channel)):
             self._leave_stream(lane, channel)
 
-    def _passed_by(self, lane: StreamLane, channel: Channel) -> bool:
+    def _skipped_by_stream(self, lane: StreamLane, channel: Channel) -> bool:
         """Return whether the table has an event that the stream has not given. It never should; then the table is read.
 
         Such an event would wait for ever, and nobody would know.
@@ -319,7 +319,7 @@ class StreamSource:
         channel.rewind((-1, -1), ())
         self._table.read_all_again(lane.lease.lane)
 
-    def _note_settled(self, lane: int, pending: Pending) -> None:
+    def _note_settled(self, lane: int, pending: UnsettledBatch) -> None:
         known = self._lanes.get(lane)
         if known is not None and known.channel is not None:
             known.channel.done([claim for claim in pending.claims if claim.at is not None])

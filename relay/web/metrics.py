@@ -63,7 +63,7 @@ class SlotWatch:
 
     ``look`` is to be called from time to time, from one thread. It takes no lock that others wait for, writes nothing,
     and so waits for no standby. ``limit_bytes`` of WAL kept for the slot are worth waking somebody for. With
-    ``by_book`` the slot is the one that is in the outbox's book, and nothing is shown while there is none.
+    ``by_checkpoint`` the slot is the one that the outbox has a checkpoint of, and nothing is shown while there is none.
     """
 
     def __init__(
@@ -73,12 +73,12 @@ class SlotWatch:
         limit_bytes: int,
         registry: CollectorRegistry,
         *,
-        by_book: bool = False,
+        by_checkpoint: bool = False,
     ) -> None:
         self._connect = connect
         self._names = names
         self._limit = limit_bytes
-        self._by_book = by_book
+        self._by_checkpoint = by_checkpoint
         self._over = False
         self._state: SlotState | None = None
         self._healthy = False
@@ -87,7 +87,7 @@ class SlotWatch:
         registry.register(self)
 
     def look(self) -> None:
-        """Read slot and book once. Raises Unavailable or SchemaError."""
+        """Read slot and checkpoint once. Raises Unavailable or SchemaError."""
         try:
             with self._connect() as connection:
                 # Reads of their own: the second look at a slot must see what was written since the first.
@@ -110,13 +110,13 @@ class SlotWatch:
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
         """Return what the last look has found; how old that is is among it."""
-        if self._state is None and self._by_book:
+        if self._state is None and self._by_checkpoint:
             return iter(())
         healthy = self._healthy and time.monotonic() - self._looked < _STALE_SECONDS
         return slot_metrics(self._state, self._limit, self._looked_at, healthy=healthy)
 
     def _find(self, connection: psycopg.Connection[Any]) -> SlotNames | None:
-        if not self._by_book:
+        if not self._by_checkpoint:
             return self._names
         row = connection.execute(
             sql.SQL(_BOOK).format(streams=sql.Identifier(self._names.schema, "streams"))

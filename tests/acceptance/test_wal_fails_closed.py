@@ -351,7 +351,7 @@ def test_a_relay_that_would_bury_events_without_a_row_does_not_start(
     add("first")
     outbox_kafka.consume(topic, 1)
     seen = "SELECT message_at IS NOT NULL FROM outbox.streams"
-    wait_until(lambda: look_up(url, seen) == [(True,)], what="the book to say so")
+    wait_until(lambda: look_up(url, seen) == [(True,)], what="the checkpoint to say so")
     relay.terminate()
     assert relay.wait() == 0
     add("second")

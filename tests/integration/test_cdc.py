@@ -345,7 +345,9 @@ def killed_at(monkeypatch, method: str, nth: int = 1) -> None:
 
 
 @pytest.mark.parametrize(
-    ("killed_in", "way_on"), [("_make_slot", "setup"), ("_note", "repair")], ids=["no slot yet", "slot and no book"]
+    ("killed_in", "way_on"),
+    [("_make_slot", "setup"), ("_note", "repair")],
+    ids=["no slot yet", "slot and no checkpoint"],
 )
 def test_a_setup_that_was_interrupted(shell, monkeypatch, killed_in, way_on):
     with cdc(shell.url, {"wal__slot": shell.slot}) as commands:
@@ -496,7 +498,7 @@ def test_back_to_polling_waits_for_events_without_a_row(shell, outbox_kafka, out
         wait_until(lambda: streaming(url), 30, "the lanes to stream")
         relay.pause()
         say(1)
-        # The first one: no book knows yet that there are such events, but the slot is being read.
+        # The first one: no checkpoint knows yet that there are such events, but the slot is being read.
         with pytest.raises(CdcRefused, match="with source=wal get there first"):
             commands.switch(SourceKind.POLLING, wait_seconds=0.3)
         relay.resume()

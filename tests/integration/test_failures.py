@@ -27,7 +27,7 @@ from relay.database import Connector, StandingError
 from relay.kafka.routing import OnFailure, Route, Router
 from relay.lanes import LaneTable
 from relay.lease import HeldLanes, Lease
-from relay.loop import Pace, WorkerLoop
+from relay.loop import LoopSettings, WorkerLoop
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling import low_water_mark
 from relay.polling.at_most_once import AtMostOnceSource
@@ -373,7 +373,7 @@ def test_what_can_not_be_settled_stops_the_lane_and_is_sent_once(lane, obstacle,
         held=held,
         stop=stop,
         observer=watcher,
-        pace=Pace(min_backoff_seconds=0.001, max_backoff_seconds=0.001),
+        settings=LoopSettings(min_backoff_seconds=0.001, max_backoff_seconds=0.001),
     )
     lane.admin.execute(obstacle)
     lane.add("a1")

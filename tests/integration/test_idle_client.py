@@ -15,10 +15,10 @@ from support import wait_until
 from takeover_support import LANES, Worker, place
 
 from outbox.sandbox._process import patience
-from relay.kafka.producer import Sender
-from relay.kafka.transactional import TransactionalPublisher, _TransactionalSender
+from relay.kafka.producer import BatchProducer
+from relay.kafka.transactional import TransactionalPublisher, _TransactionalProducer
 from relay.lease import HeldLanes
-from relay.loop import Pace, WorkerLoop
+from relay.loop import LoopSettings, WorkerLoop
 from relay.ports import Source
 
 __all__ = ["place"]
@@ -32,7 +32,7 @@ def as_it_is(_: pytest.MonkeyPatch) -> None:
 
 
 def an_empty_serve(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Sender, "serve", lambda _: None)
+    patch.setattr(BatchProducer, "serve", lambda _: None)
 
 
 def an_idle_loop_that_serves_nothing(patch: pytest.MonkeyPatch) -> None:
@@ -65,7 +65,7 @@ class Silent:
     ],
 )
 def test_an_idle_worker_takes_every_report(place, monkeypatch, mutate: Callable[[pytest.MonkeyPatch], None], reports):
-    real_options, real_taking = takeover_support.producer_options, _TransactionalSender._on_statistics
+    real_options, real_taking = takeover_support.producer_options, _TransactionalProducer._on_statistics
     # The usual thousandfold.
     monkeypatch.setattr(
         takeover_support, "producer_options", lambda settings: real_options(settings) | {"statistics.interval.ms": "1"}
@@ -77,7 +77,7 @@ def test_an_idle_worker_takes_every_report(place, monkeypatch, mutate: Callable[
         taken += 1
         real_taking(self, text)
 
-    monkeypatch.setattr(_TransactionalSender, "_on_statistics", taking)
+    monkeypatch.setattr(_TransactionalProducer, "_on_statistics", taking)
     mutate(monkeypatch)
     worker = place.worker("a")
     stop, held = threading.Event(), HeldLanes()
@@ -88,7 +88,7 @@ def test_an_idle_worker_takes_every_report(place, monkeypatch, mutate: Callable[
         held=held,
         stop=stop,
         observer=Silent(),
-        pace=Pace(),
+        settings=LoopSettings(),
     )
 
     def waiting() -> list[int]:

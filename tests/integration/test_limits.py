@@ -107,11 +107,11 @@ def test_the_control_loops_statements_are_given_up(url, monkeypatch):
     table = LaneTable(connection, "outbox", "me", "0", 600.0, pooled=pooled)
     try:
         leases = table.acquire(4)
-        for doing in (table.beat, table.census, lambda: table.renew(leases), lambda: table.acquire(1)):
+        for doing in (table.beat, table.distribution, lambda: table.renew(leases), lambda: table.acquire(1)):
             with locked(url, "lanes"), locked(url, "relays"), pytest.raises(DatabaseUnavailable, match="lock timeout"):
                 doing()
         table.beat()
-        assert (table.census().total, len(leases)) == (4, 4)
+        assert (table.distribution().total, len(leases)) == (4, 4)
     finally:
         table.close()
 

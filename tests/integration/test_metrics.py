@@ -18,9 +18,9 @@ from wal_support import cdc, run_outbox, set_up, streaming, switch, wal
 from outbox._app.prometheus import serve
 from outbox.sandbox._ports import free_ports
 from relay.database import Connector
-from relay.loop import Pace
+from relay.loop import LoopSettings
 from relay.ports import Unavailable
-from relay.supervisor import Plan, Supervisor, Upkeep
+from relay.supervisor import Components, MaintenanceTask, Supervisor
 from relay.wal.slot import SlotNames
 from relay.web import metrics
 from relay.web.metrics import SlotWatch
@@ -101,7 +101,7 @@ def test_the_alert_of_a_relay_that_polls_and_whose_control_loop_hangs(outbox_pos
     registry = CollectorRegistry()
     # The settings of a relay that polls need not name the slot.
     names = SlotNames("outbox", "of-no-outbox", "p")
-    watch = SlotWatch(Connector(url, "watch"), names, MEBI, registry, by_book=True)
+    watch = SlotWatch(Connector(url, "watch"), names, MEBI, registry, by_checkpoint=True)
 
     def look(metric):
         return registry.get_sample_value(f"outbox_slot_{metric}")
@@ -109,17 +109,17 @@ def test_the_alert_of_a_relay_that_polls_and_whose_control_loop_hangs(outbox_pos
     def away(*_):
         raise Unavailable("no lane is needed here")
 
-    plan = Plan(
+    components = Components(
         instance="me",
         version="0",
         schema="outbox",
         lease_seconds=60.0,
         shutdown_seconds=1.0,
-        pace=Pace(),
+        loop=LoopSettings(),
         connect=Connector(url, "control loop"),
         source=away,
         publisher=away,
-        upkeep=[Upkeep("slot", watch.look, 0.05)],
+        upkeep=[MaintenanceTask("slot", watch.look, 0.05)],
     )
     watch.look()
     assert look("healthy") is None
@@ -134,7 +134,7 @@ def test_the_alert_of_a_relay_that_polls_and_whose_control_loop_hangs(outbox_pos
         psycopg.connect(url, autocommit=True) as admin,
     ):
         other.execute("LOCK TABLE outbox.relays IN ACCESS EXCLUSIVE MODE")
-        running = threads.submit(Supervisor(plan).run, stop, threading.Event())
+        running = threads.submit(Supervisor(components).run, stop, threading.Event())
         try:
             wait_until(lambda: admin.execute(hanging).fetchone() == (1,), what="the control loop to hang")
             wait_until(lambda: look("healthy") == 1, what="a look")

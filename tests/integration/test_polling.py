@@ -22,7 +22,7 @@ from relay.polling.queries import Queries
 from relay.polling.source import PollingSource
 from relay.ports import PUBLISHED, Claim, LaneLost, Receipt, Refused, Unavailable
 from relay.retries import FailurePolicy, Failures
-from relay.settlement import Pending, Settlement
+from relay.settlement import Settlement, UnsettledBatch
 from relay.statements import KEEP_TO_THE_INDEX
 
 
@@ -498,7 +498,7 @@ def test_settling_finds_the_rows_of_all_lanes_by_the_primary_key(statistics, eac
         settlement.hold(lease)
     claims = published_claims(admin, each)
     for lane, rows in claims.items():
-        settlement.lanes[lane].pending = Pending.of(Receipt([(claim, PUBLISHED) for claim in rows]))
+        settlement.lanes[lane].pending = UnsettledBatch.of(Receipt([(claim, PUBLISHED) for claim in rows]))
     rows = [claim for each_ in claims.values() for claim in each_]
     for query, read in ((settlement.statements.settle, ()), (settlement.statements.settle_and_count, rows)):
         values = settlement.values(range(4), read)
@@ -576,7 +576,7 @@ def test_a_lanes_row_is_found_at_once_among_its_dead_versions(outbox_postgres):
     def turns(first: int, count: int) -> None:
         for batch in range(first, first + count):
             for lane in settlement.lanes.values():
-                lane.pending = Pending(batch=batch)
+                lane.pending = UnsettledBatch(batch=batch)
             assert settlement.settle(range(4)) == {}
 
     def lanes_blocks(query: Any, values: dict[str, Any] | None = None) -> int:
@@ -609,7 +609,7 @@ def test_a_lanes_row_is_found_at_once_among_its_dead_versions(outbox_postgres):
     assert all(lease.remaining_seconds > 500 for lease in leases)
     admin.execute("UPDATE outbox.lanes SET epoch = epoch + 1, protocol_epoch = epoch + 1 WHERE lane = 3")
     for lane in settlement.lanes.values():
-        lane.pending = Pending(batch=2005)
+        lane.pending = UnsettledBatch(batch=2005)
     assert {lane: type(error) for lane, error in settlement.settle(range(4)).items()} == {3: LaneLost}
     assert admin.execute("SELECT lane, last_batch FROM outbox.lanes ORDER BY lane").fetchall() == [
         (0, 2005),
@@ -700,9 +700,9 @@ def test_the_census_counts_the_living(outbox_postgres):
     first.beat()
     second.beat()
     taken(first)
-    census = first.census()
-    assert dict(census.held) == {"first": 1}
-    assert (census.lanes, census.free) == (4, 3)
+    distribution = first.distribution()
+    assert dict(distribution.held) == {"first": 1}
+    assert (distribution.lanes, distribution.free) == (4, 3)
     first.leave()
     with outbox_postgres.connect(autocommit=True) as admin:
         admin.execute("UPDATE outbox.relays SET alive_until = alive_until - interval '2 days'")
@@ -711,4 +711,4 @@ def test_the_census_counts_the_living(outbox_postgres):
         assert admin.execute("SELECT instance FROM outbox.relays").fetchall() == [("first",)]
         admin.execute("DELETE FROM outbox.lanes")
     with pytest.raises(SchemaError, match="no lanes"):
-        first.census()
+        first.distribution()

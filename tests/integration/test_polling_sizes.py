@@ -25,7 +25,7 @@ from relay.database import Connector
 from relay.kafka.routing import OnFailure, Route, Router
 from relay.lanes import LaneTable
 from relay.lease import HeldLanes, Lease
-from relay.loop import Pace, WorkerLoop
+from relay.loop import LoopSettings, WorkerLoop
 from relay.operations.dead_letters import DeadLetters, Selection
 from relay.polling import low_water_mark
 from relay.polling.source import TURN_BYTES, PollingSource
@@ -467,7 +467,7 @@ def looped(worker: Worker, publisher: Any, watcher: Watcher, *, batch: int = 50,
         held=held,
         stop=stop,
         observer=watcher,
-        pace=Pace(batch_size=batch, min_backoff_seconds=0.001, max_backoff_seconds=0.001),
+        settings=LoopSettings(batch_size=batch, min_backoff_seconds=0.001, max_backoff_seconds=0.001),
     )
     errors: list[BaseException] = []
 

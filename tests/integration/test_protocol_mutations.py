@@ -43,9 +43,9 @@ from outbox.testing.fixtures import Topics
 from relay import lanes as lanes_module
 from relay import statements
 from relay.kafka import producer, takeover
-from relay.kafka.producer import Sender
+from relay.kafka.producer import BatchProducer
 from relay.kafka.takeover import Takeover
-from relay.kafka.transactional import TransactionalPublisher, _TransactionalSender
+from relay.kafka.transactional import TransactionalPublisher, _TransactionalProducer
 from relay.lease import Lease
 from relay.polling import low_water_mark, queries
 from relay.polling.reader import LaneReader
@@ -312,7 +312,7 @@ def null_while_open(patch: pytest.MonkeyPatch) -> None:
 
 
 def ack_before_it_came(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Sender, "drain", lambda *_: None)
+    patch.setattr(BatchProducer, "drain", lambda *_: None)
 
 
 def mark_past_a_transaction(patch: pytest.MonkeyPatch) -> None:
@@ -472,7 +472,7 @@ def only_the_statistics_show_that_a_commit_is_late(place: Place, late: LateEnd) 
 
 
 def never_suspicious(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_TransactionalSender, "suspicious", property(lambda _: False, lambda *_: None), raising=False)
+    patch.setattr(_TransactionalProducer, "suspicious", property(lambda _: False, lambda *_: None), raising=False)
 
 
 def used_again(patch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ from relay.kafka.routing import OnFailure, Route, Router
 from relay.kafka.transactional import reached
 from relay.lanes import LaneTable
 from relay.lease import HeldLanes, Lease
-from relay.loop import Pace, WorkerLoop
+from relay.loop import LoopSettings, WorkerLoop
 from relay.marker import Identity, Marker, StateLost
 from relay.operations import wal_setup as cdc
 from relay.operations.dead_letters import DeadLetters, Selection
@@ -49,7 +49,7 @@ from relay.ports import (
     Sent,
     Unavailable,
 )
-from relay.position import At
+from relay.position import WalPosition
 from relay.retries import FailurePolicy, Failures
 from relay.wal.lane import CatchingUp
 from relay.wal.lane_hash import lane_of
@@ -121,7 +121,7 @@ class Producer:
                 self._store.adopt(lease, self._kafka.markers[lease.lane], "me")
         return failed
 
-    def _marker(self, lane: int, batch: int, sent: Sequence[Claim], up_to: At | None = None) -> Marker:
+    def _marker(self, lane: int, batch: int, sent: Sequence[Claim], up_to: WalPosition | None = None) -> Marker:
         lease, identity = self._joined[lane]
         return Marker(
             batch,
@@ -300,7 +300,7 @@ class Outboxed:
             held=self.held,
             stop=threading.Event(),
             observer=self.seen,
-            pace=Pace(batch_size=batch, min_backoff_seconds=0.001, max_backoff_seconds=0.001),
+            settings=LoopSettings(batch_size=batch, min_backoff_seconds=0.001, max_backoff_seconds=0.001),
         )
         all_of = loop._limits
         loop._limits = lambda: {lane: size for lane, size in all_of().items() if lane in self.only}  # type: ignore[method-assign]
@@ -718,7 +718,7 @@ def test_events_without_a_row_do_not_become_dead_letters_because_a_setting_was_f
     box.streams()
     box.add("a1", message=True)
     box.published("a1")
-    wait_until(lambda: box.turned() and box.cdc.status().slot.message_at, what="the book to say that there was one")
+    wait_until(lambda: box.turned() and box.cdc.status().slot.message_at, what="a message in the checkpoint")
     box.add("a2", message=True)
     box.relay(limits=StreamLimits(messages=False))
     with pytest.raises(ConfigurationError, match="OUTBOX_WAL__MESSAGES"):
@@ -745,7 +745,7 @@ def test_what_is_no_event_does_not_count_as_one(outboxed):
     passed = now_at(box)
     box.add("a1")
     box.published("a1")
-    box.until(lambda: told(box) >= passed, "the book to be written")
+    box.until(lambda: told(box) >= passed, "the checkpoint to be written")
     assert box.cdc.status().slot.message_at is None
     box.relay(limits=StreamLimits(messages=False))
     box.add("a2")
@@ -840,7 +840,7 @@ def test_a_place_in_another_servers_wal_is_not_gone_on_from(outboxed):
     box.add("a2", message=True)
     box.add("a3")
     box.published("a1", "a2", "a3")
-    # The book came along too.
+    # The checkpoint came along too.
     box.kill()
     box.admin.execute(moved)
     with pytest.raises(CdcRefused, match="has not written so much"):
@@ -1098,7 +1098,7 @@ def test_a_lane_that_is_lost_is_the_only_one_to_stop(outboxed):
         elif state == "leaving":
             box.admin.execute("UPDATE outbox.lanes SET epoch = epoch + 1, protocol_epoch = epoch + 1 WHERE lane = 0")
             box.source._lanes[0].swept_at = 0.0
-            box.source._passed_by = lambda lane, _channel: lane.lease.lane == 0
+            box.source._skipped_by_stream = lambda lane, _channel: lane.lease.lane == 0
         if state != "leaving":
             box.admin.execute("UPDATE outbox.lanes SET epoch = epoch + 1, protocol_epoch = epoch + 1 WHERE lane = 0")
         box.add(f"{slow}1", f"{quick}1", message=state == "table")

@@ -13,7 +13,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from relay.lease import Lease
 from relay.ports import Claim, Unavailable
-from relay.position import At
+from relay.position import WalPosition
 from relay.wal import session as stream
 from relay.wal.channel import Channel
 from relay.wal.session import StreamLimits, _Session
@@ -33,7 +33,7 @@ class Session:
 
 
 def claim(commit: int, number: int, *, row: bool = True) -> Claim:
-    at = At(commit, number, 1)
+    at = WalPosition(commit, number, 1)
     return Claim((1 if row else -1) * (commit * 10 + number), f"id-{commit}-{number}", "T", "k", "e", "", b"", None, at)
 
 

@@ -6,67 +6,67 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from relay.lanes import Census, Step, next_step
+from relay.lanes import LaneDistribution, Step, next_step
 
 
-def census(held: dict[str, int], lanes: int, free: int | None = None) -> Census:
-    return Census(held=held, lanes=lanes, free=lanes - sum(held.values()) if free is None else free)
+def distribution(held: dict[str, int], lanes: int, free: int | None = None) -> LaneDistribution:
+    return LaneDistribution(held=held, lanes=lanes, free=lanes - sum(held.values()) if free is None else free)
 
 
 def test_a_lone_relay_takes_every_lane():
-    assert next_step(census({"a": 0}, 4), "a") == Step(acquire=4)
+    assert next_step(distribution({"a": 0}, 4), "a") == Step(acquire=4)
 
 
 def test_two_newcomers_leave_each_other_half():
-    assert next_step(census({"a": 0, "b": 0}, 4), "a") == Step(acquire=2)
+    assert next_step(distribution({"a": 0, "b": 0}, 4), "a") == Step(acquire=2)
 
 
 def test_all_above_the_share_is_given_up_at_once():
-    assert next_step(census({"a": 4, "b": 0}, 4), "a") == Step(release=2)
-    assert next_step(census({"a": 4, "b": 0}, 4), "b") == Step()
-    assert next_step(census({"a": 256, "b": 0}, 256), "a") == Step(release=128)
-    assert next_step(census({"a": 64, "b": 0, "c": 0}, 64), "a") == Step(release=42)
+    assert next_step(distribution({"a": 4, "b": 0}, 4), "a") == Step(release=2)
+    assert next_step(distribution({"a": 4, "b": 0}, 4), "b") == Step()
+    assert next_step(distribution({"a": 256, "b": 0}, 256), "a") == Step(release=128)
+    assert next_step(distribution({"a": 64, "b": 0, "c": 0}, 64), "a") == Step(release=42)
 
 
 def test_among_equals_the_greatest_name_keeps_one_more():
     held = {"a": 2, "b": 2, "c": 0}
-    steps = {name: next_step(census(held, 4), name) for name in held}
+    steps = {name: next_step(distribution(held, 4), name) for name in held}
     assert steps == {"a": Step(release=1), "b": Step(), "c": Step()}
 
 
 def test_shares_that_differ_by_one_are_even():
     held = {"a": 1, "b": 2, "c": 1}
-    assert {name: next_step(census(held, 4), name) for name in held} == dict.fromkeys(held, Step())
+    assert {name: next_step(distribution(held, 4), name) for name in held} == dict.fromkeys(held, Step())
 
 
 def test_a_free_lane_is_left_to_whoever_is_short():
     held = {"a": 2, "b": 1, "c": 0}
-    assert next_step(census(held, 4), "a") == Step()
-    assert next_step(census(held, 4), "b") == Step()
-    assert next_step(census(held, 4), "c") == Step(acquire=1)
+    assert next_step(distribution(held, 4), "a") == Step()
+    assert next_step(distribution(held, 4), "b") == Step()
+    assert next_step(distribution(held, 4), "c") == Step(acquire=1)
 
 
 def test_the_odd_lane_is_one_relays_to_take():
     held = {"a": 1, "b": 1, "c": 1}
-    steps = {name: next_step(census(held, 4), name) for name in held}
+    steps = {name: next_step(distribution(held, 4), name) for name in held}
     assert steps == {"a": Step(), "b": Step(), "c": Step(acquire=1)}
 
 
 def test_more_relays_than_lanes():
-    assert next_step(census({"a": 1, "b": 0}, 1), "b") == Step()
-    assert next_step(census({"a": 1, "b": 0}, 1), "a") == Step()
+    assert next_step(distribution({"a": 1, "b": 0}, 1), "b") == Step()
+    assert next_step(distribution({"a": 1, "b": 0}, 1), "a") == Step()
     held = {"a": 0, "b": 0}
-    assert {name: next_step(census(held, 1), name) for name in held} == {"a": Step(), "b": Step(acquire=1)}
+    assert {name: next_step(distribution(held, 1), name) for name in held} == {"a": Step(), "b": Step(acquire=1)}
 
 
 def test_no_more_is_taken_than_is_free():
-    assert next_step(census({"a": 0, "b": 4}, 4), "a") == Step()
-    assert next_step(census({"a": 0, "b": 4}, 8, free=1), "a") == Step(acquire=1)
+    assert next_step(distribution({"a": 0, "b": 4}, 4), "a") == Step()
+    assert next_step(distribution({"a": 0, "b": 4}, 8, free=1), "a") == Step(acquire=1)
 
 
 def act(held: dict[str, int], lanes: int, name: str) -> bool:
     """Let one relay look and do its step; say whether there was anything to do."""
-    step = next_step(census(held, lanes), name)
+    step = next_step(distribution(held, lanes), name)
     assert not (step.acquire and step.release)
     held[name] += min(step.acquire, lanes - sum(held.values())) - step.release
     assert held[name] >= 0
@@ -109,14 +109,14 @@ def test_any_start_settles_into_an_even_spread(lanes, start, order):
     order=st.randoms(use_true_random=False),
 )
 def test_relays_that_all_look_before_any_acts_settle_too(lanes, start, order):
-    """Each works with a census that is as old as a round: what somebody else has taken since is not free any more."""
+    """Each has a distribution that is as old as a round: what somebody else has taken since is not free any more."""
     held: dict[str, int] = {}
     left = lanes
     for index, wanted in enumerate(start):
         held[f"r{index}"] = min(wanted, left)
         left -= held[f"r{index}"]
     for _ in range(4):
-        seen = census(dict(held), lanes)
+        seen = distribution(dict(held), lanes)
         names = sorted(held)
         order.shuffle(names)
         for name in names:

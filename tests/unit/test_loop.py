@@ -17,7 +17,7 @@ import pytest
 from outbox.errors import OutboxError, SchemaError
 from relay import loop
 from relay.lease import HeldLanes, Lease
-from relay.loop import Pace, WorkerLoop
+from relay.loop import LoopSettings, WorkerLoop
 from relay.marker import StateLost
 from relay.ports import (
     PUBLISHED,
@@ -38,7 +38,7 @@ from relay.ports import (
     Unconfirmed,
 )
 
-PACE = Pace(batch_size=2, max_idle_seconds=0.002, min_backoff_seconds=0.001, max_backoff_seconds=0.004)
+SETTINGS = LoopSettings(batch_size=2, max_idle_seconds=0.002, min_backoff_seconds=0.001, max_backoff_seconds=0.004)
 
 
 def claim(lane: int, position: int) -> Claim:
@@ -317,7 +317,7 @@ class Watcher:
 class World:
     """A worker's loop over a table and a broker. ``run`` ends when an idle worker finds that nothing is left."""
 
-    def __init__(self, rows: Mapping[int, Sequence[int]], *steps: Step, pace: Pace = PACE) -> None:
+    def __init__(self, rows: Mapping[int, Sequence[int]], *steps: Step, settings: LoopSettings = SETTINGS) -> None:
         assert isinstance(loop.time, Clock)
         self.clock = loop.time
         self.stop = Stop(self.clock)
@@ -334,7 +334,7 @@ class World:
             held=self.held,
             stop=self.stop,
             observer=self.watcher,
-            pace=pace,
+            settings=settings,
         )
 
     def run(self) -> World:
@@ -381,7 +381,7 @@ def test_a_hot_lane_among_many_has_what_the_others_leave():
     """Of 64 lanes each may have one event in a turn of 32; the one that has a backlog soon has eight."""
     rows = {lane: [lane + 1] for lane in range(1, 64, 2)} | {lane: [] for lane in range(2, 64, 2)}
     rows[0] = list(range(100, 180))
-    world = World(rows, pace=replace(PACE, batch_size=8)).run()
+    world = World(rows, settings=replace(SETTINGS, batch_size=8)).run()
     assert in_order(world, rows)
     sizes = [{lane: len(batch) for lane, batch in turn.items()} for turn in world.broker.turns]
     assert sizes[0] == dict.fromkeys([0, *range(1, 64, 2)], 1)
@@ -391,7 +391,7 @@ def test_a_hot_lane_among_many_has_what_the_others_leave():
 
 def test_many_lanes_that_suddenly_have_events_make_a_turn_of_twice_the_size_at_most():
     rows = {lane: [] for lane in range(64)} | {0: list(range(1, 100)), 1: list(range(100, 200))}
-    world = World(rows, pace=replace(PACE, batch_size=8))
+    world = World(rows, settings=replace(SETTINGS, batch_size=8))
 
     def others_come(batches: Batches) -> Sent:
         for lane in range(2, 64):
@@ -420,7 +420,7 @@ def test_the_last_turn_is_settled_before_the_lanes_are_given_up():
 
 def test_a_turn_of_many_lanes_has_no_more_events_than_four_lanes_may_have():
     rows = spread(64, 40)
-    world = World(rows, pace=replace(PACE, batch_size=32))
+    world = World(rows, settings=replace(SETTINGS, batch_size=32))
     world.run()
     assert max(sum(map(len, turn.values())) for turn in world.broker.turns) == 128
     assert max(len(turn) for turn in world.broker.turns) == 64
@@ -885,7 +885,7 @@ def test_a_lane_that_is_lost_while_it_is_joined_is_let_go():
 
 
 def test_an_event_that_can_never_be_settled_is_sent_once_and_named_and_those_before_it_and_other_lanes_are_settled():
-    world = World({0: list(range(1, 12)), 1: list(range(101, 112))}, pace=replace(PACE, batch_size=8))
+    world = World({0: list(range(1, 12)), 1: list(range(101, 112))}, settings=replace(SETTINGS, batch_size=8))
     world.table.stuck = {6}
     stopped = []
 
@@ -903,7 +903,7 @@ def test_an_event_that_can_never_be_settled_is_sent_once_and_named_and_those_bef
         "([0], 'event e6 is published, and stays behind: [6] is too long')",
     }
     # A person sees to it, and the lane goes on by itself.
-    world = World({0: list(range(1, 12)), 1: []}, pace=replace(PACE, batch_size=8))
+    world = World({0: list(range(1, 12)), 1: []}, settings=replace(SETTINGS, batch_size=8))
     world.table.stuck = {6}
     left = iter(range(5))
     world.watcher.unavailable = lambda *_: world.table.stuck.clear() if next(left, None) is None else None
@@ -990,7 +990,7 @@ def poisoned(*poison: int, names_lanes: bool, acknowledges: bool = False) -> Ste
 @pytest.mark.parametrize("poison", [(10,), (9, 10), (10, 43, 101)])
 def test_what_is_refused_is_singled_out_by_lane_and_then_by_halves(names_lanes, acknowledges, poison):
     rows = spread(4, 120)
-    world = World(rows, pace=replace(PACE, batch_size=8))
+    world = World(rows, settings=replace(SETTINGS, batch_size=8))
     world.broker.always = poisoned(*poison, names_lanes=names_lanes, acknowledges=acknowledges)
     world.run()
     assert sorted(world.table.refused) == sorted(poison)
@@ -1007,7 +1007,7 @@ def test_what_is_refused_is_singled_out_by_lane_and_then_by_halves(names_lanes, 
 
 def test_the_others_go_on_at_full_size_while_a_lane_is_narrowed_down():
     rows = spread(4, 80)
-    world = World(rows, pace=replace(PACE, batch_size=16))
+    world = World(rows, settings=replace(SETTINGS, batch_size=16))
     world.broker.always = poisoned(1, names_lanes=True)
     world.run()
     alone = [turn[0] for turn in world.broker.turns if set(turn) == {0}]
@@ -1038,7 +1038,7 @@ def test_a_large_event_among_many_lanes_is_found_at_once(n, sizes):
     """It is the largest of those that were refused together. The other lanes have no turns of their own."""
     rows = spread(16, 40)
     poison = rows[5][n]
-    world = World(rows, pace=replace(PACE, batch_size=16))
+    world = World(rows, settings=replace(SETTINGS, batch_size=16))
     world.broker.always = too_large(poison)
     world.run()
     assert world.table.refused == [poison]
@@ -1058,7 +1058,7 @@ def test_a_lane_with_one_large_event_after_the_other_does_not_keep_another_one_f
     poison = [row for n, row in enumerate(rows[1]) if n % 2]
     bad = rows[2][3]
     large, other = too_large(*poison), poisoned(bad, names_lanes=True)
-    world = World(rows, pace=replace(PACE, batch_size=8))
+    world = World(rows, settings=replace(SETTINGS, batch_size=8))
     world.broker.always = lambda batches: (
         other(batches) if any(item.position == bad for item in batches.get(2, ())) else large(batches)
     )
@@ -1072,7 +1072,7 @@ def test_a_lane_with_one_large_event_after_the_other_does_not_keep_another_one_f
 @pytest.mark.parametrize("guess", [lambda p: p, lambda p: p + 4, lambda p: p - 4, lambda _: 0, lambda _: 99])
 def test_a_guess_that_is_wrong_costs_turns_and_nothing_else(poison, guess):
     rows = spread(4, 120)
-    world = World(rows, pace=replace(PACE, batch_size=8))
+    world = World(rows, settings=replace(SETTINGS, batch_size=8))
     world.broker.always = too_large(*poison, guess=guess)
     world.run()
     assert sorted(world.table.refused) == sorted(poison)
@@ -1106,7 +1106,7 @@ def slow(most: int) -> Step:
 
 def test_a_turn_that_is_late_is_halved_until_it_fits_and_grows_again():
     rows = spread(2, 300)
-    world = World(rows, *[slow(8)] * 4, pace=replace(PACE, batch_size=32))
+    world = World(rows, *[slow(8)] * 4, settings=replace(SETTINGS, batch_size=32))
     world.run()
     sizes = [max(map(len, turn.values())) for turn in world.broker.turns]
     assert sizes[:5] == [32, 16, 8, 4, 4]
@@ -1118,7 +1118,7 @@ def test_a_turn_that_is_late_is_halved_until_it_fits_and_grows_again():
 
 def test_a_turn_of_one_lane_that_is_narrowed_down_and_late_is_halved_too():
     rows = {0: list(range(1, 200))}
-    world = World(rows, pace=replace(PACE, batch_size=64))
+    world = World(rows, settings=replace(SETTINGS, batch_size=64))
     world.broker.script = [poisoned(1, names_lanes=True), *[slow(4)] * 12]
     world.run()
     assert [len(turn[0]) for turn in world.broker.turns[:6]] == [64, 32, 16, 8, 4, 8]
@@ -1133,7 +1133,7 @@ def test_topics_that_take_nothing_are_left_out_and_turns_stay_as_large():
         half = {lane: Receipt([(item, PUBLISHED) for item in claims[:16]]) for lane, claims in batches.items()}
         return Failed(TopicUnusable("invoice-events", "topic 'invoice-events' has no leader for partition 0"), half)
 
-    world = World(rows, stalled, pace=replace(PACE, batch_size=32))
+    world = World(rows, stalled, settings=replace(SETTINGS, batch_size=32))
     world.run()
     assert {len(claims) for turn in world.broker.turns[:8] for claims in turn.values()} == {32}
     assert world.table.left_out[:2] == [frozenset(), frozenset({("Invoice", False)})]

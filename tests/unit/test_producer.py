@@ -19,7 +19,7 @@ from outbox.urls import display_url
 from relay.config import load, producer_options
 from relay.database import Connector, unavailable_on_error
 from relay.kafka import fencing
-from relay.kafka.producer import Sender
+from relay.kafka.producer import BatchProducer
 from relay.kafka.routing import Router
 from relay.kafka.topics import Topics, Unanswered
 from relay.ports import BatchRefused, BrokerUnavailable, Claim, IdBusy, Late, Refused, TopicUnusable, Unavailable
@@ -32,7 +32,7 @@ def test_a_sender_that_was_closed_is_gone_and_its_producer_with_it():
     topics = Topics(OPTIONS, create=False)
     gc.disable()
     try:
-        sender = Sender(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop")
+        sender = BatchProducer(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop")
         sender.send({}, soon())
         gone = weakref.ref(sender)
         sender.close()
@@ -55,10 +55,10 @@ def events(lane: int, count: int) -> list[Claim]:
     return [claim(lane, 100 * lane + n) for n in range(1, count + 1)]
 
 
-def new_sender(router: Router | None = None, **options: str) -> Sender:
+def new_sender(router: Router | None = None, **options: str) -> BatchProducer:
     """A sender to a broker that is not there."""
     known = producer_options(load(kafka={**OPTIONS, **options}))
-    return Sender(known, router or Router(), AllThere(OPTIONS, create=False), "/shop")
+    return BatchProducer(known, router or Router(), AllThere(OPTIONS, create=False), "/shop")
 
 
 def soon() -> float:
@@ -143,7 +143,7 @@ def test_a_failed_marker_is_named_with_its_lane_and_no_event_is_at_fault_for_it(
     assert (type(large), blamed) == (BrokerUnavailable, [])
 
 
-def failed(sender: Sender, *failures: tuple[Claim, int]) -> tuple[Unavailable, list[int]]:
+def failed(sender: BatchProducer, *failures: tuple[Claim, int]) -> tuple[Unavailable, list[int]]:
     """What a sender says when these events come back with these errors, and no marker does."""
     sender.close()
     sender._failed.clear()
@@ -233,7 +233,7 @@ class OneMissing(AllThere):
 
 def test_events_of_a_topic_that_is_not_there_are_left_out_with_their_key_and_the_lane_says_so():
     options = producer_options(load(kafka=OPTIONS))
-    sender = Sender(options, Router(), OneMissing(OPTIONS, create=False), "/shop")
+    sender = BatchProducer(options, Router(), OneMissing(OPTIONS, create=False), "/shop")
     turn = {
         0: [claim(0, 1), claim(0, 2, "Invoice"), claim(0, 3), claim(0, 4, "Invoice", key="other")],
         1: [claim(1, 101)],
@@ -321,9 +321,9 @@ class Looked(AllThere):
         return None if self.lacks is None else {t: self.lacks[t] for t in unanswered if t in self.lacks}
 
 
-def late_turn(topics: Topics, acknowledged: Collection[int]) -> tuple[Sender, Unavailable]:
+def late_turn(topics: Topics, acknowledged: Collection[int]) -> tuple[BatchProducer, Unavailable]:
     """A turn of events 1 to 3 of Order and 4 to 6 of Invoice, of which only these were acknowledged in time."""
-    sender = Sender(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop")
+    sender = BatchProducer(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop")
     sender.send({0: [claim(0, n, "Order" if n < 4 else "Invoice") for n in range(1, 7)]}, soon())
     sender.drain(time.monotonic())
     for position in acknowledged:
@@ -431,7 +431,7 @@ def test_an_attempt_says_nothing_of_the_topics_beside_it():
     late_turn(topics, [1, 2, 3])
     topics.now = 1.0
     assert topics.paused() == frozenset()
-    sender = Sender(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop")
+    sender = BatchProducer(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop")
     sender.send({0: [claim(0, n, kind) for n, kind in enumerate(["Order", "Invoice", "Refund"], 1)]}, soon())
     sender.drain(time.monotonic())
     del sender._failed[3]
@@ -447,7 +447,7 @@ def test_a_turn_with_a_stalled_topic_ends_early():
     topics = Looked()
     late_turn(topics, [1, 2, 3])
     topics.now = 1.0
-    sender = Sender(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop")
+    sender = BatchProducer(producer_options(load(kafka=OPTIONS)), Router(), topics, "/shop")
     sender.send({0: [claim(0, 1, "Invoice")]}, soon())
     started = time.monotonic()
     sender.drain(soon())

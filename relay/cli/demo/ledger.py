@@ -1,4 +1,4 @@
-"""The demo's book-keeping: what the shop committed, what Kafka holds, what the sink applied. All from the data."""
+"""The demo's ledger: what the shop committed, what Kafka holds, what the sink applied. All from the data."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Sight:
     oldest_seconds: float | None
 
 
-class Book:
+class Ledger:
     """Reads the figures. ``sink`` is the sink's table, as (schema, name)."""
 
     def __init__(self, url: str, kafka: dict[str, str], topic: str, sink: tuple[str, str]) -> None:
@@ -89,7 +89,12 @@ class Book:
         self._topic = topic
         self._sink = sql.Identifier(*sink)
         self._consumer = Consumer(
-            {**kafka, "group.id": "outbox-demo-book", "enable.auto.commit": False, "isolation.level": "read_committed"}
+            {
+                **kafka,
+                "group.id": "outbox-demo-ledger",
+                "enable.auto.commit": False,
+                "isolation.level": "read_committed",
+            }
         )
 
     def look(self) -> Sight:

@@ -24,7 +24,7 @@ import typer
 from outbox._app.console import failing_clearly, print_json
 from outbox.errors import OutboxError
 from outbox.urls import libpq_url, sqlalchemy_url, with_database
-from relay.cli.demo.ledger import Book, Reconciliation, Sight
+from relay.cli.demo.ledger import Ledger, Reconciliation, Sight
 from relay.cli.demo.panel import Panel, open_panel
 
 if TYPE_CHECKING:
@@ -152,20 +152,20 @@ class _Demo:
         _migrate(database)
         kafka = {"bootstrap.servers": bootstrap}
         self._stack.enter_context(_own_topic(kafka, self._topic))
-        book = Book(database, kafka, self._topic, ("public", "order_totals"))
-        self._stack.callback(book.close)
+        ledger = Ledger(database, kafka, self._topic, ("public", "order_totals"))
+        self._stack.callback(ledger.close)
         folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="outbox-demo-")))
         shop, relay, spark = self._children(folder, database, bootstrap)
         for child in (spark, relay, shop):
             child.start()
             self._stack.callback(child.finish, 30.0)
             self._panel.say(f"{child.name} started")
-        sight = self._drive(book, shop, relay, spark)
+        sight = self._drive(ledger, shop, relay, spark)
         self._panel.say("everything is through; ending the processes")
         for child in (relay, spark):
             child.finish(30.0)
         self._panel.update(sight, self._states(shop, relay, spark))
-        return book.reconcile()
+        return ledger.reconcile()
 
     def _children(self, folder: Path, database: str, bootstrap: str) -> tuple[Child, Child, Child]:
         env = {
@@ -190,12 +190,12 @@ class _Demo:
             Child("spark", [*outbox, *consume], env, folder),
         )
 
-    def _drive(self, book: Book, shop: Child, relay: Child, spark: Child) -> Sight:
+    def _drive(self, ledger: Ledger, shop: Child, relay: Child, spark: Child) -> Sight:
         """Watch until all is applied; kill each of the two once on the way."""
         moved_at, last = time.monotonic(), None
         to_kill = {relay: KILL_RELAY_AT, spark: KILL_SPARK_AT} if self._kill else {}
         while True:
-            sight = book.look()
+            sight = ledger.look()
             self._panel.update(sight, self._states(shop, relay, spark))
             for child in (shop, relay, spark):
                 child.check()
@@ -210,7 +210,7 @@ class _Demo:
                     child.start()
             done = not shop.running and sight.backlog == 0 and sight.applied >= sight.committed
             if done and not to_kill:
-                return book.look()
+                return ledger.look()
             if sight != last:
                 moved_at, last = time.monotonic(), sight
             if time.monotonic() - moved_at > STALL_SECONDS:
