@@ -200,17 +200,8 @@ class KafkaCluster:
         if process is not None:
             kill_with_children(process)
 
-    def stop_broker(self, index: int) -> None:
-        """Stop a broker: it hands its leaderships over first, if it can within 20 seconds."""
-        process = self._broker(index).process
-        if process is None:
-            return
-        process.signal(signal.SIGTERM)
-        if not process.wait(_STOP_TIMEOUT):
-            kill_with_children(process)
-
     def start_broker(self, index: int) -> None:
-        """Start a broker that was stopped or killed, on its port with its data, and wait until it is back."""
+        """Start a broker that was killed, on its port with its data, and wait until it is back."""
         broker = self._broker(index)
         if not broker.running:
             self._check_ports([broker])

@@ -96,10 +96,6 @@ class StateTopic:
                 raise self._explained(error) from error
             self._checked = lanes
 
-    def last_marker(self, lane: int, *, decided: bool = True) -> Marker | None:
-        """Return a lane's last committed marker; see ``last_markers``."""
-        return self.last_markers([lane], decided=decided)[lane]
-
     def last_markers(self, lanes: Collection[int], *, decided: bool = True) -> dict[int, Marker | None]:
         """Return each lane's last committed marker; None where there is none, or no such partition.
 

@@ -15,11 +15,12 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 from outbox.event import DEAD_LETTER
+from relay.database import unavailable_on_error
 from relay.polling.low_water_mark import LowWaterMarks
 from relay.polling.queries import DRAW_XID, XMIN, Queries
 from relay.polling.session import Read, Session
 from relay.ports import Claim, Kind
-from relay.settlement import UnsettledBatch
+from relay.settlement import UnsettledBatch, lanes_text
 from relay.statements import array
 
 _LOOK_SECONDS: Final = 1.0
@@ -258,6 +259,12 @@ class LaneReader:
         """Return whether the lane has failures, as far as the last look shows."""
         return self._lanes[lane].failures is not None
 
+    def look_for_failures(self, lanes: Collection[int]) -> set[int]:
+        """Return those of the lanes that have failures now."""
+        with unavailable_on_error(f"looking for failures of {lanes_text(lanes)}"):
+            self._session.free()
+            return {row[0] for row in self._failures_of(lanes)}
+
     def looks(self, lanes: Collection[int]) -> Collection[int]:
         """Return the lanes whose failures have to be looked at with this turn."""
         if self.must_look():
@@ -273,8 +280,7 @@ class LaneReader:
         """Look at the failures of lanes of which they are not known: they decide by which statement a lane is read."""
         unknown = [lane for lane, state in self._lanes.items() if not state.known]
         if unknown:
-            rows = self._session.connection.execute(self._queries.failures, {"lanes": unknown}).fetchall()
-            self.note_failures(rows, unknown)
+            self.note_failures(self._failures_of(unknown), unknown)
 
     def note_failures(self, rows: Sequence[Any] | None, lanes: Collection[int]) -> None:
         """Take the answer of a look at the ``failures`` of these lanes."""
@@ -290,6 +296,9 @@ class LaneReader:
         for row in rows:
             if row[-1] is not None and row[0] in self._lanes:
                 self._marks.there(row[0], row[-1])
+
+    def _failures_of(self, lanes: Collection[int]) -> list[Any]:
+        return self._session.connection.execute(self._queries.failures, {"lanes": list(lanes)}).fetchall()
 
     def _draw_xid(self) -> int:
         return self._session.number(DRAW_XID)

@@ -95,15 +95,15 @@ class PollingSource:
         self._on_settled = on_settled
         self.turn_bytes = turn_bytes
         self._queries = Queries(schema, archive=archive)
-        self._session = Session(
+        self.session = Session(
             connect, schema, self._queries, archive=archive, renew_part=renew_part, on_settled=self._note_settled
         )
-        self._connection = self._session.connection
-        self.settlement: Settlement = self._session.settlement
-        self._reader = LaneReader(self._session, self._queries, turn_bytes)
-        self.store = RowTakeover(self._session, self._queries, failures)
-        self._watch_seconds = 0.0 if self._session.pooled else watch_seconds
-        self._overlaps = overlap and not self._session.pooled
+        self._connection = self.session.connection
+        self.settlement: Settlement = self.session.settlement
+        self.reader = LaneReader(self.session, self._queries, turn_bytes)
+        self.store = RowTakeover(self.session, self._queries, failures)
+        self._watch_seconds = 0.0 if self.session.pooled else watch_seconds
+        self._overlaps = overlap and not self.session.pooled
         self._step = _CLIENT_STEP_SECONDS
         self._unconfirmed: Collection[int] = ()
         self._flush_in_vain_at = -_FLUSH_AGAIN_SECONDS
@@ -111,29 +111,29 @@ class PollingSource:
     @property
     def connection(self) -> psycopg.Connection[Any]:
         """The connection, with nothing under way on it."""
-        self._session.free()
+        self.session.free()
         return self._connection
 
     def hold(self, lease: Lease) -> None:
         """Begin to read a lane."""
         self.settlement.hold(lease)
-        self._reader.hold(lease.lane)
+        self.reader.hold(lease.lane)
 
     def drop(self, lane: int) -> None:
         """Forget a lane."""
-        self._session.end_settling()
+        self.session.end_settling()
         self.settlement.drop(lane)
-        self._reader.drop(lane)
-        if self._session.ahead is not None:
-            self._session.ahead.stale = True
+        self.reader.drop(lane)
+        if self.session.ahead is not None:
+            self.session.ahead.stale = True
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
         """Settle what is pending, and return the lowest unpublished events of these lanes."""
-        failed_behind = self.finish_settling()
-        if self._session.ahead is not None and not self._comes_next(self._session.ahead, limits):
-            self._session.free()
-        ahead, self._session.ahead = self._session.ahead, None
-        lanes = list(ahead.lanes) if ahead is not None else self._reader.turn_lanes(limits)
+        failed_behind = self.session.finish_settling()
+        if self.session.ahead is not None and not self._comes_next(self.session.ahead, limits):
+            self.session.free()
+        ahead, self.session.ahead = self.session.ahead, None
+        lanes = list(ahead.lanes) if ahead is not None else self.reader.turn_lanes(limits)
         limited = {lane: limits[lane] for lane in lanes}
         settling: Collection[int] = ()
         unconfirmed: Collection[int] = ()
@@ -141,7 +141,7 @@ class PollingSource:
             if ahead is not None:
                 claims, failed = self._settle_after(ahead, limited)
             else:
-                self._reader.look_first()
+                self.reader.look_first()
                 if self._overlaps and self.settlement.overlaps(lanes):
                     claims, failed, settling = self._read_and_check(limited)
                 elif self._overlaps and self.settlement.precedes_commit(lanes):
@@ -150,17 +150,17 @@ class PollingSource:
                     claims, failed = self._read_and_settle(limited)
         failed = failed_behind | failed
         batches = {lane: batch for lane, batch in by_lane(claims).items() if lane not in failed}
-        self._reader.note_sizes(batches)
+        self.reader.note_sizes(batches)
         if batches:
             self._step = _CLIENT_STEP_SECONDS
             failpoint("batch.fetched")
         self._unconfirmed = batches.keys() if unconfirmed else ()
         if settling or unconfirmed:
             self.settlement.begin(settling or unconfirmed)
-        elif self._overlaps and self._reader.worth_reading_ahead(batches, limits) and not failed:
+        elif self._overlaps and self.reader.worth_reading_ahead(batches, limits) and not failed:
             # Lanes that have joined since are read with the others from now on.
             with unavailable_on_error("reading ahead"):
-                self._read_ahead({lane: limits[lane] for lane in self._reader.turn_lanes(limits)}, batches)
+                self._read_ahead({lane: limits[lane] for lane in self.reader.turn_lanes(limits)}, batches)
         return Fetched(batches, failed, settling=settling, unconfirmed=bool(unconfirmed))
 
     def confirm(self, deadline: float) -> dict[int, OutboxError]:
@@ -168,21 +168,21 @@ class PollingSource:
 
         Lanes that have no events in this turn do not take it back: of those ``settle`` says what has failed.
         """
-        self._session.end_settling(deadline)
-        return self._session.failed_of(self._unconfirmed)
+        self.session.end_settling(deadline)
+        return self.session.failed_of(self._unconfirmed)
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
         """Do not return events of these kinds: their topics can't be written to."""
-        if kinds != self._reader.left_out:
-            self._session.free()
-            self._reader.leave_out(kinds)
+        if kinds != self.reader.left_out:
+            self.session.free()
+            self.reader.leave_out(kinds)
 
     def go_on_without(self, lanes: Collection[int]) -> None:
         """Do nothing: the rows of a lane wait for nobody."""
 
     def settle(self, receipts: Mapping[int, Receipt]) -> dict[int, OutboxError]:
         """Record what was published: it goes with the next fetch. Refused events are recorded at once."""
-        failed = self.finish_settling()
+        failed = self.session.finish_settling()
         for lane, receipt in receipts.items():
             refused = refused_of(receipt)
             if len(refused) < len(receipt.results) or receipt.batch is not None:
@@ -192,18 +192,18 @@ class PollingSource:
                 elif not held.pending.covers(published):
                     held.pending = published
             if receipt.results:
-                self._reader.note_due(lane, refused=bool(refused))
+                self.reader.note_due(lane, refused=bool(refused))
             if refused and (error := self._settle_with(lane, refused)) is not None:
                 failed[lane] = error
         return failed
 
     def flush(self, lanes: Collection[int]) -> dict[int, OutboxError]:
         """Settle what is pending of these lanes."""
-        failed = self.finish_settling()
+        failed = self.session.finish_settling()
         unsettled = [lane for lane in self.settlement.unsettled if lane in set(lanes) and lane not in failed]
         if not unsettled:
             return failed
-        self._session.free()
+        self.session.free()
         return failed | self.settlement.settle(unsettled)
 
     def wait(self, lanes: Collection[int], seconds: float, stop: threading.Event) -> bool:
@@ -211,61 +211,39 @@ class PollingSource:
         if not lanes:
             stop.wait(seconds)
             return False
-        if self._session.ahead is not None:
+        if self.session.ahead is not None:
             return True
-        self._session.end_settling()
-        if self._reader.may_become_due(lanes) or self._watch_seconds == 0.0:
+        self.session.end_settling()
+        if self.reader.may_become_due(lanes) or self._watch_seconds == 0.0:
             stop.wait(min(self._step, seconds))
             self._step = min(self._step * 2, seconds)
             return True
         seconds = max(seconds, _WAIT_SECONDS) if seconds <= 1.0 else 1.0
         began = time.monotonic()
         with unavailable_on_error(f"waiting for events of {lanes_text(lanes)}"):
-            watch = self._queries.watch(self._connection, self._reader.above(lanes), seconds, self._watch_seconds)
+            watch = self._queries.watch(self._connection, self.reader.above(lanes), seconds, self._watch_seconds)
             self._connection.execute(watch, prepare=False)
         if time.monotonic() - began < seconds:
-            self._reader.note_busy(lanes)
+            self.reader.note_busy(lanes)
             return True
-        return self._reader.must_look()
+        return self.reader.must_look()
 
     def close(self) -> None:
         """Close the connection."""
-        self._session.close()
-
-    def finish_settling(self) -> dict[int, OutboxError]:
-        """Wait for the turn before to be settled, if that is under way; return the lanes for which it has failed."""
-        return self._session.finish_settling()
-
-    def settle_with(self, lane: int, doing: str, more: Callable[[], None]) -> OutboxError | None:
-        """Settle what is pending of a lane, and do more in the same transaction; return what is wrong with the lane."""
-        return self._session.settle_with(lane, doing, more)
-
-    def read_all_again(self, lane: int) -> None:
-        """Read the lane from its lowest id, and look for failures first."""
-        self._reader.read_all_again(lane)
-
-    def has_failures(self, lane: int) -> bool:
-        """Return whether the lane has failures, as far as the last look shows."""
-        return self._reader.has_failures(lane)
-
-    def look_for_failures(self, lanes: Collection[int]) -> set[int]:
-        """Return those of the lanes that have failures now."""
-        with unavailable_on_error(f"looking for failures of {lanes_text(lanes)}"):
-            rows = self.connection.execute(self._queries.failures, {"lanes": list(lanes)}).fetchall()
-        return {row[0] for row in rows}
+        self.session.close()
 
     # One turn
 
     def _read_and_settle(self, limits: Mapping[int, int]) -> tuple[list[Claim], dict[int, OutboxError]]:
         lanes = list(limits)
         in_hand = self._in_hand()
-        looks = self._reader.looks(lanes)
-        reads = self._reader.reads(limits, in_hand)
+        looks = self.reader.looks(lanes)
+        reads = self.reader.reads(limits, in_hand)
         settled = [lane for lane in lanes if self._expects(lane)]
         settled += [lane for lane in self.settlement.unsettled if lane not in set(settled)]
-        if self._session.pooled:
-            looked = self._session.read_pooled(reads, looks)
-            claims = self._reader.collect(reads)
+        if self.session.pooled:
+            looked = self.session.read_pooled(reads, looks)
+            claims = self.reader.collect(reads)
             found = {claim.lane for claim in claims}
             settled = [lane for lane in self.settlement.lanes if lane in found or lane in in_hand]
             failed: dict[int, OutboxError] = {}
@@ -275,20 +253,20 @@ class PollingSource:
             alive = sum(claim.lane not in failed for claim in claims)
             if alive and there != len(claims):
                 raise self._gone(len(claims) - there, len(claims))
-            self._reader.note_failures(looked, looks)
+            self.reader.note_failures(looked, looks)
             return claims, failed
         asked_at = time.monotonic()
         settling = self._connection.cursor()
         with self._connection.pipeline() as pipeline:
-            looking = self._session.send(reads, looks)
+            looking = self.session.send(reads, looks)
             pipeline.sync()
             if settled:
                 failpoint("batch.settling")
                 self.settlement.send(settling, settled)
                 pipeline.sync()
         receive(reads)
-        claims = self._reader.collect(reads)
-        self._reader.note_failures(looking.fetchall() if looking is not None else None, looks)
+        claims = self.reader.collect(reads)
+        self.reader.note_failures(looking.fetchall() if looking is not None else None, looks)
         failed = {}
         if settled:
             failed = self.settlement.answered(settling, settled, asked_at)
@@ -310,7 +288,7 @@ class PollingSource:
         batches = by_lane(claims)
         # What a crash may repeat of a lane stays a batch.
         small = all(len(batch) + len(in_hand.get(lane, ())) <= limits[lane] for lane, batch in batches.items())
-        small = small and not self._reader.worth_reading_ahead(batches, limits)
+        small = small and not self.reader.worth_reading_ahead(batches, limits)
         if claims and small and (lost := self._check(batches.keys())) is not None:
             return claims, lost, unsettled
         settled = sorted(batches.keys() | set(unsettled))
@@ -327,7 +305,7 @@ class PollingSource:
         batches = by_lane(claims)
         # What is pending of a lane that was given up is its marker's to settle, when it is taken over again.
         settled = sorted(batches.keys() | (set(self.settlement.unsettled) & limits.keys()))
-        if claims and not self._reader.worth_reading_ahead(batches, limits):
+        if claims and not self.reader.worth_reading_ahead(batches, limits):
             return claims, {}, settled
         return claims, self.settlement.settle(settled), ()
 
@@ -336,11 +314,11 @@ class PollingSource:
         return {lane: self.settlement.lanes[lane].pending.rows for lane in self.settlement.unsettled}
 
     def _read_only(self, limits: Mapping[int, int], in_hand: Mapping[int, Sequence[Claim]]) -> list[Claim]:
-        looks = self._reader.looks(list(limits))
-        reads = self._reader.reads(limits, in_hand)
-        looked = self._session.read(reads, looks)
-        claims = self._reader.collect(reads)
-        self._reader.note_failures(looked, looks)
+        looks = self.reader.looks(list(limits))
+        reads = self.reader.reads(limits, in_hand)
+        looked = self.session.read(reads, looks)
+        claims = self.reader.collect(reads)
+        self.reader.note_failures(looked, looks)
         return claims
 
     def _check(self, lanes: Collection[int]) -> dict[int, OutboxError] | None:
@@ -379,7 +357,7 @@ class PollingSource:
         return (
             len(self.settlement.lanes) <= _FEW_LANES
             or bool(self.settlement.lanes[lane].pending)
-            or self._reader.is_busy(lane)
+            or self.reader.is_busy(lane)
         )
 
     def _gone(self, gone: int, read: int) -> DatabaseUnavailable:
@@ -391,10 +369,10 @@ class PollingSource:
     # Reading ahead
 
     def _read_ahead(self, limits: Mapping[int, int], in_hand: Mapping[int, Sequence[Claim]]) -> None:
-        if self._reader.must_look():
+        if self.reader.must_look():
             # The next turn has to look at the failures.
             return
-        self._session.read_ahead(ReadAhead(self._reader.reads(limits, in_hand), list(limits), in_hand))
+        self.session.read_ahead(ReadAhead(self.reader.reads(limits, in_hand), list(limits), in_hand))
 
     def _comes_next(self, ahead: ReadAhead, lanes: Collection[int]) -> bool:
         """Return whether what was read ahead is the next turn of these lanes, or of some of them.
@@ -412,23 +390,23 @@ class PollingSource:
 
     def _finish(self, ahead: ReadAhead) -> list[Claim]:
         self.settlement.background.wait()
-        return self._reader.collect(ahead.reads)
+        return self.reader.collect(ahead.reads)
 
     def _note_settled(self, lane: int, pending: UnsettledBatch) -> None:
-        self._reader.note_settled(lane, pending)
+        self.reader.note_settled(lane, pending)
         self._on_settled(lane, pending)
 
     def _settle_with(self, lane: int, refused: Sequence[tuple[Claim, str]]) -> OutboxError | None:
         """Settle what is pending of a lane, and record what was refused in the same transaction."""
         dead: list[Claim] = []
-        error = self.settle_with(
+        error = self.session.settle_with(
             lane,
             f"settling lane {lane}",
             lambda: dead.extend(self._failures.record(self._connection, lane, refused)),
         )
         if error is not None:
             return error
-        self._reader.look_again(lane)
+        self.reader.look_again(lane)
         for claim in dead:
             self._on_dead(lane, claim)
         return None

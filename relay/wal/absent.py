@@ -70,7 +70,7 @@ class AbsentLanes:
         if row is not None:
             lane.absent, lane.state, lane.batch = True, InTable(), ()
             channel.rewind((-1, -1), ())
-            self._table.read_all_again(number)
+            self._table.reader.read_all_again(number)
             log.warning("the lane can't be read; its rows wait in the table, the others go on", lane=number)
         return row is not None
 

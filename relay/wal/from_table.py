@@ -58,7 +58,7 @@ class TableReader:
     def _stays(self, lane: StreamLane, channel: Channel, rows: Sequence[Claim], limit: int) -> bool:
         """Change the lane's state where these rows of it allow that; return whether they may be published."""
         number = lane.lease.lane
-        if self._table.has_failures(number) or self.leaves_out:
+        if self._table.reader.has_failures(number) or self.leaves_out:
             # Events stay in the table, and others must not wait for them.
             lane.state = InTable()
             return True
@@ -72,7 +72,7 @@ class TableReader:
                     return True
                 # What was read just now comes again, from the stream; or after what hides below the mark.
                 if self._states.ask(lane, self._queries.any_up_to, id=horizon)[0]:
-                    self._table.read_all_again(number)
+                    self._table.reader.read_all_again(number)
                 else:
                     self._states.enter_stream(lane)
                 return False

@@ -97,7 +97,7 @@ class StreamSettling:
         if error is not None:
             return error
         lane.state = InTable()
-        self._table.read_all_again(number)
+        self._table.reader.read_all_again(number)
         assert lane.channel is not None
         lane.channel.done(batch)
         for claim in dead:
@@ -140,7 +140,7 @@ class StreamSettling:
         settled = self._settlement.lanes[lane.lease.lane]
         before, settled.pending = settled.pending, pending
         try:
-            error = self._table.settle_with(lane.lease.lane, doing, more)
+            error = self._table.session.settle_with(lane.lease.lane, doing, more)
         except BaseException:
             settled.pending = before
             raise

@@ -231,7 +231,7 @@ class StreamSource:
         self._troubled = set()
         if numbers and now - self._looked_at >= _LOOK_SECONDS:
             self._looked_at = now
-            self._troubled = self._table.look_for_failures(numbers)
+            self._troubled = self._table.reader.look_for_failures(numbers)
 
     def _leave_where_needed(self, lane: StreamLane, channel: Channel) -> None:
         """Read a lane from the table that has failures, or of which the table has what the stream did not give."""
@@ -317,7 +317,7 @@ class StreamSource:
         self._states.flush(lane)
         self._states.leave_stream(lane)
         channel.rewind((-1, -1), ())
-        self._table.read_all_again(lane.lease.lane)
+        self._table.reader.read_all_again(lane.lease.lane)
 
     def _note_settled(self, lane: int, pending: UnsettledBatch) -> None:
         known = self._lanes.get(lane)

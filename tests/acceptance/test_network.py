@@ -179,7 +179,7 @@ def test_a_controller_that_does_not_answer_is_asked_anew_in_seconds(network, top
     proxy.release()
     monkeypatch.undo()
     state.require(2)
-    assert state.last_marker(0) is None
+    assert state.last_markers([0])[0] is None
 
 
 @pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])

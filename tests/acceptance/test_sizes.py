@@ -174,7 +174,7 @@ def test_a_transaction_of_20000_events_in_100_partitions(outbox_postgres, outbox
         crashes.note()
         assert backlog(url) == count
     state = StateTopic({"bootstrap.servers": outbox_kafka.bootstrap_servers}, f"{name}.relay.state")
-    marker = state.last_marker(0)
+    marker = state.last_markers([0])[0]
     assert marker is not None
     assert len(marker.positions) == most
     relay = outbox_relay(**settings)

@@ -448,7 +448,7 @@ def test_a_skipped_dead_letter_that_is_retried_goes_out_late_and_frees_its_key(l
     half(source, "a1")
     assert turn(source) == ["a2"]
     # The source sees at some time that there are none any more.
-    wait_until(lambda: turn(source) == [] and not source.source.has_failures(0))
+    wait_until(lambda: turn(source) == [] and not source.source.reader.has_failures(0))
     retried(lane)
     assert turned(source) == ["a1"]
     assert lane.rows("SELECT * FROM outbox.failures") == []

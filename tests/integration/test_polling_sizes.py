@@ -525,7 +525,7 @@ def test_what_a_person_puts_back_is_seen_in_the_middle_of_a_drain(workers, quick
     worker.insert(40_000)
     settle(source, source.fetch(worker.limits(4)).batches)
     # Until the source has seen that the lane has no failures any more, and reads ahead.
-    while source.has_failures(lane) or source._session.ahead is None:
+    while source.reader.has_failures(lane) or source.session.ahead is None:
         settle(source, source.fetch(worker.limits(4)).batches)
     assert len(DeadLetters(worker.admin, "outbox").retry(Selection())) == 1
     began = time.monotonic()
@@ -706,7 +706,7 @@ def test_a_retry_of_a_blocked_key_does_not_read_the_100000_events_behind_it(work
         assert [claim.aggregate_id for batch in retried.values() for claim in batch] == ["key-0"]
         refuse(source, retried)
         source.fetch(worker.limits())
-        source._reader._looked_at = 0.0
+        source.reader._looked_at = 0.0
         source.fetch(worker.limits())
     assert read_rows() - before < 2000
     # Another key of the same lane: it fails, and goes out with the next try.

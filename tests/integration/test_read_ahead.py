@@ -68,7 +68,7 @@ def published(batches: Batches, count: int = 1000) -> dict[int, Receipt]:
 def test_what_was_read_ahead_is_the_next_turn(source, rows):
     for turn in range(8):
         batches = read(source)
-        assert (source._session.ahead is not None) is (turn < 8)
+        assert (source.session.ahead is not None) is (turn < 8)
         assert ids(batches) == {lane: each[5 * turn : 5 * turn + 5] for lane, each in rows.items()}
         assert source.settle(published(batches)) == {}
     assert read(source) == {}
@@ -79,7 +79,7 @@ def test_what_was_read_ahead_is_the_next_turn(source, rows):
 def test_what_was_not_published_comes_again_before_what_was_read_ahead(source, rows, receipts, flushes):
     """As after a batch that the broker refused as a whole, or an event whose topic can't be written to."""
     batches = read(source)
-    assert source._session.ahead is not None
+    assert source.session.ahead is not None
     match receipts:
         case "none":
             told, done = {}, dict.fromkeys(rows, 0)
@@ -108,23 +108,23 @@ def test_an_event_in_the_middle_that_was_left_out_comes_again_first(source, rows
 
 def test_lanes_that_come_and_go_between_two_turns(source, rows):
     batches = read(source, lanes=[0, 1])
-    assert source._session.ahead is not None
+    assert source.session.ahead is not None
     assert source.settle(published(batches)) == {}
     # One more lane than were read ahead: it is read with the others from the next turn on.
     batches = read(source)
     assert ids(batches) == {0: rows[0][5:10], 1: rows[1][5:10]}
-    assert source._session.ahead is not None
+    assert source.session.ahead is not None
     assert source.settle(published(batches)) == {}
     batches = read(source)
     assert ids(batches) == {0: rows[0][10:15], 1: rows[1][10:15], 2: rows[2][:5]}
-    assert source._session.ahead is not None
+    assert source.session.ahead is not None
     source.drop(1)
     assert ids(read(source, lanes=[0, 2])) == {0: rows[0][10:15], 2: rows[2][:5]}
 
 
 def test_a_source_that_is_closed_while_it_reads_ahead_says_nothing(source, rows, caplog):
     read(source)
-    assert source._session.ahead is not None
+    assert source.session.ahead is not None
     source.close()
     source.close()
     gc.collect()
@@ -132,7 +132,7 @@ def test_a_source_that_is_closed_while_it_reads_ahead_says_nothing(source, rows,
 
 
 def test_a_source_that_is_closed_before_its_thread_has_sent_anything_says_nothing(source, rows, caplog, monkeypatch):
-    entered, closing, send = threading.Event(), threading.Event(), source._session.send
+    entered, closing, send = threading.Event(), threading.Event(), source.session.send
 
     def late(reads, looks):
         if threading.current_thread().name.startswith("background"):
@@ -140,7 +140,7 @@ def test_a_source_that_is_closed_before_its_thread_has_sent_anything_says_nothin
             assert closing.wait(30)
         return send(reads, looks)
 
-    monkeypatch.setattr(source._session, "send", late)
+    monkeypatch.setattr(source.session, "send", late)
     shutdown = socket.socket.shutdown
 
     def shut(self, how):
@@ -173,7 +173,7 @@ def test_a_long_list_of_what_is_in_hand_has_a_plan_of_its_own(outbox_postgres, m
     turns = in_hand = done = 0
     while batches := read(source, 4, range(256)):
         turns += 1
-        ahead = source._session.ahead
+        ahead = source.session.ahead
         if ahead is not None:
             in_hand = max(in_hand, sum(len(one.values["pending"].split(",")) for one in ahead.reads))
         done += sum(map(len, batches.values()))

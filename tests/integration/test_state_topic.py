@@ -73,7 +73,7 @@ def test_a_topic_or_a_partition_that_is_not_there_has_no_marker(state):
     topic.require(2)
     state.commit(state.producer("worker"), [0], 1)
     assert topic.last_markers([0, 1, 2]) == {0: marker(1), 1: None, 2: None}
-    assert topic.last_marker(0) == marker(1)
+    assert topic.last_markers([0])[0] == marker(1)
 
 
 def test_256_lanes_are_read_at_once(state, monkeypatch):
@@ -131,7 +131,7 @@ def test_an_open_transaction_at_the_end_is_an_error_for_its_lane_alone(state):
     assert read.markers == {0: marker(1), 2: marker(1)}
     assert read.problems.keys() == {1}
     # For a look before the fence, the last one that is decided.
-    assert topic.last_marker(1, decided=False) == marker(1)
+    assert topic.last_markers([1], decided=False)[1] == marker(1)
     other.commit_transaction(30)
     state.decided()
     assert topic.last_markers([0, 1, 2]) == {0: marker(1), 1: marker(2), 2: marker(1)}
@@ -191,7 +191,7 @@ def test_what_is_decided_meanwhile_is_waited_for(state, monkeypatch):
 
     monkeypatch.setattr(Offsets, "stable", stable)
     found: list[Marker | None] = []
-    reader = threading.Thread(target=lambda: found.append(topic.last_marker(0)))
+    reader = threading.Thread(target=lambda: found.append(topic.last_markers([0])[0]))
     reader.start()
     assert asked.wait(30 * patience())
     worker.commit_transaction(30)
@@ -235,7 +235,7 @@ def test_a_record_that_is_no_marker_is_an_error_for_its_lane_alone(state):
 
 def test_no_partition_is_read_without_its_broker(state):
     with pytest.raises(Unavailable, match=state.name):
-        StateTopic({"bootstrap.servers": "127.0.0.1:1"}, state.name).last_marker(0)
+        StateTopic({"bootstrap.servers": "127.0.0.1:1"}, state.name).last_markers([0])[0]
 
 
 def test_the_topic_has_a_partition_for_each_lane(state):

@@ -210,7 +210,7 @@ def test_a_relay_that_sleeps_in_a_transaction_does_not_hold_its_lane(lane):
     connection = source.source.connection
 
     def sleep_in_it() -> None:
-        with source.source._session.transaction(source.lease, "sleeping"):
+        with source.source.session.transaction(source.lease, "sleeping"):
             connection.execute("SELECT FROM outbox.lanes FOR UPDATE")
             with psycopg.connect(lane.url) as other:
                 other.execute("SET lock_timeout = '20s'")
