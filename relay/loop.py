@@ -37,8 +37,8 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
 from typing import Final, Protocol, assert_never
 
 from outbox.errors import OutboxError, SchemaError
@@ -52,21 +52,16 @@ from relay.ports import (
     Failed,
     Fetched,
     LaneLost,
-    Late,
     Published,
     Publisher,
     Receipt,
-    Refused,
     Result,
     Source,
     Unavailable,
     Unconfirmed,
 )
+from relay.turn_sizes import TurnSizes
 
-# Clean turns after which a size that was halved is doubled again.
-_GROW_AFTER: Final = 8
-# A turn's events over all lanes, in batches of one lane: what four lanes may have at once.
-_LANES_AT_ONCE: Final = 4
 # A lane that fails by itself for so long, while others are well, does not hold these up any more.
 _ABSENT_SECONDS: Final = 10.0
 # For how long lanes that are asked back are kept to settle what is published of them, where a server is away.
@@ -142,27 +137,12 @@ class _Backoff:
 class _Lane:
     """What the loop knows of one lane.
 
-    ``taken`` is how many events the last turn had of it. ``unsettled`` is what Kafka has acknowledged (without a
-    transaction) and Postgres may not know.
-
-    ``suspect``: something in its last batch was refused, and it has turns of its own until that is found; ``limit`` is
-    then how many events such a turn takes, and ``after`` how many the next one, if this one is clean (0: more).
-    ``guessed``: these follow a guess of which event it is, which ``guesses`` turns are for. Lanes with the same
-    ``case`` were refused together; ``proven``: the lane was refused by itself as well.
+    ``unsettled`` is what Kafka has acknowledged (without a transaction) and Postgres may not know.
     """
 
     lease: Lease
     backoff: _Backoff
     joined: bool = False
-    taken: int = 0
-    suspect: bool = False
-    limit: int = 0
-    after: int = 0
-    guessed: bool = False
-    guesses: int = 0
-    case: int = 0
-    proven: bool = False
-    clean: int = 0
     unsettled: list[Result] = field(default_factory=list)
 
 
@@ -196,11 +176,7 @@ class WorkerLoop:
         self._publisher: Publisher | None = None
         self._lanes: dict[int, _Lane] = {}
         self._backoff = _Backoff(settings)
-        self._limit = settings.batch_size
-        self._clean = 0
-        self._suspects_turn = False
-        self._cases = 0
-        self._guess_first = True
+        self._sizes = TurnSizes(settings.batch_size)
         self.failing_since: float | None = None
         """When the failure began that nothing has succeeded since, by time.monotonic(); None while all is well."""
         self.turned_at = time.monotonic()
@@ -235,14 +211,13 @@ class WorkerLoop:
         if self._publisher is None:
             self._publisher = self._new_publisher(source)
         self._join(self._publisher)
-        limits = self._limits()
+        limits = self._sizes.limits(self._ready())
         if not limits:
             return False
         source.leave_out(self._publisher.paused())
         source.go_on_without(self._absent())
         fetched = source.fetch(limits)
-        for number in limits.keys() & self._lanes.keys():
-            self._lanes[number].taken = len(fetched.batches.get(number, ()))
+        self._sizes.note_taken(limits.keys(), fetched.batches)
         fine = limits.keys() - fetched.failed.keys()
         if not fetched.unconfirmed:
             self._forget_rows(fine - set(fetched.settling))
@@ -266,7 +241,7 @@ class WorkerLoop:
                 # Nothing is published either, and the source would wait for what has taken too long.
                 raise error
             case Failed():
-                self._settle(source, self._narrowed(fetched, sent), fine, set(fetched.settling))
+                self._settle(source, self._sizes.narrowed(fetched.batches, sent), fine, set(fetched.settling))
             case Completed():
                 self._settle(source, sent, fine, set(fetched.settling))
             case _:
@@ -279,6 +254,7 @@ class WorkerLoop:
                 # The lease may have run out, and have been taken again: what is published stays to be settled.
                 unsettled = [] if known is None else known.unsettled
                 self._lanes[lease.lane] = _Lane(lease, _Backoff(self._settings), unsettled=unsettled)
+                self._sizes.hold(lease.lane)
                 if self._source is not None:
                     self._source.hold(lease)
         if any(self._unsettled_rows(number) for number in self._held.recalled & self._lanes.keys()):
@@ -322,38 +298,9 @@ class WorkerLoop:
                 self._lanes[lease.lane].joined = True
         self._give_up(failed)
 
-    def _limits(self) -> dict[int, int]:
-        """Return the lanes of this turn with how many events each may have."""
-        ready = {number: lane for number, lane in self._lanes.items() if lane.joined and lane.lease.secure}
-        suspects = [number for number, lane in ready.items() if lane.suspect]
-        good = [number for number in ready if number not in suspects]
-        self._suspects_turn = bool(suspects) and (not self._suspects_turn or not good)
-        if self._suspects_turn:
-            # One by one, each in turn. A guess comes first; but not twice in a row, or others might wait for ever.
-            lanes, first = self._lanes, self._guess_first
-            number = min(suspects, key=lambda each: (not (first and lanes[each].guesses), lanes[each].clean))
-            lane = lanes[number]
-            self._guess_first = not (first and lane.guesses)
-            lane.clean, lane.guesses = lane.clean + 1, max(lane.guesses - 1, 0)
-            return {number: lane.limit}
-        if not good:
-            return {}
-        return self._shares(good)
-
-    def _shares(self, numbers: Sequence[int]) -> dict[int, int]:
-        """Return how many events each lane may have: lanes that fill their share have what the others leave of theirs.
-
-        Of 256 lanes one has the hottest key: it must not wait because the other 255 might have events too. Where they
-        suddenly have, this turn has twice as many events as others at most.
-        """
-        most = self._limit * _LANES_AT_ONCE
-        even = max(min(self._limit, most // len(numbers)), 1)
-        full = [number for number in numbers if self._lanes[number].taken >= even]
-        if not full:
-            return dict.fromkeys(numbers, even)
-        left = most - sum(self._lanes[number].taken for number in numbers if self._lanes[number].taken < even)
-        more = max(min(self._limit, left // len(full)), even)
-        return dict.fromkeys(numbers, even) | dict.fromkeys(full, more)
+    def _ready(self) -> list[int]:
+        """Return the lanes that may be published."""
+        return [number for number, lane in self._lanes.items() if lane.joined and lane.lease.secure]
 
     def _absent(self) -> list[int]:
         """Return the lanes that can't be taken over for long; not those that were, and wait for their turn."""
@@ -387,50 +334,6 @@ class WorkerLoop:
 
     # What became of a turn
 
-    def _narrowed(self, fetched: Fetched, failed: Failed) -> Failed:
-        """Halve what was too large, single out what was refused; a batch of one that is refused names its event."""
-        batches = fetched.batches
-        if isinstance(failed.error, Late):
-            half = max(max(map(len, batches.values())) // 2, 1)
-            if self._suspects_turn:
-                for number in batches:
-                    self._lanes[number].limit = half
-            else:
-                self._clean = 0
-                self._limit = half
-        if not isinstance(failed.error, BatchRefused):
-            return failed
-        blamed = [lane for lane in failed.blamed if lane in batches] or list(batches)
-        receipts = dict(failed.receipts)
-        self._cases += 1
-        for number in blamed:
-            lane, size = self._lanes[number], len(batches[number])
-            alone = len(batches) == 1
-            if not self._suspects_turn:
-                lane.case = self._cases
-            lane.suspect, lane.proven = True, alone
-            lane.limit, lane.after = max(size // 2, 1) if alone or len(blamed) < len(batches) else size, 0
-            before = _before(batches[number], failed.likeliest.get(number))
-            # A guess that was wrong is followed by halving: there are fewer events with each turn.
-            lane.guessed = before is not None and not lane.guessed
-            if before is not None and lane.guessed:
-                lane.limit, lane.after = (before, 1) if before else (1, 0)
-                lane.guesses = 2 if before else 1
-            if alone and size == 1:
-                self._found(lane)
-                receipts[number] = Receipt([(batches[number][0], Refused(str(failed.error)))])
-        return replace(failed, receipts=receipts)
-
-    def _found(self, lane: _Lane) -> None:
-        """Clear a lane of suspicion, as its event is found, and those that were refused together with it.
-
-        If there is another such event among them, a turn of all will be refused again, for that one.
-        """
-        for each in self._lanes.values():
-            if each is lane or (each.suspect and each.case == lane.case and not each.proven):
-                each.suspect, each.proven, each.guessed = False, False, False
-                each.guesses = each.after = 0
-
     def _settle(
         self, source: Source, sent: Completed | Failed, fine: Collection[int], settling: Collection[int]
     ) -> None:
@@ -456,7 +359,7 @@ class WorkerLoop:
         self._give_up_failed(failed)
         match sent:
             case Completed(receipts):
-                self._grow(receipts)
+                self._sizes.completed(receipts)
                 self._succeeded([number for number in fine if number not in failed])
             case Failed(BatchRefused()):
                 # It is narrowed down by the next turns, without waiting.
@@ -477,27 +380,6 @@ class WorkerLoop:
         if count:
             self._observer.published(count)
 
-    def _grow(self, lanes: Collection[int]) -> None:
-        """After clean turns, let what was halved grow; a suspect that had several is like the others again."""
-        if self._suspects_turn:
-            for number in lanes:
-                lane = self._lanes.get(number)
-                if lane is None:
-                    continue
-                if lane.after:
-                    lane.limit, lane.after = lane.after, 0
-                    continue
-                lane.limit = min(lane.limit * 2, self._settings.batch_size)
-                lane.suspect = lane.limit < self._settings.batch_size
-                if not lane.suspect:
-                    lane.clean, lane.proven, lane.guessed = 0, False, False
-            return
-        if self._limit < self._settings.batch_size:
-            self._clean += 1
-            if self._clean >= _GROW_AFTER:
-                self._clean = 0
-                self._limit = min(self._limit * 2, self._settings.batch_size)
-
     def _succeeded(self, fine: Collection[int]) -> None:
         """Record a turn of these lanes that did not fail. Others may wait all the same."""
         self.failing_since, self.has_succeeded = None, True
@@ -510,7 +392,7 @@ class WorkerLoop:
     def _idle(self) -> None:
         """Wait until there may be something to do."""
         self._serve()
-        lanes = [number for number, lane in self._lanes.items() if lane.joined and lane.lease.secure]
+        lanes = self._ready()
         seconds = self._settings.max_idle_seconds
         if self._source is None or not lanes:
             self._stop.wait(min(seconds, 0.05))
@@ -604,6 +486,7 @@ class WorkerLoop:
         if self._source is not None:
             self._source.drop(number)
         del self._lanes[number]
+        self._sizes.drop(number)
         self._held.let_go(number, clean=clean, lost=lost)
 
     def _finish(self) -> None:
@@ -633,8 +516,3 @@ class WorkerLoop:
             lane.joined = False
         if publisher is not None:
             publisher.close()
-
-
-def _before(claims: Sequence[Claim], position: int | None) -> int | None:
-    """Return how many events of a batch stand before the one at a position; None if it is not among them."""
-    return next((n for n, claim in enumerate(claims) if claim.position == position), None)

@@ -302,8 +302,8 @@ class Outboxed:
             observer=self.seen,
             settings=LoopSettings(batch_size=batch, min_backoff_seconds=0.001, max_backoff_seconds=0.001),
         )
-        all_of = loop._limits
-        loop._limits = lambda: {lane: size for lane, size in all_of().items() if lane in self.only}  # type: ignore[method-assign]
+        all_of = loop._sizes.limits
+        loop._sizes.limits = lambda ready: {n: size for n, size in all_of(ready).items() if n in self.only}  # type: ignore[method-assign]
 
     @property
     def source(self) -> StreamSource:
@@ -1018,7 +1018,7 @@ def test_a_session_that_ends_while_a_lane_catches_up_begins_anew_at_once(outboxe
     # As if the table were long.
     box.source._states.leave_stream(lane)
     box.add(*(f"{slow}{number}" for number in range(20, 60)))
-    box.loop._limit = 3
+    box.loop._sizes._limit = 3
     lane.state = CatchingUp(box.source._states.ask(lane, box.source._queries.highest_id)[0])
     box.turn(0)
     assert isinstance(lane.state, CatchingUp)

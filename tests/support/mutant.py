@@ -19,6 +19,7 @@ from relay.marker import Marker
 from relay.polling import source as polling
 from relay.polling.source import PollingSource
 from relay.ports import PUBLISHED, Batches, Claim, Confirm, Failed, Fetched, Late, Receipt, Sent
+from relay.turn_sizes import TurnSizes
 
 
 def marker_first() -> None:
@@ -116,12 +117,12 @@ def marker_of_all_claims() -> None:
 
 def no_halving() -> None:
     """A turn that was late is tried again as it was."""
-    real = WorkerLoop._narrowed
+    real = TurnSizes.narrowed
 
-    def narrowed(self: Any, fetched: Fetched, failed: Failed) -> Failed:
-        return failed if isinstance(failed.error, Late) else real(self, fetched, failed)
+    def narrowed(self: Any, batches: Batches, failed: Failed) -> Failed:
+        return failed if isinstance(failed.error, Late) else real(self, batches, failed)
 
-    WorkerLoop._narrowed = narrowed  # type: ignore[method-assign]
+    TurnSizes.narrowed = narrowed  # type: ignore[method-assign]
 
 
 MUTATIONS: dict[str, Callable[[], None]] = {
