@@ -123,10 +123,16 @@ class Channel:
         self._session.freed(popped)
 
     def done(self, claims: Sequence[Claim]) -> None:
-        """Record that these are settled, durably."""
-        if not claims:
-            return
+        """Record that these are settled, durably; of those that were recorded before, nothing.
+
+        A lane's events can be settled twice: when another lane of their turn was suspected, and with the turn itself. A
+        note about one that is gone would stay for ever, and keep this from the short way.
+        """
         with self._lock:
+            held = self._taken or self._waiting
+            claims = [claim for claim in claims if held and _at(claim) >= _at(held[0])]
+            if not claims:
+                return
             taken, count, first, last = self._taken, len(claims), claims[0], claims[-1]
             if not self._settled and len(taken) >= count and (taken[0].at, taken[count - 1].at) == (first.at, last.at):
                 popped = [taken.popleft() for _ in range(count)]
@@ -145,3 +151,8 @@ class Channel:
             popped.append(claim)
         self.done_count += len(popped)
         return popped
+
+
+def _at(claim: Claim) -> WalPosition:
+    assert claim.at is not None
+    return claim.at

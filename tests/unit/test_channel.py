@@ -93,6 +93,13 @@ class ChannelMachine(RuleBasedStateMachine):
     def some_are_done(self, data: Any) -> None:
         self._done([each for each in self.taken if data.draw(st.booleans())])
 
+    @precondition(lambda self: self.put)
+    @rule(data=st.data())
+    def what_is_done_is_done_once_more(self, data: Any) -> None:
+        """A turn settles all its lanes, and the one with it settles again what a suspect's lane did not hold up."""
+        still_open = {each.at for each in self.open}
+        self.channel.done([each for each in self.put if each.at not in still_open and data.draw(st.booleans())])
+
     def _done(self, claims: list[Claim]) -> None:
         self.channel.done(claims)
         gone = {each.at for each in claims}
