@@ -382,10 +382,7 @@ def far(outbox_postgres, network) -> Iterator[Place]:
         # What a test left behind is not the next one's.
         proxy.clear()
         proxy.release()
-        for publisher in place.opened:
-            publisher.close()
-        for source in place.tables.opened:
-            source.close()
+        place.close()
 
 
 class LateEnd:

@@ -111,8 +111,11 @@ class Worker:
         settings, options = self.place.settings, producer_options(self.place.settings)
         shared = (build_router(settings), build_topics(settings), "/test", delivery_seconds(settings))
 
+        # Not self: librdkafka's threads end with the last reference to a producer, and a cycle waits for the collector.
+        fenced = self.fenced
+
         def fencing(transactional_id: str) -> None:
-            self.fenced.append(transactional_id)
+            fenced.append(transactional_id)
             fence(options, transactional_id)
 
         takeover = Takeover(
@@ -223,12 +226,16 @@ class Place:
         read = self.read()
         return read == Counter({f"k{n:04}": 1 for n in range(self.count)})
 
+    def close(self) -> None:
+        for publisher in self.opened:
+            publisher.close()
+        for source in self.tables.opened:
+            source.close()
+        self.opened.clear()
+
 
 @pytest.fixture
 def place(outbox_postgres, outbox_kafka):
     place = Place(outbox_postgres, outbox_kafka)
     yield place
-    for publisher in place.opened:
-        publisher.close()
-    for source in place.tables.opened:
-        source.close()
+    place.close()
