@@ -45,10 +45,10 @@ install: $(VENV)/.installed  ## set up .venv from the lock file
 demo: $(VENV)/.installed  ## orders → Postgres → Kafka → Spark, with a kill on the way; pass options as ARGS="…"
 	@$(BIN)/outbox demo $(ARGS)
 
-test: $(VENV)/.installed  ## the whole test suite on real services
+test: $(VENV)/.installed  ## the whole test suite on real services; TEST_SEED=… repeats the random choices of a run
 	@$(BIN)/python tests/support/class_archives.py
 	@$(BIN)/python -m compileall -q outbox relay spark_jobs
-	$(BIN)/python $(PYTEST) $(ARGS)
+	$(BIN)/python $(PYTEST) --durations=20 $(ARGS)
 
 matrix: $(OTHERS:%=matrix-%)  ## the consumer's tests with the other pysparks that are supported; docs/reference/versions.md
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import random
 import secrets
 import shutil
 import sys
@@ -35,10 +36,10 @@ SUPPORT = Path(__file__).parent / "support"
 _scripts = {"class_archives", "impatient", "impatient_consumer", "mutant", "nursery", "warm_daemon"}
 pytest.register_assert_rewrite(*sorted({path.stem for path in SUPPORT.glob("*.py")} - _scripts))
 
-# The same examples in every run, or those of a seed.
+# Other examples in every run, drawn from the run's seed; a failure prints them. `fixed`: always the same examples.
 settings.register_profile("fixed", derandomize=True, database=None, deadline=None)
 settings.register_profile("seeded", database=None, deadline=None, print_blob=True)
-settings.load_profile("fixed")
+settings.load_profile("seeded")
 
 # The two addresses choose the servers that the fixtures use; everything else would change what is tested.
 for _name in list(os.environ):
@@ -79,18 +80,15 @@ _broker._LOGGING = _broker._LOGGING.replace('<Root level="INFO">', '<Root level=
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_configure(config: pytest.Config) -> None:
-    """Draw a seed for property tests when it is asked for, as CI does; let pass what pyspark itself warns of.
+    """Take the run's seed from TEST_SEED, or draw one; let pass what pyspark itself warns of.
 
-    xdist's workers get the seed of their controller.
+    xdist's workers get the seed of their controller. The names of tests do not depend on it.
     """
     option = config.option
     if hasattr(config, "workerinput"):
-        option.hypothesis_seed = config.workerinput["property_seed"]
-    elif option.hypothesis_seed == "random":
-        option.hypothesis_seed = str(secrets.randbelow(2**32))
-    if option.hypothesis_seed is not None and option.hypothesis_profile is None:
-        # Hypothesis ignores a seed where it is to take the same examples always.
-        option.hypothesis_profile = "seeded"
+        option.hypothesis_seed = config.workerinput["test_seed"]
+    elif option.hypothesis_seed in {None, "random"}:
+        option.hypothesis_seed = str(int(os.environ.get("TEST_SEED") or secrets.randbelow(2**32)))
     if version("pyspark").startswith("4.1."):
         # It leaves the sockets of collect() to the garbage collector; 4.2 closes them.
         config.addinivalue_line("filterwarnings", "ignore:unclosed <socket:ResourceWarning")
@@ -104,18 +102,18 @@ def pytest_collection_finish() -> None:
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_configure_node(node: Any) -> None:
-    node.workerinput["property_seed"] = node.config.option.hypothesis_seed
+    node.workerinput["test_seed"] = node.config.option.hypothesis_seed
 
 
 def pytest_report_header(config: pytest.Config) -> str:
-    """Return how to repeat what the property tests do."""
-    seed = config.option.hypothesis_seed
-    profile = config.option.hypothesis_profile
-    if seed is None and profile not in {None, "fixed"}:
-        return f"property tests: by the profile {profile}"
-    if seed is None:
-        return "property tests: the same examples in every run (others: --hypothesis-seed=random)"
-    return f"property tests: drawn from a seed, the same again with --hypothesis-seed={seed}"
+    """Return how to repeat what property tests and random walks do."""
+    return f"seed of random choices: repeat them with TEST_SEED={config.option.hypothesis_seed}"
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    """Print the seed below the failures too, where it is looked for, and where `-q` leaves out the header."""
+    if terminalreporter.stats.get("failed") or terminalreporter.stats.get("error"):
+        terminalreporter.write_line(pytest_report_header(config))
 
 
 @pytest.hookimpl(optionalhook=True)
@@ -165,6 +163,12 @@ def _leave_nothing() -> Iterator[None]:
         support.close_connections()
     if connections := sys.modules.get("spark_jobs.postgres.connections"):
         connections.close_all()
+
+
+@pytest.fixture
+def chance(request: pytest.FixtureRequest) -> random.Random:
+    """Random numbers of this test: they follow from the run's seed and from the test's name, not from other tests."""
+    return random.Random(f"{request.config.option.hypothesis_seed} {request.node.nodeid}")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import random
 import signal
 import threading
 from typing import Any
@@ -165,10 +164,9 @@ def test_errors_at_every_step(outbox_postgres, outbox_kafka, outbox_relay, exact
     assert check(url, outbox_kafka.consume(topic)) == 0
 
 
-def test_a_storm_of_take_overs(outbox_postgres, outbox_kafka, outbox_relay, exactly_once, order):
+def test_a_storm_of_take_overs(outbox_postgres, outbox_kafka, outbox_relay, exactly_once, chance, order):
     """Three relays; killed, stopped and woken, ended and started, in any order."""
     url, (kind, topic) = outbox_postgres.url, order
-    chance = random.Random(3)
     with Load(url, kind) as load:
         relays = [outbox_relay(**exactly_once) for _ in range(3)]
         asleep: set[int] = set()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import datetime as dt
-import random
 
 import psycopg
 import pytest
@@ -89,11 +88,10 @@ def note_owners(url: str) -> None:
 
 
 @pytest.mark.chaos
-def test_relays_killed_at_random(outbox_postgres, outbox_kafka, outbox_relay, delivery):
+def test_relays_killed_at_random(outbox_postgres, outbox_kafka, outbox_relay, chance, delivery):
     url, kind = outbox_postgres.url, outbox_kafka.name("Order")
     topic = f"{kind.lower()}-events"
     outbox_kafka.create_topic(topic, 3)
-    chance = random.Random(7)
     settings = delivery | {"relay__lease_seconds": 20, "relay__batch_size": 20}
     crashes = Crashes(url, kind, 20)
     names = ["first", "second"]

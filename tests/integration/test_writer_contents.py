@@ -33,9 +33,7 @@ JSON = st.recursive(
     max_leaves=20,
 ).filter(lambda value: isinstance(value, dict | list))
 
-on_one_database = settings(
-    suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200, derandomize=True
-)
+on_one_database = settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None, max_examples=200)
 
 
 @on_one_database
