@@ -1,0 +1,369 @@
+"""The worker's loop and its lanes: one in trouble beside others, leases, and lanes that are asked back."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from loop_fakes import SETTINGS, Clock, OnePublisher, OneSource, Step, World, all_of, clock, in_order, spread
+
+from relay import loop
+from relay.lease import Lease
+from relay.marker import StateLost
+from relay.ports import (
+    Batches,
+    BatchRefused,
+    Failed,
+    LaneLost,
+    Sent,
+    Unavailable,
+)
+
+__all__ = ["clock"]
+
+
+# One lane in trouble
+
+
+def test_a_lane_that_can_not_be_joined_is_tried_again_while_the_others_go_on():
+    rows = {0: [1, 4, 7, 10], 1: [2, 5, 8, 11], 2: [3, 6, 9, 12]}
+    world = World(rows)
+    world.broker.fail_join = {1: [StateLost("no marker")] * 4}
+    world.run()
+    assert world.broker.turns[:2] == [{0: [1, 4], 2: [3, 6]}, {0: [7, 10], 2: [9, 12]}]
+    assert world.broker.joins == [[0, 1, 2], *([[1]] * 4)]
+    assert [line for line in world.watcher.seen if "unav" in line] == ["unavailable [1] no marker"] * 4
+    assert world.watcher.waits == [0.001, 0.002, 0.004, 0.004]
+    assert world.watcher.seen.count("recovered [1]") == 1
+    assert in_order(world, rows)
+    assert (world.broker.opened, world.table.opened) == (1, 1)
+    # One lane that waits for a person is no failure of all.
+    assert world.loop.failing_since is None
+
+
+LONG = loop._ABSENT_SECONDS + 1.0
+
+
+def slowly(clock: Clock) -> Step:
+    def publish(batches: Batches) -> Sent:
+        clock.sleep(LONG)
+        return all_of(batches)
+
+    return publish
+
+
+def test_others_do_not_wait_for_a_lane_that_fails_for_long(clock):
+    rows = spread(3, 8)
+    world = World(rows, *[slowly(clock)] * 2)
+    world.broker.fail_join = {1: [StateLost("no marker"), StateLost("no marker")]}
+    world.run()
+    assert world.table.without[:2] == [set(), {1}]
+    assert {1} not in world.table.without[2:]
+    assert in_order(world, rows)
+
+
+def test_a_lane_that_fails_again_long_after_it_was_well_is_not_one_that_fails_for_long(clock):
+    rows = spread(3, 20)
+
+    def then_fail(batches: Batches) -> Sent:
+        clock.sleep(LONG)
+        world.table.fail_lanes = {1: [Unavailable("locked")]}
+        return all_of(batches)
+
+    # Behind the slow one it is taken over again, and does well.
+    world = World(rows, then_fail, slowly(clock), all_of, then_fail, all_of, all_of)
+    world.run()
+    assert world.watcher.errors == {1: 2}
+    assert not any(world.table.without)
+    assert in_order(world, rows)
+
+
+def test_a_lane_that_fails_after_all_have_for_long_is_not_one_that_fails_for_long(clock):
+    """As after a broker's death: the publisher takes a minute, and then one of 256 lanes is locked for a moment."""
+    rows = spread(3, 8)
+    world = World(rows, all_of, lambda _: Failed(Unavailable("no broker")), all_of)
+    make = world.broker.publisher
+
+    def late(source: OneSource) -> OnePublisher:
+        if world.broker.opened:
+            clock.sleep(LONG)
+            world.broker.fail_join = {1: [StateLost("locked")]} if world.broker.opened == 1 else {}
+        return make(source)
+
+    world.loop._new_publisher = late
+    world.broker.fail_join = {1: [StateLost("locked")]}
+    world.run()
+    assert world.watcher.errors[1] == 3
+    assert not any(world.table.without)
+    assert in_order(world, rows)
+
+
+def test_a_lane_that_waits_for_its_turn_is_not_one_that_fails_for_long(clock):
+    """Many lanes have something that was refused, and have turns of their own, one at a time."""
+    rows = spread(4, 8)
+
+    def refuse(batches: Batches) -> Sent:
+        world.table.fail_lanes = {lane: [Unavailable("a commit is lost")] for lane in rows}
+        return Failed(BatchRefused("too large"), blamed=tuple(batches))
+
+    world = World(rows, refuse, *[slowly(clock)] * 4)
+    world.run()
+    assert world.watcher.errors.keys() == rows.keys()
+    assert not any(world.table.without)
+    assert in_order(world, rows)
+
+
+def test_lanes_with_the_same_trouble_are_told_of_together():
+    world = World({lane: [lane + 1] for lane in range(4)})
+    for lane in (1, 3):
+        world.broker.fail_join[lane] = [UnavailableAsEver("no leader")]
+    world.run()
+    assert world.watcher.seen[0] == "unavailable [1, 3] no leader"
+
+
+class UnavailableAsEver(Unavailable):
+    """One of an error's subclasses."""
+
+
+@pytest.mark.parametrize("where", ["fetching", "settling"])
+def test_a_lane_that_fails_is_taken_over_again_while_the_others_go_on(where):
+    rows = spread(3, 8)
+    world = World(rows)
+
+    def then_fail(batches: Batches) -> Sent:
+        world.table.fail_lanes = {1: [Unavailable("a commit is lost")]}
+        if where == "settling":
+            return replace(all_of(batches), publisher_unusable=True)
+        return all_of(batches)
+
+    world.broker.script = [then_fail]
+    world.run()
+    assert in_order(world, rows)
+    assert world.table.left == []
+    assert world.table.opened == 1
+    assert world.watcher.errors == {1: 1}
+    # It does not take part before it was joined anew.
+    assert 1 not in world.broker.turns[1]
+    assert len(world.broker.joins) == (3 if where == "settling" else 2)
+
+
+def test_a_lost_lane_is_let_go_and_the_others_go_on():
+    rows = spread(3, 5)
+    world = World(rows)
+
+    def then_lose(batches: Batches) -> Sent:
+        world.table.fail_lanes = {1: [LaneLost("epoch is over")]}
+        return all_of(batches)
+
+    world.broker.script = [then_lose]
+    world.table.on_wait = lambda lanes: world.stop.set() if not any(world.table.rows[n] for n in lanes) else None
+    world.run()
+    gone = {entry.lease.lane: (entry.clean, entry.lost) for entry in world.held.take_let_go()}
+    assert gone == {0: (True, False), 1: (False, True), 2: (True, False)}
+    assert world.table.rows[1] == rows[1]
+    assert (world.table.rows[0], world.table.rows[2]) == ([], [])
+    assert all(1 not in turn for turn in world.broker.turns[1:])
+    assert world.watcher.seen[1] == "unavailable [1] epoch is over"
+    assert (world.broker.opened, world.table.opened) == (1, 1)
+
+
+def test_a_lane_that_is_lost_while_it_is_joined_is_let_go():
+    world = World({0: [1], 1: []})
+    world.broker.fail_join = {1: [LaneLost("epoch is over")]}
+    world.run()
+    assert {entry.lease.lane: entry.lost for entry in world.held.take_let_go()} == {1: True, 0: False}
+    assert world.broker.log == [1]
+
+
+def test_an_event_that_can_never_be_settled_is_sent_once_and_named_and_those_before_it_and_other_lanes_are_settled():
+    world = World({0: list(range(1, 12)), 1: list(range(101, 112))}, settings=replace(SETTINGS, batch_size=8))
+    world.table.stuck = {6}
+    stopped = []
+
+    def noted(lanes: Collection[int], error: Exception, _wait: float) -> None:
+        stopped.append((list(lanes), str(error)))
+        # The other lane's events go on; then the end.
+        if len(stopped) >= 5 and not world.table.rows[1]:
+            world.stop.set()
+
+    world.watcher.unavailable = noted
+    world.run()
+    assert world.broker.log == [*range(1, 9), *range(101, 112)]
+    assert world.table.rows == {0: list(range(6, 12)), 1: []}
+    assert set(map(str, stopped[1:-1])) == {
+        "([0], 'event e6 is published, and stays behind: [6] is too long')",
+    }
+    # A person sees to it, and the lane goes on by itself.
+    world = World({0: list(range(1, 12)), 1: []}, settings=replace(SETTINGS, batch_size=8))
+    world.table.stuck = {6}
+    left = iter(range(5))
+    world.watcher.unavailable = lambda *_: world.table.stuck.clear() if next(left, None) is None else None
+    world.run()
+    assert (world.broker.log, world.table.left) == (list(range(1, 12)), [])
+
+
+# Leases
+
+
+def test_nothing_of_a_lane_is_fetched_while_its_lease_may_be_over_and_the_others_go_on():
+    rows = {0: [1, 3, 5], 1: [2, 4]}
+    world = World(rows)
+    over = world.leases[1] = Lease(1, 1, 60.0, time.monotonic() - 60.0)
+    world.held.give([over])
+
+    def idle(_lanes: Collection[int]) -> None:
+        if not world.table.rows[0] and not over.secure:
+            assert world.broker.joins == [[0]]
+            assert world.table.rows[1] == [2, 4]
+            over.renewed(time.monotonic())
+        elif not world.table.left:
+            world.stop.set()
+
+    world.table.on_wait = idle
+    world.run()
+    assert world.broker.turns == [{0: [1, 3]}, {0: [5]}, {1: [2, 4]}]
+    assert world.broker.joins == [[0], [1]]
+
+
+def test_a_lane_whose_lease_runs_out_rests_until_it_is_renewed():
+    world = World({0: [1, 2, 3], 1: [4, 5, 6]})
+
+    def run_out(batches: Batches) -> Sent:
+        world.leases[1]._until = 0.0
+        return all_of(batches)
+
+    def again(batches: Batches) -> Sent:
+        world.leases[1].renewed(time.monotonic())
+        return all_of(batches)
+
+    world.broker.script = [run_out, again]
+    world.run()
+    assert world.broker.turns == [{0: [1, 2], 1: [4, 5]}, {0: [3]}, {1: [6]}]
+    # It was joined all the time: nobody else can have had it, or its epoch would have changed.
+    assert world.broker.joins == [[0, 1]]
+
+
+# Recalled lanes
+
+
+def test_a_recalled_lane_is_settled_and_let_go_clean_and_the_others_go_on():
+    rows = spread(2, 6)
+    gone = []
+
+    def recall(batches: Batches) -> Sent:
+        world.held.recall([1])
+        return all_of(batches)
+
+    def look(batches: Batches) -> Sent:
+        gone.extend(world.held.take_let_go())
+        return all_of(batches)
+
+    world = World(rows, recall, look)
+    world.table.on_wait = lambda lanes: world.stop.set() if lanes and not world.table.rows[0] else None
+    world.run()
+    [released] = gone
+    assert (released.lease, released.clean, released.lost) == (world.leases[1], True, False)
+    assert world.table.rows == {0: [], 1: rows[1][2:]}
+    assert all(set(turn) == {0} for turn in world.broker.turns[1:])
+    assert world.held.recalled == set()
+
+
+def test_a_recalled_lane_whose_last_batch_can_not_be_settled_is_not_clean():
+    def recall(batches: Batches) -> Sent:
+        world.held.recall([1, 2])
+        world.table.fail_lanes = {1: [Unavailable("a commit is lost")], 2: [LaneLost("epoch is over")]}
+        return all_of(batches)
+
+    world = World(spread(4, 1), recall)
+    world.table.on_wait = lambda _: world.stop.set() if not world.table.rows[0] else None
+    world.run()
+    gone = {entry.lease.lane: (entry.clean, entry.lost) for entry in world.held.take_let_go()}
+    assert gone == {0: (True, False), 1: (False, False), 2: (False, True), 3: (True, False)}
+
+
+def test_a_lane_that_is_recalled_before_it_was_joined_is_not_clean():
+    """Its row names whoever had it before: that one has to be fenced still."""
+    world = World({0: [1, 2], 1: [3]})
+    world.broker.fail_join = {1: [StateLost("no marker")] * 1000}
+    world.table.on_wait = lambda _: world.stop.set() if not world.table.rows[0] else None
+    world.run()
+    assert world.clean() == {0: True, 1: False}
+
+
+def test_lanes_that_are_recalled_after_a_failure_are_not_clean():
+    """A transaction of the publisher that was thrown away may be open: whoever takes the lanes must fence it."""
+
+    def fail(batches: Batches) -> Sent:
+        world.held.recall([1])
+        return Failed(Unavailable("broker gone"))
+
+    world = World({0: [1], 1: [2]}, fail)
+    world.table.on_wait = lambda _: world.stop.set() if not world.table.rows[0] else None
+    world.run()
+    assert world.clean() == {0: True, 1: False}
+
+
+def test_a_lane_that_is_recalled_while_its_publisher_is_replaced_is_not_clean():
+    def renew(batches: Batches) -> Sent:
+        world.held.recall([1])
+        return replace(all_of(batches), publisher_unusable=True)
+
+    world = World({0: [1, 2, 3], 1: [4]}, renew)
+    world.run()
+    assert world.clean() == {0: True, 1: False}
+
+
+@pytest.mark.parametrize("lost", [False, True])
+def test_a_lane_that_is_recalled_while_a_server_is_away_is_settled_before_it_is_let_go(lost):
+    """Its next holder would send once more what is acknowledged already."""
+
+    def go_away(batches: Batches) -> Sent:
+        world.held.recall([1])
+        world.table.fail_fetch += [Unavailable("database gone")] * 2
+        world.table.fail_settle += [Unavailable("database gone")] * 2
+        if lost:
+            world.table.fail_lanes = {1: [LaneLost("epoch is over")]}
+        return all_of(batches)
+
+    rows = {0: [1, 3, 5], 1: [2, 4, 6]}
+    world = World(rows, go_away)
+    world.table.on_wait = lambda lanes: world.stop.set() if lanes and not world.table.rows[0] else None
+    world.run()
+    assert world.table.rows == {0: [], 1: [2, 4, 6] if lost else [6]}
+    assert in_order(world, {0: rows[0], 1: [2, 4]})
+    gone = {entry.lease.lane: (entry.clean, entry.lost) for entry in world.held.take_let_go()}
+    assert gone == {0: (True, False), 1: (False, lost)}
+
+
+def test_lanes_that_are_asked_back_are_not_kept_for_ever_to_be_settled(monkeypatch):
+    monkeypatch.setattr(loop, "_SETTLE_SECONDS", 0.02)
+
+    def go_away(batches: Batches) -> Sent:
+        world.held.recall_all()
+        world.table.fail_fetch.append(Unavailable("database gone"))
+        world.table.fail_settle += [Unavailable("database gone")] * 1000
+        return all_of(batches)
+
+    world = World({0: [1], 1: [2]}, go_away)
+    world.watcher.unavailable = lambda lanes, *_: world.stop.set() if not world.held.leases else None
+    runner = threading.Thread(target=world.run)
+    runner.start()
+    gone: list[Any] = []
+    while len(gone) < 2 and runner.is_alive():
+        gone += world.held.take_let_go()
+        time.sleep(0.001)
+    world.stop.set()
+    runner.join(20)
+    assert {entry.lease.lane: entry.clean for entry in gone} == {0: False, 1: False}
+    assert 2 <= len(world.table.fail_settle) < 1000
+
+
+def test_without_lanes_it_waits_and_opens_nothing():
+    world = World({})
+    threading.Timer(0.05, world.stop.set).start()
+    world.run()
+    assert (world.table.opened, world.broker.opened) == (0, 0)
