@@ -58,7 +58,7 @@ class Silent:
 @pytest.mark.parametrize(
     ("mutate", "reports"),
     [
-        (as_it_is, 8_000),
+        (as_it_is, 20_000),
         (an_empty_serve, 6_000),
         (an_idle_loop_that_serves_nothing, 6_000),
         (one_producer_served, 6_000),
