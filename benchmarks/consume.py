@@ -35,7 +35,9 @@ from typing import Any
 
 # relay.py beside this file is called like the package: the folder above comes first.
 sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "tests" / "support"))
 
+import connector
 import orjson
 import psycopg
 from psycopg import sql
@@ -52,7 +54,6 @@ from outbox.sandbox.kafka import KafkaCluster
 from outbox.sandbox.postgres import PostgresServer
 from outbox.testing.fixtures import Topics
 from spark_jobs.spark import session as spark_session
-from spark_jobs.spark.installed import connector_jars
 
 LOCK = debezium.LOCK
 WARM = 50_000
@@ -220,7 +221,7 @@ def main() -> int:
         stage = Stage(None, url, cluster.bootstrap_servers, folder, options.events or THROUGHPUT_EVENTS, WARM)
         if set(only) - {"partitions"}:
             driver = jars.fetch("jdbc", lock=LOCK)
-            stage.spark = spark_session.start("bench", jars=[*connector_jars(), *driver])
+            stage.spark = spark_session.start("bench", jars=[*connector.fetch(), *driver])
             open_.callback(stage.spark.stop)
         open_.callback(lambda: [worker.stop() for worker in stage.kept.values()])
         if "latency" in only:

@@ -6,7 +6,7 @@ import base64
 import datetime as dt
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 from psycopg import sql
@@ -148,11 +148,6 @@ class Retried:
     behind  an earlier one of its key is dead.
     """
 
-    SCHEMA: ClassVar[str] = (
-        "key binary, value binary, topic string, partition int, offset bigint, timestamp timestamp, "
-        "headers array<struct<key:string,value:binary>>"
-    )
-
     id: int
     place: Place
     key: bytes | None
@@ -162,14 +157,11 @@ class Retried:
     reason: str
     behind: bool
 
-    def row(self) -> tuple[Any, ...]:
-        """Return the row of SCHEMA."""
-        headers = [
-            (header["key"], None if header["value"] is None else bytearray(base64.b64decode(header["value"])))
-            for header in self.headers
+    def message_headers(self) -> list[tuple[str, bytes | None]]:
+        """Return the headers as Kafka had them."""
+        return [
+            (str(one["key"]), None if one["value"] is None else base64.b64decode(one["value"])) for one in self.headers
         ]
-        key, value = (None if one is None else bytearray(one) for one in (self.key, self.value))
-        return (key, value, *self.place, self.time, headers)
 
     def same_key(self, other: Retried) -> bool:
         """Return whether both are of one key of one topic."""

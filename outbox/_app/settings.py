@@ -46,16 +46,14 @@ class ConsumerSettings(BaseModel):
 
 
 class SparkSettings(BaseModel):
-    """Options of the consumers. ``kafka`` holds the Java client's names, without Spark's ``kafka.`` prefix."""
+    """Options of Spark itself: ``conf`` holds its properties."""
 
     model_config = ConfigDict(extra="forbid")
 
-    kafka: dict[str, str] = Field(default_factory=dict, repr=False)
-    """Of Spark's own reader. ``OUTBOX_SPARK__KAFKA__SECURITY_PROTOCOL`` is ``security.protocol``."""
     conf: dict[str, str] = Field(default_factory=dict, repr=False)
     """Of the session: ``OUTBOX_SPARK__CONF__SPARK_UI_ENABLED`` is ``spark.ui.enabled``."""
 
-    @field_validator("kafka", "conf", mode="before")
+    @field_validator("conf", mode="before")
     @classmethod
     def _dotted(cls, value: object) -> object:
         return dotted(value)
@@ -82,7 +80,7 @@ class SharedSettings(BaseSettings):
     consumer: ConsumerSettings = Field(default_factory=ConsumerSettings)
     spark: SparkSettings = Field(default_factory=SparkSettings)
     spark_packages: str | None = None
-    """Maven coordinates for Spark, instead of the jars that are fetched and checked here."""
+    """Maven coordinates of what a job's transform needs in Spark."""
     log_format: str = Field("auto", pattern="^(auto|console|json)$", description="auto, console or json")
     """``auto`` is ``console`` on a terminal, else ``json``."""
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")

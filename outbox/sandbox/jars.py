@@ -1,4 +1,4 @@
-"""Fetches the jars that Kafka and Spark's connector consist of, once, and checks every byte.
+"""Fetches the jars that Kafka consists of, once, and checks every byte.
 
 ``jars.lock`` beside this module names each file with its size and SHA-256, so whatever repository serves them, what
 is run is what was tested. ``python -m outbox.sandbox.jars lock`` writes it anew.
@@ -29,11 +29,6 @@ Roots = Mapping[str, tuple[bool, tuple[str, ...]]]
 """Per set: whether what the artifacts depend on belongs to it, and the artifacts."""
 
 
-def connector(minor: str) -> str:
-    """Return the name of the set with the Kafka connector of a minor version of Spark, such as ``"4.2"``."""
-    return f"spark-{minor}-kafka"
-
-
 ROOTS: Final[Roots] = {
     # kafka-clients is named, because a platform of log4j's would pull in an older one.
     KAFKA: (
@@ -44,27 +39,6 @@ ROOTS: Final[Roots] = {
             "org.apache.kafka:kafka-server:4.2.1",
             "org.apache.logging.log4j:log4j-slf4j-impl:2.25.4",
             "org.apache.logging.log4j:log4j-core:2.25.4",
-        ),
-    ),
-    # What pyspark's own jars lack, so without what these depend on; Kafka's client and the pool as in the connector's
-    # POM. It is compiled against Spark's internals, and fits the patch releases of its minor version. Not each of them
-    # could be had of everything when this was written.
-    connector("4.1"): (
-        False,
-        (
-            "org.apache.spark:spark-sql-kafka-0-10_2.13:4.1.3",
-            "org.apache.spark:spark-token-provider-kafka-0-10_2.13:4.1.1",
-            "org.apache.kafka:kafka-clients:3.9.1",
-            "org.apache.commons:commons-pool2:2.12.1",
-        ),
-    ),
-    connector("4.2"): (
-        False,
-        (
-            "org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0",
-            "org.apache.spark:spark-token-provider-kafka-0-10_2.13:4.2.0",
-            "org.apache.kafka:kafka-clients:3.9.2",
-            "org.apache.commons:commons-pool2:2.13.1",
         ),
     ),
 }
@@ -128,7 +102,7 @@ def locked(set_name: str, lock: Path | None = None) -> list[Jar]:
 
 
 def fetch(set_name: str, progress: Progress | None = None, *, lock: Path | None = None) -> list[Path]:
-    """Return the jars of a set (``"kafka"``, ``connector("4.2")``) as files in the cache, downloading what is missing.
+    """Return the jars of a set (``"kafka"``) as files in the cache, downloading what is missing.
 
     progress   told how far each file is. None: a progress bar on standard error when that is a terminal, one line at
                the start and one at the end when not, nothing at all when all is cached.
@@ -293,7 +267,7 @@ def main(arguments: list[str]) -> int:
         case ["lock"]:
             target = Path(__file__).with_name("jars.lock")
             heading = (
-                "What Kafka and Spark's connector are run from: Maven coordinates, SHA-256, size in bytes.",
+                "What Kafka is run from: Maven coordinates, SHA-256, size in bytes.",
                 "Written by: python -m outbox.sandbox.jars lock",
             )
             target.write_text(resolve(ROOTS, heading))

@@ -38,7 +38,7 @@ def consume(
     max_records: Annotated[int, typer.Option(min=1, help="Messages in a round, at most.")] = 200_000,
     master: Annotated[str | None, typer.Option(help="Spark's master; local[2,4] if not given.")] = None,
     packages: Annotated[
-        str | None, typer.Option(help="Maven coordinates of Spark's Kafka connector; OUTBOX_SPARK_PACKAGES")
+        str | None, typer.Option(help="Maven coordinates of what the job's transform needs; OUTBOX_SPARK_PACKAGES")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print the figures as one JSON object.")] = False,
 ) -> None:
@@ -74,7 +74,7 @@ def _run(
     view: View,
 ) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
     """Return the run's figures, and those of each topic."""
-    from spark_jobs.spark.installed import connector_jars, require_installed
+    from spark_jobs.spark.installed import require_installed
 
     require_installed()
     from spark_jobs.cli.consume_view import by_topic
@@ -92,7 +92,6 @@ def _run(
         url=settings.require_database(),
         kafka=client_options(settings),
         schema=settings.consumer_schema,
-        reader=settings.spark.kafka,
         max_records=max_records,
         keep_days=settings.consumer.keep_days,
         driver_records=settings.consumer.driver_records,
@@ -102,7 +101,6 @@ def _run(
     spark = session.start(
         f"outbox {job.group}",
         master=master,
-        jars=() if settings.spark_packages or session.submitted() else connector_jars(),
         packages=settings.spark_packages,
         conf=settings.spark.conf,
     )

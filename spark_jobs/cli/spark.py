@@ -62,11 +62,9 @@ def submit(
     ] = None,
     packages: Annotated[
         str | None,
-        typer.Option(help="Maven coordinates of Spark's Kafka connector, '' if Spark has it; OUTBOX_SPARK_PACKAGES"),
+        typer.Option(help="Maven coordinates of what the job's transform needs; OUTBOX_SPARK_PACKAGES"),
     ] = None,
-    jars: Annotated[
-        list[str] | None, typer.Option(help="A jar, instead of packages; repeatable. `locked`: those of the sandbox.")
-    ] = None,
+    jars: Annotated[list[str] | None, typer.Option(help="A jar, instead of packages; repeatable.")] = None,
     python: Annotated[str | None, typer.Option(help="Python of the executors; python3 if not given.")] = None,
     zip_file: Annotated[
         str | None, typer.Option("--zip", help="From `outbox spark package`; made anew if not given.")
@@ -112,8 +110,8 @@ def submit(
         arguments=["consume", job, "--once" if once else "--continuous", *context.args],
         master=master,
         deploy_mode=deploy_mode,
-        packages=spark.connector if settings.spark_packages is None else settings.spark_packages,
-        jars=_jars(jars or []),
+        packages=settings.spark_packages,
+        jars=jars or (),
         conf=interpreters | ours | properties(conf or []) | REQUIRED_CONF,
         properties_file=None if properties_file is None else str(properties_file),
     )
@@ -138,14 +136,6 @@ def _require_servers(settings: Settings) -> None:
     """Raise what is not set at once, and not after half a minute of Spark."""
     settings.require_database()
     settings.require_kafka()
-
-
-def _jars(given: list[str]) -> list[str]:
-    if "locked" not in given:
-        return given
-    from spark_jobs.spark.installed import connector_jars
-
-    return [*(jar for jar in given if jar != "locked"), *map(str, connector_jars())]
 
 
 def _run(command: list[str], pid_file: Path, *, wait_for_driver: bool) -> int:

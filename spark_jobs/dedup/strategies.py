@@ -286,24 +286,13 @@ class Fingerprint(_Remembering):
         return bool(self.columns)
 
     def message_id(self) -> Column:
-        """Return the id as a Spark column: a UUID of version 7 with ``time``, of version 8 without."""
+        """Return the id, made of decoded columns, as a Spark column: of version 7 with ``time``, of 8 without."""
         from pyspark.sql import functions as F  # noqa: N812
 
-        if self.columns:
-            names = [*self.columns, *([self.time] if self.time is not None and self.time not in self.columns else [])]
-            # ignoreNullFields off: a NULL and a column that is not there are two contents.
-            options = {**WHOLE_TIMES, "ignoreNullFields": "false"}
-            content = F.to_json(F.struct(*map(F.col, names)), options).cast("binary")
-        else:
-            # NULL and empty are two contents, and the key's length keeps key and value apart.
-            content = F.concat(
-                F.coalesce(F.octet_length("key").cast("string"), F.lit("-")).cast("binary"),
-                F.lit(":").cast("binary"),
-                F.coalesce(F.col("key"), F.lit(b"")),
-                F.when(F.col("value").isNull(), F.lit(b"-")).otherwise(F.lit(b"+")),
-                F.coalesce(F.col("value"), F.lit(b"")),
-            )
-        digest = F.sha2(content, 256)
+        names = [*self.columns, *([self.time] if self.time is not None and self.time not in self.columns else [])]
+        # ignoreNullFields off: a NULL and a column that is not there are two contents.
+        options = {**WHOLE_TIMES, "ignoreNullFields": "false"}
+        digest = F.sha2(F.to_json(F.struct(*map(F.col, names)), options).cast("binary"), 256)
         if self.time is None:
             return uuid8(digest)
         instant = F.lower(F.lpad(F.hex(F.unix_millis(F.col(self.time).cast("timestamp"))), 12, "0"))

@@ -51,7 +51,8 @@ from spark_jobs.postgres.batch_table import Applying, textual, without_unfit
 from spark_jobs.postgres.copying import copy_csv
 from spark_jobs.postgres.group_store import Store
 from spark_jobs.postgres.sink import PostgresSink, PostgresSinks, PostgresTransaction, forgiven, transaction, translated
-from spark_jobs.spark import session as spark
+from spark_jobs.spark import rows as spark
+from spark_jobs.spark.rows import Offsets
 from spark_jobs.task import input as task_input
 from spark_jobs.task import partition as task
 from spark_jobs.task.input import NO_INPUT, TaskInput
@@ -103,10 +104,6 @@ class _Staged:
     size: int
 
 
-Offsets = Mapping[Partition, Sequence[int]]
-"""Of messages that are left out, by partition: there may be as many as a round has."""
-
-
 class BatchRounds(Rounds):
     """Applies rounds, each in one transaction of the driver."""
 
@@ -129,8 +126,11 @@ class BatchRounds(Rounds):
         self._put_behind(state, span, keys)
 
     def _attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
+        aside = state.put_aside()
+
         def rows(without: Offsets) -> DataFrame:
-            return spark.without_offsets(spark.chosen(self._source(span), self._job, state.dead), without)
+            offsets = {part: [*aside.get(part, ()), *without.get(part, ())] for part in span.ranges}
+            return self._source(span, offsets).rows
 
         try:
             return self._apply(rows, span, state, generation, {})
@@ -139,9 +139,10 @@ class BatchRounds(Rounds):
             told = dict.fromkeys(span.ranges, Told("culprits", detail="[]"))
             return told | {min(span.ranges): Told(stop.outcome, detail=stop.detail)}
 
-    def _attempt_retry(self, rows: DataFrame, letters: Sequence[Retried], state: State, generation: int) -> Told:
+    def _attempt_retry(self, letters: Sequence[Retried], state: State, generation: int) -> Told:
         def chosen(without: Offsets) -> DataFrame:
-            return spark.without_offsets(spark.chosen(rows, self._job), without)
+            out = {(*partition, offset) for partition, offsets in without.items() for offset in offsets}
+            return self._letters([one for one in letters if one.place not in out])
 
         ids = {one.place: (one.id, one.reason) for one in letters}
         try:
@@ -173,7 +174,7 @@ class BatchRounds(Rounds):
         generation: int,
         retried: Mapping[Place, Wish],
     ) -> dict[Partition, Told]:
-        messages = spark.decoded(rows({}), self._job)
+        messages = rows({})
         result = spark.shaped(messages, self._job)
         shuffled = self._job.transform is not None and spark.moves_rows(result, messages)
         if shuffled:
@@ -230,7 +231,7 @@ class BatchRounds(Rounds):
 
     def _transformed(self, cursor: psycopg.Cursor[Any], rows: DataFrame, sink: PostgresSink, most: int) -> Applying:
         """Run the transform over what is fresh, and put its result in the place of the messages."""
-        result, columns = spark.copyable(spark.shaped(spark.decoded(rows, self._job), self._job))
+        result, columns = spark.copyable(spark.shaped(rows, self._job))
         staged = self._stage(result, columns, sink.generation, (), most, ask=False)
         upsert = self._job.effect if isinstance(self._job.effect, Upsert) else None
         if upsert:

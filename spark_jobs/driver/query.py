@@ -29,7 +29,7 @@ from spark_jobs.driver.runner import Options, Report, Runner, Totals
 from spark_jobs.errors import JobError
 from spark_jobs.model import Partition
 from spark_jobs.spark import session as spark_session
-from spark_jobs.spark.installed import connector_jars, require_installed
+from spark_jobs.spark.installed import require_installed
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -49,7 +49,6 @@ def run(
     database_url: str | None = None,
     kafka: Mapping[str, str] | None = None,
     consumer_schema: str | None = None,
-    spark_kafka: Mapping[str, str] | None = None,
     max_records: int = 200_000,
     keep_days: int | None = None,
     driver_records: int | None = None,
@@ -83,14 +82,12 @@ def run(
         database_url=database_url,
         kafka=None if kafka is None else dict(kafka),
         consumer_schema=consumer_schema,
-        spark=None if spark_kafka is None else {"kafka": dict(spark_kafka)},
         consumer={name: value for name, value in given.items() if value is not None},
     )
     options = Options(
         url=settings.require_database(", or give database_url="),
         kafka=client_options(settings),
         schema=settings.consumer_schema,
-        reader=settings.spark.kafka,
         max_records=max_records,
         keep_days=settings.consumer.keep_days,
         driver_records=settings.consumer.driver_records,
@@ -100,7 +97,6 @@ def run(
     if spark is None:
         spark = spark_session.active() or spark_session.start(
             f"outbox {job.group}",
-            jars=() if settings.spark_packages or spark_session.submitted() else connector_jars(),
             packages=settings.spark_packages,
             conf=settings.spark.conf,
         )

@@ -46,7 +46,7 @@ from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.sink import GroupStore, Sinks
 from spark_jobs.spark import errors as failures
 from spark_jobs.spark import job_groups
-from spark_jobs.spark import session as spark
+from spark_jobs.spark import rows as spark
 from spark_jobs.task import input as task_input
 from spark_jobs.task import partition as task
 from spark_jobs.task.partition import Late, TaskPlan
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import DataFrame, Row, SparkSession
 
-    from spark_jobs.task.incoming import Messages
+    from spark_jobs.task.incoming import Incoming, Messages
     from spark_jobs.task.input import TaskInput
 
     OfRange = Callable[[RangeReader, Partition], Iterator[pa.RecordBatch]]
@@ -80,15 +80,13 @@ _ERRORS: Final[dict[str, type[ConsumerError]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """How Kafka is read: by Spark's source, with the Java client's options; or by the tasks themselves.
+    """How Kafka is read.
 
     compacted  says whether messages of these topics may go away between two reads.
-    tasks      for jobs that need nothing of Spark's to read a payload.
+    tasks      the settings of the tasks' readers.
     few        up to so many offsets, the driver does a round itself: starting Spark's tasks takes longer than that.
     """
 
-    bootstrap_servers: str
-    options: Mapping[str, str]
     compacted: Callable[[Sequence[str]], bool]
     tasks: ReaderSettings
     few: int
@@ -153,6 +151,13 @@ class State:
 
     def letters(self, partition: Partition) -> list[Letter]:
         return [letter for place, letter in sorted(self.dead.items()) if place[:2] == partition]
+
+    def put_aside(self) -> dict[Partition, list[int]]:
+        """Return the offsets of ``dead``, by partition."""
+        offsets: dict[Partition, list[int]] = {}
+        for topic, part, offset in sorted(self.dead):
+            offsets.setdefault((topic, part), []).append(offset)
+        return offsets
 
 
 class Rounds:
@@ -247,16 +252,14 @@ class Rounds:
 
         Raises EffectFailed when nobody knows which it is: then nothing was applied.
         """
-        made = self._session.sparkContext.parallelize([one.row() for one in letters], 1)
-        rows = self._session.createDataFrame(made, Retried.SCHEMA, verifySchema=False)
         at = {one.place: one for one in letters}
         try:
             with failures.understood():
-                told = self._attempt_retry(rows, letters, State(), generation)
+                told = self._attempt_retry(letters, State(), generation)
                 if told.outcome == "uncopyable":
-                    told = self._attempt_retry(rows, letters, State(lenient={("", 0)}), generation)
+                    told = self._attempt_retry(letters, State(lenient={("", 0)}), generation)
         except failures.Undecoded as error:
-            found = self._undecoded(rows)
+            found = self._undecoded(self._letters(letters))
             if not found:
                 raise _not_deterministic() from error
         else:
@@ -273,30 +276,30 @@ class Rounds:
     # What one attempt does.
 
     @functools.cached_property
-    def _late(self) -> Late | None:
+    def _late(self) -> Late:
         return spark.late(self._job)
 
     def _attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
-        if self._late is not None:
-            return self._attempt_reading(self._late, span, state, generation)
-        rows = self._source(span)
-        tasks: Mapping[int, Partition] = {}
-        rows = spark.shaped(spark.decoded(spark.chosen(rows, self._job, state.dead), self._job), self._job)
-        if self._job.transform is not None:
-            tasks = spark.tasks(rows, span.ranges)
+        if self._late.columns is not None:
+            return self._attempt_reading(self._late.columns, span, state, generation)
+        source = self._source(span, state.put_aside())
+        rows = spark.shaped(source.rows, self._job)
+        tasks = source.tasks(rows)
         rows, columns = spark.copyable(rows)
         plan = replace(self._plan(span, state, generation, columns), tasks=tasks)
         applied = spark.in_tasks(rows, lambda batches: task.run(plan, task_input.from_spark(batches)), task.REPORT)
         return reported(applied.collect())
 
-    def _attempt_reading(self, late: Late, span: Span, state: State, generation: int) -> dict[Partition, Told]:
+    def _attempt_reading(
+        self, columns: Mapping[str, str], span: Span, state: State, generation: int
+    ) -> dict[Partition, Told]:
         """Let each task read its range itself; or, of few messages, do here what the tasks would do.
 
         Raises ConsumerUnavailable where a task has not reported: nothing else says what became of its range.
         """
         from pyspark.sql import Row
 
-        plan = replace(self._plan(span, state, generation, late.columns), late=late)
+        plan = replace(self._plan(span, state, generation, columns), late=self._late)
         if self._few(span) and (read := self._read_here(plan)) is not None:
             return reported(Row(**row) for row in self._run_here(plan, read))
         told = reported(self._by_ranges(span, functools.partial(task.run_with, plan), task.REPORT).collect())
@@ -336,21 +339,21 @@ class Rounds:
     def _by_ranges(self, span: Span, do: OfRange, schema: str) -> DataFrame:
         """Return what a function makes of each range, one task for each."""
         partitions = sorted(span.ranges)
+        run = functools.partial(task.with_reader, do, partitions, self._patient())
+        return spark.by_ranges(self._session, len(partitions), run, schema)
+
+    def _patient(self) -> ReaderSettings:
+        """Return the tasks' settings, with no more patience than the run has left."""
         settings = self._reading.tasks
-        settings = replace(settings, patience_seconds=at_most(settings.patience_seconds))
+        return replace(settings, patience_seconds=at_most(settings.patience_seconds))
 
-        def run(batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-            for batch in batches:
-                for number in batch.column("id").to_pylist():
-                    with kept(settings) as reader:
-                        yield from do(reader, partitions[number])
+    def _letters(self, letters: Sequence[Retried]) -> DataFrame:
+        return spark.of_letters(self._session, self._job, self._late, letters).rows
 
-        return spark.in_tasks(self._session.range(0, len(partitions), 1, len(partitions)), run, schema)
-
-    def _attempt_retry(self, rows: DataFrame, letters: Sequence[Retried], state: State, generation: int) -> Told:
+    def _attempt_retry(self, letters: Sequence[Retried], state: State, generation: int) -> Told:
         from pyspark.sql import Row
 
-        rows = spark.shaped(spark.decoded(spark.chosen(rows, self._job), self._job), self._job)
+        rows = spark.shaped(self._letters(letters), self._job)
         spark.require_one_task(rows)
         rows, columns = spark.copyable(rows)
         plan = replace(self._plan(Span({}, {}), state, generation, columns), max_dead=len(letters))
@@ -381,10 +384,8 @@ class Rounds:
             slow=frozenset(self._slow),
         )
 
-    def _source(self, span: Span) -> DataFrame:
-        return spark.source(
-            self._session, self._job, span.ranges, self._reading.bootstrap_servers, self._reading.options
-        )
+    def _source(self, span: Span, without: spark.Offsets) -> spark.Source:
+        return spark.of_ranges(self._session, self._job, self._late, span.ranges, without, self._patient())
 
     def _try(self, span: Span, state: State, generation: int) -> tuple[dict[Partition, Told] | None, list[Culprit]]:
         """Return what was told, and the culprits. Nothing is told when a row that does not decode ended the attempt."""
@@ -392,7 +393,7 @@ class Rounds:
             with failures.understood():
                 told = self._attempt(span, state, generation)
         except failures.Undecoded as error:
-            culprits = self._undecoded(spark.chosen(self._source(span), self._job, state.dead))
+            culprits = self._undecoded(self._source(span, state.put_aside()).rows)
             self._raise({}, culprits)
             if not culprits:
                 raise _not_deterministic() from error
@@ -476,13 +477,12 @@ class Rounds:
     # Messages that can't be applied.
 
     def _undecoded(self, rows: DataFrame) -> list[Culprit]:
-        """Find the rows that do not decode."""
+        """Find the decoded rows that say why they are none."""
         from pyspark.sql import functions as F  # noqa: N812
 
         problem = F.substring(PROBLEM, 1, LONGEST_ERROR)
         found = (
-            spark.decoded(rows, self._job)
-            .filter(F.col(PROBLEM).isNotNull())
+            rows.filter(F.col(PROBLEM).isNotNull())
             .select("message_topic", "message_part", "message_offset", problem)
             .limit(self._job.max_dead + 1)
             .collect()
@@ -506,7 +506,8 @@ class Rounds:
 
     def _stand_behind(self, state: State, span: Span, keys: Mapping[tuple[str, bytes], None]) -> None:
         """Put aside what is behind dead letters of earlier rounds; or leave that to tasks that see Kafka's messages."""
-        if self._late is None:
+        if self._late.columns is None:
+            # Spark reads, and a transform must not see these messages: they are looked for beforehand.
             self._put_behind(state, span, keys)
         else:
             state.standing = frozenset(keys)
@@ -527,23 +528,19 @@ class Rounds:
             return
         most = self._job.max_dead + 1
         places: Iterable[Any]
-        if self._late is None:
-            rows = spark.chosen(self._source(span), self._job, state.dead).select("topic", "partition", "offset", "key")
-            # Not before: messages in front of the dead letter must not use the limit up.
-            places = spark.in_tasks(rows, lambda batches: behind(keys, batches), _PLACES).limit(most).collect()
+        without = state.put_aside()
+        find = functools.partial(_behind_in, self._late.incoming, keys, dict(span.ranges), without)
+        if self._short(span):
+            with kept(self._reading.tasks) as reader:
+                found_here = [
+                    zip(*batch.to_pydict().values(), strict=True)
+                    for part in span.ranges
+                    for batch in find(reader, part)
+                ]
+            places = itertools.chain.from_iterable(found_here)
         else:
-            without = {partition: _offsets_of(state.letters(partition)) for partition in span.ranges}
-            find = functools.partial(_behind_in, self._late, keys, dict(span.ranges), without)
-            if self._short(span):
-                with kept(self._reading.tasks) as reader:
-                    found_here = [
-                        zip(*batch.to_pydict().values(), strict=True)
-                        for part in span.ranges
-                        for batch in find(reader, part)
-                    ]
-                places = itertools.chain.from_iterable(found_here)
-            else:
-                places = self._by_ranges(span, find, _PLACES).limit(most).collect()
+            # Not before: messages in front of the dead letter must not use the limit up.
+            places = self._by_ranges(span, find, _PLACES).limit(most).collect()
         found = {place: Culprit(place, "behind", task.BEHIND) for place in map(tuple, places)}
         if found:
             self._check_number(state, len(found), "behind other dead letters")
@@ -556,24 +553,15 @@ class Rounds:
             offsets = [place[2] for place in culprits if place[:2] == (topic, part)]
             narrow[topic, part] = replace(span.ranges[topic, part], start=min(offsets), end=max(offsets) + 1)
         found: dict[Place, Letter] = {}
-        if self._late is not None:
-            with kept(self._reading.tasks) as reader:
-                for partition, range_ in narrow.items():
-                    for messages in reader.range(partition, range_):
-                        numbers = [n for n, at in enumerate(messages.offsets) if (*partition, at) in culprits]
-                        for raw in self._late.incoming.raw(messages.only(numbers)):
-                            place = (*partition, raw.offset)
-                            found[place] = Letter(
-                                culprits[place], raw.message_id, raw.key, raw.value, raw.headers, raw.time
-                            )
-        else:
-            condition = spark.places(culprits)
-            assert condition is not None
-            rows = spark.raw(self._source(replace(span, ranges=narrow)).filter(condition), self._job).collect()
-            for row in rows:
-                place = (row.topic, row.partition, row.offset)
-                key, value = (None if one is None else bytes(one) for one in (row.key, row.value))
-                found[place] = Letter(culprits[place], row.message_id, key, value, row.headers, row.time)
+        with kept(self._reading.tasks) as reader:
+            for partition, range_ in narrow.items():
+                for messages in reader.range(partition, range_):
+                    numbers = [n for n, at in enumerate(messages.offsets) if (*partition, at) in culprits]
+                    for raw in self._late.incoming.raw(messages.only(numbers)):
+                        place = (*partition, raw.offset)
+                        found[place] = Letter(
+                            culprits[place], raw.message_id, raw.key, raw.value, raw.headers, raw.time
+                        )
         missing = culprits.keys() - found.keys()
         if missing:
             raise EffectFailed(f"{min(missing)} could be read a moment ago and is gone now")
@@ -601,21 +589,17 @@ def reported(reports: Iterable[Row]) -> dict[Partition, Told]:
     return told
 
 
-def _offsets_of(letters: Iterable[Letter]) -> frozenset[int]:
-    return frozenset(letter.culprit.place[2] for letter in letters)
-
-
 def _behind_in(
-    late: Late,
+    incoming: Incoming,
     keys: Mapping[tuple[str, bytes], Place | None],
     ranges: Mapping[Partition, Range],
-    without: Mapping[Partition, frozenset[int]],
+    without: spark.Offsets,
     reader: RangeReader,
     partition: Partition,
 ) -> Iterator[pa.RecordBatch]:
     """Return the places of a range's messages that come after a dead letter of their key."""
-    parts = reader.range(partition, ranges[partition], without[partition])
-    return behind(keys, (late.incoming.chosen(messages).places() for messages in parts))
+    parts = reader.range(partition, ranges[partition], without.get(partition, ()))
+    return behind(keys, (incoming.chosen(messages).places() for messages in parts))
 
 
 def _not_deterministic() -> EffectFailed:

@@ -85,8 +85,7 @@ class Options:
     """How a job is run. All times in seconds.
 
     url, schema  the sink's database, and the schema of the consumers' tables there.
-    kafka        librdkafka's options for the driver: addresses and credentials.
-    reader       the Java client's options for the executors, over READER_OPTIONS.
+    kafka        librdkafka's options for the driver and the tasks: addresses and credentials.
     max_records  at most this many messages a round, over all partitions.
     max_bytes    and at most about so many bytes, as far as the rounds before say how large a topic's messages are.
     idle_seconds how often ``continuous`` asks Kafka for new messages when there were none.
@@ -101,7 +100,6 @@ class Options:
     url: str = field(repr=False)
     kafka: Mapping[str, str] = field(repr=False)
     schema: str = "consumer"
-    reader: Mapping[str, str] = field(default_factory=dict, repr=False)
     max_records: int | None = 200_000
     max_bytes: int = MAX_BYTES
     idle_seconds: float = 0.05
@@ -178,8 +176,6 @@ class Runner:
         self._ends_before: dict[Partition, dict[Partition, int]] = {}
         self._added: set[Partition] = set()
         reading = Reading(
-            options.kafka["bootstrap.servers"],
-            options.reader,
             self._kafka.compacted,
             ReaderSettings(dict(options.kafka), job.group),
             options.driver_records,

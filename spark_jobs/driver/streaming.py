@@ -65,9 +65,10 @@ from spark_jobs.postgres.group_store import Store
 from spark_jobs.postgres.lock_monitor import Watch
 from spark_jobs.postgres.sink import transaction
 from spark_jobs.spark import job_groups
-from spark_jobs.spark import session as spark
+from spark_jobs.spark import rows as spark
 from spark_jobs.spark.errors import MAY_PASS, first_line, understood
 from spark_jobs.spark.installed import require_installed
+from spark_jobs.spark.session import REQUIRED_CONF
 from spark_jobs.task import input as task_input
 from spark_jobs.task.input import NO_INPUT, TaskInput
 
@@ -664,7 +665,7 @@ def _for_batch(rows: DataFrame, group: str, batch: Batch) -> Iterator[None]:
             job_groups.DESCRIPTION, f"{job_groups.name(group)}: batch {batch.batch_id} of query {batch.query_id}"
         )
         for name in _CONF:
-            session.conf.set(name, spark.REQUIRED_CONF[name])
+            session.conf.set(name, REQUIRED_CONF[name])
         try:
             yield
         finally:

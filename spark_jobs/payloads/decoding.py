@@ -41,14 +41,14 @@ Wrong = Literal["dead-letter", "null"]
 
 @runtime_checkable
 class Decoder(Protocol):
-    """Adds the payload's columns to rows of Spark's Kafka source."""
+    """Adds the payload's columns to the rows of messages."""
 
     def names(self) -> tuple[str, ...]:
         """Return the names of the columns that ``decode`` adds, PROBLEM not among them. Raises JobError."""
         ...
 
     def decode(self, rows: DataFrame) -> DataFrame:
-        """Return ``rows`` (key, value, topic, partition, offset, timestamp, headers), its own columns, and PROBLEM.
+        """Return ``rows`` (key, value, headers, and the columns of META), its own columns, and PROBLEM.
 
         Narrow: a row stays a row and stays where it is. A column of ``rows`` that is named as one of the payload's is
         replaced by it; what is needed of it has to be taken before, under another name. A row without a value (a

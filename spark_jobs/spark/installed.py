@@ -1,17 +1,16 @@
-"""What a driver needs installed: packages, in versions that were tested, and the jars of the Kafka connector."""
+"""What a driver needs installed: packages, in versions that were tested."""
 
 from __future__ import annotations
 
 import importlib.util
 import logging
 import re
-from pathlib import Path
 from typing import Final
 
 from outbox.errors import ConfigurationError
 
 SUPPORTED: Final = ("4.1", "4.2")
-"""The minor versions of pyspark that the consumer is tested with, in order. Each has its connector in jars.lock."""
+"""The minor versions of pyspark that the consumer is tested with, in order."""
 
 _LOG: Final = logging.getLogger(__name__)
 
@@ -29,33 +28,6 @@ def require_installed() -> None:
         raise ConfigurationError(f"pyspark {version} is installed, which the consumer does not support; {_INSTALL}")
     if minor not in SUPPORTED:
         _LOG.warning("pyspark %s is newer than what the consumer is tested with (%s)", version, ", ".join(SUPPORTED))
-
-
-def connector_jars() -> list[Path]:
-    """Return the jars of the Kafka connector for the pyspark that is installed, fetched if need be.
-
-    Raises ConfigurationError where that can't be, as for a pyspark that was not tested: another version's connector
-    would fail in the middle of a round.
-    """
-    try:
-        from outbox.sandbox import jars
-    except ModuleNotFoundError as error:
-        raise ConfigurationError(
-            f"{error.name} is not installed, so the Kafka connector's jars can't be fetched; run "
-            "pip install 'outbox-kafka[sandbox]', or give OUTBOX_SPARK_PACKAGES"
-        ) from error
-    return jars.fetch(jars.connector(supported_minor()))
-
-
-def supported_minor() -> str:
-    """Return the minor version of the pyspark that is installed. Raises ConfigurationError unless it was tested."""
-    version, minor = _pyspark()
-    if minor not in SUPPORTED:
-        raise ConfigurationError(
-            f"pyspark {version} is installed, and there is no checked Kafka connector for it; {_INSTALL}, or give the "
-            f"connector as OUTBOX_SPARK_PACKAGES=org.apache.spark:spark-sql-kafka-0-10_2.13:{version}"
-        )
-    return minor
 
 
 def _pyspark() -> tuple[str, str]:

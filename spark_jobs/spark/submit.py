@@ -17,26 +17,20 @@ _SECRET: Final = re.compile(r"(?i)passw|secret|token|jaas|credential|access[._-]
 # These say where a secret is kept; they do not hold it.
 _REFERENCE: Final = re.compile(r"spark\.kubernetes\.(driver|executor)\.secret(s|KeyRef)\.|.*([Ff]ile|[Pp]ath)$")
 _URL_WITH_PASSWORD: Final = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
-_CORE_JAR: Final = re.compile(r"spark-core_(\d+\.\d+)-(.+)\.jar")
+_CORE_JAR: Final = re.compile(r"spark-core_\d+\.\d+-(.+)\.jar")
 
 
 @dataclass(frozen=True, slots=True)
 class Spark:
-    """An installed Spark: its folder, its version, and the Scala that it was built with."""
+    """An installed Spark: its folder and its version."""
 
     home: Path
     version: str
-    scala: str
 
     @property
     def program(self) -> Path:
         """``spark-submit``."""
         return self.home / "bin" / "spark-submit"
-
-    @property
-    def connector(self) -> str:
-        """Maven coordinates of the Kafka connector for this Spark; it brings Kafka's client along."""
-        return f"org.apache.spark:spark-sql-kafka-0-10_{self.scala}:{self.version}"
 
 
 def installed_spark() -> Spark:
@@ -50,13 +44,13 @@ def installed_spark() -> Spark:
     matches = [match for jar in (home / "jars").glob("spark-core_*.jar") if (match := _CORE_JAR.fullmatch(jar.name))]
     if len(matches) != 1 or not (home / "bin" / "spark-submit").is_file():
         raise JobError(f"{home} holds no Spark: no bin/spark-submit or no jars/spark-core; set or unset SPARK_HOME")
-    scala, version = matches[0].groups()
+    version = matches[0][1]
     if version != pyspark.__version__:
         raise JobError(
             f"SPARK_HOME={home} is Spark {version}, but pyspark {pyspark.__version__} is installed here; install "
             f"pyspark=={version}, or unset SPARK_HOME"
         )
-    return Spark(home, version, scala)
+    return Spark(home, version)
 
 
 @dataclass(frozen=True, slots=True)

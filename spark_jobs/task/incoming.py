@@ -1,9 +1,4 @@
-"""Kafka's messages to the columns of META, for jobs that need nothing of Spark's to read a payload.
-
-Spark can do the same with expressions (session.py), and has to where a transform looks at the rows. A test holds both
-ways against each other. (They differ where bytes are no UTF-8 because of half a surrogate pair: Java replaces it by one
-character, Python by three.)
-"""
+"""Kafka's messages to the columns of META: who they are, and what a task needs to decode them."""
 
 from __future__ import annotations
 
@@ -106,13 +101,13 @@ class Incoming:
     """How messages are taken in.
 
     types  leave out messages of other event types. None: take all.
-    ids    where they come from: the headers; the content, which is key and value, whatever the headers say; or, where
-           the headers have none, the message's place.
+    ids    where they come from: the headers; the content, which is key and value, whatever the headers say; decoded
+           columns, of which Spark makes them; or, where the headers have none, the message's place.
     traced  add the columns of the message's trace: see effects.produce.Traced.
     """
 
     types: tuple[str, ...] | None
-    ids: Literal["headers", "content", "place"]
+    ids: Literal["headers", "content", "columns", "place"]
     traced: bool = False
 
     def taken(self, messages: Messages) -> tuple[dict[str, pa.Array], pa.Array, pa.Array, pa.Array]:
@@ -139,7 +134,8 @@ class Incoming:
 
     def raw(self, messages: Messages) -> list[Raw]:
         """Return what a dead letter keeps of each message."""
-        ids = [None] * len(messages) if self.ids == "content" else _ids(_Headers(messages.headers)).to_pylist()
+        unknown = self.ids in {"content", "columns"}
+        ids = [None] * len(messages) if unknown else _ids(_Headers(messages.headers)).to_pylist()
         times = messages.times.cast(pa.int64()).to_pylist()
         return [
             Raw(offset, id_, key, value, _headers_text(headers), time)
@@ -162,6 +158,8 @@ class Incoming:
         if self.ids == "content":
             pairs = zip(messages.keys, messages.values, strict=True)
             return pa.array([identity.uuid8(content(key, value)) for key, value in pairs], pa.string())
+        if self.ids == "columns":
+            return pa.nulls(len(messages), pa.string())
         ids = _ids(headers)
         if self.ids == "headers" or not ids.null_count:
             return ids

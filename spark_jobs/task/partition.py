@@ -43,7 +43,7 @@ from spark_jobs.model import Partition, Place, Range, places_of
 from spark_jobs.outcomes import Broken, Culprit, Culprits, Moved, Roundabout, Uncopyable, Wish
 from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.sink import Sink, Way
-from spark_jobs.task.input import NO_INPUT, TaskInput
+from spark_jobs.task.input import NO_INPUT, TaskInput, from_spark
 from spark_jobs.task.reader import RangeReader, ReaderSettings, kept
 
 if TYPE_CHECKING:
@@ -76,34 +76,41 @@ BEHIND: Final = "an earlier message of its key is a dead letter"
 
 @dataclass(frozen=True, slots=True)
 class Late:
-    """How a task makes rows of ``batch`` from messages that it has read itself.
+    """How a task makes rows of messages that it has read itself.
 
-    columns   of ``batch``, with their types in Postgres.
-    kind      the payload's fields and PROBLEM, as an Arrow struct.
-    plan      gives the reader of payloads.
+    kind      the rows' columns, as an Arrow struct: those of META and of the trace; then the payload's and PROBLEM, or
+              Kafka's key, value and headers, and why a message can't be read.
+    plan      gives the reader of payloads; None for a decoder of the user's, which reads Kafka's columns in Spark.
     incoming  what is taken, and as what.
+    columns   of ``batch``, with their types in Postgres. None where Spark has to look at the rows before.
     """
 
-    columns: Mapping[str, str]
     kind: pa.StructType
-    plan: Callable[[], Reader]
+    plan: Callable[[], Reader] | None
     incoming: Incoming
+    columns: Mapping[str, str] | None
 
     def decoding(self, parts: Iterable[Messages]) -> Iterator[pa.RecordBatch]:
-        """Return the messages' rows, as Spark would have decoded them."""
+        """Return the messages' rows."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
         from spark_jobs.payloads.reading import columns
 
-        reader = self.plan()
+        reader = None if self.plan is None else self.plan()
+        names = [kind.name for kind in self.kind]
         for messages in parts:
-            found, payloads, headers, problems = self.incoming.taken(messages)
-            fields = columns(reader, payloads, headers, self.kind).flatten()
-            found |= dict(zip((kind.name for kind in self.kind), fields, strict=True))
-            if problems.null_count < len(problems):
-                found[PROBLEM] = pc.coalesce(problems, found[PROBLEM])
-            yield pa.RecordBatch.from_pydict(found)
+            meta, payloads, schemas, problems = self.incoming.taken(messages)
+            kinds = list(self.kind)[len(meta) :]
+            if reader is None:
+                taken = self.incoming.chosen(messages)
+                headers = pa.array([list(one) for one in taken.headers], kinds[2].type)
+                fields = [pa.array(taken.keys, pa.binary()), payloads, headers, problems]
+            else:
+                *fields, problem = columns(reader, payloads, schemas, pa.struct(kinds)).flatten()
+                fields.append(pc.coalesce(problems, problem) if problems.null_count < len(problems) else problem)
+            columns_of_meta = [meta[name] for name in names[: len(meta)]]
+            yield pa.RecordBatch.from_arrays([*columns_of_meta, *fields], names=names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,9 +159,9 @@ class TaskPlan:
     suspects  partitions that had repeats lately.
     lenient   partitions with a value that does not fit its column.
     slow      partitions that found something the matter on the short way into the sink.
-    late      how to decode, for a task that reads Kafka itself.
+    late      how to decode, for a task that reads Kafka and applies what it has read.
     behind    what such a task puts aside, beside ``dead``: it sees these messages for the first time.
-    tasks     which of Spark's tasks has which partition, where a transform could have changed that.
+    tasks     which of Spark's tasks has which partition, for rows that Spark has looked at.
     here      the driver does it itself, on the session that it has.
     """
 
@@ -171,6 +178,17 @@ class TaskPlan:
     behind: Behind | None = None
     tasks: Mapping[int, Partition] = field(default_factory=dict)
     here: bool = False
+
+    def partition(self) -> Partition:
+        """Return the partition of the task of Spark's that asks; where there is one range, it is that one's."""
+        if len(self.ranges) == 1:
+            (partition,) = self.ranges
+            return partition
+        from pyspark import TaskContext
+
+        context = TaskContext.get()
+        assert context is not None
+        return self.tasks[context.partitionId()]
 
     def without(self, partition: Partition) -> frozenset[int]:
         """Return the offsets of the messages that are put aside."""
@@ -201,10 +219,50 @@ def run(plan: TaskPlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.Recor
         # No rows: the partition's range held only transaction markers, or all was filtered. The driver moves it on.
         return
     named = ("message_topic", "message_part")
-    topic, part = (first.column(name)[0].as_py() for name in named)
-    partition = _mine(plan) or (topic, part)
+    partition = plan.partition()
     rows = _of_one(partition, named, (batch for batch in itertools.chain([first], batches) if batch.num_rows))
     yield _run(plan, partition, Feed(plan.required, rows, plan.max_dead), batches)
+
+
+def of_number(do: Callable[[int], Iterator[pa.RecordBatch]], batches: Iterable[pa.RecordBatch]) -> Iterator[Any]:
+    """Do what a task is for whose input is its number; the function of mapInArrow. Raises InputCut."""
+    numbers = [number for batch in from_spark(batches) for number in batch.column(0).to_pylist()]
+    if len(numbers) != 1:
+        raise InputCut(f"a task got {len(numbers)} numbers of ranges instead of one; nothing was committed")
+    yield from do(numbers[0])
+
+
+def read_range(
+    late: Late,
+    ranges: Mapping[Partition, Range],
+    without: Mapping[Partition, frozenset[int]],
+    partitions: Sequence[Partition],
+    settings: ReaderSettings,
+    number: int,
+) -> Iterator[pa.RecordBatch]:
+    """Return the rows of one partition's range, ``without`` the messages at these offsets. Raises what the reader does.
+
+    An end without an error says that Kafka has proved the range to be whole.
+    """
+    partition = partitions[number]
+    with kept(settings) as reader:
+        yield from late.decoding(reader.range(partition, ranges[partition], without[partition]))
+
+
+def read_letters(late: Late, parts: Sequence[Messages], _number: int) -> Iterator[pa.RecordBatch]:
+    """Return the rows of dead letters that are tried again."""
+    return late.decoding(parts)
+
+
+def with_reader(
+    do: Callable[[RangeReader, Partition], Iterator[pa.RecordBatch]],
+    partitions: Sequence[Partition],
+    settings: ReaderSettings,
+    number: int,
+) -> Iterator[pa.RecordBatch]:
+    """Do something with one partition and this process's reader."""
+    with kept(settings) as reader:
+        yield from do(reader, partitions[number])
 
 
 def run_with(plan: TaskPlan, reader: RangeReader, partition: Partition) -> Iterator[pa.RecordBatch]:
@@ -283,17 +341,6 @@ def _run(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskInput[Any
         outcome, detail = stop.outcome, stop.detail
     behind = len(feed.aside) if outcome == "applied" else 0
     return report(partition, outcome, feed.rows, fresh, detail, behind=behind, size=feed.size)
-
-
-def _mine(plan: TaskPlan) -> Partition | None:
-    """Return the partition that this task of Spark's reads; None where it is certain without."""
-    if not plan.tasks:
-        return None
-    from pyspark import TaskContext
-
-    context = TaskContext.get()
-    assert context is not None
-    return plan.tasks[context.partitionId()]
 
 
 def _of_one(partition: Partition, names: Sequence[str], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:

@@ -715,3 +715,22 @@ def test_what_does_not_fit_of_staged_rows_is_found_message_by_message(sink: Sink
     good = [("a", "x", number, "1") for number in range(5)]
     staged(sink, {**STAGED, "line": "later"}, good, "INSERT INTO lines SELECT message_offset FROM batch")
     assert sink.run("SELECT n FROM lines ORDER BY n") == [(number,) for number in range(5)]
+
+
+@pytest.mark.parametrize("numbers", [[], [3, 4]])
+def test_a_task_that_is_not_told_its_number_reads_nothing(monkeypatch: pytest.MonkeyPatch, numbers: list[int]) -> None:
+    """No number is no empty range: what came after it would be stepped over."""
+    monkeypatch.setattr(task, "from_spark", lambda batches: batches)
+    read: list[int] = []
+
+    def reading(number: int) -> Any:
+        read.append(number)
+        return iter(())
+
+    def given(of: list[int]) -> list[pa.RecordBatch]:
+        return [pa.RecordBatch.from_pydict({"n": pa.array([number], pa.int64())}) for number in of]
+
+    assert list(task.of_number(reading, given([7]))) == []
+    with pytest.raises(InputCut, match=f"a task got {len(numbers)} numbers of ranges instead of one"):
+        list(task.of_number(reading, given(numbers)))
+    assert read == [7]

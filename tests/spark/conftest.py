@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import connector
 import pytest
 from bench import Bench, Driver
 
@@ -18,12 +19,11 @@ from spark_jobs.driver.runner import Runner
 def spark() -> Iterator[Any]:
     """A real Spark, local[2,4], whose Python workers have their imports from warm_daemon."""
     from spark_jobs.spark import session
-    from spark_jobs.spark.installed import connector_jars
 
     # Spark looks for the daemon where the workers look for modules, and that it has from the environment.
     with pytest.MonkeyPatch.context() as changed:
         changed.setenv("PYTHONPATH", str(Path(__file__).parents[1] / "support"), prepend=os.pathsep)
-        started = session.start("tests", jars=connector_jars(), conf={"spark.python.daemon.module": "warm_daemon"})
+        started = session.start("tests", jars=connector.fetch(), conf={"spark.python.daemon.module": "warm_daemon"})
     yield started
     started.stop()
 

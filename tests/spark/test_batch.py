@@ -21,7 +21,8 @@ from spark_jobs.errors import EffectFailed, Fenced
 from spark_jobs.job import ConsumerJob
 from spark_jobs.model import Range
 from spark_jobs.postgres.group_store import Store
-from spark_jobs.spark import session
+from spark_jobs.spark import rows
+from spark_jobs.task.reader import ReaderSettings
 
 pytestmark = pytest.mark.spark
 
@@ -93,25 +94,19 @@ def test_very_many_repeats_cost_a_round_that_shuffles_no_plan_of_their_number(be
     assert bench.rows("SELECT kind, n, messages FROM sums ORDER BY round") == [*by_kind, (0, 2, 1), (1, 4, 2)]
 
 
-def test_what_is_left_out_of_a_plan_are_these_messages_and_no_others(bench, spark):
+def test_what_is_left_out_of_a_range_are_these_messages_and_no_others(bench, spark):
     send(bench, [(number, str(uuid7()).encode()) for number in range(2_000)])
     whole = {(bench.topic, part): Range("", 0, 1_000) for part in range(2)}
-    rows = session.source(spark, sums(bench), whole, bench.topics.bootstrap_servers, {})
     # Some offsets of one partition, another one of the other, one of another topic, and one that is not there.
     out = {(bench.topic, 0): list(range(0, 1_000, 2)), (bench.topic, 1): [7, 5_000], (f"{bench.topic}x", 1): [8]}
     expected = [(0, offset) for offset in range(1, 1_000, 2)] + [(1, offset) for offset in range(1_000) if offset != 7]
-    for left in (
-        session.without_offsets(rows, out),
-        session.left_in(rows, {(*partition, offset) for partition, some in out.items() for offset in some}),
-        # More than are left out by a condition.
-        session.left_in(rows, {(*p, o) for p, some in out.items() for o in [*some, *range(2_000, 3_000)]}),
-    ):
-        assert left.columns == rows.columns
-        # In their partitions, and in their order.
-        assert list(session.tasks(left, whole).values()) == sorted(whole)
-        assert [tuple(row) for row in left.select("partition", "offset").collect()] == expected
-        assert not session.moves_rows(left.select("value"), left)
-    assert session.without_offsets(rows, {(bench.topic, 0): []}) is rows
+    job = sums(bench)
+    reading = ReaderSettings({"bootstrap.servers": bench.topics.bootstrap_servers}, job.group)
+    source = rows.of_ranges(spark, job, rows.late(job), whole, out, reading)
+    # In their partitions, and in their order.
+    assert list(source.tasks(source.rows).values()) == sorted(whole)
+    assert [tuple(row) for row in source.rows.select("message_part", "message_offset").collect()] == expected
+    assert not rows.moves_rows(source.rows.select("message_offset"), source.rows)
 
 
 def test_a_round_leaves_no_table(bench):

@@ -6,11 +6,13 @@ import datetime as dt
 import json
 import random
 import uuid
+from typing import Any
 
 import pytest
+from pyspark.sql import functions as F  # noqa: N812
 
 from spark_jobs import ids as identity
-from spark_jobs.dedup.strategies import Dedup, Fingerprint, OffsetsOnly
+from spark_jobs.dedup.strategies import Dedup, Fingerprint, OffsetsOnly, uuid8
 from spark_jobs.effects.mapped import Insert
 from spark_jobs.effects.produce import Traced
 from spark_jobs.errors import JobError
@@ -18,7 +20,7 @@ from spark_jobs.job import META, ConsumerJob
 from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.payloads.framing import HEADER
 from spark_jobs.postgres.tables import DAY_OF_ID
-from spark_jobs.spark import session as spark_session
+from spark_jobs.spark import rows as spark_rows
 from spark_jobs.task.incoming import Incoming, Messages
 
 pytestmark = pytest.mark.spark
@@ -28,6 +30,8 @@ KAFKA = (
     "headers array<struct<key: string, value: binary>>"
 )
 NOON = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
+# Not "$", which in Java also stands before a last newline.
+UUID = r"\A[0-9a-fA-F]{8}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{4}-[0-9a-fA-F]{12}\z"
 V7 = "0195d9c2-5c00-7abc-8def-0123456789ab"
 TEXTS = [
     b"",
@@ -102,6 +106,63 @@ def read(rows: list[tuple]) -> Messages:
     )
 
 
+# How Spark's own expressions make the columns of META: an oracle, in another language and by another way.
+
+
+def by_spark(rows: Any, job: ConsumerJob) -> Any:
+    """Return the columns of META over those of Kafka, and Kafka's key, value and headers."""
+    if job.types is not None:
+        rows = rows.filter(header("ce_type", "event-type").isin(list(job.types)))
+    meta = {
+        "message_topic": F.col("topic"),
+        "message_part": F.col("partition"),
+        "message_offset": F.col("offset"),
+        "message_key": F.translate(F.col("key").cast("string"), "\0", "\ufffd"),
+        "message_type": F.translate(header("ce_type", "event-type"), "\0", "\ufffd"),
+        "message_time": time_of(),
+        "message_tombstone": F.col("value").isNull(),
+        "message_id": message_id(job),
+    }
+    return rows.select(*(column.alias(name) for name, column in meta.items()), "key", "value", "headers")
+
+
+def header(*names: str) -> Any:
+    """Return the value of the first header of the first of these names, as text."""
+
+    def value(name: str) -> Any:
+        return F.get(F.filter("headers", lambda one: one["key"] == name), F.lit(0))["value"]
+
+    return F.coalesce(*map(value, names)).cast("string")
+
+
+def time_of() -> Any:
+    low, high = (F.lit(text).cast("timestamp") for text in ("0001-01-02 00:00:00", "9999-12-30 00:00:00"))
+    return F.greatest(F.least(F.col("timestamp"), high), low)
+
+
+def message_id(job: ConsumerJob) -> Any:
+    """Return what the headers say, a hash of it when that is no UUID, or what the strategy makes an id of."""
+    if isinstance(job.strategy, Fingerprint):
+        # NULL and empty are two contents, and the key's length keeps key and value apart.
+        content = F.concat(
+            F.coalesce(F.octet_length("key").cast("string"), F.lit("-")).cast("binary"),
+            F.lit(":").cast("binary"),
+            F.coalesce(F.col("key"), F.lit(b"")),
+            F.when(F.col("value").isNull(), F.lit(b"-")).otherwise(F.lit(b"+")),
+            F.coalesce(F.col("value"), F.lit(b"")),
+        )
+        return uuid8(F.sha2(content, 256))
+    given = header("ce_id", "id")
+    # Two sources may use one name (CloudEvents: source and id together are unique); a UUID is unique by itself.
+    named = F.concat_ws("\0", F.coalesce(header("ce_source"), F.lit("")), given)
+    said = F.when(given.rlike(UUID), given).when(given != "", uuid8(F.sha2(named.cast("binary"), 256)))
+    if not isinstance(job.strategy, OffsetsOnly):
+        return said
+    numbers = (F.col("partition"), F.col("offset"), F.unix_micros(time_of()))
+    place = F.concat_ws("/", "topic", *(one.cast("string") for one in numbers))
+    return F.coalesce(said, uuid8(F.sha2(place.cast("binary"), 256)))
+
+
 @pytest.mark.parametrize(
     ("strategy", "types"),
     [(Dedup(), None), (Fingerprint(), None), (OffsetsOnly(), None), (Dedup(), ["A", "k", "\u00e9"])],
@@ -110,15 +171,15 @@ def read(rows: list[tuple]) -> Messages:
 def test_the_task_takes_messages_in_as_spark_does(spark, strategy, types):
     job = ConsumerJob(group="g", topics=["t"], effect=Insert("a"), strategy=strategy, types=types, schema=None)
     rows = spark.createDataFrame(messages(), KAFKA).coalesce(1)
-    by_spark = spark_session.decoded(spark_session.chosen(rows, job), job).select(*META).toArrow().to_pylist()
-    taken = Incoming(None if types is None else tuple(types), spark_session.ids_from(strategy))
+    expected = by_spark(rows, job).select(*META).toArrow().to_pylist()
+    taken = Incoming(None if types is None else tuple(types), spark_rows.ids_from(strategy))
     by_task = []
     for meta, payloads, headers, problems in map(taken.taken, [read(messages()[:50]), read(messages()[50:])]):
         assert len(payloads) == len(headers) == len(meta["message_id"]) == problems.null_count
         columns = zip(*(meta[name].to_pylist() for name in META), strict=True)
         by_task += [dict(zip(META, one, strict=True)) for one in columns]
     assert len(by_task) > (10 if types else 250)
-    for here, there in zip(by_task, by_spark, strict=True):
+    for here, there in zip(by_task, expected, strict=True):
         assert here == there
     # Without any header that names it: the same whenever it is read, another one in a topic that was made anew.
     made = [one["message_id"] for one in by_task[:2]]
@@ -152,15 +213,15 @@ def traced() -> list[tuple]:
 @pytest.mark.parametrize("schema", [None, Traced(None), Traced("n int")], ids=["bytes", "traced bytes", "traced"])
 def test_the_task_reads_bytes_and_traces_as_spark_does(spark, schema):
     job = ConsumerJob("g", ["t"], Insert("a"), schema=schema, max_payload_bytes=100)
-    late = spark_session.late(job)
-    assert late is not None
+    late = spark_rows.late(job)
     names = [*job.payload_columns(), *META, PROBLEM]
     rows = spark.createDataFrame(traced(), KAFKA).coalesce(1)
-    by_spark = spark_session.decoded(rows, job).select(*names).toArrow().to_pylist()
+    expected = job.decoder.decode(by_spark(rows, job)).select(*names).toArrow().to_pylist()
     by_task = [
         row for batch in late.decoding([read(traced()[:300]), read(traced()[300:])]) for row in batch.to_pylist()
     ]
-    assert [{name: row[name] for name in names} for row in by_task] == by_spark
+    assert [{name: row[name] for name in names} for row in by_task] == expected
+    assert late.columns is not None
     assert set(late.columns) == set(names) - {PROBLEM}
     if schema is not None:
         assert {row["traceparent"] for row in by_task} == {None, HOP.decode(), ORIGIN.decode()}
@@ -210,9 +271,9 @@ def test_times_are_whole_in_what_is_made_of_them(spark):
     }
     ids = rows.select(*(way.message_id().alias(name) for name, way in ways.items())).collect()
     assert {name for name in ways if ids[0][name] == ids[1][name]} == set()
-    (nested, _) = (json.loads(row.nested) for row in spark_session.copyable(rows)[0].collect())
+    (nested, _) = (json.loads(row.nested) for row in spark_rows.copyable(rows)[0].collect())
     assert nested["at"] == "2026-01-31T12:00:00.000001Z"
     assert len(nested["local"].partition(".")[2]) == 6
     for name in ("outbox_batch_staged_by", "ctid"):
         with pytest.raises(JobError, match=f"column {name}: the name is"):
-            spark_session.copyable(rows.withColumnRenamed("account", name))
+            spark_rows.copyable(rows.withColumnRenamed("account", name))

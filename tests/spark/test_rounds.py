@@ -18,8 +18,9 @@ from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.errors import BadMessage, EffectFailed, Fenced, JobError, Reject
 from spark_jobs.job import ConsumerJob
 from spark_jobs.model import Range
-from spark_jobs.spark import session
+from spark_jobs.spark import rows as spark_rows
 from spark_jobs.task import partition as task
+from spark_jobs.task.reader import ReaderSettings
 
 pytestmark = pytest.mark.spark
 
@@ -414,7 +415,7 @@ def test_messages_of_forgotten_days_and_of_other_types_and_ids_that_are_no_uuids
     assert bench.totals()["c"][1] == 2
 
 
-def test_natural_and_version_and_fingerprint(bench, monkeypatch):
+def test_natural_and_version_and_fingerprint(bench):
     schema = "key string, value int, at timestamp, version bigint, doc struct<a:int>"
     bench.run(
         "CREATE TABLE states (key uuid PRIMARY KEY, value int, version bigint, doc jsonb, made_at timestamptz);"
@@ -462,10 +463,7 @@ def test_natural_and_version_and_fingerprint(bench, monkeypatch):
     for key, value, number in ((one, 1, 1), (one, 3, 3), (one, 2, 2), (two, 9, 9)):
         state(key, value, number)
     assert bench.once(natural).applied == 2
-    # Only a transform can move rows: nobody else is asked which task reads what.
-    asked, tasks = [], session.tasks
-    monkeypatch.setattr(session, "tasks", lambda *of: asked.append(of) or tasks(*of))
-    assert (bench.once(version).applied, bench.once(fingerprint).applied, len(asked)) == (2, 4, 1)
+    assert (bench.once(version).applied, bench.once(fingerprint).applied) == (2, 4)
     by_key = "SELECT right(key::text, 1)::int, value FROM {} ORDER BY 1"
     assert bench.rows(by_key.format("states")) == [(1, 2), (2, 9)]
     assert bench.rows(by_key.format("latest")) == [(1, 3), (2, 9)]
@@ -581,18 +579,27 @@ def test_a_task_has_the_rows_of_one_partition_whatever_a_transform_does(bench, s
     for seq in range(4):
         put(bench, order(f"o{seq}", 1), partition=seq % 2)
     whole = {(bench.topic, part): Range("", 0, 2) for part in (0, 1)}
-    rows = session.source(spark, bench.job, whole, bench.topics.bootstrap_servers, {})
+    reading = ReaderSettings({"bootstrap.servers": bench.topics.bootstrap_servers}, "g")
+
+    def read():
+        return spark_rows.of_ranges(spark, bench.job, spark_rows.late(bench.job), whole, {}, reading)
+
+    source = read()
+    rows = source.rows
+    twice = functions.explode(functions.array("message_key", "message_key"))
     for stays in (
-        rows.filter("offset > 7").withColumn("key", F.explode(F.array("key", "key"))).sortWithinPartitions("value"),
+        rows.filter("message_offset > 7").withColumn("twice", twice).sortWithinPartitions("order_id"),
         again(rows.rdd.map(lambda row: row), rows),
+        rows.cache(),
     ):
-        assert sorted(session.tasks(stays, whole).items()) == list(enumerate(sorted(whole)))
-    assert session.tasks(rows.filter("1 = 0"), whole) == {}
-    for moved in (rows.rdd.coalesce(1), rows.rdd.repartition(2), rows.collect()):
+        assert sorted(source.tasks(stays).items()) == list(enumerate(sorted(whole)))
+    assert source.tasks(rows.filter("1 = 0")) == {}
+    # The last are the same messages, and another reading of them.
+    for moved in (rows.rdd.coalesce(1), rows.rdd.repartition(2), rows.collect(), read().rows.rdd):
         with pytest.raises(JobError, match=r"(?s)it comes from \[.*Partition.*atomic='batch'"):
-            session.tasks(again(moved, rows), whole)
+            source.tasks(again(moved, rows))
     with pytest.raises(JobError, match="one Kafka partition"):
-        session.tasks(rows, {(bench.topic, 0): Range("", 0, 2), (bench.topic, 1): Range("", 0, 1)})
+        source.tasks(rows.union(rows))
     # And a job is asked: for its rounds, for what it tries again, and by its tasks.
     collected = replace(bench.job, transform=lambda rows: again(rows.collect(), rows))
     with pytest.raises(JobError, match="one Kafka partition"):
@@ -685,8 +692,8 @@ def test_rows_that_are_still_messages_after_a_shuffle(bench, spark):
     admin = AdminClient({"bootstrap.servers": bench.topics.bootstrap_servers})
     admin.incremental_alter_configs([topic])[topic].result(30)
     source, reads = runner._rounds._source, itertools.count()
-    runner._rounds._source = lambda span: source(span).filter(
-        "offset < 6 OR partition = 0" if 0 < next(reads) < 3 else "true"
+    runner._rounds._source = lambda span, without: source(
+        span, {**without, (bench.topic, 1): [6]} if 0 < next(reads) < 3 else without
     )
     runner.once(threading.Event())
     assert [text for text, figures in bench.reports if "compacted" in str(figures)] == ["waiting for a server"]

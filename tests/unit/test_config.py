@@ -40,7 +40,7 @@ def test_environment_names(monkeypatch):
     monkeypatch.setenv("OUTBOX_CREATE_TOPICS", "true")
     monkeypatch.setenv("OUTBOX_SCHEMA", "shop")
     monkeypatch.setenv("OUTBOX_RELAY__BATCH_SIZE", "10")
-    monkeypatch.setenv("OUTBOX_SPARK__KAFKA__MAX_POLL_RECORDS", "99")
+    monkeypatch.setenv("OUTBOX_SPARK__CONF__SPARK_UI_ENABLED", "false")
     settings = load()
     assert settings.database_url == "postgresql://u:secret@h:5/db"
     assert settings.kafka == {"bootstrap.servers": "h:9092", "linger.ms": "7"}
@@ -49,7 +49,7 @@ def test_environment_names(monkeypatch):
     assert settings.db_schema == "shop"
     assert settings.relay.batch_size == 10
     assert settings.relay.lease_seconds == 15.0
-    assert settings.spark.kafka == {"max.poll.records": "99"}
+    assert settings.spark.conf == {"spark.ui.enabled": "false"}
     assert "secret" not in repr(settings)
     assert producer_options(settings)["linger.ms"] == "7"
 
@@ -126,7 +126,7 @@ def test_a_file_that_can_not_be_read(tmp_path):
         ("OUTBOX_ROUTES", '{"Order": {}}', ": Order.topic is missing."),
         ("OUTBOX_RELAY", '{"batch_size": 0}', ": batch_size must be a whole number from 1 to 50000; got '0'."),
         ("OUTBOX_RELAY", "5", ' must be a JSON object, such as {"name": "value"}'),
-        ("OUTBOX_SPARK__KAFKA", "x", ' must be a JSON object, such as {"name": "value"}'),
+        ("OUTBOX_SPARK__CONF", "x", ' must be a JSON object, such as {"name": "value"}'),
         ("OUTBOX_KAFKA", '{"sasl.password": ["secret"]}', ": sasl.password must be text."),
     ],
 )
@@ -165,7 +165,7 @@ def test_all_mistakes_are_named_at_once(monkeypatch, tmp_path):
         ("OUTBOX_KAFAK__BOOTSTRAP_SERVERS", "OUTBOX_KAFKA__BOOTSTRAP_SERVERS"),
         ("OUTBOX_BOOTSTRAP_SERVERS", "OUTBOX_KAFKA__BOOTSTRAP_SERVERS"),
         ("OUTBOX_KAFKA__SASL__PASSWORD", "OUTBOX_KAFKA__SASL_PASSWORD"),
-        ("OUTBOX_SPARK_KAFKA_MAX_POLL_RECORDS", "OUTBOX_SPARK__KAFKA__MAX_POLL_RECORDS"),
+        ("OUTBOX_SPARK_CONF_SPARK_UI_ENABLED", "OUTBOX_SPARK__CONF__SPARK_UI_ENABLED"),
         ("OUTBOX_DB_SCHEMA", "OUTBOX_SCHEMA"),
         ("OUTBOX_CACHES", "OUTBOX_CACHE"),
         ("OUTBOX_ROUTES__ORDER__TOPIC__X", None),

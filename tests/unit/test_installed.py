@@ -1,4 +1,4 @@
-"""Which pysparks a consumer runs with, and which jars it gives them."""
+"""Which pysparks a consumer runs with."""
 
 from __future__ import annotations
 
@@ -19,9 +19,8 @@ from relay.cli.app import app
 from spark_jobs.spark import installed
 
 ROOT = Path(__file__).parents[2]
-CONNECTOR = "spark-sql-kafka-0-10_2.13"
 CONSUME = ["consume", "spark_jobs.order_totals:job", "--once"]
-SUBMIT = ["spark", "submit", "spark_jobs.order_totals:job", "--once", "--print", "--jars", "locked"]
+SUBMIT = ["spark", "submit", "spark_jobs.order_totals:job", "--once", "--print"]
 
 
 def pinned(lock: str) -> str:
@@ -33,17 +32,11 @@ def pinned(lock: str) -> str:
 @pytest.mark.parametrize(
     ("version", "minor"), [("4.1.0", "4.1"), ("4.1.4", "4.1"), ("4.2.0", "4.2"), ("4.2.7.dev1", "4.2")]
 )
-def test_the_jars_are_those_of_the_pyspark_that_is_installed(monkeypatch, caplog, version, minor):
+def test_a_pyspark_that_was_tested_is_taken_without_a_word(monkeypatch, caplog, version, minor):
     monkeypatch.setattr(pyspark, "__version__", version)
     installed.require_installed()
     assert not caplog.records
-    assert installed.supported_minor() == minor
-
-
-def test_this_pyspark_has_its_jars():
-    names = [path.name for path in installed.connector_jars()]
-    (found,) = (name for name in names if CONNECTOR in name)
-    assert f"{CONNECTOR}-{'.'.join(pyspark.__version__.split('.')[:2])}." in found
+    assert minor in installed.SUPPORTED
 
 
 @pytest.mark.parametrize("version", ["2.4.8", "4.0.5", "3.10.0"])
@@ -58,19 +51,11 @@ def test_an_older_pyspark_is_an_error(monkeypatch, version, arguments):
 
 
 @pytest.mark.parametrize("version", ["4.3.0", "4.10.1", "5.0.0.dev1"])
-def test_a_newer_pyspark_is_a_warning_and_brings_its_own_connector(monkeypatch, caplog, version):
+def test_a_newer_pyspark_is_a_warning(monkeypatch, caplog, version):
     monkeypatch.setattr(pyspark, "__version__", version)
     with caplog.at_level(logging.WARNING):
         installed.require_installed()
     assert caplog.messages == [f"pyspark {version} is newer than what the consumer is tested with (4.1, 4.2)"]
-    named = rf"OUTBOX_SPARK_PACKAGES=org\.apache\.spark:{re.escape(CONNECTOR)}:{re.escape(version)}"
-    with pytest.raises(ConfigurationError, match=rf"no checked Kafka connector for it.*{named}"):
-        installed.connector_jars()
-    # Nothing is asked of either server before.
-    servers = {"OUTBOX_DATABASE_URL": "postgresql://nowhere/x", "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": "nowhere:9092"}
-    done = CliRunner().invoke(app, CONSUME, env=servers)
-    assert (done.exit_code, done.stdout) == (2, "")
-    assert "no checked Kafka connector" in done.stderr
 
 
 def test_a_version_that_can_not_be_read_is_an_error(monkeypatch):
@@ -79,15 +64,9 @@ def test_a_version_that_can_not_be_read_is_an_error(monkeypatch):
         installed.require_installed()
 
 
-def test_each_supported_pyspark_has_its_connector_and_its_tests():
+def test_each_supported_pyspark_has_its_tests():
     """What has to change together when a version is added or dropped."""
     supported = installed.SUPPORTED
-    sets = {jars.connector(minor): minor for minor in supported}
-    assert set(jars.ROOTS) == {jars.KAFKA, *sets}
-    for name, minor in sets.items():
-        of_spark = [jar for jar in jars.locked(name) if jar.group == "org.apache.spark"]
-        assert {jar.artifact for jar in of_spark} == {CONNECTOR, "spark-token-provider-kafka-0-10_2.13"}
-        assert all(jar.version.startswith(f"{minor}.") for jar in of_spark), name
     # The newest is what `make test` runs; `make matrix` runs the others.
     assert pinned("requirements.lock").startswith(f"{supported[-1]}.")
     others = {lock.stem.removeprefix("pyspark-"): lock for lock in (ROOT / "tests").glob("pyspark-*.lock")}

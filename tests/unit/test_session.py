@@ -13,11 +13,6 @@ from spark_jobs.spark import session
 GIVEN = (*session._JAVA_OPTIONS, "SPARK_CONF_DIR", "SPARK_HOME")
 
 
-def test_all_the_consumers_that_spark_keeps_fit_into_its_heap():
-    """64 of them (spark.kafka.consumer.cache.capacity), each with a fetch that is read and one that has come; 1 GB."""
-    assert 64 * 2 * int(session.READER_OPTIONS["max.partition.fetch.bytes"]) <= 2**28
-
-
 @pytest.mark.parametrize(
     ("given", "chosen"),
     [

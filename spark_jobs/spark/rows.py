@@ -1,0 +1,405 @@
+"""Kafka's messages as rows of Spark: for jobs whose transform, nested fields or ids need Spark to look at them.
+
+Each task reads one partition's range itself, with ``task.reader``, and decodes it; what follows in the plan is Spark's.
+Two Python workers take part in such a task, and each needs its own proof that nothing is missing:
+
+| who              | reads                             | the proof that it was all                                   |
+|------------------|-----------------------------------|-------------------------------------------------------------|
+| the reading one  | its number, which names the range | the mark for the end of its input, and exactly one number   |
+| ... and then     | the range, from Kafka             | the reader's (``task.reader``); without it the task fails   |
+| the applying one | what Spark makes of the rows      | the mark for the end of its input; Spark leaves it out when |
+|                  |                                   | the reading one, or the transform, has failed               |
+
+Which task has which range is known from the partitions of the plan's leaf: a plan that keeps them has moved no rows.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import functools
+import re
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Final, Literal
+
+from outbox.event import TRACEPARENT, TRACESTATE
+from spark_jobs.dedup.strategies import WHOLE_TIMES, Fingerprint, OffsetsOnly, Strategy, uuid8
+from spark_jobs.effects.produce import Traced
+from spark_jobs.errors import JobError
+from spark_jobs.job import KEPT, META, OWN, ConsumerJob
+from spark_jobs.letters import Retried
+from spark_jobs.model import Partition, Range
+from spark_jobs.payloads.decoding import PROBLEM, Plan, arrow_type, nullable
+from spark_jobs.spark.errors import UNDECODED
+from spark_jobs.task import partition as task
+from spark_jobs.task.incoming import Incoming, Messages
+from spark_jobs.task.partition import Late
+from spark_jobs.task.reader import ReaderSettings
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import Column, DataFrame, SparkSession
+    from pyspark.sql.types import StructType
+
+_EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
+_AS_ONE: Final = "declare atomic='batch'"
+_MOVING: Final = ("Exchange", "Coalesce", "CartesianProduct", "Union", "CollectLimit", "TakeOrdered", "GlobalLimit")
+_OWN_WORKERS: Final = "OUTBOX_CONSUMER_TASKS"
+# The environment is all threads' of the driver, and is read while the function is wrapped.
+_MAKING: Final = threading.Lock()
+# META's types as Spark spells them: in the binary format they are told by nothing but their place.
+_META_KINDS: Final = {
+    name: {"uuid": "string", "text": "string", "integer": "int", "timestamptz": "timestamp"}.get(kind, kind)
+    for name, kind in META.items()
+}
+_TRACE: Final = dict.fromkeys((TRACEPARENT, TRACESTATE), "string")
+_SYSTEM: Final = frozenset({"ctid", "tableoid", "xmin", "xmax", "cmin", "cmax"})
+# A line of a plan: three characters for each level, whether it runs as generated code, and the node's name.
+_NODE: Final = re.compile(r"^((?:[ :]  )*(?:[+:]- )?)[\s*()\d]*(\w+)")
+_NUMBER: Final = f"{OWN}task"
+"""The one column of a plan's leaf: the task's number. A plan that shows it has our messages in it."""
+_UNREAD: Final = f"{OWN}unread"
+_KAFKA: Final = "key binary, value binary, headers array<struct<key: string, value: binary>>"
+"""What a decoder of the user's gets, beside the columns of META."""
+_PLAIN: Final = {
+    "string": "text",
+    "bigint": "bigint",
+    "int": "integer",
+    "smallint": "smallint",
+    "tinyint": "smallint",
+    "double": "double precision",
+    "float": "real",
+    "boolean": "boolean",
+    "date": "date",
+    "timestamp": "timestamptz",
+    "timestamp_ntz": "timestamp",
+    "binary": "bytea",
+}
+
+Offsets = Mapping[Partition, Sequence[int]]
+"""Of messages that are left out, by partition: there may be as many as a round has."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """Decoded rows of messages: the payload's columns, those of META, and PROBLEM.
+
+    leaf        of the rows' plan.
+    partitions  which Kafka partition each task has, in the order of the tasks; none for dead letters.
+    """
+
+    rows: DataFrame
+    leaf: DataFrame
+    partitions: Sequence[Partition]
+
+    def tasks(self, rows: DataFrame) -> dict[int, Partition]:
+        """Return which task has which partition of ``rows``, which were made of these: each the whole range of one.
+
+        Raises JobError where that is not so. A plan does not show everything that moves rows, so this looks at what
+        Spark is going to run. Two tasks with rows of one partition would be a loss: the first moves the offset, and the
+        other one finds its range applied already.
+        """
+        here, there = (_parts(one) for one in (rows, self.leaf))
+        # Without any task there are no rows: Spark saw that all of them are filtered.
+        if here.isEmpty():
+            return {}
+        if not here.equals(there):
+            raise JobError(
+                "transform: what it gives does not come from one Kafka partition for each of Spark's tasks (it comes "
+                f"from {here.toString()[:100]}), but each partition is a transaction of its own; do without toPandas, "
+                f"rdd.repartition, rdd.coalesce and checkpoint, or {_AS_ONE}"
+            )
+        return dict(enumerate(self.partitions))
+
+
+def of_ranges(
+    session: SparkSession,
+    job: ConsumerJob,
+    late: Late,
+    ranges: Mapping[Partition, Range],
+    without: Offsets,
+    settings: ReaderSettings,
+) -> Source:
+    """Return the messages of the ranges, ``without`` those at these offsets, one task for each partition."""
+    partitions = sorted(ranges)
+    left_out = {partition: frozenset(without.get(partition, ())) for partition in partitions}
+    leaf = _leaf(session, len(partitions))
+    read = functools.partial(task.read_range, late, dict(ranges), left_out, partitions, settings)
+    rows = in_tasks(leaf, functools.partial(task.of_number, read), _schema(job), pool="read")
+    return Source(decoded(rows, job), leaf, partitions)
+
+
+def of_letters(session: SparkSession, job: ConsumerJob, late: Late, letters: Sequence[Retried]) -> Source:
+    """Return dead letters that are tried again, all in one task and in their order."""
+    leaf = _leaf(session, 1)
+    by_partition = groupby(letters, lambda letter: letter.place[:2])
+    parts = [_messages(topic, part, list(some)) for (topic, part), some in by_partition]
+    made = functools.partial(task.of_number, functools.partial(task.read_letters, late, parts))
+    return Source(decoded(in_tasks(leaf, made, _schema(job), pool="read"), job), leaf, ())
+
+
+def by_ranges(
+    session: SparkSession, count: int, do: Callable[[int], Iterator[pa.RecordBatch]], schema: str
+) -> DataFrame:
+    """Return what a function makes of each number below ``count``, one task for each."""
+    return in_tasks(_leaf(session, count), functools.partial(task.of_number, do), schema)
+
+
+def _leaf(session: SparkSession, tasks: int) -> DataFrame:
+    """Return a row for each of so many tasks: its number.
+
+    Made of an RDD that is there, because the partitions of a plan can be compared with those of another one only if
+    both have the same RDD below, and each planning of ``range`` makes another.
+    """
+    from pyspark.sql import DataFrame as Classic
+
+    numbers = session.range(0, tasks, 1, tasks).toDF(_NUMBER)._jdf  # noqa: SLF001
+    spark = session._jsparkSession  # noqa: SLF001
+    return Classic(spark.internalCreateDataFrame(numbers.queryExecution().toRdd(), numbers.schema(), False), session)
+
+
+def _messages(topic: str, part: int, letters: Sequence[Retried]) -> Messages:
+    return Messages(
+        topic,
+        part,
+        [one.place[2] for one in letters],
+        [(one.time - _EPOCH) // dt.timedelta(milliseconds=1) for one in letters],
+        [one.key for one in letters],
+        [one.value for one in letters],
+        [one.message_headers() for one in letters],
+    )
+
+
+def _parts(rows: DataFrame) -> Any:
+    """Return the partitions of what Spark is going to run, as Java's list."""
+    return rows._jdf.queryExecution().toRdd().toJavaRDD().partitions()  # noqa: SLF001
+
+
+def _schema(job: ConsumerJob) -> StructType:
+    """Return the columns that the reading worker makes."""
+    from pyspark.sql.types import DataType, StringType, StructType
+
+    names = _META_KINDS | (_TRACE if traces(job) else {})
+    ours = ", ".join(f"{name} {kind}" for name, kind in names.items())
+    meta = DataType.fromDDL(ours)
+    found = _planned(job)
+    own = (
+        DataType.fromDDL(f"{_KAFKA}, {_UNREAD} string")
+        if found is None
+        else nullable(found[0]).add(PROBLEM, StringType())
+    )
+    assert isinstance(meta, StructType)
+    assert isinstance(own, StructType)
+    return StructType([*meta.fields, *own.fields])
+
+
+def traces(job: ConsumerJob) -> bool:
+    """Return whether a task adds the columns of a trace; a decoder of the user's has Traced itself to do it."""
+    return isinstance(job.schema, Traced) and _planned(job) is not None
+
+
+def _planned(job: ConsumerJob) -> tuple[StructType, Plan] | None:
+    """Return the payload's fields and what reads them in the task; None where the job's decoder works in Spark."""
+    return job.decoder.late()
+
+
+def late(job: ConsumerJob) -> Late:
+    """Return how a task makes rows of Kafka's messages."""
+    job.payload_columns()
+    chosen = None if job.types is None else tuple(job.types)
+    found = _planned(job)
+    traced = traces(job)
+    incoming = Incoming(chosen, ids_from(job.strategy), traced)
+    kind = arrow_type(_schema(job))
+    if found is None:
+        return Late(kind, None, incoming, None)
+    fields, plan = found
+    plan()  # What can't work is an error here, and not of every task.
+    return Late(kind, plan, incoming, _columns(job, fields, traced=traced))
+
+
+def _columns(job: ConsumerJob, fields: StructType, *, traced: bool) -> Mapping[str, str] | None:
+    """Return the columns of ``batch`` with their types in Postgres; None where Spark has to look at the rows first.
+
+    That is for a transform, for nested fields, whose JSON Spark writes, and for ids made of decoded columns.
+    """
+    types = {field.name: _plain(field.dataType.simpleString()) for field in fields.fields}
+    if job.transform is not None or None in types.values() or _by_columns(job):
+        return None
+    columns = {name: kind for name, kind in types.items() if kind is not None}
+    columns |= dict.fromkeys((TRACEPARENT, TRACESTATE), "text") if traced else {}
+    return columns | META
+
+
+def _by_columns(job: ConsumerJob) -> bool:
+    return isinstance(job.strategy, Fingerprint) and job.strategy.decoded
+
+
+def decoded(rows: DataFrame, job: ConsumerJob) -> DataFrame:
+    """Return what a reading worker has made as the payload's columns, those of META, and PROBLEM."""
+    from pyspark.sql import functions as F  # noqa: N812  the name everybody knows it by
+
+    if _UNREAD in rows.columns:
+        rows = job.decoder.decode(rows).withColumn(PROBLEM, F.coalesce(F.col(_UNREAD), F.col(PROBLEM)))
+    if isinstance(job.strategy, Fingerprint) and job.strategy.decoded:
+        # A tombstone's content is its key.
+        gone = uuid8(F.sha2(F.col("message_key").cast("binary"), 256))
+        content = F.when(F.col(PROBLEM).isNull(), job.strategy.message_id())
+        rows = rows.withColumn("message_id", F.when(F.col("message_tombstone"), gone).otherwise(content))
+    return rows.select(*(f"`{name}`" for name in job.payload_columns()), *META, PROBLEM)
+
+
+def ids_from(strategy: Strategy) -> Literal["headers", "content", "columns", "place"]:
+    """Return what the messages' ids are made of; see Incoming."""
+    match strategy:
+        case Fingerprint():
+            return "columns" if strategy.decoded else "content"
+        case OffsetsOnly():
+            return "place"
+        case _:
+            return "headers"
+
+
+def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
+    """Apply the job's transform to decoded rows. Raises JobError for one that would break the promise.
+
+    A row with a PROBLEM must not meet the transform, which would take its NULLs for values or filter it away without a
+    word: the whole range fails with UNDECODED in the error instead, and the driver takes the row out.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    if job.transform is None:
+        return rows
+    # rand() keeps Spark from moving the transform's filters below this: only what is deterministic may be moved.
+    fail = F.raise_error(F.concat(F.lit(f"{UNDECODED} "), F.rand().cast("string")))
+    guarded = rows.withColumn(
+        "message_topic", F.when(F.col(PROBLEM).isNull(), F.col("message_topic")).otherwise(fail)
+    ).drop(PROBLEM)
+    result = job.transform(guarded)
+    if job.atomic == "batch" and moves_rows(result, guarded):
+        return result
+    if _shuffles(result):
+        raise JobError(
+            "transform: it moves rows between partitions (an aggregation, distinct, repartition, sort, or a join that "
+            "is none with functions.broadcast(another table)), but each partition is a transaction of its own; "
+            f"aggregate in the effect's SQL, or {_AS_ONE}"
+        )
+    missing = [name for name in KEPT if name not in result.columns]
+    if missing:
+        raise JobError(f"transform: the result has no column {missing[0]}; keep the columns {', '.join(KEPT)}")
+    return result
+
+
+def moves_rows(rows: DataFrame, source: DataFrame) -> bool:
+    """Return whether rows are in other partitions than in ``source``, or may be.
+
+    That is after a shuffle, and for rows that were made anew (``toPandas``, ``rdd``, ``checkpoint``), of which the plan
+    does not say where they come from.
+    """
+    here, there = (one._jdf.queryExecution().analyzed().collectLeaves() for one in (rows, source))  # noqa: SLF001
+    return not here.equals(there) or _shuffles(rows)
+
+
+def _shuffles(rows: DataFrame) -> bool:
+    """Return whether the plan has a shuffle, or anything else that brings messages' rows into other partitions.
+
+    A table that is sent whole to all tasks leaves the rows that it is joined with where they are, however it was made
+    itself; unless it was made of the messages, whose rows would meet those of all partitions in it.
+    """
+    plan = rows._jdf.queryExecution().executedPlan().toString()  # noqa: SLF001  the only way to see it
+    within: int | None = None
+    for line in plan.splitlines():
+        # The nodes' names only: a column may be called ExchangeRate.
+        if not (found := _NODE.match(line)):
+            continue
+        depth, node = len(found[1]), found[2]
+        if within is not None and depth > within:
+            if f"{_NUMBER}#" in line:
+                return True
+            continue
+        within = None
+        if node == "BroadcastExchange":
+            within = depth
+        elif node == "ReusedExchange" and "], BroadcastExchange " in line:
+            # It stands, whole, in another place of the plan.
+            continue
+        elif any(sign in node for sign in _MOVING):
+            return True
+    return False
+
+
+def require_one_task(rows: DataFrame) -> None:
+    """Raise JobError where dead letters that are tried again, in one transaction, would not be in one task."""
+    if rows._jdf.queryExecution().toRdd().getNumPartitions() > 1:  # noqa: SLF001
+        raise JobError(
+            "transform: it spreads dead letters that are tried again over several tasks, but they are one transaction; "
+            f"do without toPandas and rdd.repartition, or {_AS_ONE}"
+        )
+
+
+def in_tasks(
+    rows: DataFrame,
+    function: Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]],
+    schema: StructType | str,
+    *,
+    pool: Literal["apply", "read"] = "apply",
+) -> DataFrame:
+    """Return what a function makes of the rows of each task, in Python workers that run nothing else.
+
+    Each of them keeps its session in the sink, or its Kafka client, and Spark gives a task the one that has been idle
+    for longest. Beside a transform in Python, which has workers of its own in the same tasks, all would get their turn
+    and have both in the end. Spark keeps workers apart by their environments: of each ``pool`` there are no more than
+    tasks at a time.
+    """
+    environment = rows.sparkSession.sparkContext.environment
+    with _MAKING:
+        environment[_OWN_WORKERS] = pool
+        try:
+            return rows.mapInArrow(function, schema)
+        finally:
+            del environment[_OWN_WORKERS]
+
+
+def _plain(kind: str) -> str | None:
+    """The type in Postgres of what is no nested value; None for those."""
+    return kind.replace("decimal", "numeric") if kind.startswith("decimal(") else _PLAIN.get(kind)
+
+
+def copyable(rows: DataFrame) -> tuple[DataFrame, dict[str, str]]:
+    """Return the rows in a form that COPY takes, and the columns of ``batch`` with their types in Postgres.
+
+    Nested values and VARIANT become jsonb. Raises JobError for a type that has no counterpart.
+    """
+    from pyspark.sql import functions as F  # noqa: N812
+
+    types: dict[str, str] = {}
+    picked: list[Column] = []
+    for name, kind in rows.dtypes:
+        column = F.col(f"`{name}`")
+        if name == PROBLEM:
+            picked.append(column)
+            continue
+        if name.startswith(OWN) or name in _SYSTEM:
+            raise JobError(f"column {name}: the name is the consumer's or Postgres's own; name yours otherwise")
+        if name in META:
+            types[name] = META[name]
+            if kind == "void":
+                column = column.cast(_META_KINDS[name])
+            elif kind != _META_KINDS[name]:
+                raise JobError(
+                    f"transform: column {name} must stay {_META_KINDS[name]}, and is {kind}; name yours otherwise"
+                )
+        elif (plain := _plain(kind)) is not None:
+            types[name] = plain
+        elif kind == "variant" or kind.startswith(("struct<", "map<", "array<")):
+            types[name] = "jsonb"
+            column = F.to_json(column, WHOLE_TIMES)
+        else:
+            raise JobError(f"column {name}: {kind} has no counterpart in Postgres; cast it in the transform")
+        if name == "message_tombstone":
+            # A row that a join has added is none; and NULL is neither what is passed over nor what is not.
+            column = F.coalesce(column, F.lit(False))
+        picked.append(column.alias(name))
+    return rows.select(*picked), types

@@ -1,0 +1,54 @@
+"""Spark's own Kafka source: what streams read from in tests, and what the consumer is measured against.
+
+``python tests/support/connector.py`` writes connector.lock anew.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Final
+
+import pyspark
+
+from outbox.sandbox import jars
+from spark_jobs.spark.installed import SUPPORTED
+
+LOCK: Final = Path(__file__).with_name("connector.lock")
+ROOTS: Final[jars.Roots] = {
+    # What pyspark's own jars lack, so without what these depend on; Kafka's client and the pool as in the connector's
+    # POM. It is compiled against Spark's internals, and fits the patch releases of its minor version. Not each of them
+    # could be had of everything when this was written.
+    "spark-4.1-kafka": (
+        False,
+        (
+            "org.apache.spark:spark-sql-kafka-0-10_2.13:4.1.3",
+            "org.apache.spark:spark-token-provider-kafka-0-10_2.13:4.1.1",
+            "org.apache.kafka:kafka-clients:3.9.1",
+            "org.apache.commons:commons-pool2:2.12.1",
+        ),
+    ),
+    "spark-4.2-kafka": (
+        False,
+        (
+            "org.apache.spark:spark-sql-kafka-0-10_2.13:4.2.0",
+            "org.apache.spark:spark-token-provider-kafka-0-10_2.13:4.2.0",
+            "org.apache.kafka:kafka-clients:3.9.2",
+            "org.apache.commons:commons-pool2:2.13.1",
+        ),
+    ),
+}
+assert [name.split("-")[1] for name in ROOTS] == list(SUPPORTED)
+
+
+def fetch() -> list[Path]:
+    """Return the jars for the pyspark that is installed, fetched if need be."""
+    minor = ".".join(pyspark.__version__.split(".")[:2])
+    return jars.fetch(f"spark-{minor}-kafka", lock=LOCK)
+
+
+if __name__ == "__main__":
+    heading = (
+        "Spark's Kafka source, for streams and peers: Maven coordinates, SHA-256, size in bytes.",
+        "Written by: python tests/support/connector.py",
+    )
+    LOCK.write_text(jars.resolve(ROOTS, heading))
