@@ -43,7 +43,7 @@ def test_rounds_and_dead_letters_need_nothing_of_postgres(bench, tmp_path, trans
         transform=transform,
     )
     kafka = {"bootstrap.servers": bench.topics.bootstrap_servers}
-    reading = Reading(bench.topics.bootstrap_servers, {}, lambda _: False, ReaderSettings(kafka, "g"), 0)
+    reading = Reading(lambda _: False, ReaderSettings(kafka, "g"), 0)
     store = SqliteStore(path, "g")
     rounds = Rounds(bench.spark, job, reading, store, SqliteSinks(path, job))
     ranges = {(bench.topic, 0): Range("id", 0, MESSAGES), (bench.topic, 1): Range("id", 0, 1)}

@@ -150,8 +150,8 @@ def test_64_partitions_take_a_session_for_each_core_and_two_more(bench: Bench, t
     # The sessions that had a transaction, whichever were seen; each for many partitions.
     [(pids,)] = bench.rows("SELECT count(DISTINCT pid) FROM seen")
     assert 1 <= pids <= CORES
-    assert pids + 2 <= sessions.most <= CORES + 2
-    assert len(sessions.seen) <= CORES + 2
+    assert sessions.most <= CORES + 2
+    assert pids + 2 <= len(sessions.seen) <= CORES + 2
     assert {name for _, name in sessions.seen} == {"outbox driver many", "outbox watch many", "outbox consumer many"}
 
 
