@@ -277,6 +277,8 @@ class Fingerprint(_Remembering):
     def __post_init__(self) -> None:
         if self.columns or isinstance(self.columns, str):
             _columns("Fingerprint: columns", self.columns)
+            if "message_id" in {name.lower() for name in [*self.columns, self.time or ""]}:
+                raise JobError("Fingerprint: message_id is what is made of the columns, and can't be one of them")
         elif self.time is not None:
             raise JobError("Fingerprint: time goes with columns")
 

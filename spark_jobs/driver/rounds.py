@@ -329,11 +329,12 @@ class Rounds:
 
     def _few(self, span: Span) -> bool:
         """Return whether a Spark job would cost more than what it does. Functions of the job's own run in executors."""
-        if any(one.start < self.not_here.get(partition, 0) for partition, one in span.ranges.items()):
-            return False
         return isinstance(self._job.effect, str | Insert | Upsert) and self._short(span)
 
     def _short(self, span: Span) -> bool:
+        """Return whether the driver may read the ranges: few messages, of which none may have ended it before."""
+        if any(one.start < self.not_here.get(partition, 0) for partition, one in span.ranges.items()):
+            return False
         return sum(one.end - one.start for one in span.ranges.values()) <= self._reading.few
 
     def _by_ranges(self, span: Span, do: OfRange, schema: str) -> DataFrame:

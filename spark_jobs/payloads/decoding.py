@@ -50,9 +50,9 @@ class Decoder(Protocol):
     def decode(self, rows: DataFrame) -> DataFrame:
         """Return ``rows`` (key, value, headers, and the columns of META), its own columns, and PROBLEM.
 
-        Narrow: a row stays a row and stays where it is. A column of ``rows`` that is named as one of the payload's is
-        replaced by it; what is needed of it has to be taken before, under another name. A row without a value (a
-        tombstone) has NULL in all columns, PROBLEM included.
+        Narrow: a row stays a row and stays where it is, with all its columns. A column of ``rows`` that is named as one
+        of the payload's is replaced by it; what is needed of it has to be taken before, under another name. A row
+        without a value (a tombstone) has NULL in all columns, PROBLEM included.
         """
         ...
 

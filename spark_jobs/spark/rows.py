@@ -242,7 +242,10 @@ def decoded(rows: DataFrame, job: ConsumerJob) -> DataFrame:
     from pyspark.sql import functions as F  # noqa: N812  the name everybody knows it by
 
     if _UNREAD in rows.columns:
-        rows = job.decoder.decode(rows).withColumn(PROBLEM, F.coalesce(F.col(_UNREAD), F.col(PROBLEM)))
+        rows = job.decoder.decode(rows)
+        if _UNREAD not in rows.columns:
+            raise JobError("schema: the decoder must keep all columns of the rows that it is given, and add its own")
+        rows = rows.withColumn(PROBLEM, F.coalesce(F.col(_UNREAD), F.col(PROBLEM)))
     if isinstance(job.strategy, Fingerprint) and job.strategy.decoded:
         # A tombstone's content is its key.
         gone = uuid8(F.sha2(F.col("message_key").cast("binary"), 256))

@@ -21,8 +21,8 @@ from spark_jobs.payloads.framing import HEADER
 
 Headers = Sequence[tuple[str, bytes | None]]
 UNREADABLE: Final[Headers] = [("(headers with names that are not UTF-8)", None)]
-"""This very list stands for the headers of a message with such a name. Its type and id are not known: it is taken
-whatever the types are, and becomes a dead letter."""
+"""Stands for the headers of a message with such a name. Its type and id are not known: it is taken whatever the types
+are, and becomes a dead letter; also when it is tried again, since its letter has nothing else of them."""
 _NO_UTF8: Final = "the name of a header is not UTF-8"
 
 # W3C Trace Context, as effects.produce has it for Spark.
@@ -125,7 +125,7 @@ class Incoming:
             "message_id": self._ids(messages, headers),
             **(headers.trace() if self.traced else {}),
         }
-        problems = pa.array([_NO_UTF8 if one is UNREADABLE else None for one in messages.headers], pa.string())
+        problems = pa.array([_NO_UTF8 if one == UNREADABLE else None for one in messages.headers], pa.string())
         return meta, values, headers.first(HEADER), problems
 
     def chosen(self, messages: Messages) -> Messages:
@@ -149,7 +149,7 @@ class Incoming:
         kinds = _text(headers.first("ce_type", "event-type"))
         if self.types is None:
             return messages, headers, kinds
-        unreadable = pa.array([one is UNREADABLE for one in messages.headers], pa.bool_())
+        unreadable = pa.array([one == UNREADABLE for one in messages.headers], pa.bool_())
         wanted = pc.or_(pc.is_in(kinds, value_set=pa.array(self.types, pa.string())), unreadable)
         messages = messages.only(pc.indices_nonzero(wanted).to_pylist())
         return messages, _Headers(messages.headers), kinds.filter(wanted)

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import gc
 import os
+import pickle
 import re
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
+import orjson
 import psutil
 import pyarrow as pa
 import pytest
@@ -23,6 +27,7 @@ from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 from spark_jobs.errors import ConsumerUnavailable, InputCut, JobError
 from spark_jobs.job import META
+from spark_jobs.letters import Retried
 from spark_jobs.model import Range
 from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.payloads.json_columns import JsonReader
@@ -239,6 +244,18 @@ def test_header_names_that_are_no_text(opened, outbox_kafka):
         problems = [one for one in rows.column(PROBLEM).to_pylist() if one == "the name of a header is not UTF-8"]
         assert (rows.num_rows, len(problems)) == (count, 200)
         assert len(taken.incoming.chosen(part)) == count
+        # And so it is when it is tried again, from what its letter has.
+        letters = taken.incoming.raw(part)[::2]
+        noon = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
+        again = [
+            Retried(
+                1, (topic, PART, one.offset), one.key, one.value, orjson.loads(one.headers), noon, "undecodable", False
+            )
+            for one in letters
+        ]
+        headers = pickle.loads(pickle.dumps([one.message_headers() for one in again]))
+        (rows,) = taken.decoding([replace(part.only(range(0, 400, 2)), headers=headers)])
+        assert rows.column(PROBLEM).to_pylist() == ["the name of a header is not UTF-8"] * 200
 
 
 def test_keys_and_headers_count_too(opened, outbox_kafka):
@@ -320,10 +337,17 @@ def apply(group: ConsumerGroup, made: RangeReader, topic: str, name: str = "t") 
 
 
 def late_job(types: tuple[str, ...] | None = None, ids: Any = "headers") -> task.Late:
-    """Return how one field is read, as session.late() would; that asks Spark for what the schema means."""
-    kind = pa.struct([("n", pa.int32()), (PROBLEM, pa.string())])
+    """Return how one field is read, as rows.late() would; that asks Spark for what the schema means."""
+    kinds = {
+        "integer": pa.int32(),
+        "bigint": pa.int64(),
+        "boolean": pa.bool_(),
+        "timestamptz": pa.timestamp("us", "UTC"),
+    }
+    meta = [(name, kinds.get(kind, pa.string())) for name, kind in META.items()]
+    kind = pa.struct([*meta, ("n", pa.int32()), (PROBLEM, pa.string())])
     declared = StructType([StructField("n", IntegerType())])
-    return task.Late({"n": "integer"} | META, kind, lambda: JsonReader(declared, Policy()), Incoming(types, ids))
+    return task.Late(kind, lambda: JsonReader(declared, Policy()), Incoming(types, ids), {"n": "integer"} | META)
 
 
 def nothing_applied(group: ConsumerGroup) -> bool:

@@ -283,7 +283,7 @@ def test_the_lock_names_every_file_and_no_address() -> None:
 
 
 def test_an_unknown_set_and_a_damaged_lock_are_errors(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ServiceError, match=r"no set 'flink', only kafka, spark-4\.1-kafka"):
+    with pytest.raises(ServiceError, match=r"no set 'flink', only kafka\b"):
         jars.fetch("flink")
     for text in ("org.example:a:1  sha256:00  1", "[set]\norg.example:a  sha256:00  1", "[set]\na:b:c  sha256:00"):
         monkeypatch.setattr(jars, "_lock_text", lambda text=text: text)

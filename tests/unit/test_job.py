@@ -73,6 +73,12 @@ def test_with_fingerprint_every_tombstone_of_a_key_is_the_same_message():
     assert job(Upsert("s", ["k"]), strategy=Fingerprint()).reducing == Fingerprint()
 
 
+@pytest.mark.parametrize(("columns", "time"), [(["message_id", "tenant"], None), (["tenant"], "Message_Id")])
+def test_what_a_fingerprint_makes_is_none_of_its_columns(columns, time):
+    with pytest.raises(JobError, match="message_id is what is made of the columns"):
+        Fingerprint(columns, time=time)
+
+
 def test_offsets_alone_go_with_every_effect():
     effects = ("SELECT 1", Insert("s"), Upsert("s", ["k"], deletes=True), lambda _cursor, _rows: None)
     for effect, atomic in itertools.product(effects, ("partition", "batch")):
