@@ -529,6 +529,8 @@ def test_messages_that_come_twice_are_not_applied_twice(between, sink, monkeypat
 def test_a_process_keeps_one_reader_and_none_that_is_unfinished(full):
     servers, topic = full
     given = settings(servers)
+    # Rounds that other tests ran by hand in this process have left theirs.
+    before = set(reader._KEPT)
     with reader.kept(given) as first:
         assert offsets(first.range((topic, PART), span(0, 10))) == list(range(10))
     with reader.kept(given) as second:
@@ -552,7 +554,7 @@ def test_a_process_keeps_one_reader_and_none_that_is_unfinished(full):
     with reader.kept(ReaderSettings({"bootstrap.servers": servers}, "another")) as again:
         assert again is another
     reader.close_kept("another")
-    assert reader._KEPT == {}
+    assert set(reader._KEPT) == before
 
 
 @pytest.mark.parametrize("name", sorted(reader._OURS))

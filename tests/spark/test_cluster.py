@@ -126,7 +126,7 @@ def submitted(
     settings = {"spark.executor.memory": "512m", "spark.driver.host": "127.0.0.1", "spark.ui.enabled": "false"}
     conf = [word for item in settings.items() for word in ("--conf", "=".join(item))]
     consume = ["--", "--topic", bench.topic, "--max-records", str(most), "--json"]
-    where = ["--master", cluster.url, "--python", cluster.python, "--jars", "locked"]
+    where = ["--master", cluster.url, "--python", cluster.python]
     env = os.environ | {
         "OUTBOX_DATABASE_URL": bench.database.url,
         "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bench.topics.bootstrap_servers,
