@@ -183,8 +183,7 @@ class BatchRounds(Rounds):
         first = messages.select(*META, PROBLEM) if shuffled else result
         first, columns = spark.copyable(first)
         most = max(self._job.max_dead, len(retried))
-        with stopping("the round"), translated("the round"):
-            staged = self._stage(first, columns, generation, self._job.reducing.required, most, ask=True)
+        staged = self._stage_first(messages, first, columns, generation, most)
         # With a shuffle the effect is for what it leaves; see _transformed.
         effect = "" if shuffled else self._sinks.effect(columns, placed=True)
         sink = replace(self._sinks.prepared({}, generation), columns=columns, effect=effect)
@@ -271,6 +270,16 @@ class BatchRounds(Rounds):
         effect = self._job.effect
         needed = PLACED | {"message_key"} if isinstance(effect, Upsert) and effect.deletes else PLACED
         return self._sinks.effect(columns, placed=set(columns) >= needed, shuffled=True)
+
+    def _stage_first(
+        self, messages: DataFrame, rows: DataFrame, columns: Mapping[str, str], generation: int, most: int
+    ) -> _Staged:
+        """Stage what the round's transaction begins with, made of ``messages``. Raises Stop, and Undecoded."""
+        with stopping("the round"), translated("the round"):
+            staged = self._stage(rows, columns, generation, self._job.reducing.required, most, ask=True)
+        if not staged.names:
+            self._require_decoded(messages)
+        return staged
 
     def _take(self, applying: Applying, staged: _Staged) -> None:
         taken = applying.take(staged.table, staged.names)

@@ -7,6 +7,8 @@ read once more, whole, and the next attempt of those ranges puts them aside in t
 |-------------------|-------------------------------------------------------------------------------------------|
 | applied, already  | the range is done                                                                         |
 | nothing           | it held markers only, or all was filtered: the driver steps over it, dead letters and all |
+| (no word)         | Spark has dropped the plan, whose rows a transform filters: the same, unless a row of     |
+|                   | these ranges does not decode                                                              |
 | culprits          | they become dead letters; with keep_order the later messages of their keys do too         |
 | roundabout        | again, through ``batch`` instead of straight into the sink's table                        |
 | uncopyable        | again, the lenient way, which names culprits                                              |
@@ -288,7 +290,12 @@ class Rounds:
         rows, columns = spark.copyable(rows)
         plan = replace(self._plan(span, state, generation, columns), tasks=tasks)
         applied = spark.in_tasks(rows, lambda batches: task.run(plan, task_input.from_spark(batches)), task.REPORT)
-        return reported(applied.collect())
+        told = reported(applied.collect())
+        dropped = span.only(span.ranges.keys() - told.keys())
+        if dropped.ranges:
+            self._require_decoded(self._source(dropped, state.put_aside()).rows)
+            told |= dict.fromkeys(dropped.ranges, Told("nothing"))
+        return told
 
     def _attempt_reading(
         self, columns: Mapping[str, str], span: Span, state: State, generation: int
@@ -364,6 +371,7 @@ class Rounds:
         ).collect()
         if not reports:
             # Spark saw that there are no rows: all were filtered, and are settled all the same.
+            self._require_decoded(self._letters(letters))
             (made,) = task.run_retry(plan, ids, task_input.in_memory(()))
             reports = [Row(**made.to_pylist()[0])]
         (row,) = reports
@@ -426,9 +434,9 @@ class Rounds:
             self._slow |= straying
         state.lenient |= {partition for partition, one in told.items() if one.outcome == "uncopyable"}
         again = [partition for partition, one in told.items() if one.outcome in _AGAIN]
-        silent = [partition for partition in span.ranges if partition not in told]
-        if silent and not any(one.outcome in _ERRORS for one in told.values()):
-            self._step_over(span.only(silent), state, generation)
+        empty = [partition for partition, one in told.items() if one.outcome == "nothing"]
+        if empty and not any(one.outcome in _ERRORS for one in told.values()):
+            self._step_over(span.only(empty), state, generation)
         self._raise(told, culprits)
         return again
 
@@ -489,6 +497,14 @@ class Rounds:
             .collect()
         )
         return [Culprit((row[0], row[1], row[2]), "undecodable", row[3]) for row in found]
+
+    def _require_decoded(self, rows: DataFrame) -> None:
+        """Raise Undecoded where rows do not decode that nobody has read, because Spark saw that none gets through.
+
+        With an empty table on the other side of a join, for example, there is nothing left to run.
+        """
+        if self._undecoded(rows):
+            raise failures.Undecoded
 
     def _put_aside(self, state: State, span: Span, culprits: Sequence[Culprit]) -> None:
         """Read the culprits whole, and with keep_order what comes after them."""

@@ -56,9 +56,10 @@ REPORT: Final = "topic string, part int, outcome string, read long, size long, f
 """What a task tells the driver, as Spark DDL. ``behind`` are messages that were not applied but put aside (see Behind);
 ``size`` is what the rows took in memory, in bytes.
 
-outcome: applied, already; fenced, broken (both end the job); moved (plan again); and what makes the driver run the
-range once more: roundabout (not straight into the sink's table), uncopyable (needs the lenient way), culprits (detail
-names them, as JSON). The others are of FAILURES: another try may work, and the driver decides when."""
+outcome: applied, already; nothing (no row came: the driver moves the offset); fenced, broken (both end the job); moved
+(plan again); and what makes the driver run the range once more: roundabout (not straight into the sink's table),
+uncopyable (needs the lenient way), culprits (detail names them, as JSON). The others are of FAILURES: another try may
+work, and the driver decides when."""
 
 FAILURES: Final[Mapping[str, type[ConsumerError]]] = {
     "denied": NotAuthorized,
@@ -215,11 +216,12 @@ def run(plan: TaskPlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.Recor
     all other partitions, and say less.
     """
     first = next((batch for batch in batches if batch.num_rows), None)
+    partition = plan.partition()
     if first is None:
-        # No rows: the partition's range held only transaction markers, or all was filtered. The driver moves it on.
+        # The partition's range held only transaction markers, or the transform let nothing of it through.
+        yield report(partition, "nothing", 0, 0, "")
         return
     named = ("message_topic", "message_part")
-    partition = plan.partition()
     rows = _of_one(partition, named, (batch for batch in itertools.chain([first], batches) if batch.num_rows))
     yield _run(plan, partition, Feed(plan.required, rows, plan.max_dead), batches)
 
