@@ -83,7 +83,8 @@ class Late:
               Kafka's key, value and headers, and why a message can't be read.
     plan      gives the reader of payloads; None for a decoder of the user's, which reads Kafka's columns in Spark.
     incoming  what is taken, and as what.
-    columns   of ``batch``, with their types in Postgres. None where Spark has to look at the rows before.
+    columns   of ``batch``, with their types in Postgres: nested values are JSON text there. None where Spark has to
+              look at the rows before.
     """
 
     kind: pa.StructType
@@ -91,8 +92,18 @@ class Late:
     incoming: Incoming
     columns: Mapping[str, str] | None
 
+    def copyable(self, parts: Iterable[Messages]) -> Iterator[pa.RecordBatch]:
+        """Return the messages' rows in the form that COPY takes."""
+        import pyarrow as pa
+
+        from spark_jobs.payloads.json_output import json_text
+
+        for batch in self.decoding(parts):
+            fields = [json_text(one) if pa.types.is_nested(one.type) else one for one in batch.columns]
+            yield pa.RecordBatch.from_arrays(fields, names=batch.schema.names)
+
     def decoding(self, parts: Iterable[Messages]) -> Iterator[pa.RecordBatch]:
-        """Return the messages' rows."""
+        """Return the messages' rows in the form that Spark takes."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -311,7 +322,7 @@ def run_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages
         return report(partition, stop.outcome, 0, 0, stop.detail)
     parts = messages if first is None else itertools.chain([first], messages)
     aside: list[Letter] = []
-    rows = plan.late.decoding(_ahead(plan, parts, aside))
+    rows = plan.late.copyable(_ahead(plan, parts, aside))
     share = 0 if plan.behind is None else plan.behind.share
     return _run(plan, partition, Feed(plan.required, rows, plan.max_dead, aside, share), messages)
 
