@@ -14,7 +14,7 @@ import psycopg
 import pytest
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient, AlterConfigOpType, ConfigEntry, ConfigResource
-from proxy import END_TXN, KafkaProxy, after_request, before_request, instead_of_response
+from kafka_proxy import END_TXN, KafkaProxy, after_request, before_request, instead_of_response
 from support import (
     Crashes,
     Load,

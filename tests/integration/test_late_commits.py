@@ -9,19 +9,15 @@ from typing import Any
 
 import pytest
 from guard_support import Mutate, as_it_is, joined, verdict, work
-from proxy import END_TXN, Fired, KafkaProxy, delay_request
+from kafka_proxy import END_TXN, Fired, KafkaProxy, delay_request
 from support import wait_until
-from takeover_support import Place, Worker, place
+from takeover_support import Place, Worker
 
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
 from relay.kafka import producer
 from relay.kafka.transactional import TransactionalPublisher, _TransactionalProducer
 from relay.ports import Batches, Confirm, Failed, Sent, Unavailable
-
-__all__ = ["place"]
-
-# A commit that is late. The broker is behind a proxy.
 
 
 @pytest.fixture(scope="module")

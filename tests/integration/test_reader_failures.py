@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from confluent_kafka import Producer
 from consumer_group import ConsumerGroup
-from proxy import FETCH, KafkaProxy, delay_response, edit_response
+from kafka_proxy import FETCH, KafkaProxy, delay_response, edit_response
 from range_support import MESSAGES, PART, late_job, offsets, send, settings, span
 
 from outbox.sandbox.kafka import KafkaCluster
