@@ -73,10 +73,11 @@ class PartitionAttempts:
         plan = replace(context.plan(span, state, generation, columns), tasks=tasks)
         applied = spark.in_tasks(rows, lambda batches: task.run(plan, task_input.from_spark(batches)), task.REPORT)
         told = reported(applied.collect())
-        dropped = span.only(span.ranges.keys() - told.keys())
-        if dropped.ranges:
-            context.require_decoded(context.source(dropped, state.put_aside()).rows)
-            told |= dict.fromkeys(dropped.ranges, Told("nothing"))
+        if not tasks:
+            # Spark saw that nothing gets through the transform, and has run nothing.
+            context.require_decoded(source.rows)
+            return dict.fromkeys(span.ranges, Told("nothing"))
+        _require_reports(span, told)
         return told
 
     def _attempt_reading(
@@ -92,9 +93,7 @@ class PartitionAttempts:
         if self._few(span) and (read := self._read_here(plan)) is not None:
             return reported(Row(**row) for row in self._run_here(plan, read))
         told = reported(self._context.by_ranges(span, functools.partial(task.run_with, plan), task.REPORT).collect())
-        silent = sorted(span.ranges.keys() - told.keys())
-        if silent and not any(one.outcome in ENDING for one in told.values()):
-            raise ConsumerUnavailable(f"a task did not report what became of {silent[0]}; the range is read again")
+        _require_reports(span, told)
         return told
 
     def _read_here(self, plan: TaskPlan) -> Mapping[Partition, TaskInput[Messages]] | None:
@@ -139,6 +138,13 @@ class PartitionAttempts:
             reports = [Row(**made.to_pylist()[0])]
         (row,) = reports
         return Told(row.outcome, row.read, row.fresh, row.detail)
+
+
+def _require_reports(span: Span, told: Mapping[Partition, Told]) -> None:
+    """Raise ConsumerUnavailable where a task has not reported: nothing else says what became of its range."""
+    silent = sorted(span.ranges.keys() - told.keys())
+    if silent and not any(one.outcome in ENDING for one in told.values()):
+        raise ConsumerUnavailable(f"a task did not report what became of {silent[0]}; the range is read again")
 
 
 def reported(reports: Iterable[Row]) -> dict[Partition, Told]:

@@ -12,7 +12,8 @@ from direct_sink import COLUMNS, PAYLOAD, sink
 from psycopg import sql
 
 from spark_jobs.dedup.strategies import Book, Dedup, Natural, Version, column_types
-from spark_jobs.driver.batch_rounds import BatchRounds
+from spark_jobs.driver.batch_attempts import BatchAttempts
+from spark_jobs.driver.round_context import RoundContext
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.errors import JobError
 from spark_jobs.job import META, ConsumerJob
@@ -187,8 +188,9 @@ def test_what_a_shuffle_keeps_of_the_messages_is_written_and_needed(sink):
 
     def effect(made: Insert | Upsert, *without: str) -> str:
         job = ConsumerJob("g", ["t"], made, atomic="batch")
-        rounds = BatchRounds(None, job, None, store, PostgresSinks(sink.url, "consumer", job, store))
-        return rounds._effect_after({name: kind for name, kind in kept.items() if name not in without})
+        sinks = PostgresSinks(sink.url, "consumer", job, store)
+        attempts = BatchAttempts(RoundContext(None, job, None, store, sinks), store, sinks)
+        return attempts._effect_after({name: kind for name, kind in kept.items() if name not in without})
 
     for made in (Insert("s"), Upsert("s", ["i"], deletes=True)):
         assert '("i", "message_id", "message_key")' in effect(made)

@@ -15,7 +15,7 @@ from support import wait_until
 from spark_jobs.admin.offsets import MoveRefused, NoSuchGroup
 from spark_jobs.driver.kafka_admin import TopicMissing
 from spark_jobs.driver.planner import Extent
-from spark_jobs.driver.rounds import Counts, Span, State
+from spark_jobs.driver.round_context import Counts, Span, State
 from spark_jobs.errors import ConsumerUnavailable, DataLost, TopicRecreated
 from spark_jobs.model import Loss, LossKind
 

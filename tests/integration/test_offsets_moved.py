@@ -17,7 +17,7 @@ from outbox.errors import SchemaError
 from relay.cli.app import app
 from spark_jobs.admin.offsets import MoveRefused, NoSuchGroup, Offsets
 from spark_jobs.driver.kafka_admin import KafkaView
-from spark_jobs.driver.rounds import Span, State
+from spark_jobs.driver.round_context import Span, State
 from spark_jobs.errors import ConsumerUnavailable, DataLost, Fenced
 from spark_jobs.model import Range
 

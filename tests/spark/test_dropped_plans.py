@@ -10,6 +10,10 @@ import pytest
 from pyspark.sql import functions
 from uuid_utils.compat import uuid7
 
+from spark_jobs.errors import ConsumerUnavailable
+from spark_jobs.spark import rows as rows_of_spark
+from spark_jobs.task import partition as task
+
 pytestmark = pytest.mark.spark
 
 MESSAGES = 12_000
@@ -60,9 +64,27 @@ def test_a_task_whose_rows_were_all_filtered_says_so(bench, monkeypatch):
     assert bench.once(job).dead == 2
     looked = []
     with bench.runner(job) as runner:
-        monkeypatch.setattr(runner._rounds, "_undecoded", looked.append)
+        monkeypatch.setattr(runner._context, "undecoded", looked.append)
         bench.send("b", 1)
         bench.send("c", 1)
         runner.once(threading.Event())
     assert not looked
     assert sum(bench.positions().values()) == 6
+
+
+def test_a_task_that_does_not_report_is_not_taken_for_a_plan_that_was_dropped(bench, monkeypatch):
+    """Where Spark was going to run tasks, only their word counts."""
+    job = replace(bench.job, transform=lambda rows: rows.filter("seq > 0"))
+    bench.send("a", 1)
+    real = rows_of_spark.in_tasks
+
+    def cut(rows, function, schema, **options):
+        made = real(rows, function, schema, **options)
+        return made.limit(0) if schema == task.REPORT else made
+
+    monkeypatch.setattr(rows_of_spark, "in_tasks", cut)
+    with pytest.raises(ConsumerUnavailable, match="a task did not report what became of"):
+        bench.once(job, patience=0.5)
+    assert bench.positions() in ({}, {0: 0, 1: 0})
+    monkeypatch.undo()
+    assert bench.once(job).applied == 1

@@ -296,8 +296,8 @@ def test_rows_that_are_still_messages_after_a_shuffle(bench, spark):
     topic = ConfigResource(ConfigResource.Type.TOPIC, bench.topic, incremental_configs=[policy])
     admin = AdminClient({"bootstrap.servers": bench.topics.bootstrap_servers})
     admin.incremental_alter_configs([topic])[topic].result(30)
-    source, reads = runner._rounds._source, itertools.count()
-    runner._rounds._source = lambda span, without: source(
+    source, reads = runner._context.source, itertools.count()
+    runner._context.source = lambda span, without: source(
         span, {**without, (bench.topic, 1): [6]} if 0 < next(reads) < 3 else without
     )
     runner.once(threading.Event())

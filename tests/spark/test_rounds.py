@@ -396,14 +396,14 @@ def test_the_generation_fences_both_ways_of_applying(bench, atomic):
     job = replace(bench.job, atomic=atomic)
     put(bench, order("a", 1))
     runner = bench.runner(job)
-    prepared = runner._rounds._sinks.prepared
+    prepared = runner._context.sinks.prepared
 
     def taken_over(*arguments):
         made = prepared(*arguments)
         bench.run("UPDATE consumer.groups SET generation = 99; UPDATE consumer.offsets SET generation = 99")
         return made
 
-    runner._rounds._sinks.prepared = taken_over
+    runner._context.sinks.prepared = taken_over
     with pytest.raises(Fenced, match="taken over"):
         runner.once(threading.Event())
     assert bench.rows("SELECT count(*) FROM order_totals") == [(0,)]

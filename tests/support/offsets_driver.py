@@ -20,7 +20,7 @@ from outbox._app import migrate as db
 from relay.cli.app import app
 from spark_jobs.admin.offsets import Offsets
 from spark_jobs.driver.kafka_admin import KafkaView
-from spark_jobs.driver.rounds import Counts, Span, State
+from spark_jobs.driver.round_context import Counts, Span, State
 from spark_jobs.driver.runner import Options, Runner
 from spark_jobs.job import ConsumerJob
 from spark_jobs.model import Range
