@@ -1,22 +1,22 @@
-"""When marker and table contradict each other: look at the topics themselves, and begin anew from what they hold.
+"""Repairs lanes whose marker and table contradict each other, from the contents of their topics.
 
-A lane that stopped with StateLost does not know which of its rows are on Kafka. The topics do: every event carries its
-id. So the rows of such lanes are looked up in their topics (read_committed, from shortly before the oldest of them was
-written, each topic once for all lanes); those found are settled, and a fresh marker is written. Events that Kafka has
-and Postgres has lost are beyond this: they were published, and their business rows are gone. So are events whose
-messages the topic's retention has deleted: they would be published again.
+For a lane that stopped with StateLost, it is unknown which of its rows are on Kafka. The topics tell: every event
+carries its id. So the rows of such lanes are looked up in their topics (read_committed, from shortly before the oldest
+row was written, each topic once for all lanes); those found are settled, and a new marker is written. Two cases can't
+be repaired. Events that Kafka has and Postgres has lost: they were published, and their business rows are gone. And
+events whose messages the topic's retention has deleted: they are published again.
 
-A lane that stopped with UndecidedTransaction waits for the end of a transaction that its broker forgot (KAFKA-20734).
+A lane that stopped with UndecidedTransaction waits for the end of a transaction that its broker has lost (KAFKA-20734).
 It is aborted, in the lane's partition of the state topic and in the events' partitions, if the outbox still has the
-rows of what is hidden there: they are published again. Otherwise nothing is done, for those events would be lost.
+rows of the hidden events: they are published again. Otherwise nothing is done, because those events would be lost.
 
-Of events from the WAL the marker says how far they are published; that is carried over, as far as this server's history
-goes with the marker's. An event without a row that both have is so known to be published, or comes from the stream.
-Where no marker is left, events without a row that the last batch had may be published again.
+For events from the WAL, the old marker's position is carried over, up to the point where this server's history and the
+marker's diverge. An event without a row before that position is published; one behind it comes from the stream. If no
+marker is left, the last batch's events without a row may be published again.
 
-It may run beside relays: it holds the lanes that it is about, and no others. Each is taken in Postgres (epoch), then
-the transactional.id that its row names is fenced; reconcile's own is in the row before its markers are written. The
-rows are listed in a temporary table: connect to the server itself, not to a pooler.
+Relays may keep running: it holds only the lanes that it repairs. Each is taken in Postgres (epoch), then the
+transactional.id in its row is fenced; reconcile's own id is in the row before its markers are written. The rows are
+listed in a temporary table: connect to the server itself, not to a pooler.
 
 | killed                                    | what follows                                                   |
 |-------------------------------------------|----------------------------------------------------------------|
@@ -64,7 +64,7 @@ from relay.wal.replication import Replication, lsn_text
 
 _LOCK_SECONDS: Final = 10
 _MARGIN: Final = dt.timedelta(hours=1)
-"""The relay stamps messages with its own clock, rows have the database's."""
+"""Messages have the relay's clock, rows the database's."""
 _SAME_CLOCK_MS: Final = 2000
 _KAFKA_SECONDS: Final = 30.0
 _SETTLE_ROWS: Final = 10_000
@@ -79,7 +79,7 @@ SELECT lane, last_batch, (SELECT system_identifier::text FROM pg_control_system(
 
 _COUNT: Final = "SELECT lane, count(*) FROM {events} WHERE lane = ANY(%s::smallint[]) GROUP BY lane"
 
-# LIMIT keeps the planner from joining the other way around, here and in _SETTLE; see relay.statements.
+# LIMIT prevents the planner from reversing the join, here and in _SETTLE; see relay.statements.
 _GONE: Final = """
 SELECT count(*)
   FROM unnest(%(ids)s::bigint[], %(event_ids)s::uuid[]) AS named(id, event_id)
@@ -164,15 +164,15 @@ class _Lane(NamedTuple):
 
 
 class WouldLoseEvents(OutboxError):
-    """To abort what hangs would lose events: the outbox has their rows no more."""
+    """Aborting a hanging transaction would lose events: the outbox no longer has their rows."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneState:
-    """One lane, as table, marker and topics show it.
+    """The state of one lane in table, marker and topics.
 
-    ``problem`` is why a relay would stop on it, None when it would not. ``rows`` are in the outbox; of those, ``found``
-    are on Kafka already (looked up only when there is a problem).
+    ``problem`` is why a relay would stop on it, or None. ``rows`` are in the outbox; of those, ``found`` are on Kafka
+    already (looked up only if there is a problem).
     """
 
     lane: int
@@ -184,17 +184,17 @@ class LaneState:
 
     @property
     def next_batch(self) -> int:
-        """The batch number to begin anew from: beyond any that either side knows."""
+        """The batch number to start again from: above the last batch of both sides."""
         return max(self.last_batch or 0, self.marker_batch or 0) + 1
 
 
 @dataclass(frozen=True, slots=True)
 class HangingPartition:
-    """A partition that waits for the end of a transaction: for long enough to say so.
+    """A partition that has waited too long for the end of a transaction.
 
     ``events`` may belong to that transaction, by their time; ``held`` of them still have their row in the outbox, and
-    ``missing`` are those that have none, the first of many. ``read`` shows them, ``command`` aborts the transaction,
-    whoever began it: both are of Kafka's distribution.
+    ``missing`` are the first of those without one. ``read`` shows them, ``command`` aborts the transaction, whoever
+    began it: both are commands of Kafka's distribution.
     """
 
     topic: str
@@ -209,7 +209,7 @@ class HangingPartition:
 
     @property
     def way_out(self) -> str:
-        """Return what a person can do about events that have no row any more."""
+        """Return what an operator can do about events that no longer have a row."""
         named = " ".join(f"--event-id {event_id}" for event_id in self.missing[:_NAMED])
         rest = self.events - self.held - len(self.missing[:_NAMED])
         more = f" (and {rest} more, see `outbox relay reconcile --json`)" if rest else ""
@@ -224,7 +224,7 @@ class HangingPartition:
 
 @dataclass(frozen=True, slots=True)
 class Findings:
-    """What a look at the lanes and the topics showed."""
+    """The state of the lanes and the topics."""
 
     lanes: Sequence[LaneState]
     hanging: Sequence[HangingPartition]
@@ -236,9 +236,11 @@ class Findings:
 
 
 class Reconciler:
-    """Compares and, if told to, repairs. ``client_options`` are for reading, ``producer_options`` the relay's own.
+    """Compares lanes with their topics, and repairs them. ``client_options`` are for readers, ``producer_options`` the
+    relay's.
 
-    ``replicate`` is asked only after a failover, and only when events came from the WAL: where did the timelines part?
+    ``replicate`` is called only after a failover, and only for events from the WAL, to find where the timelines
+    diverged.
     """
 
     def __init__(
@@ -267,9 +269,9 @@ class Reconciler:
         self._names["timeline"], self._names["further"] = sql.SQL(TIMELINE), sql.SQL(FURTHER)
 
     def look(self, lanes: Collection[int] | None = None, *, search: bool = True) -> Findings:
-        """Compare every lane, or these; with ``search``, look the rows of those with a problem up in their topics.
+        """Compare all lanes, or these; with ``search``, look up the rows of lanes with a problem in their topics.
 
-        Raises Unavailable when Postgres or Kafka is away, SchemaError on a standby.
+        Raises Unavailable when Postgres or Kafka can't be reached, SchemaError on a standby.
         """
         states = self._compared(self._chosen(lanes))
         undecided = self._undecided()
@@ -291,14 +293,14 @@ class Reconciler:
         return Findings(list(states.values()), hanging)
 
     def repair(self, findings: Findings, reason: str) -> list[LaneState]:
-        """Fence the lanes that have a problem, settle what stands on Kafka, write fresh markers.
+        """Fence the lanes that have a problem, settle their events that are on Kafka, and write new markers.
 
-        Returns these lanes as they are now. Raises LaneBusy when somebody took one meanwhile, WouldLoseEvents when what
-        hangs can't be aborted without loss, and SchemaError without the rights of the tables' owner; running it again
-        is safe.
+        Returns the new state of these lanes. Raises LaneBusy when another process took one meanwhile, WouldLoseEvents
+        when a hanging transaction can't be aborted without loss, and SchemaError without the rights of the tables'
+        owner; it is safe to run it again.
         """
         broken = {state.lane: state for state in findings.problems}
-        # The line in the audit first: whoever may not write it shall not begin.
+        # The audit first: without the right to write it, nothing is changed.
         self._audit(broken.values(), findings.hanging, reason)
         if not broken and not findings.hanging:
             return []
@@ -306,7 +308,7 @@ class Reconciler:
         with Holding(self._connect, self._names) as holding:
             self._take(holding, broken)
             failpoint("reconcile.taken")
-            # All before the first look: an open transaction of one lane hides what another has committed behind it.
+            # All before the search: an open transaction of one lane hides what another has committed behind it.
             self._fence(holding, broken)
             failpoint("reconcile.fenced")
             return self._repair(holding, broken, reason)
@@ -330,8 +332,8 @@ class Reconciler:
         for lane in broken:
             self._settle(holding, lane)
         failpoint("reconcile.settled")
-        # Now, and not before: while the lane's partition is undecided no relay goes on with it. What is on Kafka is
-        # settled, so one that does goes on with what is not.
+        # Not earlier: no relay goes on with a lane while its partition is undecided. What is on Kafka is settled by
+        # now, so a relay that goes on publishes only the rest.
         state = [
             found
             for found in undecided
@@ -378,7 +380,8 @@ class Reconciler:
             compared = {lane: self._compare(lane, seen[lane], read) for lane in left}
             now = self._lanes()
             for lane, (marker, problem) in compared.items():
-                # A relay at work moves both; only what stands still can contradict.
+                # A running relay changes both sides; only a lane that did not change meanwhile can have a
+                # contradiction.
                 if problem is None or now[lane].last_batch == seen[lane].last_batch:
                     batch = marker.batch if marker is not None else None
                     states[lane] = LaneState(lane, seen[lane].last_batch, batch, problem, rows.get(lane, 0))
@@ -386,7 +389,7 @@ class Reconciler:
         return dict(sorted(states.items()))
 
     def _compare(self, lane: int, seen: _Lane, read: MarkersRead) -> tuple[Marker | None, str | None]:
-        """Return the marker, and why a relay would stop on the lane."""
+        """Return the marker, and why a relay would stop on the lane, if it would."""
         if lane in read.problems:
             return None, str(read.problems[lane])
         marker = read.markers[lane]
@@ -418,7 +421,7 @@ class Reconciler:
         return int(gone)
 
     def _end_of(self, timeline: int, seen: _Lane) -> int | None:
-        """Return where a timeline ended in this server's history; None when it is its own, or none of its history."""
+        """Return where a timeline ended in this server's history; None if it is the current one, or not in it."""
         if timeline == seen.timeline:
             return None
         if self._ended is None:
@@ -430,22 +433,22 @@ class Reconciler:
         return self._ended.get(timeline)
 
     def _published(self, marker: Marker | None, seen: _Lane) -> WalPosition | None:
-        """Return up to where this server's stream is on Kafka, if the marker says more than ``lanes`` can know."""
+        """Return the position up to which this server's stream is on Kafka, if the marker proves one."""
         if marker is None or marker.stream is None or marker.system_identifier != seen.system:
             return None
-        # On the same timeline, this server may be an older copy of itself: its WAL then says other things there now.
+        # On the same timeline, this server may be an older copy of itself, whose WAL differs from there on.
         end = self._end_of(marker.timeline, seen)
         if end is None:
             return None
         return up_to(marker.stream, end)
 
-    # -- the rows, and what of them is on Kafka
+    # -- the rows, and which of them are on Kafka
 
     def _count(self, lanes: Collection[int]) -> dict[int, int]:
         return dict(self._run(_COUNT, (list(lanes),), "counting events"))
 
     def _list_rows(self, lanes: Collection[int]) -> None:
-        """List the rows of these lanes in the temporary table, in the server's memory or on its disk."""
+        """Write the rows of these lanes into the temporary table, which the server keeps in memory or on disk."""
         values = {"lanes": list(lanes), "replay": REPLAY, "dead": DEAD_LETTER}
         with unavailable_on_error("listing events"), self._connection.transaction():
             for statement in _LIST:
@@ -454,7 +457,7 @@ class Reconciler:
                 )
 
     def _topics(self, lanes: Collection[int]) -> dict[str, int]:
-        """Return the topics of these lanes' rows, and from when on (milliseconds) each is to be read."""
+        """Return the topics of these lanes' rows, each with the time (milliseconds) from which it must be read."""
         oldest: dict[str, dt.datetime] = {}
         values = {"lanes": list(lanes), "dead": DEAD_LETTER}
         for aggregate_type, dead, created_at in self._run(_KINDS, values, "reading the kinds of events"):
@@ -467,9 +470,9 @@ class Reconciler:
         return {topic: int((since - _MARGIN).timestamp() * 1000) for topic, since in oldest.items()}
 
     def _search(self, topics: Mapping[str, int]) -> None:
-        """Note which of the listed rows stand on Kafka.
+        """Mark the listed rows that are on Kafka.
 
-        A replay, or a copy for a dead-letter topic, has its event's id too, and is told from it by its header.
+        A replay, or a copy for a dead-letter topic, has the same id as its event, and is distinguished by its header.
         """
         for seen in committed_since(self._client, topics):
             keys = _keys(seen)
@@ -479,10 +482,10 @@ class Reconciler:
     def _found(self) -> dict[int, int]:
         return dict(self._run(_FOUND, (), "counting what stands on Kafka"))
 
-    # -- what hangs
+    # -- hanging transactions
 
     def _undecided(self) -> list[Undecided]:
-        """Return the partitions of the outbox's topics that stay undecided. Waits for those that are."""
+        """Return the partitions of the outbox's topics that are still undecided after a wait."""
         try:
             offsets = Offsets(self._client)
             topics = {topic for topic in offsets.topics() if self._router.may_write(topic)} | {self._state.name}
@@ -491,11 +494,11 @@ class Reconciler:
             raise Unavailable(f"Kafka, asking for what is undecided: {text_of(error)}") from error
 
     def _examine(self, undecided: Sequence[Undecided]) -> tuple[list[HangingPartition], set[int]]:
-        """Return the events' partitions that hang with what the outbox has of them, and the lanes of those rows.
+        """Return the hanging partitions of events, each with the rows that the outbox has, and the lanes of those rows.
 
-        The events of a transaction are written before its markers, by one process. So where a lane's partition hangs
-        too, what came later than the markers there belongs to others. Otherwise a transaction has as long as its
-        time-out.
+        One process writes the events of a transaction before its markers. So if a lane's partition of the state topic
+        hangs too, events later than the markers there belong to other transactions. Otherwise a transaction lasts at
+        most as long as its timeout.
         """
         markers = [found for found in undecided if found.partition.topic == self._state.name]
         events = [found for found in undecided if found.partition.topic != self._state.name]
@@ -513,7 +516,7 @@ class Reconciler:
         lanes: set[int] = set()
         for group in behind(self._client, events):
             for seen in group:
-                # The first record that is undecided belongs to what hangs.
+                # The first undecided record belongs to the hanging transaction.
                 bound = last if last is not None and seen.milliseconds <= last else seen.milliseconds + timeout
                 bounds.setdefault(seen.partition, bound)
             hidden = [seen for seen in group if seen.event_id and seen.milliseconds <= bounds[seen.partition]]
@@ -541,10 +544,10 @@ class Reconciler:
     def _decide_events(
         self, holding: Holding, undecided: Sequence[Undecided], events: Sequence[Undecided]
     ) -> dict[int, LaneState]:
-        """Abort what hangs in the events' partitions, if it can be published again; return the lanes it is of."""
+        """Abort hanging transactions in partitions of events that can be published again. Returns their lanes."""
         hanging, lanes = self._examine(undecided)
         topics = self._topics(list(holding.epochs))
-        # What another program has open in a topic that is not looked at here is not this one's business.
+        # Ignore transactions of other programs in topics that the held lanes do not need.
         hanging = [found for found in hanging if found.held or found.topic in topics]
         ours = {(found.topic, found.partition) for found in hanging}
         lost = [found for found in hanging if found.held < found.events]
@@ -608,7 +611,7 @@ class Reconciler:
             fence(self._producer, transactional_id, _KAFKA_SECONDS, _KAFKA_SECONDS)
 
     def _settle(self, holding: Holding, lane: int) -> None:
-        """Under the lane's row, and only while the lane is still ours: a marker that came after would be a lie."""
+        """Settle a lane's rows that are on Kafka, under its row lock and only while it is still ours."""
         epoch = holding.epochs[lane]
         after: int | None = 0
         while after is not None:
@@ -622,12 +625,12 @@ class Reconciler:
             failpoint("reconcile.settling")
 
     def _write_markers(self, holding: Holding, lanes: Mapping[int, LaneState]) -> dict[int, Marker]:
-        """Write a fresh marker for each lane, in one transaction, and see that it is there."""
+        """Write a new marker for each lane in one transaction, and verify it by reading."""
         fresh: dict[int, Marker] = {}
         for last in (False, False, True):
             producer = self._producer_of_own()
-            # After our own init_transactions, and before anything is written under this id: whoever takes a lane from
-            # now on fences it.
+            # After our own init_transactions, and before anything is written under this id: the next holder of a lane
+            # fences it.
             epochs = holding.epochs
             mine = {
                 "own": self._own,
@@ -647,7 +650,7 @@ class Reconciler:
                 producer.commit_transaction(_KAFKA_SECONDS)
                 break
             except KafkaException as error:
-                # A relay that was just taking a lane over may fence us once; it finds its epoch over, and stays away.
+                # A relay that was taking over a lane may fence us once; it then finds that its epoch is over.
                 if last:
                     raise Unavailable(f"Kafka, writing fresh markers: {text_of(error)}") from error
             finally:
@@ -659,7 +662,7 @@ class Reconciler:
 
     def _producer_of_own(self) -> Producer:
         try:
-            # One of the ids that whoever takes the lane over fences.
+            # One of the ids that the next holder fences.
             producer = Producer(short_lived_options(self._producer, own_ids(self._own)[0]), logger=silent())
             producer.init_transactions(_KAFKA_SECONDS)
         except KafkaException as error:
@@ -667,7 +670,7 @@ class Reconciler:
         return producer
 
     def _fresh(self, holding: Holding, lanes: Mapping[int, LaneState]) -> dict[int, Marker]:
-        """Return the markers to begin anew from. Of what has no row, the last one's events stay known by their ids."""
+        """Return the new markers. They keep the ids of the last marker's events without a row."""
         read = self._state.read(lanes)
         for problem in read.problems.values():
             if isinstance(problem, UndecidedTransaction):
@@ -675,7 +678,7 @@ class Reconciler:
         seen = self._lanes()
         fresh: dict[int, Marker] = {}
         for lane, state in lanes.items():
-            # The others are fenced: the marker that is there now is the last that one of them has written.
+            # Former writers are fenced: no marker of theirs can follow this one.
             last = read.markers.get(lane)
             here = seen[lane]
             names: list[tuple[int, str]] = []
@@ -712,7 +715,7 @@ class Reconciler:
                 )
 
     def _audit_found(self, found: Mapping[int, int], reason: str) -> None:
-        """Note what is going to be settled: the first of each lane by name, the others by their number."""
+        """Record what will be settled: the number for each lane, and the first event ids."""
         with unavailable_on_error("writing the audit"), self._connection.transaction():
             for lane, count in sorted(found.items()):
                 ids = [event_id for (event_id,) in self._run(_FOUND_IDS, (lane, _AUDIT_IDS), "reading what is found")]
@@ -731,7 +734,7 @@ class Reconciler:
 
 
 def _keys(seen: Sequence[Seen]) -> list[tuple[str, str]]:
-    """Return event id and mark of each record that has an event's id, each pair once."""
+    """Return the distinct event ids and marks of the records that have an event id."""
     return sorted({(found.event_id, found.mark) for found in seen if found.event_id is not None})
 
 
