@@ -1,4 +1,4 @@
-"""``outbox doctor``: what was chosen, what it means, and whether Postgres and Kafka are set up to keep it."""
+"""``outbox doctor``: explains the chosen delivery, and checks whether Postgres and Kafka are set up for it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ SELECT r.rolname FROM pg_roles AS r
    AND NOT has_table_privilege(r.oid, {name}::regclass, 'DELETE')
  ORDER BY r.rolname"""
 
-# Counted no further than it takes to say "many".
+# Counted only up to the number shown as "more than".
 _WITHOUT_TIME: Final = """
 SELECT count(*) FROM (SELECT FROM {processed} WHERE day = date '1970-01-01' LIMIT %(most)s) AS counted"""
 _OPEN_LOSSES: Final = """
@@ -70,7 +70,7 @@ SELECT grp, topic, count(*) FROM {losses} WHERE accepted_at IS NULL GROUP BY grp
 _MANY: Final = 1_000_000
 _DAY_MS: Final = 86_400_000
 
-# No request tells a broker's version. A setting that came with 4.3 tells whether it is older.
+# No request returns a broker's version. A setting that is new in 4.3 shows whether it is older.
 _SINCE_4_3: Final = "cordoned.log.dirs"
 
 _Config = Callable[[str], str]
@@ -90,7 +90,7 @@ EXPLAINED: Final[Mapping[Delivery, str]] = {
 
 
 class Level(StrEnum):
-    """How bad it is."""
+    """The severity of a finding."""
 
     OK = "ok"
     WARNING = "warning"
@@ -99,7 +99,7 @@ class Level(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that was looked at: ``about`` what, what was ``found``, and what to ``do`` about it, if anything."""
+    """The result of one check: its subject, what was found, and what to do about it, if anything."""
 
     level: Level
     about: str
@@ -108,7 +108,7 @@ class Finding:
 
 
 def examine(settings: Settings) -> Iterator[Finding]:
-    """Look at everything; a server that is away is a finding too. Raises ConfigurationError for impossible settings."""
+    """Run all checks; an unreachable server is a finding too. Raises ConfigurationError for invalid settings."""
     yield Finding(Level.OK, f"delivery {settings.delivery}", EXPLAINED[settings.delivery])
     options = producer_options(settings)
     lease = settings.relay.lease_seconds
@@ -199,7 +199,7 @@ def _postgres(connection: psycopg.Connection[Any], settings: Settings) -> Iterat
 
 
 def _publications(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
-    """From Postgres 18 on, a DELETE fails where a publication of deletes leaves out a generated column of the key."""
+    """Check for publications of deletes without a generated key column: since Postgres 18, a DELETE then fails."""
     with unavailable_on_error("looking at publications"):
         if connection.info.server_version < _PUBLISHES_GENERATED:
             return
@@ -216,7 +216,7 @@ def _publications(connection: psycopg.Connection[Any], settings: Settings) -> It
 
 
 def _identity(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
-    """Check that ids rise from one event to the next, and none is given twice: the relay reads a key in that order."""
+    """Check that ids increase from event to event and none is assigned twice: the relay reads a key in that order."""
     events = sql.Identifier(settings.db_schema, "events")
     name = events.as_string(connection)
     with unavailable_on_error("looking at the ids of events"):
@@ -255,7 +255,7 @@ def _identity(connection: psycopg.Connection[Any], settings: Settings) -> Iterat
 
 
 def _highest_id(connection: psycopg.Connection[Any], settings: Settings, table: str) -> int | None:
-    """Return the highest id of a table; None when it is empty, not there, or an archive too large to look through."""
+    """Return the highest id of a table; None if it is empty, missing, unreadable, or an archive too large to search."""
     query = _HIGHEST_PUBLISHED if table == "published" else _HIGHEST
     identifier = sql.Identifier(settings.db_schema, table)
     try:
@@ -270,7 +270,7 @@ def _highest_id(connection: psycopg.Connection[Any], settings: Settings, table: 
 
 
 def _rights(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
-    """Who could write what only the relay may."""
+    """Find roles that can write what only the relay may write."""
     name = sql.Identifier(settings.db_schema, "events").as_string(connection)
     with unavailable_on_error("looking at rights"):
         posers = connection.execute(sql.SQL(_POSERS).format(name=sql.Literal(name))).fetchall()
@@ -294,7 +294,7 @@ def _rights(connection: psycopg.Connection[Any], settings: Settings) -> Iterator
 
 
 def _sources(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
-    """Which source the lanes are read from, and whether the slot is in order."""
+    """Check the source that the lanes are read from, and the slot."""
     names = slot_names(settings)
     status = Cdc(connection, names).status()
     sources = sorted({lane.source for lane in status.lanes})
@@ -363,7 +363,7 @@ def _count(connection: psycopg.Connection[Any], settings: Settings, table: str) 
 
 
 def _has_consumers(connection: psycopg.Connection[Any], settings: Settings) -> bool:
-    """Return whether the consumers' tables are in this database: sinks are often elsewhere."""
+    """Return whether the consumers' tables are in this database: sinks are often in another one."""
     names = [
         sql.Identifier(settings.consumer_schema, name).as_string(connection)
         for name in ("offsets", "losses", "processed_messages")
@@ -386,7 +386,7 @@ def _consumed_topics(connection: psycopg.Connection[Any], settings: Settings) ->
 
 
 def _consumers(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
-    """What the consumers' tables tell: losses that keep a group from going on, and ids that are never forgotten."""
+    """Check the consumers' tables: losses that halt a group, and ids that are never forgotten."""
     names = {name: sql.Identifier(settings.consumer_schema, name) for name in ("losses", "processed_messages")}
     with unavailable_on_error("looking at the consumers' tables"):
         losses = connection.execute(sql.SQL(_OPEN_LOSSES).format(losses=names["losses"])).fetchall()
@@ -412,7 +412,7 @@ def _consumers(connection: psycopg.Connection[Any], settings: Settings) -> Itera
 
 
 def _remembered(name: str, keep_days: int, config: _Config) -> Iterator[Finding]:
-    """Check whether messages can outlive the memory of their ids: then a re-read makes dead letters of them."""
+    """Check whether messages can outlive their remembered ids: a re-read would make dead letters of them."""
     if config("cleanup.policy") == "compact":
         kept, ms = "its messages for as long as they are the last of their keys", -1
     else:
@@ -478,7 +478,7 @@ def _topics(
         try:
             yield from _topic(route.topic, topic, config(ConfigResource.Type.TOPIC, route.topic))
         except KafkaException as error:
-            # A relay can do without this right on the topics of events.
+            # A relay does not need this right on the topics of events.
             if error.args[0].code() != KafkaError.TOPIC_AUTHORIZATION_FAILED:
                 raise
             yield Finding(
@@ -496,7 +496,7 @@ def _topics(
 
 
 def _open_transactions(settings: Settings, options: Mapping[str, str]) -> Iterator[Finding]:
-    """Find transactions that stand still: readers in read_committed see nothing behind them."""
+    """Find transactions that do not move: read_committed readers see nothing behind them."""
     timeout = int(options.get("transaction.timeout.ms", 60_000)) / 1000
     may_write = build_router(settings).may_write
     transactions = OpenTransactions(client_options(settings), may_write, state_topic_name(settings), timeout)
@@ -544,7 +544,7 @@ def _dead_letter_topics(settings: Settings) -> set[str]:
 
 
 def _may_write(admin: AdminClient, name: str) -> Iterator[Finding]:
-    """Return whether the credentials may write to a topic, as far as the broker tells it."""
+    """Check whether the credentials may write to a topic, as far as the broker reports it."""
     described = admin.describe_topics(
         TopicCollection([name]), include_authorized_operations=True, request_timeout=_SECONDS
     )[name].result()
@@ -570,7 +570,7 @@ def _transactions(
         yield from _brokers(admin, metadata)
         yield from _transaction_timeout(settings, options, metadata, config)
     except KafkaException as error:
-        # A relay can do without this right.
+        # A relay does not need this right.
         if error.args[0].code() != KafkaError.CLUSTER_AUTHORIZATION_FAILED:
             raise
         yield Finding(
@@ -603,7 +603,7 @@ def _transactions(
 def _transaction_timeout(
     settings: Settings, options: Mapping[str, str], metadata: Any, config: Callable[[Any, str], _Config]
 ) -> Iterator[Finding]:
-    """Find out whether brokers let a transaction take as long as the relay asks for."""
+    """Check whether the brokers allow the relay's transaction timeout."""
     broker = str(next(iter(metadata.brokers)))
     limit = int(config(ConfigResource.Type.BROKER, broker)("transaction.max.timeout.ms"))
     asked = int(options["transaction.timeout.ms"])
@@ -620,7 +620,7 @@ def _lower_timeout(settings: Settings, limit: int) -> str:
     """Return what to lower so that a transaction's timeout fits the broker's limit."""
     if "transaction.timeout.ms" in settings.kafka:
         return "lower kafka.transaction.timeout.ms"
-    # Three times as long as a batch may take, and that is two thirds of the lease unless it is given.
+    # The timeout is three times that of a batch, which is two thirds of the lease unless it is given.
     if delivery_seconds(settings) < settings.relay.lease_seconds * 2 / 3:
         return f"it is three times the delivery timeout: set kafka.delivery.timeout.ms to {limit // 3} or less"
     return f"it is twice the lease: set OUTBOX_RELAY__LEASE_SECONDS to {limit // 2000} or less"

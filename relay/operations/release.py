@@ -1,4 +1,4 @@
-"""Free one lane by hand, whatever its lease says."""
+"""Frees one lane by hand, whatever its lease."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SELECT owner, lease_until::text,
        lease_until >= clock_timestamp()
   FROM {lanes} WHERE lane = %s FOR UPDATE"""
 
-# The epoch too: a relay that still holds it must not settle or renew. The row goes on naming whom to fence.
+# The epoch too: a relay that still holds the lane must not settle or renew. The row still names the ids to fence.
 _RELEASE: Final = """
 UPDATE {lanes} SET owner = NULL, epoch = epoch + 1, protocol_epoch = epoch + 1, lease_until = '-infinity'
  WHERE lane = %s"""
@@ -28,16 +28,16 @@ _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES ('release', %s,
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Who held the lane, and until when by its lease."""
+    """The former holder of the lane, and the end of its lease."""
 
     owner: str | None
     lease_until: str
 
 
 def release_lane(connection: psycopg.Connection[Any], schema: str, lane: int, reason: str) -> Freed | None:
-    """Free a lane, with a line in the audit; return who held it, None when it was free already.
+    """Free a lane, and record that in the audit. Returns its former holder, or None if it was free already.
 
-    Raises SchemaError when there is no such lane, Unavailable when Postgres is away or the row stays locked.
+    Raises SchemaError when there is no such lane, Unavailable when Postgres can't be reached or the row stays locked.
     """
     names = {table: sql.Identifier(schema, table) for table in ("lanes", "audit")}
     with unavailable_on_error(f"releasing lane {lane}"), connection.transaction():
