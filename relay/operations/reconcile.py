@@ -32,7 +32,6 @@ listed in a temporary table: connect to the server itself, not to a pooler.
 
 from __future__ import annotations
 
-import datetime as dt
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -43,33 +42,27 @@ from confluent_kafka import KafkaException, Producer
 from psycopg import errors, sql
 from psycopg.types.json import Jsonb
 
-from outbox.errors import OutboxError, SchemaError
-from outbox.event import DEAD_LETTER, REPLAY
+from outbox.errors import SchemaError
 from relay.database import FURTHER, TIMELINE, unavailable_on_error
 from relay.failpoints import failpoint
 from relay.kafka.client import silent, text_of
 from relay.kafka.fencing import fence, short_lived_options
-from relay.kafka.hanging import abort_command, abort_hanging, read_command
-from relay.kafka.offsets import Offsets, Partition, Undecided
-from relay.kafka.routing import NoRoute, Router
+from relay.kafka.offsets import Undecided
+from relay.kafka.routing import Router
 from relay.kafka.state_topic import MarkersRead, StateTopic
 from relay.kafka.takeover import ids_to_fence, own_ids
 from relay.marker import Marker, StateLost, resume
+from relay.operations.hidden_events import HangingPartition, HiddenEvents
 from relay.operations.holding import LEASE_SECONDS, Holding, LaneBusy, taken
-from relay.operations.topic_scan import Seen, behind, committed_since
-from relay.ports import Claim, Unavailable, UndecidedTransaction
+from relay.operations.lane_rows import LaneRows
+from relay.ports import Unavailable, UndecidedTransaction
 from relay.position import WalPosition, up_to
 from relay.statements import position
 from relay.wal.replication import Replication, lsn_text
 
 _LOCK_SECONDS: Final = 10
-_MARGIN: Final = dt.timedelta(hours=1)
-"""Messages have the relay's clock, rows the database's."""
-_SAME_CLOCK_MS: Final = 2000
 _KAFKA_SECONDS: Final = 30.0
-_SETTLE_ROWS: Final = 10_000
 _AUDIT_IDS: Final = 1000
-_NAMED: Final = 10
 
 _LANES: Final = """
 SELECT lane, last_batch, (SELECT system_identifier::text FROM pg_control_system()),
@@ -77,19 +70,13 @@ SELECT lane, last_batch, (SELECT system_identifier::text FROM pg_control_system(
        (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint
   FROM {lanes} ORDER BY lane"""
 
-_COUNT: Final = "SELECT lane, count(*) FROM {events} WHERE lane = ANY(%s::smallint[]) GROUP BY lane"
-
-# LIMIT prevents the planner from reversing the join, here and in _SETTLE; see relay.statements.
+# LIMIT prevents the planner from reversing the join; see relay.statements.
 _GONE: Final = """
 SELECT count(*)
   FROM unnest(%(ids)s::bigint[], %(event_ids)s::uuid[]) AS named(id, event_id)
   LEFT JOIN LATERAL (SELECT true AS there FROM {events} AS e
                       WHERE e.lane = %(lane)s AND e.id = named.id AND e.event_id = named.event_id LIMIT 1) AS e ON true
  WHERE e.there IS NULL"""
-
-_KINDS: Final = """
-SELECT aggregate_type, coalesce(headers ? %(dead)s, false), min(created_at)
-  FROM {events} WHERE lane = ANY(%(lanes)s::smallint[]) GROUP BY 1, 2"""
 
 _TAKE: Final = """
 UPDATE {lanes} SET owner = 'reconcile', epoch = epoch + 1, protocol_epoch = epoch + 1,
@@ -104,50 +91,6 @@ UPDATE {lanes} AS l SET transactional_id = %(own)s,
  WHERE l.lane = mine.lane AND l.epoch = mine.epoch
 RETURNING l.lane"""
 
-_KEEP: Final = """
-UPDATE {lanes} SET lease_until = clock_timestamp() + make_interval(secs => %(lease)s)
- WHERE lane = %(lane)s AND epoch = %(epoch)s RETURNING 1"""
-
-_LIST: Final = (
-    "DROP TABLE IF EXISTS pg_temp.outbox_reconcile",
-    """CREATE TEMPORARY TABLE outbox_reconcile (
-           lane smallint NOT NULL, id bigint NOT NULL, event_id uuid NOT NULL, mark text NOT NULL,
-           found boolean NOT NULL DEFAULT false)""",
-    """INSERT INTO pg_temp.outbox_reconcile (lane, id, event_id, mark)
-       SELECT lane, id, event_id, coalesce(nullif(headers ->> %(replay)s, ''), headers ->> %(dead)s, '')
-         FROM {events} WHERE lane = ANY(%(lanes)s::smallint[])""",
-    "CREATE INDEX ON pg_temp.outbox_reconcile (event_id)",
-    "CREATE INDEX ON pg_temp.outbox_reconcile (lane, id)",
-    "ANALYZE pg_temp.outbox_reconcile",
-)
-
-_NOTE: Final = """
-UPDATE pg_temp.outbox_reconcile AS r SET found = true
-  FROM unnest(%s::uuid[], %s::text[]) AS seen(event_id, mark)
- WHERE r.event_id = seen.event_id AND r.mark = seen.mark AND NOT r.found"""
-
-_HELD: Final = """
-SELECT seen.event_id::text, r.lane FROM unnest(%s::uuid[], %s::text[]) AS seen(event_id, mark)
-  JOIN pg_temp.outbox_reconcile AS r ON r.event_id = seen.event_id AND r.mark = seen.mark"""
-
-_FOUND: Final = "SELECT lane, count(*) FROM pg_temp.outbox_reconcile WHERE found GROUP BY lane"
-
-_FOUND_IDS: Final = "SELECT event_id::text FROM pg_temp.outbox_reconcile WHERE found AND lane = %s ORDER BY id LIMIT %s"
-
-_SETTLE: Final = """
-WITH picked AS (SELECT id, event_id FROM pg_temp.outbox_reconcile
-                 WHERE found AND lane = %(lane)s AND id > %(after)s ORDER BY id LIMIT %(rows)s),
-     deleted AS (DELETE FROM {events} WHERE ctid = ANY(ARRAY(
-         SELECT e.place
-           FROM picked AS p
-          CROSS JOIN LATERAL (SELECT e.ctid AS place FROM {events} AS e
-                               WHERE e.lane = %(lane)s AND e.id = p.id AND e.event_id = p.event_id LIMIT 1) AS e))),
-     failed AS MATERIALIZED (
-         SELECT p.id FROM picked AS p
-          CROSS JOIN LATERAL (SELECT FROM {failures} AS f WHERE f.lane = %(lane)s AND f.id = p.id LIMIT 1) AS f),
-     forgotten AS (DELETE FROM {failures} AS f USING failed AS p WHERE f.lane = %(lane)s AND f.id = p.id)
-SELECT max(id) FROM picked"""
-
 _DONE: Final = """
 UPDATE {lanes} SET last_batch = %(batch)s, owner = NULL, lease_until = '-infinity', transactional_id = NULL,
        {further}
@@ -161,10 +104,6 @@ class _Lane(NamedTuple):
     system: str
     timeline: int
     insert_lsn: int
-
-
-class WouldLoseEvents(OutboxError):
-    """Aborting a hanging transaction would lose events: the outbox no longer has their rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,40 +125,6 @@ class LaneState:
     def next_batch(self) -> int:
         """The batch number to start again from: above the last batch of both sides."""
         return max(self.last_batch or 0, self.marker_batch or 0) + 1
-
-
-@dataclass(frozen=True, slots=True)
-class HangingPartition:
-    """A partition that has waited too long for the end of a transaction.
-
-    ``events`` may belong to that transaction, by their time; ``held`` of them still have their row in the outbox, and
-    ``missing`` are the first of those without one. ``read`` shows them, ``command`` aborts the transaction, whoever
-    began it: both are commands of Kafka's distribution.
-    """
-
-    topic: str
-    partition: int
-    stable: int
-    end: int
-    events: int
-    held: int
-    command: str
-    read: str
-    missing: Sequence[str] = ()
-
-    @property
-    def way_out(self) -> str:
-        """Return what an operator can do about events that no longer have a row."""
-        named = " ".join(f"--event-id {event_id}" for event_id in self.missing[:_NAMED])
-        rest = self.events - self.held - len(self.missing[:_NAMED])
-        more = f" (and {rest} more, see `outbox relay reconcile --json`)" if rest else ""
-        return (
-            f"Kafka has {self.events - self.held} events that no reader in read_committed sees, and the outbox has "
-            f"them no more. 1. Save them: {self.read} > saved. 2. Make sure that no program has the transaction open, "
-            f"and end it: {self.command}. 3. Send them again: with relay.archive_days, outbox replay {named}{more}; "
-            "else write what was saved anew, under the same event ids. They come after the later events of their keys. "
-            "4. If a lane has stopped: `outbox relay reconcile --apply` again"
-        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,7 +163,6 @@ class Reconciler:
         self._connection = connect()
         self._name = name
         self._own = f"{name}.relay.reconcile-{uuid.uuid4()}"
-        self._router = router
         self._state = state
         self._client = dict(client_options)
         self._producer = dict(producer_options)
@@ -267,6 +171,8 @@ class Reconciler:
         tables = ("events", "lanes", "failures", "audit")
         self._names: dict[str, sql.Composable] = {table: sql.Identifier(schema, table) for table in tables}
         self._names["timeline"], self._names["further"] = sql.SQL(TIMELINE), sql.SQL(FURTHER)
+        self._rows = LaneRows(self._connection, self._names, router, self._client)
+        self._hidden = HiddenEvents(self._rows, router, state, self._client, self._producer)
 
     def look(self, lanes: Collection[int] | None = None, *, search: bool = True) -> Findings:
         """Compare all lanes, or these; with ``search``, look up the rows of lanes with a problem in their topics.
@@ -274,7 +180,7 @@ class Reconciler:
         Raises Unavailable when Postgres or Kafka can't be reached, SchemaError on a standby.
         """
         states = self._compared(self._chosen(lanes))
-        undecided = self._undecided()
+        undecided = self._hidden.undecided()
         hidden = {found.partition.number: found for found in undecided if found.partition.topic == self._state.name}
         for lane, found in hidden.items():
             if lane in states:
@@ -282,13 +188,15 @@ class Reconciler:
                     self._state.name, lane, found.stable, found.end, self._state.decide_seconds
                 )
                 states[lane] = replace(states[lane], problem=str(problem))
-        hanging = self._examine(undecided)[0] if undecided else []
+        hanging = self._hidden.examine(undecided, list(self._lanes()))[0] if undecided else []
         broken = [lane for lane, state in states.items() if state.problem is not None]
         if broken and search:
-            self._list_rows(broken)
+            self._rows.list_rows(broken)
             stuck = {found.topic for found in hanging}
-            self._search({topic: since for topic, since in self._topics(broken).items() if topic not in stuck})
-            for lane, count in self._found().items():
+            self._rows.search(
+                {topic: since for topic, since in self._rows.topics(broken).items() if topic not in stuck}
+            )
+            for lane, count in self._rows.found().items():
                 states[lane] = replace(states[lane], found=count)
         return Findings(list(states.values()), hanging)
 
@@ -318,19 +226,19 @@ class Reconciler:
         self._connection.close()
 
     def _repair(self, holding: Holding, broken: dict[int, LaneState], reason: str) -> list[LaneState]:
-        undecided = self._undecided()
+        undecided = self._hidden.undecided()
         events = [found for found in undecided if found.partition.topic != self._state.name]
         if events:
             broken |= self._decide_events(holding, undecided, events)
         if not broken:
             return []
-        self._list_rows(list(holding.epochs))
-        self._search(self._topics(list(holding.epochs)))
+        self._rows.list_rows(list(holding.epochs))
+        self._rows.search(self._rows.topics(list(holding.epochs)))
         failpoint("reconcile.searched")
-        found = self._found()
+        found = self._rows.found()
         self._audit_found(found, reason)
         for lane in broken:
-            self._settle(holding, lane)
+            self._rows.settle(lane, holding.epochs[lane])
         failpoint("reconcile.settled")
         # Not earlier: no relay goes on with a lane while its partition is undecided. What is on Kafka is settled by
         # now, so a relay that goes on publishes only the rest.
@@ -339,11 +247,11 @@ class Reconciler:
             for found in undecided
             if found.partition.topic == self._state.name and found.partition.number in holding.epochs
         ]
-        self._abort(holding, state)
+        self._hidden.abort(holding.former(), state)
         failpoint("reconcile.decided")
         fresh = self._write_markers(holding, broken)
         failpoint("reconcile.marked")
-        rows = self._count(list(broken))
+        rows = self._rows.count(list(broken))
         for lane, marker in fresh.items():
             self._release(holding, lane, marker)
         return [
@@ -372,7 +280,7 @@ class Reconciler:
 
     def _compared(self, lanes: Sequence[int]) -> dict[int, LaneState]:
         states: dict[int, LaneState] = {}
-        rows = self._count(lanes)
+        rows = self._rows.count(lanes)
         left = list(lanes)
         while left:
             seen = self._lanes()
@@ -417,7 +325,7 @@ class Reconciler:
         """Return how many of the rows that a marker names are not in the outbox."""
         named = marker.rows
         values = {"lane": lane, "ids": [id_ for id_, _ in named], "event_ids": [event_id for _, event_id in named]}
-        [(gone,)] = self._run(_GONE, values, "looking for the marker's rows")
+        [(gone,)] = self._rows.run(_GONE, values, "looking for the marker's rows")
         return int(gone)
 
     def _end_of(self, timeline: int, seen: _Lane) -> int | None:
@@ -442,150 +350,24 @@ class Reconciler:
             return None
         return up_to(marker.stream, end)
 
-    # -- the rows, and which of them are on Kafka
-
-    def _count(self, lanes: Collection[int]) -> dict[int, int]:
-        return dict(self._run(_COUNT, (list(lanes),), "counting events"))
-
-    def _list_rows(self, lanes: Collection[int]) -> None:
-        """Write the rows of these lanes into the temporary table, which the server keeps in memory or on disk."""
-        values = {"lanes": list(lanes), "replay": REPLAY, "dead": DEAD_LETTER}
-        with unavailable_on_error("listing events"), self._connection.transaction():
-            for statement in _LIST:
-                self._connection.execute(
-                    sql.SQL(statement).format(**self._names), values if "%(" in statement else None
-                )
-
-    def _topics(self, lanes: Collection[int]) -> dict[str, int]:
-        """Return the topics of these lanes' rows, each with the time (milliseconds) from which it must be read."""
-        oldest: dict[str, dt.datetime] = {}
-        values = {"lanes": list(lanes), "dead": DEAD_LETTER}
-        for aggregate_type, dead, created_at in self._run(_KINDS, values, "reading the kinds of events"):
-            headers = {DEAD_LETTER: ""} if dead else None
-            try:
-                topic = self._router.topic(Claim(0, "", aggregate_type, "", "", "", None, headers))
-            except NoRoute:
-                continue
-            oldest[topic] = min(oldest.get(topic, created_at), created_at)
-        return {topic: int((since - _MARGIN).timestamp() * 1000) for topic, since in oldest.items()}
-
-    def _search(self, topics: Mapping[str, int]) -> None:
-        """Mark the listed rows that are on Kafka.
-
-        A replay, or a copy for a dead-letter topic, has the same id as its event, and is distinguished by its header.
-        """
-        for seen in committed_since(self._client, topics):
-            keys = _keys(seen)
-            if keys:
-                self._run(_NOTE, _columns(keys), "noting what stands on Kafka")
-
-    def _found(self) -> dict[int, int]:
-        return dict(self._run(_FOUND, (), "counting what stands on Kafka"))
-
     # -- hanging transactions
-
-    def _undecided(self) -> list[Undecided]:
-        """Return the partitions of the outbox's topics that are still undecided after a wait."""
-        try:
-            offsets = Offsets(self._client)
-            topics = {topic for topic in offsets.topics() if self._router.may_write(topic)} | {self._state.name}
-            return offsets.await_decided(offsets.high(offsets.partitions(topics)), self._state.decide_seconds)
-        except KafkaException as error:
-            raise Unavailable(f"Kafka, asking for what is undecided: {text_of(error)}") from error
-
-    def _examine(self, undecided: Sequence[Undecided]) -> tuple[list[HangingPartition], set[int]]:
-        """Return the hanging partitions of events, each with the rows that the outbox has, and the lanes of those rows.
-
-        One process writes the events of a transaction before its markers. So if a lane's partition of the state topic
-        hangs too, events later than the markers there belong to other transactions. Otherwise a transaction lasts at
-        most as long as its timeout.
-        """
-        markers = [found for found in undecided if found.partition.topic == self._state.name]
-        events = [found for found in undecided if found.partition.topic != self._state.name]
-        if not events:
-            return [], set()
-        self._list_rows(list(self._lanes()))
-        timeout = int(self._producer.get("transaction.timeout.ms", 60_000))
-        last = max(
-            (seen.milliseconds + _SAME_CLOCK_MS for group in behind(self._client, markers) for seen in group),
-            default=None,
-        )
-        bounds: dict[Partition, int] = {}
-        counts: dict[Partition, tuple[int, int]] = {found.partition: (0, 0) for found in events}
-        missing: dict[Partition, list[str]] = {found.partition: [] for found in events}
-        lanes: set[int] = set()
-        for group in behind(self._client, events):
-            for seen in group:
-                # The first undecided record belongs to the hanging transaction.
-                bound = last if last is not None and seen.milliseconds <= last else seen.milliseconds + timeout
-                bounds.setdefault(seen.partition, bound)
-            hidden = [seen for seen in group if seen.event_id and seen.milliseconds <= bounds[seen.partition]]
-            keys = _keys(hidden)
-            held = dict(self._run(_HELD, _columns(keys), "looking for the rows of what hangs"))
-            lanes.update(held.values())
-            for seen in hidden:
-                of, there = counts[seen.partition]
-                counts[seen.partition] = (of + 1, there + (seen.event_id in held))
-                if seen.event_id not in held and len(missing[seen.partition]) < _AUDIT_IDS:
-                    missing[seen.partition].append(seen.event_id or "")
-        return [
-            HangingPartition(
-                *found.partition,
-                found.stable,
-                found.end,
-                *counts[found.partition],
-                self._command(found),
-                read_command(self._servers, found),
-                missing[found.partition],
-            )
-            for found in events
-        ], lanes
 
     def _decide_events(
         self, holding: Holding, undecided: Sequence[Undecided], events: Sequence[Undecided]
     ) -> dict[int, LaneState]:
         """Abort hanging transactions in partitions of events that can be published again. Returns their lanes."""
-        hanging, lanes = self._examine(undecided)
-        topics = self._topics(list(holding.epochs))
+        hanging, lanes = self._hidden.examine(undecided, list(self._lanes()))
+        topics = self._rows.topics(list(holding.epochs))
         # Ignore transactions of other programs in topics that the held lanes do not need.
         hanging = [found for found in hanging if found.held or found.topic in topics]
         ours = {(found.topic, found.partition) for found in hanging}
-        lost = [found for found in hanging if found.held < found.events]
-        if lost:
-            raise WouldLoseEvents(
-                "; ".join(
-                    f"{found.topic!r} partition {found.partition}: of {found.events} events that wait behind offset "
-                    f"{found.stable} for the end of a transaction, the outbox has {found.held} rows only"
-                    for found in lost
-                )
-                + ". To abort it loses those that are in it and not in the outbox, so nothing was done. "
-                + "; ".join(f"{found.topic!r} partition {found.partition}: {found.way_out}" for found in lost)
-            )
+        self._hidden.require_rows(hanging)
         more = sorted(lanes - holding.epochs.keys())
         states = self._compared(more)
         self._take(holding, more)
         self._fence(holding, more)
-        self._abort(holding, [found for found in events if found.partition in ours])
+        self._hidden.abort(holding.former(), [found for found in events if found.partition in ours])
         return states
-
-    def _abort(self, holding: Holding, hanging: Sequence[Undecided]) -> None:
-        left = abort_hanging(self._producer, self._client, holding.former(), hanging)
-        for found in left:
-            raise UndecidedTransaction(
-                f"Kafka: {found.partition.topic!r} partition {found.partition.number} still waits, at offset "
-                f"{found.stable}, for the end of a transaction of another producer than the lanes' rows name. If a "
-                f"program has it open, end that, or wait for its time-out; else abort it: {self._command(found)}",
-                *found.partition,
-                found.stable,
-                found.end,
-            )
-
-    def _command(self, found: Undecided) -> str:
-        return abort_command(self._servers, found)
-
-    @property
-    def _servers(self) -> str:
-        return self._client.get("bootstrap.servers", "…")
 
     # -- holding lanes
 
@@ -610,20 +392,6 @@ class Reconciler:
         for transactional_id in sorted(holding.former(lanes)):
             fence(self._producer, transactional_id, _KAFKA_SECONDS, _KAFKA_SECONDS)
 
-    def _settle(self, holding: Holding, lane: int) -> None:
-        """Settle a lane's rows that are on Kafka, under its row lock and only while it is still ours."""
-        epoch = holding.epochs[lane]
-        after: int | None = 0
-        while after is not None:
-            with unavailable_on_error(f"settling lane {lane}"), self._connection.transaction():
-                self._connection.execute("SET LOCAL idle_in_transaction_session_timeout = '10s'")
-                values = {"lane": lane, "epoch": epoch, "lease": LEASE_SECONDS, "after": after, "rows": _SETTLE_ROWS}
-                held = self._connection.execute(sql.SQL(_KEEP).format(**self._names), values).fetchone()
-                if held is None:
-                    raise taken(lane)
-                [(after,)] = self._connection.execute(sql.SQL(_SETTLE).format(**self._names), values).fetchall()
-            failpoint("reconcile.settling")
-
     def _write_markers(self, holding: Holding, lanes: Mapping[int, LaneState]) -> dict[int, Marker]:
         """Write a new marker for each lane in one transaction, and verify it by reading."""
         fresh: dict[int, Marker] = {}
@@ -638,7 +406,7 @@ class Reconciler:
                 "lanes": list(lanes),
                 "epochs": [epochs[lane] for lane in lanes],
             }
-            kept = {lane for (lane,) in self._run(_OWN, mine, "checking the lanes")}
+            kept = {lane for (lane,) in self._rows.run(_OWN, mine, "checking the lanes")}
             for lane in sorted(lanes.keys() - kept):
                 raise taken(lane)
             fresh = self._fresh(holding, lanes)
@@ -697,7 +465,7 @@ class Reconciler:
 
     def _release(self, holding: Holding, lane: int, fresh: Marker) -> None:
         values = {"lane": lane, "epoch": holding.epochs[lane], "batch": fresh.batch, **position(fresh.stream)}
-        if not self._run(_DONE, values, f"releasing lane {lane}"):
+        if not self._rows.run(_DONE, values, f"releasing lane {lane}"):
             raise taken(lane)
         holding.done(lane)
 
@@ -718,7 +486,7 @@ class Reconciler:
         """Record what will be settled: the number for each lane, and the first event ids."""
         with unavailable_on_error("writing the audit"), self._connection.transaction():
             for lane, count in sorted(found.items()):
-                ids = [event_id for (event_id,) in self._run(_FOUND_IDS, (lane, _AUDIT_IDS), "reading what is found")]
+                ids = self._rows.found_ids(lane, _AUDIT_IDS)
                 details = {"lane": lane, "settled": count, "event_ids_on_kafka": ids}
                 self._connection.execute(
                     sql.SQL(_AUDIT).format(**self._names), ("reconcile settles", reason, Jsonb(details))
@@ -726,17 +494,3 @@ class Reconciler:
 
     def _note(self, what: str, reason: str, details: Mapping[str, object]) -> None:
         self._connection.execute(sql.SQL(_AUDIT).format(**self._names), (what, reason, Jsonb(details)))
-
-    def _run(self, statement: str, values: Any, doing: str) -> list[Any]:
-        with unavailable_on_error(doing), self._connection.cursor() as cursor:
-            cursor.execute(sql.SQL(statement).format(**self._names), values)
-            return cursor.fetchall() if cursor.description else []
-
-
-def _keys(seen: Sequence[Seen]) -> list[tuple[str, str]]:
-    """Return the distinct event ids and marks of the records that have an event id."""
-    return sorted({(found.event_id, found.mark) for found in seen if found.event_id is not None})
-
-
-def _columns(keys: Sequence[tuple[str, str]]) -> tuple[list[str], list[str]]:
-    return [event_id for event_id, _ in keys], [mark for _, mark in keys]
