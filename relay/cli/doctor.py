@@ -20,7 +20,8 @@ def doctor(
     from rich.console import Console
     from rich.table import Table
 
-    from relay.operations.doctor import Level, examine
+    from relay.operations.doctor import examine
+    from relay.operations.findings import Level
 
     settings = load(database_url=database_url, delivery=delivery)
     settings.require_database()
