@@ -359,12 +359,6 @@ class Settlement:
         failpoint("batch.settled")
         return rows[0][3] if read and rows else 0, failed
 
-    def note_settled(self, lane: int, asked_at: float) -> None:
-        """Record that another statement settled what is pending of the lane and renewed its lease."""
-        held = self.lanes[lane]
-        held.lease.renewed(asked_at)
-        self._forget_pending(held)
-
     def lost(self, lane: int) -> LaneLost:
         """Return the error for a lane that another relay has taken."""
         held = self.lanes[lane]

@@ -73,7 +73,7 @@ UPDATE {lanes} SET source = 'wal', streaming = false WHERE source <> 'wal'"""
 _TO_POLLING: Final = "UPDATE {lanes} SET source = 'polling' WHERE source <> 'polling'"
 
 _LANES: Final = """
-SELECT lane, source, streaming, owner, epoch, commit_lsn FROM {lanes} ORDER BY lane"""
+SELECT lane, source, streaming, owner, commit_lsn FROM {lanes} ORDER BY lane"""
 
 # Transactions that were open when another one, which has ended, drew its id; without those known to be in another
 # database.
@@ -130,7 +130,6 @@ class LaneState:
     source: str
     streaming: bool
     owner: str | None
-    epoch: int
     commit_lsn: int | None
 
 

@@ -89,12 +89,8 @@ class LowWaterMarks:
             del self._candidates[lane]
 
     def settled(self, lane: int, last: int) -> None:
-        """Record the last id that was settled."""
+        """Record the last id that was settled, or the lane's last id if rows wait: the mark may rise to it."""
         self._settled[lane] = max(last, self._settled.get(lane, LOWEST))
-
-    def there(self, lane: int, last: int) -> None:
-        """Record the last id of a lane with rows that wait: the mark may rise to it without settling it."""
-        self.settled(lane, last)
 
     def _look(self, now: float, draw_xid: Callable[[], int], xmin: Callable[[], int]) -> None:
         if self._ended and (not self._candidates or now - self._candidates_at >= _SWEEP_SECONDS):

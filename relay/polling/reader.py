@@ -295,7 +295,7 @@ class LaneReader:
                 self._marks.lower(lane, freed)
         for row in rows:
             if row[-1] is not None and row[0] in self._lanes:
-                self._marks.there(row[0], row[-1])
+                self._marks.settled(row[0], row[-1])
 
     def _failures_of(self, lanes: Collection[int]) -> list[Any]:
         return self._session.connection.execute(self._queries.failures, {"lanes": list(lanes)}).fetchall()

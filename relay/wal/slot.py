@@ -51,7 +51,7 @@ _VERSION: Final = """
 
 _LOOK: Final = """
 SELECT current_setting('wal_level') AS wal_level, current_setting('server_encoding') AS encoding,
-       b.slot IS NOT NULL AS known, b.system_identifier, b.timeline, b.flushed_lsn, b.flushed_at, b.message_at,
+       b.slot IS NOT NULL AS known, b.system_identifier, b.timeline, b.flushed_lsn, b.message_at,
        b.publication_version, {version} AS publication_version_now,
        (SELECT p.pubinsert AND NOT (p.pubupdate OR p.pubdelete OR p.pubtruncate) AND r.prqual IS NULL
                AND (SELECT array_agg(a.attname::text ORDER BY a.attname) FROM pg_attribute AS a
@@ -121,7 +121,6 @@ class SlotState(NamedTuple):
     system_identifier: str | None
     timeline: int | None
     flushed_lsn: int | None
-    flushed_at: dt.datetime | None
     message_at: dt.datetime | None
     publication_version: str | None
     publication_version_now: str | None
