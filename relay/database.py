@@ -41,19 +41,6 @@ _SCHEMA: Final = (
 )
 
 
-TIMELINE: Final = "('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int"
-"""SQL: the timeline on which a primary writes; pg_control_checkpoint() shows it only after the next checkpoint. An
-error on a standby."""
-
-
-FURTHER: Final = """commit_lsn = greatest(commit_lsn, %(commit_lsn)s::bigint),
-       commit_number = CASE WHEN %(commit_lsn)s::bigint > coalesce(commit_lsn, -1) THEN %(commit_number)s::int
-                            WHEN %(commit_lsn)s::bigint = commit_lsn
-                            THEN greatest(commit_number, %(commit_number)s::int)
-                            ELSE commit_number END"""
-"""SQL for SET: advance a lane's position in the WAL; it never goes back. NULL leaves it unchanged."""
-
-
 class StandingError(SchemaError):
     """Postgres refuses a statement, and will until data or schema change."""
 

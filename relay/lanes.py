@@ -30,6 +30,7 @@ from psycopg import sql
 from outbox.errors import SchemaError
 from relay.database import unavailable_on_error
 from relay.lease import Lease
+from relay.statements import names_of
 
 # Synchronous, whatever the role's setting: after a crash that loses an epoch, another relay would get the same one.
 _ACQUIRE: Final = """
@@ -160,7 +161,7 @@ class LaneTable:
     ) -> None:
         self._connection = connection
         self._pooled = pooled
-        self._names = {"lanes": sql.Identifier(schema, "lanes"), "relays": sql.Identifier(schema, "relays")}
+        self._names = names_of(schema)
         self._me = instance
         self._version = version
         self._ttl = ttl_seconds

@@ -31,6 +31,7 @@ from outbox.event import ATTEMPTS, DEAD_LETTER, MAX_EVENT_BYTES, PAYLOAD_OMITTED
 from relay.failpoints import failpoint
 from relay.kafka.routing import OnFailure, Router
 from relay.ports import Claim
+from relay.statements import names_of
 
 MAX_ERROR: Final = 2000
 _HEADERS_ROOM: Final = 4000
@@ -99,7 +100,7 @@ class Failures:
     def __init__(self, schema: str, policy: FailurePolicy, router: Router) -> None:
         self._policy = policy
         self._router = router
-        names = {name: sql.Identifier(schema, name) for name in ("events", "failures", "dead_letters")}
+        names = names_of(schema)
         self._record, self._bury, self._copy, self._hold, self._forget = (
             sql.SQL(text).format(**names) for text in (_RECORD, _BURY, _COPY, _HOLD, _FORGET)
         )

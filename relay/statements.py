@@ -7,14 +7,26 @@ from typing import Final, LiteralString
 
 from psycopg import sql
 
-from relay.database import FURTHER
 from relay.position import WalPosition
+
+_TABLES: Final = ("events", "lanes", "relays", "failures", "published", "dead_letters", "streams", "audit")
 
 # A role or a database may have synchronous_commit off. It takes effect at the commit, so the statement itself can set
 # it.
 SYNCHRONOUS: Final = """set_config('synchronous_commit',
        CASE WHEN current_setting('synchronous_commit') IN ('off', 'local') THEN 'on'
             ELSE current_setting('synchronous_commit') END, true)"""
+
+TIMELINE: Final = "('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int"
+"""SQL: the timeline on which a primary writes; pg_control_checkpoint() shows it only after the next checkpoint. An
+error on a standby."""
+
+_FURTHER: Final = """commit_lsn = greatest(commit_lsn, %(commit_lsn)s::bigint),
+       commit_number = CASE WHEN %(commit_lsn)s::bigint > coalesce(commit_lsn, -1) THEN %(commit_number)s::int
+                            WHEN %(commit_lsn)s::bigint = commit_lsn
+                            THEN greatest(commit_number, %(commit_number)s::int)
+                            ELSE commit_number END"""
+"""SQL for SET: advance a lane's position in the WAL; it never goes back. NULL leaves it unchanged."""
 
 # IS TRUE makes the planner hash the list of lanes instead of joining it row by row. LIMIT prevents it from reversing
 # the join. If the statistics are from a moment without rows (between two bursts, while an old snapshot keeps the dead
@@ -122,10 +134,12 @@ def position(at: WalPosition | None) -> dict[str, int | None]:
 
 def names_of(schema: str) -> dict[str, sql.Composable]:
     """Return the names in the statements on one outbox: its tables, and shared pieces of SQL."""
-    tables = ("events", "lanes", "failures", "published", "dead_letters", "streams")
-    names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in tables}
-    names["synchronous"], names["further"] = sql.SQL(SYNCHRONOUS), sql.SQL(FURTHER)
-    return names
+    return {
+        **{name: sql.Identifier(schema, name) for name in _TABLES},
+        "synchronous": sql.SQL(SYNCHRONOUS),
+        "timeline": sql.SQL(TIMELINE),
+        "further": sql.SQL(_FURTHER),
+    }
 
 
 class SettlingStatements:

@@ -11,11 +11,12 @@ from typing import Any, Final, LiteralString, TypeVar
 import psycopg
 from psycopg import errors, sql
 from psycopg.rows import dict_row
-from psycopg.types.json import Jsonb
 
 from outbox.errors import OutboxError
 from outbox.event import DEAD_LETTER
 from relay.database import unavailable_on_error
+from relay.operations.audit import note
+from relay.statements import names_of
 
 _LIST: Final = """
 SELECT * FROM (
@@ -141,8 +142,6 @@ _QUICK_SECONDS: Final = 0.5
 
 _Done = TypeVar("_Done")
 
-_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%s, %s, %s)"
-
 
 class NoSuchFailure(OutboxError):
     """No failed event matches."""
@@ -192,8 +191,7 @@ class DeadLetters:
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection
-        names = ("events", "failures", "dead_letters", "audit")
-        self._names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in names}
+        self._names = names_of(schema)
         self._names["kept"] = sql.SQL(_KEPT).format(**self._names)
 
     def list(self, selection: Selection, limit: int = 100) -> Sequence[dict[str, Any]]:
@@ -238,7 +236,7 @@ class DeadLetters:
             found = self._run(query, {"lane": lane, "rows": ids, "copy": DEAD_LETTER})
             event_ids = [row["event_id"] for row in found]
             if event_ids:
-                self._audit("retry", None, {"event_ids": event_ids})
+                note(self._connection, self._names, "retry", None, {"event_ids": event_ids})
             return event_ids
 
         with unavailable_on_error("retrying failures"):
@@ -330,9 +328,6 @@ class DeadLetters:
     def _rows(self, rows: LiteralString) -> sql.Composed:
         chosen = sql.SQL(_CHOSEN).format(of=sql.Identifier("r"))
         return sql.SQL(rows).format(**self._names, chosen=chosen)
-
-    def _audit(self, what: str, why: str | None, details: dict[str, Any]) -> None:
-        self._connection.execute(sql.SQL(_AUDIT).format(**self._names), (what, why, Jsonb(details)))
 
     def _run(self, query: LiteralString, values: dict[str, Any], **names: sql.Composable) -> Sequence[dict[str, Any]]:
         with self._connection.cursor(row_factory=dict_row) as cursor:

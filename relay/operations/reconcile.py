@@ -40,10 +40,9 @@ from typing import Any, Final, NamedTuple
 import psycopg
 from confluent_kafka import KafkaException, Producer
 from psycopg import errors, sql
-from psycopg.types.json import Jsonb
 
 from outbox.errors import SchemaError
-from relay.database import FURTHER, TIMELINE, unavailable_on_error
+from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.kafka.client import silent, text_of
 from relay.kafka.fencing import fence, short_lived_options
@@ -52,12 +51,13 @@ from relay.kafka.routing import Router
 from relay.kafka.state_topic import MarkersRead, StateTopic
 from relay.kafka.takeover import ids_to_fence, own_ids
 from relay.marker import Marker, StateLost, resume
+from relay.operations.audit import note
 from relay.operations.hidden_events import HangingPartition, HiddenEvents
 from relay.operations.holding import LEASE_SECONDS, Holding, LaneBusy, taken
 from relay.operations.lane_rows import LaneRows
 from relay.ports import Unavailable, UndecidedTransaction
 from relay.position import WalPosition, up_to
-from relay.statements import position
+from relay.statements import names_of, position
 from relay.wal.replication import Replication, lsn_text
 
 _LOCK_SECONDS: Final = 10
@@ -95,8 +95,6 @@ _DONE: Final = """
 UPDATE {lanes} SET last_batch = %(batch)s, owner = NULL, lease_until = '-infinity', transactional_id = NULL,
        {further}
  WHERE lane = %(lane)s AND epoch = %(epoch)s RETURNING 1"""
-
-_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%s, %s, %s)"
 
 
 class _Lane(NamedTuple):
@@ -168,9 +166,7 @@ class Reconciler:
         self._producer = dict(producer_options)
         self._replicate = replicate
         self._ended: dict[int, int] | None = None
-        tables = ("events", "lanes", "failures", "audit")
-        self._names: dict[str, sql.Composable] = {table: sql.Identifier(schema, table) for table in tables}
-        self._names["timeline"], self._names["further"] = sql.SQL(TIMELINE), sql.SQL(FURTHER)
+        self._names = names_of(schema)
         self._rows = LaneRows(self._connection, self._names, router, self._client)
         self._hidden = HiddenEvents(self._rows, router, state, self._client, self._producer)
 
@@ -478,9 +474,7 @@ class Reconciler:
                 self._note("reconcile", reason, details)
             if hanging and not states:
                 found = [f"{part.topic} partition {part.partition} at {part.stable}" for part in hanging]
-                self._connection.execute(
-                    sql.SQL(_AUDIT).format(**self._names), ("reconcile", reason, Jsonb({"hanging": found}))
-                )
+                self._note("reconcile", reason, {"hanging": found})
 
     def _audit_found(self, found: Mapping[int, int], reason: str) -> None:
         """Record what will be settled: the number for each lane, and the first event ids."""
@@ -488,9 +482,7 @@ class Reconciler:
             for lane, count in sorted(found.items()):
                 ids = self._rows.found_ids(lane, _AUDIT_IDS)
                 details = {"lane": lane, "settled": count, "event_ids_on_kafka": ids}
-                self._connection.execute(
-                    sql.SQL(_AUDIT).format(**self._names), ("reconcile settles", reason, Jsonb(details))
-                )
+                self._note("reconcile settles", reason, details)
 
     def _note(self, what: str, reason: str, details: Mapping[str, object]) -> None:
-        self._connection.execute(sql.SQL(_AUDIT).format(**self._names), (what, reason, Jsonb(details)))
+        note(self._connection, self._names, what, reason, details)

@@ -7,10 +7,11 @@ from typing import Any, Final
 
 import psycopg
 from psycopg import sql
-from psycopg.types.json import Jsonb
 
 from outbox.errors import SchemaError
 from relay.database import unavailable_on_error
+from relay.operations.audit import note
+from relay.statements import names_of
 
 _LANE: Final = """
 SELECT owner, lease_until::text,
@@ -22,8 +23,6 @@ SELECT owner, lease_until::text,
 _RELEASE: Final = """
 UPDATE {lanes} SET owner = NULL, epoch = epoch + 1, protocol_epoch = epoch + 1, lease_until = '-infinity'
  WHERE lane = %s"""
-
-_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES ('release', %s, %s)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +38,7 @@ def release_lane(connection: psycopg.Connection[Any], schema: str, lane: int, re
 
     Raises SchemaError when there is no such lane, Unavailable when Postgres can't be reached or the row stays locked.
     """
-    names = {table: sql.Identifier(schema, table) for table in ("lanes", "audit")}
+    names = names_of(schema)
     with unavailable_on_error(f"releasing lane {lane}"), connection.transaction():
         connection.execute("SET LOCAL lock_timeout = '10s'")
         row = connection.execute(sql.SQL(_LANE).format(**names), (lane,)).fetchone()
@@ -49,6 +48,6 @@ def release_lane(connection: psycopg.Connection[Any], schema: str, lane: int, re
         if not held:
             return None
         details = {"lane": lane, "owner": owner, "lease_until": lease_until, "lease_seconds_left": seconds}
-        connection.execute(sql.SQL(_AUDIT).format(**names), (reason, Jsonb(details)))
+        note(connection, names, "release", reason, details)
         connection.execute(sql.SQL(_RELEASE).format(**names), (lane,))
     return Freed(owner, lease_until)

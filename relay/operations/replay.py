@@ -14,10 +14,11 @@ from typing import Any, Final, LiteralString
 import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
-from psycopg.types.json import Jsonb
 
 from outbox.event import MAX_EVENT_BYTES, REPLAY
 from relay.database import unavailable_on_error
+from relay.operations.audit import note
+from relay.statements import names_of
 
 _MARK_ROOM: Final = 200
 
@@ -56,8 +57,6 @@ sent AS (
       FROM chosen WHERE fits ORDER BY place RETURNING 1)
 SELECT count(*) AS events FROM sent"""
 
-_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES ('replay', %s, %s)"
-
 
 @dataclass(frozen=True, slots=True)
 class ReplaySelection:
@@ -79,9 +78,7 @@ class Replay:
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection
-        self._names: dict[str, sql.Composable] = {
-            name: sql.Identifier(schema, name) for name in ("events", "published", "audit")
-        }
+        self._names = names_of(schema)
         self._names["chosen"] = sql.SQL(_CHOSEN).format(**self._names)
 
     def count(self, chosen: ReplaySelection) -> dict[str, Any]:
@@ -98,7 +95,7 @@ class Replay:
                 for name, value in self._bound(chosen).items()
                 if value is not None and name not in {"limit", "mark"}
             }
-            self._connection.execute(sql.SQL(_AUDIT).format(**self._names), (reason, Jsonb(details)))
+            note(self._connection, self._names, "replay", reason, details)
         return events
 
     def _run(self, query: LiteralString, chosen: ReplaySelection) -> dict[str, Any]:

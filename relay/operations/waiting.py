@@ -9,6 +9,7 @@ import psycopg
 from psycopg import sql
 
 from relay.database import unavailable_on_error
+from relay.statements import names_of
 
 # By the primary key, lane by lane, whatever the number of rows.
 _LAST: Final = """
@@ -32,7 +33,7 @@ def wait_until_published(connection: psycopg.Connection[Any], schema: str, secon
     An event leaves it when it is published or becomes a dead letter. Does not wait for events that are written
     meanwhile. Raises Unavailable when Postgres can't be reached, SchemaError without the tables.
     """
-    names = {table: sql.Identifier(schema, table) for table in ("events", "lanes")}
+    names = names_of(schema)
     deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
     with unavailable_on_error("waiting for events to be published"):
         last = {lane: id_ for lane, id_ in connection.execute(sql.SQL(_LAST).format(**names)) if id_ is not None}

@@ -21,13 +21,14 @@ from typing import Any, Final, LiteralString
 
 import psycopg
 from psycopg import errors, sql
-from psycopg.types.json import Jsonb
 
 from outbox._message import message_prefix
 from outbox.errors import OutboxError, SchemaError
 from relay.config import SourceKind
-from relay.database import TIMELINE, unavailable_on_error
+from relay.database import unavailable_on_error
+from relay.operations.audit import note
 from relay.ports import Unavailable
+from relay.statements import names_of
 from relay.wal.replication import lsn_text
 from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, not_set_up, slot_fault
 
@@ -92,7 +93,6 @@ SELECT count(*) FILTER (WHERE substr(data, 1, 2) = '\\x4d01'::bytea
   FROM pg_logical_slot_peek_binary_changes(%(slot)s::text, NULL, NULL, 'proto_version', '1',
                                            'publication_names', %(publications)s::text, 'messages', 'true')"""
 
-_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%s, %s, %s)"
 
 _OUTBOXES: Final = """
 SELECT n.nspname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
@@ -149,10 +149,7 @@ class Cdc:
         self._connection = connection
         self._names = names
         self._slot = Slot(connection, names)
-        self._tables: dict[str, sql.Composable] = {
-            name: sql.Identifier(names.schema, name) for name in ("events", "lanes", "streams", "audit")
-        }
-        self._tables["timeline"] = sql.SQL(TIMELINE)
+        self._tables = names_of(names.schema)
         self._tables["publication"] = sql.Identifier(names.publication)
 
     def status(self) -> Status:
@@ -458,7 +455,7 @@ class Cdc:
 
     def _note(self, what: str, why: str | None, **more: int | None) -> None:
         details = {"slot": self._names.slot, "publication": self._names.publication} | more
-        self._connection.execute(self._query(_AUDIT), (what, why, Jsonb(details)))
+        note(self._connection, self._tables, what, why, details)
 
     def _bound(self) -> dict[str, Any]:
         return {"slot": self._names.slot, "publication": self._names.publication, "schema": self._names.schema}

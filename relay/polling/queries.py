@@ -8,7 +8,6 @@ from typing import Any, Final, LiteralString
 import psycopg
 from psycopg import sql
 
-from relay.database import TIMELINE
 from relay.statements import array, names_of
 
 # In the order of Claim's fields.
@@ -168,7 +167,7 @@ class Queries:
 
     def __init__(self, schema: str, *, archive: bool = False) -> None:
         names = names_of(schema)
-        names["columns"], names["size"], names["timeline"] = sql.SQL(COLUMNS), sql.SQL(SIZE), sql.SQL(TIMELINE)
+        names["columns"], names["size"] = sql.SQL(COLUMNS), sql.SQL(SIZE)
 
         def query(text: LiteralString, **more: sql.Composable) -> sql.Composed:
             return sql.SQL(text).format(**names, **more)

@@ -6,7 +6,6 @@ from typing import Final, LiteralString
 
 from psycopg import sql
 
-from relay.database import FURTHER, TIMELINE
 from relay.polling.queries import COLUMNS, SIZE
 from relay.statements import names_of
 
@@ -76,7 +75,6 @@ class StreamQueries:
 
     def __init__(self, schema: str) -> None:
         names = names_of(schema)
-        names["timeline"], names["further"] = sql.SQL(TIMELINE), sql.SQL(FURTHER)
         names["columns"] = sql.SQL(COLUMNS.replace("id, event_id", "e.id, e.event_id", 1))
         names["size"] = sql.SQL(SIZE)
 

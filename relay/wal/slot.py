@@ -20,9 +20,10 @@ from psycopg import sql
 from outbox import _message
 from outbox.errors import ConfigurationError, SchemaError
 from relay.config import Settings
-from relay.database import TIMELINE, unavailable_on_error
+from relay.database import unavailable_on_error
 from relay.lease import Lease
 from relay.ports import DatabaseUnavailable, StreamLost
+from relay.statements import names_of
 from relay.wal.lane_hash import SAMPLES, lane_of
 from relay.wal.replication import Replication, lsn_text
 
@@ -180,9 +181,8 @@ class Slot:
     def __init__(self, connection: psycopg.Connection[Any], names: SlotNames, leases: Sequence[Lease] = ()) -> None:
         self._connection = connection
         self._names = names
-        tables: dict[str, sql.Composable] = {name: sql.Identifier(names.schema, name) for name in ("lanes", "streams")}
+        tables = names_of(names.schema)
         tables["version"] = sql.SQL(_VERSION)
-        tables["timeline"] = sql.SQL(TIMELINE)
         tables["holds"] = sql.SQL(_HOLDS).format(**tables)
         self._look, self._terminate, self._note, self._held, self._timeline = (
             sql.SQL(text).format(**tables) for text in (_LOOK, _TERMINATE, _NOTE, _HELD, _TIMELINE)
