@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
 
 def text_of(error: KafkaException) -> str:
@@ -41,6 +42,37 @@ def headers_of(message: Message) -> dict[str, Any]:
     except SystemError:
         return {}
     return dict(found or ())
+
+
+def reader_options(options: Mapping[str, str], group: str, isolation: str, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a consumer that reads assigned partitions, and always from their leaders."""
+    return {
+        **options,
+        # A follower in the reader's own rack may lag behind the leader.
+        "client.rack": "",
+        "group.id": group,
+        "enable.auto.commit": False,
+        "isolation.level": isolation,
+        "allow.auto.create.topics": False,
+        **more,
+    }
+
+
+def create_topic(admin: AdminClient, topic: NewTopic, seconds: float) -> None:
+    """Create a topic, unless it exists. Raises KafkaException."""
+    try:
+        # Without an explicit timeout the client waits a minute for a controller that has just died.
+        admin.create_topics([topic], operation_timeout=seconds, request_timeout=seconds)[topic.topic].result()
+    except KafkaException as error:
+        if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+            raise
+
+
+def partitions_text(numbers: Collection[int]) -> str:
+    """Return partitions for error texts: all of a few, the first of many."""
+    some = sorted(numbers)
+    shown = ", ".join(map(str, some[:10])) + (", …" if len(some) > 10 else "")
+    return f"partition{'s' if len(some) > 1 else ''} {shown}"
 
 
 def silent() -> logging.Logger:

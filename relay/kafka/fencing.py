@@ -36,10 +36,7 @@ def fence(
     Raises Unavailable when the broker does not answer in time or refuses (IdBusy if the last transaction has not ended
     within ``busy_seconds``), ConfigurationError for an unknown option.
     """
-    try:
-        producer = Producer(short_lived_options(options, transactional_id), logger=silent())
-    except KafkaException as error:
-        raise ConfigurationError(f"Kafka options: {text_of(error)}") from error
+    producer = short_lived_producer(options, transactional_id)
     try:
         initialize(producer, seconds, busy_seconds)
     except KafkaException as error:
@@ -88,15 +85,22 @@ def is_busy(error: KafkaException) -> bool:
     return bool(error.args[0].code() == KafkaError.CONCURRENT_TRANSACTIONS)
 
 
-def short_lived_options(options: Mapping[str, Any], transactional_id: str) -> dict[str, Any]:
-    """Return the options of a producer for one transaction at most: no callbacks, no statistics, quick to retry."""
-    return {
+def short_lived_producer(options: Mapping[str, Any], transactional_id: str) -> Producer:
+    """Return a producer for one transaction at most: no callbacks, no statistics, quick to retry.
+
+    Raises ConfigurationError for an unknown option.
+    """
+    values = {
         **{name: value for name, value in options.items() if name not in _NOT_WANTED},
         "transactional.id": transactional_id,
         # The relay's own backoff is long, to recognize a clean commit, which does not matter here.
         "retry.backoff.ms": "100",
         "retry.backoff.max.ms": "500",
     }
+    try:
+        return Producer(values, logger=silent())
+    except KafkaException as error:
+        raise ConfigurationError(f"Kafka options: {text_of(error)}") from error
 
 
 def _explained(error: KafkaException, transactional_id: str, seconds: float) -> str:

@@ -15,11 +15,10 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Any, Final
 
-from confluent_kafka import KafkaException, Producer
+from confluent_kafka import KafkaException
 
-from outbox.errors import ConfigurationError
-from relay.kafka.client import silent, text_of
-from relay.kafka.fencing import short_lived_options
+from relay.kafka.client import text_of
+from relay.kafka.fencing import short_lived_producer
 from relay.kafka.offsets import Offsets, Undecided
 from relay.ports import BrokerUnavailable
 
@@ -68,10 +67,7 @@ def read_command(bootstrap_servers: str, undecided: Undecided) -> str:
 
 
 def _abort(options: Mapping[str, Any], transactional_id: str, hanging: Collection[Undecided]) -> None:
-    try:
-        producer = Producer(short_lived_options(options, transactional_id), logger=silent())
-    except KafkaException as error:
-        raise ConfigurationError(f"Kafka options: {text_of(error)}") from error
+    producer = short_lived_producer(options, transactional_id)
     try:
         producer.init_transactions(_SECONDS)
         producer.begin_transaction()

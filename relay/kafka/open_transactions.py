@@ -29,7 +29,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, Message, Topic
 
 from outbox.event import CE_ID
 from relay.health import Reason, Wait
-from relay.kafka.client import headers_of, silent, text_of
+from relay.kafka.client import headers_of, reader_options, silent, text_of
 from relay.kafka.offsets import Offsets, Partition, Undecided
 from relay.ports import BrokerUnavailable
 
@@ -212,20 +212,10 @@ def _first_records(options: Mapping[str, str], undecided: Collection[Undecided])
     """Return the first record of each open transaction. Partitions that can't be read, or may not be, are absent."""
     if not undecided:
         return {}
+    # One record of each is needed, and there may be millions behind it.
+    more = {"auto.offset.reset": "earliest", "queued.min.messages": 1, "fetch.message.max.bytes": 65_536}
     consumer = Consumer(
-        {
-            **options,
-            # A follower in the reader's own rack may lag behind the leader.
-            "client.rack": "",
-            "group.id": "outbox-transactions",
-            "enable.auto.commit": False,
-            "isolation.level": "read_uncommitted",
-            "auto.offset.reset": "earliest",
-            "allow.auto.create.topics": False,
-            # One record of each is needed, and there may be millions behind it.
-            "queued.min.messages": 1,
-            "fetch.message.max.bytes": 65_536,
-        },
+        reader_options(options, "outbox-transactions", "read_uncommitted", more),
         logger=silent(),
     )
     found: dict[Partition, Message] = {}

@@ -31,7 +31,7 @@ from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions  # 
 from confluent_kafka.cimpl import NewTopic
 
 from outbox.errors import ConfigurationError
-from relay.kafka.client import is_end, silent, text_of
+from relay.kafka.client import create_topic, is_end, partitions_text, reader_options, silent, text_of
 from relay.kafka.offsets import Offsets, Partition, Undecided
 from relay.marker import Marker, StateLost
 from relay.ports import BrokerUnavailable, UndecidedTransaction
@@ -118,18 +118,12 @@ class StateTopic:
         """
         wanted = set(lanes)
         consumer = Consumer(
-            {
-                **self._options,
-                # A follower in the reader's own rack may lag behind the leader.
-                "client.rack": "",
-                "group.id": "outbox-relay-state",
-                "enable.auto.commit": False,
-                "auto.offset.reset": "error",
-                "enable.partition.eof": True,
-                "isolation.level": "read_committed",
-                "allow.auto.create.topics": False,
-                "fetch.wait.max.ms": 10,
-            },
+            reader_options(
+                self._options,
+                "outbox-relay-state",
+                "read_committed",
+                {"auto.offset.reset": "error", "enable.partition.eof": True, "fetch.wait.max.ms": 10},
+            ),
             logger=silent(),
         )
         try:
@@ -196,8 +190,8 @@ class StateTopic:
         while unread:
             if time.monotonic() > deadline:
                 raise BrokerUnavailable(
-                    f"Kafka: {self._partitions(unread)} could not be read to the end within {_READ_SECONDS:g} s; "
-                    "nothing is published before that"
+                    f"Kafka: {self.name!r} {partitions_text(unread)} could not be read to the end within "
+                    f"{_READ_SECONDS:g} s; nothing is published before that"
                 )
             message = consumer.poll(0.5)
             if message is None:
@@ -211,24 +205,13 @@ class StateTopic:
                 unread.discard(lane)
         return values
 
-    def _partitions(self, lanes: Collection[int]) -> str:
-        some = sorted(lanes)
-        shown = ", ".join(map(str, some[:10])) + (", …" if len(some) > 10 else "")
-        return f"{self.name!r} partition{'s' if len(some) > 1 else ''} {shown}"
-
     def _require(self, admin: AdminClient, lanes: int) -> None:
         found = admin.list_topics(timeout=_READ_SECONDS).topics.get(self.name)
         if found is None:
             topic = NewTopic(
                 self.name, lanes, replication_factor=self._replication, config={**_STATE_CONFIG, **_STATE_TUNING}
             )
-            try:
-                # Without an explicit timeout the client waits a minute for a controller that has just died.
-                created = admin.create_topics([topic], operation_timeout=_READ_SECONDS, request_timeout=_READ_SECONDS)
-                created[self.name].result()
-            except KafkaException as error:
-                if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
-                    raise
+            create_topic(admin, topic, _READ_SECONDS)
             self._await_leaders(admin, lanes)
         resource = ConfigResource(ConfigResource.Type.TOPIC, self.name)
         config = admin.describe_configs([resource], request_timeout=_READ_SECONDS)[resource].result()

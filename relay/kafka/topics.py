@@ -36,7 +36,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewTopic
 
 from outbox.errors import ConfigurationError
-from relay.kafka.client import silent, text_of
+from relay.kafka.client import create_topic, partitions_text, silent, text_of
 from relay.ports import BrokerUnavailable, TopicUnusable
 
 log = structlog.get_logger("relay")
@@ -272,7 +272,7 @@ class Topics:
         partitions = partitions or list(found.partitions.values())
         leaderless = [partition.id for partition in partitions if partition.leader not in brokers]
         if leaderless:
-            return f"topic {topic!r} has no leader for {_partitions(leaderless)}: a broker is away"
+            return f"topic {topic!r} has no leader for {partitions_text(leaderless)}: a broker is away"
         under_replicated = [partition for partition in partitions if len(partition.isrs) < len(partition.replicas)]
         if not under_replicated:
             return None
@@ -287,7 +287,7 @@ class Topics:
                 return None
         if not under_min_isr:
             return None
-        return f"topic {topic!r} has too few replicas in sync for {_partitions(under_min_isr)}: a broker is away"
+        return f"topic {topic!r} has too few replicas in sync for {partitions_text(under_min_isr)}: a broker is away"
 
     def _min_in_sync(self, topic: str, seconds: float) -> int | None:
         """Return the topic's min.insync.replicas; None if it can't be read."""
@@ -314,15 +314,9 @@ class Topics:
     def _create_topic(self, topic: str) -> None:
         new = NewTopic(topic, num_partitions=self._partitions, replication_factor=self._replication)
         try:
-            # Without an explicit timeout the client waits a minute for a controller that has just died.
-            created = self._admin.create_topics(
-                [new], operation_timeout=_METADATA_SECONDS, request_timeout=_METADATA_SECONDS
-            )
-            created[topic].result()
+            create_topic(self._admin, new, _METADATA_SECONDS)
         except KafkaException as error:
             code = error.args[0].code()
-            if code == KafkaError.TOPIC_ALREADY_EXISTS:
-                return
             if code in {KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED}:
                 raise self._refuse(
                     topic,
@@ -333,12 +327,6 @@ class Topics:
                     topic, f"topic {topic!r} can't be created: {text_of(error)}; create it by hand"
                 ) from error
             raise BrokerUnavailable(f"Kafka, creating topic {topic!r}: {text_of(error)}") from error
-
-
-def _partitions(numbers: Collection[int]) -> str:
-    some = sorted(numbers)
-    shown = ", ".join(map(str, some[:10])) + (", …" if len(some) > 10 else "")
-    return f"partition{'s' if len(some) > 1 else ''} {shown}"
 
 
 _SILENT: Final = (

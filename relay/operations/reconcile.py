@@ -44,8 +44,8 @@ from psycopg import errors, sql
 from outbox.errors import SchemaError
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
-from relay.kafka.client import silent, text_of
-from relay.kafka.fencing import fence, short_lived_options
+from relay.kafka.client import text_of
+from relay.kafka.fencing import fence, short_lived_producer
 from relay.kafka.offsets import Undecided
 from relay.kafka.routing import Router
 from relay.kafka.state_topic import MarkersRead, StateTopic
@@ -425,9 +425,9 @@ class Reconciler:
         return fresh
 
     def _producer_of_own(self) -> Producer:
+        # One of the ids that the next holder fences.
+        producer = short_lived_producer(self._producer, own_ids(self._own)[0])
         try:
-            # One of the ids that the next holder fences.
-            producer = Producer(short_lived_options(self._producer, own_ids(self._own)[0]), logger=silent())
             producer.init_transactions(_KAFKA_SECONDS)
         except KafkaException as error:
             raise Unavailable(f"Kafka, beginning as {self._own!r}: {text_of(error)}") from error

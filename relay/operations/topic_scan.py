@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
 
 from outbox.event import CE_ID, DEAD_LETTER, REPLAY
-from relay.kafka.client import headers_of, is_end, silent, text_of
+from relay.kafka.client import headers_of, is_end, reader_options, silent, text_of
 from relay.kafka.offsets import Offsets, Partition, Undecided
 from relay.ports import Unavailable
 
@@ -65,20 +65,8 @@ def _read(
 ) -> Iterator[Sequence[Seen]]:
     if not starts:
         return
-    consumer = Consumer(
-        {
-            **options,
-            # A follower in the reader's own rack may lag behind the leader.
-            "client.rack": "",
-            "group.id": "outbox-reconcile",
-            "enable.auto.commit": False,
-            "enable.partition.eof": True,
-            "isolation.level": isolation,
-            "auto.offset.reset": "earliest",
-            "allow.auto.create.topics": False,
-        },
-        logger=silent(),
-    )
+    more = {"enable.partition.eof": True, "auto.offset.reset": "earliest"}
+    consumer = Consumer(reader_options(options, "outbox-reconcile", isolation, more), logger=silent())
     try:
         consumer.assign([TopicPartition(found.topic, found.number, start) for found, start in starts.items()])
         unread = set(starts)
