@@ -48,6 +48,11 @@ class Claim(NamedTuple):
         """Return whether the event is a row of ``events``. One that was written as a message has none."""
         return has_row(self.position)
 
+    @property
+    def size(self) -> int:
+        """Return the bytes of the payload."""
+        return 0 if self.value is None else len(self.value)
+
 
 class Published(NamedTuple):
     """Kafka has acknowledged the event: it may leave the outbox. Topic, partition and offset are set if requested."""

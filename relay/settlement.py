@@ -201,7 +201,7 @@ class Settlement:
             "lsns": array([None if part.at is None else part.at.commit_lsn for part in pending]),
             "numbers": array([None if part.at is None else part.at.number for part in pending]),
             "own_ids": [lane.own_id for lane in held],
-            "versions": array([None if lane.version is None else f'"{lane.version}"' for lane in held]),
+            "versions": _versions(held),
             "writes": array(["t" if lane.written else "f" for lane in held]),
             "row_lanes": array(row_lanes),
             "row_ids": array([claim.position for claim in rows]),
@@ -326,7 +326,7 @@ class Settlement:
         values = {
             "lanes": array(list(lanes)),
             "epochs": array([lane.lease.epoch for lane in held]),
-            "versions": array([None if lane.version is None else f'"{lane.version}"' for lane in held]),
+            "versions": _versions(held),
         }
         known, statements = all(lane.version is not None for lane in held), self.statements
         return statements.still_held_by_version if known else statements.still_held, values
@@ -477,6 +477,10 @@ class Settlement:
                 "Postgres has lost a commit, or somebody changed it; the lane is compared with its marker again"
             )
         return reasons
+
+
+def _versions(held: Sequence[SettledLane]) -> str:
+    return array([None if lane.version is None else f'"{lane.version}"' for lane in held])
 
 
 def lanes_text(lanes: Collection[int]) -> str:

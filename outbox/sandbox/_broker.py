@@ -141,7 +141,7 @@ class Broker:
         new.mkdir()
         for name, content in found.items():
             (new / name).write_bytes(content)
-        own = {"version": "1", "cluster.id": cluster_id, "node.id": str(self.node.number), "directory.id": _new_id()}
+        own = {"version": "1", "cluster.id": cluster_id, "node.id": str(self.node.number), "directory.id": new_id()}
         (new / "meta.properties").write_text("".join(f"{name}={value}\n" for name, value in own.items()))
         new.rename(data)
 
@@ -202,7 +202,7 @@ def _of_one_node(properties: Mapping[str, str]) -> set[tuple[str, str]]:
     return {(name, properties[name]) for name in _NODE_SETTINGS if name in properties}
 
 
-def _new_id() -> str:
+def new_id() -> str:
     """Return a random id in Kafka's spelling."""
     return base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
 

@@ -7,12 +7,11 @@ tested, whatever repository serves them. ``python -m outbox.sandbox.jars lock`` 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import CancelledError, ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.resources import files
@@ -20,7 +19,7 @@ from pathlib import Path
 from typing import Final
 
 from outbox.sandbox import _download
-from outbox.sandbox._dirs import cache_dir
+from outbox.sandbox._dirs import cache_dir, locked_file
 from outbox.sandbox.errors import ChecksumMismatch, MissingDependency, ServiceError
 
 KAFKA: Final = "kafka"
@@ -161,7 +160,7 @@ def repository() -> str:
 
 def _fetch_one(base: str, jar: Jar, path: Path, report: Progress) -> None:
     """Download one jar into the cache, under a lock that keeps other processes out and is released if we die."""
-    with _locked_file(path.with_name(path.name + ".lock")):
+    with locked_file(path.with_name(path.name + ".lock")):
         if _cached(path, jar):
             report(jar.name, jar.size, jar.size)
             return
@@ -223,13 +222,6 @@ def sha256(path: Path) -> str:
     """Return a file's SHA-256 as hexadecimal digits."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-@contextlib.contextmanager
-def _locked_file(path: Path) -> Iterator[None]:
-    with path.open("a") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield
 
 
 def _lock_text() -> str:

@@ -5,13 +5,11 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import shutil
 import signal
 import time
-import uuid
 import weakref
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,7 +19,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from outbox.sandbox import jars
-from outbox.sandbox._broker import Broker, Node, Runtime
+from outbox.sandbox._broker import Broker, Node, Runtime, new_id
 from outbox.sandbox._dirs import temporary_directory
 from outbox.sandbox._ports import free_ports, listening
 from outbox.sandbox._process import kill_with_children, pause, wait_for
@@ -249,7 +247,7 @@ class KafkaCluster:
             nodes = [Node(index + 1, ports[2 * index], ports[2 * index + 1]) for index in range(size)]
         else:
             nodes = [Node(1, *free_ports(3))]
-        cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
+        cluster_id = new_id()
         if cluster_id.startswith("-"):  # the format tool would parse it as an option
             cluster_id = "A" + cluster_id[1:]
         if not self._temporary:

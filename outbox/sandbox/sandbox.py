@@ -5,7 +5,6 @@ fsync is on, so a restart of the machine loses no committed data; ``up`` starts 
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import os
 import shutil
@@ -17,7 +16,7 @@ from typing import Final
 
 import psycopg
 
-from outbox.sandbox._dirs import blocking_directory, cache_dir, shared_dir, unprivileged_user
+from outbox.sandbox._dirs import blocking_directory, cache_dir, locked_file, shared_dir, unprivileged_user
 from outbox.sandbox.errors import PortTaken, ServiceError
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.sandbox.postgres import PostgresServer
@@ -124,8 +123,7 @@ class Sandbox:
     @contextmanager
     def _alone(self) -> Iterator[None]:
         self.directory.mkdir(parents=True, exist_ok=True)
-        with (self.directory / "lock").open("a") as file:
-            fcntl.flock(file, fcntl.LOCK_EX)
+        with locked_file(self.directory / "lock"):
             yield
 
     def _found(self) -> tuple[PostgresServer, KafkaCluster]:

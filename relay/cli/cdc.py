@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -93,11 +93,8 @@ def _cdc(database_url: str | None) -> Iterator[tuple[Cdc, Settings]]:
     from relay.wal.slot import slot_names
 
     settings = load(database_url=database_url)
-    connection = Connector(settings.require_database(), "outbox cdc")()
-    try:
+    with closing(Connector(settings.require_database(), "outbox cdc")()) as connection:
         yield Cdc(connection, slot_names(settings)), settings
-    finally:
-        connection.close()
 
 
 def _summary(found: Status, settings: Settings) -> dict[str, Any]:

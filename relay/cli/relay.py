@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 from collections.abc import Sequence
+from contextlib import closing
 from types import FrameType
 from typing import TYPE_CHECKING, Annotated
 
@@ -195,11 +196,8 @@ def release(
 
     require_reason(reason, "what happened; it is kept in the audit")
     settings = load(database_url=database_url)
-    connection = Connector(settings.require_database(), "outbox relay release")()
-    try:
+    with closing(Connector(settings.require_database(), "outbox relay release")()) as connection:
         freed = release_lane(connection, settings.db_schema, lane, reason or "")
-    finally:
-        connection.close()
     if freed is None:
         typer.echo(f"Lane {lane} is free already.")
     else:
@@ -221,11 +219,8 @@ def wait(
     from relay.operations.waiting import wait_until_published
 
     settings = load(database_url=database_url)
-    connection = Connector(settings.require_database(), "outbox relay wait")()
-    try:
+    with closing(Connector(settings.require_database(), "outbox relay wait")()) as connection:
         left = wait_until_published(connection, settings.db_schema, seconds)
-    finally:
-        connection.close()
     if left:
         typer.echo(
             f"{left} events are not published after {seconds:g} s. Is a relay running, and can it reach Kafka? See "
@@ -259,13 +254,10 @@ def switch(
     from relay.wal.slot import slot_names
 
     settings = load(database_url=database_url)
-    connection = Connector(settings.require_database(), "outbox relay switch")()
-    try:
+    with closing(Connector(settings.require_database(), "outbox relay switch")()) as connection:
         cdc = Cdc(connection, slot_names(settings))
         switched = cdc.switch(to, wait_seconds=wait_seconds, leave_messages=leave_messages, reason=reason)
         slot_there = cdc.status().slot.there
-    finally:
-        connection.close()
     typer.echo(f"Every lane is read from {to} now." if switched else f"Every lane was read from {to} already.")
     if switched:
         typer.echo(f"Relays with OUTBOX_SOURCE={to} take the lanes up as soon as the others have let go of them.")

@@ -304,7 +304,7 @@ class BatchProducer:
         for claim, error in self._failed.values():
             if error.code() == KafkaError.MSG_SIZE_TOO_LARGE:
                 topic = self._topic(claim)
-                if topic not in largest or len(claim.value or b"") > len(largest[topic].value or b""):
+                if topic not in largest or claim.size > largest[topic].size:
                     largest[topic] = claim
         return {claim.lane: claim.position for claim in largest.values()}
 

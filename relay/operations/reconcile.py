@@ -34,6 +34,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
@@ -329,11 +330,8 @@ class Reconciler:
         if timeline == seen.timeline:
             return None
         if self._ended is None:
-            replication = self._replicate()
-            try:
+            with closing(self._replicate()) as replication:
                 self._ended = {switch.timeline: switch.lsn for switch in replication.switches(seen.timeline)}
-            finally:
-                replication.close()
         return self._ended.get(timeline)
 
     def _published(self, marker: Marker | None, seen: _Lane) -> WalPosition | None:

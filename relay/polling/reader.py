@@ -191,7 +191,7 @@ class LaneReader:
     def worth_reading_ahead(self, batches: Mapping[int, Sequence[Claim]], limits: Mapping[int, int]) -> bool:
         """Return whether there is a backlog, and no lane whose failures must be known before the next turn."""
         return any(
-            2 * len(batch) > limits[lane] or sum(_size(claim) for claim in batch[:1]) * len(batch) > _LANE_BYTES
+            2 * len(batch) > limits[lane] or sum(claim.size for claim in batch[:1]) * len(batch) > _LANE_BYTES
             for lane, batch in batches.items()
         ) and all(self._lanes[lane].failures is None for lane in limits)
 
@@ -234,7 +234,7 @@ class LaneReader:
         self.note_busy(batches)
         total = 0
         for lane, batch in batches.items():
-            size = sum(_size(claim) for claim in batch)
+            size = sum(claim.size for claim in batch)
             total += size
             self._lanes[lane].row_bytes = size / len(batch)
         if total > max(self._turn_bytes // 2, _LARGE_BYTES * sum(map(len, batches.values()))):
@@ -305,7 +305,3 @@ class LaneReader:
 
     def _xmin(self) -> int:
         return self._session.number(XMIN)
-
-
-def _size(claim: Claim) -> int:
-    return len(claim.value) if claim.value is not None else 0

@@ -83,7 +83,7 @@ class EventReader:
         """Return about how much memory these take: only events without a row have their content here."""
         size = len(claims) * overhead
         if self._message_count:
-            size += sum(len(claim.value) for claim in claims if claim.value is not None)
+            size += sum(claim.size for claim in claims)
         return size
 
     def _take(self, data: bytes) -> None:

@@ -101,7 +101,7 @@ class StreamReader:
                     channel.put_back(claims[n:])
                     announced[number] = claims[:n]
                     break
-                before += len(claim.value) if claim.value is not None else 0
+                before += claim.size
         return announced
 
     def _read(
@@ -203,7 +203,7 @@ class StreamReader:
         """Adapt the number of rows of the next turn to the size of these."""
         if not lane.batch:
             return
-        total = sum(len(claim.value) if claim.value is not None else 0 for claim in lane.batch)
+        total = sum(claim.size for claim in lane.batch)
         lane.row_bytes = total / len(lane.batch)
         fitting = int(self._turn_bytes / 4 / max(lane.row_bytes, 1.0))
         if asked >= lane.rows or fitting < lane.rows:
