@@ -8,7 +8,7 @@ one before it; anything else is an error:
 | last_batch  | marker             | it means                                  | what follows                        |
 |-------------|--------------------|-------------------------------------------|-------------------------------------|
 | NULL        | none               | exactly-once has not begun on this lane   | write an empty marker, batch 1      |
-| NULL        | k                  | lanes were made anew                      | settle k's events, go on with k + 1 |
+| NULL        | k                  | lanes were recreated                      | settle k's events, go on with k + 1 |
 | k           | k                  | batch k is settled                        | go on with k + 1                    |
 | k - 1       | k                  | killed after the commit, before settling  | settle k's events, go on with k + 1 |
 | k           | none, or below k   | the state topic lost data                 | stop: publishing could double       |

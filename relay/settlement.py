@@ -286,8 +286,8 @@ class Settlement:
             if not done:
                 waited = time.monotonic() - behind.asked_at
                 raise DatabaseUnavailable(
-                    f"Postgres: settling {lanes_text(behind.lanes)} has taken {waited:.1f} s and is not done; what was "
-                    "to be published next is given up, and read again"
+                    f"Postgres: settling {lanes_text(behind.lanes)} has taken {waited:.1f} s and is not done; the "
+                    "next batch is not published, and will be read again"
                 )
             self._behind = None
             missing, moved = self._note(behind.cursor.fetchall(), behind.lanes, behind.asked_at)

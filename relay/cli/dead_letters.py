@@ -39,7 +39,7 @@ _Cause = Annotated[
 ]
 _All = Annotated[bool, typer.Option("--all", help="All that match the filters.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Relay: only count.")]
-_Limit = Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")]
+_Limit = Annotated[int, typer.Option(min=1, max=100_000, help="Show at most this many.")]
 
 
 @app.command("list")

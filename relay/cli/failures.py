@@ -33,7 +33,7 @@ _All = Annotated[bool, typer.Option("--all", help="All of them (of --aggregate-t
 def list_failures(
     database_url: DatabaseUrl = None,
     aggregate_type: _Type = None,
-    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")] = 100,
+    limit: Annotated[int, typer.Option(min=1, max=100_000, help="Show at most this many.")] = 100,
     as_json: AsJson = False,
 ) -> None:
     """List events that wait for another attempt, and dead letters; oldest failure first."""

@@ -204,7 +204,7 @@ class TransactionWatch:
             offset=each.undecided.stable,
             end=each.undecided.end,
             seconds=round(now - each.seen_at),
-            known_to_be_an_outbox_s=each.found.whose is Whose.AN_OUTBOX,
+            began_by_an_outbox=each.found.whose is Whose.AN_OUTBOX,
         )
 
 

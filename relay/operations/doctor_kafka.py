@@ -122,7 +122,7 @@ def _open_transactions(settings: Settings, options: Mapping[str, str]) -> Iterat
     for each in found:
         yield _open_transaction(each, transactions.limit(each.whose))
     if not found:
-        yield Finding(Level.OK, "open transactions", "none stands still in the outbox's topics")
+        yield Finding(Level.OK, "open transactions", "none hangs in the outbox's topics")
 
 
 def _open_transaction(found: OpenTransaction, limit: float) -> Finding:
@@ -131,7 +131,7 @@ def _open_transaction(found: OpenTransaction, limit: float) -> Finding:
     whose = {
         Whose.AN_OUTBOX: " of a relay",
         Whose.ANOTHER: " of another program",
-        Whose.UNKNOWN: " (whose it is and since when, its first record tells: grant READ on the topic)",
+        Whose.UNKNOWN: " (grant READ on the topic to see who began it, and when)",
     }[found.whose]
     topic, partition = found.undecided.partition
     about = f"topic {topic} partition {partition}, transaction"
@@ -143,7 +143,7 @@ def _open_transaction(found: OpenTransaction, limit: float) -> Finding:
         return Finding(
             Level.FAILURE,
             about,
-            f"{text}it has outlasted its time-out: a broker has lost its end (KAFKA-20734), or no coordinator answers",
+            f"{text}it has exceeded its timeout: a broker has lost its end (KAFKA-20734), or no coordinator answers",
             "`outbox relay reconcile` says how many events are in it and whether the outbox still has their rows, and "
             "what ends it",
         )
@@ -271,7 +271,7 @@ def _topic(name: str, topic: Any, config: _Config) -> Iterator[Finding]:
         yield Finding(
             Level.WARNING,
             f"topic {name}",
-            f"{said}: an acknowledged event stands on one disk",
+            f"{said}: an acknowledged event is on one disk only",
             "replication factor 3 and min.insync.replicas=2",
         )
     elif required >= copies:

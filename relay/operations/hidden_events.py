@@ -51,10 +51,10 @@ class HangingPartition:
         rest = self.events - self.held - len(self.missing[:_NAMED])
         more = f" (and {rest} more, see `outbox relay reconcile --json`)" if rest else ""
         return (
-            f"Kafka has {self.events - self.held} events that no reader in read_committed sees, and the outbox has "
-            f"them no more. 1. Save them: {self.read} > saved. 2. Make sure that no program has the transaction open, "
-            f"and end it: {self.command}. 3. Send them again: with relay.archive_days, outbox replay {named}{more}; "
-            "else write what was saved anew, under the same event ids. They come after the later events of their keys. "
+            f"Kafka has {self.events - self.held} events that no read_committed reader sees, and the outbox no longer "
+            f"has them. 1. Save them: {self.read} > saved. 2. Make sure that no program has the transaction open, and "
+            f"end it: {self.command}. 3. Send them again: with relay.archive_days, outbox replay {named}{more}; else "
+            "write the saved events again, under the same event ids. They come after the later events of their keys. "
             "4. If a lane has stopped: `outbox relay reconcile --apply` again"
         )
 
@@ -145,10 +145,10 @@ class HiddenEvents:
             raise WouldLoseEvents(
                 "; ".join(
                     f"{found.topic!r} partition {found.partition}: of {found.events} events that wait behind offset "
-                    f"{found.stable} for the end of a transaction, the outbox has {found.held} rows only"
+                    f"{found.stable} for the end of a transaction, the outbox has only {found.held} rows"
                     for found in lost
                 )
-                + ". To abort it loses those that are in it and not in the outbox, so nothing was done. "
+                + ". Aborting it would lose those that are not in the outbox, so nothing was done. "
                 + "; ".join(f"{found.topic!r} partition {found.partition}: {found.way_out}" for found in lost)
             )
 

@@ -193,7 +193,7 @@ class Cdc:
         if state.active_pid is not None:
             raise CdcRefused(
                 f"the slot {self._names.slot!r} is being read, by process {state.active_pid} of the server: nothing to "
-                "repair; to make it anew all the same, stop the relays first"
+                "repair; to replace it anyway, stop the relays first"
             )
         if not lose_messages and state.known and slot_fault(state, self._names) is None:
             self._publish()
@@ -204,7 +204,7 @@ class Cdc:
         if unread != 0 and not lose_messages:
             held = "it can't be seen whether there are any" if unread is None else f"it has {unread}, not all published"
             raise CdcRefused(
-                f"the slot {self._names.slot!r} has to be made anew, and events without a row (transport='message') in "
+                f"the slot {self._names.slot!r} has to be replaced, and events without a row (transport='message') in "
                 f"it would be lost: {held}. To go on without them, use --lose-messages"
             )
         if state.there:

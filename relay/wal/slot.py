@@ -352,7 +352,7 @@ def slot_fault(state: SlotState, names: SlotNames) -> str | None:
         return (
             f"slot {slot!r} stands at {lsn_text(state.confirmed_lsn or 0)}, and this outbox has used the stream up to "
             f"{lsn_text(state.flushed_lsn or 0)}: somebody advanced it or made it anew, or a failover took commits "
-            "back; events may be passed by"
+            "back; events may be skipped"
         )
     return None
 

@@ -51,7 +51,7 @@ def test_a_relay_says_what_hangs_in_a_topic_of_events_and_is_not_ready(hanging, 
     assert [(line["level"], line["topic"], line["partition"], line["offset"]) for line in said] == [
         ("error", topic, 1, 0) for topic in sorted(hanging.topics)
     ]
-    assert all(line["seconds"] >= TIMEOUT and line["known_to_be_an_outbox_s"] for line in said)
+    assert all(line["seconds"] >= TIMEOUT and line["began_by_an_outbox"] for line in said)
     end_what_hangs(hanging)
     relay.wait_for_log("no transaction hangs any more")
     shown.recovers()
