@@ -1,26 +1,27 @@
-"""What every librdkafka client here shares: its logger, callbacks that keep nothing alive, the text of errors."""
+"""Helpers for librdkafka clients: their logger, callbacks that keep nothing alive, the text of errors."""
 
 from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message
+from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
 
 def text_of(error: KafkaException) -> str:
-    """Return what librdkafka or the broker said."""
+    """Return the error text of librdkafka or the broker."""
     inner = error.args[0]
     return inner.str() if isinstance(inner, KafkaError) else str(error)
 
 
 def is_end(error: KafkaError) -> bool:
-    """Return whether what a reader was told is the end of a partition. Raises KafkaException for an error.
+    """Return whether an error event is only the end of a partition. Raises KafkaException if it is an error.
 
-    A reader with partitions and offsets of its own needs no right on a group. librdkafka asks for the coordinator of
-    its group all the same, says that it was refused, and reads on.
+    Returns False if rights on the group are missing: a reader with assigned partitions and offsets needs none, but
+    librdkafka looks up the group's coordinator anyway, reports the refusal, and reads on.
     """
     if error.code() == KafkaError._PARTITION_EOF:
         return True
@@ -30,10 +31,11 @@ def is_end(error: KafkaError) -> bool:
 
 
 def headers_of(message: Message) -> dict[str, Any]:
-    """Return a record's headers; none where a name is not UTF-8, which another program may have written.
+    """Return a record's headers; none if a name is not UTF-8, which another program may have written.
 
-    For such a name the client's C code leaves an error behind beside a broken list. Only a call from C, as by map(), is
-    certain to notice it. Ask once only: a second call returns the list without the error, and who reads it crashes.
+    For such a name the client's C code returns a broken list with an exception set. Only a caller in C, such as map(),
+    is certain to notice it. Call it only once: a second call returns the list without the error, and reading it
+    crashes.
     """
     try:
         [found] = map(Message.headers, [message])
@@ -42,8 +44,39 @@ def headers_of(message: Message) -> dict[str, Any]:
     return dict(found or ())
 
 
+def reader_options(options: Mapping[str, str], group: str, isolation: str, more: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the options of a consumer that reads assigned partitions, and always from their leaders."""
+    return {
+        **options,
+        # A follower in the reader's own rack may lag behind the leader.
+        "client.rack": "",
+        "group.id": group,
+        "enable.auto.commit": False,
+        "isolation.level": isolation,
+        "allow.auto.create.topics": False,
+        **more,
+    }
+
+
+def create_topic(admin: AdminClient, topic: NewTopic, seconds: float) -> None:
+    """Create a topic, unless it exists. Raises KafkaException."""
+    try:
+        # Without an explicit timeout the client waits a minute for a controller that has just died.
+        admin.create_topics([topic], operation_timeout=seconds, request_timeout=seconds)[topic.topic].result()
+    except KafkaException as error:
+        if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
+            raise
+
+
+def partitions_text(numbers: Collection[int]) -> str:
+    """Return partitions for error texts: all of a few, the first of many."""
+    some = sorted(numbers)
+    shown = ", ".join(map(str, some[:10])) + (", …" if len(some) > 10 else "")
+    return f"partition{'s' if len(some) > 1 else ''} {shown}"
+
+
 def silent() -> logging.Logger:
-    """Return a logger for librdkafka, so that its lines do not go to stderr past the structured log."""
+    """Return a silent logger for librdkafka, whose lines would otherwise bypass the structured log on stderr."""
     logger = logging.getLogger("relay.librdkafka")
     logger.setLevel(logging.CRITICAL + 1)
     return logger
@@ -52,8 +85,8 @@ def silent() -> logging.Logger:
 def weak_callback(method: Callable[..., None]) -> Callable[..., None]:
     """Return a callback for librdkafka that does not keep its object alive.
 
-    The producer holds its callbacks and the object holds the producer: such a ring would go only when Python looks for
-    rings, and with it librdkafka's threads and connections.
+    The producer refers to its callbacks, and the object to the producer: only Python's garbage collector would free
+    such a cycle, and with it librdkafka's threads and connections.
     """
     reference = weakref.WeakMethod(method)
 

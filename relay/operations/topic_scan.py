@@ -1,4 +1,4 @@
-"""What stands in the outbox's topics, read from the topics themselves."""
+"""Reads the records of the outbox's topics."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Final, NamedTuple
 from confluent_kafka import Consumer, KafkaException, Message, TopicPartition
 
 from outbox.event import CE_ID, DEAD_LETTER, REPLAY
-from relay.kafka.client import headers_of, is_end, silent, text_of
+from relay.kafka.client import headers_of, is_end, reader_options, silent, text_of
 from relay.kafka.offsets import Offsets, Partition, Undecided
 from relay.ports import Unavailable
 
@@ -20,10 +20,9 @@ _WAIT_SECONDS: Final = 0.2
 
 
 class Seen(NamedTuple):
-    """One record. ``mark`` tells a replay or a dead-letter copy from the event itself, which has the same id."""
+    """One record. ``mark`` distinguishes a replay or a dead-letter copy from its event, which has the same id."""
 
     partition: Partition
-    offset: int
     milliseconds: int
     event_id: str | None
     mark: str
@@ -31,9 +30,9 @@ class Seen(NamedTuple):
 
 
 def committed_since(options: Mapping[str, str], since: Mapping[str, int]) -> Iterator[Sequence[Seen]]:
-    """Yield the committed records of each topic, in groups, from a time (milliseconds) until its present end.
+    """Yield the committed records of each topic, in groups, from a time (milliseconds) up to its current end.
 
-    A topic that does not exist has none. Raises Unavailable when one can't be read to its end.
+    Ignores topics that do not exist. Raises Unavailable when one can't be read to its end.
     """
     try:
         offsets = Offsets(options)
@@ -41,10 +40,10 @@ def committed_since(options: Mapping[str, str], since: Mapping[str, int]) -> Ite
         starts: dict[Partition, int] = {}
         for topic, milliseconds in since.items():
             partitions = offsets.partitions({topic})
-            # Open transactions included: a committed event may stand behind one.
+            # Including open transactions: a committed event may be behind one.
             ends |= offsets.high(partitions)
             starts |= offsets.since(partitions, milliseconds)
-        # A negative offset says that nothing is as young as that.
+        # A negative offset means that all records are older.
         starts = {found: start for found, start in starts.items() if 0 <= start < ends[found]}
         yield from _read(options, starts, ends, isolation="read_committed")
     except KafkaException as error:
@@ -52,7 +51,7 @@ def committed_since(options: Mapping[str, str], since: Mapping[str, int]) -> Ite
 
 
 def behind(options: Mapping[str, str], undecided: Collection[Undecided]) -> Iterator[Sequence[Seen]]:
-    """Yield all records from where each partition is undecided to its end, those of open transactions among them."""
+    """Yield all records from where each partition is undecided to its end, including those of open transactions."""
     try:
         starts = {found.partition: found.stable for found in undecided}
         ends = {found.partition: found.end for found in undecided}
@@ -66,20 +65,8 @@ def _read(
 ) -> Iterator[Sequence[Seen]]:
     if not starts:
         return
-    consumer = Consumer(
-        {
-            **options,
-            # A copy in the reader's own rack may lag behind the leader.
-            "client.rack": "",
-            "group.id": "outbox-reconcile",
-            "enable.auto.commit": False,
-            "enable.partition.eof": True,
-            "isolation.level": isolation,
-            "auto.offset.reset": "earliest",
-            "allow.auto.create.topics": False,
-        },
-        logger=silent(),
-    )
+    more = {"enable.partition.eof": True, "auto.offset.reset": "earliest"}
+    consumer = Consumer(reader_options(options, "outbox-reconcile", isolation, more), logger=silent())
     try:
         consumer.assign([TopicPartition(found.topic, found.number, start) for found, start in starts.items()])
         unread = set(starts)
@@ -110,7 +97,6 @@ def _seen(partition: Partition, message: Message) -> Seen:
     value = message.value()
     return Seen(
         partition,
-        message.offset() or 0,
         message.timestamp()[1],
         _uuid(_text(headers.get(CE_ID))),
         _text(headers.get(REPLAY) or headers.get(DEAD_LETTER)),
@@ -119,7 +105,7 @@ def _seen(partition: Partition, message: Message) -> Seen:
 
 
 def _uuid(text: str) -> str | None:
-    """Return the id as Postgres takes it; None for a message that is not the outbox's."""
+    """Return the id in Postgres's form; None for a message that is not the outbox's."""
     try:
         return str(uuid.UUID(text))
     except ValueError:

@@ -98,7 +98,7 @@ def test_a_new_slot_is_not_made_over_events_without_a_row(shell):
         Outbox(transport="message", slot=shell.slot).add(shell.admin, Event("Order", "1", "Said"))
     repair = ("cdc setup", "--repair", "--reason", "somebody made it anew")
     _, output = shell.refused(*repair)
-    assert "has to be made anew" in output
+    assert "has to be replaced" in output
     assert "it has 1, not all published" in output
     assert (shell.slots(), shell.audit()[-1][0]) == (1, "switch to wal")
     assert shell.refused("cdc setup", "--lose-messages")[0] == 2

@@ -102,8 +102,8 @@ def test_a_marker_that_lacks_an_event_id_is_refused() -> None:
 @pytest.mark.parametrize(
     ("last_batch", "batch"),
     [
-        pytest.param(None, 1, id="lanes made anew, first batch"),
-        pytest.param(None, 8, id="lanes made anew"),
+        pytest.param(None, 1, id="lanes recreated, first batch"),
+        pytest.param(None, 8, id="lanes recreated"),
         pytest.param(8, 8, id="settled"),
         pytest.param(7, 8, id="killed before settling"),
         pytest.param(0, 1, id="killed before settling the first"),
