@@ -1,8 +1,8 @@
-"""What a consumer shows to Prometheus: base units, one prefix, no ids or keys as labels.
+"""A consumer's Prometheus metrics: base units, one prefix, no ids or keys as labels.
 
-Counts of messages stand in the sink and move with the effect: they go on where they were when a consumer starts anew.
-What a server would have to be asked for is asked when Prometheus comes, each for a few seconds at most. A server that
-is away leaves its figures out, which is no figure at all and not an old one; ``…_up`` says so.
+Message counts are stored in the sink and change with the effect, so they continue across restarts of a consumer.
+Figures that need a server are requested at each scrape, with a limit of a few seconds. While a server is away its
+figures are left out rather than repeated; ``…_up`` is then 0.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class ConsumerMetrics:
         self._last_round: float | None = None
 
     def observe(self, text: str, figures: Mapping[str, Any]) -> None:
-        """Take a report of the runner; only rounds count."""
+        """Count a round that the runner reports; other reports are ignored."""
         if text != "round":
             return
         seconds = figures["round_seconds"]
@@ -88,11 +88,11 @@ class ConsumerMetrics:
             self._last_round = time.time()
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the registry would ask for the figures themselves, at start."""
+        """Return nothing, so that the registry does not collect all figures when this is registered."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Return all figures as they are now."""
+        """Return all current figures."""
         self._sink_answer.ask()
         self._kafka_answer.ask()
         yield from self._own()
@@ -154,7 +154,7 @@ class ConsumerMetrics:
             return
         at = {(row["topic"], row["part"]): row["next_offset"] for row in rows}
         behind = [
-            # A partition that nobody has read yet begins where Kafka's log does.
+            # A partition that was never read begins where Kafka's log does.
             {"topic": topic, "part": part, "lag": max(0, extent.end - at.get((topic, part), extent.first))}
             for (topic, part), extent in sorted(extents.items())
         ]
@@ -197,7 +197,7 @@ class ConsumerMetrics:
 
 
 class _Asked(Generic[T]):
-    """Asks a server from a thread of its own, one question at a time: a server that hangs does not hang a scrape."""
+    """Queries a server in a thread of its own, one query at a time, so that a hanging server does not hang a scrape."""
 
     def __init__(self, question: Callable[[], T], name: str) -> None:
         self._question = question
@@ -206,7 +206,7 @@ class _Asked(Generic[T]):
         self._asked: Future[T] | None = None
 
     def ask(self) -> None:
-        """Ask, unless the last question is still open."""
+        """Start the query, unless the last one is still running."""
         with self._lock:
             if self._asked is not None and not self._asked.done():
                 return
