@@ -1,25 +1,25 @@
-"""Effects outside the database that count once: call a payment provider, send a mail.
+"""Effects outside the database that take place once: call a payment provider, send a mail.
 
-The task's transaction writes a row into ``consumer.reservations`` beside the offsets. A caller claims rows in short
-transactions, calls with the event's id as the key, and settles with the answer; ``state_machine`` says what follows
-from what.
+The task's transaction writes a row into ``consumer.reservations`` together with the offsets. A caller claims rows in
+short transactions, calls with the event's id as the key, and settles the row with the answer; ``state_machine`` has the
+transitions.
 
-| crash point                                     | what the row says          | what follows                         |
+| crash point                                     | the row's state            | what follows                         |
 |-------------------------------------------------|----------------------------|--------------------------------------|
-| before the task's COMMIT                        | there is none              | the range is read again              |
+| before the task's COMMIT                        | there is no row            | the range is read again              |
 | after it, before a claim                        | reserved                   | claimed                              |
 | after the claim, before the call                | calling, past its lease    | called again with the same key       |
 | during the call, done by the provider or not    | the same                   | the same: the provider's key decides |
 | the answer came, killed before COMMIT           | the same                   | the same                             |
 | COMMIT was sent, its answer is lost             | confirmed or cancelled     | nothing: a settled row stays so      |
-| the SQL beside it fails                         | reserved, has the response | only the SQL is tried again          |
+| the SQL that goes with it fails                 | reserved, has the response | only the SQL is tried again          |
 | between refusal and cancellation                | cancelling                 | cancelled with the cancel's own key  |
-| during the cancellation                         | cancelling, its lease      | cancelled again with the same key    |
-| a caller stands still for longer than its lease | another attempt's          | its late answer is weighed, not lost |
+| during the cancellation                         | cancelling, past its lease | cancelled again with the same key    |
+| a caller hangs for longer than its lease        | another attempt's          | its late answer is still evaluated   |
 | the database is away when the answer comes      | calling                    | settled when it is back              |
 
-What the provider must keep: a key has one outcome, for as long as ``key_seconds``; and a cancellation also holds
-against a call with that key that arrives after it.
+The provider must guarantee that a key has one outcome for ``key_seconds``, and that a cancellation also applies to a
+call with that key that arrives after it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _AWAY: Final = (*AWAY, ConsumerUnavailable)
 
 
 class Refused(ConsumerError):
-    """The provider has said no, for good. Raised by ``call``, ``ask`` or ``cancel``."""
+    """The provider has refused for good. Raised by ``call``, ``ask`` or ``cancel``."""
 
 
 class TryLater(ConsumerError):
@@ -76,7 +76,7 @@ class TryLater(ConsumerError):
 
 
 class OutcomeUnknown(ConsumerError):
-    """The provider may have done it: no answer, or one that does not say. ``retry_after`` is in seconds."""
+    """The provider may have done the call: no answer, or an unclear one. ``retry_after`` is in seconds."""
 
     def __init__(self, text: str, retry_after: float | None = None) -> None:
         super().__init__(text)
@@ -85,9 +85,9 @@ class OutcomeUnknown(ConsumerError):
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """What a function of the user's is called with. ``timeout`` is in seconds, and is the function's to keep.
+    """The argument of the user's functions. ``timeout`` is in seconds; the function must keep to it.
 
-    key       the Idempotency-Key: the same in every attempt. That of a cancellation ends in ``:cancel``.
+    key       the Idempotency-Key: the same in every attempt. That of a cancellation ends with ``:cancel``.
     call_key  the key of the call itself; for ``ask`` and ``cancel``.
     attempt   from 1, over all attempts.
     """
@@ -105,14 +105,14 @@ class Call:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """What ``ask`` gives when the provider has done the call. ``response`` is kept, as JSON."""
+    """Returned by ``ask`` when the provider has done the call. ``response`` is stored as JSON."""
 
     response: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class Settled:
-    """What SQL beside a settlement is about. In SQL text: ``%(message_id)s``, ``%(request)s``, ``%(response)s``."""
+    """The settled call, for the SQL that goes with it: ``%(message_id)s``, ``%(request)s``, ``%(response)s``."""
 
     message_id: UUID
     request: Any
@@ -128,27 +128,27 @@ Connect = Callable[[], psycopg.Connection[Any]]
 class External:
     """One kind of call to one provider, beside a ConsumerJob whose effect is, or contains, ``reserve()``.
 
-    name, group     names it among the group's reservations; ``group`` is the ConsumerJob's. It makes one call for a
-                    message: where a transform makes several rows of one, ``where`` has to leave one of them.
-    request         SQL expression over ``batch`` that gives jsonb: what the call needs to know.
-    call            makes the call, with ``key`` as its Idempotency-Key. Returns the response, to be kept as JSON, or
-                    raises Refused, TryLater or OutcomeUnknown. Any other exception counts as OutcomeUnknown.
-    cancel          takes back what a call may have done; is called after a refusal that follows an attempt without an
-                    answer, or by hand. Must also succeed when there is nothing to take back.
-    ask             looks what became of ``call_key`` at the provider: gives Done or None, raises Refused. Asked before
-                    a call is repeated that may have been done.
-    on_confirmed    SQL, or a function of a cursor and Settled, done in the transaction that settles.
-    on_cancelled    the same for a cancelled one: refused, or taken back.
-    where           SQL condition over ``batch``: which messages are called for. Tombstones are not, by default.
-    order_by        SQL expression over ``batch``: calls with the same one go out in the order of their messages, each
-                    after the one before has been settled. None: in no order.
+    name, group     identify the calls among the reservations; ``group`` is the ConsumerJob's. There is one call for
+                    each message: if a transform makes several rows of a message, ``where`` must select one of them.
+    request         SQL expression over ``batch`` that returns jsonb: the data for the call.
+    call            makes the call, with ``key`` as its Idempotency-Key. Returns the response, which is stored as JSON,
+                    or raises Refused, TryLater or OutcomeUnknown. Any other exception counts as OutcomeUnknown.
+    cancel          reverses what a call may have done; called by an operator's command, and after a refusal that
+                    follows an attempt without an answer. Must also succeed when there is nothing to reverse.
+    ask             asks the provider for the outcome of ``call_key``: returns Done or None, raises Refused. Called
+                    before repeating a call that may have been done.
+    on_confirmed    SQL, or a function of a cursor and Settled, run in the transaction that settles the call.
+    on_cancelled    the same for a cancelled call: one that was refused or reversed.
+    where           SQL condition over ``batch`` that selects the messages to call for. By default all but tombstones.
+    order_by        SQL expression over ``batch``: calls with the same value go out in the order of their messages, each
+                    after the one before was settled. None: in no order.
     workers         how many calls at a time, in one process.
-    timeout         of a call, in seconds; given to the functions.
-    max_attempts    after that many it is stuck, until somebody looks.
+    timeout         of a call, in seconds; passed to the functions.
+    max_attempts    after this many the call is stuck and waits for an operator.
     first_wait, longest_wait    seconds between attempts: doubled each time, with jitter.
-    key_seconds     for how long the provider knows a key. After that a call that may have been done is not repeated.
+    key_seconds     how long the provider remembers a key. After that a call that may have been done is not repeated.
     lease           seconds after which an attempt counts as lost; longer than a call can take. None: from ``timeout``.
-    key_suffix      ends the keys: for a second effect of the same messages at the same provider.
+    key_suffix      is appended to the keys, for a second effect of the same messages at the same provider.
     schema          of the consumers' tables.
 
     Raises JobError for a declaration that can't work.
@@ -192,18 +192,18 @@ class External:
 
     @property
     def rules(self) -> Rules:
-        """What the decisions need."""
+        """The rules for ``state_machine``."""
         return Rules(
             self.max_attempts, self.ask is not None, self.cancel is not None, self.first_wait, self.longest_wait
         )
 
     @property
     def lease_seconds(self) -> float:
-        """How long an attempt may take: asking and calling, and a margin."""
+        """How long an attempt may take: the time for ``ask`` and ``call``, and a margin."""
         return self.lease or self.timeout * (2 if self.ask else 1) * 1.5 + _MARGIN
 
     def reserve(self) -> str:
-        """Return the SQL that reserves, for a ConsumerJob's effect, alone or after other statements and a semicolon."""
+        """Return the SQL that reserves calls, as a ConsumerJob's effect or to append to one after a semicolon."""
         composed = sql.SQL(_RESERVE).format(
             reservations=sql.Identifier(self.schema, "reservations"),
             grp=sql.Literal(self.group),
@@ -223,17 +223,17 @@ class External:
         report: Report | None = None,
         patience: float | None = 60.0,
     ) -> Counts:
-        """Call and settle; see Caller."""
+        """Run a Caller; see there."""
         return Caller(self, connect, report, patience).run(stop, until)
 
 
 Until = Literal["due", "settled", "stopped"]
-"""due: nothing is due now. settled: nothing is open but for people to decide. stopped: never by itself."""
+"""due: until nothing is due. settled: until only stuck calls, which wait for operators, are open. stopped: forever."""
 
 
 @dataclass
 class Counts:
-    """What a caller has done. ``attempts`` are claims; ``late`` are answers that changed nothing any more."""
+    """The figures of a caller. ``attempts`` counts claims; ``late`` counts answers that came too late to matter."""
 
     name: str
     attempts: int = 0
@@ -265,14 +265,14 @@ class _Answered:
 
 
 class Caller:
-    """Claims, calls and settles for one External, until told. Several of them, in several processes, share the work.
+    """Claims, calls and settles the reservations of one External. Callers in several processes share the work.
 
-    connect   gives a connection in autocommit mode; one is open at a time, and no transaction during a call.
-    report    told what happens: a short text and its figures.
-    patience  seconds to wait for a database that is away, None for ever. ConsumerUnavailable is raised after that; see
+    connect   opens a connection in autocommit mode. One is open at a time, without a transaction during calls.
+    report    called with what happens: a short text and its figures.
+    patience  seconds to wait for a database that is away, None forever. ConsumerUnavailable is raised after that; see
               spark_jobs/patience.py.
 
-    Calls run in threads of their own, ``workers`` at a time; the database is this thread's alone.
+    Calls run in threads of their own, ``workers`` at a time; only this thread uses the database.
     """
 
     def __init__(
@@ -294,9 +294,9 @@ class Caller:
         self.counts = Counts(external.name)
 
     def run(self, stop: threading.Event, until: Until = "settled", poll: float = 0.5) -> Counts:
-        """Work until ``until`` says so, or ``stop`` is set: then no call is begun any more, and those under way end.
+        """Work until ``until`` is reached or ``stop`` is set. Then no more calls begin, and those under way end.
 
-        poll  seconds between two looks for new reservations. Raises ConsumerUnavailable.
+        poll  seconds between checks for new reservations. Raises ConsumerUnavailable.
         """
         try:
             with clear_errors(f"calling for {self._external.name}"):
@@ -315,9 +315,9 @@ class Caller:
         return self.counts
 
     def settle_by_hand(self, message_id: UUID, *, confirmed: bool, why: str) -> None:
-        """Write down what the provider told a person about a stuck one, or one in conflict; with its SQL.
+        """Settle a stuck or conflicting reservation with the outcome that an operator knows, and run its SQL.
 
-        Raises NoSuchReservation for any other, ConsumerError when the SQL fails.
+        Raises NoSuchReservation for any other, and ConsumerError when the SQL fails.
         """
         external = self._external
 
@@ -332,7 +332,7 @@ class Caller:
             self._disconnect()
 
     def _round(self, until: Until, poll: float) -> float | None:
-        """Settle what was answered, and claim. Returns the seconds to wait for more; None when it is over."""
+        """Settle answers and claim more calls. Returns the seconds until the next round; None at the end."""
         self._settle()
         connection = self._connected()
         free = self._external.workers - len(self._running)
@@ -363,16 +363,16 @@ class Caller:
         due = self._book.next_due(connection)
         if due is None:
             return None
-        # What is due and could not be claimed is another caller's, or waits behind one that is not due.
+        # A reservation that is due but can't be claimed is another caller's, or waits behind one that is not due.
         return min(poll, due) if due > 0 else poll
 
     def _listen(self, stop: threading.Event, wait: float) -> None:
-        """Wait for an answer, or a while."""
+        """Wait for an answer, or for ``wait`` seconds."""
         if not self._running:
             stop.wait(wait)
             return
         deadline = time.monotonic() + wait
-        # Stopping is noticed between two looks; with calls under way nothing is gained by more haste.
+        # ``stop`` is checked between short waits; with calls under way there is no need to be faster.
         while not stop.is_set():
             left = deadline - time.monotonic()
             try:
@@ -384,7 +384,7 @@ class Caller:
             return
 
     def _finish(self) -> None:
-        """Let the calls under way end, as long as their leases hold, and settle them."""
+        """Wait for the calls under way, as long as their leases last, and settle them."""
         while self._running or self._unsettled:
             ends = max((attempt.until for attempt in self._running.values()), default=0.0)
             if self._running:
@@ -407,7 +407,7 @@ class Caller:
         until = began + self._external.lease_seconds
         self._running[claim.message_id, claim.attempt] = _Attempt(claim, until)
         if claim.step in {"confirm", "close"}:
-            # The provider's part is over; only the SQL beside it is left.
+            # The provider is done; only the SQL is left.
             self._answers.put(_Answered(claim, claim.step, Answer("done", response=claim.response)))
             return
         thread = threading.Thread(
@@ -416,12 +416,12 @@ class Caller:
         thread.start()
 
     def _call(self, claim: Claim, until: float) -> None:
-        """Run in a thread: make the call, whatever comes becomes an answer."""
+        """Make the call, in a thread of its own. Any result becomes an answer."""
         step, answer = claim.step, Answer("later", "the lease ran out before the call")
         try:
             if time.monotonic() + self._external.timeout <= until:
                 step, answer = self._ask_or_call(claim)
-        except BaseException as error:  # noqa: BLE001  a thread's end must not be the end of the answer
+        except BaseException as error:  # noqa: BLE001  every call must get an answer
             answer = Answer("unknown", f"{type(error).__name__}: {error}")
         self._answers.put(_Answered(claim, step, answer))
 
@@ -516,7 +516,7 @@ class Caller:
 
     def _connected(self) -> psycopg.Connection[Any]:
         if self._age.over:
-            # Not for ever with a server that is not the primary any more; see connections.
+            # The server may no longer be the primary; see connections.
             self._disconnect()
         if self._connection is None or self._connection.closed:
             self._connection = self._connect()
@@ -534,7 +534,7 @@ class Caller:
         self._tries = 0
 
     def _away(self, error: Exception) -> float:
-        """Return the seconds to wait for a database that is away. Raises ConsumerUnavailable when it takes too long."""
+        """Return how many seconds to wait for the database. Raises ConsumerUnavailable after ``patience``."""
         self._patience.failed()
         if not (self._last_error and isinstance(error, NoTimeLeft)):
             self._last_error = first_line(error)
@@ -552,7 +552,7 @@ class Caller:
 
 
 def effect_of(effect: Effect | None, claim: Claim, response: object) -> SqlEffect | None:
-    """Return what is to be done with a cursor for a settlement; None for nothing."""
+    """Return the function of a cursor that runs a settlement's SQL; None if there is none."""
     if effect is None:
         return None
     if callable(effect):
@@ -576,10 +576,10 @@ def _answer(function: Callable[[Call], Any], call: Call) -> Answer:
         return Answer("later", str(later), retry_after=later.retry_after)
     except OutcomeUnknown as unknown:
         return Answer("unknown", str(unknown), retry_after=unknown.retry_after)
-    except Exception as error:  # noqa: BLE001  a user's function: whatever went wrong, the call may have been made
+    except Exception as error:  # noqa: BLE001  a user's function: the call may have been made, whatever the error
         return Answer("unknown", f"{type(error).__name__}: {error}")
 
 
 def find_external(spec: str) -> External:
-    """Import ``MODULE:NAME`` and give the External there. Raises JobError saying what is missing."""
+    """Import ``MODULE:NAME`` and return the External there. Raises JobError saying what is missing."""
     return find_declared(spec, External, "name it as MODULE:NAME")
