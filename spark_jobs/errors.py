@@ -63,7 +63,7 @@ class CheckpointConflict(ConsumerError):
 
 
 class InputCut(ConsumerError):
-    """A task's rows ended before all of them had come: something upstream failed. Nothing was committed."""
+    """A task's rows ended before all of them had come: something upstream failed. None of them was committed."""
 
 
 class Interrupted(ConsumerError):
@@ -83,7 +83,7 @@ class NotAuthorized(ConsumerError):
 
 
 class InputUnproven(ConsumerError):
-    """Nothing proves, where a task runs, that it got all of its rows. Nothing was committed."""
+    """Nothing proves, where a task runs, that it got all of its rows. None of them was committed."""
 
 
 class DataLost(ConsumerError):

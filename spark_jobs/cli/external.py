@@ -1,4 +1,4 @@
-"""``outbox external …``: effects outside the database: run the caller, look at what is stuck, decide by hand."""
+"""``outbox external …``: effects outside the database: run the caller, list stuck calls, decide by hand."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ _All = Annotated[bool, typer.Option("--all", help="All of them (of --group, --na
 @failing_clearly
 def run(
     spec: _Spec,
-    once: Annotated[bool, typer.Option("--once", help="End when nothing is left but for people to decide.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="End when only stuck calls are left.")] = False,
     database_url: SinkUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Call and settle what is reserved, until SIGTERM or with --once until all is settled. Several may run."""
+    """Call and settle what is reserved, until SIGTERM or, with --once, until all is settled. Several may run."""
     import structlog
 
     from outbox._app import logs
@@ -92,7 +92,7 @@ def list_reservations(
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")] = 100,
     as_json: AsJson = False,
 ) -> None:
-    """List what is stuck, and what the provider said against a settlement; the oldest first."""
+    """List stuck calls, and settled ones that the provider has contradicted; the oldest first."""
     from spark_jobs.external.reservations import OPEN, Chosen
 
     states = ("stuck", *OPEN) if unsettled else ("stuck",)
@@ -163,7 +163,7 @@ def settle(
     database_url: SinkUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write down what became of a stuck one, or of one in conflict, without calling anybody."""
+    """Record the outcome of a stuck or conflicting call, without calling the provider."""
     from spark_jobs.external.caller import Caller
     from spark_jobs.postgres.errors import connect
 
@@ -188,7 +188,7 @@ def forget(
     name: _Name = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete settled ones that are old enough: older than any message that may still come a second time."""
+    """Delete settled calls that are older than any message that may still be repeated."""
     from spark_jobs.external.reservations import Chosen
 
     with _desk(database_url) as desk:
@@ -202,7 +202,7 @@ def forget(
 def _external(spec: str, settings: Settings) -> External:
     from spark_jobs.external.caller import find_external
 
-    # It may live in the working directory, as with `python -m`.
+    # It may be in the working directory, as with `python -m`.
     sys.path.insert(0, str(Path.cwd()))
     external = find_external(spec)
     if external.schema != settings.consumer_schema:
