@@ -23,6 +23,7 @@ from spark_jobs.task.kafka_errors import is_refusal, of_kafka
 
 _SECONDS: Final = 20.0
 _REFUSAL_SECONDS: Final = 0.5
+_LAG_SECONDS: Final = 5.0
 _EARLIEST: Final = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
 _LATEST: Final = OffsetSpec.latest()  # type: ignore[no-untyped-call]
 # A broker that has just started, a topic that was just created, a leader that moves: not every broker knows it at once.
@@ -207,7 +208,7 @@ class KafkaView:
         )
         return answers
 
-    def show_lag(self, group: str, offsets: Mapping[Partition, int], seconds: float = 5.0) -> str | None:
+    def show_lag(self, group: str, offsets: Mapping[Partition, int], seconds: float = _LAG_SECONDS) -> str | None:
         """Commit the group's position to Kafka, for its tools. Returns a failure as text; nothing reads it back.
 
         Waits at most ``seconds`` for the answer, and not at all while an earlier answer is outstanding. With 0 the
@@ -217,9 +218,9 @@ class KafkaView:
             self._shown[group] = _Shown(self._options, group, self._logger)
         return self._shown[group].show(offsets, seconds)
 
-    def lag_shown(self, group: str, seconds: float = 5.0) -> str | None:
+    def lag_shown(self, group: str) -> str | None:
         """Wait for the answer to the last position that was sent, if any. Returns a failure as text."""
-        return self._shown[group].heard(seconds) if group in self._shown else None
+        return self._shown[group].heard(_LAG_SECONDS) if group in self._shown else None
 
 
 _NO_ANSWER: Final = "no answer yet"

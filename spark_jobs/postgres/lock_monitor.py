@@ -19,7 +19,7 @@ SELECT waiting.application_name, by.pid,
  CROSS JOIN LATERAL unnest(pg_blocking_pids(waiting.pid)) AS by (pid)
   LEFT JOIN pg_stat_activity AS blocker ON blocker.pid = by.pid
  WHERE waiting.datname = current_database() AND waiting.application_name = ANY(%(names)s)
-   AND waiting.wait_event_type = 'Lock' AND clock_timestamp() - waiting.query_start > %(after)s * interval '1 second'
+   AND waiting.wait_event_type = 'Lock' AND clock_timestamp() - waiting.query_start > interval '1 second'
  ORDER BY by.pid, waiting.pid"""
 
 LOOK_SECONDS: Final = 5.0
@@ -49,9 +49,9 @@ def names(group: str) -> tuple[str, str]:
     return application_name(f"outbox driver {group}"), application_name(f"outbox consumer {group}")
 
 
-def look(connection: psycopg.Connection[Any], group: str, after: float = 1.0) -> list[Blocker]:
-    """Return the sessions for which a session of the group has been waiting longer than ``after`` seconds."""
-    rows = connection.execute(_WAITING, {"names": list(names(group)), "after": after}).fetchall()
+def look(connection: psycopg.Connection[Any], group: str) -> list[Blocker]:
+    """Return the sessions for which a session of the group has been waiting for more than a second."""
+    rows = connection.execute(_WAITING, {"names": list(names(group))}).fetchall()
     return [Blocker(*row) for row in rows]
 
 

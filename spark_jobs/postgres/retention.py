@@ -103,20 +103,6 @@ class Upkeep:
     problem: str | None = None
     denied: bool = False
 
-    @property
-    def worth_telling(self) -> bool:
-        """Return whether anything was done or failed."""
-        return bool(self.made or self.dropped or self.deleted_rows or self.problem)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The figures for a log."""
-        return {
-            "made": list(self.made),
-            "dropped": list(self.dropped),
-            "deleted_rows": self.deleted_rows,
-            "problem": self.problem,
-        }
-
     def trouble(self) -> dict[str, str]:
         """Return the problem for a log, with what the operator can do."""
         told = {} if self.problem is None else {"problem": self.problem}

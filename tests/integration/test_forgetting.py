@@ -91,7 +91,6 @@ def test_days_are_made_for_what_is_kept_and_a_few_ahead(sink):
     assert {name.removeprefix("processed_messages_") for name in made.made} == days
     assert sink.partitions() == days | {"default"}
     assert sink.memory.make() == Upkeep()
-    assert made.worth_telling
     # Ids of every kind find the partition of their day.
     midnight = dt.datetime.combine(sink.today, dt.time(), dt.UTC)
     v7 = uuid.UUID(int=(int(midnight.timestamp() * 1000) << 80) | (7 << 76) | (2 << 62) | 1)
