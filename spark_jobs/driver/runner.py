@@ -287,12 +287,7 @@ class Runner:
                     {"strategy": "OffsetsOnly"},
                 )
         if self._day_made_at is None or time.monotonic() - self._day_made_at > 3600:
-            for upkeep in (
-                self._store.make_days(self._options.keep_days),
-                self._store.forget_days(self._options.keep_days),
-            ):
-                if upkeep.problem:
-                    self._report("days of processed_messages", upkeep.trouble())
+            self._store.maintain_days(self._options.keep_days, self._report)
             self._day_made_at = time.monotonic()
         return self._generation
 

@@ -55,7 +55,7 @@ from psycopg import sql
 from outbox.errors import OutboxError
 from spark_jobs.dedup.strategies import Book, Dedup, forgotten_before
 from spark_jobs.effects.mapped import PLACED, Insert, Upsert
-from spark_jobs.errors import CheckpointConflict, ConsumerUnavailable, EffectFailed, Fenced, JobError, shown
+from spark_jobs.errors import CheckpointConflict, ConsumerUnavailable, EffectFailed, JobError, shown
 from spark_jobs.job import META, ConsumerJob
 from spark_jobs.outcomes import Broken
 from spark_jobs.postgres import lock_monitor as blockers
@@ -87,7 +87,7 @@ _MAX_BACKOFF: Final = 5.0
 # What the form of the rows depends on; set for the batch, whatever the user's session has.
 _CONF: Final = ("spark.sql.session.timeZone", "spark.sql.execution.arrow.useLargeVarTypes")
 
-_MINE: Final = "SELECT generation, owner FROM {groups} WHERE grp = %(grp)s FOR SHARE"
+_ONE_QUERY: Final = "One query a group: stop the other, or give this job a group of its own"
 _STORED: Final = "SELECT query_id::text, batch_id, content FROM {checkpoints} WHERE grp = %(grp)s"
 # Compares with the state that the decision was based on: another transaction may have changed the row since.
 _SWAP: Final = """
@@ -356,7 +356,7 @@ class ExactlyOnce:
         """Apply what is staged and move to the batch, in one transaction."""
         ids = "message_id" in staged.columns
         with transaction(self._url, blockers.names(self._job.group)[0], NO_INPUT) as cursor:
-            self._require(cursor, generation)
+            self._require(cursor.connection, generation)
             stored = self._read_stored(cursor)
             decision = self._decide(stored, batch, ids=ids)
             if decision == "applied":
@@ -402,15 +402,9 @@ class ExactlyOnce:
         )
         return moved.rowcount == 1
 
-    def _require(self, cursor: psycopg.Cursor[Any], generation: int) -> None:
+    def _require(self, connection: psycopg.Connection[Any], generation: int) -> None:
         """Raise Fenced unless the group is still ours. The row lock prevents a take-over until COMMIT."""
-        row = self._run(cursor, _MINE).fetchone()
-        if row is None or row[0] != generation:
-            now = "its row is gone" if row is None else f"generation {row[0]} now, by {row[1]}"
-            raise Fenced(
-                f"group {self._job.group} was taken over from generation {generation}: {now}. One query a group: stop "
-                "the other, or give this job a group of its own"
-            )
+        self._store.require(connection, generation, advice=_ONE_QUERY)
 
     def _stored(self) -> Stored | None:
         with clear_errors("reading how far the stream is"), self._store.transaction() as connection:
@@ -430,9 +424,7 @@ class ExactlyOnce:
             self._store.setup(self._job.setup)
             generation = self._store.take_over()
             self._generations[batch.run_id] = generation
-            for upkeep in (self._store.make_days(self._keep_days), self._store.forget_days(self._keep_days)):
-                if upkeep.problem:
-                    _report("days of processed_messages", upkeep.trouble())
+            self._store.maintain_days(self._keep_days, _report)
             self._drop_older(generation)
             return generation
 
@@ -470,7 +462,7 @@ class ExactlyOnce:
         table = sql.Identifier(self._schema, name)
         with self._store.transaction() as connection:
             # A superseded driver must not create a table that its successor no longer looks for.
-            self._require(connection.cursor(), generation)
+            self._require(connection, generation)
             fields = sql.SQL(", ").join(
                 sql.SQL("{} {}").format(sql.Identifier(column), sql.SQL(kind))
                 for column, kind in _staged(columns).items()

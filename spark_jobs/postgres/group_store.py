@@ -6,7 +6,7 @@ server has restarted (see connections). Raises psycopg's errors.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,7 +23,7 @@ from spark_jobs.outcomes import Culprit
 from spark_jobs.postgres import connections
 from spark_jobs.postgres import lock_monitor as blockers
 from spark_jobs.postgres.direct_copy import Direct, direct_for
-from spark_jobs.postgres.retention import KEEP_DAYS, Memory, Upkeep
+from spark_jobs.postgres.retention import KEEP_DAYS, Memory, RetentionResult
 
 _ENDED: Final = "SELECT coalesce(ended_at >= taken_at, false) FROM {groups} WHERE grp = %(grp)s FOR UPDATE"
 _END: Final = "UPDATE {groups} SET ended_at = now() WHERE grp = %(grp)s AND generation = %(generation)s"
@@ -93,6 +93,10 @@ SELECT g.generation, g.owner, ({retry_waits}), o.topic, o.part, o.topic_id, o.ne
   FROM {groups} AS g LEFT JOIN {offsets} AS o ON o.grp = g.grp AND o.topic = ANY(%(topics)s)
  WHERE g.grp = %(grp)s"""
 _SETUP_LOCK: Final = 0x6F7574626F780003
+_ONE_CONSUMER: Final = (
+    "One consumer a group: stop the other, or give this job a group of its own; after `outbox offsets`, start this one "
+    "again"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,25 +259,31 @@ class Store:
                     detail=loss.detail,
                 )
 
-    def make_days(self, keep_days: int = KEEP_DAYS) -> Upkeep:
+    def make_days(self, keep_days: int = KEEP_DAYS) -> RetentionResult:
         """Create the partitions of processed_messages for the days that are kept and a few ahead: see Memory.make."""
         return Memory(self._url, self._schema, keep_days, self._name).make()
 
-    def forget_days(self, keep_days: int = KEEP_DAYS) -> Upkeep:
+    def forget_days(self, keep_days: int = KEEP_DAYS) -> RetentionResult:
         """Forget the ids of days that are no longer kept: see Memory.forget."""
         return Memory(self._url, self._schema, keep_days, self._name).forget()
 
-    def require(self, connection: psycopg.Connection[Any], generation: int) -> None:
-        """Raise Fenced unless the group is still in this generation; it stays so until the transaction ends."""
-        self._require_row(self._run(connection, _STILL_MINE).fetchone(), generation)
+    def maintain_days(self, keep_days: int, report: Callable[[str, Mapping[str, Any]], None]) -> None:
+        """Call ``make_days`` and ``forget_days``, and report what could not be done."""
+        for result in (self.make_days(keep_days), self.forget_days(keep_days)):
+            if result.problem:
+                report("days of processed_messages", result.problem_figures())
 
-    def _require_row(self, row: tuple[Any, ...] | None, generation: int) -> None:
+    def require(self, connection: psycopg.Connection[Any], generation: int, *, advice: str = _ONE_CONSUMER) -> None:
+        """Raise Fenced, with this advice, unless the group is still in this generation.
+
+        The row lock prevents a take-over until the transaction ends.
+        """
+        self._require_row(self._run(connection, _STILL_MINE).fetchone(), generation, advice)
+
+    def _require_row(self, row: tuple[Any, ...] | None, generation: int, advice: str = _ONE_CONSUMER) -> None:
         if row is None or row[0] != generation:
             now = "its row is gone" if row is None else f"generation {row[0]} now, by {row[1]}"
-            raise Fenced(
-                f"group {self._group} was taken over from generation {generation}: {now}. One consumer a group: stop "
-                "the other, or give this job a group of its own; after `outbox offsets`, start this one again"
-            )
+            raise Fenced(f"group {self._group} was taken over from generation {generation}: {now}. {advice}")
 
     def _run(self, connection: psycopg.Connection[Any], query: str, **values: object) -> psycopg.Cursor[Any]:
         return connection.execute(sql.SQL(query).format(**self._names), {"grp": self._group, **values})

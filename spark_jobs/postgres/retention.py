@@ -90,8 +90,8 @@ _BUSY: Final = (errors.LockNotAvailable, errors.QueryCanceled, errors.DeadlockDe
 
 
 @dataclass(frozen=True, slots=True)
-class Upkeep:
-    """The result: partitions created and dropped, and rows deleted from the default one.
+class RetentionResult:
+    """What was done: partitions created and dropped, and rows deleted from the default one.
 
     problem  why something could not be done.
     denied   the role lacks a right for it.
@@ -103,10 +103,10 @@ class Upkeep:
     problem: str | None = None
     denied: bool = False
 
-    def trouble(self) -> dict[str, str]:
+    def problem_figures(self) -> dict[str, str]:
         """Return the problem for a log, with what the operator can do."""
-        told = {} if self.problem is None else {"problem": self.problem}
-        return told | (
+        figures = {} if self.problem is None else {"problem": self.problem}
+        return figures | (
             {"to_do": "run `outbox db prune --consumer` as the tables' owner, from cron"} if self.denied else {}
         )
 
@@ -126,7 +126,7 @@ class Memory:
         self._names = {name: sql.Identifier(schema, name) for name in ("groups", "processed_messages")}
         self._default = sql.Identifier(schema, "processed_messages_default")
 
-    def make(self) -> Upkeep:
+    def make(self) -> RetentionResult:
         """Create partitions for the days that are kept, a few ahead, and one for ids without a time.
 
         By the database's clock. One query if all exist. A day that has rows in the default partition stays there, which
@@ -134,7 +134,7 @@ class Memory:
         """
         with self._transaction() as connection:
             if not self._missing(connection):
-                return Upkeep()
+                return RetentionResult()
             connection.execute("SET LOCAL statement_timeout = '5s'")
             connection.execute("SET LOCAL lock_timeout = '3s'")
             made = []
@@ -146,12 +146,12 @@ class Memory:
                     if self._make(connection, name, low):
                         made.append(name)
             except errors.InsufficientPrivilege as error:
-                return Upkeep(problem=first_line(error), denied=True)
+                return RetentionResult(problem=first_line(error), denied=True)
             except _BUSY as error:
-                return Upkeep(problem=first_line(error))
-        return Upkeep(made=tuple(made))
+                return RetentionResult(problem=first_line(error))
+        return RetentionResult(made=tuple(made))
 
-    def forget(self) -> Upkeep:
+    def forget(self) -> RetentionResult:
         """Drop the partitions of old days, and delete such rows from the default partition.
 
         Does nothing while another driver is doing it.
@@ -174,9 +174,9 @@ class Memory:
         except (*_BUSY, errors.InsufficientPrivilege) as error:
             problem = problem or first_line(error)
             denied = denied or isinstance(error, errors.InsufficientPrivilege)
-        return Upkeep(dropped=tuple(dropped), deleted_rows=deleted, problem=problem, denied=denied)
+        return RetentionResult(dropped=tuple(dropped), deleted_rows=deleted, problem=problem, denied=denied)
 
-    def prune(self, wait_seconds: float = 30.0) -> Iterator[Upkeep]:
+    def prune(self, wait_seconds: float = 30.0) -> Iterator[RetentionResult]:
         """Make and forget what is due, and yield each result; for operators and cron.
 
         wait_seconds  how long to retry while tasks hold the locks.
@@ -186,9 +186,9 @@ class Memory:
         """
         deadline = time.monotonic() + wait_seconds
         with clear_errors("keeping the days of processed_messages"):
-            for upkeep in (self.make, self.forget):
+            for step in (self.make, self.forget):
                 while True:
-                    done = upkeep()
+                    done = step()
                     yield done
                     if done.problem is None:
                         break
@@ -204,13 +204,13 @@ class Memory:
                         )
                     time.sleep(0.5)
 
-    def due(self) -> Upkeep:
+    def due(self) -> RetentionResult:
         """Return what ``prune`` would do now. Changes nothing, and takes no lock that could block a task."""
         with clear_errors("looking at the days of processed_messages"), self._transaction() as connection:
             horizon, old = self._old(connection)
             values = {"keep_days": self._keep_days, "horizon": horizon, "no_time": NO_TIME}
             stray = sql.SQL(STRAY).format(default=self._default, **self._names)
-            return Upkeep(
+            return RetentionResult(
                 made=[
                     _named(day)
                     for day in self._missing(connection)
