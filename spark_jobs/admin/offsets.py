@@ -17,8 +17,6 @@ when it is started again.
 from __future__ import annotations
 
 import datetime as dt
-import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, LiteralString
@@ -32,6 +30,7 @@ from spark_jobs.driver.kafka_admin import KafkaView, TopicMissing
 from spark_jobs.driver.planner import Extent
 from spark_jobs.errors import ConsumerError, ConsumerUnavailable
 from spark_jobs.model import LossKind, Partition, Stored
+from spark_jobs.postgres.connections import process_name
 from spark_jobs.postgres.errors import clear_errors
 
 _Losses = Mapping[int, Sequence[tuple[str, int]]]
@@ -330,7 +329,7 @@ class Offsets:
         return self._move(request, decide, {})
 
     def _move(self, asked: _Request, decide: _Decide, extents: Mapping[int, Extent]) -> Moved:
-        owner = f"outbox offsets, {socket.gethostname()}-{os.getpid()}"
+        owner = f"outbox offsets, {process_name()}"
         values = {"grp": asked.group, "topic": asked.topic, "owner": owner}
         moves: list[Move] = []
         accepted: list[int] = []

@@ -133,6 +133,8 @@ def _ending_with_its_jvm(spark: SparkSession) -> Iterator[None]:
 
     A driver that applies small rounds itself would notice late, with an unrelated error.
     """
+    from spark_jobs.spark.errors import spark_answers
+
     jvm: subprocess.Popen[bytes] | None = getattr(spark.sparkContext._gateway, "proc", None)  # noqa: SLF001
     over = threading.Event()
 
@@ -148,22 +150,12 @@ def _ending_with_its_jvm(spark: SparkSession) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if jvm is not None and not _answers(spark):
+        if jvm is not None and not spark_answers():
             watching.join(30)
         raise
     finally:
         over.set()
         spark.stop()
-
-
-def _answers(spark: SparkSession) -> bool:
-    from py4j.protocol import Py4JError
-
-    try:
-        spark.sparkContext._jvm.java.lang.System.nanoTime()  # type: ignore[union-attr]  # noqa: SLF001
-    except (Py4JError, OSError):
-        return False
-    return True
 
 
 def _progress(settings: Settings, job: ConsumerJob) -> list[dict[str, Any]]:

@@ -18,10 +18,8 @@
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -52,7 +50,8 @@ from spark_jobs.errors import (
 from spark_jobs.errors import shown as described
 from spark_jobs.job import ConsumerJob
 from spark_jobs.model import Partition, Range, Stored
-from spark_jobs.patience import NoTimeLeft, Patience
+from spark_jobs.patience import NoTimeLeft, Patience, backoff
+from spark_jobs.postgres.connections import process_name
 from spark_jobs.postgres.errors import AWAY
 from spark_jobs.postgres.group_store import Store
 from spark_jobs.postgres.lock_monitor import Watch
@@ -165,8 +164,7 @@ class Runner:
         self._options = options
         self._report = report
         self._kafka = KafkaView(options.kafka)
-        owner = f"{socket.gethostname()}-{os.getpid()}"
-        self._store = Store(options.url, options.schema, job.group, owner)
+        self._store = Store(options.url, options.schema, job.group, process_name())
         self._generation: int | None = None
         self._turn: list[Partition] | None = None
         self._search = Search(options.verdict_seconds)
@@ -509,7 +507,7 @@ class Runner:
                     raise ConsumerUnavailable(
                         f"gave up after {patience:g} s; nothing is lost, run the job again. Last error: {shown}"
                     ) from error
-                delay = min(0.2 * 2 ** min(tries, 10), self._options.max_backoff_seconds)
+                delay = backoff(tries, self._options.max_backoff_seconds)
                 tries += 1
                 self._report("waiting for a server", {"error": shown, "wait_seconds": round(delay, 1)})
                 if stop.wait(min(delay * random.uniform(0.5, 1.0), waited.left)):  # noqa: S311  jitter

@@ -38,9 +38,7 @@ import copy
 import hashlib
 import json
 import logging
-import os
 import random
-import socket
 import threading
 import time
 import uuid
@@ -58,8 +56,10 @@ from spark_jobs.effects.mapped import PLACED, Insert, Upsert
 from spark_jobs.errors import CheckpointConflict, ConsumerUnavailable, EffectFailed, JobError, shown
 from spark_jobs.job import META, ConsumerJob
 from spark_jobs.outcomes import Broken
+from spark_jobs.patience import backoff
 from spark_jobs.postgres import lock_monitor as blockers
 from spark_jobs.postgres.batch_table import Applying
+from spark_jobs.postgres.connections import process_name
 from spark_jobs.postgres.copying import Unfit, copy_rows
 from spark_jobs.postgres.errors import clear_errors, passing
 from spark_jobs.postgres.group_store import Store
@@ -283,7 +283,7 @@ class ExactlyOnce:
         self._accept = accept
         self._from_beginning = from_beginning
         self._patience = patience
-        self._store = Store(url, schema, job.group, f"{socket.gethostname()}-{os.getpid()}")
+        self._store = Store(url, schema, job.group, process_name())
         self._names = {
             name: sql.Identifier(schema, name) for name in ("groups", "checkpoints", "audit", "processed_messages")
         }
@@ -329,7 +329,7 @@ class ExactlyOnce:
                         f"gave up after {self._patience:g} s; nothing is lost, start the query again. Last error: "
                         f"{text}"
                     ) from error
-                delay = min(0.2 * 2 ** min(tries, 10), _MAX_BACKOFF) * random.uniform(0.5, 1.0)  # noqa: S311  jitter
+                delay = backoff(tries, _MAX_BACKOFF) * random.uniform(0.5, 1.0)  # noqa: S311  jitter
                 tries += 1
                 _report("waiting for a server", {"error": text, "wait_seconds": round(delay, 1)})
                 time.sleep(delay)

@@ -26,11 +26,9 @@ from __future__ import annotations
 
 import functools
 import math
-import os
 import queue
 import random
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -46,8 +44,8 @@ from spark_jobs.errors import ConsumerError, ConsumerUnavailable, JobError
 from spark_jobs.external.reservations import Claim, Reservations, SqlEffect
 from spark_jobs.external.state_machine import Answer, Change, Rules, Step
 from spark_jobs.job import find_declared
-from spark_jobs.patience import NoTimeLeft, Patience
-from spark_jobs.postgres.connections import Age
+from spark_jobs.patience import NoTimeLeft, Patience, backoff
+from spark_jobs.postgres.connections import Age, process_name
 from spark_jobs.postgres.errors import AWAY, clear_errors, first_line
 
 _NAME: Final = re.compile(r"[a-zA-Z0-9._-]{1,100}")
@@ -60,6 +58,7 @@ SELECT {grp}, {name},
   FROM batch WHERE {where} ORDER BY message_topic, message_part, message_offset
     ON CONFLICT (grp, name, message_id) DO NOTHING"""
 _MARGIN: Final = 5.0
+_LONGEST_PAUSE: Final = 5.0
 _AWAY: Final = (*AWAY, ConsumerUnavailable)
 
 
@@ -283,7 +282,7 @@ class Caller:
         self._report = report or (lambda _text, _figures: None)
         self._patience = Patience(patience)
         self._book = Reservations(external.schema, external.group, external.name, external.rules)
-        self._worker = f"{socket.gethostname()}-{os.getpid()}"
+        self._worker = process_name()
         self._connection: psycopg.Connection[Any] | None = None
         self._age = Age()
         self._running: dict[tuple[UUID, int], _Attempt] = {}
@@ -544,7 +543,7 @@ class Caller:
                 f"lost, run it again. Last error: {self._last_error}"
             ) from error
         self._disconnect()
-        pause = min(0.2 * 2.0 ** min(self._tries, 10), 5.0) * random.uniform(0.5, 1.0)  # noqa: S311  jitter
+        pause = backoff(self._tries, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311  jitter
         pause = min(pause, self._patience.left)
         self._tries += 1
         self._report("waiting for the database", {"error": self._last_error, "wait_seconds": round(pause, 1)})

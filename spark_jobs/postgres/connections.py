@@ -25,6 +25,7 @@ import functools
 import math
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -62,6 +63,11 @@ Key = tuple[str, str]
 def application_name(text: str) -> str:
     """Return a name in the form that pg_stat_activity shows in all versions: at most 63 bytes of ASCII."""
     return re.sub(r"[^ -~]", "?", text)[:63]
+
+
+def process_name() -> str:
+    """Return the name of this process in the consumers' tables: its host and process id."""
+    return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def connect(

@@ -88,7 +88,7 @@ def understood() -> Iterator[None]:
     try:
         yield
     except (Py4JNetworkError, ConnectionError) as error:
-        if _spark_answers():
+        if spark_answers():
             if isinstance(error, Py4JNetworkError):
                 raise failed(error) from error
             raise
@@ -198,13 +198,14 @@ def _causes(error: BaseException) -> Iterator[str]:
         cause = cause.getCause()
 
 
-def _spark_answers() -> bool:
+def spark_answers() -> bool:
+    """Return whether the JVM of this process's Spark context answers."""
     from py4j.protocol import Py4JError
     from pyspark import SparkContext
 
     context = SparkContext._active_spark_context  # noqa: SLF001  the only way to get it without a session
     try:
         context._jvm.java.lang.System.nanoTime()  # type: ignore[union-attr]  # noqa: SLF001
-    except (Py4JError, ConnectionError, AttributeError):
+    except (Py4JError, OSError, AttributeError):
         return False
     return True
