@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         Reject,
         TopicRecreated,
     )
-    from spark_jobs.external.caller import External
+    from spark_jobs.external.declaration import External
     from spark_jobs.external.http_call import HttpAsk, HttpCall
     from spark_jobs.job import ConsumerJob
     from spark_jobs.payloads.decoding import Avro, Json, JsonSchema, Protobuf, Raw
@@ -76,7 +76,7 @@ _MODULES: Final = {
         *("BadMessage", "CheckpointConflict", "ConsumerError", "ConsumerUnavailable", "DataLost", "EffectFailed"),
         *("Fenced", "JobError", "Reject", "TopicRecreated"),
     ),
-    "external.caller": ("External",),
+    "external.declaration": ("External",),
     "external.http_call": ("HttpAsk", "HttpCall"),
     "job": ("ConsumerJob",),
     "effects.produce": ("Produce", "Traced"),

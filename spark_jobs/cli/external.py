@@ -21,7 +21,7 @@ from spark_jobs.settings import Settings
 if TYPE_CHECKING:
     import psycopg
 
-    from spark_jobs.external.caller import External
+    from spark_jobs.external.declaration import External
     from spark_jobs.external.reservations import Chosen, Desk
 
 app = typer.Typer(help="Effects outside the database: call, look, try again, cancel.", no_args_is_help=True)
@@ -200,7 +200,7 @@ def forget(
 
 
 def _external(spec: str, settings: Settings) -> External:
-    from spark_jobs.external.caller import find_external
+    from spark_jobs.external.declaration import find_external
 
     # It may be in the working directory, as with `python -m`.
     sys.path.insert(0, str(Path.cwd()))

@@ -29,7 +29,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from spark_jobs.errors import JobError
-from spark_jobs.external.caller import Call, Done, OutcomeUnknown, Refused, TryLater
+from spark_jobs.external.declaration import Call, Done, OutcomeUnknown, Refused, TryLater
 
 _UNKNOWN: Final = frozenset({408, 409})
 _NOTHING_HAPPENED: Final = frozenset({401, 407, 425, 429})

@@ -26,7 +26,8 @@ from outbox._app import migrate as db
 from outbox.errors import SchemaError
 from spark_jobs.errors import ConsumerUnavailable, JobError
 from spark_jobs.external import reservations
-from spark_jobs.external.caller import Caller, Done, External, OutcomeUnknown, Refused, TryLater
+from spark_jobs.external.caller import Caller
+from spark_jobs.external.declaration import Done, External, OutcomeUnknown, Refused, TryLater
 from spark_jobs.external.http_call import HttpCall
 from spark_jobs.external.reservations import Chosen, Desk, NoSuchReservation
 from spark_jobs.postgres import connections

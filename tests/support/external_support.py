@@ -12,7 +12,8 @@ from typing import Any
 import psycopg
 from uuid_utils.compat import uuid7
 
-from spark_jobs.external.caller import Call, Caller, External, Settled
+from spark_jobs.external.caller import Caller
+from spark_jobs.external.declaration import Call, External, Settled
 from spark_jobs.external.http_call import HttpAsk, HttpCall
 
 BATCH = """
