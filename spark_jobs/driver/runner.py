@@ -30,11 +30,13 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import psycopg
 
 from spark_jobs.dedup.strategies import OffsetsOnly
+from spark_jobs.driver.added_partitions import AddedPartitions
 from spark_jobs.driver.batch_rounds import BatchRounds
 from spark_jobs.driver.kafka_admin import KafkaView, TopicMissing
-from spark_jobs.driver.planner import Extent, find_losses, halt, new_partitions, next_turn, plan, waiting_for_others
+from spark_jobs.driver.planner import Extent, find_losses, halt, new_partitions, next_turn, plan
 from spark_jobs.driver.poison_search import SAME, Search
 from spark_jobs.driver.rounds import Counts, Reading, Rounds, Span
+from spark_jobs.driver.shown_position import ShownPosition
 from spark_jobs.errors import (
     BadMessage,
     ConsumerError,
@@ -169,10 +171,9 @@ class Runner:
         self._turn: list[Partition] | None = None
         self._search = Search(options.verdict_seconds)
         self._narrowed = False
-        self._shown: dict[Partition, int] = {}
+        self._position = ShownPosition(self._kafka, job.group, report)
         self._row_bytes: dict[str, int] = {}
-        self._ends_before: dict[Partition, dict[Partition, int]] = {}
-        self._added: set[Partition] = set()
+        self._added = AddedPartitions(self._kafka, job.topics, report)
         reading = Reading(
             self._kafka.compacted,
             ReaderSettings(dict(options.kafka), job.group),
@@ -236,7 +237,7 @@ class Runner:
         with self._watch(), self._spark():
             while not done and not stop.is_set():
                 done = self._waiting_for_servers(step, stop, self._options.patience)
-        self._report_lag(self._kafka.lag_shown(self._job.group))
+        self._position.wait()
         return self.totals
 
     def continuous(self, stop: threading.Event, every: float = 0.0) -> Totals:
@@ -254,7 +255,7 @@ class Runner:
                     stop.wait(max(0.0, began + every - time.monotonic()))
                 elif nothing_left:
                     self._idle(stop)
-        self._report_lag(self._kafka.lag_shown(self._job.group))
+        self._position.wait()
         return self.totals
 
     def _idle(self, stop: threading.Event) -> None:
@@ -313,7 +314,8 @@ class Runner:
         extents = known if targets is None else _until(targets, known, stored)
         with self._recorded(generation):
             at_end = self._begins_at_end(stored)
-            fresh = self._ready(new_partitions(stored, extents, ids, self._job.group, at_end=at_end), stored, extents)
+            new = new_partitions(stored, extents, ids, self._job.group, at_end=at_end)
+            fresh = self._added.ready(new, stored, extents)
             if fresh:
                 starts = {partition: extents[partition].end for partition in fresh} if at_end else None
                 self._store.add(fresh, ids, generation, starts)
@@ -341,38 +343,27 @@ class Runner:
         if retried.read:
             self._count(retried, began)
         if not ranges:
-            self._show_where(stored)
+            self._position.show_stored(stored)
             return retried.left
         ranges = self._search.narrowed(ranges)
-        log_ends = {partition: known[partition].end for partition in ranges}
-        began = time.monotonic()
         # Set before the round, so that a partition that fails does not block those behind it.
         self._turn = next_turn(turn, ranges)
-        self._span = Span(ranges, log_ends)
-        try:
-            counts = self._rounds.apply(self._span, generation)
-        except ConsumerError as error:
-            self._blame(ranges, error)
-            raise
-        self._search.passed(ranges)
-        self._note_sizes(counts)
-        self._count(counts, began, passed=sum(span.end - span.start for span in ranges.values()))
-        # The next round does not wait for the answer.
-        ends = {partition: span.end for partition, span in ranges.items()}
-        self._shown |= ends
-        self._report_lag(self._kafka.show_lag(self._job.group, ends, seconds=0))
+        self._apply(Span(ranges, {partition: known[partition].end for partition in ranges}), generation)
         return True
 
-    def _show_where(self, stored: Mapping[Partition, Stored]) -> None:
-        """Show Kafka positions beyond the ends of the rounds: up to the next message, or the log's end."""
-        further = {
-            partition: here.next_offset
-            for partition, here in stored.items()
-            if self._shown.get(partition, here.next_offset) < here.next_offset
-        }
-        if further:
-            self._shown |= further
-            self._report_lag(self._kafka.show_lag(self._job.group, further, seconds=0))
+    def _apply(self, span: Span, generation: int) -> None:
+        """Apply the ranges of a round, and record the result."""
+        began = time.monotonic()
+        self._span = span
+        try:
+            counts = self._rounds.apply(span, generation)
+        except ConsumerError as error:
+            self._blame(span.ranges, error)
+            raise
+        self._search.passed(span.ranges)
+        self._note_sizes(counts)
+        self._count(counts, began, passed=sum(one.end - one.start for one in span.ranges.values()))
+        self._position.show({partition: one.end for partition, one in span.ranges.items()})
 
     def _note_sizes(self, counts: Counts) -> None:
         """Record the average message size of each topic. A large size is remembered for some rounds: more may come."""
@@ -400,35 +391,6 @@ class Runner:
                     f"{offset + 1} --skip --reason …` passes over it"
                 ) from error
 
-    def _ready(
-        self, fresh: list[Partition], stored: Mapping[Partition, Stored], extents: Mapping[Partition, Extent]
-    ) -> list[Partition]:
-        """Return the new partitions that may be read.
-
-        The others are not stored, so the next driver checks them again, and waits for later ends.
-        """
-        known = {topic for topic, _ in stored}
-        # All partitions of a topic that is new to the group. An added partition is skipped until it has messages:
-        # producers learn of it minutes later, and until then write its keys to the other partitions.
-        fresh = [one for one in fresh if one[0] not in known or extents[one].end > 0]
-        added = [one for one in fresh if one[0] in known]
-        self._ends_before = {one: ends for one, ends in self._ends_before.items() if one in added}
-        if added and not self._ends_before.keys() >= set(added):
-            # The ends after the partitions were seen with messages. High watermarks, because messages of open
-            # transactions came before these, too.
-            _, later = self._kafka.look(self._job.topics, high_watermarks=True)
-            for one in added:
-                ends = {at: there.high_watermark or there.end for at, there in later.items() if at[0] == one[0]}
-                self._ends_before.setdefault(one, {at: end for at, end in ends.items() if at in stored})
-        waiting = waiting_for_others(fresh, stored, self._ends_before)
-        if waiting - self._added:
-            shown = sorted(f"{topic}-{part}" for topic, part in waiting)
-            self._report(
-                "new partitions wait until the others have been read to their current ends", {"partitions": shown}
-            )
-        self._added = waiting
-        return [partition for partition in fresh if partition not in waiting]
-
     def _begins_at_end(self, stored: Mapping[Partition, Stored]) -> bool:
         """Return whether new partitions begin at their ends: only the first ones of a new group do."""
         return self._job.start == "latest" and not stored and self._store.is_new()
@@ -442,10 +404,6 @@ class Runner:
             rows = progress(connection, self._options.schema, self._job.group)
         moved = {(row["topic"], row["part"]): row["updated_at"] for row in rows if row["topic"] in self._job.topics}
         return sorted(moved, key=lambda partition: (moved[partition], partition))
-
-    def _report_lag(self, problem: str | None) -> None:
-        if problem is not None:
-            self._report("the group's position could not be shown to Kafka", {"error": problem})
 
     def _look(self, generation: int) -> tuple[dict[str, str], dict[Partition, Extent]]:
         """Ask Kafka for the job's topics. A missing topic is a loss if the group has read it."""
