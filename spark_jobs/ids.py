@@ -38,9 +38,9 @@ def parsed(texts: pa.Array) -> tuple[Ids, Any]:
     valid = right.to_numpy(zero_copy_only=False)
     if len(some):
         first = int(np.frombuffer(offsets, np.int32)[some.offset])
-        spelt = np.frombuffer(data, np.uint8)[first : first + 36 * len(some)].reshape(-1, 36)
-        values = _VALUES[spelt[:, _DIGITS]]
-        fine = (values.max(axis=1) != _NO_DIGIT) & (spelt[:, _DASHES] == ord("-")).all(axis=1)
+        characters = np.frombuffer(data, np.uint8)[first : first + 36 * len(some)].reshape(-1, 36)
+        values = _VALUES[characters[:, _DIGITS]]
+        fine = (values.max(axis=1) != _NO_DIGIT) & (characters[:, _DASHES] == ord("-")).all(axis=1)
         joined = (values[:, 0::2] << 4) | (values[:, 1::2] & 15)
         joined[~fine] = 0
         valid = valid.copy()

@@ -89,8 +89,8 @@ class _Live:
             self._passed += figures["passed"]
             self._update(completed=self._passed, rate=figures["rows_per_second"])
         else:
-            said = "  ".join(f"{name}={value}" for name, value in figures.items())
-            self._bar.console.print(Text(f"{text}  {said}", style="dim"))
+            listed = "  ".join(f"{name}={value}" for name, value in figures.items())
+            self._bar.console.print(Text(f"{text}  {listed}", style="dim"))
 
     def result(self, totals: Mapping[str, Any], topics: Mapping[str, Mapping[str, int]]) -> None:
         self._bar.update(self._task, description="done")

@@ -66,8 +66,8 @@ def list_dead_letters(
     """List dead letters, the oldest first; without their contents."""
     from spark_jobs.admin.dead_letters import Selection, readable
 
-    with _desk(database_url) as desk:
-        rows = [readable(row) for row in desk.list(Selection(None, group, topic, reason), limit)]
+    with _dead_letters(database_url) as letters:
+        rows = [readable(row) for row in letters.list(Selection(None, group, topic, reason), limit)]
     if as_json:
         print_json({"dead_letters": rows})
         return
@@ -94,8 +94,8 @@ def show(
     """Show one dead letter with key, value and headers decoded: as JSON on several lines, or on one with --json."""
     from spark_jobs.admin.dead_letters import readable
 
-    with _desk(database_url) as desk:
-        shown = readable(desk.show(dead_letter))
+    with _dead_letters(database_url) as letters:
+        shown = readable(letters.show(dead_letter))
     print_json(shown, indented=not as_json)
 
 
@@ -114,8 +114,8 @@ def retry(
 
     Where later messages of the same key wait behind one, all of the key are tried, in their order.
     """
-    with _desk(database_url) as desk:
-        rows = desk.retry(_selection(ids, group, topic, reason, everything))
+    with _dead_letters(database_url) as letters:
+        rows = letters.retry(_selection(ids, group, topic, reason, everything))
     found = [row["id"] for row in rows]
     if as_json:
         print_json({"retried": found})
@@ -147,8 +147,8 @@ def discard(
 ) -> None:
     """Discard dead letters for good. The audit keeps them; messages that waited behind them are tried again."""
     require_reason(why, "why the message may be lost")
-    with _desk(database_url) as desk:
-        done = desk.discard(_selection(ids, group, topic, None, everything), why, keep_message=not drop_payload)
+    with _dead_letters(database_url) as letters:
+        done = letters.discard(_selection(ids, group, topic, None, everything), why, keep_message=not drop_payload)
     gone = [row["id"] for row in done.gone]
     if as_json:
         print_json({"discarded": gone, "retried": list(done.freed)})
@@ -169,7 +169,7 @@ def _connection(database_url: str | None) -> Iterator[tuple[psycopg.Connection[A
 
 
 @contextmanager
-def _desk(database_url: str | None) -> Iterator[DeadLetters]:
+def _dead_letters(database_url: str | None) -> Iterator[DeadLetters]:
     from spark_jobs.admin.dead_letters import DeadLetters
 
     with _connection(database_url) as (connection, schema):

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import psycopg
 
     from spark_jobs.external.declaration import External
-    from spark_jobs.external.reservations import Chosen, Desk
+    from spark_jobs.external.reservations import Chosen, ReservationAdmin
 
 app = typer.Typer(help="Effects outside the database: call, look, try again, cancel.", no_args_is_help=True)
 
@@ -96,9 +96,9 @@ def list_reservations(
     from spark_jobs.external.reservations import OPEN, Chosen
 
     states = ("stuck", *OPEN) if unsettled else ("stuck",)
-    with _desk(database_url) as desk:
-        rows = desk.find(Chosen(group, name), states, limit)
-        counts = desk.counts(Chosen(group, name))
+    with _reservations(database_url) as reservations:
+        rows = reservations.find(Chosen(group, name), states, limit)
+        counts = reservations.counts(Chosen(group, name))
     if as_json:
         print_json({"counts": counts, "reservations": rows})
         return
@@ -130,9 +130,9 @@ def retry(
     """Retry stuck calls with the same idempotency keys. Calls queued behind them follow."""
     if not_done and not message_ids:
         raise ConfigurationError("--not-done: name the message ids that the provider was asked about")
-    with _desk(database_url) as desk:
-        ids = desk.retry(_chosen(message_ids, group, name, everything), not_done=not_done, why=why)
-    _tell("retried", ids, "will be tried again", message_ids, as_json)
+    with _reservations(database_url) as reservations:
+        ids = reservations.retry(_chosen(message_ids, group, name, everything), not_done=not_done, why=why)
+    _print_result("retried", ids, "will be tried again", message_ids, as_json)
 
 
 @app.command()
@@ -148,9 +148,9 @@ def cancel(
 ) -> None:
     """Cancel stuck calls, and those that wait for a call. They are never called again."""
     require_reason(why, "why it is not to happen")
-    with _desk(database_url) as desk:
-        ids = desk.cancel(_chosen(message_ids, group, name, everything), why)
-    _tell("cancelling", ids, "will be cancelled", message_ids, as_json)
+    with _reservations(database_url) as reservations:
+        ids = reservations.cancel(_chosen(message_ids, group, name, everything), why)
+    _print_result("cancelling", ids, "will be cancelled", message_ids, as_json)
 
 
 @app.command()
@@ -191,8 +191,8 @@ def forget(
     """Delete settled calls that are older than any message that may still be repeated."""
     from spark_jobs.external.reservations import Chosen
 
-    with _desk(database_url) as desk:
-        count = desk.forget(Chosen(group, name), days)
+    with _reservations(database_url) as reservations:
+        count = reservations.forget(Chosen(group, name), days)
     if as_json:
         print_json({"forgotten": count})
     else:
@@ -213,8 +213,8 @@ def _external(spec: str, settings: Settings) -> External:
 
 
 @contextmanager
-def _desk(database_url: str | None) -> Iterator[Desk]:
-    from spark_jobs.external.reservations import Desk
+def _reservations(database_url: str | None) -> Iterator[ReservationAdmin]:
+    from spark_jobs.external.reservations import ReservationAdmin
     from spark_jobs.postgres.errors import clear_errors, connect
 
     settings = load(database_url=database_url)
@@ -223,7 +223,7 @@ def _desk(database_url: str | None) -> Iterator[Desk]:
         connect(settings.require_database(), "outbox external") as connection,
         clear_errors("looking at reservations"),
     ):
-        yield Desk(connection, settings.consumer_schema)
+        yield ReservationAdmin(connection, settings.consumer_schema)
 
 
 def _chosen(ids: Sequence[UUID] | None, group: str | None, name: str | None, everything: bool) -> Chosen:
@@ -233,7 +233,7 @@ def _chosen(ids: Sequence[UUID] | None, group: str | None, name: str | None, eve
     return Chosen(group, name, ids or None)
 
 
-def _tell(word: str, ids: Sequence[str], what: str, asked: Sequence[UUID] | None, as_json: bool) -> None:
+def _print_result(word: str, ids: Sequence[str], what: str, asked: Sequence[UUID] | None, as_json: bool) -> None:
     if as_json:
         print_json({word: ids})
     else:

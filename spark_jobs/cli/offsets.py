@@ -79,7 +79,7 @@ def set_offset(
         moved = offsets.reset(
             group, topic, offset, why, part=partition, skip=skip, dry_run=dry_run, new=new, wait_seconds=wait
         )
-    _tell(moved, as_json=as_json)
+    _print_result(moved, as_json=as_json)
 
 
 @app.command()
@@ -110,7 +110,7 @@ def reset(
     wanted = _wanted(to)
     with _offsets(database_url) as offsets:
         moved = offsets.reset(group, topic, wanted, why, skip=skip, dry_run=dry_run, new=new, wait_seconds=wait)
-    _tell(moved, as_json=as_json)
+    _print_result(moved, as_json=as_json)
 
 
 @app.command()
@@ -128,7 +128,7 @@ def forget(
     require_reason(why, "why; it is kept in the audit")
     with _offsets(database_url) as offsets:
         moved = offsets.forget(group, topic, why, dry_run=dry_run, wait_seconds=wait)
-    _tell(moved, as_json=as_json)
+    _print_result(moved, as_json=as_json)
 
 
 def _wanted(to: str) -> Wanted:
@@ -156,7 +156,7 @@ def _offsets(database_url: str | None) -> Iterator[Offsets]:
         yield Offsets(connection, settings.consumer_schema, kafka)
 
 
-def _tell(moved: Moved, *, as_json: bool) -> None:
+def _print_result(moved: Moved, *, as_json: bool) -> None:
     if as_json:
         print_json(asdict(moved))
         return

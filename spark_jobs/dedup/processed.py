@@ -54,7 +54,7 @@ def _joined(batches: Sequence[Ids]) -> Ids:
 
 def _rows(group: bytes, days: Any, ids: Ids) -> bytes:
     """Encode rows of three fields, each after its length, in network byte order."""
-    spelt = np.zeros(
+    encoded = np.zeros(
         len(ids),
         [
             ("fields", ">i2"),
@@ -66,8 +66,8 @@ def _rows(group: bytes, days: Any, ids: Ids) -> bytes:
             ("id", np.uint8, (16,)),
         ],
     )
-    spelt["fields"] = 3
-    spelt["group_length"], spelt["group"] = len(group), np.frombuffer(group, np.uint8)
-    spelt["day_length"], spelt["day"] = 4, days - POSTGRES_DAY
-    spelt["id_length"], spelt["id"] = 16, ids
-    return spelt.tobytes()
+    encoded["fields"] = 3
+    encoded["group_length"], encoded["group"] = len(group), np.frombuffer(group, np.uint8)
+    encoded["day_length"], encoded["day"] = 4, days - POSTGRES_DAY
+    encoded["id_length"], encoded["id"] = 16, ids
+    return encoded.tobytes()

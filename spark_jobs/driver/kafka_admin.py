@@ -77,9 +77,9 @@ class KafkaView:
         self._logger.setLevel(logging.CRITICAL + 1)
         # Refusals arrive by callback: a request that no broker authorizes only times out.
         self._refusals: deque[KafkaError] = deque(maxlen=1)
-        settings: dict[str, Any] = {**options, "error_cb": functools.partial(_hear, self._refusals)}
+        settings: dict[str, Any] = {**options, "error_cb": functools.partial(_keep_refusal, self._refusals)}
         self._admin = AdminClient(settings, logger=self._logger)
-        self._shown: dict[str, _Shown] = {}
+        self._committers: dict[str, _PositionCommitter] = {}
 
     def look(
         self, topics: Sequence[str], *, high_watermarks: bool = False
@@ -214,19 +214,19 @@ class KafkaView:
         Waits at most ``seconds`` for the answer, and not at all while an earlier answer is outstanding. With 0 the
         answers to earlier commits are returned, and ``lag_shown`` waits for the last.
         """
-        if group not in self._shown:
-            self._shown[group] = _Shown(self._options, group, self._logger)
-        return self._shown[group].show(offsets, seconds)
+        if group not in self._committers:
+            self._committers[group] = _PositionCommitter(self._options, group, self._logger)
+        return self._committers[group].show(offsets, seconds)
 
     def lag_shown(self, group: str) -> str | None:
         """Wait for the answer to the last position that was sent, if any. Returns a failure as text."""
-        return self._shown[group].heard(_LAG_SECONDS) if group in self._shown else None
+        return self._committers[group].wait(_LAG_SECONDS) if group in self._committers else None
 
 
 _NO_ANSWER: Final = "no answer yet"
 
 
-class _Shown:
+class _PositionCommitter:
     """Commits a group's position to Kafka, with a consumer that joins no group.
 
     Not with the admin client: once the broker has restarted, its requests to a group's coordinator keep timing out, and
@@ -256,10 +256,10 @@ class _Shown:
             return str(error)
         self._unanswered += 1
         if seconds and not late:
-            return self.heard(seconds)
+            return self.wait(seconds)
         return _NO_ANSWER if late else self._problem
 
-    def heard(self, seconds: float) -> str | None:
+    def wait(self, seconds: float) -> str | None:
         deadline = time.monotonic() + seconds
         while self._unanswered and time.monotonic() < deadline:
             self._consumer.poll(0.05)
@@ -271,7 +271,7 @@ class _Shown:
         self._problem = next((str(problem) for problem in problems if problem is not None), None)
 
 
-def _hear(refusals: deque[KafkaError], error: KafkaError) -> None:
+def _keep_refusal(refusals: deque[KafkaError], error: KafkaError) -> None:
     if is_refusal(error):
         refusals.append(error)
 

@@ -112,7 +112,7 @@ class ConsumerQuery:
 
         self._job = job
         self._trigger = trigger
-        self._told = report
+        self._callback = report
         self._run_id = str(uuid.uuid4())
         self._stop = threading.Event()
         self._changed = threading.Condition()
@@ -217,15 +217,15 @@ class ConsumerQuery:
                     runner.continuous(self._stop, self._trigger)
         except BaseException as error:  # noqa: BLE001  returned by exception()
             self._error = error
-            self._say(f"Terminated with exception: {error}", busy=False)
+            self._set_status(f"Terminated with exception: {error}", busy=False)
         else:
-            self._say("Stopped", busy=False)
+            self._set_status("Stopped", busy=False)
         finally:
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
 
-    def _say(self, message: str, *, busy: bool) -> None:
+    def _set_status(self, message: str, *, busy: bool) -> None:
         with self._changed:
             self._message, self._busy = message, busy
 
@@ -238,12 +238,12 @@ class ConsumerQuery:
     def _report(self, text: str, figures: Mapping[str, Any]) -> None:
         if text == "round":
             self._add_round(figures, self._runner.span)
-            self._say("Processing new data", busy=True)
+            self._set_status("Processing new data", busy=True)
         elif text == "waiting for a server":
-            self._say(f"Waiting for a server: {figures['error']}", busy=False)
+            self._set_status(f"Waiting for a server: {figures['error']}", busy=False)
         elif text == "waiting for a lock":
-            self._say(f"Waiting for a lock: {figures['blocked_by']}", busy=True)
-        self._told(text, figures)
+            self._set_status(f"Waiting for a lock: {figures['blocked_by']}", busy=True)
+        self._callback(text, figures)
 
     def _add_round(self, totals: Mapping[str, Any], span: Span | None) -> None:
         now = time.monotonic()

@@ -56,7 +56,7 @@ from spark_jobs.patience import NoTimeLeft, Patience, backoff
 from spark_jobs.postgres.connections import process_name
 from spark_jobs.postgres.errors import AWAY
 from spark_jobs.postgres.group_store import Store
-from spark_jobs.postgres.lock_monitor import Watch
+from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.postgres.progress import progress
 from spark_jobs.postgres.retention import KEEP_DAYS
 from spark_jobs.postgres.sink import PostgresSinks
@@ -234,7 +234,7 @@ class Runner:
             return not self._round(targets)
 
         done = False
-        with self._watch(), self._spark():
+        with self._lock_monitor(), self._spark():
             while not done and not stop.is_set():
                 done = self._waiting_for_servers(step, stop, self._options.patience)
         self._position.wait()
@@ -245,7 +245,7 @@ class Runner:
 
         every  a round begins no sooner than this many seconds after the one before.
         """
-        with self._watch(), self._spark():
+        with self._lock_monitor(), self._spark():
             while not stop.is_set():
                 began = time.monotonic()
                 nothing_left = self._waiting_for_servers(lambda: not self._round(None), stop, None)
@@ -269,8 +269,8 @@ class Runner:
                 # The next round meets the same error and waits.
                 return
 
-    def _watch(self) -> Watch:
-        return Watch(self._options.url, self._job.group, self._report)
+    def _lock_monitor(self) -> LockMonitor:
+        return LockMonitor(self._options.url, self._job.group, self._report)
 
     def _begin(self) -> int:
         """Take the group over, once for the life of this runner."""
@@ -358,7 +358,7 @@ class Runner:
         try:
             counts = self._rounds.apply(span, generation)
         except ConsumerError as error:
-            self._blame(span.ranges, error)
+            self._record_failure(span.ranges, error)
             raise
         self._search.passed(span.ranges)
         self._note_sizes(counts)
@@ -371,7 +371,7 @@ class Runner:
             if rows:
                 self._row_bytes[topic] = max(size // rows, self._row_bytes.get(topic, 0) // 2)
 
-    def _blame(self, ranges: Mapping[Partition, Range], error: ConsumerError) -> None:
+    def _record_failure(self, ranges: Mapping[Partition, Range], error: ConsumerError) -> None:
         """Record which ranges failed. Raises BadMessage once a single message is known to be the cause."""
         by_partition = error.by_partition or dict.fromkeys(ranges, error)
         certain = bool(error.by_partition) or len(ranges) == 1

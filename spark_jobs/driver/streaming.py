@@ -44,13 +44,13 @@ from spark_jobs.errors import ConsumerUnavailable, EffectFailed, JobError, shown
 from spark_jobs.job import META, ConsumerJob
 from spark_jobs.outcomes import Broken
 from spark_jobs.patience import backoff
-from spark_jobs.postgres import lock_monitor as blockers
+from spark_jobs.postgres import lock_monitor
 from spark_jobs.postgres.batch_table import Applying
 from spark_jobs.postgres.connections import process_name
 from spark_jobs.postgres.copying import Unfit, copy_rows
 from spark_jobs.postgres.errors import clear_errors, passing
 from spark_jobs.postgres.group_store import Store
-from spark_jobs.postgres.lock_monitor import Watch
+from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.postgres.sink import transaction
 from spark_jobs.spark import job_groups
 from spark_jobs.spark import rows as spark
@@ -167,7 +167,7 @@ class ExactlyOnce:
         from_beginning: bool,
         patience: float,
     ) -> None:
-        _check(job)
+        _check_job(job)
         self._job = job
         self._url = url
         self._schema = schema
@@ -192,18 +192,18 @@ class ExactlyOnce:
         self._error = None
         try:
             batch = planned(rows, batch_id)
-            with _for_batch(rows, self._job.group, batch), Watch(self._url, self._job.group, _report):
-                self._patiently(rows, batch)
+            with _for_batch(rows, self._job.group, batch), LockMonitor(self._url, self._job.group, _report):
+                self._apply_with_retries(rows, batch)
         except OutboxError as error:
             self._error = error
             # Without its causes: Spark gets the whole chain as one text, with the JVM's stack of each error, and
             # matches patterns in it. A long text has killed its thread (StackOverflowError) without any visible error.
-            told = copy.copy(error).with_traceback(None)
+            bare = copy.copy(error).with_traceback(None)
         else:
             return
-        raise told
+        raise bare
 
-    def _patiently(self, rows: DataFrame, batch: Batch) -> None:
+    def _apply_with_retries(self, rows: DataFrame, batch: Batch) -> None:
         """Apply a batch, repeating it while servers are away. If a lost COMMIT has succeeded, the repeat finds that."""
         began = time.monotonic()
         tries = 0
@@ -247,7 +247,7 @@ class ExactlyOnce:
     def _commit(self, batch: Batch, generation: int, staged: _Staged) -> None:
         """Apply what is staged and move to the batch, in one transaction."""
         ids = "message_id" in staged.columns
-        with transaction(self._url, blockers.names(self._job.group)[0], NO_INPUT) as cursor:
+        with transaction(self._url, lock_monitor.names(self._job.group)[0], NO_INPUT) as cursor:
             self._require(cursor.connection, generation)
             stored = self._read_stored(cursor)
             decision = self._decide(stored, batch, ids=ids)
@@ -269,7 +269,7 @@ class ExactlyOnce:
             )
             staged.fill(cursor)
             if ids:
-                self._forget_repeats(cursor)
+                self._drop_repeats(cursor)
             fresh = applying.count() if ids else staged.rows
             self._run(cursor, _COUNT, applied=fresh, duplicates=staged.rows - fresh)
             if fresh:
@@ -333,7 +333,7 @@ class ExactlyOnce:
         made = effect.statements(payload, types, placed=set(columns) >= needed)
         return ";\n".join(one.as_string(None) for one in made)
 
-    def _forget_repeats(self, cursor: psycopg.Cursor[Any]) -> None:
+    def _drop_repeats(self, cursor: psycopg.Cursor[Any]) -> None:
         """Leave in ``batch`` only rows whose ids were never applied."""
         book = Book(self._schema, self._job.group)
         if cursor.execute(_WITHOUT_ID).fetchone() == (True,):
@@ -467,7 +467,7 @@ def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.
 
     broken = ""
     try:
-        with transaction(plan.url, blockers.names(plan.group)[1], batches) as cursor:
+        with transaction(plan.url, lock_monitor.names(plan.group)[1], batches) as cursor:
             copy_rows(cursor, sql.Identifier(plan.schema, plan.table), _staged(plan.columns), named())
     except Unfit as error:
         broken = str(error)
@@ -502,7 +502,7 @@ def _report(text: str, figures: Mapping[str, Any]) -> None:
     _LOG.warning("%s: %s", text, "  ".join(f"{name}={value}" for name, value in figures.items()))
 
 
-def _check(job: ConsumerJob) -> None:
+def _check_job(job: ConsumerJob) -> None:
     for name, usual in (("schema", None), ("types", None), ("keep_order", False), ("start", "earliest")):
         if getattr(job, name) != usual:
             raise JobError(f"{name}: has no meaning for exactly_once, whose rows are the stream's own; leave it out")

@@ -125,10 +125,10 @@ class Caller:
                         with self._patience.attempt():
                             wait = self._round(until, poll)
                     except _AWAY as error:
-                        wait = self._away(error)
+                        wait = self._pause_without_database(error)
                     if wait is None:
                         break
-                    self._listen(stop, wait)
+                    self._wait_for_answer(stop, wait)
                 self._finish()
         finally:
             self._disconnect()
@@ -175,7 +175,7 @@ class Caller:
                 self._start(claim, began)
             if stuck and not claims:
                 return 0.0
-        self._available()
+        self._database_answered()
         if self._running or until == "stopped":
             return poll
         if until == "due":
@@ -186,7 +186,7 @@ class Caller:
         # A reservation that is due but can't be claimed is another caller's, or waits behind one that is not due.
         return min(poll, due) if due > 0 else poll
 
-    def _listen(self, stop: threading.Event, wait: float) -> None:
+    def _wait_for_answer(self, stop: threading.Event, wait: float) -> None:
         """Wait for an answer, or for ``wait`` seconds."""
         if not self._running:
             stop.wait(wait)
@@ -196,7 +196,7 @@ class Caller:
         while not stop.is_set():
             left = deadline - time.monotonic()
             try:
-                self._take(self._answers.get(timeout=max(0.0, min(left, 0.2))))
+                self._collect(self._answers.get(timeout=max(0.0, min(left, 0.2))))
             except queue.Empty:
                 self._warn_of_overdue()
                 if left > 0:
@@ -209,16 +209,16 @@ class Caller:
             ends = max((attempt.until for attempt in self._running.values()), default=0.0)
             if self._running:
                 try:
-                    self._take(self._answers.get(timeout=max(0.0, ends - time.monotonic())))
+                    self._collect(self._answers.get(timeout=max(0.0, ends - time.monotonic())))
                 except queue.Empty:
                     self._report("calls did not end in time; they are resumed later", {"calls": len(self._running)})
                     self._running.clear()
             try:
                 with self._patience.attempt():
                     self._settle()
-                self._available()
+                self._database_answered()
             except _AWAY as error:
-                pause = self._away(error)
+                pause = self._pause_without_database(error)
                 if not self._running:
                     time.sleep(pause)
 
@@ -261,10 +261,10 @@ class Caller:
         )
         if claim.step == "cancel":
             assert external.cancel is not None
-            return "cancel", _answer(external.cancel, call)
+            return "cancel", _answer_of(external.cancel, call)
         if claim.step == "ask":
             assert external.ask is not None
-            answer = _answer(external.ask, call)
+            answer = _answer_of(external.ask, call)
             if answer.said != "done":
                 return "ask", answer
             if isinstance(answer.response, Done):
@@ -272,15 +272,15 @@ class Caller:
             if answer.response is not None:
                 kind = type(answer.response).__name__
                 return "ask", Answer("unknown", f"ask must give Done or None, and gave {kind}")
-        return "call", _answer(external.call, call)
+        return "call", _answer_of(external.call, call)
 
-    def _take(self, answered: _Answered) -> None:
+    def _collect(self, answered: _Answered) -> None:
         self._running.pop((answered.claim.message_id, answered.claim.attempt), None)
         self._unsettled.append(answered)
 
     def _settle(self) -> None:
         while not self._answers.empty():
-            self._take(self._answers.get())
+            self._collect(self._answers.get())
         while self._unsettled:
             answered = self._unsettled[0]
             change, failed = self._book.settle(
@@ -349,11 +349,11 @@ class Caller:
             self._connection.close()
             self._connection = None
 
-    def _available(self) -> None:
+    def _database_answered(self) -> None:
         self._patience.renew()
         self._tries = 0
 
-    def _away(self, error: Exception) -> float:
+    def _pause_without_database(self, error: Exception) -> float:
         """Return how many seconds to wait for the database. Raises ConsumerUnavailable after ``patience``."""
         self._patience.failed()
         if not (self._last_error and isinstance(error, NoTimeLeft)):
@@ -387,7 +387,7 @@ def effect_of(effect: Effect | None, claim: Claim, response: object) -> SqlEffec
     return run
 
 
-def _answer(function: Callable[[Call], Any], call: Call) -> Answer:
+def _answer_of(function: Callable[[Call], Any], call: Call) -> Answer:
     try:
         return Answer("done", response=function(call))
     except Refused as refusal:

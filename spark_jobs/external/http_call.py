@@ -77,7 +77,7 @@ class HttpCall:
             content = None if self.body is None else json.dumps(self.body(call)).encode()
             given = self.headers if isinstance(self.headers, Mapping) else self.headers()
         except Exception as error:
-            raise TryLater(f"nothing was sent, the request can't be made: {_told(error)}") from error
+            raise TryLater(f"nothing was sent, the request can't be made: {_describe(error)}") from error
         headers = {"Accept": "application/json", "Connection": "close", **given, self.key_header: call.key}
         if content is not None:
             headers = {"Content-Type": "application/json", **headers}
@@ -92,14 +92,14 @@ class HttpCall:
             try:
                 connection.connect()
             except OSError as error:
-                raise TryLater(f"{target.shown}: nothing was sent: {_told(error)}") from error
-            with _ending(connection.sock, deadline) as ended:
+                raise TryLater(f"{target.shown}: nothing was sent: {_describe(error)}") from error
+            with _ended_at(connection.sock, deadline) as ended:
                 try:
                     connection.request(self.method, target.path, content, headers)
                     response = connection.getresponse()
                     read = response.read(_LONGEST_BODY)
                 except (OSError, http.client.HTTPException) as error:
-                    raise OutcomeUnknown(f"{target.shown}: no answer: {_told(error)}") from error
+                    raise OutcomeUnknown(f"{target.shown}: no answer: {_describe(error)}") from error
             if ended.is_set() or (response.length and len(read) < _LONGEST_BODY):
                 raise OutcomeUnknown(f"{target.shown}: the answer ended after {len(read)} bytes")
             return response.status, _json(read), _retry_after(response.headers)
@@ -153,7 +153,7 @@ def _target(url: str) -> _Target:
 
 
 @contextmanager
-def _ending(sock: socket.socket, deadline: float) -> Iterator[threading.Event]:
+def _ended_at(sock: socket.socket, deadline: float) -> Iterator[threading.Event]:
     """End the connection at the deadline: a socket's own timeout starts over with every byte that comes."""
     ended = threading.Event()
 
@@ -205,5 +205,5 @@ def _retry_after(headers: email.message.Message) -> float | None:
     return max(0.0, then - now)
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -42,7 +42,7 @@ SELECT *, response IS NOT NULL AS known, attempts - budget_from AS used,
 # Calls behind a stuck one wait for an operator. They would stay first among those that are due, and each claim would
 # read them again, so they are postponed. The stuck row is locked, so a release either comes before this or sees its
 # result. By an hour only, in case an older version, which does not undo this, releases the stuck call.
-_PUT_BACK: Final = """
+_POSTPONE: Final = """
 WITH due AS MATERIALIZED (
     SELECT message_id, order_key, id FROM {reservations}
      WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'calling', 'cancelling')
@@ -144,7 +144,7 @@ _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%(what)s, %(wh
 
 OPEN: Final = ("reserved", "calling", "cancelling")
 _LONGEST_ERROR: Final = 2000
-_LOOK_SECONDS, _REST_SECONDS = 1.0, 60.0
+_CHECK_SECONDS, _REST_SECONDS = 1.0, 60.0
 """The interval between checks for calls behind stuck ones: when the last check found some, and when it found none."""
 _AT_ONCE: Final = 10_000
 
@@ -181,7 +181,7 @@ class Reservations:
         self._names = {table: sql.Identifier(schema, table) for table in ("reservations", "audit")}
         self._which = {"grp": group, "name": name}
         self._rules = rules
-        self._look_at = 0.0
+        self._next_check = 0.0
 
     def claim(
         self,
@@ -199,7 +199,7 @@ class Reservations:
         claims: list[Claim] = []
         stuck = 0
         # Before the claims: an error after them would lose them.
-        self._put_back(connection)
+        self._postpone(connection)
         with connection.transaction(), connection.cursor(row_factory=dict_row) as cursor:
             for row in self._run(cursor, _DUE, most=most, busy=list(busy), lease=lease).fetchall():
                 standing = _standing(row)
@@ -222,17 +222,17 @@ class Reservations:
                 )
                 claims.append(_claim(row, step, row["attempts"] + 1))
         if stuck:
-            self._look_at = 0.0
+            self._next_check = 0.0
         return claims, stuck
 
-    def _put_back(self, connection: psycopg.Connection[Any]) -> None:
+    def _postpone(self, connection: psycopg.Connection[Any]) -> None:
         """Postpone calls behind stuck ones, so that claims don't read them until the stuck ones are released."""
         now = time.monotonic()
-        if now < self._look_at:
+        if now < self._next_check:
             return
         with connection.transaction(), connection.cursor() as cursor:
-            put_back = self._run(cursor, _PUT_BACK, most=_AT_ONCE).rowcount
-        self._look_at = now + (_LOOK_SECONDS if put_back else _REST_SECONDS)
+            postponed = self._run(cursor, _POSTPONE, most=_AT_ONCE).rowcount
+        self._next_check = now + (_CHECK_SECONDS if postponed else _REST_SECONDS)
 
     def settle(
         self,
@@ -260,7 +260,7 @@ class Reservations:
             failed = str(error)
         except psycopg.errors.IntegrityError as error:
             # A deferred constraint fails at COMMIT.
-            failed = _told(error)
+            failed = _describe(error)
         if failed is None:
             return change, None
         with connection.transaction():
@@ -342,7 +342,7 @@ class Reservations:
                 if row["state"] == "stuck" != change.state:
                     _release(cursor, self._names, [row])
                 elif change.state == "stuck":
-                    self._look_at = 0.0
+                    self._next_check = 0.0
         return change
 
     def _write(self, cursor: psycopg.Cursor[Any], message_id: UUID, change: Change, response: Jsonb | None) -> None:
@@ -374,7 +374,7 @@ class Chosen:
     message_ids: Sequence[UUID] | None = None
 
 
-class Desk:
+class ReservationAdmin:
     """Operators' actions on the reservations of a sink. The audit records every change with its reason."""
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
@@ -465,7 +465,7 @@ def _do(connection: psycopg.Connection[Any], effect: SqlEffect) -> None:
     except Exception as error:
         if connection.closed:
             raise
-        raise _EffectFailed(_told(error)) from error
+        raise _EffectFailed(_describe(error)) from error
 
 
 def _standing(row: Mapping[str, Any]) -> Standing:
@@ -486,7 +486,7 @@ def _claim(row: Mapping[str, Any], step: Step, attempt: int) -> Claim:
     )
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip()}"
 
 

@@ -53,13 +53,13 @@ class _Batch:
                     self.alone.add(number)
             self.rows.append(row)
 
-    def taken(self, name: str) -> list[Any]:
+    def values_of(self, name: str) -> list[Any]:
         """Return the values of a field."""
         return [row.get(name) for row in self.rows]
 
 
 Column: TypeAlias = "list[Any] | pa.Array"
-Take: TypeAlias = Callable[[_Batch], Column]
+Extract: TypeAlias = Callable[[_Batch], Column]
 """Returns the values of a column, and adds to the rows that must be read by themselves."""
 
 
@@ -69,7 +69,7 @@ class JsonReader:
     def __init__(self, declared: t.StructType, policy: Policy) -> None:
         self._one = json_payload.reader(declared, policy)
         self._whole = WholeReader.of(declared, policy)
-        self._takes = [_take(one, policy) for one in declared.fields]
+        self._extractors = [_extractor(one, policy) for one in declared.fields]
         self._decimals = any(isinstance(one.dataType, t.DecimalType) for one in declared.fields)
         nested = [one.dataType for one in declared.fields if _is_nested(one.dataType)]
         self._nested = bool(nested)
@@ -93,15 +93,15 @@ class JsonReader:
         batch = _Batch(values)
         if self._in_reach:
             batch.parse()
-            self._doubt(batch)
-            columns = [take(batch) for take in self._takes]
+            self._add_doubtful(batch)
+            columns = [extract(batch) for extract in self._extractors]
         else:
             batch.alone.update(range(len(values)))
-            columns = [[None] * len(values) for _ in self._takes]
+            columns = [[None] * len(values) for _ in self._extractors]
         batch.alone.difference_update([number for number, value in enumerate(values) if value is None])
         return columns, batch.alone
 
-    def _doubt(self, batch: _Batch) -> None:
+    def _add_doubtful(self, batch: _Batch) -> None:
         """Add the rows for which the parser may have returned another value than the payload has."""
         for number, (value, row) in enumerate(zip(batch.values, batch.rows, strict=True)):
             if value is None:
@@ -122,7 +122,7 @@ def _is_nested(kind: t.DataType) -> bool:
     return isinstance(kind, t.StructType | t.ArrayType | t.MapType)
 
 
-def _take(declared: t.StructField, policy: Policy) -> Take:
+def _extractor(declared: t.StructField, policy: Policy) -> Extract:
     """Return the function that extracts a field's values from many rows."""
     name, kind = declared.name, declared.dataType
     # A missing field and a null field look the same here.
@@ -131,13 +131,13 @@ def _take(declared: t.StructField, policy: Policy) -> Take:
     if plain is not None:
         allowed, fits = plain
         return _checked(name, allowed | {type(None)} if optional else allowed, fits)
-    each = _each(name, json_payload.slot_of(declared, policy), optional=optional)
+    each = _one_by_one(name, json_payload.slot_of(declared, policy), optional=optional)
     if isinstance(kind, t.DecimalType):
         return _decimals(name, kind, each, optional=optional)
     if isinstance(kind, t.TimestampType):
-        return _written(name, json_whole.times, each, optional=optional)
+        return _in_common_form(name, json_whole.times, each, optional=optional)
     if isinstance(kind, t.DateType):
-        return _written(name, json_whole.days, each, optional=optional)
+        return _in_common_form(name, json_whole.days, each, optional=optional)
     return each
 
 
@@ -165,11 +165,11 @@ def _is_exact(value: Any) -> bool:
     return value is None or -HUGE < value < HUGE
 
 
-def _checked(name: str, allowed: frozenset[type], fits: Callable[[Any], bool] | None) -> Take:
+def _checked(name: str, allowed: frozenset[type], fits: Callable[[Any], bool] | None) -> Extract:
     """Return a function for values that need no conversion."""
 
-    def take(batch: _Batch) -> Column:
-        column = batch.taken(name)
+    def extract(batch: _Batch) -> Column:
+        column = batch.values_of(name)
         if not allowed.issuperset(map(type, column)):
             for number, value in enumerate(column):
                 if type(value) not in allowed:
@@ -182,17 +182,17 @@ def _checked(name: str, allowed: frozenset[type], fits: Callable[[Any], bool] | 
                     column[number] = None
         return column
 
-    return take
+    return extract
 
 
-def _decimals(name: str, kind: t.DecimalType, each: Take, *, optional: bool) -> Take:
+def _decimals(name: str, kind: t.DecimalType, each: Extract, *, optional: bool) -> Extract:
     """Return a function for decimals that are all numbers; it uses ``each`` if some are text or do not fit."""
     arrow = pa.decimal128(kind.precision, kind.scale)
     # Beyond these limits Arrow's cast from text silently wraps around or gives zero.
     least, limit = 10.0**-kind.scale, 10.0 ** (kind.precision - kind.scale)
 
-    def take(batch: _Batch) -> Column:
-        column = batch.taken(name)
+    def extract(batch: _Batch) -> Column:
+        column = batch.values_of(name)
         for number, value in enumerate(column):
             if type(value) is float and not (value and -HUGE < value < HUGE) and _altered(value, batch.values[number]):
                 batch.alone.add(number)
@@ -205,7 +205,7 @@ def _decimals(name: str, kind: t.DecimalType, each: Take, *, optional: bool) -> 
         except pa.ArrowInvalid:
             return each(batch)
 
-    return take
+    return extract
 
 
 def _altered(value: float, payload: bytes | None) -> bool:
@@ -213,11 +213,11 @@ def _altered(value: float, payload: bytes | None) -> bool:
     return bool(value) or _EXPONENT.search(payload or b"") is not None
 
 
-def _written(name: str, whole: Finish, each: Take, *, optional: bool) -> Take:
+def _in_common_form(name: str, whole: Finish, each: Extract, *, optional: bool) -> Extract:
     """Return a function for times or dates that are all in the common form; it uses ``each`` otherwise."""
 
-    def take(batch: _Batch) -> Column:
-        column = batch.taken(name)
+    def extract(batch: _Batch) -> Column:
+        column = batch.values_of(name)
         if not {str, type(None)}.issuperset(map(type, column)) or not (optional or None not in column):
             return each(batch)
         texts = pa.array(column, pa.string())
@@ -226,13 +226,13 @@ def _written(name: str, whole: Finish, each: Take, *, optional: bool) -> Take:
         except pa.ArrowInvalid:
             return each(batch)
 
-    return take
+    return extract
 
 
-def _each(name: str, convert: Convert, *, optional: bool) -> Take:
+def _one_by_one(name: str, convert: Convert, *, optional: bool) -> Extract:
     """Return a function that converts values one by one."""
 
-    def take(batch: _Batch) -> Column:
+    def extract(batch: _Batch) -> Column:
         column: list[Any] = []
         for number, row in enumerate(batch.rows):
             value = given = row.get(name)
@@ -249,4 +249,4 @@ def _each(name: str, convert: Convert, *, optional: bool) -> Take:
             column.append(value)
         return column
 
-    return take
+    return extract

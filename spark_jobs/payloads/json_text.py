@@ -62,13 +62,13 @@ def variant_reader(value: bytes, header: bytes | None) -> Sequence[Any]:  # noqa
     parse(value, exact=False)
     if _DOUBTFUL.search(value):
         try:
-            json.loads(value, parse_float=_held, parse_int=_held)
+            json.loads(value, parse_float=_check_exact, parse_int=_check_exact)
         except (ValueError, ArithmeticError, RecursionError) as error:
             raise Problem("the payload is too deep or has a number that is too long") from error
     return [value.decode()]
 
 
-def _held(text: str) -> None:
+def _check_exact(text: str) -> None:
     """Raise Wrong for a number that VARIANT, with decimals of 38 digits and doubles, would round."""
     plain = text.lstrip("-")
     whole, _, fraction = plain.partition(".")
@@ -95,7 +95,7 @@ def parse(value: bytes, *, exact: bool) -> dict[str, Any]:
     doubtful = value.count(b":") != fields and may_repeat(value, parsed)
     if exact or huge or doubtful:
         try:
-            parsed = json.loads(value, object_pairs_hook=_once, parse_float=_decimal if exact else float)
+            parsed = json.loads(value, object_pairs_hook=_with_unique_names, parse_float=_decimal if exact else float)
         except (ValueError, RecursionError) as error:
             raise Problem("the payload is too deep or has a number that is too long") from error
     return cast("dict[str, Any]", parsed)
@@ -118,7 +118,7 @@ def _decimal(text: str) -> Decimal | float:
         return float(text)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     parsed = dict(pairs)
     if len(parsed) != len(pairs):
         # Not count() of each name, which takes minutes for an object with very many names.

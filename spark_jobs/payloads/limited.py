@@ -33,10 +33,10 @@ class Limited:
         from pyspark.sql import functions as F  # noqa: N812  the name everybody knows it by
 
         size = F.octet_length("value")
-        before, after = _said(self.most)
-        said = F.concat(F.lit(before), size.cast("string"), F.lit(after))
+        before, after = _problem_text(self.most)
+        text = F.concat(F.lit(before), size.cast("string"), F.lit(after))
         rows = rows.withColumns(
-            {_TOO_LARGE: F.when(size > self.most, said), "value": F.when(size <= self.most, F.col("value"))}
+            {_TOO_LARGE: F.when(size > self.most, text), "value": F.when(size <= self.most, F.col("value"))}
         )
         decoded = self.decoder.decode(rows)
         return decoded.withColumn(PROBLEM, F.coalesce(F.col(_TOO_LARGE), F.col(PROBLEM))).drop(_TOO_LARGE)
@@ -66,7 +66,7 @@ class _LimitedReader:
 
     def __call__(self, value: bytes, header: bytes | None) -> Sequence[Any]:
         if len(value) > self._most:
-            before, after = _said(self._most)
+            before, after = _problem_text(self._most)
             raise Problem(f"{before}{len(value)}{after}")
         return self._read(value, header)
 
@@ -88,6 +88,6 @@ class _LimitedMany(_LimitedReader):
         return found, alone | set(pc.indices_nonzero(large).to_pylist())
 
 
-def _said(most: int) -> tuple[str, str]:
+def _problem_text(most: int) -> tuple[str, str]:
     """Return the text of the problem, before and after the payload's size."""
     return "the payload has ", f" bytes, and the job takes {most} at most (max_payload_bytes)"

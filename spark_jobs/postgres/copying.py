@@ -34,7 +34,7 @@ _AT_ONCE: Final = 32 * 1024 * 1024
 # Decimals of up to 18 digits fit the 64-bit integers that numpy computes with.
 _MOST_DIGITS: Final = 18
 
-Spell = Callable[["pa.Array"], "np.ndarray[Any, Any]"]
+Encoder = Callable[["pa.Array"], "np.ndarray[Any, Any]"]
 """Encodes the values of a type of fixed width as rows of bytes, which are undefined where the column is NULL."""
 
 
@@ -46,13 +46,13 @@ def copy_rows(
     cursor: psycopg.Cursor[Any], table: sql.Composable, columns: Mapping[str, str], batches: Iterable[pa.RecordBatch]
 ) -> None:
     """Stream these columns of the batches into a table's columns of the same names and these types. Raises Unfit."""
-    spells = {name: _spell(kind) for name, kind in columns.items()}
-    if None in spells.values():
+    encoders = {name: _encoder_of(kind) for name, kind in columns.items()}
+    if None in encoders.values():
         copy_csv(cursor, table, list(columns), batches)
         return
     # Columns of fixed width come first, so that together they form one piece of each row.
-    fixed = {name: spell for name, spell in spells.items() if callable(spell)}
-    texts = {name: spell for name, spell in spells.items() if isinstance(spell, bytes)}
+    fixed = {name: encode for name, encode in encoders.items() if callable(encode)}
+    texts = {name: encode for name, encode in encoders.items() if isinstance(encode, bytes)}
     with cursor.copy(_into(table, [*fixed, *texts], "binary")) as copy:
         copy.write(HEAD)
         for batch in batches:
@@ -104,24 +104,24 @@ def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     yield from _parts(batch.slice(half))
 
 
-def _rows(batch: pa.RecordBatch, fixed: Mapping[str, Spell], texts: Mapping[str, bytes]) -> memoryview:
+def _rows(batch: pa.RecordBatch, fixed: Mapping[str, Encoder], texts: Mapping[str, bytes]) -> memoryview:
     """Encode rows: the number of fields, then for each field its length, -1 for NULL, and its bytes."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
 
     rows = batch.num_rows
-    pieces: list[pa.Array | np.ndarray[Any, Any]] = [_spread(len(fixed) + len(texts), ">i2", rows)]
-    for name, spell in fixed.items():
+    pieces: list[pa.Array | np.ndarray[Any, Any]] = [_repeated(len(fixed) + len(texts), ">i2", rows)]
+    for name, encode in fixed.items():
         column = batch.column(name)
-        spelt = spell(column)
+        encoded = encode(column)
         if not column.null_count:
-            pieces += [_spread(spelt.shape[1], ">i4", rows), spelt]
+            pieces += [_repeated(encoded.shape[1], ">i4", rows), encoded]
             continue
         there = column.is_valid().to_numpy(zero_copy_only=False)
-        pieces.append(_integers(np.where(there, spelt.shape[1], -1)))
-        ends = np.concatenate([[0], np.cumsum(there * spelt.shape[1])]).astype(np.int32)
-        pieces.append(_binary(ends, spelt[there]))
+        pieces.append(_integers(np.where(there, encoded.shape[1], -1)))
+        ends = np.concatenate([[0], np.cumsum(there * encoded.shape[1])]).astype(np.int32)
+        pieces.append(_binary(ends, encoded[there]))
     for name, before in texts.items():
         column = batch.column(name)
         lengths = pc.fill_null(pc.add(pc.binary_length(column), len(before)), -1).to_numpy(zero_copy_only=False)
@@ -164,7 +164,7 @@ def _integers(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return _bytes_of(values, ">i4")
 
 
-def _spread(value: int, kind: str, rows: int) -> np.ndarray[Any, Any]:
+def _repeated(value: int, kind: str, rows: int) -> np.ndarray[Any, Any]:
     import numpy as np
 
     return np.tile(np.array([value], kind).view(np.uint8), (rows, 1))
@@ -173,11 +173,11 @@ def _spread(value: int, kind: str, rows: int) -> np.ndarray[Any, Any]:
 def _bytes_of(values: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
     import numpy as np
 
-    spelt = values.astype(kind)
-    return spelt.view(np.uint8).reshape(len(spelt), spelt.dtype.itemsize)
+    encoded = values.astype(kind)
+    return encoded.view(np.uint8).reshape(len(encoded), encoded.dtype.itemsize)
 
 
-def _spell(kind: str) -> Spell | bytes | None:
+def _encoder_of(kind: str) -> Encoder | bytes | None:
     """Return how to encode a type: a function for fixed width, a prefix of the bytes for texts, None if unknown."""
     if kind in _NUMBERS:
         return lambda column: _bytes_of(_values(column), _NUMBERS[kind])
@@ -202,7 +202,7 @@ def _values(column: pa.Array) -> np.ndarray[Any, Any]:
     return found
 
 
-def _truths(column: pa.Array) -> np.ndarray[Any, Any]:
+def _booleans(column: pa.Array) -> np.ndarray[Any, Any]:
     import pyarrow as pa
 
     return _bytes_of(_values(column.cast(pa.uint8())), "u1")
@@ -234,7 +234,7 @@ def has_beyond(kind: pa.DataType) -> bool:
     return bool(pa.types.is_timestamp(kind) or pa.types.is_date32(kind))
 
 
-def _moments(column: pa.Array) -> np.ndarray[Any, Any]:
+def _timestamps(column: pa.Array) -> np.ndarray[Any, Any]:
     import pyarrow as pa
 
     if beyond(column).true_count:
@@ -259,8 +259,9 @@ def _decimals(column: pa.Array, precision: int, scale: int) -> np.ndarray[Any, A
 
     whole_groups, groups_behind = -(-(precision - scale) // 4), -(-scale // 4)
     # The unscaled number: 128 bits, of which these precisions need the lower 64.
-    spelt = column.cast(pa.decimal128(precision, scale))
-    halves = np.frombuffer(spelt.buffers()[1], np.int64).reshape(-1, 2)[spelt.offset : spelt.offset + len(spelt), 0]
+    numbers = column.cast(pa.decimal128(precision, scale))
+    first, last = numbers.offset, numbers.offset + len(numbers)
+    halves = np.frombuffer(numbers.buffers()[1], np.int64).reshape(-1, 2)[first:last, 0]
     unscaled = np.abs(halves)
     whole, behind = unscaled // 10**scale, unscaled % 10**scale
     digits = []
@@ -274,10 +275,10 @@ def _decimals(column: pa.Array, precision: int, scale: int) -> np.ndarray[Any, A
         digits.append(behind // 10**end % 10_000 if end >= 0 else behind % 10 ** (4 + end) * 10**-end)
     rows = len(column)
     pieces = [
-        _spread(whole_groups + groups_behind, ">i2", rows),
-        _spread(whole_groups - 1, ">i2", rows),
+        _repeated(whole_groups + groups_behind, ">i2", rows),
+        _repeated(whole_groups - 1, ">i2", rows),
         _bytes_of(np.where(halves < 0, 0x4000, 0), ">u2"),
-        _spread(scale, ">i2", rows),
+        _repeated(scale, ">i2", rows),
         *(_bytes_of(group, ">i2") for group in digits),
     ]
     return np.concatenate(pieces, axis=1)
@@ -286,10 +287,10 @@ def _decimals(column: pa.Array, precision: int, scale: int) -> np.ndarray[Any, A
 _NUMBERS: Final = {"smallint": ">i2", "integer": ">i4", "bigint": ">i8", "real": ">f4", "double precision": ">f8"}
 # jsonb has a version number before the text.
 _TEXTS: Final = {"text": b"", "bytea": b"", "json": b"", "jsonb": b"\x01"}
-_OTHERS: Final[dict[str, Spell]] = {
-    "boolean": _truths,
+_OTHERS: Final[dict[str, Encoder]] = {
+    "boolean": _booleans,
     "date": _days,
-    "timestamptz": _moments,
-    "timestamp": _moments,
+    "timestamptz": _timestamps,
+    "timestamp": _timestamps,
     "uuid": _uuids,
 }

@@ -20,8 +20,7 @@ from spark_jobs.errors import Fenced, JobError
 from spark_jobs.letters import Retried
 from spark_jobs.model import Loss, Partition, Stored
 from spark_jobs.outcomes import Culprit
-from spark_jobs.postgres import connections
-from spark_jobs.postgres import lock_monitor as blockers
+from spark_jobs.postgres import connections, lock_monitor
 from spark_jobs.postgres.direct_copy import Direct, direct_for
 from spark_jobs.postgres.retention import KEEP_DAYS, Memory, RetentionResult
 
@@ -115,7 +114,7 @@ class Store:
         self._schema = schema
         self._group = group
         self._owner = owner
-        self._name = blockers.names(group)[0]
+        self._name = lock_monitor.names(group)[0]
         self.was_killed = False
         """After ``take_over``: the previous driver is still running, or was killed."""
         self._names: dict[str, sql.Composable] = {
@@ -130,7 +129,7 @@ class Store:
 
     def close(self) -> None:
         """Close the group's idle sessions in this process. Later calls open new ones."""
-        connections.close(self._url, *blockers.names(self._group))
+        connections.close(self._url, *lock_monitor.names(self._group))
 
     def require_utf8(self) -> None:
         """Raise JobError for a database whose encoding lacks characters that a message may have."""

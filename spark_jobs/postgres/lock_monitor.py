@@ -22,7 +22,7 @@ SELECT waiting.application_name, by.pid,
    AND waiting.wait_event_type = 'Lock' AND clock_timestamp() - waiting.query_start > interval '1 second'
  ORDER BY by.pid, waiting.pid"""
 
-LOOK_SECONDS: Final = 5.0
+CHECK_SECONDS: Final = 5.0
 """The interval between checks. Waits of less than a second are not reported."""
 
 
@@ -49,13 +49,13 @@ def names(group: str) -> tuple[str, str]:
     return application_name(f"outbox driver {group}"), application_name(f"outbox consumer {group}")
 
 
-def look(connection: psycopg.Connection[Any], group: str) -> list[Blocker]:
+def blockers(connection: psycopg.Connection[Any], group: str) -> list[Blocker]:
     """Return the sessions for which a session of the group has been waiting for more than a second."""
     rows = connection.execute(_WAITING, {"names": list(names(group))}).fetchall()
     return [Blocker(*row) for row in rows]
 
 
-class Watch:
+class LockMonitor:
     """Checks regularly, in a thread of its own, and reports each session that blocks the group once.
 
     url, group  the sink, and the group whose sessions may be blocked.
@@ -69,12 +69,12 @@ class Watch:
         url: str,
         group: str,
         report: Callable[[str, Mapping[str, Any]], None],
-        look_seconds: float = LOOK_SECONDS,
+        check_seconds: float = CHECK_SECONDS,
     ) -> None:
         self._url = url
         self._group = group
         self._report = report
-        self._look_seconds = look_seconds
+        self._check_seconds = check_seconds
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -90,12 +90,12 @@ class Watch:
         self._thread.join(1.0)
 
     def _run(self) -> None:
-        told: set[int] = set()
+        reported: set[int] = set()
         # One session for all checks, used by this thread only.
         connection: psycopg.Connection[Any] | None = None
         age = Age()
         try:
-            while not self._stop.wait(self._look_seconds):
+            while not self._stop.wait(self._check_seconds):
                 try:
                     if connection is not None and age.over:
                         connection.close()
@@ -103,7 +103,7 @@ class Watch:
                     if connection is None:
                         connection = connect(self._url, f"outbox watch {self._group}", autocommit=True)
                         age = Age()
-                    found = look(connection, self._group)
+                    found = blockers(connection, self._group)
                 except psycopg.Error:
                     # The driver's own sessions report what is wrong with the server; nothing depends on this one.
                     if connection is not None:
@@ -111,14 +111,14 @@ class Watch:
                         connection = None
                     continue
                 for blocker in found:
-                    if blocker.pid not in told:
-                        self._tell(blocker)
-                told = {blocker.pid for blocker in found}
+                    if blocker.pid not in reported:
+                        self._report_blocker(blocker)
+                reported = {blocker.pid for blocker in found}
         finally:
             if connection is not None:
                 connection.close()
 
-    def _tell(self, blocker: Blocker) -> None:
+    def _report_blocker(self, blocker: Blocker) -> None:
         self._report(
             "waiting for a lock",
             {

@@ -19,8 +19,7 @@ from spark_jobs.job import META
 from spark_jobs.letters import Letter
 from spark_jobs.model import Partition, Place, Range
 from spark_jobs.outcomes import Moved, Wish
-from spark_jobs.postgres import connections
-from spark_jobs.postgres import lock_monitor as blockers
+from spark_jobs.postgres import connections, lock_monitor
 from spark_jobs.postgres.batch_table import Applying
 from spark_jobs.postgres.direct_copy import Direct
 from spark_jobs.postgres.errors import of_postgres
@@ -109,7 +108,7 @@ class PostgresSink:
     @contextmanager
     def transaction(self, where: str, rows: Whole, *, most: int, here: bool = False) -> Iterator[PostgresTransaction]:
         """Begin a transaction; see sink.Sink."""
-        driver, consumer = blockers.names(self.group)
+        driver, consumer = lock_monitor.names(self.group)
         with translated(where), transaction(self.url, driver if here else consumer, rows) as cursor:
             yield PostgresTransaction(self, cursor, most)
 

@@ -29,7 +29,7 @@ from spark_jobs.external import reservations
 from spark_jobs.external.caller import Caller
 from spark_jobs.external.declaration import Done, External, OutcomeUnknown, Refused, TryLater
 from spark_jobs.external.http_call import HttpCall
-from spark_jobs.external.reservations import Chosen, Desk, NoSuchReservation
+from spark_jobs.external.reservations import Chosen, NoSuchReservation, ReservationAdmin
 from spark_jobs.postgres import connections
 from spark_jobs.postgres.errors import clear_errors
 
@@ -154,7 +154,7 @@ def test_without_a_cancel_a_refusal_after_an_open_attempt_is_for_people(sink, pr
     (message_id,) = sink.reserve(external, ["maybe"])
     assert sink.drain(external) == {"attempts": 2, "again": 1, "stuck": 1}
     with sink.connect() as connection:
-        (shown,) = Desk(connection, "consumer").find(Chosen("orders"))
+        (shown,) = ReservationAdmin(connection, "consumer").find(Chosen("orders"))
         assert shown["unsure"]
         assert "no cancel is declared" in shown["last_error"]
         caller = Caller(external, sink.connect)
@@ -423,7 +423,7 @@ def test_a_call_that_may_have_happened_is_not_repeated_once_the_key_is_forgotten
     assert sink.drain(external) == {"attempts": 3, "again": 2, "stuck": 1, "confirmed": 1}
     assert len(provider.requests("maybe")) == 1
     with sink.connect() as connection:
-        desk = Desk(connection, "consumer")
+        desk = ReservationAdmin(connection, "consumer")
         assert "may have forgotten the key" in desk.find(Chosen())[0]["last_error"]
         desk.retry(Chosen(message_ids=[message_id]))
         assert sink.drain(external) == {"stuck": 1}
@@ -456,12 +456,12 @@ def test_when_the_sql_fails_the_answer_is_kept_and_nothing_is_called_again(sink,
     assert sink.states() == {"o1": "stuck", "refused": "stuck"}
     assert len(provider.requests(path="/cancel")) == 1
     with sink.connect() as connection:
-        errors = [row["last_error"] for row in Desk(connection, "consumer").find(Chosen())]
+        errors = [row["last_error"] for row in ReservationAdmin(connection, "consumer").find(Chosen())]
         assert "UndefinedTable" in errors[0]
         assert "CheckViolation" in errors[1]
         connection.execute("CREATE TABLE paid (charge jsonb)")
         connection.execute("ALTER TABLE orders DROP CONSTRAINT orders_state_check")
-        Desk(connection, "consumer").retry(Chosen())
+        ReservationAdmin(connection, "consumer").retry(Chosen())
     assert sink.drain(external) == {"attempts": 2, "confirmed": 1, "cancelled": 1}
     assert len(provider.requests("o1")) == 1
     assert len(provider.requests(path="/cancel")) == 1
@@ -496,7 +496,7 @@ def test_an_answer_after_the_lease_is_weighed(sink, provider):
     assert sink.states() == {"a": "confirmed", "b": "cancelled"}
     assert sink.orders() == {"a": ("paid", 1), "b": ("cancelled", 1)}
     with sink.connect() as connection:
-        (shown,) = Desk(connection, "consumer").find(Chosen())
+        (shown,) = ReservationAdmin(connection, "consumer").find(Chosen())
     assert (shown["request"]["order"], shown["conflict"]) == (
         "b",
         "the provider confirmed a call whose effect was cancelled",
@@ -752,7 +752,7 @@ def test_what_waits_behind_stuck_ones_is_not_looked_at_by_each_claim(sink, provi
     # However a stuck one is released, what is behind it is due at once, and goes out after it.
     ids = dict(sink.rows("SELECT request ->> 'order', message_id FROM consumer.reservations"))
     with sink.connect() as connection:
-        desk = Desk(connection, "consumer")
+        desk = ReservationAdmin(connection, "consumer")
         assert desk.retry(Chosen("orders", "payments", [ids["bad1"]])) == [str(ids["bad1"])]
         assert desk.cancel(Chosen("orders", "payments", [ids["bad2"]]), "no") == [str(ids["bad2"])]
     for number, confirmed in ((3, True), (4, False)):
@@ -772,19 +772,19 @@ def test_one_that_is_released_while_others_are_put_back_leaves_none_behind(sink,
     chosen = Chosen("orders", "payments", released)
     due = "SELECT next_attempt_at <= now() FROM consumer.reservations WHERE request ->> 'order' = 'behind1'"
     values = {"grp": "orders", "name": "payments", "most": 20_000}
-    put_back = psycopg.sql.SQL(reservations._PUT_BACK).format(
+    put_back = psycopg.sql.SQL(reservations._POSTPONE).format(
         reservations=psycopg.sql.Identifier("consumer", "reservations")
     )
     again = "UPDATE consumer.reservations SET state = 'stuck' WHERE message_id = %s"
     with sink.connect() as one, sink.connect() as other:
         with one.transaction():
-            assert Desk(one, "consumer").retry(chosen)
+            assert ReservationAdmin(one, "consumer").retry(chosen)
             assert other.execute(put_back, values).rowcount == 9_999
         assert sink.rows(due) == [(True,)]
         one.execute(again, released)
         with one.transaction():
             assert one.execute(put_back, values).rowcount == 1
-            waiting = in_thread(lambda: Desk(other, "consumer").retry(chosen))
+            waiting = in_thread(lambda: ReservationAdmin(other, "consumer").retry(chosen))
             blocked = "SELECT count(*) FROM pg_locks WHERE NOT granted"
             wait_until(lambda: sink.rows(blocked) == [(1,)], what="the release to wait for the other")
         waiting.join(30)
