@@ -78,7 +78,7 @@ def _run(
 
     require_installed()
     from spark_jobs.cli.consume_view import by_topic
-    from spark_jobs.driver.runner import Options, Runner
+    from spark_jobs.driver.runner import Runner, options_of
     from spark_jobs.job import find_job
     from spark_jobs.spark import session
 
@@ -88,15 +88,7 @@ def _run(
     job = find_job(spec)
     if topics:
         job = job.with_topics(topics)
-    options = Options(
-        url=settings.require_database(),
-        kafka=client_options(settings),
-        schema=settings.consumer_schema,
-        max_records=max_records,
-        keep_days=settings.consumer.keep_days,
-        driver_records=settings.consumer.driver_records,
-        max_bytes=settings.consumer.max_bytes,
-    )
+    options = options_of(settings, settings.require_database(), max_records)
     metrics = _metrics(settings, job)
     spark = session.start(
         f"outbox {job.group}",

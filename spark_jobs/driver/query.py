@@ -21,11 +21,12 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from spark_jobs.driver.rounds import Span
-from spark_jobs.driver.runner import Options, Report, Runner, Totals
+from spark_jobs.driver.runner import Options, Report, Runner, Totals, options_of
 from spark_jobs.errors import JobError
 from spark_jobs.model import Partition
 from spark_jobs.spark import session as spark_session
@@ -73,7 +74,6 @@ def run(
         trigger = float(trigger)
     require_installed()
     # Imported here, because executors import what a job's module imports and have no pydantic.
-    from outbox._app.settings import client_options
     from spark_jobs import settings as consumer_settings
 
     given = {"keep_days": keep_days, "driver_records": driver_records}
@@ -83,16 +83,8 @@ def run(
         consumer_schema=consumer_schema,
         consumer={name: value for name, value in given.items() if value is not None},
     )
-    options = Options(
-        url=settings.require_database(", or give database_url="),
-        kafka=client_options(settings),
-        schema=settings.consumer_schema,
-        max_records=max_records,
-        keep_days=settings.consumer.keep_days,
-        driver_records=settings.consumer.driver_records,
-        max_bytes=settings.consumer.max_bytes,
-        patience=patience,
-    )
+    url = settings.require_database(", or give database_url=")
+    options = replace(options_of(settings, url, max_records), patience=patience)
     if spark is None:
         spark = spark_session.active() or spark_session.start(
             f"outbox {job.group}",

@@ -67,6 +67,8 @@ from spark_jobs.task.reader import ReaderSettings, close_kept
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from spark_jobs.settings import Settings
+
 
 _LOOK_SECONDS: Final = 1.0
 """How often an idle driver checks the sink: whether the group is still its own, and for dead letters to retry."""
@@ -110,6 +112,21 @@ class Options:
     driver_records: int = 2_000
     verdict_seconds: float = 30.0
     refused_seconds: float = 300.0
+
+
+def options_of(settings: Settings, url: str, max_records: int) -> Options:
+    """Return the options for these settings."""
+    from outbox._app.settings import client_options
+
+    return Options(
+        url=url,
+        kafka=client_options(settings),
+        schema=settings.consumer_schema,
+        max_records=max_records,
+        keep_days=settings.consumer.keep_days,
+        driver_records=settings.consumer.driver_records,
+        max_bytes=settings.consumer.max_bytes,
+    )
 
 
 @dataclass

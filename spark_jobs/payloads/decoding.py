@@ -127,8 +127,25 @@ class _Planned(ABC):
         return _with_variant(rows, self._plan) if fields is None else _with(rows, fields, self._plan)
 
 
+class _DeclaredJson(_Planned):
+    """The base of JSON decoders whose columns are declared as DDL."""
+
+    schema: str
+    unknown: Unknown
+    missing: Missing
+    wrong: Wrong
+
+    @property
+    def _policy(self) -> Policy:
+        return Policy(self.unknown, self.missing, self.wrong)
+
+    @cached_property
+    def _fields(self) -> StructType | None:
+        return _declared(self.schema)
+
+
 @dataclass(frozen=True)
-class Json(_Planned):
+class Json(_DeclaredJson):
     """A JSON object.
 
     schema   Spark DDL of its fields, such as ``"order_id string NOT NULL, amount decimal(12,2)"``; or ``"variant"``:
@@ -151,14 +168,6 @@ class Json(_Planned):
         _ = self._policy
 
     @property
-    def _policy(self) -> Policy:
-        return Policy(self.unknown, self.missing, self.wrong)
-
-    @cached_property
-    def _fields(self) -> StructType | None:
-        return _declared(self.schema)
-
-    @property
     def _plan(self) -> Plan:
         return _JsonPlan(self._fields, self._policy)
 
@@ -178,7 +187,7 @@ class _JsonPlan:
 
 
 @dataclass(frozen=True)
-class JsonSchema(_Planned):
+class JsonSchema(_DeclaredJson):
     """A JSON object whose message refers to a schema in a registry.
 
     registry  its URL, or a Registry with credentials and other options.
@@ -197,14 +206,6 @@ class JsonSchema(_Planned):
 
     def __post_init__(self) -> None:
         _ = self._policy, _registry(self.registry)
-
-    @property
-    def _policy(self) -> Policy:
-        return Policy(self.unknown, self.missing, self.wrong)
-
-    @cached_property
-    def _fields(self) -> StructType | None:
-        return _declared(self.schema)
 
     @property
     def _plan(self) -> Plan:
