@@ -25,7 +25,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal
 
-from spark_jobs.driver.rounds import Span
+from spark_jobs.driver.round_context import Span
 from spark_jobs.driver.runner import Options, Report, Runner, Totals, options_of
 from spark_jobs.errors import JobError
 from spark_jobs.model import Partition

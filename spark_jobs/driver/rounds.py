@@ -7,6 +7,8 @@ read once more, whole, and the next attempt of those ranges puts them aside in t
 |-------------------|-------------------------------------------------------------------------------------------|
 | applied, already  | the range is done                                                                         |
 | nothing           | it held markers only, or all was filtered: the driver steps over it, dead letters and all |
+| (no word)         | Spark has dropped the plan, whose rows a transform filters: the same, unless a row of     |
+|                   | these ranges does not decode                                                              |
 | culprits          | they become dead letters; with keep_order the later messages of their keys do too         |
 | roundabout        | again, through ``batch`` instead of straight into the sink's table                        |
 | uncopyable        | again, the lenient way, which names culprits                                              |
@@ -20,165 +22,50 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final
 
-from spark_jobs.effects.mapped import Insert, Upsert
+from spark_jobs.driver.partition_attempts import Attempts
+from spark_jobs.driver.round_context import ENDING, Counts, RoundContext, Span, State, Told
 from spark_jobs.errors import (
     BadMessage,
-    ConsumerError,
-    ConsumerUnavailable,
-    CorruptRecords,
     EffectFailed,
-    Fenced,
     InputCut,
     Interrupted,
     WorkerLost,
-    shown,
 )
-from spark_jobs.job import ConsumerJob
-from spark_jobs.letters import LONGEST_ERROR, Letter, Retried, behind
+from spark_jobs.letters import Letter, Retried, behind
 from spark_jobs.model import Partition, Place, Range
 from spark_jobs.outcomes import Culprit
-from spark_jobs.patience import at_most
-from spark_jobs.payloads.decoding import PROBLEM
-from spark_jobs.sink import GroupStore, Sinks
 from spark_jobs.spark import errors as failures
 from spark_jobs.spark import job_groups
 from spark_jobs.spark import rows as spark
-from spark_jobs.task import input as task_input
 from spark_jobs.task import partition as task
-from spark_jobs.task.partition import Late, TaskPlan
-from spark_jobs.task.reader import RangeReader, ReaderSettings, TooMuch, kept
+from spark_jobs.task.reader import RangeReader, kept
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark.sql import DataFrame, Row, SparkSession
 
-    from spark_jobs.task.incoming import Incoming, Messages
-    from spark_jobs.task.input import TaskInput
+    from spark_jobs.task.incoming import Incoming
 
-    OfRange = Callable[[RangeReader, Partition], Iterator[pa.RecordBatch]]
-
-SUSPECT_ROUNDS: Final = 5
-"""Repeats come in bursts: a partition that had one goes the slower way for that many rounds. So does one whose rows
-could not go straight into the sink's table."""
 RETRIED_AT_ONCE: Final = 100
 """Dead letters in one transaction; the driver holds them whole, so not too many."""
 FAILED_ALONE: Final = 3
 """So many dead letters may end the effect in one round, each tried alone: then new messages come first."""
 _PLACES: Final = "topic string, partition int, offset long"
 _AGAIN: Final = frozenset({"roundabout", "uncopyable", "culprits"})
-_ERRORS: Final[dict[str, type[ConsumerError]]] = {
-    "fenced": Fenced,
-    "broken": EffectFailed,
-    "moved": ConsumerUnavailable,
-    **task.FAILURES,
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Reading:
-    """How Kafka is read.
-
-    compacted  says whether messages of these topics may go away between two reads.
-    tasks      the settings of the tasks' readers.
-    few        up to so many offsets, the driver does a round itself: starting Spark's tasks takes longer than that.
-    """
-
-    compacted: Callable[[Sequence[str]], bool]
-    tasks: ReaderSettings
-    few: int
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """The ranges of a round, and for each where Kafka's log ended when it was planned."""
-
-    ranges: Mapping[Partition, Range]
-    log_ends: Mapping[Partition, int]
-
-    def only(self, partitions: Iterable[Partition]) -> Span:
-        """The same for some of the partitions."""
-        wanted = set(partitions)
-        return replace(self, ranges={partition: span for partition, span in self.ranges.items() if partition in wanted})
-
-
-@dataclass(frozen=True, slots=True)
-class Told:
-    """What an attempt says of a partition; see task.REPORT."""
-
-    outcome: str
-    read: int = 0
-    fresh: int = 0
-    detail: str = ""
-    behind: int = 0
-    size: int = 0
-
-
-@dataclass
-class Counts:
-    """What a round did. read = applied + duplicates + dead, but for what another attempt had applied before.
-
-    left   there may be more dead letters to try again.
-    sizes  of each topic the rows that were read, and the bytes that they took.
-    """
-
-    read: int = 0
-    applied: int = 0
-    duplicates: int = 0
-    dead: int = 0
-    left: bool = False
-    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-
-@dataclass
-class State:
-    """What a round knows so far.
-
-    dead      messages that are put aside with their ranges.
-    standing  keys of dead letters of earlier rounds, where the tasks themselves put aside what is behind them.
-    behind    how many messages they have put aside so.
-    lenient   partitions with a value that does not fit its column.
-    """
-
-    dead: dict[Place, Letter] = field(default_factory=dict)
-    standing: frozenset[tuple[str, bytes]] = frozenset()
-    behind: int = 0
-    lenient: set[Partition] = field(default_factory=set)
-    counts: Counts = field(default_factory=Counts)
-
-    def letters(self, partition: Partition) -> list[Letter]:
-        return [letter for place, letter in sorted(self.dead.items()) if place[:2] == partition]
-
-    def put_aside(self) -> dict[Partition, list[int]]:
-        """Return the offsets of ``dead``, by partition."""
-        offsets: dict[Partition, list[int]] = {}
-        for topic, part, offset in sorted(self.dead):
-            offsets.setdefault((topic, part), []).append(offset)
-        return offsets
 
 
 class Rounds:
-    """Applies rounds, each partition in a transaction of its own, run by an executor."""
+    """Applies rounds, by attempts of a kind."""
 
-    each_alone = True
-    """What an attempt says of a partition is true of that one, and not of the whole round."""
-
-    def __init__(
-        self, session: SparkSession, job: ConsumerJob, reading: Reading, store: GroupStore, sinks: Sinks
-    ) -> None:
-        self._session = session
-        self._job = job
-        self._reading = reading
-        self._store = store
-        self._sinks = sinks
-        self._suspects: dict[Partition, int] = {}
-        self._slow: dict[Partition, int] = {}
+    def __init__(self, context: RoundContext, attempts: Attempts) -> None:
+        self._context = context
+        self._attempts = attempts
+        self._job = context.job
+        self._store = context.store
         self._most_retried = RETRIED_AT_ONCE
-        self.not_here: Mapping[Partition, int] = {}
-        """Up to these offsets the driver reads nothing itself: a message there may have ended the one before."""
 
     def apply(self, span: Span, generation: int) -> Counts:
         """Apply the ranges.
@@ -187,16 +74,12 @@ class Rounds:
         classes of task.FAILURES, WorkerLost, and psycopg's errors where the driver's own session fails.
         """
         with failures.understood():
-            job_groups.show(self._session, self._job.group, job_groups.described(span.ranges))
+            job_groups.show(self._context.session, self._job.group, job_groups.described(span.ranges))
             return self._applied(span, generation)
 
     def _applied(self, span: Span, generation: int) -> Counts:
         state = State()
-        self._suspects, self._slow = (
-            {partition: left - 1 for partition, left in known.items() if left > 1}
-            for known in (self._suspects, self._slow)
-        )
-        self._sinks.look_again()
+        self._context.begin()
         if self._job.keep_order:
             self._stand_behind(state, span, self._store.dead_keys(self._job.topics))
         left = span
@@ -215,12 +98,12 @@ class Rounds:
         not keep the group from its new messages: after a few such letters the others are for the next round.
         """
         with failures.understood():
-            job_groups.show(self._session, self._job.group, "dead letters that are tried again")
+            job_groups.show(self._context.session, self._job.group, "dead letters that are tried again")
             return self._retried(generation)
 
     def _retried(self, generation: int) -> Counts:
         counts = Counts()
-        self._sinks.look_again()
+        self._context.sinks.look_again()
         alone = 0
         while True:
             letters = self._store.retried(self._job.topics, self._most_retried, keep_order=self._job.keep_order)
@@ -255,16 +138,16 @@ class Rounds:
         at = {one.place: one for one in letters}
         try:
             with failures.understood():
-                told = self._attempt_retry(letters, State(), generation)
+                told = self._attempts.attempt_retry(letters, State(), generation)
                 if told.outcome == "uncopyable":
-                    told = self._attempt_retry(letters, State(lenient={("", 0)}), generation)
+                    told = self._attempts.attempt_retry(letters, State(lenient={("", 0)}), generation)
         except failures.Undecoded as error:
-            found = self._undecoded(self._letters(letters))
+            found = self._context.undecoded(self._context.letters(letters))
             if not found:
                 raise _not_deterministic() from error
         else:
-            if told.outcome in _ERRORS:
-                raise _ERRORS[told.outcome](told.detail)
+            if told.outcome in ENDING:
+                raise ENDING[told.outcome](told.detail)
             found = task.culprits_from(told.detail) if told.outcome == "culprits" else []
             counts.applied += told.fresh
             counts.duplicates += told.read - told.fresh if not found else 0
@@ -273,128 +156,13 @@ class Rounds:
             found = found + _behind(letters, found)
         return [(at[culprit.place], culprit) for culprit in found]
 
-    # What one attempt does.
-
-    @functools.cached_property
-    def _late(self) -> Late:
-        return spark.late(self._job)
-
-    def _attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
-        if self._late.columns is not None:
-            return self._attempt_reading(self._late.columns, span, state, generation)
-        source = self._source(span, state.put_aside())
-        rows = spark.shaped(source.rows, self._job)
-        tasks = source.tasks(rows)
-        rows, columns = spark.copyable(rows)
-        plan = replace(self._plan(span, state, generation, columns), tasks=tasks)
-        applied = spark.in_tasks(rows, lambda batches: task.run(plan, task_input.from_spark(batches)), task.REPORT)
-        return reported(applied.collect())
-
-    def _attempt_reading(
-        self, columns: Mapping[str, str], span: Span, state: State, generation: int
-    ) -> dict[Partition, Told]:
-        """Let each task read its range itself; or, of few messages, do here what the tasks would do.
-
-        Raises ConsumerUnavailable where a task has not reported: nothing else says what became of its range.
-        """
-        from pyspark.sql import Row
-
-        plan = replace(self._plan(span, state, generation, columns), late=self._late)
-        if self._few(span) and (read := self._read_here(plan)) is not None:
-            return reported(Row(**row) for row in self._run_here(plan, read))
-        told = reported(self._by_ranges(span, functools.partial(task.run_with, plan), task.REPORT).collect())
-        silent = sorted(span.ranges.keys() - told.keys())
-        if silent and not any(one.outcome in _ERRORS for one in told.values()):
-            raise ConsumerUnavailable(f"a task did not report what became of {silent[0]}; the range is read again")
-        return told
-
-    def _read_here(self, plan: TaskPlan) -> Mapping[Partition, TaskInput[Messages]] | None:
-        """Read the ranges. None where tasks should: the messages are large, or one of several ranges can't be read."""
-        try:
-            return task.read_here(plan, self._reading.tasks)
-        except TooMuch:
-            return None
-        except (ConsumerUnavailable, CorruptRecords, InputCut):
-            if len(plan.ranges) == 1:
-                raise
-            return None
-
-    @staticmethod
-    def _run_here(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) -> list[dict[str, Any]]:
-        """Do what tasks would do. Raises what Spark's errors would be taken for."""
-        try:
-            return task.run_here(plan, read)
-        except Exception as error:
-            raise EffectFailed(f"the driver can't run the job: {shown(error)}") from error
-
-    def _few(self, span: Span) -> bool:
-        """Return whether a Spark job would cost more than what it does. Functions of the job's own run in executors."""
-        return isinstance(self._job.effect, str | Insert | Upsert) and self._short(span)
-
-    def _short(self, span: Span) -> bool:
-        """Return whether the driver may read the ranges: few messages, of which none may have ended it before."""
-        if any(one.start < self.not_here.get(partition, 0) for partition, one in span.ranges.items()):
-            return False
-        return sum(one.end - one.start for one in span.ranges.values()) <= self._reading.few
-
-    def _by_ranges(self, span: Span, do: OfRange, schema: str) -> DataFrame:
-        """Return what a function makes of each range, one task for each."""
-        partitions = sorted(span.ranges)
-        run = functools.partial(task.with_reader, do, partitions, self._patient())
-        return spark.by_ranges(self._session, len(partitions), run, schema)
-
-    def _patient(self) -> ReaderSettings:
-        """Return the tasks' settings, with no more patience than the run has left."""
-        settings = self._reading.tasks
-        return replace(settings, patience_seconds=at_most(settings.patience_seconds))
-
-    def _letters(self, letters: Sequence[Retried]) -> DataFrame:
-        return spark.of_letters(self._session, self._job, self._late, letters).rows
-
-    def _attempt_retry(self, letters: Sequence[Retried], state: State, generation: int) -> Told:
-        from pyspark.sql import Row
-
-        rows = spark.shaped(self._letters(letters), self._job)
-        spark.require_one_task(rows)
-        rows, columns = spark.copyable(rows)
-        plan = replace(self._plan(Span({}, {}), state, generation, columns), max_dead=len(letters))
-        ids = {one.place: (one.id, one.reason) for one in letters}
-        reports = spark.in_tasks(
-            rows, lambda batches: task.run_retry(plan, ids, task_input.from_spark(batches)), task.REPORT
-        ).collect()
-        if not reports:
-            # Spark saw that there are no rows: all were filtered, and are settled all the same.
-            (made,) = task.run_retry(plan, ids, task_input.in_memory(()))
-            reports = [Row(**made.to_pylist()[0])]
-        (row,) = reports
-        return Told(row.outcome, row.read, row.fresh, row.detail)
-
-    # What all ways of applying share.
-
-    def _plan(self, span: Span, state: State, generation: int, columns: Mapping[str, str]) -> TaskPlan:
-        return TaskPlan(
-            sink=self._sinks.prepared(columns, generation),
-            ranges=dict(span.ranges),
-            log_ends=dict(span.log_ends),
-            required=self._job.reducing.required,
-            max_dead=self._job.max_dead,
-            dead={partition: state.letters(partition) for partition in span.ranges if state.letters(partition)},
-            behind=self._shares(span, state),
-            suspects=frozenset(self._suspects),
-            lenient=frozenset(state.lenient),
-            slow=frozenset(self._slow),
-        )
-
-    def _source(self, span: Span, without: spark.Offsets) -> spark.Source:
-        return spark.of_ranges(self._session, self._job, self._late, span.ranges, without, self._patient())
-
     def _try(self, span: Span, state: State, generation: int) -> tuple[dict[Partition, Told] | None, list[Culprit]]:
         """Return what was told, and the culprits. Nothing is told when a row that does not decode ended the attempt."""
         try:
             with failures.understood():
-                told = self._attempt(span, state, generation)
+                told = self._attempts.attempt(span, state, generation)
         except failures.Undecoded as error:
-            culprits = self._undecoded(self._source(span, state.put_aside()).rows)
+            culprits = self._context.undecoded(self._context.source(span, state.put_aside()).rows)
             self._raise({}, culprits)
             if not culprits:
                 raise _not_deterministic() from error
@@ -419,26 +187,23 @@ class Rounds:
         for partition, one in told.items():
             if one.outcome == "applied":
                 self._count(state, partition, one)
-        straying = {partition: SUSPECT_ROUNDS for partition, one in told.items() if one.outcome == "roundabout"}
-        if straying:
-            # Perhaps because the table is another one now.
-            self._sinks.look_again()
-            self._slow |= straying
+        if straying := [partition for partition, one in told.items() if one.outcome == "roundabout"]:
+            self._context.slow_down(straying)
         state.lenient |= {partition for partition, one in told.items() if one.outcome == "uncopyable"}
         again = [partition for partition, one in told.items() if one.outcome in _AGAIN]
-        silent = [partition for partition in span.ranges if partition not in told]
-        if silent and not any(one.outcome in _ERRORS for one in told.values()):
-            self._step_over(span.only(silent), state, generation)
+        empty = [partition for partition, one in told.items() if one.outcome == "nothing"]
+        if empty and not any(one.outcome in ENDING for one in told.values()):
+            self._step_over(span.only(empty), state, generation)
         self._raise(told, culprits)
         return again
 
     def _raise(self, told: Mapping[Partition, Told], culprits: Sequence[Culprit]) -> None:
         """Raise what an attempt says, fencing first."""
-        for outcome, kind in _ERRORS.items():
+        for outcome, kind in ENDING.items():
             for one in told.values():
                 if one.outcome == outcome:
                     error = kind(one.detail)
-                    if self.each_alone:
+                    if self._attempts.each_alone:
                         error.by_partition = {
                             partition: task.FAILURES[each.outcome](each.detail)
                             for partition, each in told.items()
@@ -459,7 +224,7 @@ class Rounds:
         state.counts.applied += one.fresh
         if one.fresh < one.read:
             state.counts.duplicates += one.read - one.fresh
-            self._suspects[partition] = SUSPECT_ROUNDS
+            self._context.suspect(partition)
         self._count_dead(state, partition)
 
     def _count_dead(self, state: State, partition: Partition) -> None:
@@ -469,26 +234,11 @@ class Rounds:
 
     def _step_over(self, span: Span, state: State, generation: int) -> None:
         try:
-            task.step_over(self._plan(span, state, generation, {}), list(span.ranges))
+            task.step_over(self._context.plan(span, state, generation, {}), list(span.ranges))
         except task.Stop as stop:
-            raise _ERRORS[stop.outcome](stop.detail) from stop
+            raise ENDING[stop.outcome](stop.detail) from stop
         for partition in span.ranges:
             self._count_dead(state, partition)
-
-    # Messages that can't be applied.
-
-    def _undecoded(self, rows: DataFrame) -> list[Culprit]:
-        """Find the decoded rows that say why they are none."""
-        from pyspark.sql import functions as F  # noqa: N812
-
-        problem = F.substring(PROBLEM, 1, LONGEST_ERROR)
-        found = (
-            rows.filter(F.col(PROBLEM).isNotNull())
-            .select("message_topic", "message_part", "message_offset", problem)
-            .limit(self._job.max_dead + 1)
-            .collect()
-        )
-        return [Culprit((row[0], row[1], row[2]), "undecodable", row[3]) for row in found]
 
     def _put_aside(self, state: State, span: Span, culprits: Sequence[Culprit]) -> None:
         """Read the culprits whole, and with keep_order what comes after them."""
@@ -507,21 +257,11 @@ class Rounds:
 
     def _stand_behind(self, state: State, span: Span, keys: Mapping[tuple[str, bytes], None]) -> None:
         """Put aside what is behind dead letters of earlier rounds; or leave that to tasks that see Kafka's messages."""
-        if self._late.columns is None:
-            # Spark reads, and a transform must not see these messages: they are looked for beforehand.
-            self._put_behind(state, span, keys)
-        else:
+        if self._attempts.put_aside_behind:
             state.standing = frozenset(keys)
-
-    def _shares(self, span: Span, state: State) -> task.Behind | None:
-        """Return what tasks put aside themselves, and no more over all of them than the round may have."""
-        if not state.standing or not span.ranges:
-            return None
-        by_topic: dict[str, set[bytes]] = {}
-        for topic, key in state.standing:
-            by_topic.setdefault(topic, set()).add(key)
-        left = max(0, self._job.max_dead - len(state.dead) - state.behind)
-        return task.Behind(by_topic, left // len(span.ranges))
+        else:
+            # A transform must not see these messages: they are looked for beforehand.
+            self._put_behind(state, span, keys)
 
     def _put_behind(self, state: State, span: Span, keys: Mapping[tuple[str, bytes], Place | None]) -> None:
         """Find the messages of these keys; of one with a place those that come after it."""
@@ -530,9 +270,9 @@ class Rounds:
         most = self._job.max_dead + 1
         places: Iterable[Any]
         without = state.put_aside()
-        find = functools.partial(_behind_in, self._late.incoming, keys, dict(span.ranges), without)
-        if self._short(span):
-            with kept(self._reading.tasks) as reader:
+        find = functools.partial(_behind_in, self._context.late.incoming, keys, dict(span.ranges), without)
+        if self._context.short(span):
+            with kept(self._context.reading.tasks) as reader:
                 found_here = [
                     zip(*batch.to_pydict().values(), strict=True)
                     for part in span.ranges
@@ -541,7 +281,7 @@ class Rounds:
             places = itertools.chain.from_iterable(found_here)
         else:
             # Not before: messages in front of the dead letter must not use the limit up.
-            places = self._by_ranges(span, find, _PLACES).limit(most).collect()
+            places = self._context.by_ranges(span, find, _PLACES).limit(most).collect()
         found = {place: Culprit(place, "behind", task.BEHIND) for place in map(tuple, places)}
         if found:
             self._check_number(state, len(found), "behind other dead letters")
@@ -554,11 +294,11 @@ class Rounds:
             offsets = [place[2] for place in culprits if place[:2] == (topic, part)]
             narrow[topic, part] = replace(span.ranges[topic, part], start=min(offsets), end=max(offsets) + 1)
         found: dict[Place, Letter] = {}
-        with kept(self._reading.tasks) as reader:
+        with kept(self._context.reading.tasks) as reader:
             for partition, range_ in narrow.items():
                 for messages in reader.range(partition, range_):
                     numbers = [n for n, at in enumerate(messages.offsets) if (*partition, at) in culprits]
-                    for raw in self._late.incoming.raw(messages.only(numbers)):
+                    for raw in self._context.late.incoming.raw(messages.only(numbers)):
                         place = (*partition, raw.offset)
                         found[place] = Letter(
                             culprits[place], raw.message_id, raw.key, raw.value, raw.headers, raw.time
@@ -574,20 +314,6 @@ class Rounds:
                 f"more than {self._job.max_dead} messages of one round can't be applied (max_dead), the last: {error}. "
                 "Nothing of their partitions was applied; if these messages are to become dead letters, raise max_dead"
             )
-
-
-def reported(reports: Iterable[Row]) -> dict[Partition, Told]:
-    """Return what an attempt's tasks reported, by partition. Raises EffectFailed when two name one partition."""
-    told: dict[Partition, Told] = {}
-    for row in reports:
-        partition = (row.topic, row.part)
-        if partition in told:
-            raise EffectFailed(
-                f"{row.topic}-{row.part}: two tasks had rows of it, so one of them may have moved its offset over rows "
-                "of the other: compare the sink with the topic, and set the group back with `outbox offsets` if need be"
-            )
-        told[partition] = Told(row.outcome, row.read, row.fresh, row.detail, row.behind, row.size)
-    return told
 
 
 def _behind_in(

@@ -31,11 +31,13 @@ import psycopg
 
 from spark_jobs.dedup.strategies import OffsetsOnly
 from spark_jobs.driver.added_partitions import AddedPartitions
-from spark_jobs.driver.batch_rounds import BatchRounds
+from spark_jobs.driver.batch_attempts import BatchAttempts
 from spark_jobs.driver.kafka_admin import KafkaView, TopicMissing
+from spark_jobs.driver.partition_attempts import PartitionAttempts
 from spark_jobs.driver.planner import Extent, find_losses, halt, new_partitions, next_turn, plan
 from spark_jobs.driver.poison_search import SAME, Search
-from spark_jobs.driver.rounds import Counts, Reading, Rounds, Span
+from spark_jobs.driver.round_context import Counts, Reading, RoundContext, Span
+from spark_jobs.driver.rounds import Rounds
 from spark_jobs.driver.shown_position import ShownPosition
 from spark_jobs.errors import (
     BadMessage,
@@ -197,8 +199,10 @@ class Runner:
             options.driver_records,
         )
         sinks = PostgresSinks(options.url, options.schema, job, self._store)
-        kind = BatchRounds if job.atomic == "batch" else Rounds
-        self._rounds = kind(session, job, reading, self._store, sinks)
+        self._context = RoundContext(session, job, reading, self._store, sinks)
+        as_one = job.atomic == "batch"
+        attempts = BatchAttempts(self._context, self._store, sinks) if as_one else PartitionAttempts(self._context)
+        self._rounds = Rounds(self._context, attempts)
         self._day_made_at: float | None = None
         self._pinned: dict[Partition, int] = {}
         self._pinned_at: float | None = None
@@ -325,9 +329,9 @@ class Runner:
         state = self._store.state(self._job.topics, generation, keep_order=self._job.keep_order)
         stored = state.stored
         ids, known = self._look(generation)
-        if self._store.was_killed and not self._rounds.not_here:
+        if self._store.was_killed and not self._context.not_here:
             # A message that crashes a library would end this driver like the one before. In a worker it would not.
-            self._rounds.not_here = {partition: extent.end for partition, extent in known.items()}
+            self._context.not_here = {partition: extent.end for partition, extent in known.items()}
         extents = known if targets is None else _until(targets, known, stored)
         with self._recorded(generation):
             at_end = self._begins_at_end(stored)

@@ -1,8 +1,9 @@
 """Read a whole batch of plain JSON payloads with Arrow's parser, without handling single values in Python.
 
-For schemas of plain fields, and batches whose payloads have no other fields. Arrow then accepts the same values as
-json_text, apart from differences that are checked here; a batch with anything else is read by json_columns. Payloads
-with unknown fields are not read here: to find one that is repeated, Arrow would have to build a column for each name.
+For schemas of plain fields, structs and arrays, and batches whose payloads have no other fields. Arrow then accepts the
+same values as json_text, apart from differences that are checked here; a batch with anything else is read by
+json_columns. Payloads with unknown fields are not read here: to find one that is repeated, Arrow would have to build a
+column for each name.
 
 One payload is one line. Arrow could take two lines for one value and another line for two, which leaves the number of
 rows unchanged. But each line begins with ``{`` and ends with ``}``, and a ``}``, a newline and a ``{`` can't follow
@@ -11,7 +12,7 @@ each other inside a value: objects and arrays need a comma there, and texts cont
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import numpy as np
@@ -51,18 +52,20 @@ _TRIES: Final = 3
 class WholeReader:
     """Reads batches by a declared schema. After three batches in a row that it could not read it stops trying."""
 
-    def __init__(self, declared: t.StructType, policy: Policy) -> None:
-        self._schema = pa.schema([(one.name, _KINDS[type(one.dataType)]) for one in declared.fields])
-        self._finish = {one.name: _FINISH.get(type(one.dataType)) for one in declared.fields}
+    def __init__(self, declared: t.StructType, policy: Policy, kinds: Sequence[pa.DataType]) -> None:
+        self._declared = declared
+        self._schema = pa.schema(zip(declared.fieldNames(), kinds, strict=True))
         self._required = [one.name for one in declared.fields if not (one.nullable and policy.missing == "null")]
         self._doubles = [one.name for one in declared.fields if type(one.dataType) is t.DoubleType]
         self._misses = 0
 
     @staticmethod
     def of(declared: t.StructType, policy: Policy) -> WholeReader | None:
-        """Return a reader for a schema of plain fields; None for any other schema."""
-        plain = declared.fields and all(type(one.dataType) in _KINDS for one in declared.fields)
-        return WholeReader(declared, policy) if plain else None
+        """Return a reader for a schema of plain fields, structs and arrays; None for any other schema."""
+        optional = policy.missing == "null"
+        kinds = [_parsed_as(one.dataType, optional=optional) for one in declared.fields]
+        known = [kind for kind in kinds if kind is not None]
+        return WholeReader(declared, policy, known) if kinds and len(known) == len(kinds) else None
 
     def read(self, values: pa.Array) -> tuple[list[pa.Array], set[int]] | None:
         """Read payloads. Null, for a tombstone, gives null in all columns.
@@ -86,10 +89,7 @@ class WholeReader:
         for name in self._required:
             alone |= pc.and_(columns[name].is_null(), values.is_valid()).to_numpy(zero_copy_only=False)
         for name in self._doubles:
-            numbers = pc.fill_null(columns[name], 1.0).to_numpy(zero_copy_only=False)
-            # The negation includes NaN and Infinity, which Arrow accepts and JSON does not. And -0: as -0.0 it keeps
-            # its sign, as -0 it is the integer 0.
-            alone |= ~(np.abs(numbers) < WHOLE_DOUBLE) | (np.signbit(numbers) & (numbers == 0))
+            alone |= _doubtful(columns[name])
         return list(columns.values()), set(np.flatnonzero(alone).tolist())
 
     def _read(self, values: pa.Array) -> dict[str, pa.Array]:
@@ -108,11 +108,50 @@ class WholeReader:
         )
         if table.num_rows != len(values):
             raise pa.ArrowInvalid("not a row for each payload")
-        columns = {name: table.column(name).combine_chunks() for name in self._schema.names}
         return {
-            name: column if (finish := self._finish[name]) is None else finish(column)
-            for name, column in columns.items()
+            one.name: _finished(table.column(one.name).combine_chunks(), one.dataType, inside=False)
+            for one in self._declared.fields
         }
+
+
+def _parsed_as(kind: t.DataType, *, optional: bool) -> pa.DataType | None:
+    """Return the type for Arrow's parser; None if payloads must be read by json_columns.
+
+    optional  whether fields may be missing. Inside other values missing fields are not checked, so all may be missing.
+    """
+    if isinstance(kind, t.ArrayType):
+        element = _parsed_as(kind.elementType, optional=optional) if kind.containsNull else None
+        return None if element is None else pa.list_(element)
+    if isinstance(kind, t.StructType):
+        fields = [(one.name, _parsed_as(one.dataType, optional=optional)) for one in kind.fields]
+        loose = optional and fields and all(one.nullable for one in kind.fields)
+        return pa.struct(fields) if loose and all(inner is not None for _, inner in fields) else None
+    return _KINDS.get(type(kind))
+
+
+def _finished(column: pa.Array, kind: t.DataType, *, inside: bool) -> pa.Array:
+    """Convert a parsed column to its declared type. Raises pa.ArrowInvalid."""
+    if isinstance(kind, t.ArrayType):
+        items = _finished(column.flatten(), kind.elementType, inside=True)
+        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
+        offsets = pa.array(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
+        return pa.ListArray.from_arrays(offsets, items, mask=column.is_null())
+    if isinstance(kind, t.StructType):
+        parts = zip(column.flatten(), kind.fields, strict=True)
+        inner = [_finished(part, one.dataType, inside=True) for part, one in parts]
+        return pa.StructArray.from_arrays(inner, names=kind.fieldNames(), mask=column.is_null())
+    if inside and type(kind) is t.DoubleType and _doubtful(column).any():
+        raise pa.ArrowInvalid("a double that may be another number")
+    finish = _FINISH.get(type(kind))
+    return column if finish is None else finish(column)
+
+
+def _doubtful(column: pa.Array) -> Any:
+    """Return a mask of the doubles that may have replaced another number."""
+    # The negation includes NaN and Infinity, which Arrow accepts and JSON does not. And -0: as -0.0 it keeps its sign,
+    # as -0 it is the integer 0.
+    numbers = pc.fill_null(column, 1.0).to_numpy(zero_copy_only=False)
+    return ~(np.abs(numbers) < WHOLE_DOUBLE) | (np.signbit(numbers) & (numbers == 0))
 
 
 def times(texts: pa.Array) -> pa.Array:

@@ -32,6 +32,7 @@ from spark_jobs.job import KEPT, META, OWN, ConsumerJob
 from spark_jobs.letters import Retried
 from spark_jobs.model import Partition, Range
 from spark_jobs.payloads.decoding import PROBLEM, Plan, arrow_type, nullable
+from spark_jobs.payloads.json_output import has_json
 from spark_jobs.spark.errors import UNDECODED
 from spark_jobs.task import partition as task
 from spark_jobs.task.incoming import Incoming, Messages
@@ -41,7 +42,7 @@ from spark_jobs.task.reader import ReaderSettings
 if TYPE_CHECKING:
     import pyarrow as pa
     from pyspark.sql import Column, DataFrame, SparkSession
-    from pyspark.sql.types import StructType
+    from pyspark.sql.types import DataType, StructType
 
 _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _AS_ONE: Final = "declare atomic='batch'"
@@ -223,14 +224,21 @@ def late(job: ConsumerJob) -> Late:
 def _columns(job: ConsumerJob, fields: StructType, *, traced: bool) -> Mapping[str, str] | None:
     """Return the columns of ``batch`` with their types in Postgres; None where Spark has to look at the rows first.
 
-    That is for a transform, for nested fields, whose JSON Spark writes, and for ids made of decoded columns.
+    That is for a transform, for types whose JSON only Spark writes, and for ids made of decoded columns.
     """
-    types = {field.name: _plain(field.dataType.simpleString()) for field in fields.fields}
+    types = {field.name: _in_postgres(field.dataType) for field in fields.fields}
     if job.transform is not None or None in types.values() or _by_columns(job):
         return None
     columns = {name: kind for name, kind in types.items() if kind is not None}
     columns |= dict.fromkeys((TRACEPARENT, TRACESTATE), "text") if traced else {}
     return columns | META
+
+
+def _in_postgres(kind: DataType) -> str | None:
+    """Return the type in Postgres of what a task copies itself; None where it can't."""
+    plain = _plain(kind.simpleString())
+    nested = plain is None and "variant" not in kind.simpleString() and has_json(arrow_type(kind))
+    return "jsonb" if nested else plain
 
 
 def _by_columns(job: ConsumerJob) -> bool:

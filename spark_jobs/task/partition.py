@@ -56,9 +56,10 @@ REPORT: Final = "topic string, part int, outcome string, read long, size long, f
 """What a task tells the driver, as Spark DDL. ``behind`` are messages that were not applied but put aside (see Behind);
 ``size`` is what the rows took in memory, in bytes.
 
-outcome: applied, already; fenced, broken (both end the job); moved (plan again); and what makes the driver run the
-range once more: roundabout (not straight into the sink's table), uncopyable (needs the lenient way), culprits (detail
-names them, as JSON). The others are of FAILURES: another try may work, and the driver decides when."""
+outcome: applied, already; nothing (no row came: the driver moves the offset); fenced, broken (both end the job); moved
+(plan again); and what makes the driver run the range once more: roundabout (not straight into the sink's table),
+uncopyable (needs the lenient way), culprits (detail names them, as JSON). The others are of FAILURES: another try may
+work, and the driver decides when."""
 
 FAILURES: Final[Mapping[str, type[ConsumerError]]] = {
     "denied": NotAuthorized,
@@ -82,7 +83,8 @@ class Late:
               Kafka's key, value and headers, and why a message can't be read.
     plan      gives the reader of payloads; None for a decoder of the user's, which reads Kafka's columns in Spark.
     incoming  what is taken, and as what.
-    columns   of ``batch``, with their types in Postgres. None where Spark has to look at the rows before.
+    columns   of ``batch``, with their types in Postgres: nested values are JSON text there. None where Spark has to
+              look at the rows before.
     """
 
     kind: pa.StructType
@@ -90,8 +92,18 @@ class Late:
     incoming: Incoming
     columns: Mapping[str, str] | None
 
+    def copyable(self, parts: Iterable[Messages]) -> Iterator[pa.RecordBatch]:
+        """Return the messages' rows in the form that COPY takes."""
+        import pyarrow as pa
+
+        from spark_jobs.payloads.json_output import json_text
+
+        for batch in self.decoding(parts):
+            fields = [json_text(one) if pa.types.is_nested(one.type) else one for one in batch.columns]
+            yield pa.RecordBatch.from_arrays(fields, names=batch.schema.names)
+
     def decoding(self, parts: Iterable[Messages]) -> Iterator[pa.RecordBatch]:
-        """Return the messages' rows."""
+        """Return the messages' rows in the form that Spark takes."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -215,11 +227,12 @@ def run(plan: TaskPlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.Recor
     all other partitions, and say less.
     """
     first = next((batch for batch in batches if batch.num_rows), None)
+    partition = plan.partition()
     if first is None:
-        # No rows: the partition's range held only transaction markers, or all was filtered. The driver moves it on.
+        # The partition's range held only transaction markers, or the transform let nothing of it through.
+        yield report(partition, "nothing", 0, 0, "")
         return
     named = ("message_topic", "message_part")
-    partition = plan.partition()
     rows = _of_one(partition, named, (batch for batch in itertools.chain([first], batches) if batch.num_rows))
     yield _run(plan, partition, Feed(plan.required, rows, plan.max_dead), batches)
 
@@ -309,7 +322,7 @@ def run_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages
         return report(partition, stop.outcome, 0, 0, stop.detail)
     parts = messages if first is None else itertools.chain([first], messages)
     aside: list[Letter] = []
-    rows = plan.late.decoding(_ahead(plan, parts, aside))
+    rows = plan.late.copyable(_ahead(plan, parts, aside))
     share = 0 if plan.behind is None else plan.behind.share
     return _run(plan, partition, Feed(plan.required, rows, plan.max_dead, aside, share), messages)
 

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psycopg
 import pytest
-from proxy import (
+from kafka_proxy import (
     CREATE_TOPICS,
     END_TXN,
     FETCH,

@@ -15,7 +15,7 @@ import psycopg
 import pytest
 from proxy import TcpProxy
 from standby import Standby, ask, either, require_standby, set_parameter
-from support import Load, await_stops, backlog, check, order, wait_until
+from support import Load, await_stops, backlog, check, look_up, order, wait_until
 from wal_support import cdc, done, more, run_outbox, to_wal, wal
 
 from outbox import Event, Outbox
@@ -369,7 +369,7 @@ def test_what_no_standby_has_is_not_published(private_postgres, outbox_kafka, ou
                 outbox.add(writer, Event(kind, "a", "Counted", {"n": 100 + number}))
             writer.pgconn.send_query(b"COMMIT")
             wait_until(lambda: waits_for_standby(url, writer.info.backend_pid), what="the commit to wait")
-            wait_until(lambda: not_visible_to_relay(url), what="the relay to look for the event")
+            await_looks(url)
             assert on_kafka(outbox_kafka, topic).keys() == there
             primary.kill()
         standby.start()
@@ -384,16 +384,24 @@ def waits_for_standby(url: str, pid: int) -> bool:
     return ask(url, "SELECT wait_event FROM pg_stat_activity WHERE pid = %s", pid) == "SyncRep"
 
 
-def not_visible_to_relay(url: str) -> bool:
-    """Return whether a lane's last statement was to ask which of the events are there, and whether they could be."""
-    return bool(
-        ask(
-            url,
-            "SELECT count(*) FROM pg_stat_activity WHERE application_name LIKE %s AND query LIKE %s",
-            "outbox relay %",
-            '%pg_current_snapshot()::text%FROM "outbox"."lanes"%',
-        )
-    )
+def await_looks(url: str) -> None:
+    """Wait until the stream has given all that is in the WAL now, and the relay has looked for it again and again.
+
+    A lane that has nothing to look for asks Postgres once a second; one that waits for an event to become visible does
+    so ten times a second, on one connection. What its other connections ask does not add up to that.
+    """
+    end = ask(url, "SELECT pg_current_wal_insert_lsn()::text")
+    given = "SELECT bool_and(sent_lsn >= %s::pg_lsn) FROM pg_stat_replication WHERE application_name LIKE %s"
+    wait_until(lambda: ask(url, given, end, "outbox relay %"), what="the stream to give the events")
+    began = "SELECT pid, query_start FROM pg_stat_activity WHERE application_name LIKE %s"
+    asked: defaultdict[int, set[Any]] = defaultdict(set)
+
+    def looked() -> bool:
+        for pid, at in look_up(url, began, "outbox relay %"):
+            asked[pid].add(at)
+        return max(map(len, asked.values()), default=0) > 5
+
+    wait_until(looked, what="the relay to look for the events")
 
 
 def postgres_16() -> Path:

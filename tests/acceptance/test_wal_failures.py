@@ -10,20 +10,12 @@ from typing import Any
 import psycopg
 import pytest
 from acceptance.test_failures import (
-    QUICK,
-    add,
-    dead,
-    event,
-    headers,
-    names,
-    outbox,
-    routes,
-    rows,
     test_a_batch_too_large_for_its_topic_is_made_smaller_and_no_event_fails,
     test_a_refused_copy_ends_as_a_dead_letter_and_makes_no_other,
     test_a_relay_killed_while_it_records_a_dead_letter_leaves_nothing_half_done,
     test_each_failure_ends_as_its_policy_says_and_the_lane_lives_on,
 )
+from failing_relays import QUICK, add, dead, event, headers, names, outbox, routes, rows
 from support import Crashes, Load, await_stops, check, drained, order, wait_until
 from wal_support import done, more, streaming, to_wal, wal
 

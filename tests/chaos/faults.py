@@ -9,9 +9,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final, Self
 
-import proxy
+import kafka_proxy
 import psutil
-from proxy import Action, KafkaProxy, TcpProxy
+from kafka_proxy import Action, KafkaProxy
+from proxy import TcpProxy
 from standby import Standby
 
 from chaos.course import RELAYS, Course, Fault
@@ -22,18 +23,18 @@ from outbox.testing.fixtures import RelayFactory, RelayProcess
 from relay.failpoints import VARIABLE
 
 _API_KEYS: Final = {
-    "produce": proxy.PRODUCE,
-    "init_producer_id": proxy.INIT_PRODUCER_ID,
-    "metadata": proxy.METADATA,
-    "add_partitions_to_txn": proxy.ADD_PARTITIONS_TO_TXN,
-    "end_txn": proxy.END_TXN,
+    "produce": kafka_proxy.PRODUCE,
+    "init_producer_id": kafka_proxy.INIT_PRODUCER_ID,
+    "metadata": kafka_proxy.METADATA,
+    "add_partitions_to_txn": kafka_proxy.ADD_PARTITIONS_TO_TXN,
+    "end_txn": kafka_proxy.END_TXN,
 }
 _ACTIONS: Final[dict[str, Action]] = {
-    "drop_request": proxy.drop_request,
-    "drop_response": proxy.drop_response,
-    "duplicate_request": proxy.duplicate_request,
-    "delay_request": proxy.delay_request(1.5),
-    "delay_response": proxy.delay_response(1.0),
+    "drop_request": kafka_proxy.drop_request,
+    "drop_response": kafka_proxy.drop_response,
+    "duplicate_request": kafka_proxy.duplicate_request,
+    "delay_request": kafka_proxy.delay_request(1.5),
+    "delay_response": kafka_proxy.delay_response(1.0),
 }
 # A relay that a failpoint has halted is woken after this, as an operator's SIGCONT would.
 _HALTED_SECONDS: Final = 6.0

@@ -9,7 +9,8 @@ from contextlib import ExitStack
 from typing import Any, Final, Self
 
 from confluent_kafka import KafkaException
-from proxy import KafkaProxy, TcpProxy
+from kafka_proxy import KafkaProxy
+from proxy import TcpProxy
 from standby import Standby, either, require_standby
 from wal_support import to_wal
 

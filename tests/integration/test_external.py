@@ -2,60 +2,26 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import external_support
 import psycopg
 import pytest
-from external_support import Sink, payments
-from provider import Provider
+from external_support import Sink, in_thread, lease_runs_out, outbox_cli, payments, provider, sink
 from support import wait_until
 
-from outbox._app import migrate as db
 from outbox.errors import SchemaError
-from spark_jobs.errors import ConsumerUnavailable, JobError
-from spark_jobs.external import reservations
+from spark_jobs.errors import JobError
 from spark_jobs.external.caller import Caller
 from spark_jobs.external.declaration import Done, External, OutcomeUnknown, Refused, TryLater
 from spark_jobs.external.http_call import HttpCall
 from spark_jobs.external.reservations import Chosen, NoSuchReservation, ReservationAdmin
-from spark_jobs.postgres import connections
-from spark_jobs.postgres.errors import clear_errors
 
-
-@pytest.fixture
-def provider(tmp_path):
-    with Provider(tmp_path / "book.sqlite") as started:
-        yield started
-
-
-@pytest.fixture
-def sink(outbox_postgres) -> Sink:
-    db.upgrade_consumer(outbox_postgres.url)
-    return Sink(outbox_postgres.url)
-
-
-def in_thread(work: Any) -> threading.Thread:
-    thread = threading.Thread(target=work, daemon=True)
-    thread.start()
-    return thread
-
-
-def lease_runs_out(sink: Sink) -> None:
-    """As time would have it: leases that are long enough for any machine need not be waited for."""
-    with sink.connect() as connection:
-        connection.execute("UPDATE consumer.reservations SET next_attempt_at = now() WHERE state = 'calling'")
+__all__ = ["outbox_cli", "provider", "sink"]
 
 
 def test_each_reservation_is_called_once_and_settled_with_its_sql(sink, provider):
@@ -225,84 +191,6 @@ def test_callers_share_the_work_and_call_nothing_twice(sink, provider):
         assert places == sorted(places)
 
 
-def start(sink: Sink, provider: Provider, point: str, timeout: float = 2.0) -> subprocess.Popen[bytes]:
-    tests = Path(external_support.__file__).parent
-    command = [sys.executable, external_support.__file__, sink.url, provider.url, point, str(timeout)]
-    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(tests)})
-
-
-POINTS = (
-    "before call",
-    "after call",
-    "in the confirming transaction",
-    "told confirmed",
-    "told reserved",
-    "told cancelling",
-    "before cancel",
-    "after cancel",
-    "in the cancelling transaction",
-    "told cancelled",
-)
-
-
-def test_a_caller_killed_at_any_point_is_resumed_and_nothing_counts_twice(sink, provider):
-    """One process after the other is killed, each at another point, with work for all of them; the last one ends."""
-    external = payments(provider.url, cancel=True)
-    good, taken_back = [], []
-    for turn, point in enumerate(POINTS):
-        names = [f"good{turn}-{n}" for n in range(3)]
-        good += names
-        taken_back += [f"bad{turn}"]
-        provider.tell(names[0], "done-drop")
-        provider.tell(f"bad{turn}", "done-drop", *["refuse"] * 20)
-        sink.reserve(external, [*names, f"bad{turn}"])
-        process = start(sink, provider, point)
-        assert process.wait(120) == -9, point
-    process = start(sink, provider, "none")
-    assert process.wait(120) == 0
-    assert sink.states() == dict.fromkeys(good, "confirmed") | dict.fromkeys(taken_back, "cancelled")
-    assert sink.orders() == dict.fromkeys(good, ("paid", 1)) | dict.fromkeys(taken_back, ("cancelled", 1))
-    assert provider.standing() == Counter(good)
-    assert Counter(provider.effects()) <= Counter(good + taken_back)
-    for name in good + taken_back:
-        assert len({key for _, _, key, _ in provider.requests(name)} - {None}) <= 2
-
-
-def test_killed_while_the_provider_stalls(sink, provider):
-    external = payments(provider.url)
-    provider.tell("done", "done-stall")
-    provider.tell("not-done", "stall")
-    sink.reserve(external, ["done", "not-done"])
-    process = start(sink, provider, "none", timeout=60.0)
-    wait_until(lambda: len(provider.requests()) == 2, 60, "both calls to be under way")
-    process.kill()
-    process.wait()
-    assert sink.states() == {"done": "calling", "not-done": "calling"}
-    assert sink.drain(external, until="due") == {}
-    lease_runs_out(sink)
-    process = start(sink, provider, "none", timeout=60.0)
-    assert process.wait(120) == 0
-    # The first request of the one comes through only now, after its repetition.
-    provider.release()
-    wait_until(lambda: provider.under_way == 0, what="the provider to end")
-    assert provider.standing() == Counter(["done", "not-done"])
-    assert sink.orders() == {"done": ("paid", 1), "not-done": ("paid", 1)}
-
-
-def test_stopping_ends_the_calls_under_way_and_begins_none(sink, provider):
-    external = payments(provider.url, workers=1)
-    provider.tell("first", "stall")
-    sink.reserve(external, ["first", "second"])
-    stop = threading.Event()
-    thread = in_thread(lambda: external.drain(sink.connect, stop, until="stopped"))
-    wait_until(provider.requests, what="the first call")
-    stop.set()
-    provider.release()
-    thread.join(60)
-    assert not thread.is_alive()
-    assert sink.states() == {"first": "confirmed", "second": "reserved"}
-
-
 def test_the_last_attempt_leaves_it_stuck_and_the_command_line_gets_it_going_again(sink, provider, outbox_cli):
     external = payments(provider.url, max_attempts=3)
     provider.tell("bad", *["500"] * 3)
@@ -320,75 +208,6 @@ def test_the_last_attempt_leaves_it_stuck_and_the_command_line_gets_it_going_aga
     assert set(sink.states().values()) == {"confirmed"}
     assert provider.standing() == Counter(["bad", "behind", "free"])
     assert sink.rows("SELECT what FROM consumer.audit") == [("external: retry",)]
-
-
-@pytest.fixture
-def outbox_cli(sink, provider, tmp_path):
-    """Run ``outbox …`` in a process of its own; gives the JSON object it prints last."""
-    (tmp_path / "cli_external.py").write_text(
-        f"from external_support import payments\nexternal = payments({provider.url!r}, cancel=True, max_attempts=3)\n"
-    )
-    paths = os.pathsep.join([str(tmp_path), str(Path(external_support.__file__).parent)])
-
-    def run(*arguments: str, status: int = 0) -> Any:
-        done = subprocess.run(
-            [sys.executable, "-m", "relay.cli", *arguments],
-            env=os.environ | {"OUTBOX_DATABASE_URL": sink.url, "PYTHONPATH": paths},
-            capture_output=True,
-            text=True,
-            timeout=120,
-            check=False,
-        )
-        assert done.returncode == status, done.stderr
-        return json.loads(done.stdout.splitlines()[-1]) if status == 0 else done.stderr
-
-    return run
-
-
-@pytest.mark.parametrize("then", ["release", "signal"])
-def test_a_signal_lets_the_call_end_and_a_second_one_does_not(sink, provider, tmp_path, then):
-    (tmp_path / "cli_external.py").write_text(
-        f"from external_support import payments\nexternal = payments({provider.url!r}, workers=1)\n"
-    )
-    external = payments(provider.url)
-    provider.tell("first", "done-stall")
-    sink.reserve(external, ["first", "second"])
-    log = tmp_path / "external.log"
-    paths = os.pathsep.join([str(tmp_path), str(Path(external_support.__file__).parent)])
-    with log.open("wb") as written:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "relay.cli", "external", "run", "cli_external:external"],
-            env=os.environ | {"OUTBOX_DATABASE_URL": sink.url, "PYTHONPATH": paths},
-            stdout=written,
-            stderr=written,
-        )
-    try:
-        wait_until(lambda: provider.requests("first"), 60, "the call")
-        process.send_signal(signal.SIGTERM)
-        wait_until(lambda: "stopping" in log.read_text(), 60, "the first signal to be heard")
-        # The provider keeps the call open: it is waited for.
-        assert process.poll() is None
-        if then == "release":
-            provider.release()
-        else:
-            process.send_signal(signal.SIGINT)
-        # Long before the call's lease is over, which the first signal alone would wait for.
-        assert process.wait(20) == (0 if then == "release" else 1), log.read_text()
-    finally:
-        process.kill()
-        process.wait()
-    assert "Traceback" not in log.read_text()
-    if then == "release":
-        assert sink.states() == {"first": "confirmed", "second": "reserved"}
-        return
-    assert "outbox: ended in the middle of a call, as it was asked to twice" in log.read_text()
-    assert sink.states() == {"first": "calling", "second": "reserved"}
-    provider.release()
-    lease_runs_out(sink)
-    sink.drain(external)
-    assert sink.orders() == {"first": ("paid", 1), "second": ("paid", 1)}
-    assert provider.standing() == Counter(["first", "second"])
-    assert len({key for _, _, key, _ in provider.requests("first")}) == 1
 
 
 def test_by_hand_cancel_and_settle(sink, provider, outbox_cli):
@@ -503,135 +322,6 @@ def test_an_answer_after_the_lease_is_weighed(sink, provider):
     )
 
 
-def test_a_call_that_does_not_keep_its_timeout_is_reported_once_and_keeps_its_thread(sink):
-    """Only the function can keep it: the caller goes on without the thread, and takes the answer when it comes."""
-    held, overdue, reports = threading.Event(), threading.Event(), []
-
-    def stuck(call):
-        if call.request["order"] == "a":
-            assert held.wait(60)
-        return {}
-
-    def report(text, figures):
-        if text.startswith("a call does not keep its timeout"):
-            reports.append((figures["message_id"], figures["attempt"]))
-            overdue.set()
-
-    external = payments("http://localhost", call=stuck, timeout=0.1, lease=2.0, workers=1)
-    first, _ = sink.reserve(external, ["a", "b"])
-    caller, looks = Caller(external, sink.connect, report), []
-    look = caller._warn_of_overdue
-    caller._warn_of_overdue = lambda: looks.append(look())
-    thread = in_thread(lambda: caller.run(threading.Event()))
-    try:
-        assert overdue.wait(60)
-        seen = len(looks)
-        wait_until(lambda: len(looks) >= seen + 3, what="more looks")
-        assert sink.states() == {"a": "calling", "b": "reserved"}
-    finally:
-        held.set()
-        thread.join(60)
-    assert reports == [(str(first), 1)]
-    assert sink.states() == {"a": "confirmed", "b": "confirmed"}
-    assert caller.counts.late == 0
-
-
-def test_the_database_dies_during_the_call_and_the_answer_waits_for_it(private_postgres, provider):
-    server = private_postgres()
-    database = private_postgres.database(server)
-    db.upgrade_consumer(database.url)
-    sink = Sink(database.url)
-    external = payments(provider.url)
-    provider.tell("o", "done-stall")
-    sink.reserve(external, ["o"])
-    counts: list[dict[str, int]] = []
-    reports: list[str] = []
-    thread = in_thread(
-        lambda: counts.append(sink.drain(external, report=lambda text, _: reports.append(text), patience=120))
-    )
-    wait_until(provider.requests, what="the call")
-    server.kill()
-    provider.release()
-    wait_until(lambda: "waiting for the database" in reports, what="the caller to notice")
-    server.start()
-    thread.join(120)
-    assert counts == [{"attempts": 1, "confirmed": 1}]
-    assert len(provider.requests()) == 1
-    assert sink.orders() == {"o": ("paid", 1)}
-    server.kill()
-    with pytest.raises(ConsumerUnavailable, match="nothing is lost"):
-        sink.drain(external, patience=0.1)
-
-
-def test_a_caller_does_not_stay_with_one_session_for_ever(sink, provider, monkeypatch):
-    """The server may not be the primary any more, and not know it; see test_connections."""
-    passed = 0.0
-    monkeypatch.setattr(connections, "_clock", lambda: time.monotonic() + passed)
-    opened: list[int] = []
-
-    def connect() -> psycopg.Connection[Any]:
-        connection = sink.connect()
-        opened.append(connection.info.backend_pid)
-        return connection
-
-    stop = threading.Event()
-    caller = Caller(payments(provider.url), connect)
-    thread = in_thread(lambda: caller.run(stop, until="stopped", poll=0.02))
-    try:
-        wait_until(lambda: opened, what="a session")
-        passed = connections.MAX_AGE_SECONDS
-        wait_until(lambda: len(opened) > 1, what="another session")
-        wait_until(lambda: not sink.rows("SELECT FROM pg_stat_activity WHERE pid = %s", opened[0]), what="its end")
-    finally:
-        stop.set()
-        thread.join(60)
-
-
-def test_a_caller_that_stalls_in_a_transaction_or_meets_a_standby_goes_on(sink, provider):
-    """A sink may end transactions that are idle or long; after a failover an address may still be the standby's."""
-    standbys = ["default_transaction_read_only=on"]
-    ends = ["idle_in_transaction_session_timeout", "transaction_timeout"]
-    waited: list[str] = []
-
-    def connect():
-        connection = sink.connect()
-        if standbys:
-            connection.execute(f"SET {standbys.pop()}")
-        return connection
-
-    def stall(cursor, end):
-        cursor.execute(f"SET LOCAL {end} = '50ms'")
-        pid = cursor.connection.info.backend_pid
-        wait_until(lambda: not sink.rows("SELECT FROM pg_stat_activity WHERE pid = %s", pid), what="the session's end")
-        cursor.execute("SELECT 1")
-
-    def settle(cursor, _settled):
-        if ends:
-            stall(cursor, ends.pop(0))
-        cursor.execute("INSERT INTO orders VALUES ('o', 'paid')")
-
-    def report(text, figures):
-        if text == "waiting for the database":
-            waited.append(figures["error"])
-
-    external = payments(provider.url, on_confirmed=settle)
-    sink.reserve(external, ["o"])
-    counts = external.drain(connect, threading.Event(), report=report)
-    assert (counts.attempts, counts.confirmed, counts.again) == (1, 1, 0)
-    assert sink.orders() == {"o": ("paid", 1)}
-    signs = ("read-only", "idle-in-transaction timeout", "transaction timeout")
-    assert [next(sign for sign in signs if sign in error) for error in waited] == list(signs)
-
-    # A person's command does not wait; it says so.
-    def command(end):
-        with clear_errors("looking"), sink.connect() as connection, connection.transaction():
-            stall(connection.cursor(), end)
-
-    for end in ("idle_in_transaction_session_timeout", "transaction_timeout"):
-        with pytest.raises(ConsumerUnavailable, match="transaction timeout"):
-            command(end)
-
-
 def test_answers_that_are_odd(sink, provider):
     """What a user's functions give and raise: kept as far as jsonb can, and never taken for a success by mistake."""
     odd: dict[str, Any] = {"nul": "a\0b", "nan": float("nan"), "set": {1}, "surrogate": "\ud800", "none": None}
@@ -686,106 +376,3 @@ def test_tables_that_are_not_there_are_said_to_be_missing(outbox_postgres, provi
     sink = Sink(outbox_postgres.url)
     with pytest.raises(SchemaError, match="outbox db upgrade --consumer"):
         sink.drain(payments(provider.url))
-
-
-def looked_at(connection: psycopg.Connection[Any], query: str, **values: Any) -> dict[str, dict[str, Any]]:
-    """Return what a statement of the caller does with each index, as EXPLAIN has it; it reads no table."""
-    explained = psycopg.sql.SQL("EXPLAIN (ANALYZE, FORMAT JSON) " + query).format(
-        reservations=psycopg.sql.Identifier("consumer", "reservations")
-    )
-    (plan,) = connection.execute(explained, {"grp": "orders", "name": "payments", **values}).fetchone()
-    assert "Seq Scan" not in json.dumps(plan)
-
-    def nodes(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        yield node
-        for child in node.get("Plans", []):
-            yield from nodes(child)
-
-    return {node.get("Index Name"): node for node in nodes(plan[0]["Plan"])}
-
-
-def test_claiming_looks_at_few_rows_when_many_wait(sink, provider):
-    """However many are settled, due, or behind one that is under way: by index, and no more than are asked for."""
-    external = payments(provider.url)
-    sink.reserve(external, [(f"o{n}", "hot" if n < 500 else f"k{n}") for n in range(3000)])
-    with sink.connect() as connection:
-        connection.execute(
-            "UPDATE consumer.reservations SET state = 'confirmed', settled_at = now() WHERE id BETWEEN 1000 AND 2000"
-        )
-        connection.execute("VACUUM ANALYZE consumer.reservations")
-        by_index = looked_at(connection, reservations._DUE, most=4, busy=["hot"], lease=30)
-    assert by_index["reservations_open"]["Actual Rows"] == 4
-    assert by_index["reservations_order"]["Actual Loops"] == 4
-
-
-@pytest.fixture
-def stuck_keys(sink, provider) -> External:
-    """10,000 keys, of each one that is stuck and one behind it; and after these ten of other keys."""
-    external = payments(provider.url, cancel=True)
-    with sink.connect() as connection:
-        for state, kind, count in (("stuck", "bad", 10_000), ("reserved", "behind", 10_000), ("reserved", "free", 10)):
-            connection.execute(
-                "INSERT INTO consumer.reservations (grp, name, message_id, topic, part, message_offset, order_key,"
-                " request, state) SELECT 'orders', 'payments', gen_random_uuid(), 't', 0, n,"
-                " CASE WHEN %(kind)s = 'free' THEN 'f' ELSE 'k' END || n, jsonb_build_object('order', %(kind)s || n),"
-                " %(state)s FROM generate_series(1, %(count)s) AS n",
-                {"kind": kind, "state": state, "count": count},
-            )
-        connection.execute("VACUUM ANALYZE consumer.reservations")
-    return external
-
-
-def test_what_waits_behind_stuck_ones_is_not_looked_at_by_each_claim(sink, provider, stuck_keys):
-    book = reservations.Reservations("consumer", "orders", "payments", stuck_keys.rules)
-    claim = {"most": 4, "busy": [], "lease": 30}
-    with sink.connect() as connection:
-        before = looked_at(connection, reservations._DUE, **claim)
-        assert before["reservations_order"]["Actual Loops"] == 10_004
-        # Whether there is something left to do: one look for each of them, and not at all stuck ones for each.
-        left = looked_at(connection, reservations._LEFT)
-        assert (left["reservations_order"]["Actual Loops"], left.keys() & {"reservations_attention"}) == (10_001, set())
-        claims, stuck = book.claim(connection, 4, "w", 30.0, 60.0)
-        assert ([one.request["order"] for one in claims], stuck) == ([f"free{n}" for n in range(1, 5)], 0)
-        connection.execute("VACUUM ANALYZE consumer.reservations")
-        assert looked_at(connection, reservations._DUE, **claim)["reservations_order"]["Actual Loops"] == 4
-    lease_runs_out(sink)
-    # However a stuck one is released, what is behind it is due at once, and goes out after it.
-    ids = dict(sink.rows("SELECT request ->> 'order', message_id FROM consumer.reservations"))
-    with sink.connect() as connection:
-        desk = ReservationAdmin(connection, "consumer")
-        assert desk.retry(Chosen("orders", "payments", [ids["bad1"]])) == [str(ids["bad1"])]
-        assert desk.cancel(Chosen("orders", "payments", [ids["bad2"]]), "no") == [str(ids["bad2"])]
-    for number, confirmed in ((3, True), (4, False)):
-        Caller(stuck_keys, sink.connect).settle_by_hand(ids[f"bad{number}"], confirmed=confirmed, why="asked")
-    done = sink.drain(stuck_keys)
-    assert (done["confirmed"], done["cancelled"]) == (10 + 1 + 4, 1)
-    states = sink.states()
-    assert {states[f"behind{number}"] for number in range(1, 5)} == {"confirmed"}
-    assert (states["behind5"], states["bad5"]) == ("reserved", "stuck")
-    assert [name for name in provider.effects() if name.endswith("1") and name != "free1"] == ["bad1", "behind1"]
-    assert {state for order, state in states.items() if order.startswith("free")} == {"confirmed"}
-
-
-def test_one_that_is_released_while_others_are_put_back_leaves_none_behind(sink, stuck_keys):
-    """In either order of the two: what waits is due when both have ended."""
-    (released,) = sink.rows("SELECT message_id FROM consumer.reservations WHERE request ->> 'order' = 'bad1'")
-    chosen = Chosen("orders", "payments", released)
-    due = "SELECT next_attempt_at <= now() FROM consumer.reservations WHERE request ->> 'order' = 'behind1'"
-    values = {"grp": "orders", "name": "payments", "most": 20_000}
-    put_back = psycopg.sql.SQL(reservations._POSTPONE).format(
-        reservations=psycopg.sql.Identifier("consumer", "reservations")
-    )
-    again = "UPDATE consumer.reservations SET state = 'stuck' WHERE message_id = %s"
-    with sink.connect() as one, sink.connect() as other:
-        with one.transaction():
-            assert ReservationAdmin(one, "consumer").retry(chosen)
-            assert other.execute(put_back, values).rowcount == 9_999
-        assert sink.rows(due) == [(True,)]
-        one.execute(again, released)
-        with one.transaction():
-            assert one.execute(put_back, values).rowcount == 1
-            waiting = in_thread(lambda: ReservationAdmin(other, "consumer").retry(chosen))
-            blocked = "SELECT count(*) FROM pg_locks WHERE NOT granted"
-            wait_until(lambda: sink.rows(blocked) == [(1,)], what="the release to wait for the other")
-        waiting.join(30)
-        assert sink.rows(due) == [(True,)]

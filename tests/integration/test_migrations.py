@@ -1,4 +1,4 @@
-"""Shipping the tables: upgrade, downgrade, offline SQL, lanes, rights, and a host application's own alembic."""
+"""Shipping the tables: upgrade, downgrade, offline SQL, rights, and the commands."""
 
 from __future__ import annotations
 
@@ -6,53 +6,21 @@ import importlib.util
 import os
 import random
 import threading
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 
 import psycopg
 import pytest
-import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
+from migration_support import empty, rows, while_it_waits
 from psycopg import sql
 
-from outbox import ConfigurationError, Event, Outbox, SchemaError, outbox_tables
+from outbox import ConfigurationError, Event, Outbox, SchemaError
 from outbox._app import migrate as db
 from outbox._app import schema_drift as schema_check
-from outbox.testing.fixtures import wait_for
 from relay.archive import Retention
 from spark_jobs.postgres.retention import Memory
 from spark_jobs.postgres.tables import consumer_tables
 
-
-@pytest.fixture
-def empty(outbox_postgres_server):
-    """The URL of a database with nothing in it."""
-    from outbox.testing.fixtures import token
-
-    name = f"empty_{token()}"
-    yield outbox_postgres_server.create_database(name)
-    outbox_postgres_server.drop_database(name)
-
-
-def rows(url: str, query: str, *values: object) -> list[tuple]:
-    with psycopg.connect(url) as connection:
-        return connection.execute(query, values or None).fetchall()
-
-
-@contextmanager
-def while_it_waits(url: str, change: Callable[[], None]) -> Iterator[Future[None]]:
-    """Start a change in a thread, and go on when it waits for a lock of the caller's open transaction."""
-    waiting = (
-        "SELECT 1 FROM pg_locks l JOIN pg_stat_activity a USING (pid)"
-        " WHERE NOT l.granted AND a.datname = current_database()"
-    )
-    with ThreadPoolExecutor(1) as threads:
-        done = threads.submit(change)
-        assert wait_for(lambda: bool(rows(url, waiting)), 20), "it does not wait"
-        yield done
+__all__ = ["empty"]
 
 
 def test_upgrade_makes_what_the_metadata_says_and_is_safe_to_repeat(empty):
@@ -244,6 +212,11 @@ def test_downgrade_gives_up_when_the_tables_stay_locked(empty, monkeypatch, drop
     assert rows(empty, "SELECT count(*) FROM outbox.events") == [(1,)]
 
 
+def all_tables(url: str, schema: str) -> list[str]:
+    query = "SELECT relname FROM pg_class WHERE relnamespace = %s::text::regnamespace AND relkind IN ('r', 'p')"
+    return [row[0] for row in rows(url, query, schema)]
+
+
 def test_downgrade_sees_events_that_a_policy_hides_from_it(empty):
     db.upgrade(empty)
     owner = f"owner_{empty.rpartition('_')[2]}"
@@ -263,11 +236,6 @@ def test_downgrade_sees_events_that_a_policy_hides_from_it(empty):
             assert rows(empty, "SELECT count(*) FROM outbox.events") == [(1,)]
         finally:
             admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(owner)))
-
-
-def all_tables(url: str, schema: str) -> list[str]:
-    query = "SELECT relname FROM pg_class WHERE relnamespace = %s::text::regnamespace AND relkind IN ('r', 'p')"
-    return [row[0] for row in rows(url, query, schema)]
 
 
 @pytest.mark.parametrize("schema", ["we%ird", "Upper Case", 'quo"te', "a.b", "one:two", "x%sy%%z"])
@@ -294,147 +262,6 @@ def test_offline_sql_is_deterministic_and_makes_the_same(empty):
     assert rows(empty, "SELECT count(*) FROM outbox.lanes") == [(3,)]
     db.upgrade(empty)
     assert rows(empty, "SELECT version_num FROM outbox.alembic_version") == [(db.revisions()[-1],)]
-
-
-def test_lanes_change_after_a_drain(empty):
-    db.upgrade(empty)
-    with psycopg.connect(empty) as connection:
-        connection.execute("UPDATE outbox.lanes SET epoch = 41, protocol_epoch = 41 WHERE lane = 2")
-        Outbox().add(connection, Event("Order", "1", "T"))
-    with pytest.raises(SchemaError, match="1 events are not published"):
-        db.change_lanes(empty, 6)
-    with psycopg.connect(empty) as connection:
-        connection.execute("DELETE FROM outbox.events")
-        connection.execute("UPDATE outbox.lanes SET lease_until = now() + interval '1 hour' WHERE lane = 1")
-    with pytest.raises(SchemaError, match="relays hold 1 lanes"):
-        db.change_lanes(empty, 6)
-    with psycopg.connect(empty) as connection:
-        connection.execute("UPDATE outbox.lanes SET lease_until = '-infinity'")
-    db.change_lanes(empty, 6)
-    assert schema_check.check(empty) == []
-    assert rows(empty, "SELECT lane, epoch FROM outbox.lanes ORDER BY lane") == [(n, 42) for n in range(6)]
-    with psycopg.connect(empty) as connection:
-        Outbox().add_many(connection, [Event("Order", str(n), "T") for n in range(200)])
-        assert connection.execute("SELECT count(DISTINCT lane) FROM outbox.events").fetchone() == (6,)
-
-
-def test_lanes_do_not_change_under_a_relay_that_is_taking_one(empty):
-    """The relay's transaction is open when the change starts: its lease must be seen, and its row kept."""
-    db.upgrade(empty)
-    with psycopg.connect(empty) as relay:
-        relay.execute(
-            "UPDATE outbox.lanes SET owner = 'me', epoch = epoch + 1, protocol_epoch = epoch + 1,"
-            " lease_until = now() + interval '1 hour' WHERE lane = 2"
-        )
-        with while_it_waits(empty, lambda: db.change_lanes(empty, 6)) as done:
-            relay.commit()
-            with pytest.raises(SchemaError, match="relays hold 1 lanes"):
-                done.result(30)
-    assert rows(empty, "SELECT owner, epoch FROM outbox.lanes WHERE lane = 2") == [("me", 1)]
-
-
-def test_new_lanes_get_epochs_that_no_relay_ever_had(empty):
-    db.upgrade(empty)
-    with psycopg.connect(empty) as relay:
-        relay.execute("UPDATE outbox.lanes SET epoch = 41, protocol_epoch = 41 WHERE lane = 2")
-        with while_it_waits(empty, lambda: db.change_lanes(empty, 6)) as done:
-            relay.commit()
-            done.result(30)
-    assert {row[0] for row in rows(empty, "SELECT epoch FROM outbox.lanes")} == {42}
-
-
-def test_lanes_do_not_wait_for_ever(empty, monkeypatch):
-    monkeypatch.setattr(db, "_LOCK_TIMEOUT", "100ms")
-    db.upgrade(empty)
-    with psycopg.connect(empty) as relay:
-        relay.execute("UPDATE outbox.lanes SET epoch = 1, protocol_epoch = 1")
-        with pytest.raises(SchemaError, match="long transactions use these tables; try again"):
-            db.change_lanes(empty, 6)
-
-
-@pytest.mark.parametrize("name", ["failures", "dead_letters"])
-def test_lanes_do_not_change_while_failed_events_are_kept(empty, name):
-    db.upgrade(empty)
-    table = sql.Identifier("outbox", name)
-    with psycopg.connect(empty) as connection:
-        # As the migration that brings them is not this test's matter: any table of that name with a row in it.
-        connection.execute(sql.SQL("DROP TABLE IF EXISTS {} CASCADE").format(table))
-        connection.execute(sql.SQL("CREATE TABLE {} AS SELECT 1 AS event_id").format(table))
-    with pytest.raises(SchemaError, match=rf"outbox\.{name} has 1 rows.*retry or discard"):
-        db.change_lanes(empty, 6)
-    with psycopg.connect(empty) as connection:
-        connection.execute(sql.SQL("DELETE FROM {}").format(table))
-    db.change_lanes(empty, 6)
-
-
-@pytest.mark.parametrize(
-    ("change", "shown"),
-    [
-        ("ALTER TABLE outbox.events ENABLE ROW LEVEL SECURITY", "events: row security is not expected: enabled"),
-        (
-            "ALTER TABLE outbox.lanes FORCE ROW LEVEL SECURITY",
-            "lanes: row security is not expected: not enabled forced on the owner",
-        ),
-        (
-            "CREATE TRIGGER skip BEFORE UPDATE ON outbox.lanes FOR ROW EXECUTE FUNCTION tsvector_update_trigger()",
-            "lanes: trigger skip is not expected",
-        ),
-        ("CREATE RULE skip AS ON INSERT TO outbox.events DO INSTEAD NOTHING", "events: rule skip is not expected"),
-        ("ALTER TABLE outbox.events ALTER COLUMN id SET INCREMENT -1", "events: identity id is"),
-        ("ALTER TABLE outbox.events ALTER COLUMN id SET START 7", "events: identity id is"),
-        ("ALTER TABLE outbox.events ALTER COLUMN id SET MAXVALUE 9", "events: identity id is"),
-        ("ALTER TABLE outbox.events ALTER COLUMN id SET CYCLE", "events: identity id is"),
-        ("ALTER TABLE outbox.events ALTER COLUMN id SET CACHE 100", "events: identity id is"),
-        ('ALTER TABLE outbox.lanes ALTER COLUMN owner TYPE text COLLATE "C"', "lanes: column owner is"),
-        ("UPDATE outbox.alembic_version SET version_num = 'x'", "alembic_version: is at x, expected outbox_"),
-        ("DELETE FROM outbox.alembic_version", "alembic_version: is at no revision, expected outbox_"),
-        ("ALTER TABLE outbox.events DROP CONSTRAINT events_size", "events: constraint events_size is missing"),
-        (
-            "ALTER TABLE outbox.events DROP CONSTRAINT events_size, ADD CONSTRAINT events_size CHECK (lane >= 0)",
-            "events: constraint events_size is",
-        ),
-        ("ALTER TABLE outbox.events ALTER COLUMN lane DROP EXPRESSION", "events: column lane is"),
-        ("ALTER TABLE outbox.events ALTER COLUMN event_id DROP DEFAULT", "events: column event_id is"),
-        ("ALTER TABLE outbox.events ALTER COLUMN payload SET NOT NULL", "events: column payload is"),
-        ("ALTER TABLE outbox.events ADD COLUMN more int", "events: column more is not expected"),
-        ("CREATE INDEX more ON outbox.events (event_id) WHERE lane = 1", "events: index more is not expected"),
-        ("ALTER TABLE outbox.lanes SET (fillfactor = 70)", "lanes: table is"),
-        ("ALTER TABLE outbox.lanes SET UNLOGGED", "lanes: table is"),
-        ("DROP TABLE outbox.relays", "relays: the table is missing"),
-        ("ALTER TABLE outbox.lanes DROP COLUMN lane CASCADE", "lanes: column lane is missing"),
-        (
-            "ALTER TABLE outbox.lanes DROP CONSTRAINT lanes_lane_range, ALTER COLUMN lane TYPE text USING -5 - lane",
-            "lanes: column lane is",
-        ),
-        ("COMMENT ON TABLE outbox.events IS NULL", "events: comment is missing"),
-        ("DELETE FROM outbox.lanes WHERE lane = 1", "lanes: has the lanes [0, 2, 3]"),
-        ("DROP SCHEMA outbox CASCADE", "events: the table is missing"),
-    ],
-)
-def test_check_sees_every_kind_of_drift(outbox_postgres, change, shown):
-    with outbox_postgres.connect() as connection:
-        connection.execute(change)
-    found = schema_check.check(outbox_postgres.url)
-    assert any(line.startswith(f"outbox.{shown}") for line in found), found
-    scratch = "SELECT count(*) FROM pg_namespace WHERE nspname LIKE 'outbox_check%'"
-    assert rows(outbox_postgres.url, scratch) == [(0,)]
-
-
-def test_no_version_table_of_ours_is_no_drift(outbox_postgres):
-    with outbox_postgres.connect() as connection:
-        connection.execute("DROP TABLE outbox.alembic_version")
-    assert schema_check.check(outbox_postgres.url) == []
-
-
-def test_check_on_the_search_path_of_a_role_called_as_the_schema(outbox_postgres):
-    with outbox_postgres.connect() as connection:
-        connection.execute("CREATE FUNCTION outbox.f() RETURNS trigger LANGUAGE plpgsql AS 'BEGIN RETURN NULL; END'")
-        connection.execute(
-            "CREATE TRIGGER f AFTER INSERT ON outbox.events FOR EACH STATEMENT EXECUTE FUNCTION outbox.f()"
-        )
-    found = schema_check.check(f"{outbox_postgres.url}?options=-csearch_path%3Doutbox")
-    assert len(found) == 1
-    assert "outbox.f()" in found[0]
 
 
 def test_each_role_needs_no_more_than_the_docs_grant(outbox_postgres):
@@ -470,78 +297,6 @@ def test_each_role_needs_no_more_than_the_docs_grant(outbox_postgres):
         finally:
             for name in names.values():
                 admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)))
-
-
-ENVIRONMENT = """
-from alembic import context
-from sqlalchemy import MetaData, NullPool, create_engine
-from outbox import outbox_tables
-metadata = MetaData()
-outbox_tables(metadata)
-# The tests' user is called outbox, which would make that its default schema.
-options = {"options": "-c search_path=public"}
-engine = create_engine(context.config.get_main_option("url"), poolclass=NullPool, connect_args=options)
-with engine.connect() as connection:
-    context.configure(
-        connection=connection, target_metadata=metadata, include_schemas=True,
-        include_name=lambda name, kind, parents: kind != "schema" or name == "outbox")
-    with context.begin_transaction():
-        context.run_migrations()
-"""
-TEMPLATE = """
-from alembic import op
-import sqlalchemy as sa
-from sqlalchemy.dialects import postgresql
-revision, down_revision = ${repr(up_revision)}, ${repr(down_revision)}
-def upgrade():
-    op.execute("CREATE SCHEMA IF NOT EXISTS outbox")
-    ${upgrades}
-def downgrade():
-    ${downgrades}
-"""
-
-
-def test_a_host_application_takes_the_tables_into_its_own_history(empty, tmp_path):
-    (tmp_path / "versions").mkdir()
-    (tmp_path / "env.py").write_text(ENVIRONMENT)
-    (tmp_path / "script.py.mako").write_text(TEMPLATE)
-    config = Config()
-    config.set_main_option("script_location", str(tmp_path))
-    config.set_main_option("path_separator", "os")
-    config.set_main_option("url", empty.replace("postgresql://", "postgresql+psycopg://"))
-    command.revision(config, "outbox", autogenerate=True)
-    command.upgrade(config, "head")
-    with psycopg.connect(empty) as connection:
-        connection.execute("INSERT INTO outbox.lanes (lane) SELECT generate_series(0, 3)")
-        connection.execute("ALTER TABLE outbox.published ATTACH PARTITION outbox.published_default DEFAULT")
-    assert schema_check.check(empty) == []
-    command.check(config)
-
-
-def test_a_host_application_can_include_our_history_as_a_branch(empty, tmp_path):
-    """The opt-in of docs/operations/migrations.md: version_locations with the branch label ``outbox``."""
-    (tmp_path / "versions").mkdir()
-    (tmp_path / "env.py").write_text(ENVIRONMENT)
-    (tmp_path / "script.py.mako").write_text(TEMPLATE)
-    config = Config()
-    config.set_main_option("script_location", str(tmp_path))
-    config.set_main_option("path_separator", "newline")
-    config.set_main_option("version_locations", f"{tmp_path / 'versions'}\n{db.folder() / 'versions'}")
-    config.set_main_option("url", empty.replace("postgresql://", "postgresql+psycopg://"))
-    command.upgrade(config, "outbox@head")
-    assert schema_check.check(empty) == []
-
-
-def test_the_metadata_can_be_created_without_any_migration(empty):
-    metadata = sa.MetaData()
-    tables = outbox_tables(metadata, "outbox", 2)
-    engine = sa.create_engine(empty.replace("postgresql://", "postgresql+psycopg://"))
-    with engine.begin() as connection:
-        connection.execute(sa.schema.CreateSchema("outbox"))
-        metadata.create_all(connection)
-        connection.execute(sa.insert(tables.lanes), [{"lane": 0}, {"lane": 1}])
-    engine.dispose()
-    assert schema_check.check(empty) == []
 
 
 def test_an_older_postgres(monkeypatch):

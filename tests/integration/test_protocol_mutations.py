@@ -26,44 +26,29 @@ by, and it is on no topic). Mutations that need processes, crashes or time are i
 
 from __future__ import annotations
 
-import struct
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import Any
 
 import psycopg
 import pytest
-from proxy import END_TXN, Fired, KafkaProxy, delay_request
-from support import wait_until
+from guard_support import Mutate, as_it_is, drop_lost, joined, verdict, work
 from takeover_support import LANES, Place, Worker, place
 
 from outbox import Event, Outbox
-from outbox.sandbox.kafka import KafkaCluster
-from outbox.testing.fixtures import Topics
 from relay import lanes as lanes_module
 from relay import statements
-from relay.kafka import producer, takeover
+from relay.kafka import takeover
 from relay.kafka.producer import BatchProducer
 from relay.kafka.takeover import Takeover
-from relay.kafka.transactional import TransactionalPublisher, _TransactionalProducer
+from relay.kafka.transactional import TransactionalPublisher
 from relay.lease import Lease
 from relay.polling import low_water_mark, queries
 from relay.polling.reader import LaneReader
 from relay.polling.takeover import RowTakeover
-from relay.ports import Batches, Completed, Confirm, Failed, LaneLost, Sent, Unavailable
+from relay.ports import Batches, Completed
 
 __all__ = ["place"]
-
-_ROUNDS = 40
-
-
-def verdict(place: Place) -> set[str]:
-    """What is wrong with the topic, once everything has been published that is going to be."""
-    read = place.read()
-    written = {f"k{n:04}" for n in range(place.count)}
-    assert read.keys() <= written
-    found = {"lost"} if written - read.keys() else set()
-    return found | ({"twice"} if any(count > 1 for count in read.values()) else set())
 
 
 def in_hand(worker: Worker) -> Batches:
@@ -71,40 +56,6 @@ def in_hand(worker: Worker) -> Batches:
     batches = worker.source.fetch({lease.lane: 2 for lease in worker.leases}).batches
     worker.source.settle({})
     return batches
-
-
-def work(worker: Worker) -> None:
-    """Publish everything, as the loop does: lanes that are lost are dropped, others taken over again."""
-    for _ in range(_ROUNDS):
-        if not worker.leases or not worker.place.tables.left():
-            return
-        fetched = worker.source.fetch({lease.lane: 20 for lease in worker.leases})
-        failed = dict(fetched.failed)
-        sent = worker.publisher.publish(fetched.batches) if fetched.batches else None
-        if sent is not None:
-            failed |= worker.source.settle(sent.receipts)
-            failed |= worker.source.flush(list(sent.receipts))
-            if isinstance(sent, Failed) or sent.publisher_unusable:
-                worker.publisher.close()
-                worker.publisher = worker.new_publisher()
-                failed |= worker.join()
-        _drop_lost(worker, failed)
-        if failed and worker.leases:
-            _drop_lost(worker, worker.join())
-    raise AssertionError(f"{len(worker.place.tables.left())} events are left after {_ROUNDS} turns")
-
-
-def _drop_lost(worker: Worker, failed: Mapping[int, Exception]) -> None:
-    lost = {lane for lane, error in failed.items() if isinstance(error, LaneLost)}
-    for lane in lost:
-        worker.source.drop(lane)
-    worker.leases = [lease for lease in worker.leases if lease.lane not in lost]
-
-
-def joined(place: Place, name: str, *, exact: bool = True) -> Worker:
-    worker = place.worker(name, exact=exact)
-    assert worker.join() == {}
-    return worker
 
 
 # The scenarios
@@ -168,7 +119,7 @@ def a_zombie_begins_anew(place: Place) -> None:
     batches = in_hand(heir)
     former.publisher.close()
     former.publisher = former.new_publisher()
-    _drop_lost(former, former.join())
+    drop_lost(former, former.join())
     work(former)
     sent = heir.publisher.publish(batches)
     if place.tables.left():
@@ -235,12 +186,6 @@ def a_late_commit(place: Place) -> None:
 
 
 # The mutations
-
-Mutate = Callable[[pytest.MonkeyPatch], None]
-
-
-def as_it_is(_: pytest.MonkeyPatch) -> None:
-    pass
 
 
 def no_fence(patch: pytest.MonkeyPatch) -> None:
@@ -359,171 +304,3 @@ def test_the_guard_makes_the_difference(place, monkeypatch, scenario, mutate, ex
     place.add()
     scenario(place)
     assert verdict(place) == expected
-
-
-# A commit that is late. The broker is behind a proxy.
-
-
-@pytest.fixture(scope="module")
-def network() -> Iterator[tuple[KafkaCluster, KafkaProxy]]:
-    """A broker that workers reach through a proxy only."""
-    with KafkaProxy("127.0.0.1", None) as proxy, KafkaCluster(advertised_port=proxy.port) as cluster:
-        proxy.lead_to(cluster.proxied_port)
-        yield cluster, proxy
-
-
-@pytest.fixture
-def far(outbox_postgres, network) -> Iterator[Place]:
-    """As ``place``, of workers whose way to the broker is the proxy."""
-    cluster, proxy = network
-    with Topics(cluster.bootstrap_servers) as topics:
-        place = Place(outbox_postgres, topics, proxy.address, slow_commits_count=True)
-        yield place
-        # What a test left behind is not the next one's.
-        proxy.clear()
-        proxy.release()
-        place.close()
-
-
-class LateEnd:
-    """Holds the EndTxn of one commit back, which librdkafka sends once more: the caller sees a commit without an error.
-
-    What is held arrives while a worker's producer of that transactional id has sent half of a later turn.
-    """
-
-    def __init__(self, proxy: KafkaProxy, patch: pytest.MonkeyPatch) -> None:
-        self._proxy = proxy
-        self._patch = patch
-        self._real = producer.failpoint
-        self.arrived: list[Fired] = []
-
-    def hold(self) -> None:
-        """Hold the next one back."""
-        self._proxy.on(END_TXN, delay_request())
-
-    def arrive_in_a_turn_of(self, worker: Worker, number: int) -> None:
-        """Let it arrive in the next turn of the worker's producer of this number."""
-
-        def reached(name: str) -> None:
-            publisher: Any = worker.publisher
-            if name == "batch.half_sent" and not self.arrived and publisher._turn % 2 == number:
-                # The first half is on the broker, and no marker.
-                assert publisher._senders[number].producer.flush(30) == 0
-                self.arrived = self._proxy.release()
-                if accepted(self.arrived[0]):
-                    # The answer comes before the markers: what the turn sends next must not be of what has ended.
-                    worker.place.kafka.await_transactions(worker.place.topic)
-            self._real(name)
-
-        self._patch.setattr(producer, "failpoint", reached)
-
-
-def accepted(ended: Fired) -> bool:
-    """Return whether the broker took an EndTxn: its answer is correlation id, tags from version 3 on, time, error."""
-    assert ended.response is not None
-    (error,) = struct.unpack_from(">h", ended.response, 8 + (ended.api_version >= 3))
-    return bool(error == 0)
-
-
-def a_turns_commit_is_late(place: Place, late: LateEnd) -> None:
-    worker = joined(place, "a")
-    late.hold()
-    # The first markers were the first producer's: this turn is the second's, and the next one the first's.
-    assert worker.turn(1) > 0
-    assert worker.turn(1) > 0
-    late.arrive_in_a_turn_of(worker, 1)
-    work(worker)
-
-
-def the_first_markers_commit_is_late(place: Place, late: LateEnd) -> None:
-    worker = place.worker("a")
-    late.hold()
-    try:
-        assert worker.join() == {}
-    except Unavailable:
-        worker.publisher.close()
-        worker.publisher = worker.new_publisher()
-        assert worker.join() == {}
-    worker.turn(1)
-    late.arrive_in_a_turn_of(worker, 0)
-    work(worker)
-
-
-def only_the_statistics_show_that_a_commit_is_late(place: Place, late: LateEnd) -> None:
-    """The time that it took shows nothing. The count of EndTxn does, before its producer's next turn."""
-    place.slow_commits_count = False
-    worker = joined(place, "a")
-    late.hold()
-    assert worker.turn(1) > 0
-    publisher: Any = worker.publisher
-
-    def counted() -> bool:
-        publisher.serve()
-        return bool(publisher._senders[1].suspicious)
-
-    wait_until(counted, what="librdkafka's statistics")
-    # The other producer's turn.
-    worker.turn(1)
-    late.arrive_in_a_turn_of(worker, 1)
-    work(worker)
-
-
-def never_suspicious(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(_TransactionalProducer, "suspicious", property(lambda _: False, lambda *_: None), raising=False)
-
-
-def used_again(patch: pytest.MonkeyPatch) -> None:
-    real = TransactionalPublisher.publish
-
-    def publish(self: Any, batches: Batches, confirm: Confirm | None = None) -> Sent:
-        sent = real(self, batches, confirm)
-        return sent if isinstance(sent, Failed) else replace(sent, publisher_unusable=False)
-
-    patch.setattr(TransactionalPublisher, "publish", publish)
-    # The statistics would show it as well, and each turn would be put off.
-    not_asked_before_a_turn(patch)
-
-
-def not_asked_before_a_turn(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(TransactionalPublisher, "_unfit", lambda _: None)
-
-
-def first_markers_unseen(patch: pytest.MonkeyPatch) -> None:
-    real = TransactionalPublisher._commit
-
-    def commit(self: Any, sender: Any, *what: Any) -> None:
-        real(self, sender, *what)
-        if not sender.sent:
-            sender.suspicious = False
-
-    patch.setattr(TransactionalPublisher, "_commit", commit)
-    # The statistics would show it as well.
-    not_asked_before_a_turn(patch)
-
-
-LATE_CASES: list[tuple[Callable[[Place, LateEnd], None], Mutate, set[str]]] = [
-    (a_turns_commit_is_late, as_it_is, set()),
-    (a_turns_commit_is_late, never_suspicious, {"twice"}),
-    (a_turns_commit_is_late, used_again, {"twice"}),
-    (the_first_markers_commit_is_late, as_it_is, set()),
-    (the_first_markers_commit_is_late, never_suspicious, {"twice"}),
-    (the_first_markers_commit_is_late, first_markers_unseen, {"twice"}),
-    (only_the_statistics_show_that_a_commit_is_late, as_it_is, set()),
-    (only_the_statistics_show_that_a_commit_is_late, not_asked_before_a_turn, {"twice"}),
-]
-
-
-@pytest.mark.parametrize(
-    ("scenario", "mutate", "expected"),
-    LATE_CASES,
-    ids=[f"{scenario.__name__}-{mutate.__name__}" for scenario, mutate, _ in LATE_CASES],
-)
-def test_a_late_commit_ends_no_later_transaction(far, network, monkeypatch, scenario, mutate, expected):
-    """The broker takes a late EndTxn of a producer that is used again for the end of what is open now."""
-    late = LateEnd(network[1], monkeypatch)
-    mutate(monkeypatch)
-    far.add(120)
-    scenario(far, late)
-    # It did arrive in a turn: the broker ended what was open, or refused it because of its epoch.
-    assert len(late.arrived) == 1
-    assert verdict(far) == expected

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import pytest
 from confluent_kafka import KafkaError, KafkaException, Message, Producer
-from proxy import (
+from kafka_proxy import (
     ADD_PARTITIONS_TO_TXN,
     END_TXN,
     INIT_PRODUCER_ID,
@@ -20,7 +20,6 @@ from proxy import (
     PRODUCE,
     Fired,
     KafkaProxy,
-    TcpProxy,
     delay_request,
     delay_response,
     drop_request,
@@ -28,6 +27,7 @@ from proxy import (
     duplicate_request,
     edit_response,
 )
+from proxy import TcpProxy
 
 from outbox.sandbox._ports import free_ports
 from outbox.sandbox.errors import ServiceError

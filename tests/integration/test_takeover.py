@@ -1,4 +1,4 @@
-"""Taking lanes over: what a marker settles, when a lane must stop, and who is shut out. On real servers."""
+"""Taking lanes over: workers with several lanes, and Kafka, which shuts the former ones out. On real servers."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import pytest
 import takeover_support
 from confluent_kafka import KafkaError, KafkaException, Producer
 from confluent_kafka.admin import AdminClient
-from one_lane import OneLane
 from support import wait_until
-from takeover_support import LANES, Tables, Worker, place
+from takeover_support import LANES, Worker, place
 
 from outbox import Event, Outbox
 from relay.config import producer_options
@@ -21,22 +20,10 @@ from relay.kafka.fencing import fence
 from relay.kafka.takeover import ids_to_fence, own_ids
 from relay.kafka.transactional import TransactionalPublisher
 from relay.lease import LEGACY_ID
-from relay.marker import Marker, StateLost
-from relay.polling import session
-from relay.ports import PUBLISHED, Completed, Failed, IdBusy, LaneLost, Receipt, Sent, Unavailable
-from relay.settlement import Settlement
+from relay.marker import StateLost
+from relay.ports import Completed, Failed, IdBusy, LaneLost, Receipt, Sent
 
 __all__ = ["place"]
-
-# Postgres' side, for one lane
-
-
-class OnlyLane(Tables):
-    """An outbox of one lane, taken by ``take``."""
-
-    def take(self, *, archive: bool = False) -> OneLane:
-        [lease] = self.acquire([0])
-        return OneLane(self.source([], archive=archive), lease)
 
 
 def fenced(worker: Worker, sent: Sent) -> bool:
@@ -54,174 +41,6 @@ def fenced(worker: Worker, sent: Sent) -> bool:
 
     wait_until(named, what="the reason")
     return {sender.fatal.code() for sender in senders if sender.fatal is not None} == {KafkaError._FENCED}
-
-
-def adopt(lane: OneLane, marker: Marker | None, own_id: str | None = "me"):
-    return lane.source.store.adopt(lane.lease, marker, own_id)
-
-
-@pytest.fixture
-def lane(outbox_postgres):
-    lane = OnlyLane(outbox_postgres, 1)
-    yield lane
-    for source in lane.opened:
-        source.close()
-
-
-def marker(lane: OneLane, batch: int, claims=()) -> Marker:
-    """The marker that this lane's relay would write."""
-    row = lane.source.connection.execute("SELECT system_identifier::text FROM pg_control_system()").fetchone()
-    ids, event_ids = tuple(claim.position for claim in claims), tuple(claim.event_id for claim in claims)
-    return Marker(batch, lane.lease.epoch, row[0], 1, ids, event_ids)
-
-
-def test_a_lane_begins_with_an_empty_marker(lane):
-    source = lane.take()
-    adopted, identity = adopt(source, None)
-    assert adopted is None
-    first = Marker(1, source.lease.epoch, identity.system_identifier, identity.timeline)
-    assert adopt(source, first)[0] == first
-    assert lane.batches() == {0: 1}
-    assert identity.timeline == 1
-
-
-def test_the_marker_settles_what_was_committed_and_not_settled(lane):
-    source = lane.take()
-    adopt(source, marker(source, 1))
-    lane.add("a", "b", "c")
-    second = marker(source, 2, source.fetch(2))
-    successor = lane.take()
-    assert adopt(successor, second)[0] == second
-    assert lane.left() == ["c"]
-    assert lane.batches() == {0: 2}
-    # Again: nothing more goes.
-    assert adopt(successor, second)[0] == second
-    assert [claim.aggregate_id for claim in successor.fetch(10)] == ["c"]
-
-
-def test_the_marker_settles_into_the_archive_without_a_place(lane):
-    source = lane.take(archive=True)
-    adopt(source, marker(source, 1))
-    lane.add("a")
-    second = marker(source, 2, source.fetch(2))
-    adopt(lane.take(archive=True), second)
-    assert lane.run('SELECT aggregate_id, topic, "offset" FROM outbox.published') == [("a", None, None)]
-
-
-def test_batches_are_counted_as_they_are_settled(lane):
-    source = lane.take()
-    adopt(source, marker(source, 1))
-    for batch in (2, 3):
-        lane.add("a")
-        source.settle(Receipt([(claim, PUBLISHED) for claim in source.fetch(10)], batch=batch))
-        assert lane.batches() == {0: batch - 1}
-        source.fetch(10)
-        assert lane.batches() == {0: batch}
-
-
-def test_the_row_names_our_id_with_the_settling_and_not_before(lane):
-    source = lane.take()
-    assert source.lease.former_id is None
-    adopt(source, marker(source, 1), "first")
-    assert lane.ids() == {0: "first"}
-    successor = lane.take()
-    assert successor.lease.former_id == "first"
-    assert lane.ids() == {0: "first"}
-    with pytest.raises(StateLost):
-        adopt(successor, None, "second")
-    assert lane.ids() == {0: "first"}
-    adopt(successor, marker(source, 1), "second")
-    assert (lane.ids(), successor.lease.former_id) == ({0: "second"}, "second")
-    with pytest.raises(LaneLost):
-        adopt(source, marker(source, 1), "first")
-    assert lane.ids() == {0: "second"}
-
-
-@pytest.mark.parametrize(("settled", "found"), [(3, None), (3, 2), (1, 3)])
-def test_table_and_marker_that_contradict_each_other_stop_the_lane(lane, settled, found):
-    source = lane.take()
-    lane.run("UPDATE outbox.lanes SET last_batch = %s", settled)
-    lane.add("a")
-    with pytest.raises(StateLost, match="reconcile"):
-        adopt(source, None if found is None else marker(source, found))
-    assert lane.left() == ["a"]
-    assert lane.batches() == {0: settled}
-
-
-def test_a_marker_whose_rows_postgres_has_lost_stops_the_lane(lane):
-    """A failover to a standby that was behind: last_batch fits, the rows of the batch are not there."""
-    source = lane.take()
-    adopt(source, marker(source, 1))
-    lane.add("a", "b")
-    second = marker(source, 2, source.fetch(10))
-    lane.run("DELETE FROM outbox.events WHERE aggregate_id = 'a'")
-    with pytest.raises(StateLost, match="only 1"):
-        adopt(lane.take(), second)
-    assert lane.left() == ["b"]
-
-
-def test_another_databases_marker_stops_the_lane(lane):
-    with pytest.raises(StateLost, match="OUTBOX_NAME"):
-        adopt(lane.take(), Marker(5, 1, "12345", 1))
-
-
-def test_a_stale_epoch_adopts_nothing(lane):
-    source = lane.take()
-    adopt(source, marker(source, 1))
-    lane.add("a")
-    second = marker(source, 2, source.fetch(10))
-    lane.take()
-    for call in (lambda: adopt(source, second), lambda: source.fetch(10)):
-        with pytest.raises(LaneLost):
-            call()
-    identity, lost = source.source.store.identity([source.lease])
-    assert identity is None
-    assert isinstance(lost[0], LaneLost)
-    assert lane.left() == ["a"]
-
-
-def test_rows_that_vanish_between_reading_and_the_barrier_are_not_published(lane, monkeypatch):
-    """Behind a pooler Postgres may crash in between, and the connection live on."""
-    monkeypatch.setattr(session, "begin_session", lambda _: False)
-    source = lane.take()
-    lane.add("a", "b")
-    real = Settlement.settle_and_count
-
-    def crash(self, lanes, read):
-        lane.run("DELETE FROM outbox.events WHERE aggregate_id = 'b'")
-        return real(self, lanes, read)
-
-    monkeypatch.setattr(Settlement, "settle_and_count", crash)
-    with pytest.raises(Unavailable, match="1 of 2 events"):
-        source.fetch(10)
-    monkeypatch.setattr(Settlement, "settle_and_count", real)
-    # The same with a batch to settle before.
-    source.settle(Receipt([(claim, PUBLISHED) for claim in source.fetch(10)]))
-    lane.add("b")
-    monkeypatch.setattr(Settlement, "settle_and_count", crash)
-    with pytest.raises(Unavailable, match="1 of 1 events"):
-        source.fetch(10)
-
-
-def test_a_relay_that_sleeps_in_a_transaction_does_not_hold_its_lane(lane):
-    """The session ends when the lease has run out, and the lane's row is free again."""
-    source = lane.take()
-    source.lease.ttl_seconds = 0.2
-    connection = source.source.connection
-
-    def sleep_in_it() -> None:
-        with source.source.session.transaction(source.lease, "sleeping"):
-            connection.execute("SELECT FROM outbox.lanes FOR UPDATE")
-            with psycopg.connect(lane.url) as other:
-                other.execute("SET lock_timeout = '20s'")
-                other.execute("SELECT FROM outbox.lanes FOR UPDATE")
-            connection.execute("SELECT 1")
-
-    with pytest.raises(Unavailable, match="idle-in-transaction"):
-        sleep_in_it()
-
-
-# Workers with several lanes, and Kafka
 
 
 def test_a_turn_of_all_lanes_is_one_transaction_with_a_marker_for_each(place):

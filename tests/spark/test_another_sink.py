@@ -8,7 +8,9 @@ import pytest
 from sqlite_sink import TABLES, SqliteSinks, SqliteStore, open_file
 from uuid_utils import uuid7
 
-from spark_jobs.driver.rounds import Reading, Rounds, Span
+from spark_jobs.driver.partition_attempts import PartitionAttempts
+from spark_jobs.driver.round_context import Reading, RoundContext, Span
+from spark_jobs.driver.rounds import Rounds
 from spark_jobs.job import ConsumerJob
 from spark_jobs.model import Range
 from spark_jobs.task.reader import ReaderSettings
@@ -45,7 +47,8 @@ def test_rounds_and_dead_letters_need_nothing_of_postgres(bench, tmp_path, trans
     kafka = {"bootstrap.servers": bench.topics.bootstrap_servers}
     reading = Reading(lambda _: False, ReaderSettings(kafka, "g"), 0)
     store = SqliteStore(path, "g")
-    rounds = Rounds(bench.spark, job, reading, store, SqliteSinks(path, job))
+    context = RoundContext(bench.spark, job, reading, store, SqliteSinks(path, job))
+    rounds = Rounds(context, PartitionAttempts(context))
     ranges = {(bench.topic, 0): Range("id", 0, MESSAGES), (bench.topic, 1): Range("id", 0, 1)}
     counts = rounds.apply(Span(ranges, {}), 1)
 

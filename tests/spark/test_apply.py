@@ -99,13 +99,13 @@ def test_a_task_of_an_older_generation_writes_nothing(bench):
     bench.send("a", 1)
     runner = bench.runner()
     generation = runner._begin()
-    attempt = runner._rounds._attempt
+    attempt = runner._rounds._attempts.attempt
 
     def taken_over_meanwhile(*arguments):
         bench.runner()._begin()
         return attempt(*arguments)
 
-    runner._rounds._attempt = taken_over_meanwhile
+    runner._rounds._attempts.attempt = taken_over_meanwhile
     with pytest.raises(Fenced, match=f"taken over from generation {generation}"):
         runner.once(threading.Event())
     assert bench.totals() == {}
@@ -116,7 +116,7 @@ def test_a_retry_after_commit_is_seen_as_applied(bench):
     """The task's transaction commits and the answer is lost: the same range comes again."""
     bench.send("a", 1)
     runner = bench.runner()
-    attempt = runner._rounds._attempt
+    attempt = runner._rounds._attempts.attempt
 
     def twice(*arguments):
         first, second = attempt(*arguments), attempt(*arguments)
@@ -124,7 +124,7 @@ def test_a_retry_after_commit_is_seen_as_applied(bench):
         assert {one.outcome for one in second.values()} == {"already"}
         return first
 
-    runner._rounds._attempt = twice
+    runner._rounds._attempts.attempt = twice
     totals = runner.once(threading.Event())
     assert bench.totals()["a"] == (10, 1, 1, 0, "s1")
     assert (totals.applied, totals.duplicates) == (1, 0)

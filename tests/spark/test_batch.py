@@ -15,8 +15,8 @@ from psycopg import sql
 from support import wait_until
 from uuid_utils.compat import uuid7
 
-from spark_jobs.driver import batch_rounds as batch
-from spark_jobs.driver.rounds import Span
+from spark_jobs.driver import batch_attempts as batch
+from spark_jobs.driver.round_context import Span
 from spark_jobs.errors import EffectFailed, Fenced
 from spark_jobs.job import ConsumerJob
 from spark_jobs.model import Range
@@ -59,13 +59,13 @@ def send(bench: Bench, numbered: Iterable[tuple[int, bytes]]) -> None:
 def plans(monkeypatch) -> list[int]:
     """How many characters the plans have of what is staged, with each literal in them."""
     sizes: list[int] = []
-    real = batch.BatchRounds._stage
+    real = batch.BatchAttempts._stage
 
     def measured(self: Any, rows: Any, *arguments: Any, **options: Any) -> Any:
         sizes.append(len(rows._jdf.queryExecution().analyzed().toString()))
         return real(self, rows, *arguments, **options)
 
-    monkeypatch.setattr(batch.BatchRounds, "_stage", measured)
+    monkeypatch.setattr(batch.BatchAttempts, "_stage", measured)
     return sizes
 
 

@@ -17,7 +17,7 @@ from psycopg import sql
 from support import wait_until
 from uuid_utils.compat import uuid7
 
-from spark_jobs.driver import rounds
+from spark_jobs.driver.round_context import RoundContext
 from spark_jobs.effects.mapped import Insert
 from spark_jobs.errors import BadMessage, EffectFailed, InputCut, Interrupted
 from spark_jobs.job import ConsumerJob
@@ -34,13 +34,13 @@ SQL = "INSERT INTO seen SELECT n, message_offset, message_part FROM batch ORDER 
 def jobs_of_spark(monkeypatch) -> list[int]:
     """How many Spark jobs rounds have started to read ranges."""
     started: list[int] = []
-    real = rounds.Rounds._by_ranges
+    real = RoundContext.by_ranges
 
     def counted(self: Any, *arguments: Any) -> Any:
         started.append(1)
         return real(self, *arguments)
 
-    monkeypatch.setattr(rounds.Rounds, "_by_ranges", counted)
+    monkeypatch.setattr(RoundContext, "by_ranges", counted)
     return started
 
 

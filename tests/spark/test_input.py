@@ -3,7 +3,7 @@
 Spark hands rows over in batches of 10,000. When something upstream of the task fails, the task sees the end of its rows
 at the next border between two batches, as if they had all come (spark_jobs.task.input). A task that reads Kafka itself
 (spark_jobs.task.reader) has parts of 10,000 too; its own faults, on a real broker, are in
-tests/integration/test_reader.py.
+tests/integration/test_reader_failures.py.
 """
 
 from __future__ import annotations
@@ -24,8 +24,9 @@ from pyspark.sql import functions
 from uuid_utils.compat import uuid7
 
 from outbox.testing.fixtures import Topics
-from spark_jobs.driver import batch_rounds as batch
-from spark_jobs.driver import rounds
+from spark_jobs.driver import batch_attempts as batch
+from spark_jobs.driver import partition_attempts as partitions
+from spark_jobs.driver.round_context import RoundContext
 from spark_jobs.effects.mapped import Insert
 from spark_jobs.errors import ConsumerUnavailable, EffectFailed
 from spark_jobs.job import ConsumerJob
@@ -149,7 +150,7 @@ def announcing(seen: Path) -> Callable[[Any], task_input.TaskInput]:
 
 def given_by(monkeypatch: pytest.MonkeyPatch, from_spark: Callable[[Any], task_input.TaskInput]) -> None:
     """Let tasks get their rows from another function, which travels to the executors with the code of a round."""
-    for module in (rounds, batch):
+    for module in (partitions, batch):
         monkeypatch.setattr(module, "task_input", SimpleNamespace(from_spark=from_spark))
 
 
@@ -231,12 +232,12 @@ def test_a_task_that_reads_kafka_itself_and_always_fails(bench, topics, tmp_path
 
 def test_a_task_that_does_not_report_is_not_taken_for_one_without_messages(bench, topics, monkeypatch):
     """Where Spark cuts what it gives to the task short, the range must not be stepped over."""
-    real = rounds.Rounds._by_ranges
+    real = RoundContext.by_ranges
 
     def cut(self: Any, span: Any, do: Any, schema: str) -> Any:
         return real(self, span, do, schema).limit(0)
 
-    monkeypatch.setattr(rounds.Rounds, "_by_ranges", cut)
+    monkeypatch.setattr(RoundContext, "by_ranges", cut)
     with pytest.raises(ConsumerUnavailable, match="a task did not report what became of"):
         bench.once(job(bench, topics["good"], "partition", None), patience=0.5)
     nothing_moved(bench)

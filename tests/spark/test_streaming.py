@@ -9,8 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,78 +17,17 @@ import pytest
 from psycopg import sql
 from pyspark.errors import StreamingQueryException
 from pyspark.sql import functions as F  # noqa: N812
+from stream_to_sink import EFFECT, SEEN, Stream, stream
 from support import wait_until
 from uuid_utils.compat import uuid7
 
-from spark_jobs import ConsumerJob, Insert, Upsert, exactly_once
+from spark_jobs import ConsumerJob, Insert, Upsert
 from spark_jobs.driver import streaming
-from spark_jobs.driver.streaming import ExactlyOnce
-from spark_jobs.errors import CheckpointConflict, EffectFailed, Fenced, JobError
+from spark_jobs.errors import CheckpointConflict, EffectFailed, JobError
+
+__all__ = ["stream"]
 
 pytestmark = pytest.mark.spark
-
-SEEN = "CREATE TABLE IF NOT EXISTS seen (n bigint)"
-EFFECT = "INSERT INTO seen SELECT n FROM batch ORDER BY n"
-JOB = ConsumerJob("numbers", effect=EFFECT, setup=SEEN)
-
-
-class Stopped(Exception):
-    """Ends a query where a test wants it."""
-
-
-class Stream:
-    """A folder of files with numbers, as a stream with a checkpoint; each file is a batch."""
-
-    def __init__(self, spark: Any, url: str, folder: Path) -> None:
-        self.spark = spark
-        self.url = url
-        self.source = folder / "source"
-        self.source.mkdir()
-        self.checkpoint = folder / "checkpoint"
-        self.next = 0
-
-    def add(self, count: int = 3, columns: str = "n") -> None:
-        """Write one more file: a batch of so many numbers."""
-        numbers = range(self.next, self.next + count)
-        self.next += count
-        # Renamed, so that Spark never finds half of it.
-        path = self.source.parent / f"{self.next:08}.csv"
-        path.write_text("".join(f"{n}\n" for n in numbers))
-        # Spark takes the oldest first.
-        os.utime(path, (1_700_000_000 + self.next, 1_700_000_000 + self.next))
-        path.rename(self.source / path.name)
-
-    def rows(self) -> Any:
-        read = self.spark.readStream.schema("n long").option("maxFilesPerTrigger", 1)
-        return read.csv(str(self.source))
-
-    def function(self, job: ConsumerJob = JOB, **options: Any) -> ExactlyOnce:
-        return exactly_once(job, database_url=self.url, **options)
-
-    def start(self, function: Callable[[Any, int], None], rows: Any = None) -> Any:
-        """Start a query over what is there now; it ends by itself."""
-        writing = (self.rows() if rows is None else rows).writeStream.foreachBatch(function)
-        return writing.option("checkpointLocation", str(self.checkpoint)).trigger(availableNow=True).start()
-
-    def run(self, function: Callable[[Any, int], None] | None = None, rows: Any = None) -> None:
-        """Run a query to its end. Raises what ended it."""
-        assert self.start(function or self.function(), rows).awaitTermination(120)
-
-    def sink(self, query: str) -> list[tuple[Any, ...]]:
-        with psycopg.connect(self.url) as connection:
-            return connection.execute(query.encode()).fetchall()
-
-    def seen(self) -> list[int]:
-        return [n for (n,) in self.sink("SELECT n FROM seen ORDER BY n")]
-
-    def left(self) -> list[tuple[Any, ...]]:
-        """The staging tables."""
-        return self.sink("SELECT relname FROM pg_class WHERE relname LIKE 'staged%'")
-
-
-@pytest.fixture
-def stream(spark, outbox_postgres, tmp_path) -> Stream:
-    return Stream(spark, outbox_postgres.url, tmp_path)
 
 
 def test_batches_are_applied_and_counted(stream):
@@ -116,6 +53,10 @@ def test_a_batch_that_is_there_is_not_applied_again(stream):
     stream.add()
     stream.run(twice)
     assert stream.seen() == list(range(6))
+
+
+class Stopped(Exception):
+    """Ends a query where a test wants it."""
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
@@ -238,115 +179,6 @@ def test_a_sink_that_was_put_back_is_refused(stream):
     with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*put back"):
         stream.run()
     assert stream.seen() == list(range(9))
-
-
-def with_ids(rows: Any) -> Any:
-    return rows.withColumn("message_id", F.concat(F.lit("00000000-0000-8000-8000-"), F.lpad(F.col("n"), 12, "0")))
-
-
-def test_rows_with_ids_are_known_when_checkpoints_are_lost_or_old(stream, tmp_path):
-    def run() -> None:
-        stream.run(stream.function(from_beginning=True), with_ids(stream.rows()))
-
-    stream.add()
-    run()
-    shutil.copytree(stream.checkpoint, tmp_path / "older")
-    stream.add()
-    run()
-    shutil.rmtree(stream.checkpoint)
-    stream.add()
-    run()
-    assert stream.seen() == list(range(9))
-    assert stream.sink("SELECT applied, duplicates FROM consumer.checkpoints") == [(9, 6)]
-    shutil.rmtree(stream.checkpoint)
-    shutil.copytree(tmp_path / "older", stream.checkpoint)
-    with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*a new one"):
-        run()
-    # Of one query, an older one.
-    shutil.rmtree(stream.checkpoint)
-    run()
-    shutil.copytree(stream.checkpoint, tmp_path / "middle")
-    stream.add()
-    run()
-    shutil.rmtree(stream.checkpoint)
-    shutil.copytree(tmp_path / "middle", stream.checkpoint)
-    stream.add()
-    run()
-    assert stream.seen() == list(range(15))
-
-
-def test_an_id_twice_in_a_batch_counts_once(stream):
-    stream.add(4)
-    rows = with_ids(stream.rows()).withColumn("n", F.explode(F.array(F.col("n"), F.col("n") + 100)))
-    stream.run(rows=rows)
-    assert stream.seen() == [0, 1, 2, 3]
-    assert stream.sink("SELECT applied, duplicates FROM consumer.checkpoints") == [(4, 4)]
-
-
-def test_rows_with_ids_need_one_each(stream):
-    stream.add()
-    rows = stream.rows().withColumn("message_id", F.lit(None).cast("string"))
-    with pytest.raises(StreamingQueryException, match="message_id is NULL"):
-        stream.run(rows=rows)
-    assert stream.sink("SELECT count(*) FROM consumer.checkpoints") == [(0,)]
-
-
-def test_the_younger_of_two_queries_goes_on(stream):
-    """Another driver takes the group over while a batch of this one is between its first look and its transaction."""
-    taken: list[int] = []
-
-    def transform(rows: Any) -> Any:
-        # Before this the number was looked at; the rows are staged, and the transaction comes, after it.
-        if taken == [1]:
-            taken.append(stream.function()._store.take_over())
-        return rows
-
-    older = stream.function(replace(JOB, transform=transform))
-    stream.add()
-    stream.add()
-
-    def first(rows: Any, batch_id: int) -> None:
-        older(rows, batch_id)
-        taken.append(batch_id + 1)
-
-    with pytest.raises(StreamingQueryException, match="Fenced: group numbers was taken over from generation 1"):
-        stream.run(first)
-    assert taken == [1, 2]
-    assert isinstance(older.exception(), Fenced)
-    assert stream.seen() == [0, 1, 2]
-    assert stream.left() == []
-    # A query that is started again takes the group over itself.
-    stream.run(older)
-    assert stream.seen() == list(range(6))
-
-
-def test_a_take_over_between_staging_and_the_transaction(stream, monkeypatch):
-    """The rows are staged, and the group is another's: nothing of them is applied."""
-    real = streaming._stage_all
-
-    def staged(*arguments: Any) -> Any:
-        found = real(*arguments)
-        stream.function()._store.take_over()
-        return found
-
-    monkeypatch.setattr(streaming, "_stage_all", staged)
-    stream.add()
-    with pytest.raises(StreamingQueryException, match="Fenced"):
-        stream.run()
-    assert stream.seen() == []
-    assert stream.sink("SELECT count(*) FROM consumer.checkpoints") == [(0,)]
-    assert stream.left() == []
-
-
-def test_a_query_of_another_checkpoint_does_not_end_the_one_that_runs(stream, tmp_path):
-    stream.add()
-    function = stream.function()
-    stream.run(function)
-    other = Stream.__new__(Stream)
-    other.__dict__.update(stream.__dict__, checkpoint=tmp_path / "other")
-    with pytest.raises(StreamingQueryException, match="CheckpointConflict"):
-        other.run()
-    assert stream.sink("SELECT generation FROM consumer.groups") == [(1,)]
 
 
 def test_many_rows_in_a_batch_in_their_order(stream):

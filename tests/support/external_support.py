@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import psycopg
+import pytest
+from provider import Provider
 from uuid_utils.compat import uuid7
 
+from outbox._app import migrate as db
 from spark_jobs.external.caller import Caller
 from spark_jobs.external.declaration import Call, External, Settled
 from spark_jobs.external.http_call import HttpAsk, HttpCall
@@ -142,3 +148,50 @@ def run_and_die(url: str, provider: str, point: str, timeout: str) -> None:
 
 if __name__ == "__main__":
     run_and_die(*sys.argv[1:])
+
+
+@pytest.fixture
+def provider(tmp_path):
+    with Provider(tmp_path / "book.sqlite") as started:
+        yield started
+
+
+@pytest.fixture
+def sink(outbox_postgres) -> Sink:
+    db.upgrade_consumer(outbox_postgres.url)
+    return Sink(outbox_postgres.url)
+
+
+def in_thread(work: Any) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def lease_runs_out(sink: Sink) -> None:
+    """As time would have it: leases that are long enough for any machine need not be waited for."""
+    with sink.connect() as connection:
+        connection.execute("UPDATE consumer.reservations SET next_attempt_at = now() WHERE state = 'calling'")
+
+
+@pytest.fixture
+def outbox_cli(sink, provider, tmp_path):
+    """Run ``outbox …`` in a process of its own; gives the JSON object it prints last."""
+    (tmp_path / "cli_external.py").write_text(
+        f"from external_support import payments\nexternal = payments({provider.url!r}, cancel=True, max_attempts=3)\n"
+    )
+    paths = os.pathsep.join([str(tmp_path), str(Path(__file__).parent)])
+
+    def run(*arguments: str, status: int = 0) -> Any:
+        done = subprocess.run(
+            [sys.executable, "-m", "relay.cli", *arguments],
+            env=os.environ | {"OUTBOX_DATABASE_URL": sink.url, "PYTHONPATH": paths},
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
+        assert done.returncode == status, done.stderr
+        return json.loads(done.stdout.splitlines()[-1]) if status == 0 else done.stderr
+
+    return run

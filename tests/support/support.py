@@ -135,37 +135,13 @@ def logged(relay: RelayProcess, text: str) -> list[dict[str, Any]]:
 
 
 def await_stops(relay: RelayProcess, lanes: int) -> None:
-    """Wait until each of the lanes has been stopped, by a relay that logs JSON. It says so once, and then each minute.
-
-    See ``await_attempts`` for what it does after that.
-    """
+    """Wait until each of the lanes has been stopped, by a relay that logs JSON. It says so once a minute."""
 
     def stopped() -> bool:
         lines = logged(relay, '"lane stopped"')
         return len({lane for line in lines for lane in line["lanes"].split(", ")}) == lanes
 
     wait_until(stopped, what="every lane to stop")
-
-
-def await_attempts(url: str, times: int) -> None:
-    """Wait until a relay has tried so many more times to take its lanes over.
-
-    An attempt that fails ends with one of two statements: with the first, which asks for the leases, or with the
-    ROLLBACK of the one that settles.
-    """
-    query = (
-        "SELECT query_start FROM pg_stat_activity WHERE application_name LIKE 'outbox relay %' AND state = 'idle' "
-        "AND (query LIKE '%pg_control_system%' OR query LIKE 'ROLLBACK%')"
-    )
-    seen: set[Any] = set()
-
-    def tried() -> bool:
-        with psycopg.connect(url, autocommit=True) as connection:
-            seen.update(row[0] for row in connection.execute(query))
-        # The first may have ended before.
-        return len(seen) > times
-
-    wait_until(tried, what=f"{times} more attempts to take the lanes over")
 
 
 def owners(url: str) -> dict[str, int]:

@@ -153,6 +153,86 @@ def test_batches_that_are_read_whole(kinds, optional, values):
     read_both_ways(fields, values, Policy())
 
 
+FITTING = {
+    t.StringType: ['"a"', '""', '"a: b"', '"\\"{}:"', '"\\u0000"', '"\u00fc"'],
+    t.BooleanType: ["true", "false"],
+    t.ByteType: ["0", "-0", "127", "-128"],
+    t.ShortType: ["0", "32767"],
+    t.IntegerType: ["1", "-2147483648"],
+    t.LongType: ["2", "9223372036854775807"],
+    t.DoubleType: ["0", "1.5", "-2e3", "1", "0.0"],
+    t.TimestampType: ['"2026-01-31T12:00:00Z"', '"2026-01-31 12:00:00.123456+02:00"'],
+    t.DateType: ['"2026-01-31"'],
+}
+INNER = [
+    t.StructType().add("x", t.LongType()).add("y", t.StringType()),
+    t.StructType().add("x", t.ArrayType(t.DoubleType())).add("y", t.TimestampType()),
+    t.StructType().add("x", t.StructType().add("x", t.IntegerType()).add("y", t.DateType())),
+    t.StructType().add("x", t.StringType()).add("y", t.BooleanType(), nullable=False),
+]
+NESTED = [*INNER, *map(t.ArrayType, INNER), *map(t.ArrayType, PLAIN), t.ArrayType(t.ArrayType(t.StringType()))]
+NESTED.append(t.ArrayType(t.LongType(), containsNull=False))
+
+
+@st.composite
+def texts_of(draw: st.DrawFn, kind: t.DataType) -> str:
+    """A value as it stands in a payload: one in twenty fits by chance only, and one in twenty is null."""
+    what = draw(st.integers(0, 19))
+    if what == 0:
+        return draw(st.sampled_from(ODD))
+    if what == 1:
+        return "null"
+    if isinstance(kind, t.ArrayType):
+        return f"[{','.join(draw(st.lists(texts_of(kind.elementType), max_size=3)))}]"
+    if isinstance(kind, t.StructType):
+        names = draw(st.lists(st.sampled_from(kind.fields), max_size=3, unique=what > 2))
+        fields = [f'"{one.name}":{draw(texts_of(one.dataType))}' for one in names]
+        more = ['"z":{"z":1}'] if what == 3 else []
+        return "{" + ",".join([*fields, *more]) + "}"
+    return draw(st.sampled_from(FITTING[type(kind)]))
+
+
+@st.composite
+def nested_batches(draw: st.DrawFn) -> tuple[t.StructType, list[bytes | None]]:
+    kinds = draw(st.sampled_from(NESTED)), draw(st.sampled_from([*NESTED, *PLAIN]))
+    fields = t.StructType().add("f", kinds[0], nullable=draw(st.booleans())).add("g", kinds[1])
+    rows = draw(st.lists(st.tuples(*map(texts_of, kinds)), max_size=4))
+    return fields, [*(f'{{"g":{g},"f":{f}}}'.encode("utf-8", "replace") for f, g in rows), draw(st.none())]
+
+
+@settings(max_examples=600, deadline=None)
+@given(batch=nested_batches(), missing=st.sampled_from(["null", "dead-letter"]))
+def test_batches_of_nested_values_that_are_read_whole(batch, missing):
+    read_both_ways(*batch, Policy(missing=missing))
+
+
+@pytest.mark.parametrize("kind", NESTED, ids=lambda kind: kind.simpleString())
+def test_nested_payloads_are_read_whole(kind):
+    """Else nobody would notice but by the time that it takes."""
+    strict = kind in (NESTED[3], NESTED[7], NESTED[-1])
+
+    def text(kind: t.DataType, number: int) -> str:
+        if isinstance(kind, t.ArrayType):
+            return f"[{','.join(text(kind.elementType, n) for n in range(number % 3))}]"
+        if isinstance(kind, t.StructType):
+            return "{" + ",".join(f'"{one.name}":{text(one.dataType, number)}' for one in kind.fields) + "}"
+        some = FITTING[type(kind)]
+        return some[number % len(some)]
+
+    fields = t.StructType().add("f", kind)
+    values = [f'{{"f":{text(kind, number)}}}'.encode() for number in range(12)] + [None, b"{}", b'{"f":null}']
+    whole = WholeReader.of(fields, Policy())
+    if strict:
+        # Which of the fields inside are missing is not looked at there.
+        assert whole is None
+    else:
+        found = whole.read(pa.array(values))
+        assert found is not None
+        assert found[1] == set()
+        assert WholeReader.of(fields, Policy(missing="dead-letter")) is None or not isinstance(kind, t.StructType)
+    read_both_ways(fields, values, Policy())
+
+
 @pytest.mark.parametrize("kind", [t.StringType(), t.LongType(), t.DoubleType()], ids=str)
 def test_lines_are_never_joined_nor_torn(kind):
     """Every two and three of the pieces together: their number alone would not tell."""

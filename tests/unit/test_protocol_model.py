@@ -14,18 +14,9 @@ import pytest
 from hypothesis import HealthCheck, note, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
-from protocol_model import (
-    AT_LEAST,
-    CONCURRENT,
-    EXACTLY,
-    MUTATIONS,
-    PRODUCE_FIRST,
-    RENEW,
-    SPLIT_FETCH,
-    Action,
-    World,
-    explore,
-)
+from protocol_model import Action, World
+from protocol_search import explore
+from protocol_variants import AT_LEAST, CONCURRENT, EXACTLY, MUTATIONS, PRODUCE_FIRST, RENEW, SPLIT_FETCH
 
 _KEYS = "abc"
 _MIXED: Final = (EXACTLY, AT_LEAST)

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from spark_jobs.driver.rounds import reported
+from spark_jobs.driver.partition_attempts import reported
 from spark_jobs.errors import EffectFailed
 from spark_jobs.spark import session
 

@@ -38,10 +38,10 @@ import psycopg
 from psycopg import sql
 
 from spark_jobs.dedup.strategies import Natural, Version
-from spark_jobs.driver.rounds import Reading, Rounds, Span, State, Told
+from spark_jobs.driver.round_context import RoundContext, Span, State, Told
 from spark_jobs.effects.mapped import PLACED, Upsert
 from spark_jobs.errors import ConsumerUnavailable, JobError
-from spark_jobs.job import META, ConsumerJob
+from spark_jobs.job import META
 from spark_jobs.letters import Retried
 from spark_jobs.model import Partition, Place
 from spark_jobs.outcomes import Broken, Culprit, Culprits, Wish
@@ -60,7 +60,7 @@ from spark_jobs.task.partition import Feed, Stop, culprits_text, stopping
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    from pyspark.sql import DataFrame, SparkSession
+    from pyspark.sql import DataFrame
 
 _REPORT: Final = "staged_by string, rows long, size long, culprits string, broken string"
 # Tables of a round and of no other: who holds one is a task that nobody waits for, or reads them all, as pg_dump does.
@@ -104,33 +104,33 @@ class _Staged:
     size: int
 
 
-class BatchRounds(Rounds):
-    """Applies rounds, each in one transaction of the driver."""
+class BatchAttempts:
+    """Applies the ranges of a round in one transaction of the driver; see Attempts.
 
-    each_alone = False
+    put_aside_behind  a transform must not see the messages behind dead letters: they are looked for beforehand.
+    """
 
-    def __init__(
-        self, session: SparkSession, job: ConsumerJob, reading: Reading, store: Store, sinks: PostgresSinks
-    ) -> None:
-        super().__init__(session, job, reading, store, sinks)
+    each_alone: Final = False
+    put_aside_behind: Final = False
+
+    def __init__(self, context: RoundContext, store: Store, sinks: PostgresSinks) -> None:
+        self._context = context
+        self._job = context.job
         self._url = sinks.url
         self._schema = sinks.schema
         self._postgres = store
-        self._sinks: PostgresSinks = sinks
+        self._sinks = sinks
         self._prepared: int | None = None
         self._made: list[sql.Identifier] = []
         """The staging tables that this driver has made and not dropped yet."""
 
-    def _stand_behind(self, state: State, span: Span, keys: Mapping[tuple[str, bytes], None]) -> None:
-        # Spark reads, and a transform must not see these messages: they are looked for beforehand.
-        self._put_behind(state, span, keys)
-
-    def _attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
+    def attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
+        """Apply the ranges once; see Attempts."""
         aside = state.put_aside()
 
         def rows(without: Offsets) -> DataFrame:
             offsets = {part: [*aside.get(part, ()), *without.get(part, ())] for part in span.ranges}
-            return self._source(span, offsets).rows
+            return self._context.source(span, offsets).rows
 
         try:
             return self._apply(rows, span, state, generation, {})
@@ -139,10 +139,12 @@ class BatchRounds(Rounds):
             told = dict.fromkeys(span.ranges, Told("culprits", detail="[]"))
             return told | {min(span.ranges): Told(stop.outcome, detail=stop.detail)}
 
-    def _attempt_retry(self, letters: Sequence[Retried], state: State, generation: int) -> Told:
+    def attempt_retry(self, letters: Sequence[Retried], state: State, generation: int) -> Told:
+        """Apply dead letters once; see Attempts."""
+
         def chosen(without: Offsets) -> DataFrame:
             out = {(*partition, offset) for partition, offsets in without.items() for offset in offsets}
-            return self._letters([one for one in letters if one.place not in out])
+            return self._context.letters([one for one in letters if one.place not in out])
 
         ids = {one.place: (one.id, one.reason) for one in letters}
         try:
@@ -183,8 +185,7 @@ class BatchRounds(Rounds):
         first = messages.select(*META, PROBLEM) if shuffled else result
         first, columns = spark.copyable(first)
         most = max(self._job.max_dead, len(retried))
-        with stopping("the round"), translated("the round"):
-            staged = self._stage(first, columns, generation, self._job.reducing.required, most, ask=True)
+        staged = self._stage_first(messages, first, columns, generation, most)
         # With a shuffle the effect is for what it leaves; see _transformed.
         effect = "" if shuffled else self._sinks.effect(columns, placed=True)
         sink = replace(self._sinks.prepared({}, generation), columns=columns, effect=effect)
@@ -203,7 +204,7 @@ class BatchRounds(Rounds):
             before = applying.places() if retried else set()
             if shuffled:
                 cursor.execute(_READ)
-            applying.reduce(suspect=bool(retried or self._suspects), forgiven=forgiven(retried))
+            applying.reduce(suspect=bool(retried or self._context.suspicious), forgiven=forgiven(retried))
             fresh = applying.per_partition()
             taken = before
             if fresh and shuffled:
@@ -252,7 +253,7 @@ class BatchRounds(Rounds):
 
         Of what is there now still it has: compaction takes messages away and brings none back.
         """
-        if self._reading.compacted(self._job.topics) and (left := rows.count()) != messages:
+        if self._context.reading.compacted(self._job.topics) and (left := rows.count()) != messages:
             raise ConsumerUnavailable(
                 f"Kafka compacted a topic between two reads: of {messages} messages {left} are left; the round is "
                 "tried again"
@@ -271,6 +272,16 @@ class BatchRounds(Rounds):
         effect = self._job.effect
         needed = PLACED | {"message_key"} if isinstance(effect, Upsert) and effect.deletes else PLACED
         return self._sinks.effect(columns, placed=set(columns) >= needed, shuffled=True)
+
+    def _stage_first(
+        self, messages: DataFrame, rows: DataFrame, columns: Mapping[str, str], generation: int, most: int
+    ) -> _Staged:
+        """Stage what the round's transaction begins with, made of ``messages``. Raises Stop, and Undecoded."""
+        with stopping("the round"), translated("the round"):
+            staged = self._stage(rows, columns, generation, self._job.reducing.required, most, ask=True)
+        if not staged.names:
+            self._context.require_decoded(messages)
+        return staged
 
     def _take(self, applying: Applying, staged: _Staged) -> None:
         taken = applying.take(staged.table, staged.names)

@@ -1,0 +1,161 @@
+"""Attempts at a round in which each partition is a transaction of its own, in the task that has its rows."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+from spark_jobs.driver.round_context import ENDING, RoundContext, Span, State, Told
+from spark_jobs.effects.mapped import Insert, Upsert
+from spark_jobs.errors import ConsumerUnavailable, CorruptRecords, EffectFailed, InputCut, shown
+from spark_jobs.letters import Retried
+from spark_jobs.model import Partition
+from spark_jobs.spark import rows as spark
+from spark_jobs.task import input as task_input
+from spark_jobs.task import partition as task
+from spark_jobs.task.partition import TaskPlan
+from spark_jobs.task.reader import TooMuch
+
+if TYPE_CHECKING:
+    from pyspark.sql import Row
+
+    from spark_jobs.task.incoming import Messages
+    from spark_jobs.task.input import TaskInput
+
+
+class Attempts(Protocol):
+    """How a round's ranges are applied; ``rounds`` decides what follows from what an attempt says.
+
+    each_alone       what it says of a partition is true of that one, and not of the whole round.
+    put_aside_behind its tasks see Kafka's messages, and put aside those behind dead letters of earlier rounds.
+    """
+
+    @property
+    def each_alone(self) -> bool: ...
+
+    @property
+    def put_aside_behind(self) -> bool: ...
+
+    def attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
+        """Apply the ranges once. Raises Undecoded, and what Spark's errors are understood as."""
+        ...
+
+    def attempt_retry(self, letters: Sequence[Retried], state: State, generation: int) -> Told:
+        """Apply dead letters once, all of them in one transaction."""
+        ...
+
+
+class PartitionAttempts:
+    """Applies each partition in a transaction of its own."""
+
+    each_alone: Final = True
+
+    def __init__(self, context: RoundContext) -> None:
+        self._context = context
+        self._job = context.job
+
+    @property
+    def put_aside_behind(self) -> bool:
+        """Return whether tasks apply what they have read; what a transform sees must be without those messages."""
+        return self._context.late.columns is not None
+
+    def attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
+        """Apply the ranges once; see Attempts."""
+        context = self._context
+        if context.late.columns is not None:
+            return self._attempt_reading(context.late.columns, span, state, generation)
+        source = context.source(span, state.put_aside())
+        rows = spark.shaped(source.rows, self._job)
+        tasks = source.tasks(rows)
+        rows, columns = spark.copyable(rows)
+        plan = replace(context.plan(span, state, generation, columns), tasks=tasks)
+        applied = spark.in_tasks(rows, lambda batches: task.run(plan, task_input.from_spark(batches)), task.REPORT)
+        told = reported(applied.collect())
+        if not tasks:
+            # Spark saw that nothing gets through the transform, and has run nothing.
+            context.require_decoded(source.rows)
+            return dict.fromkeys(span.ranges, Told("nothing"))
+        _require_reports(span, told)
+        return told
+
+    def _attempt_reading(
+        self, columns: Mapping[str, str], span: Span, state: State, generation: int
+    ) -> dict[Partition, Told]:
+        """Let each task read its range itself; or, of few messages, do here what the tasks would do.
+
+        Raises ConsumerUnavailable where a task has not reported: nothing else says what became of its range.
+        """
+        from pyspark.sql import Row
+
+        plan = replace(self._context.plan(span, state, generation, columns), late=self._context.late)
+        if self._few(span) and (read := self._read_here(plan)) is not None:
+            return reported(Row(**row) for row in self._run_here(plan, read))
+        told = reported(self._context.by_ranges(span, functools.partial(task.run_with, plan), task.REPORT).collect())
+        _require_reports(span, told)
+        return told
+
+    def _read_here(self, plan: TaskPlan) -> Mapping[Partition, TaskInput[Messages]] | None:
+        """Read the ranges. None where tasks should: the messages are large, or one of several ranges can't be read."""
+        try:
+            return task.read_here(plan, self._context.reading.tasks)
+        except TooMuch:
+            return None
+        except (ConsumerUnavailable, CorruptRecords, InputCut):
+            if len(plan.ranges) == 1:
+                raise
+            return None
+
+    @staticmethod
+    def _run_here(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) -> list[dict[str, Any]]:
+        """Do what tasks would do. Raises what Spark's errors would be taken for."""
+        try:
+            return task.run_here(plan, read)
+        except Exception as error:
+            raise EffectFailed(f"the driver can't run the job: {shown(error)}") from error
+
+    def _few(self, span: Span) -> bool:
+        """Return whether a Spark job would cost more than what it does. Functions of the job's own run in executors."""
+        return isinstance(self._job.effect, str | Insert | Upsert) and self._context.short(span)
+
+    def attempt_retry(self, letters: Sequence[Retried], state: State, generation: int) -> Told:
+        """Apply dead letters once; see Attempts."""
+        from pyspark.sql import Row
+
+        rows = spark.shaped(self._context.letters(letters), self._job)
+        spark.require_one_task(rows)
+        rows, columns = spark.copyable(rows)
+        plan = replace(self._context.plan(Span({}, {}), state, generation, columns), max_dead=len(letters))
+        ids = {one.place: (one.id, one.reason) for one in letters}
+        reports = spark.in_tasks(
+            rows, lambda batches: task.run_retry(plan, ids, task_input.from_spark(batches)), task.REPORT
+        ).collect()
+        if not reports:
+            # Spark saw that there are no rows: all were filtered, and are settled all the same.
+            self._context.require_decoded(self._context.letters(letters))
+            (made,) = task.run_retry(plan, ids, task_input.in_memory(()))
+            reports = [Row(**made.to_pylist()[0])]
+        (row,) = reports
+        return Told(row.outcome, row.read, row.fresh, row.detail)
+
+
+def _require_reports(span: Span, told: Mapping[Partition, Told]) -> None:
+    """Raise ConsumerUnavailable where a task has not reported: nothing else says what became of its range."""
+    silent = sorted(span.ranges.keys() - told.keys())
+    if silent and not any(one.outcome in ENDING for one in told.values()):
+        raise ConsumerUnavailable(f"a task did not report what became of {silent[0]}; the range is read again")
+
+
+def reported(reports: Iterable[Row]) -> dict[Partition, Told]:
+    """Return what an attempt's tasks reported, by partition. Raises EffectFailed when two name one partition."""
+    told: dict[Partition, Told] = {}
+    for row in reports:
+        partition = (row.topic, row.part)
+        if partition in told:
+            raise EffectFailed(
+                f"{row.topic}-{row.part}: two tasks had rows of it, so one of them may have moved its offset over rows "
+                "of the other: compare the sink with the topic, and set the group back with `outbox offsets` if need be"
+            )
+        told[partition] = Told(row.outcome, row.read, row.fresh, row.detail, row.behind, row.size)
+    return told

@@ -1,0 +1,241 @@
+"""What a round works with, however it applies its ranges: the group's books, its messages, and what it knows so far."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Final
+
+from spark_jobs.errors import (
+    ConsumerError,
+    ConsumerUnavailable,
+    EffectFailed,
+    Fenced,
+)
+from spark_jobs.job import ConsumerJob
+from spark_jobs.letters import LONGEST_ERROR, Letter, Retried
+from spark_jobs.model import Partition, Place, Range
+from spark_jobs.outcomes import Culprit
+from spark_jobs.patience import at_most
+from spark_jobs.payloads.decoding import PROBLEM
+from spark_jobs.sink import GroupStore, Sinks
+from spark_jobs.spark import errors as failures
+from spark_jobs.spark import rows as spark
+from spark_jobs.task import partition as task
+from spark_jobs.task.partition import Late, TaskPlan
+from spark_jobs.task.reader import RangeReader, ReaderSettings
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql import DataFrame, SparkSession
+
+    OfRange = Callable[[RangeReader, Partition], Iterator[pa.RecordBatch]]
+
+SUSPECT_ROUNDS: Final = 5
+"""Repeats come in bursts: a partition that had one goes the slower way for that many rounds. So does one whose rows
+could not go straight into the sink's table."""
+ENDING: Final[dict[str, type[ConsumerError]]] = {
+    "fenced": Fenced,
+    "broken": EffectFailed,
+    "moved": ConsumerUnavailable,
+    **task.FAILURES,
+}
+"""The outcomes after which no attempt of this round is made any more, with what they are raised as; fencing first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """How Kafka is read.
+
+    compacted  says whether messages of these topics may go away between two reads.
+    tasks      the settings of the tasks' readers.
+    few        up to so many offsets, the driver does a round itself: starting Spark's tasks takes longer than that.
+    """
+
+    compacted: Callable[[Sequence[str]], bool]
+    tasks: ReaderSettings
+    few: int
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """The ranges of a round, and for each where Kafka's log ended when it was planned."""
+
+    ranges: Mapping[Partition, Range]
+    log_ends: Mapping[Partition, int]
+
+    def only(self, partitions: Iterable[Partition]) -> Span:
+        """The same for some of the partitions."""
+        wanted = set(partitions)
+        return replace(self, ranges={partition: span for partition, span in self.ranges.items() if partition in wanted})
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """What an attempt says of a partition; see task.REPORT."""
+
+    outcome: str
+    read: int = 0
+    fresh: int = 0
+    detail: str = ""
+    behind: int = 0
+    size: int = 0
+
+
+@dataclass
+class Counts:
+    """What a round did. read = applied + duplicates + dead, but for what another attempt had applied before.
+
+    left   there may be more dead letters to try again.
+    sizes  of each topic the rows that were read, and the bytes that they took.
+    """
+
+    read: int = 0
+    applied: int = 0
+    duplicates: int = 0
+    dead: int = 0
+    left: bool = False
+    sizes: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass
+class State:
+    """What a round knows so far.
+
+    dead      messages that are put aside with their ranges.
+    standing  keys of dead letters of earlier rounds, where the tasks themselves put aside what is behind them.
+    behind    how many messages they have put aside so.
+    lenient   partitions with a value that does not fit its column.
+    """
+
+    dead: dict[Place, Letter] = field(default_factory=dict)
+    standing: frozenset[tuple[str, bytes]] = frozenset()
+    behind: int = 0
+    lenient: set[Partition] = field(default_factory=set)
+    counts: Counts = field(default_factory=Counts)
+
+    def letters(self, partition: Partition) -> list[Letter]:
+        return [letter for place, letter in sorted(self.dead.items()) if place[:2] == partition]
+
+    def put_aside(self) -> dict[Partition, list[int]]:
+        """Return the offsets of ``dead``, by partition."""
+        offsets: dict[Partition, list[int]] = {}
+        for topic, part, offset in sorted(self.dead):
+            offsets.setdefault((topic, part), []).append(offset)
+        return offsets
+
+
+class RoundContext:
+    """What attempts and the round around them share."""
+
+    def __init__(
+        self, session: SparkSession, job: ConsumerJob, reading: Reading, store: GroupStore, sinks: Sinks
+    ) -> None:
+        self.session = session
+        self.job = job
+        self.reading = reading
+        self.store = store
+        self.sinks = sinks
+        self.not_here: Mapping[Partition, int] = {}
+        """Up to these offsets the driver reads nothing itself: a message there may have ended the one before."""
+        self._suspects: dict[Partition, int] = {}
+        self._slow: dict[Partition, int] = {}
+
+    @functools.cached_property
+    def late(self) -> Late:
+        """Return how tasks make rows of messages."""
+        return spark.late(self.job)
+
+    def begin(self) -> None:
+        """Begin a round: what was suspect some rounds ago is no more, and the sink's table may be another one."""
+        self._suspects, self._slow = (
+            {partition: left - 1 for partition, left in known.items() if left > 1}
+            for known in (self._suspects, self._slow)
+        )
+        self.sinks.look_again()
+
+    @property
+    def suspicious(self) -> bool:
+        """Return whether any partition had repeats lately."""
+        return bool(self._suspects)
+
+    def suspect(self, partition: Partition) -> None:
+        """Expect further repeats of a partition that had one."""
+        self._suspects[partition] = SUSPECT_ROUNDS
+
+    def slow_down(self, partitions: Iterable[Partition]) -> None:
+        """Send the rows of these partitions through ``batch``. Perhaps because the sink's table is another one now."""
+        self.sinks.look_again()
+        self._slow |= dict.fromkeys(partitions, SUSPECT_ROUNDS)
+
+    def plan(self, span: Span, state: State, generation: int, columns: Mapping[str, str]) -> TaskPlan:
+        """Return what a task needs to apply its range."""
+        return TaskPlan(
+            sink=self.sinks.prepared(columns, generation),
+            ranges=dict(span.ranges),
+            log_ends=dict(span.log_ends),
+            required=self.job.reducing.required,
+            max_dead=self.job.max_dead,
+            dead={partition: state.letters(partition) for partition in span.ranges if state.letters(partition)},
+            behind=self._shares(span, state),
+            suspects=frozenset(self._suspects),
+            lenient=frozenset(state.lenient),
+            slow=frozenset(self._slow),
+        )
+
+    def _shares(self, span: Span, state: State) -> task.Behind | None:
+        """Return what tasks put aside themselves, and no more over all of them than the round may have."""
+        if not state.standing or not span.ranges:
+            return None
+        by_topic: dict[str, set[bytes]] = {}
+        for topic, key in state.standing:
+            by_topic.setdefault(topic, set()).add(key)
+        left = max(0, self.job.max_dead - len(state.dead) - state.behind)
+        return task.Behind(by_topic, left // len(span.ranges))
+
+    def short(self, span: Span) -> bool:
+        """Return whether the driver may read the ranges: few messages, of which none may have ended it before."""
+        if any(one.start < self.not_here.get(partition, 0) for partition, one in span.ranges.items()):
+            return False
+        return sum(one.end - one.start for one in span.ranges.values()) <= self.reading.few
+
+    def source(self, span: Span, without: spark.Offsets) -> spark.Source:
+        """Return the ranges' messages as rows of Spark, ``without`` those at these offsets."""
+        return spark.of_ranges(self.session, self.job, self.late, span.ranges, without, self._patient())
+
+    def letters(self, letters: Sequence[Retried]) -> DataFrame:
+        """Return dead letters that are tried again as rows of Spark."""
+        return spark.of_letters(self.session, self.job, self.late, letters).rows
+
+    def by_ranges(self, span: Span, do: OfRange, schema: str) -> DataFrame:
+        """Return what a function makes of each range, one task for each."""
+        partitions = sorted(span.ranges)
+        run = functools.partial(task.with_reader, do, partitions, self._patient())
+        return spark.by_ranges(self.session, len(partitions), run, schema)
+
+    def _patient(self) -> ReaderSettings:
+        """Return the tasks' settings, with no more patience than the run has left."""
+        settings = self.reading.tasks
+        return replace(settings, patience_seconds=at_most(settings.patience_seconds))
+
+    def undecoded(self, rows: DataFrame) -> list[Culprit]:
+        """Find the decoded rows that say why they are none."""
+        from pyspark.sql import functions as F  # noqa: N812
+
+        problem = F.substring(PROBLEM, 1, LONGEST_ERROR)
+        found = (
+            rows.filter(F.col(PROBLEM).isNotNull())
+            .select("message_topic", "message_part", "message_offset", problem)
+            .limit(self.job.max_dead + 1)
+            .collect()
+        )
+        return [Culprit((row[0], row[1], row[2]), "undecodable", row[3]) for row in found]
+
+    def require_decoded(self, rows: DataFrame) -> None:
+        """Raise Undecoded where rows do not decode that nobody has read, because Spark saw that none gets through.
+
+        With an empty table on the other side of a join, for example, there is nothing left to run.
+        """
+        if self.undecoded(rows):
+            raise failures.Undecoded

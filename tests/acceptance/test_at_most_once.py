@@ -1,0 +1,114 @@
+"""Real relays at-most-once: what a kill loses, and what it must not."""
+
+from __future__ import annotations
+
+import pytest
+from failing_relays import (
+    SMALL,
+    add,
+    dead,
+    event,
+    headers,
+    lease_runs_out,
+    let_pass,
+    names,
+    outbox,
+    routes,
+    rows,
+    url,
+    wait_for_dead,
+)
+from support import backlog, drained, wait_until
+
+__all__ = ["url"]
+
+AT_MOST_ONCE = {"delivery": "at-most-once", "relay__batch_size": 5}
+
+
+@pytest.mark.parametrize(
+    ("point", "left"),
+    [
+        # In the second turn: read; deleted (each turn settles what it read, and before it the turn before); sent.
+        ("batch.fetched=kill@2", 15),
+        ("batch.settled=kill@4", 10),
+        ("batch.half_sent=kill@2", 10),
+        ("batch.acknowledged=kill@2", 10),
+    ],
+)
+def test_at_most_once_a_kill_loses_at_most_a_batch_and_doubles_nothing(url, outbox_kafka, outbox_relay, point, left):
+    topic = outbox_kafka.create_topic(outbox_kafka.name("once"))
+    sent = [f"a{number:02}" for number in range(20)]
+    add(url, *(event("Order", name) for name in sent))
+    relay = outbox_relay(env=routes(Order=topic) | {"OUTBOX_FAILPOINTS": point}, **AT_MOST_ONCE)
+    assert relay.wait() == -9
+    assert backlog(url) == left
+    lease_runs_out(url)
+    outbox_relay(env=routes(Order=topic), **AT_MOST_ONCE)
+    drained(url)
+    wait_until(lambda: names(outbox_kafka.consume(topic))[-1:] == sent[-1:], what="the last event")
+    arrived = names(outbox_kafka.consume(topic))
+    # In order, none twice, and only the second batch may be missing.
+    assert arrived == sorted(set(arrived))
+    assert set(sent) - set(arrived) <= set(sent[5:10] if left == 10 else [])
+
+
+def test_at_most_once_events_of_a_missing_topic_are_not_lost(url, outbox_kafka, outbox_relay):
+    """Their rows are gone when the relay sees that there is no such topic. It was not sent: it is a dead letter."""
+    good, missing = outbox_kafka.create_topic(outbox_kafka.name("good")), outbox_kafka.name("missing")
+    sent = [f"{key}{number}" for number in range(4) for key in "abcde"]
+    add(url, *(event(kind, name) for name in sent for kind in ("Good", "Missing")))
+    relay = outbox_relay(env=routes(Good=good, Missing=missing), create_topics=False, **AT_MOST_ONCE)
+    assert sorted(names(outbox_kafka.consume(good, 20))) == sorted(sent)
+    assert "events may be lost" not in relay.log()
+    outbox_kafka.create_topic(missing)
+    drained(url)
+    outbox(url, "failures", "retry", "--all")
+    assert sorted(names(outbox_kafka.consume(missing, 20))) == sorted(sent)
+    assert relay.running
+
+
+def test_at_most_once_what_comes_behind_a_refused_event_of_its_key_is_not_lost(url, outbox_kafka, outbox_relay):
+    """All in one turn: without a route, of a topic that is missing, and refused by the broker."""
+    good = outbox_kafka.create_topic(outbox_kafka.name("good"))
+    small = outbox_kafka.create_topic(outbox_kafka.name("small"), 1, SMALL)
+    allowed = routes(Good=good, Small=small, Missing=outbox_kafka.name("missing"))
+    large = event("Small", "a1", 30_000)
+    kinds = {"Nowhere": ["n1", "n2", "n3"], "Missing": ["m1", "m2"], "Good": ["g1", "g2"], "Small": ["a2", "a3"]}
+    add(url, large, *(event(kind, name) for kind, sent in kinds.items() for name in sent))
+    relay = outbox_relay(env=allowed, create_topics=False, **AT_MOST_ONCE | {"relay__batch_size": 100})
+    drained(url)
+    wait_until(lambda: {"n1", "n2", "n3", "m1", "m2", "a1"} <= set(dead(url)), what="what was refused")
+    assert names(outbox_kafka.consume(good, 2)) == ["g1", "g2"]
+    # The broker refuses a request as a whole: what was in it is a dead letter too.
+    wait_until(
+        lambda: {"a2", "a3"} <= set(dead(url)) | set(names(outbox_kafka.consume(small))), what="what came behind"
+    )
+    relay.terminate()
+    assert relay.wait() == 0
+    assert "events may be lost" not in relay.log()
+
+
+def test_at_most_once_a_refused_event_is_a_dead_letter_at_once(url, outbox_kafka, outbox_relay):
+    good = outbox_kafka.create_topic(outbox_kafka.name("good"))
+    small = outbox_kafka.create_topic(outbox_kafka.name("small"), 1, SMALL)
+    allowed = routes(Good=good, Small={"topic": small, "dead_letter_topic": good})
+    relay = outbox_relay(env=allowed, **AT_MOST_ONCE)
+    add(url, event("Nowhere", "n1"), event("Good", "g1"), event("Nowhere", "n2"))
+    wait_for_dead(url, "n1", "n2")
+    assert names(outbox_kafka.consume(good, 1)) == ["g1"]
+    add(url, event("Small", "a1", 30_000))
+    wait_until(lambda: "a1" in dead(url), what="the broker's refusal")
+    (_, copy) = outbox_kafka.consume(good, 2)
+    assert headers(copy)["outbox-attempts"] == "1"
+    let_pass(outbox_kafka, small)
+    outbox(
+        url,
+        "failures",
+        "discard",
+        "--reason",
+        "x",
+        *(i for (i,) in rows(url, "SELECT event_id::text FROM outbox.dead_letters WHERE event_type <> 'a1'")),
+    )
+    outbox(url, "failures", "retry", "--all")
+    assert names(outbox_kafka.consume(small, 1)) == ["a1"]
+    assert relay.running

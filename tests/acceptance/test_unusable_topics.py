@@ -1,0 +1,197 @@
+"""Real relays, and a Kafka whose topics are missing or forbidden, or whose broker is away."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from confluent_kafka.admin import (
+    AclBinding,
+    AclBindingFilter,
+    AclOperation,
+    AclPermissionType,
+    AdminClient,
+    ResourcePatternType,
+    ResourceType,
+)
+from failing_relays import (
+    DELIVERIES,
+    SMALL,
+    add,
+    dead,
+    delivery,
+    event,
+    let_pass,
+    names,
+    routes,
+    rows,
+    url,
+    wait_for_dead,
+)
+from support import backlog, drained, wait_until
+
+from outbox._app import migrate as db
+from outbox.sandbox.kafka import KafkaCluster
+from outbox.testing.fixtures import Topics
+
+__all__ = ["delivery", "url"]
+
+
+@pytest.fixture(scope="module")
+def guarded_kafka() -> Iterator[KafkaCluster]:
+    """A broker of this module's own that knows access rights, and that may be killed."""
+    settings = {
+        "authorizer.class.name": "org.apache.kafka.metadata.authorizer.StandardAuthorizer",
+        "allow.everyone.if.no.acl.found": "true",
+    }
+    with KafkaCluster(settings=settings) as cluster:
+        yield cluster
+
+
+def deny(
+    cluster: KafkaCluster,
+    topic: str,
+    operation: AclOperation,
+    permission: AclPermissionType = AclPermissionType.DENY,
+) -> None:
+    rule = AclBinding(ResourceType.TOPIC, topic, ResourcePatternType.LITERAL, "User:*", "*", operation, permission)
+    admin = AdminClient({"bootstrap.servers": cluster.bootstrap_servers})
+    admin.create_acls([rule])[rule].result()
+
+
+def permit(cluster: KafkaCluster, topic: str) -> None:
+    every = AclBindingFilter(
+        ResourceType.TOPIC, topic, ResourcePatternType.LITERAL, None, None, AclOperation.ANY, AclPermissionType.ANY
+    )
+    admin = AdminClient({"bootstrap.servers": cluster.bootstrap_servers})
+    admin.delete_acls([every])[every].result()
+
+
+def said(relay: Any, text: str, topic: str) -> list[str]:
+    """The lines of the log that say this of the topic."""
+    return [line for line in relay.log().splitlines() if text in line and topic in line]
+
+
+UNUSABLE, USABLE = "topic can't be written to; its events wait", "topic can be written to again"
+
+
+def test_topics_that_are_missing_or_forbidden_hold_up_their_own_events_only(url, guarded_kafka, outbox_relay, delivery):
+    """More than one batch of each, all mixed. No event is at fault: no attempt is counted, nothing is a dead letter."""
+    topics = Topics(guarded_kafka.bootstrap_servers)
+    good, guarded, hidden = (topics.create_topic(topics.name(name)) for name in ("good", "guarded", "hidden"))
+    missing = topics.name("missing")
+    # With a rule of its own, a topic is no longer open to everyone: it would be hidden too.
+    deny(guarded_kafka, guarded, AclOperation.DESCRIBE, AclPermissionType.ALLOW)
+    deny(guarded_kafka, guarded, AclOperation.WRITE)
+    deny(guarded_kafka, hidden, AclOperation.ALL)
+    kinds = {"Good": "g", "Guarded": "a", "Hidden": "h", "Missing": "m"}
+    sent = {kind: [f"{key}{number:02}" for number in range(15)] for kind, key in kinds.items()}
+    add(url, *(event(kind, sent[kind][number]) for number in range(15) for kind in kinds))
+    relay = outbox_relay(
+        bootstrap_servers=guarded_kafka.bootstrap_servers,
+        create_topics=False,
+        relay__batch_size=10,
+        env=routes(Good=good, Guarded=guarded, Hidden=hidden, Missing=missing),
+        **delivery,
+    )
+    assert names(topics.consume(good, 15)) == sent["Good"]
+    for topic, reason in ((guarded, "grant it WRITE"), (hidden, "DESCRIBE"), (missing, "OUTBOX_CREATE_TOPICS")):
+        wait_until(lambda topic=topic: said(relay, UNUSABLE, topic), 60, f"{topic} to be named")
+        assert reason in said(relay, UNUSABLE, topic)[0]
+    # They wait where they are, and the others go on, also through tries of these topics.
+    for number in range(15, 20):
+        add(url, *(event(kind, f"{key}{number}") for kind, key in kinds.items()))
+        for kind, key in kinds.items():
+            sent[kind].append(f"{key}{number}")
+        assert names(topics.consume(good, number + 1)) == sent["Good"]
+    wait_until(lambda: backlog(url) == 60, what="the good ones to be settled")
+    assert rows(url, "SELECT * FROM outbox.failures") == []
+    assert dead(url) == []
+
+    permit(guarded_kafka, guarded)
+    permit(guarded_kafka, hidden)
+    topics.create_topic(missing)
+    drained(url, 120)
+    for kind, topic in (("Good", good), ("Guarded", guarded), ("Hidden", hidden), ("Missing", missing)):
+        assert names(topics.consume(topic)) == sent[kind]
+    for topic in (guarded, hidden, missing):
+        # Said once, however often it was tried.
+        assert len(said(relay, UNUSABLE, topic)) == 1, said(relay, UNUSABLE, topic)
+        assert said(relay, USABLE, topic)
+    assert dead(url) == []
+    assert relay.running
+    relay.terminate()
+    assert relay.wait() == 0
+
+
+def test_the_copies_of_dead_letters_wait_for_their_topic_and_hold_nothing_up(url, outbox_kafka, outbox_relay, delivery):
+    small = outbox_kafka.create_topic(outbox_kafka.name("small"), 1, SMALL)
+    copies = outbox_kafka.name("copies")
+    add(url, event("Small", "a1", 30_000), *(event("Small", f"b{number}") for number in range(5)))
+    allowed = routes(Small={"topic": small, "dead_letter_topic": copies, "on_failure": "skip"})
+    relay = outbox_relay(env=allowed, create_topics=False, **delivery)
+    wait_for_dead(url, "a1")
+    wait_until(lambda: said(relay, UNUSABLE, copies), 60, "the topic of the copies to be named")
+    add(url, event("Small", "a2"), event("Small", "c1"))
+    assert sorted(names(outbox_kafka.consume(small, 7))) == ["a2", "b0", "b1", "b2", "b3", "b4", "c1"]
+    assert rows(url, "SELECT * FROM outbox.failures") == []
+    outbox_kafka.create_topic(copies)
+    drained(url)
+    assert names(outbox_kafka.consume(copies)) == ["a1"]
+    assert dead(url) == ["a1"]
+
+
+def test_while_the_broker_is_away_no_attempt_is_counted(outbox_postgres_server, guarded_kafka, outbox_relay):
+    """Two outboxes, one for each delivery, and one outage."""
+    topics = Topics(guarded_kafka.bootstrap_servers)
+    # A backoff longer than a try takes, or the lane would be busy with this one event.
+    settings = {
+        "failures__max_attempts": 1000,
+        "failures__min_backoff_seconds": 0.5,
+        "failures__max_backoff_seconds": 0.5,
+        "relay__max_backoff_seconds": 0.2,
+        "kafka__reconnect_backoff_max_ms": 500,
+        # At-least-once, what a slow broker acknowledges later than this is sent twice.
+        "kafka__delivery_timeout_ms": 6000,
+        "bootstrap_servers": guarded_kafka.bootstrap_servers,
+    }
+    attempts = "SELECT coalesce(sum(attempts), 0) FROM outbox.failures"
+    outboxes = []
+    for promise in DELIVERIES:
+        name = f"away_{topics.token}_{len(outboxes)}"
+        url = outbox_postgres_server.create_database(name)
+        db.upgrade(url)
+        good, small = topics.create_topic(f"good-{name}"), topics.create_topic(f"small-{name}", 1, SMALL)
+        relay = outbox_relay(
+            database_url=url, env=routes(Good=good, Small=small), delivery=promise, name=name, **settings
+        )
+        add(url, event("Small", "a1", 30_000), event("Small", "a2"), event("Good", "g1"))
+        outboxes.append((name, url, good, small, relay))
+    for _, url, good, _, _ in outboxes:
+        wait_until(lambda url=url: rows(url, attempts) > [(1,)], what="attempts")
+        wait_until(lambda good=good: topics.consume(good), what="the good one")
+    guarded_kafka.kill_broker(0)
+    before = []
+    try:
+        for _, url, _, _, relay in outboxes:
+            relay.wait_for_log("waiting for a server")
+            add(url, event("Good", "g2"), event("Good", "h1"))
+            before.append((rows(url, attempts)[0][0], relay.log().count("waiting for a server")))
+        for (_, url, _, _, relay), (counted, tries) in zip(outboxes, before, strict=True):
+            wait_until(lambda relay=relay, tries=tries: relay.log().count("waiting for a server") > tries, what="a try")
+            # One may have been under way.
+            assert rows(url, attempts)[0][0] <= counted + 1
+            assert rows(url, "SELECT aggregate_type FROM outbox.failures") == [("Small",)]
+    finally:
+        guarded_kafka.start_broker(0)
+    for (name, url, good, small, relay), (counted, _) in zip(outboxes, before, strict=True):
+        relay.wait_for_log("publishing again", 60)
+        wait_until(lambda url=url, counted=counted: rows(url, attempts)[0][0] > counted + 1, what="attempts go on")
+        let_pass(topics, small)
+        drained(url)
+        assert sorted(set(names(topics.consume(good)))) == ["g1", "g2", "h1"]
+        assert names(topics.consume(small)) == ["a1", "a2"]
+        assert dead(url) == []
+        relay.kill()
+        outbox_postgres_server.drop_database(name)

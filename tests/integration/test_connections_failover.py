@@ -1,0 +1,211 @@
+"""The consumer's sessions over restarts, failovers and poolers, and how long they are kept."""
+
+from __future__ import annotations
+
+from typing import Any
+from urllib.parse import urlsplit
+
+import psycopg
+import pytest
+from consumer_group import ConsumerGroup
+from counting import AnotherPid, Counting
+from pgbouncer import PgBouncer
+from proxy import TcpProxy
+from sessions_support import NAME, PID, ask, later, read, run, sessions, terminate, url, use, with_default
+from standby import Standby, either, set_parameter
+from support import wait_until
+
+from spark_jobs.model import Stored
+from spark_jobs.postgres import connections
+from spark_jobs.postgres import errors as postgres
+from spark_jobs.postgres.group_store import Store
+
+__all__ = ["later", "url"]
+
+
+def test_a_standby_is_not_kept(private_postgres):
+    """It may be promoted, or not; and somebody else is the primary now."""
+    primary = private_postgres({"wal_level": "replica"})
+    database = private_postgres.database(primary)
+    with Standby(primary) as standby:
+        wait_until(standby.caught_up, what="the standby")
+        url = standby.url(database.name)
+        assert read(url) != read(url)
+        connections.close_all()
+
+
+def test_a_session_that_the_server_ended_is_replaced_unseen(url):
+    for again in (ask, read, lambda url: ask(url, reset=False)):
+        pid = again(url)
+        terminate(url, pid)
+        assert again(url) != pid
+
+
+def test_a_session_that_ends_in_the_middle_is_a_server_that_is_away(url):
+    ask(url)
+
+    def before_a_statement(connection: psycopg.Connection[Any]) -> None:
+        terminate(url, connection.info.backend_pid)
+        connection.execute("SELECT 1")
+
+    def before_commit(connection: psycopg.Connection[Any]) -> None:
+        connection.execute("SELECT 1")
+        terminate(url, connection.info.backend_pid)
+
+    for ended in (before_a_statement, before_commit):
+        with pytest.raises(postgres.AWAY):
+            use(url, ended)
+        assert ask(url)
+
+
+def test_a_round_survives_a_restart_of_the_server(private_postgres):
+    server = private_postgres()
+    url = private_postgres.database(server).url
+    group = ConsumerGroup(url)
+    group.begin([0])
+    store = Store(url, "consumer", "g", "test")
+    ask(url)
+    before = store.state(["t"], 1, keep_order=False)
+    server.kill()
+    server.start()
+    assert store.state(["t"], 1, keep_order=False) == before
+    assert ask(url)
+    server.kill()
+    # While it is away both fail as before, and work again after that.
+    for again in (lambda: store.stored(["t"]), store.take_over, lambda: ask(url)):
+        with pytest.raises(postgres.AWAY):
+            again()
+    server.start()
+    assert (store.take_over(), bool(ask(url))) == (2, True)
+
+
+def test_a_server_that_becomes_read_only_is_let_go_of(private_postgres):
+    server = private_postgres()
+    url = private_postgres.database(server).url
+    ConsumerGroup(url).begin([0])
+    store = Store(url, "consumer", "g", "test")
+    (driver,) = [store.stored(["t"]) and sessions(url, "outbox driver g")]
+    worker = ask(url)
+    set_parameter(server.url(), "default_transaction_read_only", "on")
+    # One that writes has its error, and the other is told with its answer.
+    with pytest.raises(postgres.AWAY):
+        use(url, lambda connection: connection.execute("UPDATE consumer.groups SET owner = 'x'"))
+    store.stored(["t"])
+    wait_until(lambda: sessions(url, NAME) == sessions(url, "outbox driver g") == [], what="both to be closed")
+    with psycopg.connect(server.url(), autocommit=True) as connection:
+        connection.execute("SET default_transaction_read_only = off")
+        connection.execute("ALTER SYSTEM RESET default_transaction_read_only")
+        connection.execute("SELECT pg_reload_conf()")
+    wait_until(lambda: ask(url, "SELECT current_setting('transaction_read_only')") == "off", what="writes to be taken")
+    assert store.take_over() == 2
+    assert (ask(url) != worker, sessions(url, "outbox driver g") != driver) == (True, True)
+
+
+def test_a_primary_that_goes_on_after_a_failover_is_not_asked_for_ever(private_postgres, later):
+    """The name leads to the new primary, and the old one does not know that it is none: a split brain."""
+    primary = private_postgres({"wal_level": "replica"})
+    database = private_postgres.database(primary)
+    ConsumerGroup(database.url).begin([0])
+    address = urlsplit(database.url)
+    with Standby(primary) as standby, TcpProxy("127.0.0.1", primary.port) as name:
+        url = database.url.replace(f"{address.hostname}:{address.port}", name.address)
+        store = Store(url, "consumer", "g", "test")
+        assert (store.take_over(), ask(url, "SELECT inet_server_port()")) == (2, primary.port)
+        wait_until(standby.caught_up, what="the standby")
+        standby.promote()
+        name.lead_to(standby.port)
+        run(standby.url(database.name), "UPDATE consumer.offsets SET next_offset = 7")
+        # Nothing tells these sessions: the server is there, and takes writes.
+        at = ("t", 0)
+        assert (store.stored(["t"])[at].next_offset, ask(url, "SELECT inet_server_port()")) == (0, primary.port)
+        later(connections.MAX_AGE_SECONDS)
+        assert (store.stored(["t"])[at].next_offset, ask(url, "SELECT inet_server_port()")) == (7, standby.port)
+        connections.close_all()
+
+
+@pytest.mark.parametrize("again", [ask, read, lambda url: ask(url, reset=False)], ids=["effect", "read", "own"])
+def test_a_session_is_kept_for_some_minutes(url, later, again):
+    pid = again(url)
+    later(connections.MAX_AGE_SECONDS - 60)
+    # Use makes it no younger.
+    assert again(url) == pid
+    later(61)
+    assert again(url) != pid
+    wait_until(lambda: pid not in sessions(url), what="the session's end")
+
+
+def test_a_session_that_was_in_use_when_it_became_too_old_is_closed_after_that(url, later):
+    with connections.transaction(url, NAME, reset=True) as connection:
+        pid = connection.info.backend_pid
+        later(connections.MAX_AGE_SECONDS + 1)
+        assert connection.execute(PID).fetchone() == (pid,)
+    wait_until(lambda: sessions(url) == [], what="the session's end")
+
+
+def test_other_settings_of_a_role_reach_a_driver_that_runs(url, later):
+    assert ask(url, "SHOW work_mem") != "77MB"
+    with_default(url, "work_mem", "77MB")
+    assert ask(url, "SHOW work_mem") != "77MB"
+    later(connections.MAX_AGE_SECONDS)
+    assert ask(url, "SHOW work_mem") == "77MB"
+
+
+def test_a_failover_is_followed_to_the_new_primary(private_postgres):
+    primary = private_postgres({"wal_level": "replica"})
+    database = private_postgres.database(primary)
+    ConsumerGroup(database.url).begin([0])
+    with Standby(primary) as standby:
+        url = either(primary, standby, database.name)
+        store = Store(url, "consumer", "g", "test")
+        assert (store.take_over(), ask(url, "SELECT inet_server_port()")) == (2, primary.port)
+        wait_until(standby.caught_up, what="the standby")
+        primary.kill()
+        standby.promote()
+        assert (store.take_over(), ask(url, "SELECT inet_server_port()")) == (3, standby.port)
+        connections.close_all()
+
+
+# Behind a pooler.
+
+
+def test_a_session_that_another_process_answers_is_not_cleaned_and_not_kept(url):
+    """By this a pooler is known, with no pooler here."""
+    with AnotherPid(url) as pooler:
+        ask(pooler.url, reset=False)
+        assert pooler.opened == 1
+        ask(pooler.url)
+        assert b"DISCARD ALL" not in pooler.statements
+        assert connections._here().take((pooler.url, NAME)) is None
+    with Counting(url) as counting:
+        for _ in range(2):
+            ask(counting.url)
+        # Asked once for each session.
+        assert counting.statements.count(b"SELECT pg_backend_pid()") == 2 + 1
+        assert (counting.statements.count(b"DISCARD ALL"), counting.opened) == (2, 1)
+
+
+def test_behind_a_pooler_nothing_of_others_is_reset(url):
+    """Each transaction has another session of the server there: DISCARD ALL would be somebody else's."""
+    with PgBouncer(url, size=1) as pooler, psycopg.connect(pooler.url, autocommit=True) as other:
+        other.execute("SET lock_timeout = '77s'")
+        for _ in range(3):
+            assert ask(pooler.url, "SELECT current_setting('lock_timeout')") == "77s"
+            assert other.execute("SHOW lock_timeout").fetchone() == ("77s",)
+        # Not kept: which session the effect had can't be told.
+        assert connections._here().take((pooler.url, NAME)) is None
+
+
+def test_behind_a_pooler_the_driver_keeps_its_connection(url):
+    ConsumerGroup(url).begin([0])
+    with PgBouncer(url, size=2) as pooler:
+        store = Store(pooler.url, "consumer", "g", "test")
+        store.stored(["t"])
+        kept = connections._here()._sessions[pooler.url, "outbox driver g"]
+        for generation in (2, 3):
+            assert store.take_over() == generation
+            assert store.state(["t"], generation, keep_order=True).stored == {("t", 0): Stored("topic-id", 0)}
+            with connections.transaction(pooler.url, "outbox driver g", reset=False) as connection:
+                query = "SELECT current_setting('application_name'), current_setting('client_encoding')"
+                assert connection.execute(query).fetchone() == ("outbox driver g", "UTF8")
+        assert connections._here()._sessions[pooler.url, "outbox driver g"] is kept
+        connections.close_all()

@@ -1,0 +1,190 @@
+"""How many statements and sessions a driver and its tasks need; the monitor of locks has its own."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import psycopg
+import pytest
+from consumer_group import ConsumerGroup
+from counting import Counting
+from psycopg import sql
+from sessions_support import NAME, later, run, sessions, terminate, url
+from support import look_up, wait_until
+
+from spark_jobs.errors import Fenced
+from spark_jobs.model import Stored
+from spark_jobs.postgres import connections
+from spark_jobs.postgres import lock_monitor as blockers
+from spark_jobs.postgres.group_store import GroupState, Store
+from spark_jobs.postgres.lock_monitor import LockMonitor
+from spark_jobs.task import partition as task
+
+__all__ = ["later", "url"]
+
+
+@pytest.fixture
+def counting(url) -> Iterator[Counting]:
+    ConsumerGroup(url).begin([0, 1])
+    with Counting(url) as proxy:
+        yield proxy
+        connections.close_all()
+
+
+def test_an_idle_round_is_one_statement_and_no_connection(counting):
+    store = Store(counting.url, "consumer", "g", "test")
+    asked: dict[str, Callable[[], object]] = {
+        "state": lambda: store.state(["t"], 1, keep_order=True),
+        "stored": lambda: store.stored(["t"]),
+        "retried": lambda: store.retried(["t"], 100, keep_order=True),
+    }
+    asked["state"]()
+    counting.statements.clear()
+    for name, ask_it in asked.items():
+        ask_it()
+        assert len(counting.statements) == 1, (name, counting.statements)
+        counting.statements.clear()
+    assert counting.opened == 1
+
+
+def test_a_driver_has_one_session_with_its_upkeep(counting):
+    store = Store(counting.url, "consumer", "g", "test")
+    store.require_utf8()
+    store.setup("SET search_path = pg_catalog; CREATE TABLE public.made (n int)")
+    store.take_over()
+    store.make_days()
+    store.forget_days()
+    assert store.column_types("made") == {"n": "integer"}
+    assert counting.opened == 1
+
+
+def test_tasks_of_a_process_share_a_session(counting):
+    group = ConsumerGroup(counting.url)
+    plan = group.plan(0, 0, 5, {}, "")
+    task.step_over(plan, [("t", 0)])
+    counting.statements.clear()
+    task.step_over(replace(plan, ranges={("t", 1): plan.ranges["t", 0]}), [("t", 1)])
+    assert counting.opened == 1
+    kinds = Counter(statement.split()[0] for statement in counting.statements)
+    assert kinds == {b"BEGIN": 1, b"SELECT": 1, b"UPDATE": 2, b"COMMIT": 1, b"DISCARD": 1}
+
+
+def dead_letter(url: str, offset: int, key: str, state: str, reason: str, part: int = 0) -> None:
+    run(
+        url,
+        "INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_key, message_headers, "
+        "message_time, reason, error, state) "
+        "VALUES ('g', 't', 'topic-id', %s, %s, %s::text::bytea, '[]', now(), %s, '', %s)",
+        part,
+        offset,
+        key,
+        reason,
+        state,
+    )
+
+
+def test_the_state_of_a_group(url):
+    ConsumerGroup(url).begin([0, 1])
+    store = Store(url, "consumer", "g", "test")
+
+    def waits(keep_order: bool) -> bool:
+        found = store.state(["t"], 1, keep_order=keep_order)
+        assert found == GroupState(dict.fromkeys([("t", 0), ("t", 1)], Stored("topic-id", 0)), found.retry_waits)
+        assert bool(store.retried(["t"], 10, keep_order=keep_order)) == found.retry_waits
+        return found.retry_waits
+
+    assert (waits(False), waits(True)) == (False, False)
+    dead_letter(url, 1, "a", "dead", "failed")
+    dead_letter(url, 2, "a", "dead", "behind")
+    assert (waits(False), waits(True)) == (False, False)
+    # Nothing is in front of it any more.
+    run(url, "DELETE FROM consumer.dead_letters WHERE message_offset = 1")
+    assert (waits(False), waits(True)) == (False, True)
+    run(url, "DELETE FROM consumer.dead_letters")
+    dead_letter(url, 3, "b", "retry", "failed")
+    assert (waits(False), waits(True)) == (True, True)
+    # Of other topics nothing is asked.
+    assert store.state(["other"], 1, keep_order=True) == GroupState({}, False)
+    with pytest.raises(Fenced, match="generation 1 now, by test"):
+        store.state(["t"], 7, keep_order=False)
+    with pytest.raises(Fenced, match="its row is gone"):
+        Store(url, "consumer", "nobody", "test").state(["t"], 1, keep_order=False)
+
+
+@pytest.mark.parametrize("keep_order", [False, True])
+def test_whether_dead_letters_wait_is_read_in_an_index(url, keep_order):
+    """Thousands that are dead, and some that wait behind them; another group retries, or has, thousands."""
+    ConsumerGroup(url).begin([0])
+    run(
+        url,
+        "INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_key, message_headers, "
+        "message_time, reason, error, state) SELECT grp, 't', 'topic-id', 0, n, (n %% 5000)::text::bytea, '[]', now(), "
+        "CASE WHEN n < 20000 THEN 'failed' ELSE 'behind' END, repeat('x', 500), "
+        "CASE WHEN grp = 'g' OR %s THEN 'dead' ELSE 'retry' END "
+        "FROM generate_series(1, 20010) AS n, unnest('{g,other}'::text[]) AS grp",
+        keep_order,
+    )
+    run(url, "ANALYZE consumer.dead_letters")
+    store = Store(url, "consumer", "g", "test")
+    explained = sql.SQL("EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) {}").format(store._names["retry_waits"])
+    values = {"grp": "g", "topics": ["t"], "keep_order": keep_order}
+    [(found,)] = connections.read(url, NAME, explained, values)
+    nodes, left = [], [found[0]["Plan"]]
+    while left:
+        node = left.pop()
+        nodes.append(node)
+        left += node.get("Plans", ())
+    assert "dead_letters_waiting" in {node.get("Index Name") for node in nodes}
+    assert not [node for node in nodes if node["Node Type"] == "Seq Scan"], found
+    blocks = found[0]["Plan"]["Shared Hit Blocks"] + found[0]["Plan"]["Shared Read Blocks"]
+    assert blocks < (20 if not keep_order else 250), found
+
+
+# The lock monitor.
+
+
+def test_the_lock_monitor_replaces_a_session_that_is_old(url, later):
+    name = connections.application_name("outbox watch g")
+    with LockMonitor(url, "g", lambda *_: None, check_seconds=0.05):
+        (first,) = wait_until(lambda: sessions(url, name), what="the monitor's session")
+        later(connections.MAX_AGE_SECONDS)
+        wait_until(lambda: first not in sessions(url, name), what="its end")
+        assert wait_until(lambda: sessions(url, name), what="another session") != [first]
+
+
+def test_the_lock_monitor_keeps_a_session_and_replaces_it(url):
+    group = "Bestellungen für Käufer"
+    driver, _ = blockers.names(group)
+    name = connections.application_name(f"outbox watch {group}")
+    told: list[str] = []
+    run(url, "CREATE TABLE numbers (n int)")
+    with LockMonitor(url, group, lambda text, figures: told.append(f"{text} {figures['waiting']}"), check_seconds=0.05):
+        (first,) = wait_until(lambda: sessions(url, name), what="the monitor's session")
+
+        def looks() -> Any:
+            query = "SELECT query_start FROM pg_stat_activity WHERE application_name = %s"
+            return look_up(url, query, name)
+
+        begun = looks()
+        wait_until(lambda: looks() != begun, what="another look")
+        assert sessions(url, name) == [first]
+        terminate(url, first)
+        wait_until(lambda: sessions(url, name), what="another session")
+        with psycopg.connect(url) as blocker:
+            blocker.execute("LOCK TABLE numbers")
+
+            def wait() -> None:
+                with connections.transaction(url, driver, reset=False) as connection:
+                    connection.execute("SELECT count(*) FROM numbers")
+
+            waiting = threading.Thread(target=wait)
+            waiting.start()
+            wait_until(lambda: told, what="a report")
+            blocker.rollback()
+            waiting.join(30)
+    assert told == [f"waiting for a lock {driver}"]
+    wait_until(lambda: sessions(url, name) == [], what="the session's end")

@@ -1,0 +1,101 @@
+"""Copies of dead letters for a topic of their own."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+from failing_lane import COPIED, Lane, half, hurry, lane, retried, turn
+
+from outbox import Event, Outbox
+from relay.kafka.routing import OnFailure, Route, Router
+from relay.operations.dead_letters import Selection
+from relay.ports import Receipt, Refused
+
+__all__ = ["lane"]
+
+
+def copies(lane: Lane) -> list[Any]:
+    return lane.rows("SELECT payload, payload_bytes, headers FROM outbox.events WHERE headers ? 'outbox-dead-letter'")
+
+
+def test_a_copy_for_the_dead_letter_topic_has_all_of_the_event_and_says_why(lane):
+    source = lane.source(COPIED)
+    with lane.database.connect() as connection:
+        Outbox().add(connection, Event("Order", "a", "a1", {"n": 1}, headers={"tenant": "acme"}))
+    half(source, "a1")
+    (copy,) = source.fetch(10)
+    assert (copy.aggregate_id, copy.event_type, json.loads(copy.value)) == ("a", "a1", {"n": 1})
+    assert copy.headers == {"tenant": "acme", "outbox-dead-letter": "a1 is bad", "outbox-attempts": "1"}
+    assert COPIED.topic(copy) == "orders-dead"
+
+
+def test_a_copy_waits_for_nobody_and_blocks_nobody(lane):
+    source = lane.source(COPIED, attempts=1)
+    lane.add("a1", "a2", "b1")
+    turn(source, "a1")
+    (copy,) = source.fetch(10)
+    source.settle(Receipt([(copy, Refused("no such topic"))]))
+    assert turn(source) == []
+    # The copy is a dead letter without a copy of its own, and holds nothing up.
+    assert lane.rows("SELECT count(*) FROM outbox.dead_letters") == [(2,)]
+    assert copies(lane) == []
+    lane.desk().discard(Selection(), "both")
+    assert turn(source) == ["a2"]
+
+
+def test_a_copy_that_is_tried_again_does_not_hold_its_key_up(lane):
+    source = lane.source(Router({"Order": Route("orders", OnFailure.SKIP, "orders-dead")}), attempts=2)
+    lane.add("a1")
+    turn(source, "a1")
+    hurry(lane)
+    # The turn of those that are due, and not yet the one of the copy.
+    assert half(source, "a1") == []
+    (copy,) = source.fetch(10)
+    source.settle(Receipt([(copy, Refused("not now"))]))
+    lane.add("a2")
+    assert turn(source) == ["a2"]
+
+
+def test_a_copy_that_died_and_is_retried_does_not_hold_its_key_up(lane):
+    source = lane.source(Router({"Order": Route("orders", OnFailure.SKIP, "orders-dead")}), attempts=1)
+    lane.add("a1")
+    half(source, "a1")
+    (copy,) = source.fetch(10)
+    source.settle(Receipt([(copy, Refused("not now"))]))
+    lane.rows("DELETE FROM outbox.dead_letters WHERE NOT coalesce(headers ? 'outbox-dead-letter', false) RETURNING 1")
+    retried(lane)
+    lane.admin.execute("UPDATE outbox.failures SET next_attempt_at = clock_timestamp() + interval '1 hour'")
+    lane.add("a2")
+    assert turn(source) == ["a2"]
+
+
+@pytest.mark.parametrize("payload", [{"text": "x" * 997_000}, b"x" * 999_000], ids=["json", "bytes"])
+def test_a_copy_that_would_be_too_large_leaves_the_payload_behind_and_says_so(lane, payload):
+    source = lane.source(COPIED)
+    with lane.database.connect() as connection:
+        Outbox().add(connection, Event("Order", "a", "a1", payload, headers={"tenant": "acme"}))
+    claims = source.fetch(10)
+    source.settle(Receipt([(claims[0], Refused('ü"\\' * 1000))]))
+    ((json_, bytes_, headers),) = copies(lane)
+    assert (json_, bytes_) == (None, None)
+    assert headers["outbox-payload-omitted"] == "true"
+    assert headers["tenant"] == "acme"
+    ((whole,),) = lane.rows(
+        "SELECT coalesce(octet_length(payload::text), octet_length(payload_bytes)) FROM outbox.dead_letters"
+    )
+    assert whole > 997_000
+
+
+def test_a_copy_whose_headers_are_too_large_too_leaves_them_behind_as_well(lane):
+    source = lane.source(COPIED)
+    with lane.database.connect() as connection:
+        Outbox().add(connection, Event("Order", "a", "a1", {}, headers={"big": "x" * 999_900}))
+    claims = source.fetch(10)
+    source.settle(Receipt([(claims[0], Refused('ü"\\' * 1000))]))
+    ((_, _, headers),) = copies(lane)
+    assert "big" not in headers
+    assert headers["outbox-payload-omitted"] == "true"
+    assert headers["outbox-attempts"] == "1"
+    assert lane.rows("SELECT length(headers->>'big') FROM outbox.dead_letters") == [(999_900,)]

@@ -1,0 +1,281 @@
+"""Calls to other systems while callers, the provider and the database die, stall and hang on."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import external_support
+import psycopg
+import pytest
+from external_support import Sink, in_thread, lease_runs_out, payments, provider, sink
+from provider import Provider
+from support import wait_until
+
+from outbox._app import migrate as db
+from spark_jobs.errors import ConsumerUnavailable
+from spark_jobs.external.caller import Caller
+from spark_jobs.postgres import connections
+from spark_jobs.postgres.errors import clear_errors
+
+__all__ = ["provider", "sink"]
+
+
+def start(sink: Sink, provider: Provider, point: str, timeout: float = 2.0) -> subprocess.Popen[bytes]:
+    tests = Path(external_support.__file__).parent
+    command = [sys.executable, external_support.__file__, sink.url, provider.url, point, str(timeout)]
+    return subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(tests)})
+
+
+POINTS = (
+    "before call",
+    "after call",
+    "in the confirming transaction",
+    "told confirmed",
+    "told reserved",
+    "told cancelling",
+    "before cancel",
+    "after cancel",
+    "in the cancelling transaction",
+    "told cancelled",
+)
+
+
+def test_a_caller_killed_at_any_point_is_resumed_and_nothing_counts_twice(sink, provider):
+    """One process after the other is killed, each at another point, with work for all of them; the last one ends."""
+    external = payments(provider.url, cancel=True)
+    good, taken_back = [], []
+    for turn, point in enumerate(POINTS):
+        names = [f"good{turn}-{n}" for n in range(3)]
+        good += names
+        taken_back += [f"bad{turn}"]
+        provider.tell(names[0], "done-drop")
+        provider.tell(f"bad{turn}", "done-drop", *["refuse"] * 20)
+        sink.reserve(external, [*names, f"bad{turn}"])
+        process = start(sink, provider, point)
+        assert process.wait(120) == -9, point
+    process = start(sink, provider, "none")
+    assert process.wait(120) == 0
+    assert sink.states() == dict.fromkeys(good, "confirmed") | dict.fromkeys(taken_back, "cancelled")
+    assert sink.orders() == dict.fromkeys(good, ("paid", 1)) | dict.fromkeys(taken_back, ("cancelled", 1))
+    assert provider.standing() == Counter(good)
+    assert Counter(provider.effects()) <= Counter(good + taken_back)
+    for name in good + taken_back:
+        assert len({key for _, _, key, _ in provider.requests(name)} - {None}) <= 2
+
+
+def test_killed_while_the_provider_stalls(sink, provider):
+    external = payments(provider.url)
+    provider.tell("done", "done-stall")
+    provider.tell("not-done", "stall")
+    sink.reserve(external, ["done", "not-done"])
+    process = start(sink, provider, "none", timeout=60.0)
+    wait_until(lambda: len(provider.requests()) == 2, 60, "both calls to be under way")
+    process.kill()
+    process.wait()
+    assert sink.states() == {"done": "calling", "not-done": "calling"}
+    assert sink.drain(external, until="due") == {}
+    lease_runs_out(sink)
+    process = start(sink, provider, "none", timeout=60.0)
+    assert process.wait(120) == 0
+    # The first request of the one comes through only now, after its repetition.
+    provider.release()
+    wait_until(lambda: provider.under_way == 0, what="the provider to end")
+    assert provider.standing() == Counter(["done", "not-done"])
+    assert sink.orders() == {"done": ("paid", 1), "not-done": ("paid", 1)}
+
+
+def test_stopping_ends_the_calls_under_way_and_begins_none(sink, provider):
+    external = payments(provider.url, workers=1)
+    provider.tell("first", "stall")
+    sink.reserve(external, ["first", "second"])
+    stop = threading.Event()
+    thread = in_thread(lambda: external.drain(sink.connect, stop, until="stopped"))
+    wait_until(provider.requests, what="the first call")
+    stop.set()
+    provider.release()
+    thread.join(60)
+    assert not thread.is_alive()
+    assert sink.states() == {"first": "confirmed", "second": "reserved"}
+
+
+@pytest.mark.parametrize("then", ["release", "signal"])
+def test_a_signal_lets_the_call_end_and_a_second_one_does_not(sink, provider, tmp_path, then):
+    (tmp_path / "cli_external.py").write_text(
+        f"from external_support import payments\nexternal = payments({provider.url!r}, workers=1)\n"
+    )
+    external = payments(provider.url)
+    provider.tell("first", "done-stall")
+    sink.reserve(external, ["first", "second"])
+    log = tmp_path / "external.log"
+    paths = os.pathsep.join([str(tmp_path), str(Path(external_support.__file__).parent)])
+    with log.open("wb") as written:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "relay.cli", "external", "run", "cli_external:external"],
+            env=os.environ | {"OUTBOX_DATABASE_URL": sink.url, "PYTHONPATH": paths},
+            stdout=written,
+            stderr=written,
+        )
+    try:
+        wait_until(lambda: provider.requests("first"), 60, "the call")
+        process.send_signal(signal.SIGTERM)
+        wait_until(lambda: "stopping" in log.read_text(), 60, "the first signal to be heard")
+        # The provider keeps the call open: it is waited for.
+        assert process.poll() is None
+        if then == "release":
+            provider.release()
+        else:
+            process.send_signal(signal.SIGINT)
+        # Long before the call's lease is over, which the first signal alone would wait for.
+        assert process.wait(20) == (0 if then == "release" else 1), log.read_text()
+    finally:
+        process.kill()
+        process.wait()
+    assert "Traceback" not in log.read_text()
+    if then == "release":
+        assert sink.states() == {"first": "confirmed", "second": "reserved"}
+        return
+    assert "outbox: ended in the middle of a call, as it was asked to twice" in log.read_text()
+    assert sink.states() == {"first": "calling", "second": "reserved"}
+    provider.release()
+    lease_runs_out(sink)
+    sink.drain(external)
+    assert sink.orders() == {"first": ("paid", 1), "second": ("paid", 1)}
+    assert provider.standing() == Counter(["first", "second"])
+    assert len({key for _, _, key, _ in provider.requests("first")}) == 1
+
+
+def test_a_call_that_does_not_keep_its_timeout_is_reported_once_and_keeps_its_thread(sink):
+    """Only the function can keep it: the caller goes on without the thread, and takes the answer when it comes."""
+    held, overdue, reports = threading.Event(), threading.Event(), []
+
+    def stuck(call):
+        if call.request["order"] == "a":
+            assert held.wait(60)
+        return {}
+
+    def report(text, figures):
+        if text.startswith("a call does not keep its timeout"):
+            reports.append((figures["message_id"], figures["attempt"]))
+            overdue.set()
+
+    external = payments("http://localhost", call=stuck, timeout=0.1, lease=2.0, workers=1)
+    first, _ = sink.reserve(external, ["a", "b"])
+    caller, looks = Caller(external, sink.connect, report), []
+    look = caller._warn_of_overdue
+    caller._warn_of_overdue = lambda: looks.append(look())
+    thread = in_thread(lambda: caller.run(threading.Event()))
+    try:
+        assert overdue.wait(60)
+        seen = len(looks)
+        wait_until(lambda: len(looks) >= seen + 3, what="more looks")
+        assert sink.states() == {"a": "calling", "b": "reserved"}
+    finally:
+        held.set()
+        thread.join(60)
+    assert reports == [(str(first), 1)]
+    assert sink.states() == {"a": "confirmed", "b": "confirmed"}
+    assert caller.counts.late == 0
+
+
+def test_the_database_dies_during_the_call_and_the_answer_waits_for_it(private_postgres, provider):
+    server = private_postgres()
+    database = private_postgres.database(server)
+    db.upgrade_consumer(database.url)
+    sink = Sink(database.url)
+    external = payments(provider.url)
+    provider.tell("o", "done-stall")
+    sink.reserve(external, ["o"])
+    counts: list[dict[str, int]] = []
+    reports: list[str] = []
+    thread = in_thread(
+        lambda: counts.append(sink.drain(external, report=lambda text, _: reports.append(text), patience=120))
+    )
+    wait_until(provider.requests, what="the call")
+    server.kill()
+    provider.release()
+    wait_until(lambda: "waiting for the database" in reports, what="the caller to notice")
+    server.start()
+    thread.join(120)
+    assert counts == [{"attempts": 1, "confirmed": 1}]
+    assert len(provider.requests()) == 1
+    assert sink.orders() == {"o": ("paid", 1)}
+    server.kill()
+    with pytest.raises(ConsumerUnavailable, match="nothing is lost"):
+        sink.drain(external, patience=0.1)
+
+
+def test_a_caller_does_not_stay_with_one_session_for_ever(sink, provider, monkeypatch):
+    """The server may not be the primary any more, and not know it; see test_connections."""
+    passed = 0.0
+    monkeypatch.setattr(connections, "_clock", lambda: time.monotonic() + passed)
+    opened: list[int] = []
+
+    def connect() -> psycopg.Connection[Any]:
+        connection = sink.connect()
+        opened.append(connection.info.backend_pid)
+        return connection
+
+    stop = threading.Event()
+    caller = Caller(payments(provider.url), connect)
+    thread = in_thread(lambda: caller.run(stop, until="stopped", poll=0.02))
+    try:
+        wait_until(lambda: opened, what="a session")
+        passed = connections.MAX_AGE_SECONDS
+        wait_until(lambda: len(opened) > 1, what="another session")
+        wait_until(lambda: not sink.rows("SELECT FROM pg_stat_activity WHERE pid = %s", opened[0]), what="its end")
+    finally:
+        stop.set()
+        thread.join(60)
+
+
+def test_a_caller_that_stalls_in_a_transaction_or_meets_a_standby_goes_on(sink, provider):
+    """A sink may end transactions that are idle or long; after a failover an address may still be the standby's."""
+    standbys = ["default_transaction_read_only=on"]
+    ends = ["idle_in_transaction_session_timeout", "transaction_timeout"]
+    waited: list[str] = []
+
+    def connect():
+        connection = sink.connect()
+        if standbys:
+            connection.execute(f"SET {standbys.pop()}")
+        return connection
+
+    def stall(cursor, end):
+        cursor.execute(f"SET LOCAL {end} = '50ms'")
+        pid = cursor.connection.info.backend_pid
+        wait_until(lambda: not sink.rows("SELECT FROM pg_stat_activity WHERE pid = %s", pid), what="the session's end")
+        cursor.execute("SELECT 1")
+
+    def settle(cursor, _settled):
+        if ends:
+            stall(cursor, ends.pop(0))
+        cursor.execute("INSERT INTO orders VALUES ('o', 'paid')")
+
+    def report(text, figures):
+        if text == "waiting for the database":
+            waited.append(figures["error"])
+
+    external = payments(provider.url, on_confirmed=settle)
+    sink.reserve(external, ["o"])
+    counts = external.drain(connect, threading.Event(), report=report)
+    assert (counts.attempts, counts.confirmed, counts.again) == (1, 1, 0)
+    assert sink.orders() == {"o": ("paid", 1)}
+    signs = ("read-only", "idle-in-transaction timeout", "transaction timeout")
+    assert [next(sign for sign in signs if sign in error) for error in waited] == list(signs)
+
+    # A person's command does not wait; it says so.
+    def command(end):
+        with clear_errors("looking"), sink.connect() as connection, connection.transaction():
+            stall(connection.cursor(), end)
+
+    for end in ("idle_in_transaction_session_timeout", "transaction_timeout"):
+        with pytest.raises(ConsumerUnavailable, match="transaction timeout"):
+            command(end)

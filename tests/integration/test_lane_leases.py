@@ -1,0 +1,103 @@
+"""Leases of lanes: who gets them, how long they are kept, and how they end."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+from polling_support import table, taken
+
+from outbox import SchemaError
+from relay.lanes import LaneTable
+
+
+def test_two_that_reach_for_lanes_at_once_never_get_the_same(outbox_postgres):
+    found: list[tuple[int, int]] = []
+    barrier = threading.Barrier(4)
+
+    def reach(number: int) -> None:
+        mine = table(outbox_postgres, f"r{number}")
+        barrier.wait()
+        while leases := mine.acquire(1):
+            found.extend((lease.lane, lease.epoch) for lease in leases)
+
+    threads = [threading.Thread(target=reach, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert sorted(found) == [(0, 1), (1, 1), (2, 1), (3, 1)]
+
+
+def test_a_lane_locked_by_another_is_skipped_and_not_waited_for(outbox_postgres):
+    with outbox_postgres.connect() as other:
+        other.execute("SELECT 1 FROM outbox.lanes WHERE lane = 0 FOR UPDATE")
+        mine = table(outbox_postgres, "me")
+        assert [lease.lane for lease in mine.acquire(4)] == [1, 2, 3]
+        assert mine.acquire(4) == []
+
+
+@pytest.mark.parametrize("count", [4, 256])
+def test_a_locked_lane_does_not_keep_the_others_from_being_renewed(outbox_postgres, count):
+    from outbox._app import migrate as db
+
+    db.change_lanes(outbox_postgres.url, count)
+    connection = outbox_postgres.connect(autocommit=True)
+    # Instead of waiting for the lock.
+    connection.execute("SET lock_timeout = '1s'")
+    mine = LaneTable(connection, "outbox", "me", "0", 30.0)
+    leases = mine.acquire(count)
+    # A lease that was prolonged lately is left to the worker.
+    before = mine.renew(leases)
+    assert (before.lost, before.switched) == ([], [])
+    for lease in leases:
+        lease._until -= 15.0
+    until = "SELECT lane, lease_until FROM outbox.lanes"
+    with outbox_postgres.connect() as other, outbox_postgres.connect(autocommit=True) as admin:
+        before = dict(admin.execute(until).fetchall())
+        other.execute("SELECT 1 FROM outbox.lanes WHERE lane = 2 FOR UPDATE")
+        renewal = mine.renew(leases)
+        assert (renewal.lost, renewal.switched) == ([], [])
+        after = dict(admin.execute(until).fetchall())
+        assert [lane for lane in after if after[lane] == before[lane]] == [2]
+        other.rollback()
+        mine.renew(leases)
+        assert dict(admin.execute(until).fetchall())[2] > before[2]
+
+
+def test_a_lease_runs_out_by_the_databases_clock_and_its_epoch_ends(outbox_postgres):
+    mine, other = table(outbox_postgres, "me", ttl=30.0), table(outbox_postgres, "other")
+    lease = taken(mine)
+    assert lease.secure
+    assert mine.renew([lease]).lost == []
+    with outbox_postgres.connect(autocommit=True) as admin:
+        admin.execute("UPDATE outbox.lanes SET lease_until = clock_timestamp() WHERE lane = %s", (lease.lane,))
+        # Nobody took it: the epoch still stands, and so does the owner.
+        assert mine.renew([lease]).lost == []
+        admin.execute("UPDATE outbox.lanes SET lease_until = '-infinity'")
+    epochs = {lease.lane: lease.epoch for lease in other.acquire(4)}
+    assert epochs[lease.lane] == lease.epoch + 1
+    assert mine.renew([lease]).lost == [lease]
+    mine.release([lease])
+    with outbox_postgres.connect() as admin:
+        query = "SELECT owner FROM outbox.lanes WHERE lane = %s"
+        assert admin.execute(query, (lease.lane,)).fetchone() == ("other",)
+
+
+def test_the_census_counts_the_living(outbox_postgres):
+    first, second = table(outbox_postgres, "first"), table(outbox_postgres, "second", ttl=0.0)
+    first.beat()
+    second.beat()
+    taken(first)
+    distribution = first.distribution()
+    assert dict(distribution.held) == {"first": 1}
+    assert (distribution.lanes, distribution.free) == (4, 3)
+    first.leave()
+    with outbox_postgres.connect(autocommit=True) as admin:
+        admin.execute("UPDATE outbox.relays SET alive_until = alive_until - interval '2 days'")
+        first.beat()
+        first.forget_dead()
+        assert admin.execute("SELECT instance FROM outbox.relays").fetchall() == [("first",)]
+        admin.execute("DELETE FROM outbox.lanes")
+    with pytest.raises(SchemaError, match="no lanes"):
+        first.distribution()

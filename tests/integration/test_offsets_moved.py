@@ -1,0 +1,193 @@
+"""Moving groups by hand, on real Kafka and Postgres. The driver runs without Spark."""
+
+from __future__ import annotations
+
+import datetime as dt
+import threading
+import time
+
+import orjson
+import psycopg
+import pytest
+from offsets_driver import GROUP, driver, without_spark
+from support import wait_until
+from typer.testing import CliRunner
+
+from outbox.errors import SchemaError
+from relay.cli.app import app
+from spark_jobs.admin.offsets import MoveRefused, NoSuchGroup, Offsets
+from spark_jobs.driver.kafka_admin import KafkaView
+from spark_jobs.driver.round_context import Span, State
+from spark_jobs.errors import ConsumerUnavailable, DataLost, Fenced
+from spark_jobs.model import Range
+
+__all__ = ["driver", "without_spark"]
+
+
+def test_setting_an_offset_fences_a_running_consumer_and_is_audited(driver):
+    driver.send(0, 10)
+    driver.meet()
+    driver.read(0, 6)
+    running = driver.runner
+    planned = driver.command("set", GROUP, driver.topic, "0", "4", "--reason", "wrong totals", "--dry-run")
+    assert planned.exit_code == 0
+    assert f"{driver.topic}-0: 6 → 4  (2 come again)" in planned.stdout
+    assert "known by its id" in planned.stdout
+    assert "nothing was changed" in planned.stdout
+    assert (driver.positions()[0], driver.audit()) == (6, [])
+    running._store.state((), running._generation, keep_order=False)
+    said = driver.command("set", GROUP, driver.topic, "0", "4", "--reason", "wrong totals", "--json")
+    moved = orjson.loads(said.stdout)
+    assert (moved["moves"][0]["before"], moved["moves"][0]["after"], moved["moves"][0]["again"]) == (6, 4, 2)
+    assert driver.positions() == {0: 4, 1: 0}
+    [(what, why, details)] = driver.audit()
+    assert (what, why, details["to"]) == ("offsets set", "wrong totals", 4)
+    assert details["by"].startswith("outbox offsets, ")
+    assert driver.shown_to_kafka()[0] == 4
+    # The consumer that ran meanwhile: neither its rounds nor its tasks' statement go through, and it says who it was.
+    with pytest.raises(Fenced, match=r"was taken over.*by outbox offsets, .*start this one again"):
+        running._round({})
+    span = Span({(driver.topic, 0): Range(details["partitions"][0]["topic_id"], 4, 6)}, {})
+    with pytest.raises(Fenced, match="was taken over"):
+        running._rounds._step_over(span, State(), running._generation)
+    [(generation,)] = driver.rows("SELECT DISTINCT generation FROM consumer.offsets")
+    assert generation == driver.generation() == moved["generation"]
+    driver.runner = driver.start()
+    driver.runner._begin()
+    driver.read(0, 10)
+
+
+def test_a_move_waits_for_a_task_that_is_about_to_commit(driver):
+    driver.send(0, 10)
+    driver.meet()
+    moved = []
+    with psycopg.connect(driver.url) as task:
+        task.execute("UPDATE consumer.offsets SET next_offset = 7 WHERE part = 0")
+        with pytest.raises(ConsumerUnavailable, match="nothing was changed"):
+            driver.offsets().reset(GROUP, driver.topic, "earliest", "why", wait_seconds=0.2)
+        thread = threading.Thread(
+            target=lambda: moved.append(driver.offsets().reset(GROUP, driver.topic, 2, "why", part=0))
+        )
+        thread.start()
+        waits = "SELECT count(*) FROM pg_stat_activity WHERE wait_event_type = 'Lock' AND datname = current_database()"
+        wait_until(lambda: driver.rows(waits) == [(1,)], what="the move to wait")
+    thread.join(60)
+    # What it moved from is what the task committed.
+    assert [(one.before, one.after, one.again) for one in moved[0].moves] == [(7, 2, 5)]
+    assert driver.positions()[0] == 2
+
+
+def test_going_forward_has_to_be_meant_and_is_written_down(driver):
+    driver.send(0, 10)
+    driver.meet()
+    driver.read(0, 3)
+    generation = driver.generation()
+    refused = driver.command("set", GROUP, driver.topic, "0", "8", "--reason", "poison")
+    assert refused.exit_code == 1
+    assert f"{driver.topic}-0 3 to 7" in refused.stderr
+    assert "--skip" in refused.stderr
+    assert (driver.positions()[0], driver.generation(), driver.audit()) == (3, generation, [])
+    planned = driver.command("set", GROUP, driver.topic, "0", "8", "--reason", "poison", "--dry-run")
+    assert "skips 3 to 7" in planned.stdout
+    assert "this needs --skip" in planned.stdout
+    assert driver.command("set", GROUP, driver.topic, "0", "8", "--reason", "poison", "--skip").exit_code == 0
+    assert driver.positions()[0] == 8
+    assert driver.audit()[0][2]["partitions"][0]["skipped"] == [3, 8]
+    for outside, shown in (("11", "offsets 0 to 10"), ("99", "offsets 0 to 10")):
+        refused = driver.command("set", GROUP, driver.topic, "0", outside, "--reason", "why", "--skip")
+        assert refused.exit_code == 1
+        assert shown in refused.stderr
+    driver.delete_before(0, 4)
+    with pytest.raises(MoveRefused, match="offsets 4 to 10"):
+        driver.offsets().reset(GROUP, driver.topic, 3, "why", part=0)
+    with pytest.raises(MoveRefused, match="no partition 2"):
+        driver.offsets().reset(GROUP, driver.topic, 0, "why", part=2)
+    # The first and the end themselves are inside.
+    for at in (4, 10):
+        driver.offsets().reset(GROUP, driver.topic, at, "why", part=0, skip=True)
+        assert driver.positions()[0] == at
+
+
+def test_resets_to_both_ends_and_to_a_time(driver):
+    now = int(time.time() * 1000)
+    for second in range(5):
+        driver.send(0, 1, timestamp=now - 60_000 + second * 1000)
+    driver.send(1, 2, timestamp=now - 3_600_000)
+    driver.meet()
+    driver.read(0, 5)
+    driver.read(1, 2)
+    at = dt.datetime.fromtimestamp((now - 60_000 + 2500) / 1000, dt.UTC).isoformat()
+    said = driver.command("reset", GROUP, "--topic", driver.topic, "--to", at, "--reason", "why", "--json")
+    assert said.exit_code == 0
+    # Everything in partition 1 is older: it goes on at the end.
+    assert driver.positions() == {0: 3, 1: 2}
+    assert driver.audit()[-1][2]["to"] == at
+    driver.offsets().reset(GROUP, driver.topic, "earliest", "why")
+    assert driver.positions() == {0: 0, 1: 0}
+    driver.offsets().reset(GROUP, driver.topic, "latest", "why", skip=True)
+    assert driver.positions() == {0: 5, 1: 2} == driver.shown_to_kafka()
+    # Nothing to change: nobody is fenced, nothing is written.
+    before = (driver.generation(), len(driver.audit()))
+    said = driver.command("reset", GROUP, "--topic", driver.topic, "--to", "latest", "--reason", "why")
+    assert said.stdout == "nothing to change\n"
+    said = driver.command("reset", GROUP, "--topic", driver.topic, "--to", "loss", "--reason", "why")
+    assert said.stdout == "nothing to change\n"
+    assert (driver.generation(), len(driver.audit())) == before
+    for arguments, named in (
+        (("--to", "soon", "--reason", "why"), "--to soon"),
+        (("--to", "latest", "--reason", " "), "--reason"),
+    ):
+        refused = driver.command("reset", GROUP, "--topic", driver.topic, *arguments)
+        assert refused.exit_code == 2
+        assert named in refused.stderr
+
+
+def test_a_group_that_has_never_run_has_to_be_called_new(driver):
+    driver.send(0, 3)
+    with pytest.raises(NoSuchGroup, match="there is no group biling; known: none"):
+        driver.offsets().reset("biling", driver.topic, "latest", "why", skip=True)
+    driver.meet()
+    for dry_run in (False, True):
+        with pytest.raises(NoSuchGroup, match=f"known: {GROUP}"):
+            driver.offsets().reset("biling", driver.topic, "latest", "why", skip=True, dry_run=dry_run)
+    planned = driver.offsets().reset("second", driver.topic, "latest", "why", new=True, dry_run=True)
+    assert (planned.generation, planned.moves[0].skipped) == (None, (0, 3))
+    moved = driver.offsets().reset("second", driver.topic, "latest", "only what comes", new=True, skip=True)
+    assert [one.after for one in moved.moves] == [3, 0]
+    rows = driver.rows("SELECT grp, part, next_offset FROM consumer.offsets ORDER BY grp, part")
+    assert rows == [(GROUP, 0, 0), (GROUP, 1, 0), ("second", 0, 3), ("second", 1, 0)]
+
+
+def test_show_says_where_everything_stands(driver):
+    assert driver.command("show").stdout == "no groups\n"
+    driver.send(0, 1234)
+    driver.meet()
+    driver.read(0, 1000)
+    driver.delete_before(0, 1100)
+    with pytest.raises(DataLost):
+        driver.look()
+    driver.rows("UPDATE consumer.groups SET forgotten_before = '2026-01-02' RETURNING 1")
+    shown = orjson.loads(driver.command("show", "--group", GROUP, "--json").stdout)
+    [group] = shown["groups"]
+    assert (group["group"], group["generation"], group["forgotten_before"]) == (GROUP, 1, "2026-01-02")
+    first, second = group["positions"]
+    assert (first["next_offset"], first["first"], first["end"], first["high_watermark"]) == (1000, 1100, 1234, 1234)
+    assert (first["trouble"], first["lag"]) == ("retention passed it", None)
+    assert (second["next_offset"], second["lag"], second["pinned"], second["trouble"]) == (0, 0, 0, None)
+    assert [loss["kind"] for loss in group["losses"]] == ["retention"]
+    text = driver.command("show").stdout
+    for part in (f"{driver.topic}-0", "1,000", "1,100", "1,234", "retention passed it", "2026-01-02", "generation 1"):
+        assert part in text
+    assert f"accept: outbox offsets reset {GROUP} --topic {driver.topic} --to loss" in text
+    assert driver.command("show", "--group", "nobody").exit_code == 1
+
+
+def test_show_without_kafka_and_without_tables(driver, outbox_postgres):
+    driver.meet()
+    view = KafkaView({"bootstrap.servers": "127.0.0.1:1"}, seconds=1.0)
+    [group], away = Offsets(driver.database.connect(autocommit=True), "consumer", view).show()
+    assert "Kafka does not answer" in away
+    assert [(one.next_offset, one.end, one.trouble) for one in group.positions] == [(0, None, None)] * 2
+    assert CliRunner().invoke(app, ["offsets", "show"], env={}).exit_code == 2
+    with pytest.raises(SchemaError, match="outbox db upgrade --consumer"):
+        Offsets(driver.database.connect(autocommit=True), "nowhere", view).show()

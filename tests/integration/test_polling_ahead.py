@@ -1,0 +1,323 @@
+"""The polling source reads the next turn while one is published."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from polling_worker import ROUTES, Worker, drain, note, published, quick_marks, settle, workers
+from support import backlog, wait_until
+
+from outbox import Event, Outbox
+from outbox.errors import OutboxError
+from outbox.sandbox._process import patience
+from relay.database import Connector
+from relay.kafka.routing import OnFailure, Route, Router
+from relay.lease import HeldLanes, Lease
+from relay.loop import LoopSettings, WorkerLoop
+from relay.operations.dead_letters import DeadLetters, Selection
+from relay.polling.source import PollingSource
+from relay.ports import (
+    PUBLISHED,
+    Batches,
+    BatchRefused,
+    Claim,
+    Completed,
+    Confirm,
+    Failed,
+    Kind,
+    LaneLost,
+    Receipt,
+    Refused,
+    Sent,
+)
+from relay.retries import FailurePolicy, Failures
+
+__all__ = ["quick_marks", "workers"]
+
+
+def busy(worker: Worker, source: PollingSource, batch: int = 20) -> tuple[Batches, dict[int, list[int]]]:
+    """A source in the middle of a drain, with the next turn asked for. Gives this turn, and what was before."""
+    seen: dict[int, list[int]] = {}
+    for _ in range(3):
+        fetched = source.fetch(worker.limits(batch))
+        note(seen, fetched.batches)
+        settle(source, fetched.batches)
+    fetched = source.fetch(worker.limits(batch))
+    assert all(len(claims) == batch for claims in fetched.batches.values())
+    return fetched.batches, seen
+
+
+def test_a_lane_lost_while_the_next_turn_is_read_gives_none_of_it(workers):
+    worker = workers()
+    worker.insert(2000)
+    there = worker.ids()
+    source = worker.source()
+    batches, seen = busy(worker, source)
+    lost = worker.leases[1]
+    worker.admin.execute("UPDATE outbox.lanes SET epoch = epoch + 1, protocol_epoch = epoch + 1 WHERE lane = 1")
+    note(seen, {lane: claims for lane, claims in batches.items() if lane != 1})
+    settle(source, batches)
+    fetched = source.fetch(worker.limits(20))
+    assert list(fetched.failed) == [1]
+    assert isinstance(fetched.failed[1], LaneLost)
+    assert sorted(fetched.batches) == [0, 2, 3]
+    note(seen, fetched.batches)
+    settle(source, fetched.batches)
+    source.drop(1)
+    limits = {lane: limit for lane, limit in worker.limits(20).items() if lane != 1}
+    rest = drain(source, limits)
+    for lane in (0, 2, 3):
+        assert seen[lane] + rest[lane] == there[lane]
+    # Taken again, while the others are read ahead: from the first that is not settled.
+    source.hold(Lease(1, lost.epoch + 1, 600.0, time.monotonic()))
+    assert seen[1] + drain(source, worker.limits(20))[1] == there[1]
+    assert backlog(worker.database.url) == 0
+
+
+def test_a_lane_dropped_and_held_again_while_the_next_turn_is_read(workers):
+    worker = workers()
+    worker.insert(2000)
+    there = worker.ids()
+    source = worker.source()
+    batches, seen = busy(worker, source)
+    note(seen, {lane: claims for lane, claims in batches.items() if lane != 1})
+    settle(source, {lane: claims for lane, claims in batches.items() if lane != 1})
+    # What was in hand of it is given up: it was not published.
+    source.drop(1)
+    source.hold(worker.leases[1])
+    rest = drain(source, worker.limits(20))
+    assert {lane: seen[lane] + rest[lane] for lane in there} == there
+
+
+def drain_claims(source: PollingSource, limits: Mapping[int, int]) -> list[Claim]:
+    claims: list[Claim] = []
+    nothing = 0
+    while nothing < 3:
+        fetched = source.fetch(limits)
+        assert fetched.failed == {}
+        nothing = 0 if fetched.batches else nothing + 1
+        claims += [claim for batch in fetched.batches.values() for claim in batch]
+        settle(source, fetched.batches)
+    assert source.flush(list(limits)) == {}
+    return claims
+
+
+def test_a_failure_recorded_while_the_next_turn_is_read_makes_its_key_wait(workers):
+    worker = workers()
+    # A few keys, so that there are later events of each in the turn that was read ahead.
+    worker.insert(2000, keys=20)
+    source = worker.source(attempts=5)
+    batches, _ = busy(worker, source)
+    lane = 2 if 2 in batches else next(iter(batches))
+    bad = batches[lane][0]
+    receipts = {
+        each: Receipt(
+            [
+                (claim, Refused("bad") if claim is bad else PUBLISHED)
+                for claim in claims
+                if claim is bad or claim.aggregate_id != bad.aggregate_id
+            ]
+        )
+        for each, claims in batches.items()
+    }
+    assert source.settle(receipts) == {}
+    rest = drain_claims(source, worker.limits(20))
+    assert not [claim for claim in rest if claim.aggregate_id == bad.aggregate_id]
+    left = worker.admin.execute("SELECT DISTINCT aggregate_id FROM outbox.events").fetchall()
+    assert left == [(bad.aggregate_id,)]
+    worker.admin.execute("UPDATE outbox.failures SET next_attempt_at = now()")
+    after = [claim.position for claim in drain_claims(source, worker.limits(20))]
+    assert after[0] == bad.position
+    assert after == sorted(after)
+    assert backlog(worker.database.url) == 0
+
+
+def test_kinds_left_out_while_the_next_turn_is_read_come_again_in_order(workers):
+    worker = workers()
+    for first in range(1, 4001, 100):
+        worker.insert(50, first=first)
+        worker.insert(50, kind="Cart", first=first + 50)
+    there = worker.ids()
+    cart = {id_ for (id_,) in worker.admin.execute("SELECT id FROM outbox.events WHERE aggregate_type = 'Cart'")}
+    source = worker.source()
+    seen: dict[int, list[int]] = {}
+    batches, seen = busy(worker, source)
+    # The topic of the carts can't be written to: they are not sent.
+    good = {lane: [claim for claim in claims if claim.aggregate_type == "Order"] for lane, claims in batches.items()}
+    note(seen, good)
+    source.settle(
+        {lane: Receipt([(claim, PUBLISHED) for claim in claims], left_out=True) for lane, claims in good.items()}
+    )
+    source.leave_out(frozenset({("Cart", False)}))
+    while_left_out = drain(source, worker.limits(20))
+    for lane, ids in while_left_out.items():
+        assert not cart & set(ids)
+        seen[lane] += ids
+    assert {id_ for ids in worker.ids().values() for id_ in ids} <= cart
+    source.leave_out(frozenset())
+    rest = drain(source, worker.limits(20))
+    for lane, ids in there.items():
+        came = seen[lane] + rest[lane]
+        assert sorted(came) == ids
+        for kind in (cart, set(ids) - cart):
+            assert [id_ for id_ in came if id_ in kind] == [id_ for id_ in ids if id_ in kind]
+    assert backlog(worker.database.url) == 0
+
+
+@pytest.mark.parametrize("known", ["nothing", "a part"])
+def test_what_was_not_sent_of_a_turn_comes_before_what_was_read_ahead(workers, known):
+    """The broker refused something, and all or some of the turn was not sent."""
+    worker = workers()
+    worker.insert(2000)
+    there = worker.ids()
+    source = worker.source()
+    batches, seen = busy(worker, source)
+    receipts = {}
+    if known == "a part":
+        receipts = {lane: published(claims[:3]) for lane, claims in batches.items()}
+        note(seen, {lane: claims[:3] for lane, claims in batches.items()})
+    assert source.settle(receipts) == {}
+    rest = drain(source, worker.limits(20))
+    assert {lane: seen[lane] + rest[lane] for lane in there} == there
+    assert backlog(worker.database.url) == 0
+
+
+def backlog_before(worker: Worker) -> int:
+    # Three turns of twenty from each of four lanes were settled, of which the last went with the fourth read.
+    return 2000 - 3 * 4 * 20
+
+
+def test_a_source_is_closed_while_the_next_turn_is_read(workers):
+    worker = workers()
+    worker.insert(2000)
+    source = worker.source()
+    busy(worker, source)
+    source.close()
+    source.close()
+    again = worker.source()
+    assert sum(map(len, drain(again, worker.limits(20)).values())) == backlog_before(worker)
+
+
+class Kafka:
+    """A publisher that refuses the batch that holds ``bad``, all of it, until it is alone."""
+
+    def __init__(self, sent: list[Claim], bad: Collection[int]) -> None:
+        self._sent = sent
+        self._bad = bad
+
+    def join(self, _leases: Sequence[Lease]) -> dict[int, OutboxError]:
+        return {}
+
+    def publish(self, batches: Batches, _confirm: Confirm | None = None) -> Sent:
+        blamed = [n for n, claims in batches.items() if any(claim.position in self._bad for claim in claims)]
+        if blamed:
+            return Failed(BatchRefused("the broker refuses something"), blamed=blamed)
+        for claims in batches.values():
+            self._sent += claims
+        return Completed({n: published(claims) for n, claims in batches.items()})
+
+    def paused(self) -> frozenset[Kind]:
+        return frozenset()
+
+    def serve(self) -> None: ...
+    def close(self) -> None: ...
+
+
+class Watcher:
+    def __init__(self) -> None:
+        self.refusals: list[int] = []
+
+    def published(self, count: int) -> None: ...
+    def recovered(self, lanes: Collection[int]) -> None: ...
+    def unavailable(self, lanes: Collection[int], error: Exception, wait_seconds: float) -> None: ...
+    def refused(self, lane: int, claim: Claim, reason: str) -> None:
+        self.refusals.append(claim.position)
+
+
+@contextmanager
+def looped(worker: Worker, publisher: Any, watcher: Watcher, *, batch: int = 50, **more: Any) -> Iterator[None]:
+    """The product's own loop, over a publisher of the test's."""
+    stop, held = threading.Event(), HeldLanes()
+    held.give(worker.leases)
+    failures = Failures("outbox", FailurePolicy(100, 600.0, 600.0), ROUTES)
+    loop = WorkerLoop(
+        lambda: PollingSource(Connector(worker.database.url, "loop"), "outbox", failures, **more),
+        lambda _source: publisher,
+        held=held,
+        stop=stop,
+        observer=watcher,
+        settings=LoopSettings(batch_size=batch, min_backoff_seconds=0.001, max_backoff_seconds=0.001),
+    )
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            loop.run()
+        except BaseException as error:  # noqa: BLE001  raised again below
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join(60 * patience())
+        if errors:
+            raise errors[0]
+        assert not thread.is_alive()
+
+
+def test_bad_events_in_a_backlog_are_found_and_no_key_is_out_of_order(workers):
+    worker = workers()
+    worker.insert(4000, keys=400)
+    there = worker.ids()
+    bad = {ids[number] for ids in there.values() for number in (0, 333, 650)}
+    sent: list[Claim] = []
+    watcher = Watcher()
+    bad_keys = {
+        key for (key,) in worker.admin.execute("SELECT aggregate_id FROM outbox.events WHERE id = ANY(%s)", [list(bad)])
+    }
+    with looped(worker, Kafka(sent, bad), watcher):
+        wait_until(lambda: bad <= set(watcher.refusals), 60, "the bad ones to be found")
+        left = "SELECT count(*) FROM outbox.events WHERE NOT aggregate_id = ANY(%s)"
+        wait_until(lambda: worker.admin.execute(left, [list(bad_keys)]).fetchone() == (0,), 60, "the others to go")
+    assert len({claim.position for claim in sent}) == len(sent)
+    by_key: dict[str, list[int]] = defaultdict(list)
+    for claim in sent:
+        by_key[claim.aggregate_id].append(claim.position)
+    assert all(ids == sorted(ids) for ids in by_key.values())
+    first_bad = dict(
+        worker.admin.execute("SELECT aggregate_id, min(id) FROM outbox.failures GROUP BY aggregate_id").fetchall()
+    )
+    assert first_bad.keys() == bad_keys
+    assert not [claim for claim in sent if claim.position > first_bad.get(claim.aggregate_id, 1 << 60)]
+
+
+def test_what_a_person_puts_back_is_seen_in_the_middle_of_a_drain(workers, quick_marks):
+    worker = workers()
+    source = worker.source(Router({"Order": Route("orders", OnFailure.SKIP)}))
+    with worker.database.connect() as connection:
+        Outbox().add(connection, Event("Order", "skipped", "bad"))
+    ((lane, (claim,)),) = source.fetch(worker.limits()).batches.items()
+    source.settle({lane: Receipt([(claim, Refused("bad"))])})
+    worker.insert(40_000)
+    settle(source, source.fetch(worker.limits(4)).batches)
+    # Until the source has seen that the lane has no failures any more, and reads ahead.
+    while source.reader.has_failures(lane) or source.session.ahead is None:
+        settle(source, source.fetch(worker.limits(4)).batches)
+    assert len(DeadLetters(worker.admin, "outbox").retry(Selection())) == 1
+    began = time.monotonic()
+    while True:
+        fetched = source.fetch(worker.limits(4))
+        settle(source, fetched.batches)
+        assert fetched.batches, "the drain is over"
+        if any(each.position == claim.position for batch in fetched.batches.values() for each in batch):
+            break
+        assert time.monotonic() - began < 10 * patience()

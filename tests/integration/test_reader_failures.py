@@ -1,0 +1,239 @@
+"""A task that reads a range itself, while records are corrupt, connections are cut and Kafka stays away."""
+
+from __future__ import annotations
+
+import os
+import re
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from confluent_kafka import Producer
+from consumer_group import ConsumerGroup
+from kafka_proxy import FETCH, KafkaProxy, delay_response, edit_response
+from range_support import MESSAGES, PART, late_job, offsets, send, settings, span
+
+from outbox.sandbox.kafka import KafkaCluster
+from outbox.testing.fixtures import Topics
+from spark_jobs.errors import ConsumerUnavailable
+from spark_jobs.task import partition as task
+from spark_jobs.task import reader
+from spark_jobs.task.reader import RangeReader
+
+
+@pytest.fixture(scope="module")
+def between() -> Iterator[tuple[KafkaCluster, KafkaProxy, str]]:
+    """A broker behind a proxy, and a topic with 25,000 messages of 1 kB."""
+    with (
+        KafkaProxy("127.0.0.1", None) as proxy,
+        KafkaCluster(advertised_port=proxy.port) as cluster,
+    ):
+        proxy.lead_to(cluster.proxied_port)
+        with Topics(cluster.bootstrap_servers) as topics:
+            topic = topics.create_topic("between")
+            # One event, as JSON, with a number.
+            send(cluster.bootstrap_servers, topic, [b'{"n":%d,"pad":"%s"}' % (n, b"x" * 1000) for n in range(MESSAGES)])
+            yield cluster, proxy, topic
+
+
+def corrupted(response: bytes) -> bytes:
+    """Change one byte in the middle of what was fetched; shorter answers have no messages."""
+    if len(response) < 20_000:
+        return response
+    middle = len(response) // 2
+    return response[:middle] + bytes([response[middle] ^ 1]) + response[middle + 1 :]
+
+
+@pytest.fixture
+def sink(outbox_postgres) -> ConsumerGroup:
+    group = ConsumerGroup(outbox_postgres.url)
+    group.begin([PART])
+    group.run("CREATE TABLE seen (n int, at bigint)")
+    return group
+
+
+def apply(group: ConsumerGroup, made: RangeReader, topic: str, name: str = "t") -> dict[str, Any]:
+    """Let a task apply the whole topic, and return its report. The group's own name of the topic is ``t``."""
+    job = late_job()
+    effect = "INSERT INTO seen SELECT n, message_offset FROM batch ORDER BY message_offset"
+    plan = group.plan(PART, 0, MESSAGES, job.columns, effect, late=job)
+    parts = made.range((topic, PART), span(0, MESSAGES))
+    (row,) = task.run_range(plan, (name, PART), parts).to_pylist()
+    return dict(row)
+
+
+def nothing_applied(group: ConsumerGroup) -> bool:
+    return group.run("SELECT next_offset FROM consumer.offsets") == [(0,)] and group.run("SELECT FROM seen") == []
+
+
+def all_applied(group: ConsumerGroup) -> bool:
+    seen = group.run("SELECT count(*), count(DISTINCT n), count(*) FILTER (WHERE n <> at) FROM seen")
+    return bool(
+        seen == [(MESSAGES, MESSAGES, 0)] and group.run("SELECT next_offset FROM consumer.offsets") == [(MESSAGES,)]
+    )
+
+
+def test_a_corrupt_record_in_the_middle_is_not_passed_over(between, sink):
+    """librdkafka says that a checksum is wrong, and reads on behind it."""
+    _, proxy, topic = between
+    proxy.on(FETCH, edit_response(corrupted), times=1, skip=4)
+    made = RangeReader(settings(proxy.address))
+    report = apply(sink, made, topic)
+    assert report["outcome"] == "corrupt"
+    assert "CRC" in report["detail"]
+    assert proxy.fired
+    proxy.clear()
+    assert made.broken
+    made.close()
+    assert nothing_applied(sink)
+    made = RangeReader(settings(proxy.address))
+    assert apply(sink, made, topic)["outcome"] == "applied"
+    made.close()
+    assert all_applied(sink)
+
+
+def test_a_cut_in_the_middle_costs_nothing(between, sink):
+    _, proxy, topic = between
+    before = proxy.seen(FETCH)
+    made = RangeReader(settings(proxy.address))
+    cuts = iter(range(3))
+    real = made._consumer.consume
+
+    class Cutting:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(consumer, name)
+
+        def consume(self, *arguments: Any) -> Any:
+            found = real(*arguments)
+            if found and next(cuts, None) is not None:
+                proxy.cut()
+            return found
+
+    consumer = made._consumer
+    made._consumer = Cutting()  # type: ignore[assignment]
+    assert apply(sink, made, topic)["outcome"] == "applied"
+    assert next(cuts, None) is None
+    assert proxy.seen(FETCH) > before + 3
+    made.close()
+    assert all_applied(sink)
+
+
+def test_kafka_that_stays_away_in_the_middle(between, sink):
+    _, proxy, topic = between
+    proxy.on(FETCH, delay_response(None), times=100, skip=4)
+    made = RangeReader(settings(proxy.address, patience_seconds=2.0))
+    report = apply(sink, made, topic)
+    assert report["outcome"] == "unavailable"
+    assert re.search(r"between-0 from offset \d+ came for 2 s", report["detail"])
+    proxy.clear()
+    proxy.release()
+    made.close()
+    assert nothing_applied(sink)
+
+
+def test_a_task_moves_the_group_behind_what_was_aborted(between, sink, aborted):
+    """In front of a long stretch without messages: the next range begins behind it. Another try finds it applied."""
+    made = RangeReader(settings(between[0].bootstrap_servers))
+    job = late_job()
+    plan = sink.plan(PART, 0, 5, job.columns, "INSERT INTO seen SELECT n, message_offset FROM batch", late=job)
+    said = []
+    for _ in range(2):
+        (row,) = task.run_range(plan, ("t", PART), made.range((aborted, PART), span(0, 5))).to_pylist()
+        said.append(row["outcome"])
+    made.close()
+    assert said == ["applied", "already"]
+    ((offset, log_end),) = sink.run("SELECT next_offset, log_end FROM consumer.offsets")
+    # The marker may be written behind the message: the coordinator answers before.
+    assert offset == log_end
+    assert offset in {40, 41}
+    assert sink.run("SELECT FROM seen") == []
+
+
+@pytest.fixture
+def aborted(between) -> Iterator[str]:
+    """A topic with 40 large messages that were aborted, the marker of that, and one message."""
+    cluster, _, _ = between
+    with Topics(cluster.bootstrap_servers) as topics:
+        topic = topics.create_topic(topics.name("aborted"))
+        producer = Producer({"bootstrap.servers": cluster.bootstrap_servers, "transactional.id": topic})
+        producer.init_transactions(30)
+        producer.begin_transaction()
+        for _ in range(40):
+            producer.produce(topic, os.urandom(900_000), partition=PART)
+            assert producer.flush(60) == 0
+        producer.abort_transaction(30)
+        send(cluster.bootstrap_servers, topic, [b"1"])
+        yield topic
+
+
+def test_a_long_stretch_that_was_aborted_is_waited_for(between, aborted, monkeypatch):
+    """The client hands nothing on for longer than anybody waits; that it gets on is seen by its statistics."""
+    _, proxy, _ = between
+    # A record with each answer, and each answer late.
+    settings_ = {"fetch.message.max.bytes": 900_000, "statistics.interval.ms": 50}
+    monkeypatch.setattr(reader, "_SETTINGS", {**reader._SETTINGS, **settings_})
+    proxy.on(FETCH, delay_response(0.4), times=10_000)
+    try:
+        made = RangeReader(settings(proxy.address, patience_seconds=1.0))
+        began = time.monotonic()
+        # The marker may be written behind the message: the coordinator answers before.
+        (offset,) = offsets(made.range((aborted, PART), span(0, 42)))
+        assert offset in {40, 41}
+        assert time.monotonic() - began > 1.5
+        made.close()
+        monkeypatch.setattr(RangeReader, "_progress", lambda self, text: None)
+        made = RangeReader(settings(proxy.address, patience_seconds=1.0))
+        with pytest.raises(ConsumerUnavailable, match="came for 1 s"):
+            offsets(made.range((aborted, PART), span(0, 42)))
+        made.close()
+    finally:
+        proxy.clear()
+
+
+def reached_early(self: Any, at: int) -> None:
+    self.at = max(self.at, at)
+    self.whole = True
+
+
+def test_the_proof_is_what_keeps_a_part_from_being_committed(between, sink, monkeypatch):
+    """Mutation: whatever comes first is taken for the end, as an iterator's end would be."""
+    _, proxy, topic = between
+    monkeypatch.setattr(reader._Span, "reach", reached_early)
+    made = RangeReader(settings(proxy.address))
+    apply(sink, made, topic)
+    made.close()
+    assert not all_applied(sink)
+    assert not nothing_applied(sink)
+
+
+def test_a_reader_that_ends_early_commits_nothing(between, sink, monkeypatch):
+    """The loop is wrong, and the proof is asked for all the same."""
+    _, proxy, topic = between
+    real = RangeReader._read
+
+    def early(self: RangeReader, spans: Any) -> Iterator[Any]:
+        for number, part in enumerate(real(self, spans)):
+            yield part
+            if number == 3:
+                return
+
+    monkeypatch.setattr(RangeReader, "_read", early)
+    made = RangeReader(settings(proxy.address))
+    report = apply(sink, made, topic)
+    assert report["outcome"] == "cut"
+    assert f"the range ends at {MESSAGES}; nothing was committed" in report["detail"]
+    made.close()
+    assert nothing_applied(sink)
+
+
+def test_messages_that_come_twice_are_not_applied_twice(between, sink, monkeypatch):
+    _, proxy, topic = between
+    made = RangeReader(settings(proxy.address))
+    take = reader._Span.take
+    monkeypatch.setattr(reader._Span, "take", lambda self, messages: take(self, [*messages, *messages[-1:]]))
+    report = apply(sink, made, topic)
+    assert report["outcome"] == "cut"
+    assert "or a later one was to come" in report["detail"]
+    made.close()
+    assert nothing_applied(sink)

@@ -1,0 +1,159 @@
+"""A worker that streams, through random histories and over a failover."""
+
+from __future__ import annotations
+
+import random
+
+import psycopg
+import pytest
+from standby import Standby
+from stream_bench import SKIP, Killed, Outboxed, both, now_at, outboxed, told
+from support import backlog, wait_until
+
+from outbox import Event, Outbox
+from relay.operations.dead_letters import DeadLetters, Selection
+from relay.wal import source as wal_source
+from relay.wal.lane_hash import lane_of
+from relay.wal.session import StreamLimits
+
+__all__ = ["outboxed"]
+
+
+class RandomHistory:
+    """A random history of one outbox: writers, refusals, dead servers and dead relays, switched on and off."""
+
+    KEYS = "abcdefgh"
+
+    def __init__(self, box: Outboxed, chance: random.Random, *, once: bool) -> None:
+        self.box = box
+        self.once = once
+        self.random = chance
+        self.count = 0
+        box.kafka.kill = lambda point: self.random.random() < 0.04
+
+    def start(self) -> None:
+        self.box.relay(
+            once=self.once,
+            limits=StreamLimits(max_events=self.random.choice([5, 50, 5000])),
+            batch=self.random.choice([1, 3, 20]),
+            backoff=0.001,
+        )
+
+    def write(self) -> None:
+        """A transaction of several keys: those of the second half as messages. Some of it is rolled back."""
+        box, chance = self.box, self.random
+        committed = []
+        with psycopg.connect(box.url) as connection, connection.transaction() as whole:
+            for key in chance.choices(self.KEYS, k=chance.randint(1, 5)):
+                self.count += 1
+                name = f"{key}{self.count:05}"
+                outbox = Outbox(**box.transport(message=key > "d"))
+                with connection.transaction(force_rollback=chance.random() < 0.2) as savepoint:
+                    outbox.add(connection, Event("Order", key, name))
+                if not savepoint.force_rollback:
+                    committed.append((key, name))
+            if chance.random() < 0.1:
+                committed = []
+                raise psycopg.Rollback(whole)
+        for key, name in committed:
+            box.written[key].append(name)
+
+    def step(self) -> None:
+        box, chance = self.box, self.random
+        try:
+            match chance.randint(0, 11):
+                case 0 | 1 | 2:
+                    self.write()
+                case 3:
+                    box.kafka.bad = set(chance.choices(self.KEYS, k=chance.randint(0, 2)))
+                case 4:
+                    box.kafka.bad = set()
+                case 5 if chance.random() < 0.3:
+                    box.kafka.away = not box.kafka.away
+                case 6 if chance.random() < 0.2:
+                    box.admin.execute(
+                        "SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE application_name = 'relay' "
+                        "AND datname = current_database() AND random() < 0.5"
+                    )
+                case 7 if chance.random() < 0.2:
+                    self.start()
+                case _:
+                    for _ in range(chance.randint(1, 10)):
+                        box.turn(*chance.choice([(), (), (chance.randrange(box.lanes),)]))
+        except Killed:
+            self.start()
+
+    def end(self) -> None:
+        box = self.box
+        box.kafka.bad, box.kafka.away, box.kafka.kill = set(), False, lambda _point: False
+        wanted = sum(map(len, box.written.values()))
+        done = {name for names in box.written.values() for name in names}
+        box.until(lambda: done <= set(box.kafka.names()), f"{wanted} events")
+        box.streams()
+        box.until(lambda: backlog(box.url) == 0, "all to be settled")
+        # A relay that was started a moment ago reads much of the stream again: up to here, all of it is done with.
+        end = now_at(box)
+        box.cdc._slot.heartbeat(0)
+        box.until(lambda: told(box) >= end, "the stream to be read to its end")
+        box.turns(5)
+        assert backlog(box.url) == 0
+        for key in self.KEYS:
+            names = box.kafka.names(key)
+            first = list(dict.fromkeys(names))
+            assert first == box.written[key]
+            if self.once:
+                assert names == first
+        box.nothing_left()
+
+
+def test_a_message_of_the_last_batch_before_a_failover_is_never_published_again(private_postgres, monkeypatch):
+    """Whatever the lane publishes next, and however long another lane keeps the slot from going on."""
+    primary = private_postgres({"fsync": "off", "autovacuum": "off"})
+    url = private_postgres.database(primary).url
+    box = Outboxed(url, "outbox_relay", 2)
+    a, b = (next(key for key in "abcdefghijk" if lane_of("Order", key, 2) == lane) for lane in range(2))
+    with Standby(primary, synced_slots=True) as standby:
+        box.relay(SKIP, 1, once=True)
+        box.streams()
+        box.kafka.bad = {a}
+        box.add(f"{a}1")
+        box.until(lambda: box.dead, "the dead letter")
+        box.kafka.bad = set()
+        box.streams()
+        standby.await_slot("outbox_relay")
+        # From here on lane 1 hangs, and with it the slot.
+        box.add(f"{b}1")
+        box.add(f"{a}2", message=True)
+        box.kafka.kill = lambda point: point == "after"
+        with pytest.raises(Killed):
+            wait_until(lambda: box.turned(0) and False, 20, "the kill")
+        box.kafka.kill = lambda point: False
+        box.fail_over(standby, url.replace(f":{primary.port}/", f":{standby.port}/"))
+        try:
+            place = "SELECT commit_lsn FROM outbox.lanes WHERE lane = 0"
+            before = box.rows(place)
+            box.relay(SKIP, 1, once=True)
+            box.turn(1)
+            wait_until(lambda: box.turned(0) and box.rows(place) > before, 20, "the place of lane 0")
+            # Its batch comes out of the table, and knows of no place in the WAL.
+            monkeypatch.setattr(wal_source, "_LOOK_SECONDS", 0.0)
+            DeadLetters(box.admin, "outbox").retry(Selection())
+            wait_until(lambda: box.turned(0) and f"{a}1" in box.kafka.names(), 20, "the dead letter")
+            assert box.kafka.markers[0].stream is None
+            box.relay(SKIP, 1, once=True)
+            box.until(lambda: f"{b}1" in box.kafka.names(), "lane 1")
+            box.streams()
+            box.turns(5)
+            assert sorted(box.kafka.names()) == sorted([f"{a}1", f"{a}2", f"{b}1"])
+        finally:
+            box.close()
+
+
+@both
+@pytest.mark.parametrize("lanes", [1, 2])
+def test_a_random_history(outboxed, chance, lanes, once):
+    history = RandomHistory(outboxed(lanes), chance, once=once)
+    history.start()
+    for _ in range(120):
+        history.step()
+    history.end()

@@ -1,0 +1,320 @@
+"""Several lanes of one stream: what one of them meets does not hold up the others."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+from stream_bench import Outboxed, Producer, begun, both, now_at, of_either_kind, outboxed, told
+from support import backlog, wait_until
+
+from outbox import Event, Outbox
+from relay import loop
+from relay.ports import Batches, BatchRefused, LaneBusy, LaneLost, Unavailable
+from relay.wal import source as wal_source
+from relay.wal.lane import CatchingUp
+from relay.wal.lane_hash import lane_of
+from relay.wal.session import StreamLimits
+
+__all__ = ["outboxed"]
+
+
+def keys_of_lanes() -> tuple[str, str]:
+    """Keys of lane 0 and of lane 1, of two."""
+    keys = [next(key for key in "abcdefgh" if lane_of("Order", key, 2) == lane) for lane in (0, 1)]
+    return keys[0], keys[1]
+
+
+def test_a_lane_with_a_backlog_does_not_hold_up_the_others(outboxed):
+    """What the stream gives for it is in its table: nothing is kept for it until it has nearly caught up."""
+    box = outboxed(2)
+    slow, quick = keys_of_lanes()
+    box.add(*(f"{slow}{number:04}" for number in range(1500)))
+    box.relay(limits=StreamLimits(max_events=20), batch=10)
+    box.until(lambda: box.rows("SELECT streaming FROM outbox.lanes WHERE lane = 1") == [(True,)], "a lane to stream")
+    more = [f"{slow}{number:04}" for number in range(1500, 1560)]
+    for number in range(30):
+        box.add(*more[2 * number : 2 * number + 2], f"{quick}{number:02}")
+
+    def quick_ones() -> bool:
+        # However long the stream takes, the slow lane's table is not nearly read.
+        if len(box.kafka.names(slow)) < 1000:
+            box.turn(0)
+        box.turn(1)
+        return len(box.kafka.names(quick)) == 30
+
+    assert len(box.kafka.names(slow)) < 1000
+    wait_until(quick_ones, 20, "the other lane's events")
+    box.until(lambda: len(box.kafka.published) == 1590, "all")
+    box.streams()
+    assert box.kafka.names(slow) == sorted(box.kafka.names(slow))
+
+
+def test_a_session_that_ends_while_a_lane_catches_up_begins_anew_at_once(outboxed):
+    """A turn has three rows of its table, which are large, and the others wait for it: they are 40."""
+    box = outboxed(2)
+    slow, quick = keys_of_lanes()
+    box.relay(turn_bytes=100_000)
+    box.streams()
+    box.kafka.bad = {slow}
+    with psycopg.connect(box.url) as connection:
+        Outbox().add_many(
+            connection, [Event("Order", slow, f"{slow}{number}", b"x" * 40_000) for number in range(10, 50)]
+        )
+    box.until(lambda: box.failed() == [slow] and not box.streaming(0), "lane 0 to be in the table")
+    box.kafka.bad = set()
+    box.hurry()
+    lane = box.source._lanes[0]
+    wait_until(lambda: box.turned(0) and isinstance(lane.state, CatchingUp), what="lane 0 to catch up")
+    box.admin.execute(
+        "SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots WHERE slot_name = %s", (box.names.slot,)
+    )
+    wait_until(lambda: box.session().error is not None, what="the session's end")
+    box.add(f"{quick}1")
+    before = len(box.kafka.names(slow))
+    assert before < 20
+    # The next session begins when both have joined it, and this one alone is asked to.
+    for _ in range(4):
+        box.turn(0)
+    wait_until(lambda: box.turned(1) and box.kafka.names(quick), what="the other lane's event")
+    assert len(box.kafka.names(slow)) - before < 20
+    box.until(lambda: len(box.kafka.published) == 41, "all")
+    assert box.kafka.names(slow) == [f"{slow}{number}" for number in range(10, 50)]
+
+
+@both
+@of_either_kind
+def test_a_missing_topic_holds_up_its_own_events_alone(outboxed, once, message):
+    """They stay in the table; the stream, which has other lanes too, must not fill up with what comes behind them."""
+    box = outboxed(2)
+    slow, quick = keys_of_lanes()
+    box.relay(once=once, limits=StreamLimits(max_events=10), batch=5)
+    box.streams()
+    box.kafka.missing = {"Bill"}
+    bill = next(key for key in "ABCDEFGH" if lane_of("Bill", key, 2) == 0)
+    box.add(f"{bill}1", f"{bill}2", kind="Bill", message=message)
+    names = [f"{key}{number:02}" for number in range(30) for key in (slow, quick)]
+    for name in names:
+        box.add(name, message=message)
+    box.until(lambda: len(box.kafka.names()) >= 60, "all others")
+    assert box.kafka.names(slow) + box.kafka.names(quick) == sorted(names, key=lambda name: (name[0] != slow, name))
+    box.until(lambda: backlog(box.url) == 2, "them to be settled")
+    assert (box.failed(), box.streaming(0), box.streaming(1)) == ([], False, True)
+    box.kafka.missing = set()
+    box.until(lambda: len(box.kafka.names()) >= 62, "the bills")
+    box.streams()
+    assert box.kafka.names(bill) == [f"{bill}1", f"{bill}2"]
+    box.nothing_left()
+
+
+def lose_lane_0(box: Outboxed) -> None:
+    box.admin.execute("UPDATE outbox.lanes SET epoch = epoch + 1, protocol_epoch = epoch + 1 WHERE lane = 0")
+
+
+@pytest.mark.parametrize("where", ["in the stream", "on the way out of it", "in the table"])
+def test_a_lane_that_is_lost_is_the_only_one_to_stop(outboxed, monkeypatch, where):
+    """Wherever it turns out."""
+    monkeypatch.setattr(wal_source, "_LOOK_SECONDS", 0.0)
+    box = outboxed(2)
+    slow, quick = keys_of_lanes()
+    box.relay()
+    box.streams()
+    match where:
+        case "in the stream":
+            lose_lane_0(box)
+            box.add(f"{slow}1")
+        case "on the way out of it":
+            # A failure makes it leave, and nothing else is there to find the loss with.
+            with box.admin.transaction():
+                box.admin.execute(
+                    "INSERT INTO outbox.failures VALUES "
+                    "(0, 1, gen_random_uuid(), 'Order', %s, true, 1, 'bad', now(), now(), 'infinity')",
+                    (slow,),
+                )
+                lose_lane_0(box)
+        case "in the table":
+            box.kafka.bad = {slow}
+            box.add(f"{slow}0")
+            box.until(lambda: box.failed() == [slow] and not box.streaming(0), "lane 0 to be in the table")
+            lose_lane_0(box)
+            box.add(f"{slow}1", message=True)
+    box.add(f"{quick}1")
+    box.until(lambda: box.kafka.names(quick), f"the other lane's event, {box.kafka.names()} {box.seen.errors}")
+    box.until(lambda: box.seen.errors, "the loss")
+    assert box.kafka.names() == [f"{quick}1"]
+    assert [(lanes, type(error)) for lanes, error in box.seen.errors] == [([0], LaneLost)]
+    assert [gone.lease.lane for gone in box.held.take_let_go() if gone.lost] == [0]
+
+
+@both
+@pytest.mark.parametrize("streamed", [False, True])
+def test_a_lane_that_can_not_be_taken_over_does_not_hold_up_the_others(outboxed, monkeypatch, once, streamed):
+    """Its rows wait in the table: more of them than the stream holds go by, and come once and in order when it is back.
+
+    It could not be taken over from the start, or has streamed before; then its last batch may be on Kafka or not.
+    """
+    monkeypatch.setattr(loop, "_ABSENT_SECONDS", 0.05)
+    box = outboxed(2)
+    slow, quick = keys_of_lanes()
+    names = {key: [f"{key}{number:03}" for number in range(60)] for key in (slow, quick)}
+    if not streamed:
+        box.kafka.stuck = {0}
+    box.relay(once=once, limits=StreamLimits(max_events=20), batch=5)
+    if streamed:
+        box.streams()
+        box.add(*names[slow][:3], *names[quick][:3])
+        failing = "after" if once else slow
+        box.kafka.fail = lambda point: Unavailable("nobody knows") if point == failing else None
+        box.until(lambda: box.seen.errors, "a failure")
+        box.kafka.stuck = {0}
+        box.kafka.fail = lambda _point: None
+    for key in (slow, quick):
+        for number in range(3 if streamed else 0, 60):
+            box.add(names[key][number])
+    box.until(lambda: box.kafka.names(quick) == names[quick], "the other lane's events")
+    settled = now_at(box)
+    box.until(lambda: box.rows("SELECT count(*) FROM outbox.events WHERE lane = 1") == [(0,)], "them to be settled")
+    box.add(f"{quick}end")
+    box.until(lambda: told(box) >= settled, "the server to be told")
+    assert len(box.kafka.names(slow)) in ({3} if streamed and once else {0, 3})
+    assert (box.streaming(0), box.streaming(1)) == (False, True)
+    assert box.held_back()[0] < 20
+    box.kafka.stuck = set()
+    box.until(lambda: box.kafka.names(slow)[-1:] == names[slow][-1:], "the lane's events")
+    box.streams()
+    box.add(f"{slow}end")
+    box.until(lambda: box.kafka.names(slow)[-1] == f"{slow}end", "the last one")
+    assert box.kafka.names(slow) == [*names[slow], f"{slow}end"]
+    assert box.kafka.names(quick) == [*names[quick], f"{quick}end"]
+    box.until(lambda: backlog(box.url) == 0, "all to be settled")
+    box.nothing_left()
+
+
+def test_the_stream_does_not_go_past_an_event_without_a_row_whose_lane_can_not_be_taken_over(outboxed, monkeypatch):
+    """Only the WAL has it, and a transaction that is not decided yet may have published it: it can't be written down.
+
+    The others go on until as many events as the stream may hold are behind it; it is neither lost nor doubled.
+    """
+    monkeypatch.setattr(loop, "_ABSENT_SECONDS", 0.05)
+    box = outboxed(2)
+    slow, quick = keys_of_lanes()
+    box.relay(once=True, limits=StreamLimits(max_events=20), batch=5)
+    box.streams()
+    before = now_at(box)
+    box.add(f"{slow}1", message=True)
+    box.kafka.fail = lambda point: Unavailable("committed, and nobody knows") if point == "after" else None
+    box.until(lambda: box.kafka.names(slow) and box.seen.errors, "a batch that is on Kafka")
+    box.kafka.fail = lambda _point: None
+    box.kafka.stuck = {0}
+    box.add(f"{slow}2", f"{slow}3")
+    box.add(f"{slow}4", message=True)
+    box.add(*(f"{quick}{number:02}" for number in range(60)))
+    box.until(lambda: len(box.kafka.names(quick)) == 60, "the other lane's events")
+    box.turns(5)
+    assert told(box) <= before
+    box.kill()
+    box.relay(once=True, limits=StreamLimits(max_events=20), batch=5)
+    box.turns(5)
+    box.kafka.stuck = set()
+    box.until(lambda: len(box.kafka.names(slow)) >= 4, "the lane's events")
+    box.streams()
+    box.turns(5)
+    assert sorted(box.kafka.names(slow)) == [f"{slow}{number}" for number in range(1, 5)]
+    assert box.kafka.names(quick) == [f"{quick}{number:02}" for number in range(60)]
+
+
+@both
+def test_a_locked_lane_loses_no_event_that_was_announced(outboxed, once):
+    """Its row is locked while its last batch is to be settled and the next is there."""
+    box = outboxed(2)
+    slow, quick = keys_of_lanes()
+    box.relay(once=once)
+    box.streams()
+    box.add(f"{slow}1")
+    box.until(lambda: box.kafka.names(slow), "the first")
+    # Published, and not settled.
+    assert backlog(box.url) == 1
+    with psycopg.connect(box.url) as other:
+        other.execute("SELECT FROM outbox.lanes WHERE lane = 0 FOR UPDATE")
+        box.add(f"{slow}2", f"{quick}1")
+        box.read(3)
+        box.until(lambda: box.kafka.names(quick), "the other lane")
+        assert any(isinstance(error, LaneBusy) for _, error in box.seen.errors)
+    box.add(f"{slow}3")
+    box.until(lambda: len(box.kafka.names(slow)) >= 3, "the events of the lane that was locked")
+    assert box.kafka.names(slow) == [f"{slow}1", f"{slow}2", f"{slow}3"]
+    box.until(lambda: backlog(box.url) == 0, "all to be settled")
+    box.nothing_left()
+
+
+def test_a_turn_holds_no_more_than_its_bytes_and_all_lanes_have_theirs(outboxed):
+    """Rows and messages of 40 KB; the turn may hold 200 KB."""
+    box = outboxed(2)
+    keys = keys_of_lanes()
+    box.relay(turn_bytes=200_000, batch=100)
+    box.streams()
+    turns: list[Batches] = []
+    published = Producer.publish
+    with pytest.MonkeyPatch.context() as patch, psycopg.connect(box.url) as connection:
+        patch.setattr(Producer, "publish", lambda self, batches, *_: turns.append(batches) or published(self, batches))
+        for message in (True, False):
+            outbox = Outbox(**box.transport(message=message))
+            for number in range(30):
+                for key in keys:
+                    name = f"{key}{message}{number:02}"
+                    outbox.add(connection, Event("Order", key, name, {"n": "x" * 40_000}))
+            connection.commit()
+        # What comes one by one would have turns of one lane.
+        box.read(120)
+        box.until(lambda: len(box.kafka.published) == 120, "all")
+    sizes = [sum(len(claim.value) for claims in batches.values() for claim in claims) for batches in turns]
+    assert max(sizes) < 300_000
+    assert sum(len(batches) == 2 for batches in turns) > len(turns) // 2
+    for key in keys:
+        assert box.kafka.names(key) == [f"{key}{kind}{n:02}" for kind in (True, False) for n in range(30)]
+    box.turns(3)
+    box.nothing_left()
+
+
+def test_a_place_is_not_settled_without_what_goes_with_it(outboxed):
+    """Writing messages into the table fails while the connection goes on: they must not be passed by."""
+    box = begun(outboxed, failing=True)
+    box.admin.execute("""
+        CREATE FUNCTION stop() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE query_canceled; END $$;
+        CREATE TRIGGER stop BEFORE UPDATE ON outbox.lanes FOR EACH ROW WHEN (new.commit_lsn > old.commit_lsn
+        AND pg_trigger_depth() = 0 AND current_setting('idle_in_transaction_session_timeout') <> '0')
+        EXECUTE FUNCTION stop()""")
+    box.add("a1", message=True)
+    box.until(lambda: any("writing events" in str(error) for _, error in box.seen.errors), "it to fail")
+    box.relay()
+    box.turns(3)
+    box.admin.execute("DROP FUNCTION stop CASCADE")
+    box.until(lambda: box.kafka.names("a") == ["a1"], "the event")
+
+
+@both
+def test_what_was_taken_and_not_published_comes_again_to_the_source_that_goes_on(outboxed, chance, once):
+    """A part of each lane's events fails, again and again, and the source survives."""
+    box = outboxed(2)
+    box.relay(once=once, batch=20)
+    box.streams()
+    keys = "abcdefgh"
+    for number in range(100):
+        box.add(*(f"{key}{number:02}" for key in keys[:4]))
+        box.add(*(f"{key}{number:02}" for key in keys[4:]), message=True)
+    refused = BatchRefused("something")
+    box.kafka.fail = lambda point: refused if point != "after" and chance.random() < 0.1 else None
+    source = box.source
+
+    def go_on() -> bool:
+        # What is refused alone is an event that waits: it is due at once.
+        box.hurry()
+        return len(set(box.kafka.names())) == 800
+
+    box.until(go_on, "all")
+    assert source is box.source
+    box.kafka.fail = lambda _point: None
+    box.streams()
+    for key in keys:
+        assert box.kafka.names(key) == box.written[key]
+    box.turns(3)
+    box.nothing_left()

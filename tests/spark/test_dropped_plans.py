@@ -1,0 +1,90 @@
+"""A plan that Spark does not run, because it sees that the transform lets nothing through, hides no bad message."""
+
+from __future__ import annotations
+
+import json
+import threading
+from dataclasses import replace
+
+import pytest
+from pyspark.sql import functions
+from uuid_utils.compat import uuid7
+
+from spark_jobs.errors import ConsumerUnavailable
+from spark_jobs.spark import rows as rows_of_spark
+from spark_jobs.task import partition as task
+
+pytestmark = pytest.mark.spark
+
+MESSAGES = 12_000
+BAD = 6_000
+
+
+def with_nobody(rows):
+    """A join with a table that is empty: of all messages nothing is left."""
+    nobody = rows.sparkSession.createDataFrame([], "customer string")
+    return rows.join(functions.broadcast(nobody), "customer")
+
+
+def nothing(rows):
+    return rows.filter(functions.lit(False))
+
+
+@pytest.mark.parametrize("atomic", ["partition", "batch"])
+@pytest.mark.parametrize("transform", [with_nobody, nothing])
+def test_what_does_not_decode_is_a_dead_letter_all_the_same(bench, atomic, transform):
+    producer = bench.producer(**{"linger.ms": 20})
+    for part in range(2):
+        for number in range(MESSAGES):
+            order = {"order_id": "a", "seq": number, "customer": "c", "amount_cents": 1, "status": "s"}
+            value = b"{" if number == BAD else json.dumps(order).encode()
+            producer.produce(bench.topic, value, "a", part, headers=[("ce_id", str(uuid7()).encode())])
+            producer.poll(0)
+    assert producer.flush(60) == 0
+    job = replace(bench.job, atomic=atomic, transform=transform, max_dead=10)
+    totals = bench.once(job, max_records=2 * MESSAGES)
+    # Behind a join, one transaction remembers messages before it knows what the transform leaves of them.
+    remembered = 2 * MESSAGES - 2 if (atomic, transform) == ("batch", with_nobody) else 0
+    assert (totals.applied, totals.dead) == (remembered, 2)
+    assert bench.positions() == {0: MESSAGES, 1: MESSAGES}
+    dead = "SELECT part, message_offset, reason, attempts, state FROM consumer.dead_letters ORDER BY part"
+    assert bench.rows(dead) == [(part, BAD, "undecodable", 1, "dead") for part in range(2)]
+    # One that is tried again is read by Spark too, and nothing of it gets through either.
+    bench.run("UPDATE consumer.dead_letters SET state = 'retry'")
+    assert bench.once(job).applied == 0
+    assert bench.rows(dead) == [(part, BAD, "undecodable", 2, "dead") for part in range(2)]
+
+
+def test_a_task_whose_rows_were_all_filtered_says_so(bench, monkeypatch):
+    """Then nothing is read a second time: only where no task has run is there something to look for."""
+    job = replace(bench.job, transform=lambda rows: rows.filter("amount_cents < 0"))
+    for part in range(2):
+        bench.send_raw(b"{", [("ce_id", str(uuid7()).encode())], partition=part)
+        bench.send("a", 1, customer="x")
+    assert bench.once(job).dead == 2
+    looked = []
+    with bench.runner(job) as runner:
+        monkeypatch.setattr(runner._context, "undecoded", looked.append)
+        bench.send("b", 1)
+        bench.send("c", 1)
+        runner.once(threading.Event())
+    assert not looked
+    assert sum(bench.positions().values()) == 6
+
+
+def test_a_task_that_does_not_report_is_not_taken_for_a_plan_that_was_dropped(bench, monkeypatch):
+    """Where Spark was going to run tasks, only their word counts."""
+    job = replace(bench.job, transform=lambda rows: rows.filter("seq > 0"))
+    bench.send("a", 1)
+    real = rows_of_spark.in_tasks
+
+    def cut(rows, function, schema, **options):
+        made = real(rows, function, schema, **options)
+        return made.limit(0) if schema == task.REPORT else made
+
+    monkeypatch.setattr(rows_of_spark, "in_tasks", cut)
+    with pytest.raises(ConsumerUnavailable, match="a task did not report what became of"):
+        bench.once(job, patience=0.5)
+    assert bench.positions() in ({}, {0: 0, 1: 0})
+    monkeypatch.undo()
+    assert bench.once(job).applied == 1

@@ -1,0 +1,128 @@
+"""exactly_once with two queries, and with ids where a checkpoint is lost or old."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from pyspark.errors import StreamingQueryException
+from pyspark.sql import functions as F  # noqa: N812
+from stream_to_sink import JOB, Stream, stream
+
+from spark_jobs.driver import streaming
+from spark_jobs.errors import Fenced
+
+__all__ = ["stream"]
+
+pytestmark = pytest.mark.spark
+
+
+def with_ids(rows: Any) -> Any:
+    return rows.withColumn("message_id", F.concat(F.lit("00000000-0000-8000-8000-"), F.lpad(F.col("n"), 12, "0")))
+
+
+def test_rows_with_ids_are_known_when_checkpoints_are_lost_or_old(stream, tmp_path):
+    def run() -> None:
+        stream.run(stream.function(from_beginning=True), with_ids(stream.rows()))
+
+    stream.add()
+    run()
+    shutil.copytree(stream.checkpoint, tmp_path / "older")
+    stream.add()
+    run()
+    shutil.rmtree(stream.checkpoint)
+    stream.add()
+    run()
+    assert stream.seen() == list(range(9))
+    assert stream.sink("SELECT applied, duplicates FROM consumer.checkpoints") == [(9, 6)]
+    shutil.rmtree(stream.checkpoint)
+    shutil.copytree(tmp_path / "older", stream.checkpoint)
+    with pytest.raises(StreamingQueryException, match=r"CheckpointConflict.*a new one"):
+        run()
+    # Of one query, an older one.
+    shutil.rmtree(stream.checkpoint)
+    run()
+    shutil.copytree(stream.checkpoint, tmp_path / "middle")
+    stream.add()
+    run()
+    shutil.rmtree(stream.checkpoint)
+    shutil.copytree(tmp_path / "middle", stream.checkpoint)
+    stream.add()
+    run()
+    assert stream.seen() == list(range(15))
+
+
+def test_an_id_twice_in_a_batch_counts_once(stream):
+    stream.add(4)
+    rows = with_ids(stream.rows()).withColumn("n", F.explode(F.array(F.col("n"), F.col("n") + 100)))
+    stream.run(rows=rows)
+    assert stream.seen() == [0, 1, 2, 3]
+    assert stream.sink("SELECT applied, duplicates FROM consumer.checkpoints") == [(4, 4)]
+
+
+def test_rows_with_ids_need_one_each(stream):
+    stream.add()
+    rows = stream.rows().withColumn("message_id", F.lit(None).cast("string"))
+    with pytest.raises(StreamingQueryException, match="message_id is NULL"):
+        stream.run(rows=rows)
+    assert stream.sink("SELECT count(*) FROM consumer.checkpoints") == [(0,)]
+
+
+def test_the_younger_of_two_queries_goes_on(stream):
+    """Another driver takes the group over while a batch of this one is between its first look and its transaction."""
+    taken: list[int] = []
+
+    def transform(rows: Any) -> Any:
+        # Before this the number was looked at; the rows are staged, and the transaction comes, after it.
+        if taken == [1]:
+            taken.append(stream.function()._store.take_over())
+        return rows
+
+    older = stream.function(replace(JOB, transform=transform))
+    stream.add()
+    stream.add()
+
+    def first(rows: Any, batch_id: int) -> None:
+        older(rows, batch_id)
+        taken.append(batch_id + 1)
+
+    with pytest.raises(StreamingQueryException, match="Fenced: group numbers was taken over from generation 1"):
+        stream.run(first)
+    assert taken == [1, 2]
+    assert isinstance(older.exception(), Fenced)
+    assert stream.seen() == [0, 1, 2]
+    assert stream.left() == []
+    # A query that is started again takes the group over itself.
+    stream.run(older)
+    assert stream.seen() == list(range(6))
+
+
+def test_a_take_over_between_staging_and_the_transaction(stream, monkeypatch):
+    """The rows are staged, and the group is another's: nothing of them is applied."""
+    real = streaming._stage_all
+
+    def staged(*arguments: Any) -> Any:
+        found = real(*arguments)
+        stream.function()._store.take_over()
+        return found
+
+    monkeypatch.setattr(streaming, "_stage_all", staged)
+    stream.add()
+    with pytest.raises(StreamingQueryException, match="Fenced"):
+        stream.run()
+    assert stream.seen() == []
+    assert stream.sink("SELECT count(*) FROM consumer.checkpoints") == [(0,)]
+    assert stream.left() == []
+
+
+def test_a_query_of_another_checkpoint_does_not_end_the_one_that_runs(stream, tmp_path):
+    stream.add()
+    function = stream.function()
+    stream.run(function)
+    other = Stream.__new__(Stream)
+    other.__dict__.update(stream.__dict__, checkpoint=tmp_path / "other")
+    with pytest.raises(StreamingQueryException, match="CheckpointConflict"):
+        other.run()
+    assert stream.sink("SELECT generation FROM consumer.groups") == [(1,)]

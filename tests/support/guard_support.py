@@ -1,0 +1,62 @@
+"""Workers that take lanes over, and a verdict on what is on the topic: what the tests of guards share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+import pytest
+from takeover_support import Place, Worker
+
+from relay.ports import Failed, LaneLost
+
+_ROUNDS = 40
+
+
+def verdict(place: Place) -> set[str]:
+    """What is wrong with the topic, once everything has been published that is going to be."""
+    read = place.read()
+    written = {f"k{n:04}" for n in range(place.count)}
+    assert read.keys() <= written
+    found = {"lost"} if written - read.keys() else set()
+    return found | ({"twice"} if any(count > 1 for count in read.values()) else set())
+
+
+def work(worker: Worker) -> None:
+    """Publish everything, as the loop does: lanes that are lost are dropped, others taken over again."""
+    for _ in range(_ROUNDS):
+        if not worker.leases or not worker.place.tables.left():
+            return
+        fetched = worker.source.fetch({lease.lane: 20 for lease in worker.leases})
+        failed = dict(fetched.failed)
+        sent = worker.publisher.publish(fetched.batches) if fetched.batches else None
+        if sent is not None:
+            failed |= worker.source.settle(sent.receipts)
+            failed |= worker.source.flush(list(sent.receipts))
+            if isinstance(sent, Failed) or sent.publisher_unusable:
+                worker.publisher.close()
+                worker.publisher = worker.new_publisher()
+                failed |= worker.join()
+        drop_lost(worker, failed)
+        if failed and worker.leases:
+            drop_lost(worker, worker.join())
+    raise AssertionError(f"{len(worker.place.tables.left())} events are left after {_ROUNDS} turns")
+
+
+def drop_lost(worker: Worker, failed: Mapping[int, Exception]) -> None:
+    lost = {lane for lane, error in failed.items() if isinstance(error, LaneLost)}
+    for lane in lost:
+        worker.source.drop(lane)
+    worker.leases = [lease for lease in worker.leases if lease.lane not in lost]
+
+
+def joined(place: Place, name: str, *, exact: bool = True) -> Worker:
+    worker = place.worker(name, exact=exact)
+    assert worker.join() == {}
+    return worker
+
+
+Mutate = Callable[[pytest.MonkeyPatch], None]
+
+
+def as_it_is(_: pytest.MonkeyPatch) -> None:
+    pass

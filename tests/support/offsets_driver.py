@@ -1,0 +1,147 @@
+"""The driver of a consumer group, without Spark, on real Kafka and Postgres.
+
+As long as a round finds nothing to read or halts, it never touches its Spark session; ``Driver.read`` steps over what
+there is to read, as the driver does where nothing is to be applied. ``without_spark`` works where it is imported.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+
+import psycopg
+import pytest
+from confluent_kafka import ConsumerGroupTopicPartitions, Producer, TopicPartition
+from confluent_kafka.admin import AdminClient
+from support import wait_until
+from typer.testing import CliRunner
+
+from outbox._app import migrate as db
+from relay.cli.app import app
+from spark_jobs.admin.offsets import Offsets
+from spark_jobs.driver.kafka_admin import KafkaView
+from spark_jobs.driver.round_context import Counts, Span, State
+from spark_jobs.driver.runner import Options, Runner
+from spark_jobs.job import ConsumerJob
+from spark_jobs.model import Range
+from spark_jobs.spark import job_groups
+
+GROUP = "billing"
+
+
+class Driver:
+    """A group that reads one topic."""
+
+    def __init__(self, database, topics, partitions: int = 2) -> None:
+        db.upgrade_consumer(database.url)
+        self.database = database
+        self.url = database.url
+        self.topics = topics
+        self.topic = topics.create_topic(topics.name("orders"), partitions)
+        self.admin = AdminClient({"bootstrap.servers": topics.bootstrap_servers})
+        self.reports: list[str] = []
+        self.runner = self.start()
+
+    def start(self, most: int = 200_000, **declared) -> Runner:
+        job = ConsumerJob(group=GROUP, topics=[self.topic], effect="SELECT 1", **declared)
+        kafka = {"bootstrap.servers": self.topics.bootstrap_servers}
+        options = Options(self.url, kafka, max_records=most, patience=30.0)
+        return Runner(None, job, options, lambda text, figures: self.reports.append(text))
+
+    def step(self) -> dict[int, tuple[int, int]]:
+        """Run one round that steps over what it reads. Gives from where to where, by partition."""
+        runner, spans = self.runner, []
+
+        def apply(span: Span, generation: int) -> Counts:
+            runner._rounds._step_over(span, State(), generation)
+            spans.append(span)
+            return Counts()
+
+        runner._rounds.apply = apply
+        runner._round(None)
+        return {part: (one.start, one.end) for span in spans for (_, part), one in span.ranges.items()}
+
+    def send(self, part: int, count: int, topic: str | None = None, **at) -> None:
+        producer = Producer({"bootstrap.servers": self.topics.bootstrap_servers, "linger.ms": 5})
+        for _ in range(count):
+            producer.produce(topic or self.topic, b"{}", partition=part, **at)
+        assert producer.flush(30) == 0
+
+    def look(self) -> None:
+        """Run a round that finds nothing to read, or raises."""
+        assert self.runner.once(threading.Event()).read == 0
+
+    def meet(self) -> None:
+        """Begin with all partitions, reading nothing."""
+        store, view = self.runner._store, self.runner._kafka
+        ids, extents = view.look([self.topic])
+        store.add(extents, ids, self.runner._begin())
+
+    def read(self, part: int, end: int) -> None:
+        """Have the group read a partition up to an offset."""
+        store = self.runner._store
+        here = store.stored([self.topic])[self.topic, part]
+        span = Span({(self.topic, part): Range(here.topic_id, here.next_offset, end)}, {})
+        self.runner._rounds._step_over(span, State(), self.runner._begin())
+        assert store.stored([self.topic])[self.topic, part].next_offset == end
+
+    def delete_before(self, part: int, offset: int) -> None:
+        """What retention does."""
+        at = TopicPartition(self.topic, part, offset)
+        for future in self.admin.delete_records([at]).values():
+            future.result(30)
+        wait_until(lambda: self.runner._kafka.look([self.topic])[1][self.topic, part].first == offset, what="the cut")
+
+    def create_again(self, partitions: int) -> None:
+        self.delete()
+        self.topics.create_topic(self.topic, partitions)
+
+    def delete(self) -> None:
+        self.admin.delete_topics([self.topic])[self.topic].result(30)
+        wait_until(lambda: self.topic not in self.admin.list_topics().topics, what="the topic to go")
+
+    def rows(self, query: str, *values, result: bool = True):
+        with psycopg.connect(self.url) as connection:
+            cursor = connection.execute(query, values)
+            return cursor.fetchall() if result else None
+
+    def positions(self) -> dict[int, int]:
+        return dict(self.rows("SELECT part, next_offset FROM consumer.offsets WHERE topic = %s", self.topic))
+
+    def losses(self):
+        return self.rows(
+            "SELECT part, kind, first_offset, end_offset, accepted_at IS NOT NULL FROM consumer.losses ORDER BY id"
+        )
+
+    def generation(self) -> int:
+        [(generation,)] = self.rows("SELECT generation FROM consumer.groups WHERE grp = %s", GROUP)
+        return generation
+
+    def audit(self):
+        return self.rows("SELECT what, why, details FROM consumer.audit ORDER BY id")
+
+    def offsets(self) -> Offsets:
+        view = KafkaView({"bootstrap.servers": self.topics.bootstrap_servers})
+        return Offsets(self.database.connect(autocommit=True), "consumer", view)
+
+    def shown_to_kafka(self) -> dict[int, int]:
+        answer = self.admin.list_consumer_group_offsets([ConsumerGroupTopicPartitions(GROUP)])[GROUP].result(30)
+        return {at.partition: at.offset for at in answer.topic_partitions if at.topic == self.topic}
+
+    def command(self, *arguments: str):
+        environment = {
+            "OUTBOX_DATABASE_URL": self.url,
+            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": self.topics.bootstrap_servers,
+        }
+        return CliRunner().invoke(app, ["offsets", *arguments], env=environment)
+
+
+@pytest.fixture(autouse=True)
+def without_spark(monkeypatch) -> None:
+    """These drivers plan, and have no session of Spark's whose job group they could set."""
+    monkeypatch.setattr(job_groups, "kept", lambda _: contextlib.nullcontext())
+
+
+@pytest.fixture
+def driver(outbox_postgres, outbox_kafka) -> Driver:
+    return Driver(outbox_postgres, outbox_kafka)

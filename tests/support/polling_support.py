@@ -1,0 +1,54 @@
+"""Lanes of an outbox, and a polling source that reads them: what its tests share."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import psycopg
+import pytest
+from one_lane import OneLane
+
+from outbox import Event, Outbox
+from relay.database import Connector
+from relay.kafka.routing import Router
+from relay.lanes import LaneTable
+from relay.lease import Lease
+from relay.polling.source import PollingSource
+from relay.ports import PUBLISHED, Receipt
+from relay.retries import FailurePolicy, Failures
+
+
+@pytest.fixture
+def lanes(outbox_postgres):
+    """One lane for the whole outbox, so that a test sees all its events."""
+    from outbox._app import migrate as db
+
+    db.change_lanes(outbox_postgres.url, 1)
+    return table(outbox_postgres, "me")
+
+
+def table(database, me: str, ttl: float = 30.0) -> LaneTable:
+    return LaneTable(database.connect(autocommit=True), "outbox", me, "0", ttl)
+
+
+def taken(table: LaneTable) -> Lease:
+    (lease,) = table.acquire()
+    return lease
+
+
+def source(database, lease, schema: str = "outbox") -> OneLane:
+    failures = Failures(schema, FailurePolicy(), Router())
+    return OneLane(PollingSource(Connector(database.url, "test"), schema, failures), lease)
+
+
+def add(database, *names: str) -> None:
+    with psycopg.connect(database.url) as connection:
+        Outbox().add_many(connection, [Event("Order", name, "T", {"n": name}) for name in names])
+
+
+def fetched(claims: Any) -> list[str]:
+    return [claim.aggregate_id for claim in claims]
+
+
+def settle(source: OneLane, claims: Any) -> None:
+    source.settle(Receipt([(claim, PUBLISHED) for claim in claims]))

@@ -1,0 +1,27 @@
+"""A sender of events without a server: what the tests of the producer share."""
+
+from __future__ import annotations
+
+import time
+
+from relay.kafka.topics import Topics
+from relay.ports import Claim
+
+OPTIONS = {"bootstrap.servers": "127.0.0.1:1"}
+
+
+class AllThere(Topics):
+    def require(self, topic: str) -> None:
+        """No broker is asked."""
+
+
+def claim(lane: int, position: int, kind: str = "Order", key: str = "k", value: bytes = b"{}") -> Claim:
+    return Claim(position, f"id{position}", kind, key, "T", "", value, None, lane=lane)
+
+
+def events(lane: int, count: int) -> list[Claim]:
+    return [claim(lane, 100 * lane + n) for n in range(1, count + 1)]
+
+
+def soon() -> float:
+    return time.monotonic() + 60

@@ -1,0 +1,118 @@
+"""A group that stands at offset 0 and the task that applies messages to it, without Spark."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import psycopg
+import pyarrow as pa
+import pytest
+from consumer_group import COLUMNS, ConsumerGroup
+
+from spark_jobs.dedup.strategies import Dedup
+from spark_jobs.effects.mapped import Insert
+from spark_jobs.postgres import direct_copy as direct
+from spark_jobs.postgres.direct_copy import Direct
+from spark_jobs.task import partition as task
+from spark_jobs.task.input import TaskInput, in_memory
+
+EFFECT = "INSERT INTO numbers SELECT n, message_offset FROM batch ORDER BY message_offset"
+NOON = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
+
+
+def event_id(number: int, when: dt.datetime = NOON) -> str:
+    """A UUIDv7 of a time."""
+    milliseconds = f"{int(when.timestamp() * 1000):012x}"
+    return f"{milliseconds[:8]}-{milliseconds[8:]}-7000-8000-{number:012x}"
+
+
+WAYS = ("batch", "direct", "lenient")
+"""Through ``batch``, ids by COPY; straight into the sink's table; and through ``batch`` with ids by SQL."""
+
+
+@dataclass
+class Sink(ConsumerGroup):
+    """A group that stands at offset 0 in generation 1.
+
+    told   the outcomes of all reports.
+    given  how a task gets its rows.
+    """
+
+    way: str = "batch"
+    given: Callable[[list[pa.RecordBatch]], TaskInput] = in_memory
+    told: list[str] = field(default_factory=list)
+
+    def apply(
+        self,
+        messages: list[tuple[str, int]],
+        start: int = 0,
+        *,
+        part: int = 0,
+        generation: int = 1,
+        when: dt.datetime = NOON,
+        keys: list[str] | None = None,
+        types: list[str] | None = None,
+        **plan: Any,
+    ) -> dict[str, Any]:
+        """Apply messages (id, n) from an offset on, as a task does, and again as the driver would. Gives the report."""
+        rows = pa.RecordBatch.from_pydict(
+            {
+                "n": pa.array([n for _, n in messages], pa.int32()),
+                "message_id": [name for name, _ in messages],
+                "message_topic": ["t"] * len(messages),
+                "message_part": pa.array([part] * len(messages), pa.int32()),
+                "message_offset": pa.array(range(start, start + len(messages)), pa.int64()),
+                "message_key": keys or ["k"] * len(messages),
+                "message_type": types or ["x"] * len(messages),
+                "message_time": pa.array([when] * len(messages), pa.timestamp("us", "UTC")),
+                "message_tombstone": [False] * len(messages),
+            }
+        )
+        straight = "effect" not in plan and isinstance(plan.get("strategy", Dedup()), Dedup)
+        given = {
+            "columns": COLUMNS,
+            "effect": EFFECT,
+            "generation": generation,
+            "lenient": frozenset({("t", part)} if self.way == "lenient" else ()),
+            "direct": self.straight() if self.way == "direct" and straight else None,
+            **plan,
+        }
+        made = self.plan(part, start, len(messages), **given)
+        (report,) = task.run(made, self.given([rows]))
+        found: dict[str, Any] = report.to_pylist()[0]
+        self.told.append(found["outcome"])
+        if found["outcome"] == "roundabout":
+            (report,) = task.run(replace(made, slow=frozenset({("t", part)})), self.given([rows]))
+            found = report.to_pylist()[0]
+        return found
+
+    def straight(self) -> Direct:
+        columns = COLUMNS | {"n": "integer", "message_offset": "bigint"}
+        effect = Insert("numbers", {"n": "n", "place": "message_offset"})
+        with psycopg.connect(self.url) as connection:
+            found = direct.direct_for(connection.cursor(), effect, Dedup(), columns, list(columns))
+        assert found is not None
+        return found
+
+    def numbers(self) -> list[int]:
+        return [n for (n,) in self.run("SELECT n FROM numbers ORDER BY place, n")]
+
+    def position(self) -> int:
+        ((position,),) = self.run("SELECT next_offset FROM consumer.offsets WHERE part = 0")
+        return int(position)
+
+
+@pytest.fixture
+def sink(outbox_postgres) -> Sink:
+    made = Sink(outbox_postgres.url)
+    made.begin([0, 1])
+    made.run("CREATE TABLE numbers (n int CHECK (n < 100), place bigint)")
+    return made
+
+
+def outcomes(report: dict[str, Any]) -> list[tuple[int, str]]:
+    assert report["outcome"] == "culprits", report
+    return [(culprit.place[2], culprit.reason) for culprit in task.culprits_from(report["detail"])]

@@ -1,0 +1,268 @@
+"""Reading payloads with a schema: framing, Avro, Protobuf, and a registry that is away."""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+import re
+import uuid
+from datetime import UTC, datetime
+from decimal import Decimal
+
+import pytest
+import schema_registry
+from confluent_kafka.schema_registry import SchemaRegistryClient
+from confluent_kafka.schema_registry.serde import SchemaId
+from google.protobuf import descriptor_pb2, timestamp_pb2
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from spark_jobs.errors import JobError
+from spark_jobs.payloads import avro as avro_payload
+from spark_jobs.payloads import protobuf as protobuf_payload
+from spark_jobs.payloads.decoding import Avro, Protobuf
+from spark_jobs.payloads.framing import unframe
+from spark_jobs.payloads.reading import Policy, Problem
+from spark_jobs.payloads.registry import Client, Registry, RegistryUnavailable, Schema
+
+# Framing, held against the official client.
+
+IDS = st.integers(0, 2**32 - 1)
+PATHS = st.lists(st.integers(0, 1000), min_size=1, max_size=5)
+
+
+@settings(deadline=None)
+@given(IDS, st.none() | PATHS, st.binary(max_size=20), st.booleans())
+def test_framing_is_read_as_it_is_written(number, path, payload, in_header):
+    guid = uuid.uuid5(uuid.NAMESPACE_OID, str(number))
+    kind = "AVRO" if path is None else "PROTOBUF"
+    written = SchemaId(kind, number, str(guid), path)
+    if in_header:
+        framed = unframe(payload, written.guid_to_bytes(), indexes=path is not None)
+        assert framed.schema == guid
+    else:
+        framed = unframe(written.id_to_bytes() + payload, None, indexes=path is not None)
+        assert framed.schema == number
+    assert (framed.indexes, framed.payload) == (tuple(path or ()), payload)
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=40), st.none() | st.binary(max_size=40), st.booleans())
+def test_any_framing_is_read_or_a_problem(value, header, indexes):
+    try:
+        framed = unframe(value, header, indexes=indexes)
+    except Problem:
+        return
+    assert framed.payload == (value if header is not None else value[len(value) - len(framed.payload) :])
+
+
+def test_framing_problems_say_where():
+    for value, header, said in (
+        (b"", None, "the payload does not begin"),
+        (b"{}", None, "the payload does not begin"),
+        (b"\0\0\0", None, "the payload ends within"),
+        (b"x", b"\1abc", "__value_schema_id ends within"),
+        (b"x", b"", "__value_schema_id does not begin"),
+        (b"x", b"\0\0\0\0\1\0x", "more than a schema's id"),
+    ):
+        with pytest.raises(Problem, match=said):
+            unframe(value, header, indexes=False)
+    for rest in (b"", b"\1", b"\xff\xff\xff\xff\xff\xff", b"\x04\x02", b"\x02\x01"):
+        with pytest.raises(Problem, match="which message"):
+            unframe(b"\0\0\0\0\1" + rest, None, indexes=True)
+
+
+# Avro and Protobuf on bytes that are none.
+
+RECORD = {
+    "type": "record",
+    "name": "Order",
+    "namespace": "shop",
+    "fields": [
+        {"name": "id", "type": "string"},
+        {"name": "price", "type": {"type": "bytes", "logicalType": "decimal", "precision": 6, "scale": 2}},
+        {"name": "at", "type": ["null", {"type": "long", "logicalType": "timestamp-micros"}], "default": None},
+        {"name": "lines", "type": {"type": "array", "items": {"type": "map", "values": "double"}}, "default": []},
+    ],
+}
+
+
+def avro(reader: dict, writer: dict | None = None, **policy: str) -> avro_payload.Plan:
+    return avro_payload.Plan(
+        Schema("AVRO", json.dumps(reader)), Schema("AVRO", json.dumps(writer or reader)), None, Policy(**policy)
+    )
+
+
+AVRO_ORDER = avro(RECORD)()
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=60))
+def test_any_bytes_give_an_avro_record_or_a_problem(value):
+    try:
+        row = AVRO_ORDER(value, None)
+    except Problem:
+        return
+    assert len(row) == 4
+
+
+def test_avro_decimals_are_never_rounded():
+    def payload(cents: int) -> bytes:
+        digits = cents.to_bytes(8, "big", signed=True)
+        return b"\x02x" + b"\x10" + digits + b"\0" + b"\0"
+
+    assert AVRO_ORDER(payload(-123456), None)[1] == Decimal("-1234.56")
+    with pytest.raises(Problem, match=r"field price: does not fit decimal\(6,2\)"):
+        AVRO_ORDER(payload(1234567), None)
+    with pytest.raises(Problem, match="goes on behind"):
+        AVRO_ORDER(payload(1) + b"\0", None)
+
+
+def test_avro_schemas_are_resolved_and_their_differences_known():
+    newer = {
+        **RECORD,
+        "fields": [
+            {"name": "id", "type": "string"},
+            {"name": "price", "type": {"type": "bytes", "logicalType": "decimal", "precision": 8, "scale": 3}},
+            {"name": "fee", "type": {**RECORD["fields"][1]["type"]}, "default": "\u0001\u0000"},
+            {"name": "raw", "type": "bytes", "default": "\u00ff"},
+        ],
+    }
+    payload = b"\x02x\x02\x05\0\0"
+    assert avro(newer, RECORD)()(payload, None) == ["x", Decimal("0.050"), Decimal("2.56"), b"\xff"]
+    with pytest.raises(JobError, match="field fee: is missing"):
+        avro(newer, RECORD, missing="dead-letter")()
+    with pytest.raises(JobError, match="field at: is not in the job's schema"):
+        avro(newer, RECORD, unknown="dead-letter")()
+    plain = {**RECORD, "fields": [RECORD["fields"][0], {"name": "at", "type": "long"}]}
+    timed = {**RECORD, "fields": [RECORD["fields"][0], {"name": "at", "type": RECORD["fields"][2]["type"][1]}]}
+    with pytest.raises(Problem, match="field at: was not written as timestamp-micros"):
+        avro(timed, plain)()(b"\x02x\x02", None)
+    must = {**RECORD, "fields": [*RECORD["fields"], {"name": "must", "type": "int"}]}
+    with pytest.raises(Problem, match="No default value for field must"):
+        avro(must, RECORD)()(payload, None)
+
+
+@pytest.mark.parametrize(
+    ("field", "said"),
+    [
+        (["int", "string"], "a union of several types"),
+        ("shop.Order", "holds itself"),
+        ("null", "no counterpart"),
+        ({"type": "bytes", "logicalType": "decimal", "precision": 40}, "38 digits"),
+        ({"type": "record", "name": "E", "fields": []}, "no fields"),
+        ("no.such", "no Avro schema"),
+    ],
+)
+def test_avro_that_can_be_no_column_is_refused(field, said):
+    with pytest.raises(JobError, match=said):
+        avro({**RECORD, "fields": [{"name": "f", "type": field}]}).fields()
+
+
+def test_declarations_that_can_not_work_are_refused():
+    for make, said in (
+        (lambda: Avro(), "reader_schema"),
+        (lambda: Avro("http://r"), "either subject or reader_schema"),
+        (lambda: Avro(subject="s", reader_schema=RECORD), "goes with a registry"),
+        (lambda: Avro("http://r", "s", writer_schema=RECORD), "every message names its own"),
+        (lambda: Avro(" ", "s"), "must be a URL"),
+        (lambda: Protobuf(), "either subject"),
+        (lambda: Protobuf(subject="s"), "goes with a registry"),
+        (lambda: Protobuf(descriptor=b""), "message"),
+        (lambda: Protobuf(descriptor=5), "generated class"),
+        (lambda: Protobuf(descriptor=b"\xff", message="m").names(), "descriptor"),
+        (lambda: Protobuf(descriptor=b"", message="m").names(), "no message m"),
+        (lambda: Avro(reader_schema="{").names(), "no Avro schema"),
+        (lambda: Avro(reader_schema='"int"').names(), "must be a record"),
+    ):
+        with pytest.raises(JobError, match=said):
+            make()
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=40))
+def test_any_bytes_give_a_protobuf_message_or_a_problem(value):
+    try:
+        PROTOBUF_FIELD(value, None)
+    except Problem:
+        return
+
+
+# A message of Protobuf's own that has most kinds of fields, and enums.
+PROTOBUF_FIELD = protobuf_payload.Plan(
+    protobuf_payload.from_descriptor([descriptor_pb2.DESCRIPTOR]),
+    "google.protobuf.FieldDescriptorProto",
+    None,
+    Policy(),
+)()
+
+
+def test_protobuf_times_enums_and_unknown_fields():
+    plan = Protobuf(descriptor=descriptor_pb2.FieldDescriptorProto)
+    place = plan.names().index("label")
+    message = descriptor_pb2.FieldDescriptorProto(name="x", label=3).SerializeToString()
+    reader = plan._plan()
+    assert reader(message, None)[place] == "LABEL_REPEATED"
+    assert reader(b"", None)[place] is None
+    strict = Protobuf(descriptor=descriptor_pb2.FieldDescriptorProto, unknown="dead-letter")._plan()
+    extra = b"\xf8\x07\x01"
+    assert reader(message + extra, None) == reader(message, None)
+    with pytest.raises(Problem, match="field number 127: is not in the job's descriptor"):
+        strict(message + extra, None)
+    moment = protobuf_payload._time("at")
+    assert moment(timestamp_pb2.Timestamp(seconds=-1, nanos=1000)) == datetime(1969, 12, 31, 23, 59, 59, 1, tzinfo=UTC)
+    for value, said in ((timestamp_pb2.Timestamp(nanos=1), "finer"), (timestamp_pb2.Timestamp(seconds=2**62), "year")):
+        with pytest.raises(Problem, match=said):
+            moment(value)
+    with pytest.raises(JobError, match="holds itself"):
+        Protobuf(descriptor=descriptor_pb2.DescriptorProto).names()
+
+
+# The registry, over real HTTP.
+
+IMPATIENT = {"max.retries": 1, "retries.wait.ms": 1, "retries.max.wait.ms": 1, "timeout": 20}
+
+
+def test_a_registry_that_is_away_is_no_bad_message():
+    with schema_registry.running("me", "secret") as server:
+        allowed = {"basic.auth.user.info": "me:secret", **IMPATIENT}
+        writer = SchemaRegistryClient({"url": server.url, **allowed})
+        from confluent_kafka.schema_registry import Schema as Registered
+
+        number = writer.register_schema("orders-value", Registered(json.dumps(RECORD), "AVRO"))
+        registry = Registry(server.url, allowed)
+        assert "secret" not in repr(registry)
+        client = Client(registry, None)
+        assert client.latest("orders-value") == client.schema(number) == Schema("AVRO", json.dumps(RECORD))
+        assert client.schema(uuid.UUID(server.schemas[0]["guid"])).kind == "AVRO"
+        for unknown in (number + 1, uuid.uuid4()):
+            with pytest.raises(Problem, match=f"no schema {unknown}"):
+                client.schema(unknown)
+        with pytest.raises(JobError, match="no subject nothing-value"):
+            client.latest("nothing-value")
+        # Wrong credentials, a wrong path, an internal error: nobody's message is at fault.
+        for wrong in (Registry(server.url, IMPATIENT), Registry(f"{server.url}/elsewhere", allowed)):
+            with pytest.raises(RegistryUnavailable, match=re.escape(wrong.url)):
+                Client(wrong, None).schema(number)
+            with pytest.raises(RegistryUnavailable):
+                Client(wrong, None).latest("orders-value")
+        server.failing = 503
+        with pytest.raises(RegistryUnavailable, match="the store is away"):
+            Client(registry, None).schema(number)
+        server.failing = None
+        server.stop()
+        with pytest.raises(RegistryUnavailable):
+            client.schema(number + 1)
+        # What is known never changes, and needs no registry.
+        asked = len(server.asked)
+        assert client.schema(number).kind == "AVRO"
+        assert len(server.asked) == asked
+        server.start()
+        with pytest.raises(Problem):
+            client.schema(number + 1)
+
+
+def test_floats_that_are_no_numbers_pass_where_they_can_be_written():
+    plan = avro({"type": "record", "name": "R", "fields": [{"name": "x", "type": "double"}]})()
+    assert math.isnan(plan(base64.b64decode("AAAAAAAA+H8="), None)[0])
