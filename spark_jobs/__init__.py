@@ -1,7 +1,7 @@
-"""Consumers: from Kafka into tables, each event applied once. Postgres is the only truth about how far they got.
+"""Consumers: from Kafka into tables, each event applied once. How far they got is stored in Postgres alone.
 
-What a job needs is imported from here. Each name is looked up when it is used: whoever imports this package has neither
-pyspark nor a client of Kafka loaded by that.
+Jobs import their names from here. Each name is imported on first use, so importing this package loads neither pyspark
+nor a Kafka client.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
         Reject,
         TopicRecreated,
     )
-    from spark_jobs.external.caller import External
+    from spark_jobs.external.declaration import External
     from spark_jobs.external.http_call import HttpAsk, HttpCall
     from spark_jobs.job import ConsumerJob
     from spark_jobs.payloads.decoding import Avro, Json, JsonSchema, Protobuf, Raw
@@ -76,7 +76,7 @@ _MODULES: Final = {
         *("BadMessage", "CheckpointConflict", "ConsumerError", "ConsumerUnavailable", "DataLost", "EffectFailed"),
         *("Fenced", "JobError", "Reject", "TopicRecreated"),
     ),
-    "external.caller": ("External",),
+    "external.declaration": ("External",),
     "external.http_call": ("HttpAsk", "HttpCall"),
     "job": ("ConsumerJob",),
     "effects.produce": ("Produce", "Traced"),
@@ -88,7 +88,7 @@ _WHERE: Final = {name: module for module, names in _MODULES.items() for name in 
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name from the module that has it."""
+    """Return a public name from the module that defines it."""
     module = _WHERE.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
@@ -98,5 +98,5 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    """Return what is there, the public names included."""
+    """Return the module's names, including public ones that were not imported yet."""
     return sorted({*globals(), *__all__})

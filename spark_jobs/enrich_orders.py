@@ -1,11 +1,10 @@
-"""A whole job to copy: order events, joined with a table of the sink, into a table and into events again.
+"""A complete job to copy: order events, joined with a table of the sink, into a table and into new events.
 
-One statement reads ``customers`` once, so the row that is kept and the event that is sent say the same. The relay
-publishes the events; with delivery exactly-once there is one ``OrderEnriched`` in Kafka for each order event, in the
-order of its key.
+One statement reads ``customers`` once, so the stored row and the new event agree. The relay publishes the events; with
+delivery exactly-once there is one ``OrderEnriched`` in Kafka for each order event, in order per key.
 
 The table has no unique constraint on purpose: an event applied twice would show as two rows, and ``id`` shows the order
-in which they came.
+in which they were applied.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ CREATE TABLE IF NOT EXISTS enriched_orders (
 );
 CREATE INDEX IF NOT EXISTS enriched_orders_order ON enriched_orders (order_id, id)"""
 
-# A customer that the sink has not heard of yet is 'unknown'. Where an order should wait for its customer instead, raise
-# an error in the effect: the message becomes a dead letter, to be retried.
+# A customer that is not in the sink yet is 'unknown'. If an order should wait for its customer instead, raise an error
+# in the effect: the message becomes a dead letter, to be retried.
 _EFFECT: Final = """
 WITH enriched AS MATERIALIZED (
     SELECT batch.*, coalesce(c.segment, 'unknown') AS segment, coalesce(c.country, 'unknown') AS country

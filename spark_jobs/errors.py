@@ -1,4 +1,4 @@
-"""What can end a consumer. Every message says what happened, where, and what to do."""
+"""The errors that can end a consumer. Every message says what happened, where, and what to do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class ConsumerError(OutboxError):
     """The base of the consumers' errors.
 
-    by_partition  what kept each partition's range from being applied, where that is known.
+    by_partition  the error of each partition's range, where it is known.
     """
 
     by_partition: Mapping[Partition, ConsumerError] = {}
@@ -29,7 +29,7 @@ class Fenced(ConsumerError):
 
 
 class BadMessage(ConsumerError):
-    """A message can't be decoded, or has no usable id. The group stands before it; nothing was skipped."""
+    """A message can't be decoded, or has no usable id. The group stopped before it; nothing was skipped."""
 
 
 class EffectFailed(ConsumerError):
@@ -37,10 +37,10 @@ class EffectFailed(ConsumerError):
 
 
 class Reject(Exception):
-    """Raised by an effect that is a function: these messages can't be taken. The others are applied without them.
+    """Raised by an effect that is a function: these messages can't be applied. The others are applied without them.
 
-    why          shown to people with the dead letter.
-    message_ids  of the table it was given, one or more.
+    why          shown with the dead letter.
+    message_ids  one or more, from the table that the effect was given.
     """
 
     def __init__(self, why: str, *message_ids: str) -> None:
@@ -52,7 +52,7 @@ class Reject(Exception):
 
 
 class CheckpointConflict(ConsumerError):
-    """A stream's batch is not the one that follows what the sink has: applying it might double or lose rows.
+    """A stream's batch does not follow the one that the sink has: applying it might duplicate or lose rows.
 
     state  what the sink has, as ``exactly_once(job, accept=…)`` takes it.
     """
@@ -63,11 +63,11 @@ class CheckpointConflict(ConsumerError):
 
 
 class InputCut(ConsumerError):
-    """A task's rows ended before all of them had come: something upstream failed. Nothing of it was committed."""
+    """A task's rows ended before all of them had come: something upstream failed. None of them was committed."""
 
 
 class Interrupted(ConsumerError):
-    """Postgres ended the transaction of a range: a time limit, a lock, a deadlock. The same may work on another try."""
+    """Postgres ended the transaction of a range: a time limit, a lock, a deadlock. Another try may succeed."""
 
 
 class WorkerLost(ConsumerError):
@@ -75,15 +75,15 @@ class WorkerLost(ConsumerError):
 
 
 class CorruptRecords(ConsumerError):
-    """Kafka holds records that can't be read, as by their checksum. Nothing was skipped."""
+    """Kafka has records that can't be read, such as ones whose checksum does not match. Nothing was skipped."""
 
 
 class NotAuthorized(ConsumerError):
-    """Kafka refuses the consumer's credentials, or what it wants to do with them."""
+    """Kafka refuses the consumer's credentials, or an operation that they do not allow."""
 
 
 class InputUnproven(ConsumerError):
-    """Where a task runs, nothing proves that its rows were all of them. Nothing of it was committed."""
+    """Nothing proves, where a task runs, that it got all of its rows. None of them was committed."""
 
 
 class DataLost(ConsumerError):
@@ -95,11 +95,11 @@ class DataLost(ConsumerError):
 
 
 class TopicRecreated(DataLost):
-    """The topic was deleted, and perhaps created again: the stored offsets mean nothing there."""
+    """The topic was deleted, and perhaps created again: the stored offsets no longer apply to it."""
 
 
 class ConsumerUnavailable(ConsumerError):
-    """Kafka or Postgres stayed away for too long. Nothing is lost; run the job again."""
+    """Kafka or Postgres was unavailable for too long. Nothing is lost; run the job again."""
 
 
 class SparkLost(ConsumerError):
@@ -107,10 +107,10 @@ class SparkLost(ConsumerError):
 
 
 def storable(text: str) -> str:
-    """Return text as Postgres takes it: what a message or a provider holds may be neither text there nor in UTF-8."""
+    """Return text that Postgres accepts: NUL characters and lone surrogates, which it refuses, are replaced."""
     return text.replace("\0", "\ufffd").encode("utf-8", "replace").decode()
 
 
 def shown(error: BaseException) -> str:
-    """Return an error's kind and its first line."""
+    """Return an error's class name and its first line."""
     return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"

@@ -1,6 +1,6 @@
-"""Ids of messages as UUIDs, many at once.
+"""Message ids as UUIDs, many at once.
 
-The same rules as SQL (tables.DAY_OF_ID) and Spark (strategies.uuid8) have; a test holds all three against each other.
+The same rules as in SQL (tables.DAY_OF_ID) and Spark (strategies.uuid8); a test compares all three.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ _DIGITS: Final = [place for place in range(36) if place not in _DASHES]
 _DAY: Final = 86_400_000
 
 Ids = Any
-"""UUIDs as a numpy array of bytes, 16 in a row."""
+"""UUIDs as a numpy array with 16 bytes in each row."""
 
 
 def parsed(texts: pa.Array) -> tuple[Ids, Any]:
-    """Read texts, or the bytes of such. Returns a UUID for each, and a mask of those that are none (8-4-4-4-12).
+    """Parse UUIDs in the form 8-4-4-4-12. Returns the UUIDs, and a mask of the texts that are not valid.
 
-    texts  string or binary; null is no UUID. The UUID of what is none is zero.
+    texts  string or binary. Null is not valid. The UUID of an invalid text is zero.
     """
     if pa.types.is_large_string(texts.type) or pa.types.is_large_binary(texts.type):
         texts = texts.cast(pa.binary())
@@ -38,9 +38,9 @@ def parsed(texts: pa.Array) -> tuple[Ids, Any]:
     valid = right.to_numpy(zero_copy_only=False)
     if len(some):
         first = int(np.frombuffer(offsets, np.int32)[some.offset])
-        spelt = np.frombuffer(data, np.uint8)[first : first + 36 * len(some)].reshape(-1, 36)
-        values = _VALUES[spelt[:, _DIGITS]]
-        fine = (values.max(axis=1) != _NO_DIGIT) & (spelt[:, _DASHES] == ord("-")).all(axis=1)
+        characters = np.frombuffer(data, np.uint8)[first : first + 36 * len(some)].reshape(-1, 36)
+        values = _VALUES[characters[:, _DIGITS]]
+        fine = (values.max(axis=1) != _NO_DIGIT) & (characters[:, _DASHES] == ord("-")).all(axis=1)
         joined = (values[:, 0::2] << 4) | (values[:, 1::2] & 15)
         joined[~fine] = 0
         valid = valid.copy()
@@ -50,7 +50,7 @@ def parsed(texts: pa.Array) -> tuple[Ids, Any]:
 
 
 def days(ids: Ids) -> Any:
-    """Return the days since 1970-01-01 that UUIDs hold: those of version 7 (RFC 9562); for all others it is day 0."""
+    """Return the day of each UUID of version 7 (RFC 9562), counted from 1970-01-01; day 0 for all other UUIDs."""
     wide = np.zeros((len(ids), 8), np.uint8)
     wide[:, 2:] = ids[:, :6]
     found = (wide.view(">u8").ravel() // _DAY).astype(np.int32)
@@ -59,12 +59,12 @@ def days(ids: Ids) -> Any:
 
 
 def in_order(ids: Ids) -> Any:
-    """Return the UUIDs sorted by their days, and those of a day as the database sorts them."""
+    """Return the UUIDs sorted by their days, and within a day as the database sorts them."""
     halves = ids.view(">u8")
     return ids[np.lexsort((halves[:, 1], halves[:, 0], days(ids)))]
 
 
 def uuid8(content: bytes) -> str:
-    """Return a UUID of version 8 (RFC 9562: contents of one's own) from a SHA-256 of the content."""
+    """Return a UUID of version 8 (RFC 9562: custom contents) from a SHA-256 of the content."""
     digits = hashlib.sha256(content).hexdigest()
     return f"{digits[:8]}-{digits[8:12]}-8{digits[12:15]}-8{digits[15:18]}-{digits[18:30]}"

@@ -1,4 +1,4 @@
-"""What a user declares: which topics, how to read a payload, and what to do with it."""
+"""What a user declares: which topics to read, how to decode a payload, and what to do with it."""
 
 from __future__ import annotations
 
@@ -32,17 +32,18 @@ META: Final = {
     "message_time": "timestamptz",
     "message_tombstone": "boolean",
 }
-"""Columns of ``batch`` beside the payload's, with their types in Postgres. ``message_time`` is Kafka's timestamp."""
+"""Columns of ``batch`` in addition to the payload's, with their Postgres types. ``message_time`` is Kafka's
+timestamp."""
 
 KEPT: Final = ("message_id", "message_topic", "message_part", "message_offset", "message_tombstone")
-"""Columns that a transform has to keep."""
+"""Columns that a transform must keep."""
 
 OWN: Final = "outbox_batch_"
-"""What the names of columns begin with that the consumer adds to ``batch`` for itself."""
+"""The prefix of columns that the consumer adds to ``batch`` for its own use."""
 
 Declared = TypeVar("Declared")
 _TOPIC: Final = re.compile(r"[a-zA-Z0-9._-]{1,249}")
-# Comments, texts and quoted names: what may hold a semicolon that ends no statement.
+# Comments, string literals and quoted names may contain semicolons that do not end a statement.
 _QUOTED: Final = re.compile(
     r"""--[^\n]*|/\*.*?\*/|\b[eE]'(?:[^'\\]|\\.|'')*'|'(?:[^']|'')*'|"(?:[^"]|"")*"|\$(\w*)\$.*?\$\1\$""", re.DOTALL
 )
@@ -55,35 +56,35 @@ _ENDING: Final = re.compile(
 class ConsumerJob:
     """One consumer group and its effect.
 
-    group       names the consumer in ``consumer.offsets`` and to Kafka's tools.
-    topics      to read. Together they are one group. None for a job of ``exactly_once``, which has its rows from a
-                stream of Spark's.
+    group       names the consumer in ``consumer.offsets`` and in Kafka's tools.
+    topics      to read, all in one group. Empty for a job of ``exactly_once``, which gets its rows from a Spark stream.
     effect      what to do with a batch, in the transaction that also moves the offsets and remembers the ids. SQL over
-                the temporary table ``batch`` (one statement or several), which holds a row for each message that was
+                the temporary table ``batch`` (one statement or several), which has a row for each message that was
                 never applied: the payload's columns and those of META. Or ``Upsert``, ``Insert``: columns mapped to a
                 table. Or a function of a psycopg cursor and a pyarrow Table with the same rows; it does everything
-                through that cursor, never commits, and raises ``Reject`` for a message it can't take.
-    types       apply only messages of these event types (header ``ce_type`` or ``event-type``); the others are stepped
-                over before anything is decoded. None: all.
+                through that cursor, never commits, and raises ``Reject`` for a message that it can't apply.
+    types       apply only messages of these event types (header ``ce_type`` or ``event-type``); others are skipped
+                before they are decoded. None: all.
     schema      of the JSON payload, as Spark DDL: ``"order_id string, amount_cents long"``; or a decoder of
                 spark_jobs.payloads.decoding. None: the payload stays bytes, in a column ``payload``.
-    transform   a function from DataFrame to DataFrame, applied before the effect: select, filter, withColumn. It has to
-                keep the columns of KEPT. With ``atomic="partition"`` nothing that moves rows between partitions; a join
-                with another table that is sent to all tasks (``functions.broadcast``) does not. Called for each round.
-    setup       SQL that makes the sink's tables when they are not there; run by the driver, under a lock.
-    strategy    how a message is known that the producer's side sent twice.
+    transform   a function from DataFrame to DataFrame, applied before the effect: select, filter, withColumn. It must
+                keep the columns of KEPT. With ``atomic="partition"`` it must not move rows between partitions; a join
+                with a broadcast table (``functions.broadcast``) does not. Called for each round.
+    setup       SQL that creates the sink's tables if they don't exist; run by the driver, under a lock.
+    strategy    how messages that the producer sent twice are recognized.
     atomic      "partition": each Kafka partition is a transaction of its own, run by an executor. "batch": the rows are
                 staged, and one transaction of the driver applies a whole round; a transform may then join, aggregate
                 and sort, and need not keep any column.
-    on_bad      a message that does not decode, has no id, or breaks the effect: "dead-letter" puts it aside, whole, in
-                the transaction that moves the offsets; "halt" ends the job before it.
-    keep_order  later messages of a key that has a dead letter go behind it (reason ``behind``) and do not overtake it.
-    max_dead    a round that would make more dead letters than this ends the job instead: then it is not the messages.
-    max_payload_bytes  a message with a larger payload becomes a dead letter, and nobody looks into it. The default is
-                far above what Kafka takes unless it is told to.
-    start       where a new group begins: "earliest" with all that the topics have, "latest" at their ends of then, as
-                far as is committed. Partitions that are met later are read from 0 in any case, and once the group has
-                an offset this has no meaning.
+    on_bad      a message that does not decode, has no id, or breaks the effect: "dead-letter" stores the whole message
+                as a dead letter in the transaction that moves the offsets; "halt" ends the job before it.
+    keep_order  later messages of a key that has a dead letter wait behind it (reason ``behind``) and do not overtake
+                it.
+    max_dead    a round that would make more dead letters than this ends the job instead: the cause is then unlikely to
+                be in the messages.
+    max_payload_bytes  a message with a larger payload becomes a dead letter without being decoded. The default is far
+                above Kafka's own default limit.
+    start       where a new group begins: "earliest" at the first message of each partition, "latest" behind the last
+                committed one. Partitions added later are read from 0 in any case. Ignored once the group has an offset.
 
     Raises JobError for a declaration that can't work.
     """
@@ -161,7 +162,7 @@ class ConsumerJob:
 
     @property
     def decoder(self) -> Limited:
-        """What reads the payload, within the limit."""
+        """The decoder of the payload, with the size limit applied."""
         return Limited(decoder_of(self.schema), self.max_payload_bytes)
 
     def payload_columns(self) -> tuple[str, ...]:
@@ -174,24 +175,24 @@ class ConsumerJob:
 
     @property
     def reducing(self) -> Strategy:
-        """The strategy as the effect needs it: to one that passes tombstones over, they end nothing."""
+        """The strategy as the effect needs it: where the effect ignores tombstones, Version ignores them too."""
         deletes = isinstance(self.effect, Upsert) and self.effect.deletes
         if isinstance(self.strategy, Version) and isinstance(self.effect, Insert | Upsert) and not deletes:
             return replace(self.strategy, tombstones=False)
         return self.strategy
 
     def with_topics(self, topics: Sequence[str]) -> ConsumerJob:
-        """The same job over other topics."""
+        """Return the same job with other topics."""
         return replace(self, topics=tuple(topics))
 
 
 def find_job(spec: str) -> ConsumerJob:
-    """Import ``MODULE:NAME`` and give the ConsumerJob there. Raises JobError saying what is missing."""
+    """Import ``MODULE:NAME`` and return the ConsumerJob there. Raises JobError saying what is missing."""
     return find_declared(spec, ConsumerJob, "name the job as MODULE:NAME, as in spark_jobs.order_totals:job")
 
 
 def find_declared(spec: str, kind: type[Declared], usage: str) -> Declared:
-    """Import ``MODULE:NAME`` and give what is declared there. Raises JobError with ``usage``, or what is missing."""
+    """Import ``MODULE:NAME`` and return what is declared there. Raises JobError with ``usage``, or what is missing."""
     module_name, separator, name = spec.partition(":")
     if not separator or not module_name or not name:
         raise JobError(f"{spec!r}: {usage}")

@@ -1,4 +1,4 @@
-"""Dead letters as they are written: by a task, by the driver, and when one is tried again."""
+"""Writing dead letters: by a task, by the driver, and when one is retried."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spark_jobs.outcomes import Culprit
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Twice for one place: its offsets were set back, and it failed once more.
+# A conflict: the offsets were set back, and the same message failed once more.
 _WRITE: Final = """
 INSERT INTO {letters} AS letter (grp, topic, topic_id, part, message_offset, message_id, message_key, message_value,
                                  message_headers, message_time, reason, error, sqlstate)
@@ -41,19 +41,19 @@ DESCRIBED: Final = """jsonb_build_object(
                'id', id, 'group', grp, 'topic', topic, 'topic_id', topic_id, 'part', part, 'offset', message_offset,
                'message_id', message_id, 'message_time', message_time, 'reason', reason, 'error', error,
                'sqlstate', sqlstate, 'attempts', attempts, 'died_at', died_at)"""
-"""What ``audit`` keeps of a dead letter that goes without its effect; SQL over its row."""
+"""What ``audit`` keeps of a dead letter that is deleted without its effect; SQL over its row."""
 CONTENTS: Final = """jsonb_build_object(
                'key_base64', translate(encode(message_key, 'base64'), E'\\n', ''),
                'value_base64', translate(encode(message_value, 'base64'), E'\\n', ''),
                'headers', message_headers)"""
-"""The message itself, so that a mistake can be mended."""
+"""The message itself, so that a mistake can be repaired."""
 LONGEST_ERROR: Final = 2000
-"""In characters; the rest of an error's text is cut off."""
+"""In characters; longer error texts are truncated."""
 
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """A message that is put aside, whole. ``headers`` is JSON: ``[{"key": name, "value": base64 or null}, …]``.
+    """A whole message to be stored as a dead letter. ``headers``: ``[{"key": name, "value": base64 or null}, …]``.
 
     ``time`` is Kafka's timestamp in microseconds since 1970.
     """
@@ -67,7 +67,7 @@ class Letter:
 
 
 def write(cursor: psycopg.Cursor[Any], schema: str, group: str, topic_id: str, letters: Iterable[Letter]) -> int:
-    """Put messages aside. Returns how many."""
+    """Store dead letters. Returns how many."""
     query = sql.SQL(_WRITE).format(letters=sql.Identifier(schema, "dead_letters"))
     rows = [
         {
@@ -95,8 +95,8 @@ def behind(
 ) -> Iterator[pa.RecordBatch]:
     """Return the places of messages that come after a dead letter of their key.
 
-    keys  with their topics, and the place of the dead letter. Only later messages of its partition are behind it, and
-          all in other partitions; without a place all of the key are.
+    keys  topic and key → place of the dead letter. Behind it are the later messages of its partition, and all messages
+          of the key in other partitions. Without a place all messages of the key are behind it.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -125,7 +125,7 @@ def failed_again(cursor: psycopg.Cursor[Any], schema: str, group: str, letter: i
 
 
 def leave_out(cursor: psycopg.Cursor[Any], schema: str, group: str, ids: Sequence[int]) -> None:
-    """Note dead letters that are about to be deleted without an effect: their job passes over such messages today."""
+    """Record in ``audit`` dead letters that are deleted without an effect: the job now filters such messages out."""
     query = sql.SQL(_LEAVE_OUT).format(
         audit=sql.Identifier(schema, "audit"),
         letters=sql.Identifier(schema, "dead_letters"),
@@ -136,16 +136,16 @@ def leave_out(cursor: psycopg.Cursor[Any], schema: str, group: str, ids: Sequenc
 
 
 def _why(culprit: Culprit) -> dict[str, Any]:
-    # Text of an error may hold anything the message held.
+    # An error's text may quote anything from the message.
     return {"reason": culprit.reason, "error": storable(culprit.error)[:LONGEST_ERROR], "sqlstate": culprit.sqlstate}
 
 
 @dataclass(frozen=True, slots=True)
 class Retried:
-    """A dead letter that is to be tried again, as a message of Kafka.
+    """A dead letter to be retried, as a Kafka message.
 
-    reason  for which it died the last time.
-    behind  an earlier one of its key is dead.
+    reason  why it failed the last time.
+    behind  an earlier message of its key is a dead letter.
     """
 
     id: int
@@ -164,5 +164,5 @@ class Retried:
         ]
 
     def same_key(self, other: Retried) -> bool:
-        """Return whether both are of one key of one topic."""
+        """Return whether both have the same key in the same topic."""
         return self.key is not None and (self.place[0], self.key) == (other.place[0], other.key)

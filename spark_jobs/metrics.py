@@ -1,8 +1,8 @@
-"""What a consumer shows to Prometheus: base units, one prefix, no ids or keys as labels.
+"""A consumer's Prometheus metrics: base units, one prefix, no ids or keys as labels.
 
-Counts of messages stand in the sink and move with the effect: they go on where they were when a consumer starts anew.
-What a server would have to be asked for is asked when Prometheus comes, each for a few seconds at most. A server that
-is away leaves its figures out, which is no figure at all and not an old one; ``…_up`` says so.
+Message counts are stored in the sink and change with the effect, so they continue across restarts of a consumer.
+Figures that need a server are requested at each scrape, with a limit of a few seconds. While a server is away its
+figures are left out rather than repeated; ``…_up`` is then 0.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from concurrent.futures import TimeoutError as Late
+from concurrent.futures import TimeoutError as NoAnswer
 from typing import Any, Final, Generic, TypeVar
 
 import psycopg
@@ -67,8 +67,8 @@ class ConsumerMetrics:
         self._schema = schema
         self._kafka_options = dict(kafka)
         self._kafka: KafkaView | None = None
-        self._sink_answer = _Asked(self._ask_sink, "sink")
-        self._kafka_answer = _Asked(self._ask_kafka, "kafka")
+        self._sink_query = _BackgroundQuery(self._query_sink, "sink")
+        self._kafka_query = _BackgroundQuery(self._query_kafka, "kafka")
         self._lock = threading.Lock()
         self._read = 0
         self._rounds = [0] * (len(_BUCKETS) + 1)
@@ -76,7 +76,7 @@ class ConsumerMetrics:
         self._last_round: float | None = None
 
     def observe(self, text: str, figures: Mapping[str, Any]) -> None:
-        """Take a report of the runner; only rounds count."""
+        """Count a round that the runner reports; other reports are ignored."""
         if text != "round":
             return
         seconds = figures["round_seconds"]
@@ -88,16 +88,16 @@ class ConsumerMetrics:
             self._last_round = time.time()
 
     def describe(self) -> Iterable[Metric]:
-        """Nothing: the registry would ask for the figures themselves, at start."""
+        """Return nothing, so that the registry does not collect all figures when this is registered."""
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """Return all figures as they are now."""
-        self._sink_answer.ask()
-        self._kafka_answer.ask()
-        yield from self._own()
-        sink = self._sink_answer.wait()
-        extents = self._kafka_answer.wait()
+        """Return all current figures."""
+        self._sink_query.start()
+        self._kafka_query.start()
+        yield from self._of_this_process()
+        sink = self._sink_query.wait()
+        extents = self._kafka_query.wait()
         yield self._gauge("postgres_up", "1 when the sink's database answered this time.", int(sink is not None))
         yield self._gauge("kafka_up", "1 when Kafka answered this time.", int(extents is not None))
         if sink is not None:
@@ -105,7 +105,7 @@ class ConsumerMetrics:
         if extents is not None:
             yield from self._from_kafka(extents, sink[0] if sink is not None else None)
 
-    def _own(self) -> Iterable[Metric]:
+    def _of_this_process(self) -> Iterable[Metric]:
         with self._lock:
             read, rounds, seconds, last = self._read, list(self._rounds), self._round_seconds, self._last_round
         counter = CounterMetricFamily(
@@ -154,7 +154,7 @@ class ConsumerMetrics:
             return
         at = {(row["topic"], row["part"]): row["next_offset"] for row in rows}
         behind = [
-            # A partition that nobody has read yet begins where Kafka's log does.
+            # A partition that was never read begins where Kafka's log does.
             {"topic": topic, "part": part, "lag": max(0, extent.end - at.get((topic, part), extent.first))}
             for (topic, part), extent in sorted(extents.items())
         ]
@@ -180,7 +180,7 @@ class ConsumerMetrics:
             family.add_metric([self._group, row["topic"], str(row["part"])], row[column])
         return family
 
-    def _ask_sink(self) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    def _query_sink(self) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
         query = sql.SQL(_RESERVATIONS).format(reservations=sql.Identifier(self._schema, "reservations"))
         with (
             connect(self._url, f"outbox metrics {self._group}", connect_seconds=5) as connection,
@@ -190,40 +190,40 @@ class ConsumerMetrics:
             with connection.cursor(row_factory=dict_row) as cursor:
                 return rows, cursor.execute(query, {"grp": self._group}).fetchall()
 
-    def _ask_kafka(self) -> Mapping[Partition, Extent]:
+    def _query_kafka(self) -> Mapping[Partition, Extent]:
         if self._kafka is None:
             self._kafka = KafkaView(self._kafka_options)
         return self._kafka.survey(self._topics, high_watermarks=True).extents
 
 
-class _Asked(Generic[T]):
-    """Asks a server from a thread of its own, one question at a time: a server that hangs does not hang a scrape."""
+class _BackgroundQuery(Generic[T]):
+    """Queries a server in a thread of its own, one query at a time, so that a hanging server does not hang a scrape."""
 
-    def __init__(self, question: Callable[[], T], name: str) -> None:
-        self._question = question
+    def __init__(self, query: Callable[[], T], name: str) -> None:
+        self._query = query
         self._name = name
         self._lock = threading.Lock()
-        self._asked: Future[T] | None = None
+        self._running: Future[T] | None = None
 
-    def ask(self) -> None:
-        """Ask, unless the last question is still open."""
+    def start(self) -> None:
+        """Start the query, unless the last one is still running."""
         with self._lock:
-            if self._asked is not None and not self._asked.done():
+            if self._running is not None and not self._running.done():
                 return
-            self._asked = Future()
-            threading.Thread(target=self._run, args=(self._asked,), name=f"metrics-{self._name}", daemon=True).start()
+            self._running = Future()
+            threading.Thread(target=self._run, args=(self._running,), name=f"metrics-{self._name}", daemon=True).start()
 
     def wait(self) -> T | None:
         """Return the answer; None when the server is away."""
-        asked = self._asked
-        assert asked is not None
+        running = self._running
+        assert running is not None
         try:
-            return asked.result(_PATIENCE)
-        except (Late, OutboxError, psycopg.Error):
+            return running.result(_PATIENCE)
+        except (NoAnswer, OutboxError, psycopg.Error):
             return None
 
-    def _run(self, asked: Future[T]) -> None:
+    def _run(self, running: Future[T]) -> None:
         try:
-            asked.set_result(self._question())
+            running.set_result(self._query())
         except BaseException as error:  # noqa: BLE001  raised by wait()
-            asked.set_exception(error)
+            running.set_exception(error)

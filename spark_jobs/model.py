@@ -1,4 +1,4 @@
-"""What rounds, tasks and the sink name: partitions, ranges, messages, losses."""
+"""The vocabulary of rounds, tasks and the sink: partitions, ranges, messages, losses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Stored:
 
 @dataclass(frozen=True, slots=True)
 class Range:
-    """What one task reads: from ``start`` up to, not including, ``end``."""
+    """The offsets that one task reads: from ``start`` up to, not including, ``end``."""
 
     topic_id: str
     start: int
@@ -44,14 +44,14 @@ class LossKind(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """What a group can't read any more of one partition.
+    """The messages of one partition that a group can no longer read.
 
     kind           retention: the messages went before the group read them. cut: the log ends before the group's
                    position. recreated: the topic, or the partition, is not the one that the group has read.
-    topic_id       of the incarnation in which it was lost.
-    first_offset   the first offset of which it is true; after a cut: where Kafka's log ended when it was found.
-    end_offset     not included; None when nobody can know.
-    detail         the same as a sentence, for people.
+    topic_id       of the incarnation of the topic that lost them.
+    first_offset   the first lost offset; after a cut: where Kafka's log ended when the loss was found.
+    end_offset     not included; None when it can't be known.
+    detail         the same as a sentence.
     """
 
     topic: str
@@ -64,7 +64,7 @@ class Loss:
 
 
 META_PLACE: Final = {"message_topic": "text", "message_part": "integer", "message_offset": "bigint"}
-"""The columns that say which message a row is, with their types."""
+"""The columns that identify a row's message, with their types."""
 
 
 def places_of(rows: pa.RecordBatch | pa.Table) -> Iterator[Place]:

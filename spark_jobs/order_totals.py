@@ -1,7 +1,7 @@
-"""A whole job to copy: order events into one row per order.
+"""A complete job to copy: order events into one row per order.
 
-The effect adds on purpose: an event applied twice would show in ``events_applied`` and in the total, and one that came
-before its predecessor shows in ``out_of_order``. Several events of an order may be in one batch.
+The effect adds up on purpose: an event applied twice would show in ``events_applied`` and in the total, and one that
+came before its predecessor in ``out_of_order``. A batch may have several events of an order.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How a transaction of a range ends where it is not committed, as a sink says it; see ``sink``."""
+"""How a sink says why the transaction of a range was not committed; see ``sink``."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from spark_jobs.model import Place
 
 Wish = tuple[int, str]
-"""A dead letter that somebody wants tried again: its id, and for which reason it died."""
+"""A dead letter to be retried: its id, and the reason why it failed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,9 +24,9 @@ class Culprit:
 
 
 class Culprits(Exception):
-    """Ends the transaction: these messages have to be taken out first. Each is named once, however many rows it has.
+    """Ends the transaction: the next attempt must leave these messages out. Each is listed once, whatever its rows.
 
-    They need not be all that there are: the next attempt names others.
+    The list need not be complete: the next attempt may find others.
     """
 
     def __init__(self, found: Sequence[Culprit]) -> None:
@@ -35,16 +35,16 @@ class Culprits(Exception):
 
 
 class Broken(Exception):
-    """Ends the transaction: the effect fails whatever the messages are."""
+    """Ends the transaction: the effect fails, and no message is at fault."""
 
 
 class Moved(Exception):
-    """Ends the transaction: the offset is within the range, so the round has to be planned anew."""
+    """Ends the transaction: the stored offset is inside the range, so the round must be planned again."""
 
 
 class Uncopyable(Exception):
-    """Ends the transaction: a value does not fit its column. The next attempt asks for the way that finds out which."""
+    """Ends the transaction: a value does not fit its column. The next attempt copies text, to find out which."""
 
 
 class Roundabout(Exception):
-    """Ends the transaction: the short way does not do. The next attempt of the range asks for the long one."""
+    """Ends the transaction: a direct copy is not possible. The next attempt of the range goes through ``batch``."""

@@ -1,8 +1,8 @@
 """How long a run waits for servers that are away.
 
-Patience counts from the beginning of the first question that got no answer, and a question waits no longer than what is
-left: so a run gives up on time, however long a server keeps silent. Questions are those that a server may never answer:
-requests to Kafka, and connecting to Postgres. They ask ``asking`` how long they may take.
+Patience counts from the start of the first request that got no answer, and no request waits longer than what is left,
+so a run gives up on time even if a server never answers. This applies to requests that may wait forever: those to
+Kafka, and connecting to Postgres. ``asking`` says how long they may take.
 
 | what fails                                     | patience counts from                            |
 |------------------------------------------------|-------------------------------------------------|
@@ -11,7 +11,7 @@ requests to Kafka, and connecting to Postgres. They ask ``asking`` how long they
 | a statement, or a task of Spark's              | when it failed: until then it may have been work |
 | the next attempts, until one succeeds          | the same as before                              |
 
-An attempt that has had an answer is not ended by its next question: that one has a few seconds in any case.
+An attempt that has had an answer is not ended by its next request, which gets a few seconds in any case.
 """
 
 from __future__ import annotations
@@ -26,20 +26,23 @@ from typing import Final
 from spark_jobs.errors import ConsumerUnavailable
 
 LEAST_SECONDS: Final = 2.0
-"""A question has so long before anything has failed, also with less patience: psycopg's and libpq's own minimum."""
+"""The least that a request gets before anything has failed, whatever the patience: libpq's own minimum."""
 ANSWERED_SECONDS: Final = 5.0
-"""And so long in an attempt that has had an answer, also when patience has ended meanwhile: an attempt may take long by
-its work, and one earlier failure must not end it while the servers answer."""
+"""The least that a request gets in an attempt that has had an answer, even if patience has ended meanwhile: the work
+may take long, and one earlier failure must not end an attempt while the servers answer."""
 
 _CURRENT: ContextVar[Patience | None] = ContextVar("outbox_patience", default=None)
 
 
+_FIRST_PAUSE: Final = 0.2
+
+
 class NoTimeLeft(ConsumerUnavailable):
-    """A question was not asked: there is no patience left for its answer."""
+    """A request was not sent: there is no patience left for its answer."""
 
 
 class Patience:
-    """The patience of one run, over its attempts. None: it never ends."""
+    """The patience of one run, over all its attempts. ``seconds`` None: it never ends."""
 
     def __init__(self, seconds: float | None, clock: Callable[[], float] = time.monotonic) -> None:
         self.seconds = seconds
@@ -50,14 +53,14 @@ class Patience:
 
     @property
     def left(self) -> float:
-        """Return for how many seconds more servers are waited for."""
+        """How many more seconds to wait for servers."""
         if self.seconds is None:
             return math.inf
         return self.seconds - (0.0 if self._began is None else self._clock() - self._began)
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
-        """Limit the questions of this thread to what is left."""
+        """Limit the requests of this thread to what is left."""
         self._silent_since = None
         self._answered = False
         token = _CURRENT.set(self)
@@ -73,12 +76,12 @@ class Patience:
         self._since = self._began
 
     def renew(self) -> None:
-        """Begin anew: an attempt has succeeded, or has got further."""
+        """Start over: an attempt has succeeded, or has made progress."""
         self._since = self._silent_since = None
 
     @property
     def _began(self) -> float | None:
-        """When the first question began that got no answer, of the attempts before or of this one."""
+        """When the first unanswered request began, in this attempt or an earlier one."""
         return min((one for one in (self._since, self._silent_since) if one is not None), default=None)
 
     @contextmanager
@@ -97,18 +100,23 @@ class Patience:
         self._answered = True
 
     def longest(self, seconds: float) -> float:
-        """Return how long a server may keep silent now, at most so many seconds; nothing or less: not at all."""
+        """Return how many seconds a server may take to answer now, at most ``seconds``; 0 or less: none."""
         least = LEAST_SECONDS if self._began is None else ANSWERED_SECONDS if self._answered else 0.0
         return min(seconds, max(self.left, least))
 
     def silent(self, since: float) -> None:
-        """Note since when, by the clock, a server has not answered."""
+        """Record the time, by the clock, since which a server has not answered."""
         self._silent_since = since if self._silent_since is None else min(self._silent_since, since)
+
+
+def backoff(tries: int, longest: float) -> float:
+    """Return how many seconds to pause after so many earlier tries, without jitter: doubled each time."""
+    return min(_FIRST_PAUSE * 2.0 ** min(tries, 10), longest)
 
 
 @contextmanager
 def asking(longest: float) -> Iterator[float]:
-    """Ask a server that may never answer. Yields how many seconds that may take: at most ``longest``.
+    """Limit a request that may never be answered. Yields how many seconds it may take, at most ``longest``.
 
     Raises NoTimeLeft when this thread's run has no patience left.
     """
@@ -121,13 +129,13 @@ def asking(longest: float) -> Iterator[float]:
 
 
 def at_most(longest: float) -> float:
-    """Return how many seconds a server may keep silent in this thread's run: at most ``longest``."""
+    """Return how many seconds a server may take to answer in this thread's run, at most ``longest``."""
     patience = _CURRENT.get()
     return longest if patience is None else patience.longest(longest)
 
 
 def silent(since: float) -> None:
-    """Note for this thread's run since when, by the monotonic clock, nothing has come from a server."""
+    """Tell this thread's run since when, by the monotonic clock, a server has not answered."""
     patience = _CURRENT.get()
     if patience is not None:
         patience.silent(since)

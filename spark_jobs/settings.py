@@ -1,6 +1,6 @@
-"""A consumer's settings: from the variables and the file that the relay reads too.
+"""A consumer's settings, from the same variables and file as the relay's.
 
-Names that belong to the relay are passed over here. The command line looks at all of them first, since it knows both.
+Names that belong to the relay are ignored here. The command line, which knows both, checks all names first.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from outbox._app.settings import SharedSettings, read
 
 
 class Settings(SharedSettings):
-    """What a consumer can be told."""
+    """The settings of a consumer."""
 
 
 def load(**given: Any) -> Settings:

@@ -1,28 +1,28 @@
-"""What a database has to do to be a sink: the protocol between rounds, tasks and the database.
+"""The protocol between rounds, tasks and the database: what a sink must implement.
 
-A task applies one range of a partition in one transaction, and calls in this order:
+A task applies one range of a partition in one transaction, with these calls in this order:
 
     with sink.transaction(where, rows, most=…) as into:
         if not into.move(partition, span, log_end):   # fence, and move the offset
             into.rollback()                           # applied before: nothing is read
-        new = into.remember(rows, way)                # take the rows in, without those that were applied before
+        new = into.remember(rows, way)                # load the rows, without those that were applied before
         into.count(partition, span, …)                # dead letters and figures
         if new:
             into.apply()                              # the effect
-                                                      # COMMIT, where the rows were proved to be all of them
+                                                      # COMMIT, once the rows are proved complete
 
-Dead letters that are tried again go the same way, with ``hold`` in the place of ``move`` and ``resolve`` in that of
-``count``. ``postgres_sink`` implements this for Postgres; tests/integration/test_sink_contract.py is the contract that
-every implementation has to pass. What rounds need of the driver's side is ``GroupStore``.
+For dead letters that are retried ``hold`` takes the place of ``move``, and ``resolve`` that of ``count``.
+``postgres.sink`` implements this for Postgres; tests/integration/test_sink_contract.py is the contract that every
+implementation must pass. ``GroupStore`` is what rounds need in the driver.
 
 | the sink promises                                 | because otherwise                                               |
 |---------------------------------------------------|-----------------------------------------------------------------|
-| all of a transaction is committed, or nothing     | an offset without its effect is a loss, the reverse a repeat    |
+| a transaction commits all or nothing              | an offset without its effect is a loss, the reverse a repeat    |
 | no COMMIT without ``rows.require_whole()``        | a part of the range would be committed as the whole             |
-| ``move`` compares generation, start and topic id  | a zombie, or a topic that was made anew, would be applied       |
+| ``move`` compares generation, start and topic id  | a zombie, or a recreated topic, would be applied                |
 | two transactions that move one offset are serial  | both would apply the range                                      |
-| an error means that nothing was committed,        | the driver plans anew from the stored offset, so an unknown     |
-| or that the offset says that all of it was        | outcome is read, not guessed                                    |
+| after an error either nothing was committed, or   | the driver plans again from the stored offset, so an unknown    |
+| the offset shows that all of it was               | outcome is read, not guessed                                    |
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """How rows are taken in: what earlier attempts have found. A sink with one way only may pass it over.
+    """How to load rows, from what earlier attempts have found. A sink with only one way may ignore it.
 
-    repeats   some rows were applied before, probably: a partition that had some lately, or dead letters.
+    repeats   some rows were probably applied before: the partition had repeats lately, or these are dead letters.
     lenient   an attempt has raised Uncopyable.
     straight  no attempt has raised Roundabout lately.
     """
@@ -55,7 +55,7 @@ class Way:
 
 
 class Whole(Protocol):
-    """What a transaction applies, as far as its COMMIT has to know it; see task_input."""
+    """The proof that a transaction's COMMIT needs; see task.input."""
 
     def require_whole(self) -> None:
         """Raise InputCut unless all of the rows were read."""
@@ -67,79 +67,79 @@ class Transaction(Protocol):
     def move(self, partition: Partition, span: Range, log_end: int | None) -> bool:
         """Move the group's offset from the range's start to its end.
 
-        False when it is at the end or behind it: this generation has applied the range before. Raises Fenced when
-        another generation has the group, or the topic is another; Moved when the offset is within the range.
+        Return False if it is already at the end or beyond: this generation has applied the range before. Raises Fenced
+        when another generation has the group or the topic is another; Moved when the offset is within the range.
 
-        log_end  where Kafka's log ended when the round was planned; for those who watch.
+        log_end  where Kafka's log ended when the round was planned; for monitoring.
         """
 
     def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
-        """Take rows in, leave out what was applied before, and return how many are left.
+        """Load rows, drop those that were applied before, and return how many are left.
 
-        What the iterator raises passes through. Raises Culprits for messages that can't be taken in, Broken where no
-        message is at fault, Uncopyable and Roundabout for another way.
+        Errors of the iterator pass through. Raises Culprits for messages that can't be loaded, Broken where no message
+        is at fault, Uncopyable and Roundabout to be called again in another ``way``.
         """
 
     def count(
         self, partition: Partition, span: Range, *, read: int, fresh: int, dead: Sequence[Letter], reached: int | None
     ) -> None:
-        """Put the partition's dead letters aside, and add to its figures.
+        """Store the partition's dead letters, and add to its figures.
 
-        reached  there is no message between the range's end and this offset: the group goes on from there.
+        reached  there is no message between the range's end and this offset: the group continues from there.
         """
 
     def apply(self) -> None:
         """Run the effect over what was remembered. Raises Culprits or Broken."""
 
     def rollback(self) -> None:
-        """Roll back: nothing is committed, and the end of the transaction asks for no proof."""
+        """Roll back: nothing is committed, and the end of the transaction needs no proof."""
 
     def hold(self, wishes: Mapping[Place, Wish]) -> bool:
-        """Lock dead letters that are to be tried again. Raises Fenced.
+        """Lock dead letters to be retried. Raises Fenced.
 
-        False when one is not there any more: it was discarded, or this is a retry of a task after its COMMIT.
+        Return False when one no longer exists: it was discarded, or this is a retry of a task after its COMMIT.
         """
 
     def resolve(self) -> None:
-        """Delete the dead letters that were held, with a note of those that are not among the rows any more."""
+        """Delete the dead letters that were held, and record those that are no longer among the rows."""
 
 
 class Sink(Protocol):
-    """What is sent to the tasks of a round: it must be picklable."""
+    """The sink as the tasks of a round get it: it must be picklable."""
 
     def transaction(
         self, where: str, rows: Whole, *, most: int, here: bool = False
     ) -> AbstractContextManager[Transaction]:
-        """Begin a transaction; COMMIT at the end, ROLLBACK on an error. Errors of the database are ConsumerErrors.
+        """Begin a transaction; COMMIT at the end, ROLLBACK on an error. Database errors become ConsumerErrors.
 
-        where  what people read in its errors.
+        where  what its error texts name.
         rows   the proof that COMMIT needs.
-        most   more culprits than this, and one more, need not be named.
-        here   the driver does it, and not a task.
+        most   no more than this many culprits, and one more, need be found.
+        here   the driver runs it, not a task.
         """
 
 
 class Sinks(Protocol):
-    """Makes the sink of a round, for one job."""
+    """Creates the sinks of one job's rounds."""
 
     def prepared(self, columns: Mapping[str, str], generation: int) -> Sink:
-        """Return the sink for rows of these columns, with their types in Postgres; of none, to move offsets only.
+        """Return the sink for rows with these columns and Postgres types; without columns it only moves offsets.
 
-        Raises JobError for columns that the job's effect can't take.
+        Raises JobError for columns that the job's effect can't use.
         """
 
     def look_again(self) -> None:
-        """Forget what the sink's tables were: somebody may have altered them."""
+        """Forget what is known of the sink's tables: they may have been altered."""
 
 
 class GroupStore(Protocol):
-    """The driver's side, as far as rounds need it: each call is a transaction of its own."""
+    """What rounds need in the driver; each call is a transaction of its own."""
 
     def dead_keys(self, topics: Iterable[str]) -> dict[tuple[str, bytes], None]:
         """Return the keys of the group's dead letters, with their topics."""
 
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[Retried]:
-        """Return dead letters that are to be tried again: those of one partition, in their messages' order."""
+        """Return dead letters to be retried: those of one partition, in the order of their messages."""
 
     def failed_again(self, failed: Iterable[tuple[int, Culprit]], generation: int) -> None:
         """Count another attempt of dead letters. Raises Fenced."""

@@ -216,11 +216,11 @@ class _Sample(ConsumerMetrics):
         super().__init__(_GROUP, ["t"], "", "", {})
         self.observe("round", {"round_seconds": 1.0, "read": 1})
 
-    def _ask_sink(self) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
+    def _query_sink(self) -> tuple[Sequence[Mapping[str, Any]], Sequence[Mapping[str, Any]]]:
         row = _Ones(topic="t", part=0)
         return [row], [row]
 
-    def _ask_kafka(self) -> Mapping[Partition, Extent]:
+    def _query_kafka(self) -> Mapping[Partition, Extent]:
         return {("t", 0): Extent(0, 1, 1)}
 
 

@@ -1,13 +1,13 @@
-"""What a person does with messages that could not be applied: look, try again, give up.
+"""Operators' actions on messages that could not be applied: list, retry, discard.
 
-| what a person does         | what follows                                                                         |
-|----------------------------|--------------------------------------------------------------------------------------|
+| action                     | what follows                                                                          |
+|----------------------------|---------------------------------------------------------------------------------------|
 | retry                      | state ``retry``: the next round of the group's consumer applies it, or counts another |
-|                            | attempt and sets it to ``dead``                                                      |
-| retry one of a key whose   | all of the key are tried, in the order of their offsets: none overtakes another       |
-| later messages wait behind |                                                                                      |
-| discard the first of them  | those behind it are tried, in the same transaction                                   |
-| discard a later one        | it alone goes; the others wait as before                                             |
+|                            | attempt and sets it to ``dead``                                                       |
+| retry one of a key whose   | all of the key are retried, in the order of their offsets: none overtakes another     |
+| later messages wait behind |                                                                                       |
+| discard the first of them  | those behind it are marked for a retry, in the same transaction                       |
+| discard a later one        | only that one is deleted; the others wait as before                                   |
 
 Every change leaves a row in ``audit``.
 """
@@ -31,7 +31,7 @@ from spark_jobs.letters import CONTENTS, DESCRIBED
 from spark_jobs.postgres.errors import clear_errors
 
 REASONS: Final = ("undecodable", "no-id", "too-old", "failed", "rejected", "behind")
-"""Why a message is a dead letter. ``behind``: nothing is known against it, an earlier one of its key is dead."""
+"""Why a message is a dead letter. ``behind``: only because an earlier message of its key is a dead letter."""
 
 _CHOSEN: Final = """(%(ids)s::bigint[] IS NULL OR d.id = ANY(%(ids)s::bigint[]))
    AND (%(grp)s::text IS NULL OR d.grp = %(grp)s)
@@ -57,12 +57,12 @@ SELECT d.id, d.grp, d.topic, d.topic_id, d.part, d.message_offset, d.message_id:
             ORDER BY other.part, other.message_offset LIMIT 1) END AS waits_for
   FROM {dead_letters} AS d WHERE d.id = %(id)s"""
 
-# By hash for the index, and by the key itself for the truth. A message without a key is like no other.
+# By hash to use the index, and by the key itself to be exact. A message without a key has no others of its key.
 _SAME_KEY: Final = """other.grp = d.grp AND other.topic = d.topic
    AND sha256(other.message_key) = sha256(d.message_key) AND other.message_key = d.message_key"""
 
-# A key has rows that wait behind others only if its group keeps the order; then all of it is tried, or none.
-# Locked in the order in which a consumer locks them, so that the two never wait for each other in a circle.
+# A key has rows with the reason ``behind`` only if its group keeps the order; then all of its rows are retried, or
+# none. Locked in the same order as by a consumer, so that the two never wait for each other in a circle.
 _RETRY: Final = """
 WITH ordered AS (
     SELECT DISTINCT d.grp, d.topic, d.message_key FROM {dead_letters} AS d
@@ -89,8 +89,8 @@ noted AS (
 SELECT id, grp, topic, part, message_offset, message_id::text, message_key, reason FROM gone
  ORDER BY topic, part, message_offset, id"""
 
-# What waited for a message that is gone, and for no other one. A key in two partitions (some were added to its topic)
-# has no order by offset: all that is dead of it comes first.
+# Messages that waited only for the discarded one. A key in two partitions, after some were added to its topic, has no
+# order by offset, so its messages wait for all of its dead letters.
 _FREE: Final = """
 UPDATE {dead_letters} AS d SET state = 'retry'
   FROM (SELECT DISTINCT * FROM unnest(%(groups)s::text[], %(topics)s::text[], %(keys)s::bytea[]) AS k (grp, topic, key))
@@ -112,9 +112,9 @@ class NoSuchDeadLetter(ConsumerError):
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which dead letters: by id, group, topic, reason; all of them when nothing is given.
+    """Selects dead letters by id, group, topic and reason; all of them if nothing is given.
 
-    Raises ConfigurationError for a reason that there is not.
+    Raises ConfigurationError for an unknown reason.
     """
 
     ids: Sequence[int] | None = None
@@ -127,14 +127,14 @@ class Selection:
             raise ConfigurationError(f"reason {self.reason!r}: must be one of {', '.join(REASONS)}")
 
     def bound(self) -> dict[str, Any]:
-        """Return the values that the statements bind."""
+        """Return the parameters of the statements."""
         ids = list(self.ids) if self.ids is not None else None
         return {"ids": ids, "grp": self.group, "topic": self.topic, "reason": self.reason}
 
 
 @dataclass(frozen=True, slots=True)
 class Discarded:
-    """What a discard did: the rows that are gone, and the ids of those that are tried again because of it."""
+    """The result of a discard: the deleted rows, and the ids of those that are retried because of it."""
 
     gone: Sequence[dict[str, Any]]
     freed: Sequence[int]
@@ -143,8 +143,8 @@ class Discarded:
 class DeadLetters:
     """The dead letters of one sink. ``connection`` is in autocommit; each call is one transaction.
 
-    All raise ConsumerUnavailable when Postgres is away or a round of the group is using the rows, and SchemaError
-    without the tables or the rights.
+    Methods raise ConsumerUnavailable when Postgres is away or a round of the group is using the rows, and SchemaError
+    when tables or rights are missing.
     """
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
@@ -156,12 +156,12 @@ class DeadLetters:
         self._names["contents"] = sql.SQL(CONTENTS)
 
     def list(self, selection: Selection, limit: int = 100) -> Sequence[dict[str, Any]]:
-        """Return up to ``limit`` dead letters, the oldest first; keys, but neither values nor headers."""
+        """Return up to ``limit`` dead letters, the oldest first, with keys but without values and headers."""
         with clear_errors("listing dead letters"):
             return self._run(_LIST, selection.bound() | {"limit": limit})
 
     def show(self, dead_letter: int) -> dict[str, Any]:
-        """Return the whole row, and of its key how many wait ``behind_it`` and which one it ``waits_for``.
+        """Return the whole row, with the number of messages ``behind_it`` and the one that it ``waits_for``, if any.
 
         Raises NoSuchDeadLetter.
         """
@@ -174,7 +174,7 @@ class DeadLetters:
         return found[0]
 
     def retry(self, selection: Selection) -> Sequence[dict[str, Any]]:
-        """Mark messages for a retry by the next round of their groups. Returns those, and the others of their keys."""
+        """Mark dead letters for retry in the next round of their groups. Returns them and the others of their keys."""
         with clear_errors("retrying dead letters"), self._connection.transaction():
             self._connection.execute(_TIMEOUT)
             rows = sorted(self._run(_RETRY, selection.bound()), key=_place)
@@ -196,7 +196,7 @@ class DeadLetters:
         return rows
 
     def discard(self, selection: Selection, reason: str, *, keep_message: bool = True) -> Discarded:
-        """Delete dead letters for good. ``audit`` keeps who, why and which, and the message if ``keep_message``."""
+        """Delete dead letters. ``audit`` records who, why and which, and the message itself if ``keep_message``."""
         with clear_errors("discarding dead letters"), self._connection.transaction():
             self._connection.execute(_TIMEOUT)
             gone = self._run(_DISCARD, selection.bound() | {"why": reason, "keep_message": keep_message})
@@ -225,10 +225,10 @@ _TABLES: Final = ("dead_letters", "audit")
 
 
 def readable(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a row for people and scripts: bytes as what they are, and what they are beside them.
+    """Return a row for display and scripts: bytes in a readable form, each with its encoding.
 
-    ``key`` and header values are text, or hexadecimal digits (``…_encoding``: utf-8 or hex). ``value`` is JSON as it
-    stands in the message, as an orjson.Fragment, so that no number is rounded; or text; or base64.
+    ``key`` and header values are text or hexadecimal digits (``…_encoding``: utf-8 or hex). ``value`` is the message's
+    own JSON, as an orjson.Fragment, so that no number is rounded; or text; or base64.
     """
     shown = dict(row)
     shown["group"] = shown.pop("grp")
@@ -266,7 +266,7 @@ def _value(raw: bytes | None) -> tuple[object, str | None]:
     content = bytes(raw)
     try:
         orjson.loads(content)
-        # A line break in valid JSON stands between its parts, never in a text: the whole stays on one line.
+        # Line breaks in valid JSON are only between its tokens, so they can be replaced to keep it on one line.
         return orjson.Fragment(content.replace(b"\r", b" ").replace(b"\n", b" ")), "json"
     except ValueError:
         pass

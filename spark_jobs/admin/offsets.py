@@ -1,24 +1,22 @@
-"""How far groups are, beside what Kafka has; and moving them by hand: `outbox offsets`.
+"""Show the offsets of groups with those of Kafka, and move them by hand: `outbox offsets`.
 
-A move is one transaction: it raises the group's generation, which waits for a task that is about to commit and shuts
-out all that come later; writes the new offsets, accepts the open losses of the partitions, and leaves a row in
-``audit``. Everything that the change rests on is read after the fence. A consumer that runs meanwhile is fenced, and
-goes on from the new offsets when it is started again.
+A move is one transaction. It raises the group's generation, which waits for a task that is about to commit and fences
+all later ones; writes the new offsets, accepts the open losses of the partitions, and adds a row to ``audit``. All that
+the change depends on is read after the fence. A consumer that is running is fenced, and continues from the new offsets
+when it is started again.
 
-| the offset goes | what follows                                                                                      |
-|-----------------|---------------------------------------------------------------------------------------------------|
-| back            | messages come again; what was applied is known by its id (dedup), or dead if its day is forgotten |
-| back, with      | messages come again, and are applied again: no id is remembered                                   |
-| OffsetsOnly     |                                                                                                   |
-| forward         | messages are never read: only with ``skip``, and the audit says which                             |
-| outside of Kafka| refused                                                                                           |
+| the offset moves | what follows                                                                                      |
+|------------------|---------------------------------------------------------------------------------------------------|
+| back             | messages are read again; repeats are recognized by their ids, or dead if their day is forgotten   |
+| back, with       | messages are read and applied again: no ids are remembered                                        |
+| OffsetsOnly      |                                                                                                   |
+| forward          | messages are never read: only with ``skip``, and the audit records which                          |
+| outside of Kafka | refused                                                                                           |
 """
 
 from __future__ import annotations
 
 import datetime as dt
-import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final, Literal, LiteralString
@@ -32,14 +30,15 @@ from spark_jobs.driver.kafka_admin import KafkaView, TopicMissing
 from spark_jobs.driver.planner import Extent
 from spark_jobs.errors import ConsumerError, ConsumerUnavailable
 from spark_jobs.model import LossKind, Partition, Stored
+from spark_jobs.postgres.connections import process_name
 from spark_jobs.postgres.errors import clear_errors
 
 _Losses = Mapping[int, Sequence[tuple[str, int]]]
 _Decide = Callable[[Mapping[int, Stored], _Losses], list["Move"]]
 
 Wanted = int | dt.datetime | Literal["earliest", "latest", "loss"]
-"""Where to: an offset; the first message at or after a time (with a zone); what Kafka has first or last; or the nearest
-place from which a group with open losses can go on."""
+"""The target: an offset; the first message at or after a time (with a zone); Kafka's first or last offset; or the
+nearest offset from which a group with open losses can continue."""
 
 WAIT_SECONDS: Final = 60.0
 
@@ -76,21 +75,21 @@ _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%(what)s, %(wh
 
 
 class NoSuchGroup(ConsumerError):
-    """There is no group, or no topic of a group, of that name."""
+    """There is no group of that name, or the group has no such topic."""
 
 
 class MoveRefused(ConsumerError):
-    """The offsets can't go there, or not without saying that it is meant. Nothing was changed."""
+    """The offsets can't be moved there, or only with ``skip``. Nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """One partition of a group, beside what Kafka has of it; None for what is not known.
+    """One partition of a group, with Kafka's offsets; None for unknown values.
 
-    next_offset   None: Kafka has the partition, and the group has not met it yet.
-    lag           offsets that a read_committed reader could have and the group has not.
-    pinned        offsets that wait behind a transaction that is open.
-    trouble       why the group can't go on from there.
+    next_offset   None: Kafka has the partition, but the group has not read it yet.
+    lag           how many offsets a read_committed reader could read and the group has not read.
+    pinned        how many offsets wait behind an open transaction.
+    trouble       why the group can't continue from there.
     """
 
     topic: str
@@ -107,7 +106,7 @@ class Position:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """A group, its partitions, and the losses that nobody has accepted yet."""
+    """A group, its partitions, and its open losses."""
 
     group: str
     generation: int
@@ -120,10 +119,10 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """What happens to one partition: ``before`` → ``after``, each None where there is no row.
+    """The move of one partition: ``before`` → ``after``, each None if there is no row.
 
-    skipped   from, and up to but not including: what Kafka has and the group will never read.
-    again     how many offsets are read once more.
+    skipped   the first offset that the group will never read, and the end of these offsets, not included.
+    again     how many offsets are read again.
     """
 
     part: int
@@ -136,17 +135,17 @@ class Move:
 
     @property
     def changes(self) -> bool:
-        """Return whether anything is different afterwards."""
+        """Return whether the move changes anything."""
         return (self.before, self.topic_id_before) != (self.after, self.topic_id)
 
 
 @dataclass(frozen=True, slots=True)
 class Moved:
-    """A move that was made, or that would be (``dry_run``). ``accepted``: ids of losses.
+    """The result of a move, or of its ``dry_run``. ``accepted``: ids of losses.
 
-    generation         the group's now; None when nothing was changed.
-    forgotten_before   ids of earlier days are no longer all remembered.
-    unshown            why Kafka's own tools do not show it, if they don't.
+    generation         the group's new generation; None if nothing was changed.
+    forgotten_before   ids of days before this one are no longer all remembered.
+    unshown            why Kafka's own tools do not show the new offsets, if they don't.
     """
 
     group: str
@@ -161,7 +160,7 @@ class Moved:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """Who asks for what. ``to`` is for the audit; ``wait`` is in seconds."""
+    """The arguments of a move. ``to`` is for the audit; ``wait`` is in seconds."""
 
     group: str
     topic: str
@@ -176,7 +175,7 @@ class _Request:
 
 
 def move(part: int, stored: Stored | None, there: Extent, topic_id: str, after: int) -> Move:
-    """Work out what it means for a partition. Pure. What Kafka no longer has is not skipped: it is lost already."""
+    """Return the move of a partition. Pure. Messages that Kafka no longer has are not skipped but lost."""
     same = stored is not None and stored.topic_id == topic_id
     begin = max(stored.next_offset, there.first) if stored is not None and same else there.first
     return Move(
@@ -191,9 +190,9 @@ def move(part: int, stored: Stored | None, there: Extent, topic_id: str, after: 
 
 
 def after_losses(stored: Stored | None, there: Extent, topic_id: str, losses: Sequence[tuple[str, int]]) -> int | None:
-    """Return the nearest offset from which a partition can go on, given its open losses as (kind, first_offset).
+    """Return the nearest offset from which a partition can continue, given its open losses as (kind, first_offset).
 
-    Pure. Whether a loss was recorded does not matter. None: there is no row, and none is needed.
+    Pure. Also finds losses that were not recorded. None: there is no row, and none is needed.
     """
     if stored is None:
         return there.first if losses or there.first > 0 else None
@@ -204,9 +203,9 @@ def after_losses(stored: Stored | None, there: Extent, topic_id: str, losses: Se
 
 
 class Offsets:
-    """The positions of all groups of one sink. ``connection`` is in autocommit; each move is one transaction.
+    """The offsets of all groups of one sink. ``connection`` is in autocommit; each move is one transaction.
 
-    Raises ConsumerUnavailable when Postgres or Kafka is away, and SchemaError without the tables or the rights.
+    Raises ConsumerUnavailable when Postgres or Kafka is away, and SchemaError when tables or rights are missing.
     """
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str, kafka: KafkaView) -> None:
@@ -215,7 +214,7 @@ class Offsets:
         self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "audit")}
 
     def show(self, group: str | None = None) -> tuple[list[Group], str | None]:
-        """Return one group or all, and why Kafka's figures are missing, if they are. Raises NoSuchGroup."""
+        """Return one group or all, and the error if Kafka's offsets are missing. Raises NoSuchGroup."""
         with clear_errors("reading the offsets"), self._connection.transaction():
             groups, positions, losses = (self._rows(query, grp=group) for query in (_GROUPS, _POSITIONS, _LOSSES))
         if group is not None and not groups:
@@ -262,12 +261,12 @@ class Offsets:
         new: bool = False,
         wait_seconds: float = WAIT_SECONDS,
     ) -> Moved:
-        """Move a topic's partitions, or the one given.
+        """Move all partitions of a topic, or only ``part``.
 
-        skip          messages may be passed over for good.
-        dry_run       only say what would happen. Nothing is locked, and a move that needs ``skip`` is shown.
-        new           the group may be one that has never run.
-        wait_seconds  how long to wait for a task that holds the offsets.
+        skip          messages may be skipped for good.
+        dry_run       only return what would happen. Nothing is locked, and ``skip`` is not required.
+        new           the group need not exist.
+        wait_seconds  how long to wait for a task that has locked the offsets.
 
         Raises MoveRefused, NoSuchGroup, TopicMissing.
         """
@@ -298,7 +297,7 @@ class Offsets:
                     after = _target(to, there, times.get((topic, number)))
                 if after is not None:
                     moves.append(move(number, here, there, topic_id, after))
-            # What the old topic had more of than the one that is there now.
+            # Partitions of the old topic that the new one does not have.
             ended = {n: here for n, here in stored.items() if n not in extents and here.topic_id != survey.ids[topic]}
             return moves + (_gone(ended) if part is None else [])
 
@@ -319,7 +318,7 @@ class Offsets:
     def forget(
         self, group: str, topic: str, why: str, *, dry_run: bool = False, wait_seconds: float = WAIT_SECONDS
     ) -> Moved:
-        """Remove a topic that a group no longer reads: rows and open losses. Raises NoSuchGroup."""
+        """Remove the rows and open losses of a topic that a group no longer reads. Raises NoSuchGroup."""
 
         def decide(stored: Mapping[int, Stored], losses: _Losses) -> list[Move]:
             if not stored and not losses:
@@ -330,7 +329,7 @@ class Offsets:
         return self._move(request, decide, {})
 
     def _move(self, asked: _Request, decide: _Decide, extents: Mapping[int, Extent]) -> Moved:
-        owner = f"outbox offsets, {socket.gethostname()}-{os.getpid()}"
+        owner = f"outbox offsets, {process_name()}"
         values = {"grp": asked.group, "topic": asked.topic, "owner": owner}
         moves: list[Move] = []
         accepted: list[int] = []
@@ -359,7 +358,7 @@ class Offsets:
                 touched = [asked.part] if asked.part is not None else list(losses)
                 accepted = [row["id"] for row in self._rows(_ACCEPT, **values, parts=touched)]
                 if not accepted and not any(one.changes for one in moves):
-                    # Nothing is different, so nobody has to be fenced.
+                    # Nothing changes, so a running consumer need not be fenced.
                     generation = None
                     raise psycopg.Rollback
                 details = {
@@ -379,7 +378,7 @@ class Offsets:
         return Moved(asked.group, asked.topic, moves, accepted, generation, asked.dry_run, forgotten, unshown)
 
     def _fence(self, values: Mapping[str, object], *, new: bool) -> list[dict[str, Any]]:
-        """Shut running consumers out; give the group's row. Waits for a task that is about to commit."""
+        """Fence running consumers and return the group's row. Waits for a task that is about to commit."""
         if new:
             self._rows(_NEW, **values)
         raised = self._rows(_RAISE, **values)
@@ -445,7 +444,7 @@ def _refuse_skipping(asked: _Request, moves: Sequence[Move]) -> None:
 def _positions(
     rows: Sequence[Mapping[str, Any]], ids: Mapping[str, str], extents: Mapping[Partition, Extent], *, known: bool
 ) -> list[Position]:
-    """Put what is stored beside what Kafka has, with the partitions that the group has not met yet."""
+    """Combine the stored offsets with Kafka's, including partitions that the group has not read yet."""
     stored = {(row["topic"], row["part"]): row for row in rows}
     topics = {topic for topic, _ in stored}
     met = stored.keys() | {partition for partition in extents if partition[0] in topics}

@@ -73,30 +73,22 @@ def _run(
     master: str | None,
     view: View,
 ) -> tuple[dict[str, Any], dict[str, dict[str, int]]]:
-    """Return the run's figures, and those of each topic."""
+    """Run the job. Returns its figures, and those of each topic."""
     from spark_jobs.spark.installed import require_installed
 
     require_installed()
     from spark_jobs.cli.consume_view import by_topic
-    from spark_jobs.driver.runner import Options, Runner
+    from spark_jobs.driver.runner import Runner, options_of
     from spark_jobs.job import find_job
     from spark_jobs.spark import session
 
     if not session.submitted():
-        # A job may live in the working directory, as with `python -m`; with spark-submit it is in the zip.
+        # A job may be in the working directory, as with `python -m`; with spark-submit it is in the zip.
         sys.path.insert(0, str(Path.cwd()))
     job = find_job(spec)
     if topics:
         job = job.with_topics(topics)
-    options = Options(
-        url=settings.require_database(),
-        kafka=client_options(settings),
-        schema=settings.consumer_schema,
-        max_records=max_records,
-        keep_days=settings.consumer.keep_days,
-        driver_records=settings.consumer.driver_records,
-        max_bytes=settings.consumer.max_bytes,
-    )
+    options = options_of(settings, settings.require_database(), max_records)
     metrics = _metrics(settings, job)
     spark = session.start(
         f"outbox {job.group}",
@@ -105,7 +97,7 @@ def _run(
         conf=settings.spark.conf,
     )
     stop = threading.Event()
-    # After the session: starting it sets a handler of its own.
+    # After the session's start, which sets a handler of its own.
     obey_signals(
         stop,
         first="stopping after this round; another signal ends it at once",
@@ -129,11 +121,12 @@ def _run(
 
 @contextmanager
 def _ending_with_its_jvm(spark: SparkSession) -> Iterator[None]:
-    """End the process when Spark's JVM ends, and stop Spark at the end. (With spark-submit, submitted.py looks after
-    that.)
+    """End the process when Spark's JVM ends, and stop Spark at the end. With spark-submit, submitted.py does this.
 
-    A driver that applies small rounds itself would notice it late, and in the words of what it was just calling.
+    A driver that applies small rounds itself would notice late, with an unrelated error.
     """
+    from spark_jobs.spark.errors import spark_answers
+
     jvm: subprocess.Popen[bytes] | None = getattr(spark.sparkContext._gateway, "proc", None)  # noqa: SLF001
     over = threading.Event()
 
@@ -149,7 +142,7 @@ def _ending_with_its_jvm(spark: SparkSession) -> Iterator[None]:
     try:
         yield
     except BaseException:
-        if jvm is not None and not _answers(spark):
+        if jvm is not None and not spark_answers():
             watching.join(30)
         raise
     finally:
@@ -157,18 +150,8 @@ def _ending_with_its_jvm(spark: SparkSession) -> Iterator[None]:
         spark.stop()
 
 
-def _answers(spark: SparkSession) -> bool:
-    from py4j.protocol import Py4JError
-
-    try:
-        spark.sparkContext._jvm.java.lang.System.nanoTime()  # type: ignore[union-attr]  # noqa: SLF001
-    except (Py4JError, OSError):
-        return False
-    return True
-
-
 def _progress(settings: Settings, job: ConsumerJob) -> list[dict[str, Any]]:
-    """Return the group's rows; none when Postgres is away."""
+    """Return the group's progress; empty if Postgres is away."""
     from spark_jobs.errors import ConsumerUnavailable
     from spark_jobs.postgres.errors import connect
     from spark_jobs.postgres.progress import progress
@@ -177,12 +160,12 @@ def _progress(settings: Settings, job: ConsumerJob) -> list[dict[str, Any]]:
         with connect(settings.require_database(), f"outbox consume {job.group}") as connection:
             return progress(connection, settings.consumer_schema, job.group)
     except ConsumerUnavailable:
-        # Only the table of the topics needs it, and the run does not wait for that; what it needs itself it waits for.
+        # Only the final table needs it, so the run does not wait for Postgres here.
         return []
 
 
 def _metrics(settings: Settings, job: ConsumerJob) -> ConsumerMetrics | None:
-    """Open the metrics, if they are wanted. Raises ConfigurationError for an address that can't be."""
+    """Serve the metrics, if an address is set. Raises ConfigurationError for an unusable address."""
     if settings.consumer.metrics_address is None:
         return None
     from prometheus_client import CollectorRegistry

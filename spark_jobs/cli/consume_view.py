@@ -1,4 +1,4 @@
-"""What ``outbox consume`` shows: a bar and a table for ``--once`` on a terminal, log lines elsewhere."""
+"""The output of ``outbox consume``: a progress bar and a table for ``--once`` on a terminal, otherwise log lines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from rich.text import Text
 
 
 class Logger(Protocol):
-    """What a plain view writes to: structlog's."""
+    """The logger of the plain view; structlog's has this method."""
 
     def info(self, event: str, /, **figures: Any) -> Any:
         """Log."""
@@ -22,20 +22,20 @@ class Logger(Protocol):
 
 
 class View(Protocol):
-    """Shows a run. ``report`` has the shape of the runner's callback."""
+    """Shows a run. ``report`` has the signature of the runner's callback."""
 
     def report(self, text: str, figures: Mapping[str, Any]) -> None:
-        """Something happened: ``planned`` at the start of ``--once``, ``round`` after each, and whatever else."""
+        """Show what happened: ``planned`` at the start of ``--once``, ``round`` after each round, and others."""
         ...
 
     def result(self, totals: Mapping[str, Any], topics: Mapping[str, Mapping[str, int]]) -> None:
-        """The run is over. ``topics``: read, applied, duplicates and dead of each; may be empty."""
+        """Show the result of the run. ``topics``: read, applied, duplicates and dead of each; may be empty."""
         ...
 
 
 @contextmanager
 def open_view(log: Logger, *, live: bool, console: Console | None = None) -> Iterator[View]:
-    """Return the view for a terminal, or the plain one."""
+    """Yield the view for a terminal, or the plain one."""
     if not live:
         yield _Plain(log)
         return
@@ -62,7 +62,7 @@ class _Plain:
 
 
 class _Live:
-    """The bar counts offsets, as the plan does: a transaction's markers and messages that are filtered out too."""
+    """The bar counts offsets, like the plan, so it includes transaction markers and messages that are filtered out."""
 
     def __init__(self, console: Console) -> None:
         self._console = console
@@ -89,14 +89,14 @@ class _Live:
             self._passed += figures["passed"]
             self._update(completed=self._passed, rate=figures["rows_per_second"])
         else:
-            said = "  ".join(f"{name}={value}" for name, value in figures.items())
-            self._bar.console.print(Text(f"{text}  {said}", style="dim"))
+            listed = "  ".join(f"{name}={value}" for name, value in figures.items())
+            self._bar.console.print(Text(f"{text}  {listed}", style="dim"))
 
     def result(self, totals: Mapping[str, Any], topics: Mapping[str, Mapping[str, int]]) -> None:
         self._bar.update(self._task, description="done")
         self.close()
         table = Table("topic", "read", "applied", "duplicates", "dead", "rows/s", "rounds", "seconds")
-        # A narrow terminal folds a topic's name: half of it would be no name.
+        # Fold a topic's name on a narrow terminal instead of truncating it.
         table.columns[0].overflow = "fold"
         for column in table.columns[1:]:
             column.justify = "right"
@@ -118,7 +118,7 @@ class _Live:
             self._console.print(Text(hint, style="bold red"), soft_wrap=True)
 
     def close(self) -> None:
-        """Leave the terminal as it was."""
+        """Restore the terminal."""
         self._bar.stop()
 
     def _update(self, *, rate: float | None = None, **changes: Any) -> None:
@@ -132,7 +132,7 @@ _COUNTS = ("read", "applied", "duplicates", "dead")
 
 
 def by_topic(before: Sequence[Mapping[str, Any]], after: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, int]]:
-    """Return what each topic gained between two looks at a group's progress, without those that gained nothing."""
+    """Return each topic's difference between two states of a group's progress, without topics that did not change."""
     gained: dict[str, dict[str, int]] = {}
     for rows, sign in ((before, -1), (after, 1)):
         for row in rows:

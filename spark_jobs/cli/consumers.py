@@ -1,4 +1,4 @@
-"""``outbox consumers …``: how far the groups are, and what a person does with messages that could not be applied."""
+"""``outbox consumers …``: the progress of groups, and operators' actions on messages that could not be applied."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from spark_jobs.admin.dead_letters import DeadLetters, Selection
 
 app = typer.Typer(help="Consumer groups: how far they are.", no_args_is_help=True)
-# The commands for dead letters are `outbox dead-letters --side consumer` now; here are their old names.
+# The commands for dead letters are now `outbox dead-letters --side consumer`; these are their old names.
 
 _Group = Annotated[str | None, typer.Option("--group", help="Only of this consumer group.")]
 _Topic = Annotated[str | None, typer.Option("--topic", help="Only of this topic.")]
@@ -40,7 +40,7 @@ _DeadBy = Annotated[
 @app.command()
 @failing_clearly
 def groups(database_url: SinkUrl = None, group: _Group = None, as_json: AsJson = False) -> None:
-    """Show how far each group is in each partition. The lag is as old as the last move, and the time says how old."""
+    """Show the progress of each group in each partition. The lag is as old as the time of the last move."""
     from spark_jobs.postgres.progress import progress
 
     with _connection(database_url) as (connection, schema):
@@ -66,8 +66,8 @@ def list_dead_letters(
     """List dead letters, the oldest first; without their contents."""
     from spark_jobs.admin.dead_letters import Selection, readable
 
-    with _desk(database_url) as desk:
-        rows = [readable(row) for row in desk.list(Selection(None, group, topic, reason), limit)]
+    with _dead_letters(database_url) as letters:
+        rows = [readable(row) for row in letters.list(Selection(None, group, topic, reason), limit)]
     if as_json:
         print_json({"dead_letters": rows})
         return
@@ -91,11 +91,11 @@ def show(
     database_url: SinkUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one dead letter whole, key, value and headers decoded: JSON on several lines, or on one with --json."""
+    """Show one dead letter with key, value and headers decoded: as JSON on several lines, or on one with --json."""
     from spark_jobs.admin.dead_letters import readable
 
-    with _desk(database_url) as desk:
-        shown = readable(desk.show(dead_letter))
+    with _dead_letters(database_url) as letters:
+        shown = readable(letters.show(dead_letter))
     print_json(shown, indented=not as_json)
 
 
@@ -114,8 +114,8 @@ def retry(
 
     Where later messages of the same key wait behind one, all of the key are tried, in their order.
     """
-    with _desk(database_url) as desk:
-        rows = desk.retry(_selection(ids, group, topic, reason, everything))
+    with _dead_letters(database_url) as letters:
+        rows = letters.retry(_selection(ids, group, topic, reason, everything))
     found = [row["id"] for row in rows]
     if as_json:
         print_json({"retried": found})
@@ -147,8 +147,8 @@ def discard(
 ) -> None:
     """Discard dead letters for good. The audit keeps them; messages that waited behind them are tried again."""
     require_reason(why, "why the message may be lost")
-    with _desk(database_url) as desk:
-        done = desk.discard(_selection(ids, group, topic, None, everything), why, keep_message=not drop_payload)
+    with _dead_letters(database_url) as letters:
+        done = letters.discard(_selection(ids, group, topic, None, everything), why, keep_message=not drop_payload)
     gone = [row["id"] for row in done.gone]
     if as_json:
         print_json({"discarded": gone, "retried": list(done.freed)})
@@ -169,7 +169,7 @@ def _connection(database_url: str | None) -> Iterator[tuple[psycopg.Connection[A
 
 
 @contextmanager
-def _desk(database_url: str | None) -> Iterator[DeadLetters]:
+def _dead_letters(database_url: str | None) -> Iterator[DeadLetters]:
     from spark_jobs.admin.dead_letters import DeadLetters
 
     with _connection(database_url) as (connection, schema):
@@ -225,5 +225,5 @@ def _messages(count: int) -> str:
 
 
 def _printable(text: str) -> str:
-    """Return a text from a message so that it can do nothing to a terminal."""
+    """Return a message's text with control characters escaped, so that it can't affect a terminal."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -1,4 +1,4 @@
-"""How commands end that work until they are stopped: the first signal lets them finish, the second does not wait."""
+"""Ending long-running commands: the first signal lets them finish their work, the second ends them at once."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import threading
 from typing import Final, NoReturn
 
 _SHOW_CURSOR: Final = b"\x1b[?25h"
-"""For a terminal whose bar has hidden it."""
+"""For a terminal on which a progress bar has hidden the cursor."""
 
 
 def obey_signals(stop: threading.Event, *, first: str, second: str) -> None:
-    """Let the first SIGTERM or SIGINT set ``stop``, and a second one end the process at once.
+    """Make the first SIGTERM or SIGINT set ``stop``, and the second one end the process at once.
 
-    first, second  what is written then, on stderr.
+    first, second  written to stderr then.
     """
 
     def on_signal(*_: object) -> None:
         if stop.is_set():
             die(second)
         stop.set()
-        # Not by a logger, whose own line this may be in the middle of.
+        # Not with a logger, which this handler may have interrupted.
         os.write(2, f"outbox: {first}\n".encode())
 
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -30,7 +30,7 @@ def obey_signals(stop: threading.Event, *, first: str, second: str) -> None:
 
 
 def die(text: str) -> NoReturn:
-    """End as a kill does: the servers take back what is open."""
+    """End at once, as after a kill: the servers roll back what is open."""
     if sys.stdout.isatty():
         os.write(1, _SHOW_CURSOR)
     os.write(2, f"outbox: {text}\n".encode())

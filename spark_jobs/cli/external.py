@@ -1,4 +1,4 @@
-"""``outbox external …``: effects outside the database: run the caller, look at what is stuck, decide by hand."""
+"""``outbox external …``: effects outside the database: run the caller, list stuck calls, decide by hand."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from spark_jobs.settings import Settings
 if TYPE_CHECKING:
     import psycopg
 
-    from spark_jobs.external.caller import External
-    from spark_jobs.external.reservations import Chosen, Desk
+    from spark_jobs.external.declaration import External
+    from spark_jobs.external.reservations import Chosen, ReservationAdmin
 
 app = typer.Typer(help="Effects outside the database: call, look, try again, cancel.", no_args_is_help=True)
 
@@ -37,11 +37,11 @@ _All = Annotated[bool, typer.Option("--all", help="All of them (of --group, --na
 @failing_clearly
 def run(
     spec: _Spec,
-    once: Annotated[bool, typer.Option("--once", help="End when nothing is left but for people to decide.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="End when only stuck calls are left.")] = False,
     database_url: SinkUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Call and settle what is reserved, until SIGTERM or with --once until all is settled. Several may run."""
+    """Call and settle what is reserved, until SIGTERM or, with --once, until all is settled. Several may run."""
     import structlog
 
     from outbox._app import logs
@@ -92,13 +92,13 @@ def list_reservations(
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")] = 100,
     as_json: AsJson = False,
 ) -> None:
-    """List what is stuck, and what the provider said against a settlement; the oldest first."""
+    """List stuck calls, and settled ones that the provider has contradicted; the oldest first."""
     from spark_jobs.external.reservations import OPEN, Chosen
 
     states = ("stuck", *OPEN) if unsettled else ("stuck",)
-    with _desk(database_url) as desk:
-        rows = desk.find(Chosen(group, name), states, limit)
-        counts = desk.counts(Chosen(group, name))
+    with _reservations(database_url) as reservations:
+        rows = reservations.find(Chosen(group, name), states, limit)
+        counts = reservations.counts(Chosen(group, name))
     if as_json:
         print_json({"counts": counts, "reservations": rows})
         return
@@ -130,9 +130,9 @@ def retry(
     """Retry stuck calls with the same idempotency keys. Calls queued behind them follow."""
     if not_done and not message_ids:
         raise ConfigurationError("--not-done: name the message ids that the provider was asked about")
-    with _desk(database_url) as desk:
-        ids = desk.retry(_chosen(message_ids, group, name, everything), not_done=not_done, why=why)
-    _tell("retried", ids, "will be tried again", message_ids, as_json)
+    with _reservations(database_url) as reservations:
+        ids = reservations.retry(_chosen(message_ids, group, name, everything), not_done=not_done, why=why)
+    _print_result("retried", ids, "will be tried again", message_ids, as_json)
 
 
 @app.command()
@@ -148,9 +148,9 @@ def cancel(
 ) -> None:
     """Cancel stuck calls, and those that wait for a call. They are never called again."""
     require_reason(why, "why it is not to happen")
-    with _desk(database_url) as desk:
-        ids = desk.cancel(_chosen(message_ids, group, name, everything), why)
-    _tell("cancelling", ids, "will be cancelled", message_ids, as_json)
+    with _reservations(database_url) as reservations:
+        ids = reservations.cancel(_chosen(message_ids, group, name, everything), why)
+    _print_result("cancelling", ids, "will be cancelled", message_ids, as_json)
 
 
 @app.command()
@@ -163,7 +163,7 @@ def settle(
     database_url: SinkUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Write down what became of a stuck one, or of one in conflict, without calling anybody."""
+    """Record the outcome of a stuck or conflicting call, without calling the provider."""
     from spark_jobs.external.caller import Caller
     from spark_jobs.postgres.errors import connect
 
@@ -188,11 +188,11 @@ def forget(
     name: _Name = None,
     as_json: AsJson = False,
 ) -> None:
-    """Delete settled ones that are old enough: older than any message that may still come a second time."""
+    """Delete settled calls that are older than any message that may still be repeated."""
     from spark_jobs.external.reservations import Chosen
 
-    with _desk(database_url) as desk:
-        count = desk.forget(Chosen(group, name), days)
+    with _reservations(database_url) as reservations:
+        count = reservations.forget(Chosen(group, name), days)
     if as_json:
         print_json({"forgotten": count})
     else:
@@ -200,9 +200,9 @@ def forget(
 
 
 def _external(spec: str, settings: Settings) -> External:
-    from spark_jobs.external.caller import find_external
+    from spark_jobs.external.declaration import find_external
 
-    # It may live in the working directory, as with `python -m`.
+    # It may be in the working directory, as with `python -m`.
     sys.path.insert(0, str(Path.cwd()))
     external = find_external(spec)
     if external.schema != settings.consumer_schema:
@@ -213,8 +213,8 @@ def _external(spec: str, settings: Settings) -> External:
 
 
 @contextmanager
-def _desk(database_url: str | None) -> Iterator[Desk]:
-    from spark_jobs.external.reservations import Desk
+def _reservations(database_url: str | None) -> Iterator[ReservationAdmin]:
+    from spark_jobs.external.reservations import ReservationAdmin
     from spark_jobs.postgres.errors import clear_errors, connect
 
     settings = load(database_url=database_url)
@@ -223,7 +223,7 @@ def _desk(database_url: str | None) -> Iterator[Desk]:
         connect(settings.require_database(), "outbox external") as connection,
         clear_errors("looking at reservations"),
     ):
-        yield Desk(connection, settings.consumer_schema)
+        yield ReservationAdmin(connection, settings.consumer_schema)
 
 
 def _chosen(ids: Sequence[UUID] | None, group: str | None, name: str | None, everything: bool) -> Chosen:
@@ -233,7 +233,7 @@ def _chosen(ids: Sequence[UUID] | None, group: str | None, name: str | None, eve
     return Chosen(group, name, ids or None)
 
 
-def _tell(word: str, ids: Sequence[str], what: str, asked: Sequence[UUID] | None, as_json: bool) -> None:
+def _print_result(word: str, ids: Sequence[str], what: str, asked: Sequence[UUID] | None, as_json: bool) -> None:
     if as_json:
         print_json({word: ids})
     else:

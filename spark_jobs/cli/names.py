@@ -12,15 +12,15 @@ _checks: list[Callable[[], None]] = []
 
 
 def check_with(check: Callable[[], None]) -> None:
-    """Call this before settings are read: it raises ConfigurationError for a name that no application knows.
+    """Register a function to call before settings are read, which raises ConfigurationError for unknown names.
 
-    A consumer knows its own settings only. Where the command line is put together, all are known.
+    A consumer knows only its own settings; the assembly of the command line knows all of them.
     """
     _checks[:] = [check]
 
 
 def load(**given: Any) -> Settings:
-    """Read the settings. Raises ConfigurationError naming each mistake: a misspelt name must not become a default."""
+    """Read the settings. Raises ConfigurationError for each mistake, including misspelt names."""
     for check in _checks:
         check()
     return settings.load(**given)

@@ -1,4 +1,4 @@
-"""``outbox offsets …``: how far consumer groups are beside what Kafka has, and moving them by hand."""
+"""``outbox offsets …``: show the offsets of consumer groups with those of Kafka, and move them by hand."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from spark_jobs.cli.names import load
 if TYPE_CHECKING:
     from spark_jobs.admin.offsets import Group, Move, Moved, Offsets, Position, Wanted
 
-app = typer.Typer(help="Where consumer groups stand: look, and move them by hand.", no_args_is_help=True)
+app = typer.Typer(help="Show the offsets of consumer groups, and move them by hand.", no_args_is_help=True)
 
 _Why = Annotated[str, typer.Option("--reason", help="Why; it is kept in the audit.")]
 _Group = Annotated[str, typer.Argument(help="The consumer group.")]
@@ -36,9 +36,9 @@ def show(
     database_url: SinkUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show each partition's next offset beside Kafka's first and last, and losses that nobody has accepted.
+    """Show each partition's next offset with Kafka's first and last, and losses that were not accepted yet.
 
-    Exit status 1 when Kafka does not answer; what is stored is shown all the same.
+    Exit status 1 when Kafka does not answer; the stored offsets are shown anyway.
     """
     with _offsets(database_url) as offsets:
         groups, away = offsets.show(group)
@@ -69,17 +69,17 @@ def set_offset(
     database_url: SinkUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Move a group to an offset of one partition. A consumer that runs is fenced: start it again.
+    """Move a group to an offset of one partition. A running consumer is fenced: start it again.
 
-    Going back is safe where the job remembers ids, as it does if it says nothing: what was applied is known by its id.
-    With OffsetsOnly it is applied again. Going forward loses messages to this group: --skip.
+    Going back is safe for jobs that remember ids, as they do by default: repeats are recognized. With OffsetsOnly
+    messages are applied again. Going forward means that the group never reads the messages in between: --skip.
     """
     require_reason(why, "why; it is kept in the audit")
     with _offsets(database_url) as offsets:
         moved = offsets.reset(
             group, topic, offset, why, part=partition, skip=skip, dry_run=dry_run, new=new, wait_seconds=wait
         )
-    _tell(moved, as_json=as_json)
+    _print_result(moved, as_json=as_json)
 
 
 @app.command()
@@ -101,16 +101,16 @@ def reset(
 ) -> None:
     """Move a group in all partitions of a topic, and accept its losses there.
 
-    ``--to loss`` goes to the nearest place from which the group can go on: after retention the first message that is
-    left, after a cut where the log ended, and the beginning of a topic that was created again. A consumer that runs is
-    fenced: start it again. Going back is safe where the job remembers ids, as it does if it says nothing: what was
-    applied is known by its id. With OffsetsOnly it is applied again.
+    ``--to loss`` goes to the nearest offset from which the group can continue: after retention the first remaining
+    message, after a cut the end of the log at that time, and the beginning of a topic that was created again. A running
+    consumer is fenced: start it again. Going back is safe for jobs that remember ids, as they do by default: repeats
+    are recognized. With OffsetsOnly messages are applied again.
     """
     require_reason(why, "why; it is kept in the audit")
     wanted = _wanted(to)
     with _offsets(database_url) as offsets:
         moved = offsets.reset(group, topic, wanted, why, skip=skip, dry_run=dry_run, new=new, wait_seconds=wait)
-    _tell(moved, as_json=as_json)
+    _print_result(moved, as_json=as_json)
 
 
 @app.command()
@@ -128,7 +128,7 @@ def forget(
     require_reason(why, "why; it is kept in the audit")
     with _offsets(database_url) as offsets:
         moved = offsets.forget(group, topic, why, dry_run=dry_run, wait_seconds=wait)
-    _tell(moved, as_json=as_json)
+    _print_result(moved, as_json=as_json)
 
 
 def _wanted(to: str) -> Wanted:
@@ -156,7 +156,7 @@ def _offsets(database_url: str | None) -> Iterator[Offsets]:
         yield Offsets(connection, settings.consumer_schema, kafka)
 
 
-def _tell(moved: Moved, *, as_json: bool) -> None:
+def _print_result(moved: Moved, *, as_json: bool) -> None:
     if as_json:
         print_json(asdict(moved))
         return

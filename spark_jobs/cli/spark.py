@@ -75,10 +75,10 @@ def submit(
     include: _Include = None,
     show: Annotated[bool, typer.Option("--print", help="Print the command and do nothing.")] = False,
 ) -> None:
-    """Run a job with spark-submit. What stands after `--` goes to `outbox consume`, such as `-- --max-records 50000`.
+    """Run a job with spark-submit. Arguments after `--` are for `outbox consume`, such as `-- --max-records 50000`.
 
-    Addresses and credentials come from OUTBOX_… variables or outbox.toml where the driver runs, and never stand on the
-    command line.
+    Addresses and credentials come from OUTBOX_… variables or outbox.toml where the driver runs, never from the command
+    line.
     """
     if once == continuous:
         raise ConfigurationError("say either --once or --continuous")
@@ -100,7 +100,7 @@ def submit(
     interpreters: dict[str, str] = {"spark.pyspark.driver.python": sys.executable} if here else {}
     if python or master.startswith("local"):
         interpreters["spark.pyspark.python"] = python or sys.executable
-    # The driver reads the others from its own settings.
+    # The driver reads secrets from its own settings.
     ours = {name: value for name, value in settings.spark.conf.items() if not holds_secret(name, value)}
     command = Submission(
         program=str(spark.program),
@@ -133,16 +133,16 @@ def submit(
 
 
 def _require_servers(settings: Settings) -> None:
-    """Raise what is not set at once, and not after half a minute of Spark."""
+    """Raise ConfigurationError for missing settings now, instead of after half a minute of Spark's start."""
     settings.require_database()
     settings.require_kafka()
 
 
 def _run(command: list[str], pid_file: Path, *, wait_for_driver: bool) -> int:
-    """Run spark-submit to its end and give its exit status.
+    """Run spark-submit and return its exit status.
 
-    SIGTERM and SIGINT go to the driver, which ends its round first; spark-submit itself would drop everything. A
-    driver in the cluster is not asked: it goes on without us.
+    SIGTERM and SIGINT are passed to the driver, which finishes its round; spark-submit would end it at once. A driver
+    in the cluster is not signalled and continues.
     """
     from spark_jobs.cli.submitted import PID_FILE
 
@@ -151,9 +151,9 @@ def _run(command: list[str], pid_file: Path, *, wait_for_driver: bool) -> int:
         try:
             os.kill(int(driver) if driver else process.pid, signal.SIGTERM if driver else number)
         except ProcessLookupError:
-            return  # it has ended, and spark-submit is about to
+            return  # the driver has ended, and spark-submit is about to
 
-    # A session of its own: Ctrl-C in a terminal would reach the JVM beside us and take Spark from under the driver.
+    # In a session of its own: otherwise Ctrl-C in a terminal would also end the JVM, while the driver still needs it.
     process = subprocess.Popen(command, env=os.environ | {PID_FILE: str(pid_file)}, start_new_session=True)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)

@@ -1,6 +1,6 @@
-"""What spark-submit runs on the driver: the ``outbox`` command, with the job's zip on the path.
+"""The file that spark-submit runs on the driver: the ``outbox`` command, with the job's zip on the path.
 
-Needs outbox-kafka[spark] installed where the driver runs. ``outbox spark submit`` writes the whole command.
+outbox-kafka[spark] must be installed where the driver runs. ``outbox spark submit`` builds the whole command.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Final
 
 PID_FILE: Final = "OUTBOX_SUBMITTED_PID_FILE"
-"""Environment variable: where the driver writes its process id, so that it can be asked to end."""
+"""Environment variable: the file for the driver's process id, so that it can be signalled to end."""
 
 
 def run() -> None:
     """Run the command line that spark-submit was given."""
-    # Python put this file's folder first; what is in it must not be found under bare names.
+    # Python puts this file's folder first on the path; its modules must not be importable under bare names.
     here = Path(__file__).resolve().parent
     if here.name == "cli":
         sys.path[:] = [path for path in sys.path if not path or Path(path).resolve() != here]
@@ -33,7 +33,7 @@ def run() -> None:
 
 
 def _check_zip() -> None:
-    """End with what to do if the zip holds other modules of ours than the command line that is installed here."""
+    """Exit with an explanation if the zip contains another version of our modules than is installed here."""
     from importlib.metadata import PackageNotFoundError, version
 
     import outbox
@@ -50,7 +50,7 @@ def _check_zip() -> None:
 
 
 def _end_with_spark(parent: int) -> None:
-    """A driver whose JVM is gone can do nothing more, and nobody would end it."""
+    """End the driver when its JVM is gone: it can do nothing more, and nothing else would end it."""
     pause = threading.Event()
     while os.getppid() == parent:
         pause.wait(1.0)

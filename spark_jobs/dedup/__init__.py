@@ -1,1 +1,1 @@
-"""Which messages were applied before."""
+"""Recognizing messages that were applied before."""

@@ -1,15 +1,15 @@
-"""How a job keeps an event from having its effect twice. Which to choose for which sink: docs/guides/strategies.md.
+"""How a job prevents an event from having its effect twice. docs/guides/strategies.md helps to choose.
 
-| strategy    | needs                              | costs                  | can't do                                |
-|-------------|------------------------------------|------------------------|-------------------------------------------|
-| Dedup       | an id in each message              | a row in a table each  | know ids it was made to forget          |
-| Natural     | an effect that may be done again   | nothing                | sums, counters; sources that repeat late |
-| Version     | a version that rises with a change | a look at the sink     | anything but the newest state of a key  |
-| Fingerprint | nothing                            | a hash and a row each  | tell two equal events from a repeat     |
-| OffsetsOnly | a source that never repeats        | nothing                | notice any repeat                       |
+| strategy    | needs                              | costs                  | can't do                                 |
+|-------------|------------------------------------|------------------------|------------------------------------------|
+| Dedup       | an id in each message              | a row for each message | recognize ids that were forgotten        |
+| Natural     | an idempotent effect               | nothing                | sums, counters; sources that repeat late |
+| Version     | a version that rises with a change | a query of the sink    | anything but the newest state of a key   |
+| Fingerprint | nothing                            | a hash and a row each  | tell two equal events from a repeat      |
+| OffsetsOnly | a source that never repeats        | nothing                | notice any repeat                        |
 
-Re-reads after a crash are no matter of these: offsets move with the effect. They are for what the producer's side
-sends twice under two offsets; OffsetsOnly is for a source that does not.
+Strategies are not needed for reading again after a crash, because offsets move with the effect. They recognize messages
+that the producer sent twice, under two offsets; OffsetsOnly is for a source that never does.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ if TYPE_CHECKING:
 _REMEMBER: Final = """
 INSERT INTO {processed} (grp, day, message_id)
 SELECT %(grp)s, {day}, message_id FROM batch ORDER BY {day}, message_id"""
-# A message that stands twice in one batch: the lower offset is the first time.
+# Of messages with the same id in one batch the one with the lowest offset counts.
 _DROP_REPEATS: Final = """
 DELETE FROM batch AS later USING batch AS first
  WHERE later.message_id = first.message_id
    AND (later.message_topic, later.message_part, later.message_offset)
      > (first.message_topic, first.message_part, first.message_offset)"""
-# In the order of days and ids, as processed.copy_ids: two partitions that hold the same ids wait for each other in one
+# In the order of days and ids, like processed.copy_ids: two partitions with the same ids wait for each other in one
 # direction only.
 _REMEMBER_FRESH: Final = """
 WITH fresh AS (
@@ -52,7 +52,7 @@ _FORGOTTEN: Final = """
 SELECT DISTINCT message_topic, message_part, message_offset, groups.forgotten_before FROM batch, {groups} AS groups
  WHERE groups.grp = %(grp)s AND {day} < groups.forgotten_before AND {day} <> date '1970-01-01'
  ORDER BY 1, 2, 3 LIMIT %(most)s"""
-# What stands before a key's last tombstone is undone by it, whatever its version: after it the key begins anew.
+# A key's last tombstone cancels all that come before it, whatever their versions: the key begins anew after it.
 _DROP_ENDED: Final = """
 DELETE FROM batch USING (
     SELECT DISTINCT ON (message_key) message_key, message_topic, message_part, message_offset
@@ -61,8 +61,8 @@ DELETE FROM batch USING (
  WHERE ended.message_key = batch.message_key
    AND (batch.message_topic, batch.message_part, batch.message_offset)
      < (ended.message_topic, ended.message_part, ended.message_offset)"""
-# A tombstone has no payload, so no key of the payload's: Kafka's key is its. Rows of one message have one rank: which
-# of them is the newest nobody can say, so all are kept.
+# A tombstone has no payload and so no key columns, only Kafka's key. Rows of one message have the same rank: none of
+# them is newer, so all are kept.
 _KEEP_NEWEST: Final = """
 DELETE FROM batch USING (
     SELECT ctid AS place, rank() OVER (
@@ -72,7 +72,7 @@ DELETE FROM batch USING (
 _DROP_OLD: Final = """
 DELETE FROM batch USING {table} AS stored
  WHERE {same} AND stored.{stored} >= batch.{version}{living}"""
-# Not one that comes after a tombstone of its key: the row it is older than is about to be deleted.
+# Except for messages after a tombstone of their key: the effect deletes the newer row.
 _LIVING: Final = """
    AND NOT EXISTS (
        SELECT FROM batch AS gone
@@ -80,8 +80,8 @@ _LIVING: Final = """
           AND (gone.message_topic, gone.message_part, gone.message_offset)
             < (batch.message_topic, batch.message_part, batch.message_offset))"""
 _CHECK: Final = "SELECT {casts} FROM batch"
-# As a cast to the column's type has to spell it. Without the length of texts: a cast cuts off what is longer, without a
-# word, and an assignment refuses it; so for a domain it is the type that it is made of.
+# The types in the form that casts need. Without the length of texts, because a cast silently truncates a longer text,
+# which an assignment refuses. A domain is replaced by its base type for the same reason.
 _TYPES: Final = """
 WITH RECURSIVE known AS (
     SELECT attnum, attname, atttypid AS type, atttypmod AS modifier FROM pg_attribute
@@ -96,23 +96,23 @@ WHOLE_TIMES: Final = {
     "timestampFormat": "yyyy-MM-dd'T'HH:mm:ss[.SSSSSS]XXX",
     "timestampNTZFormat": "yyyy-MM-dd'T'HH:mm:ss[.SSSSSS]",
 }
-"""Options for Spark's to_json, which writes milliseconds otherwise: two times would be one."""
+"""Options for Spark's to_json, which by default writes milliseconds, so that different times could become equal."""
 
 _LATEST: Final = "message_topic DESC, message_part DESC, message_offset DESC"
 
 
 Known = Sequence["Ids"] | None
-"""The ids of the rows in ``batch``; None when only the database has them."""
+"""The ids of the rows in ``batch``; None if only the database has them."""
 
 
 class _Remembering:
-    """What strategies have in common that keep a row for each id."""
+    """The base of strategies that store each id."""
 
     __slots__ = ()
     remembers: ClassVar[bool] = True
 
     def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:
-        """Leave in ``batch`` only what was never applied. ``suspect``: repeats are likely, so do not try without."""
+        """Leave in ``batch`` only messages that were never applied. ``suspect``: repeats are likely."""
         if not suspect:
             try:
                 with cursor.connection.transaction():
@@ -124,18 +124,18 @@ class _Remembering:
                         processed.copy_ids(cursor, book, ids)
                 return
             except psycopg.errors.UniqueViolation:
-                # Something repeats. The savepoint took the ids back; find out which, the slower way.
+                # There are repeats. The savepoint has removed the ids; find the repeats in the slower way.
                 pass
         cursor.execute("ANALYZE batch")
         cursor.execute(_DROP_REPEATS)
         book.run(cursor, _REMEMBER_FRESH)
 
     def check(self, cursor: psycopg.Cursor[Any]) -> None:
-        """Nothing of a row is compared with a table."""
+        """Do nothing: rows are not compared with a table."""
 
     def too_old(self, cursor: psycopg.Cursor[Any], book: Book, most: int) -> list[tuple[Place, str]]:
-        """Return the first messages whose day the group has forgotten, each with an explanation."""
-        # Most groups have forgotten nothing that could come again, and then no row has to be looked at.
+        """Return the first ``most`` messages whose day the group has forgotten, each with an explanation."""
+        # Most groups have forgotten nothing; then no row has to be read.
         if forgotten_before(cursor, book) is None:
             return []
         rows = book.run(cursor, _FORGOTTEN, most=most).fetchall()
@@ -144,16 +144,16 @@ class _Remembering:
 
 
 class _Forgetting:
-    """What strategies have in common that remember nothing: some compare rows with each other, or with the sink's."""
+    """The base of strategies that store nothing."""
 
     __slots__ = ()
     remembers: ClassVar[bool] = False
 
     def check(self, cursor: psycopg.Cursor[Any]) -> None:
-        """Raise what the database says when a row can't be compared."""
+        """Raise the database's error if a row can't be compared."""
 
     def too_old(self, cursor: psycopg.Cursor[Any], book: Book, most: int) -> list[tuple[Place, str]]:  # noqa: ARG002
-        """Nothing is remembered, so nothing is forgotten."""
+        """Return nothing: no ids are remembered, so none are forgotten."""
         return []
 
 
@@ -166,10 +166,10 @@ class Dedup(_Remembering):
 
 @dataclass(frozen=True, slots=True)
 class Natural(_Forgetting):
-    """The effect itself may be done again: an upsert by ``key``. Of a key's messages in a batch the last one is kept.
+    """For an idempotent effect, such as an upsert by ``key``. Of a key's messages in a batch the last one is kept.
 
     key  columns of ``batch``.
-    Nothing is remembered. A source that repeats an old message after a newer one sets the row back: use Version then.
+    Nothing is remembered. If a source repeats an old message after a newer one, the row goes back: use Version then.
     """
 
     key: Sequence[str]
@@ -190,16 +190,15 @@ class Natural(_Forgetting):
 
 @dataclass(frozen=True, slots=True)
 class Version(_Forgetting):
-    """Only what is newer than the stored version is applied. Of a key's messages in a batch the newest is kept.
+    """Apply only messages newer than the stored version. Of a key's messages in a batch the newest is kept.
 
-    table       of the sink, as ``name`` or ``schema.name``: where the stored version stands.
-    key         columns of ``batch``; in the table they have the same names, or those of a mapping batch column →
-                column.
+    table       of the sink, as ``name`` or ``schema.name``, with the stored version.
+    key         columns of ``batch`` that have the same names in the table, or a mapping batch column → table column.
     version     a column of ``batch`` that rises with every change of a key.
-    stored      the version's column in the table; the same name if not given.
-    tombstones  the effect deletes a key's row on its tombstone, and then writes what came after it: versions begin
-                anew there, and what stands before a key's last tombstone in a batch is left out. An effect that
-                passes tombstones over needs False. A job knows itself what its Upsert or Insert does.
+    stored      the version's column in the table; by default the same name.
+    tombstones  the effect deletes a key's row on its tombstone, and then writes the messages after it: versions begin
+                anew there, and messages before a key's last tombstone in a batch are dropped. Use False for an effect
+                that ignores tombstones. With Upsert and Insert the job sets this itself.
     """
 
     table: str
@@ -219,9 +218,9 @@ class Version(_Forgetting):
         return (*self.key, self.version)
 
     def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:  # noqa: ARG002
-        """Leave in ``batch`` the newest message of each key, if it is newer than what the table has."""
+        """Leave in ``batch`` the newest message of each key, if it is newer than the table's row."""
         types, pairs, stored = self._resolved(cursor)
-        # Cast as the table has them: there 9 is less than 10, and the table's index serves.
+        # Cast to the table's types, so that 9 is less than 10 and the table's index is used.
         casts = {here: _cast(here, types[there]) for here, there in pairs.items()}
         version = _cast(self.version, types[stored])
         order = version + sql.SQL(" DESC, " + _LATEST)
@@ -243,14 +242,14 @@ class Version(_Forgetting):
         )
 
     def check(self, cursor: psycopg.Cursor[Any]) -> None:
-        """Raise what the database says when a key or a version in ``batch`` is none that the table could have."""
+        """Raise the database's error if a key or version in ``batch`` does not fit the table's types."""
         types, pairs, stored = self._resolved(cursor)
         casts = [_cast(here, types[there]) for here, there in pairs.items()]
         casts.append(_cast(self.version, types[stored]))
         cursor.execute(sql.SQL(_CHECK).format(casts=sql.SQL(", ").join(casts)))
 
     def _resolved(self, cursor: psycopg.Cursor[Any]) -> tuple[dict[str, str], dict[str, str], str]:
-        """The table's types, the key's columns in batch and table, and the version's in the table. Raises JobError."""
+        """Return the table's types, the key's columns (batch → table), and its version column. Raises JobError."""
         pairs = dict(self.key) if isinstance(self.key, Mapping) else {name: name for name in self.key}
         types = column_types(cursor, self.table)
         stored = self.stored or self.version
@@ -263,11 +262,11 @@ class Version(_Forgetting):
 
 @dataclass(frozen=True, slots=True)
 class Fingerprint(_Remembering):
-    """For sources without ids: the id is made of the content (SHA-256), then as Dedup.
+    """For sources without ids: Dedup with ids made from the content (SHA-256).
 
-    columns  what makes a message the same, of the decoded columns. None given: Kafka's key and value, as bytes.
-    time     a timestamp column of the content; goes with ``columns``, and is one of what makes a message the same. With
-             it ids hold a time and can be forgotten by day; without it they are kept for good.
+    columns  decoded columns that identify a message. Default: Kafka's key and value, as bytes.
+    time     a decoded timestamp column, also part of the identity; only with ``columns``. Ids then contain a time and
+             can be forgotten by day; without it they are kept forever.
     """
 
     columns: Sequence[str] = ()
@@ -284,15 +283,15 @@ class Fingerprint(_Remembering):
 
     @property
     def decoded(self) -> bool:
-        """Return whether the id is made of decoded columns, and not of Kafka's own key and value."""
+        """Return whether the id is made from decoded columns instead of Kafka's key and value."""
         return bool(self.columns)
 
     def message_id(self) -> Column:
-        """Return the id, made of decoded columns, as a Spark column: of version 7 with ``time``, of 8 without."""
+        """Return the id from decoded columns as a Spark column: a UUID of version 7 with ``time``, otherwise 8."""
         from pyspark.sql import functions as F  # noqa: N812
 
         names = [*self.columns, *([self.time] if self.time is not None and self.time not in self.columns else [])]
-        # ignoreNullFields off: a NULL and a column that is not there are two contents.
+        # ignoreNullFields off: NULL and a missing column are different contents.
         options = {**WHOLE_TIMES, "ignoreNullFields": "false"}
         digest = F.sha2(F.to_json(F.struct(*map(F.col, names)), options).cast("binary"), 256)
         if self.time is None:
@@ -303,21 +302,20 @@ class Fingerprint(_Remembering):
 
 @dataclass(frozen=True, slots=True)
 class OffsetsOnly(_Forgetting):
-    """Apply each offset once, and compare nothing: for topics in which no event stands twice.
+    """Apply each offset once, and compare nothing: for topics without repeated events.
 
-    Such are the topics of an exactly-once relay, and of any producer that writes each event in one transaction, or with
-    idempotence in one go. The offsets move in the transaction of the effect, so a crash repeats nothing. A source that
-    repeats a message under another offset, or an operator who sets the group back, repeats the effect, and nothing
-    shows it.
+    Examples are the topics of an exactly-once relay, and of any producer that writes each event in one transaction, or
+    once with idempotence. The offsets move in the transaction of the effect, so a crash repeats nothing. If a source
+    repeats a message under another offset, or an operator sets the group back, the effect is repeated without notice.
 
-    Messages need no id. One without gets a UUID of version 8 made of its place and its time, which Reject, Produce and
-    External can use: it is the same whenever the message is read.
+    Messages need no id. One without an id gets a UUID of version 8 from its place and time, for Reject, Produce and
+    External; it is the same each time the message is read.
     """
 
     required: tuple[str, ...] = ()
 
     def reduce(self, cursor: psycopg.Cursor[Any], book: Book, ids: Known, *, suspect: bool) -> None:
-        """Leave ``batch`` as it is: every row is to be applied."""
+        """Leave ``batch`` unchanged: every row is applied."""
 
 
 Strategy = Dedup | Natural | Version | Fingerprint | OffsetsOnly
@@ -325,13 +323,13 @@ Strategy = Dedup | Natural | Version | Fingerprint | OffsetsOnly
 
 @dataclass(frozen=True, slots=True)
 class Book:
-    """Where a group's ids are remembered."""
+    """The tables in which a group's ids are remembered."""
 
     schema: str
     group: str
 
     def run(self, cursor: psycopg.Cursor[Any], query: LiteralString, **values: object) -> psycopg.Cursor[Any]:
-        """Execute with the tables' names and the group."""
+        """Execute a query with the tables' names and the group."""
         names = {
             "processed": sql.Identifier(self.schema, "processed_messages"),
             "groups": sql.Identifier(self.schema, "groups"),
@@ -341,14 +339,14 @@ class Book:
 
 
 def uuid8(digest: Column) -> Column:
-    """Return a UUID of version 8 (RFC 9562: contents of one's own) from a hash in hexadecimal digits."""
+    """Return a UUID of version 8 (RFC 9562: custom contents) from a hash in hexadecimal digits."""
     from pyspark.sql import functions as F  # noqa: N812
 
     return _uuid(digest, 8, F.substring(digest, 13, 18))
 
 
 def _uuid(head: Column, version: int, rest: Column) -> Column:
-    """Spell a UUID: the first 12 hexadecimal digits of ``head``, the version, the first 18 of ``rest``."""
+    """Compose a UUID: the first 12 hexadecimal digits of ``head``, the version, the first 18 of ``rest``."""
     from pyspark.sql import functions as F  # noqa: N812
 
     return F.concat(
@@ -377,7 +375,7 @@ def _cast(name: str, kind: str) -> sql.Composed:
 
 
 def column_types(cursor: psycopg.Cursor[Any], table: str) -> dict[str, str]:
-    """Return the columns of a table of the sink with their types. Raises JobError when there is no such table."""
+    """Return the columns of a table of the sink with their types. Raises JobError if there is no such table."""
     if table == "batch":
         raise JobError("table: batch is the name of the rows to apply; say which schema the sink's table is in")
     name = identifier(table).as_string(cursor)
@@ -388,16 +386,15 @@ def column_types(cursor: psycopg.Cursor[Any], table: str) -> dict[str, str]:
 
 
 def refuse_cutting(table: str, name: str, kind: str) -> None:
-    """Raise JobError for a column of a type to which any cast or assignment cuts a text to fit, without a word."""
+    """Raise JobError for a column whose type silently truncates a longer text, in casts and assignments alike."""
     if kind in _CUTTING:
         raise JobError(f"{table}: column {name} is of type {kind}, which cuts off a longer text; make it text")
 
 
 def forgotten_before(cursor: psycopg.Cursor[Any], book: Book) -> int | None:
-    """Return the day since 1970-01-01 before which the group's ids are not all remembered; None for no such day.
+    """Return the day since 1970-01-01 before which the group's ids are not all remembered; None if all are.
 
-    To be asked after the ids went in: the table is locked against DROP by then, so nothing can be forgotten between
-    this and COMMIT.
+    Call it after inserting the ids, which locks the table against DROP: then nothing can be forgotten until COMMIT.
     """
     row = book.run(cursor, _FORGOTTEN_BEFORE).fetchone()
     return None if row is None else row[0]

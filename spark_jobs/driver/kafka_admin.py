@@ -1,4 +1,4 @@
-"""What the driver asks Kafka: topic ids, first and last stable offsets; and the group's lag for Kafka's own tools."""
+"""The driver's requests to Kafka: topic ids, first and last stable offsets, and the group's position for its tools."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ from spark_jobs.task.kafka_errors import is_refusal, of_kafka
 
 _SECONDS: Final = 20.0
 _REFUSAL_SECONDS: Final = 0.5
+_LAG_SECONDS: Final = 5.0
 _EARLIEST: Final = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
 _LATEST: Final = OffsetSpec.latest()  # type: ignore[no-untyped-call]
-# A broker that has just started, a topic that was just made, a leader that moves: not every broker has heard of it at
-# once. These are librdkafka's own reasons to ask for the metadata anew and repeat a question for offsets; its admin
-# client repeats nothing.
+# A broker that has just started, a topic that was just created, a leader that moves: not every broker knows it at once.
+# For these errors librdkafka's consumer refreshes its metadata and repeats a request for offsets; its admin client
+# repeats nothing.
 _UNHEARD_SECONDS: Final = 3.0
 _UNHEARD: Final = frozenset(
     {
@@ -55,7 +56,7 @@ class TopicMissing(ConsumerError):
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Topics as Kafka has them now. ``missing``: those that do not exist."""
+    """The current state of topics in Kafka. ``missing``: those that do not exist."""
 
     ids: Mapping[str, str]
     extents: Mapping[Partition, Extent]
@@ -66,7 +67,7 @@ class KafkaView:
     """Kafka as the planner sees it.
 
     options   librdkafka's: addresses and credentials.
-    seconds   how long a question may take; less, where a run's patience ends sooner.
+    seconds   how long a request may take; less, where a run's patience ends sooner.
     """
 
     def __init__(self, options: Mapping[str, str], *, seconds: float = _SECONDS) -> None:
@@ -74,18 +75,18 @@ class KafkaView:
         self._seconds = seconds
         self._logger = logging.getLogger("spark_jobs.librdkafka")
         self._logger.setLevel(logging.CRITICAL + 1)
-        # What brokers have said while no request waited: a request itself only times out when none lets it in.
+        # Refusals arrive by callback: a request that no broker authorizes only times out.
         self._refusals: deque[KafkaError] = deque(maxlen=1)
-        settings: dict[str, Any] = {**options, "error_cb": functools.partial(_hear, self._refusals)}
+        settings: dict[str, Any] = {**options, "error_cb": functools.partial(_keep_refusal, self._refusals)}
         self._admin = AdminClient(settings, logger=self._logger)
-        self._shown: dict[str, _Shown] = {}
+        self._committers: dict[str, _PositionCommitter] = {}
 
     def look(
         self, topics: Sequence[str], *, high_watermarks: bool = False
     ) -> tuple[dict[str, str], dict[Partition, Extent]]:
         """Return each topic's id and each partition's extent for a read_committed reader.
 
-        high_watermarks   ask for these too: one more request to each broker, so not on every round.
+        high_watermarks   fetch these too: one more request to each broker, so not on every round.
 
         Raises TopicMissing, NotAuthorized, or ConsumerUnavailable when the brokers do not answer.
         """
@@ -98,11 +99,11 @@ class KafkaView:
         return dict(survey.ids), dict(survey.extents)
 
     def survey(self, topics: Sequence[str], *, high_watermarks: bool = False) -> Survey:
-        """The same as ``look``, for topics that need not exist.
+        """Do the same as ``look`` for topics that need not exist.
 
-        A topic that is missing, or has no leader just now, is asked for again for a few seconds.
+        If a topic is missing, or has no leader at the moment, the request is repeated for a few seconds.
         """
-        # Not less with less patience: what is called missing then is taken for lost.
+        # Not shortened by a run's patience: a topic that is reported missing is taken for lost.
         deadline = time.monotonic() + _UNHEARD_SECONDS
         while True:
             try:
@@ -115,7 +116,7 @@ class KafkaView:
             time.sleep(0.2)
 
     def ends(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
-        """Return where each partition's committed messages end now. Raises ConsumerUnavailable."""
+        """Return the current end of each partition's committed messages. Raises ConsumerUnavailable."""
         try:
             with asking(self._seconds) as seconds:
                 return _offsets(self._ask(partitions, _LATEST, seconds, committed=True))
@@ -123,7 +124,7 @@ class KafkaView:
             raise self._failure(error) from error
 
     def at_time(self, partitions: Iterable[Partition], when: dt.datetime) -> dict[Partition, int | None]:
-        """Return the offset of the first message at or after a time; None where all are older.
+        """Return the offset of each partition's first message at or after a time; None where all are older.
 
         Raises ConsumerUnavailable when the brokers do not answer.
         """
@@ -136,7 +137,7 @@ class KafkaView:
         return {partition: None if offset < 0 else offset for partition, offset in found.items()}
 
     def _result(self, future: Future[Any]) -> Any:
-        """Return a request's result. Raises NotAuthorized as soon as a broker refuses: it would only time out."""
+        """Return a request's result. Raises NotAuthorized as soon as a broker refuses it, instead of waiting."""
         while True:
             try:
                 return future.result(_REFUSAL_SECONDS)
@@ -147,13 +148,13 @@ class KafkaView:
                         raise of_kafka(self._refusals.pop(), "Kafka") from None
 
     def _failure(self, error: KafkaException) -> ConsumerError:
-        """Return what a failed request means. Also for a topic that went between two requests: it is missing next."""
+        """Return the error for a failed request, such as one for a topic that was deleted between two requests."""
         self._admin.poll(0)
         refused = self._refusals.pop() if self._refusals else error.args[0]
         return of_kafka(refused, "Kafka does not answer")
 
     def compacted(self, topics: Iterable[str]) -> bool:
-        """Return whether Kafka may compact one of the topics. True as well where it does not tell: it is a right."""
+        """Return whether Kafka may compact one of the topics. True too if the client has no right to read that."""
         wanted = [ConfigResource(ConfigResource.Type.TOPIC, topic) for topic in topics]
         try:
             with asking(self._seconds) as seconds:
@@ -176,10 +177,10 @@ class KafkaView:
                         raise
                     missing.append(name)
         partitions = [(name, part.id) for name, topic in described.items() for part in topic.partitions]
-        # Whoever refused the client before has let it in now.
+        # The client is authorized by now, whatever a broker said before.
         self._refusals.clear()
         with asking(self._seconds) as seconds:
-            # All on their way before the first answer.
+            # All requests are sent before the first answer is awaited.
             asked = [self._ask(partitions, spec, seconds, committed=True) for spec in (_EARLIEST, _LATEST)]
             if high_watermarks:
                 asked.append(self._ask(partitions, _LATEST, seconds, committed=False))
@@ -207,29 +208,29 @@ class KafkaView:
         )
         return answers
 
-    def show_lag(self, group: str, offsets: Mapping[Partition, int], seconds: float = 5.0) -> str | None:
-        """Show the group's position to Kafka. Nothing here reads it back, so a failure is only reported, as text.
+    def show_lag(self, group: str, offsets: Mapping[Partition, int], seconds: float = _LAG_SECONDS) -> str | None:
+        """Commit the group's position to Kafka, for its tools. Returns a failure as text; nothing reads it back.
 
-        Waits at most so many seconds for the answer, and not at all while an earlier one is still to come. With 0 it is
-        the answers to earlier ones that count, and ``lag_shown`` waits for the last.
+        Waits at most ``seconds`` for the answer, and not at all while an earlier answer is outstanding. With 0 the
+        answers to earlier commits are returned, and ``lag_shown`` waits for the last.
         """
-        if group not in self._shown:
-            self._shown[group] = _Shown(self._options, group, self._logger)
-        return self._shown[group].show(offsets, seconds)
+        if group not in self._committers:
+            self._committers[group] = _PositionCommitter(self._options, group, self._logger)
+        return self._committers[group].show(offsets, seconds)
 
-    def lag_shown(self, group: str, seconds: float = 5.0) -> str | None:
-        """Wait for the position that was sent last, if any was. Returns the failure as text."""
-        return self._shown[group].heard(seconds) if group in self._shown else None
+    def lag_shown(self, group: str) -> str | None:
+        """Wait for the answer to the last position that was sent, if any. Returns a failure as text."""
+        return self._committers[group].wait(_LAG_SECONDS) if group in self._committers else None
 
 
 _NO_ANSWER: Final = "no answer yet"
 
 
-class _Shown:
-    """A group's position in Kafka, written by a consumer that joins nothing.
+class _PositionCommitter:
+    """Commits a group's position to Kafka, with a consumer that joins no group.
 
-    Not by the admin client: what it asks a group's coordinator times out again and again once the broker has restarted,
-    and librdkafka may end the whole process then (a failed assertion, ``eonce->refcnt > 0``).
+    Not with the admin client: once the broker has restarted, its requests to a group's coordinator keep timing out, and
+    librdkafka may then end the whole process (a failed assertion, ``eonce->refcnt > 0``).
     """
 
     def __init__(self, options: Mapping[str, str], group: str, logger: logging.Logger) -> None:
@@ -238,7 +239,7 @@ class _Shown:
         own: dict[str, Any] = {
             "group.id": group,
             "enable.auto.commit": False,
-            # The shortest that brokers take: so long the client waits for a coordinator, also when it is let go.
+            # The shortest that brokers accept: the client waits this long for a coordinator, also when it is closed.
             "session.timeout.ms": 6000,
             "on_commit": self._answered,
         }
@@ -246,7 +247,7 @@ class _Shown:
 
     def show(self, offsets: Mapping[Partition, int], seconds: float) -> str | None:
         positions = [TopicPartition(topic, part, offset) for (topic, part), offset in sorted(offsets.items())]
-        # Answers that came since the last round are heard here; those that did not, nobody waits for.
+        # Handles the answers that came since the last round, without waiting for others.
         self._consumer.poll(0)
         late = self._unanswered > 0
         try:
@@ -255,10 +256,10 @@ class _Shown:
             return str(error)
         self._unanswered += 1
         if seconds and not late:
-            return self.heard(seconds)
+            return self.wait(seconds)
         return _NO_ANSWER if late else self._problem
 
-    def heard(self, seconds: float) -> str | None:
+    def wait(self, seconds: float) -> str | None:
         deadline = time.monotonic() + seconds
         while self._unanswered and time.monotonic() < deadline:
             self._consumer.poll(0.05)
@@ -270,7 +271,7 @@ class _Shown:
         self._problem = next((str(problem) for problem in problems if problem is not None), None)
 
 
-def _hear(refusals: deque[KafkaError], error: KafkaError) -> None:
+def _keep_refusal(refusals: deque[KafkaError], error: KafkaError) -> None:
     if is_refusal(error):
         refusals.append(error)
 

@@ -1,20 +1,20 @@
-"""Which offsets each partition reads next. Pure: what is stored and what Kafka has go in, ranges or an error come out.
+"""Which offsets to read next from each partition: a pure function of what is stored and what Kafka has.
 
 | what is found                                  | what follows                                              |
 |------------------------------------------------|-----------------------------------------------------------|
 | partition not stored, its first offset is 0    | it is read from 0                                         |
-| partition not stored, its first offset is not 0| DataLost: messages went before the group read any         |
-| nothing stored, and the job starts at "latest" | each begins at its end; what it had before is no loss     |
+| partition not stored, its first offset is not 0| DataLost: messages were removed before the group read any |
+| nothing stored, and the job starts at "latest" | each begins at its end; earlier messages are no loss      |
 | not stored, other partitions of its topic are  | it was added: keys have moved into it. It waits until the |
 |                                                | others are read to where they ended when it had messages  |
 | stored offset below Kafka's first              | DataLost: retention was faster than the group             |
 | stored offset above Kafka's end                | DataLost: the log was cut, as by an unclean election      |
 | stored topic_id is not the topic's             | TopicRecreated, whether it is shorter now or longer       |
 | stored topic that Kafka does not have          | TopicRecreated                                            |
-| stored partition that Kafka does not name      | a broker with old news, Kafka never drops one: next round |
+| stored partition that Kafka does not list      | a broker with old metadata; ignored until the next round  |
 | an open transaction at the end                 | Kafka's end is the last stable offset: read up to there   |
 
-An error names everything that was found, over all partitions, as ``Loss``: the driver records these and ends.
+An error lists everything that was found in all partitions, as ``Loss``: the driver records these and ends.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ from spark_jobs.errors import DataLost, TopicRecreated
 from spark_jobs.model import Loss, LossKind, Partition, Range, Stored
 
 ENOUGH: Final = 5_000
-"""So many messages of a partition are worth a task and a transaction of their own."""
+"""This many messages of a partition are worth a task and a transaction of their own."""
 FEW: Final = 16
-"""So many partitions are all read in every round, however little of each."""
+"""Up to this many partitions are all read in every round, however little of each."""
 
 _SHOWN: Final = 3
-# A message's share of a round is counted in thousandths: a large one has the share of several, and a part of another.
+# A message's share of a round, in thousandths: a large message counts as several, not always a whole number of them.
 _UNIT: Final = 1000
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """What Kafka has of a partition: from ``first`` up to, not including, ``end`` (the last stable offset).
+    """The offsets that Kafka has of a partition: ``first`` up to, not including, ``end`` (the last stable offset).
 
-    ``high_watermark`` is where a read_uncommitted reader would stop; None when it was not asked for.
+    ``high_watermark`` is where a read_uncommitted reader would stop; None when it was not requested.
     """
 
     first: int
@@ -49,7 +49,7 @@ class Extent:
 
     @property
     def pinned(self) -> int | None:
-        """How many offsets wait behind a transaction that is open; None when nobody asked."""
+        """How many offsets wait behind an open transaction; None without ``high_watermark``."""
         return None if self.high_watermark is None else max(self.high_watermark - self.end, 0)
 
 
@@ -63,9 +63,9 @@ def new_partitions(
 ) -> list[Partition]:
     """Return the partitions that Kafka has and the group does not know.
 
-    at_end   they are to begin at their ends, so that nothing is lost of what went before.
+    at_end   they begin at their ends, so messages that are already removed are no loss.
 
-    Raises DataLost for one that begins above 0, and like ``plan`` for the others: one error names everything.
+    Raises DataLost for one that begins above 0, and like ``plan`` for the others: one error lists everything.
     """
     fresh = sorted(extents.keys() - stored.keys())
     never_read = [] if at_end else _never_read(fresh, extents, topic_ids)
@@ -76,9 +76,9 @@ def new_partitions(
 def waiting_for_others(
     fresh: Collection[Partition], stored: Mapping[Partition, Stored], ends: Mapping[Partition, Mapping[Partition, int]]
 ) -> set[Partition]:
-    """Return those of the new partitions that must not be read yet: earlier messages of their keys are in others.
+    """Return the new partitions that must not be read yet: others still have earlier messages of their keys.
 
-    ends  of a new partition: where the others ended when it was first seen with messages; they are read to there first.
+    ends  new partition → the ends of the others when it was first seen with messages. They are read up to there first.
     """
     return {
         one
@@ -98,14 +98,14 @@ def plan(
     row_bytes: Mapping[str, int] | None = None,
     max_bytes: int | None = None,
 ) -> dict[Partition, Range]:
-    """Return ranges of what is to be read: of all partitions that wait, or of those whose turn it is.
+    """Return the ranges to read: of all partitions with unread messages, or of those whose turn it is.
 
-    max_records  how many messages in all. Of FEW partitions each gets a share. Where there are more, a share has ENOUGH
-                 messages, unless so many do not wait, and those whose turn is later are for the next rounds.
-    turn         the partitions in the order in which they were last read, the one longest ago first; see next_turn.
-                 One that is not named comes before them.
-    max_bytes    how many bytes in all, as far as ``row_bytes`` says what a topic's messages have on average. A message
-                 that is larger is read all the same. Only together with ``max_records``.
+    max_records  how many messages in all. Up to FEW partitions each get a share. With more partitions a share has at
+                 least ENOUGH messages, if there are so many, and partitions whose turn is later wait for later rounds.
+    turn         the partitions in the order in which they were last read, the longest ago first; see next_turn.
+                 Partitions that are not in it come before them.
+    max_bytes    how many bytes in all, where ``row_bytes`` has the average size of a topic's messages. At least one
+                 message is read, however large. Only together with ``max_records``.
 
     Raises TopicRecreated or DataLost when the stored offsets do not fit what Kafka has; ``group`` is for their text.
     """
@@ -125,10 +125,10 @@ def plan(
 
 
 def next_turn(turn: Sequence[Partition], read: Collection[Partition]) -> list[Partition]:
-    """Return the order for the next round, after one that has ``read`` these.
+    """Return the order for the next round, after one that has ``read`` these partitions.
 
-    In the order of ``consumer.offsets.updated_at`` a new driver finds the same one. Whoever is read goes behind all the
-    others, so a partition waits for each other one at most once, whatever comes into these meanwhile.
+    A new driver gets the same order from ``consumer.offsets.updated_at``. A partition that was read goes behind all
+    others, so it waits for each of them at most once, however many messages they get meanwhile.
     """
     waited = [partition for partition in turn if partition not in read]
     return [*waited, *sorted(set(read).difference(turn)), *(partition for partition in turn if partition in read)]
@@ -137,7 +137,7 @@ def next_turn(turn: Sequence[Partition], read: Collection[Partition]) -> list[Pa
 def find_losses(
     stored: Mapping[Partition, Stored], extents: Mapping[Partition, Extent], topic_ids: Mapping[str, str]
 ) -> list[Loss]:
-    """Return what the group can't read any more of the partitions that it knows, in their order."""
+    """Return what the group can no longer read of its known partitions, sorted by partition."""
     losses = []
     for (topic, part), here in sorted(stored.items()):
         there = extents.get((topic, part))
@@ -216,7 +216,7 @@ def _advice(kinds: Collection[LossKind], topics: Sequence[str], group: str) -> s
 def _at_turn(
     waiting: Mapping[Partition, Range], most: int, turn: Sequence[Partition], weights: Mapping[str, int]
 ) -> dict[Partition, Range]:
-    """Return those that a round is for: as many as get enough of it, or can be read whole."""
+    """Return the partitions of this round: as many as get enough of it, or can be read to their ends."""
     if len(waiting) <= FEW:
         return dict(waiting)
     places = {partition: place for place, partition in enumerate(turn)}
@@ -226,7 +226,7 @@ def _at_turn(
     for partition in sorted(waiting, key=lambda partition: places.get(partition, -1)):
         whole, weight = waiting[partition], weights[partition[0]]
         needed = min((whole.end - whole.start) * weight, max(enough, weight))
-        # Nobody is passed over for one behind, whose part may be smaller: it would be again and again.
+        # Don't skip a partition in favour of a smaller one behind it: it could be skipped in every round.
         if needed > left and chosen:
             break
         chosen[partition] = whole
@@ -235,7 +235,7 @@ def _at_turn(
 
 
 def _clip(waiting: Mapping[Partition, Range], most: int, weights: Mapping[str, int]) -> dict[Partition, Range]:
-    """Share ``most`` out: short partitions whole, what they leave over to the longer ones, at least 1 each."""
+    """Distribute ``most``: short ranges are read whole, and the longer ones share what is left, at least 1 each."""
     clipped: dict[Partition, Range] = {}
     left = most * _UNIT
     by_length = sorted(waiting.items(), key=lambda item: ((item[1].end - item[1].start) * weights[item[0][0]], item[0]))

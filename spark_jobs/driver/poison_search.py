@@ -1,18 +1,18 @@
-"""What fails again and again though both servers have just answered: found by reading ever less of it.
+"""Find the message that keeps failing while both servers answer, by reading smaller and smaller parts of its range.
 
-A message can end a Python worker (C code that crashes, memory that runs out), be stored with a checksum that does not
-fit, or make a statement run into a time limit. Seen from the driver that is a failure like any other, and waiting does
-not help. The driver does not know which message it is, but that half of what failed may pass.
+A message can crash a Python worker (C code, memory that runs out), be stored with a wrong checksum, or make a statement
+run into a time limit. To the driver that is a failure like any other, and waiting does not help. The driver does not
+know which message it is, but half of the failed range may succeed.
 
 | what is known of a partition                 | what is read of it next                                              |
 |----------------------------------------------|----------------------------------------------------------------------|
-| nothing                                      | what the planner gives it                                            |
+| nothing                                      | the planned range                                                    |
 | it failed, fewer than SAME times in a row    | the same, together with the others                                   |
-| SAME times with the same error               | half of it, in a round of its own; the others' rounds go in between  |
-| the half passed                              | half of what is left of what failed                                  |
+| SAME times with the same error               | half of it, in a round of its own, alternating with the others       |
+| the half passed                              | half of the rest of the failed range                                 |
 | the half failed                              | half of that                                                         |
-| a single offset failed SAME times, for long  | the driver decides: end with its place, or go on trying it           |
-| all of what failed has passed                | what the planner gives it: an outage it was, which is over           |
+| a single offset failed SAME times, for long  | the driver decides: end and name it, or keep trying                  |
+| all of the failed range has passed           | the planned range: the cause was an outage                           |
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ from typing import Final
 from spark_jobs.model import Partition, Range
 
 SAME: Final = 3
-"""So many times in a row the same must fail with the same error."""
+"""How many times in a row the same range must fail with the same error before it is divided."""
 
 
 @dataclass(slots=True)
 class _Case:
     """What is known of a partition that fails.
 
-    start   the offset at which it stands.
-    until   where the least that has failed ends, not included.
+    start   the group's next offset there.
+    until   the end of the smallest range that has failed, not included.
     times   how often it failed in a row, at this offset and with this error.
-    alone   how often a single offset did, and since when.
-    last    when it was tried last, in rounds.
+    alone   how often a range of a single offset failed; ``since`` when.
+    last    the round in which it was last tried.
     """
 
     start: int
@@ -53,7 +53,7 @@ class _Case:
 
 
 class Search:
-    """The partitions that fail, and how much of each is read at once. Knows nothing of servers: the driver tells it."""
+    """Tracks the partitions that fail, and how much of each to read at once. The driver reports every result to it."""
 
     def __init__(self, verdict_seconds: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
         self._verdict_seconds = verdict_seconds
@@ -63,7 +63,7 @@ class Search:
         self._others_first = False
 
     def narrowed(self, ranges: Mapping[Partition, Range]) -> dict[Partition, Range]:
-        """Return what of the planned ranges is to be read now: all, those that do not fail, or a part of one."""
+        """Return what to read of the planned ranges now: all, those that do not fail, or a part of one that does."""
         self._rounds += 1
         for partition, span in ranges.items():
             self._note_position(partition, span.start)
@@ -81,11 +81,11 @@ class Search:
         return {partition: Range(span.topic_id, span.start, min(span.start + half, span.end))}
 
     def failed(self, ranges: Mapping[Partition, Range], error: str, *, certain: bool) -> bool:
-        """Note that these ranges could not be applied. Equal texts are the same error.
+        """Record that these ranges could not be applied. Equal texts mean the same error.
 
-        Returns whether less is going to be read because of it: then another try makes sense at once.
+        Returns whether the next round reads less because of it; then it need not wait.
 
-        certain  each of them failed by itself; otherwise one did, and the others may have gone with it.
+        certain  each range failed by itself; otherwise one did, and the others may have been cancelled with it.
         """
         narrowed = False
         for partition, span in ranges.items():
@@ -104,14 +104,14 @@ class Search:
         return narrowed
 
     def passed(self, ranges: Mapping[Partition, Range]) -> None:
-        """Note that these ranges were applied, each to its end or beyond."""
+        """Record that these ranges were applied, each to its end or beyond."""
         for partition, span in ranges.items():
             case = self._cases.get(partition)
             if case is not None and (not case.suspect or span.end >= case.until):
                 del self._cases[partition]
 
     def found(self, partition: Partition) -> int | None:
-        """Return the offset of a partition that failed alone SAME times and for verdict_seconds, if there is one."""
+        """Return the offset that failed by itself SAME times or more, for ``verdict_seconds`` or longer, if any."""
         case = self._cases.get(partition)
         if case is None or case.alone < SAME or self._clock() - case.since < self._verdict_seconds:
             return None

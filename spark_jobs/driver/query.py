@@ -1,15 +1,15 @@
 """``run(job)``: a consumer in a thread of its own, with a handle like Spark's StreamingQuery.
 
-The handle's names are those of pyspark's StreamingQuery, camelCase and all: who knows one knows the other, and code
-that waits for queries, stops them or shows their progress takes both. It differs where a consumer does:
+The handle has the names of pyspark's StreamingQuery, camelCase included, so code that waits for queries, stops them or
+shows their progress works with both. The differences are those of a consumer:
 
 - ``id`` and ``name`` are the group, which is what survives a restart; ``runId`` is new for each run.
-- ``exception()`` and ``awaitTermination()`` give the consumer's own error (spark_jobs.errors), not Spark's.
+- ``exception()`` returns and ``awaitTermination()`` raises the consumer's own error (spark_jobs.errors), not Spark's.
 - ``lastProgress`` also counts applied, duplicates and dead.
 
-Nothing is installed in the process: no signal handler, no exit hook. A thread that ends with its process leaves what a
-killed driver leaves, and that is nothing to clean up. Several handles may run beside each other in one Spark, each with
-a group of its own; a second one of the same group takes it over, and the first one ends with Fenced.
+No signal handlers or exit hooks are installed. If the process ends, the thread ends like a killed driver: there is
+nothing to clean up. Several handles may run in one Spark, each with its own group; a second handle of the same group
+takes it over, and the first one ends with Fenced.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import replace
 from datetime import UTC, datetime
 from typing import TYPE_CHECKING, Any, Final, Literal
 
 from spark_jobs.driver.round_context import Span
-from spark_jobs.driver.runner import Options, Report, Runner, Totals
+from spark_jobs.driver.runner import Options, Report, Runner, Totals, options_of
 from spark_jobs.errors import JobError
 from spark_jobs.model import Partition
 from spark_jobs.spark import session as spark_session
@@ -57,24 +58,22 @@ def run(
 ) -> ConsumerQuery:
     """Start a consumer in a thread of its own, and return its handle at once.
 
-    spark    the session, or None: the one that there is, else a new one as ``outbox consume`` starts it. The consumer
-             works in a clone, so its settings are not the session's; temporary views and functions are there as they
-             were at the start.
-    trigger  "once": what is committed in Kafka now, then the end. "continuous": what comes, until stopped. Or a number:
-             the same, but a round begins no sooner than so many seconds after the one before.
-    report   told what happens, in the consumer's thread: a text and its figures.
+    spark    the session, or None: the active one, else a new one as ``outbox consume`` starts it. The consumer works in
+             a clone with its own settings and with the session's temporary views and functions of that moment.
+    trigger  "once": apply what is committed in Kafka now, then end. "continuous": apply what comes, until stopped. Or a
+             number: the same, but a round begins no sooner than this many seconds after the one before.
+    report   called in the consumer's thread with what happens: a text and its figures.
 
-    The others are settings: those not given are read where ``outbox consume`` reads them, from ``OUTBOX_…`` and the
-    file. Raises ConfigurationError and JobError for what can be seen to be wrong before anything is started; what
-    happens later is in ``exception()``.
+    The others are settings: those not given are read from ``OUTBOX_…`` variables and the file, as ``outbox consume``
+    does. Raises ConfigurationError and JobError for mistakes that can be found before the start; later errors are in
+    ``exception()``.
     """
     if trigger not in {"once", "continuous"}:
         if isinstance(trigger, bool | str) or not (math.isfinite(trigger) and trigger > 0):
             raise JobError(f"trigger: must be 'once', 'continuous', or seconds above 0, not {trigger!r}")
         trigger = float(trigger)
     require_installed()
-    # Not before: executors import what a job's module does, and have no pydantic.
-    from outbox._app.settings import client_options
+    # Imported here, because executors import what a job's module imports and have no pydantic.
     from spark_jobs import settings as consumer_settings
 
     given = {"keep_days": keep_days, "driver_records": driver_records}
@@ -84,16 +83,8 @@ def run(
         consumer_schema=consumer_schema,
         consumer={name: value for name, value in given.items() if value is not None},
     )
-    options = Options(
-        url=settings.require_database(", or give database_url="),
-        kafka=client_options(settings),
-        schema=settings.consumer_schema,
-        max_records=max_records,
-        keep_days=settings.consumer.keep_days,
-        driver_records=settings.consumer.driver_records,
-        max_bytes=settings.consumer.max_bytes,
-        patience=patience,
-    )
+    url = settings.require_database(", or give database_url=")
+    options = replace(options_of(settings, url, max_records), patience=patience)
     if spark is None:
         spark = spark_session.active() or spark_session.start(
             f"outbox {job.group}",
@@ -104,7 +95,7 @@ def run(
 
 
 class ConsumerQuery:
-    """A consumer that runs. Made by ``run``; see there, and pyspark's StreamingQuery for what the methods do."""
+    """A running consumer, created by ``run``. Its methods are those of pyspark's StreamingQuery."""
 
     def __init__(
         self, session: SparkSession, job: ConsumerJob, options: Options, trigger: Trigger, report: Report
@@ -113,7 +104,7 @@ class ConsumerQuery:
 
         self._job = job
         self._trigger = trigger
-        self._told = report
+        self._callback = report
         self._run_id = str(uuid.uuid4())
         self._stop = threading.Event()
         self._changed = threading.Condition()
@@ -126,7 +117,7 @@ class ConsumerQuery:
         self._last_round_at = time.monotonic()
         self._progress: deque[dict[str, Any]] = deque(maxlen=_RECENT)
         self._runner = Runner(session, job, options, self._report, self._caught_up)
-        # Its JVM thread has the local properties of the one that started it, such as the scheduler's pool.
+        # Its JVM thread inherits the local properties of the starting thread, such as the scheduler's pool.
         self._thread = InheritableThread(self._work, name=f"outbox {job.group}", daemon=True)
         self._thread.start()
 
@@ -135,7 +126,7 @@ class ConsumerQuery:
 
     @property
     def id(self) -> str:
-        """The group: what stays the same when the consumer is started again."""
+        """The group, which stays the same when the consumer is started again."""
         return self._job.group
 
     @property
@@ -145,7 +136,7 @@ class ConsumerQuery:
 
     @property
     def runId(self) -> str:  # noqa: N802  as StreamingQuery spells it, and so below
-        """Another one for each run."""
+        """The id of this run, new each time."""
         return self._run_id
 
     @property
@@ -160,13 +151,13 @@ class ConsumerQuery:
 
     @property
     def status(self) -> dict[str, Any]:
-        """What it is doing: ``message``, ``isDataAvailable``, ``isTriggerActive``."""
+        """The current activity: ``message``, ``isDataAvailable``, ``isTriggerActive``."""
         with self._changed:
             return {"message": self._message, "isDataAvailable": self._busy, "isTriggerActive": self._busy}
 
     @property
     def lastProgress(self) -> dict[str, Any] | None:  # noqa: N802
-        """The last round, with StreamingQueryProgress's names; None before the first one."""
+        """The last round, with the names of StreamingQueryProgress; None before the first one."""
         with self._changed:
             return self._progress[-1] if self._progress else None
 
@@ -177,17 +168,17 @@ class ConsumerQuery:
             return list(self._progress)
 
     def exception(self) -> BaseException | None:
-        """Return what ended it; None while it runs, and when nothing was wrong."""
+        """Return the error that ended the consumer; None while it runs, and after a normal end."""
         return self._error
 
     def stop(self) -> None:
-        """Let the running round end, and then the consumer; returns when it has. Raises nothing of the consumer's."""
+        """End the consumer after the running round, and wait for that. Raises none of the consumer's errors."""
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join()
 
     def awaitTermination(self, timeout: float | None = None) -> bool | None:  # noqa: N802
-        """Wait until it has ended, and raise what ended it. With a time-out in seconds: return whether it has ended."""
+        """Wait for the end and raise the error that caused it. With a timeout in seconds: return whether it came."""
         if timeout is not None and timeout <= 0:
             raise ValueError(f"timeout: must be above 0, not {timeout!r}")
         with self._changed:
@@ -197,7 +188,7 @@ class ConsumerQuery:
         return None if timeout is None else ended
 
     def processAllAvailable(self) -> None:  # noqa: N802
-        """Wait until all that is committed in Kafka by now is applied, or it has ended; raise what ended it."""
+        """Wait until everything committed in Kafka by now is applied. Raises the error that ended the consumer."""
         asked = time.monotonic()
         with self._changed:
             self._changed.wait_for(lambda: self._ended or self._caught_up_at >= asked)
@@ -216,17 +207,17 @@ class ConsumerQuery:
                 else:
                     assert isinstance(self._trigger, float)
                     runner.continuous(self._stop, self._trigger)
-        except BaseException as error:  # noqa: BLE001  whoever asks has it
+        except BaseException as error:  # noqa: BLE001  returned by exception()
             self._error = error
-            self._say(f"Terminated with exception: {error}", busy=False)
+            self._set_status(f"Terminated with exception: {error}", busy=False)
         else:
-            self._say("Stopped", busy=False)
+            self._set_status("Stopped", busy=False)
         finally:
             with self._changed:
                 self._ended = True
                 self._changed.notify_all()
 
-    def _say(self, message: str, *, busy: bool) -> None:
+    def _set_status(self, message: str, *, busy: bool) -> None:
         with self._changed:
             self._message, self._busy = message, busy
 
@@ -239,12 +230,12 @@ class ConsumerQuery:
     def _report(self, text: str, figures: Mapping[str, Any]) -> None:
         if text == "round":
             self._add_round(figures, self._runner.span)
-            self._say("Processing new data", busy=True)
+            self._set_status("Processing new data", busy=True)
         elif text == "waiting for a server":
-            self._say(f"Waiting for a server: {figures['error']}", busy=False)
+            self._set_status(f"Waiting for a server: {figures['error']}", busy=False)
         elif text == "waiting for a lock":
-            self._say(f"Waiting for a lock: {figures['blocked_by']}", busy=True)
-        self._told(text, figures)
+            self._set_status(f"Waiting for a lock: {figures['blocked_by']}", busy=True)
+        self._callback(text, figures)
 
     def _add_round(self, totals: Mapping[str, Any], span: Span | None) -> None:
         now = time.monotonic()
@@ -279,7 +270,7 @@ class ConsumerQuery:
 
 
 def _source(span: Span | None, job: ConsumerJob, rows: int, rates: Mapping[str, float]) -> dict[str, Any]:
-    """Return where a round's messages were: offsets as Spark's Kafka source spells them."""
+    """Return the offsets of a round, in the form of Spark's Kafka source."""
     ranges = {} if span is None else span.ranges
     return {
         "description": f"Kafka[{', '.join(job.topics)}]" if span is not None else "dead letters",

@@ -3,25 +3,23 @@
 | what happens                       | what follows                                                                    |
 |------------------------------------|---------------------------------------------------------------------------------|
 | driver dies in a round             | some partitions have moved, others not; the next run reads the database         |
-| driver dies, and not by itself     | what waits when the next one starts is for executors: it may be a message       |
-| driver is started twice            | the younger takes the group over; the older is fenced at its next transaction   |
-| Kafka or Postgres is away          | waited out, with backoff (``continuous`` for as long as it takes)               |
+| driver is killed                   | the next one gives what waits to executors: a message may have been the cause   |
+| driver is started twice            | the newer takes the group over; the older is fenced at its next transaction     |
+| Kafka or Postgres is away          | retried with backoff (``continuous`` for as long as it takes)                   |
 | a range holds only markers         | the driver moves the partition on, by the same compare-and-swap                 |
 | a message can't be applied         | it becomes a dead letter in the transaction that moves the offsets; see rounds  |
-| the effect itself fails            | its partition is rolled back, the job ends and says which                       |
-| Kafka lost what was not read       | recorded, and the job ends                                                      |
-| the same messages fail again       | ever fewer of them are read, until one is known; see poison                     |
-| Kafka refuses the credentials      | tried again for some minutes, then the job ends                                 |
-| somebody keeps a lock on the sink  | waited for, and reported: which session it is                                   |
+| the effect itself fails            | its partition is rolled back, and the job ends and names it                     |
+| Kafka lost unread messages         | recorded, and the job ends                                                      |
+| the same messages fail again       | smaller and smaller parts are read, until one is known; see poison_search       |
+| Kafka refuses the credentials      | retried for some minutes, then the job ends                                     |
+| another session locks the sink     | waited for, and reported with that session                                      |
 | SIGTERM                            | the running round ends, then the loop                                           |
 """
 
 from __future__ import annotations
 
-import os
 import random
 import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -32,13 +30,15 @@ from typing import TYPE_CHECKING, Any, Final, Self
 import psycopg
 
 from spark_jobs.dedup.strategies import OffsetsOnly
+from spark_jobs.driver.added_partitions import AddedPartitions
 from spark_jobs.driver.batch_attempts import BatchAttempts
 from spark_jobs.driver.kafka_admin import KafkaView, TopicMissing
 from spark_jobs.driver.partition_attempts import PartitionAttempts
-from spark_jobs.driver.planner import Extent, find_losses, halt, new_partitions, next_turn, plan, waiting_for_others
+from spark_jobs.driver.planner import Extent, find_losses, halt, new_partitions, next_turn, plan
 from spark_jobs.driver.poison_search import SAME, Search
 from spark_jobs.driver.round_context import Counts, Reading, RoundContext, Span
 from spark_jobs.driver.rounds import Rounds
+from spark_jobs.driver.shown_position import ShownPosition
 from spark_jobs.errors import (
     BadMessage,
     ConsumerError,
@@ -54,10 +54,11 @@ from spark_jobs.errors import (
 from spark_jobs.errors import shown as described
 from spark_jobs.job import ConsumerJob
 from spark_jobs.model import Partition, Range, Stored
-from spark_jobs.patience import NoTimeLeft, Patience
+from spark_jobs.patience import NoTimeLeft, Patience, backoff
+from spark_jobs.postgres.connections import process_name
 from spark_jobs.postgres.errors import AWAY
 from spark_jobs.postgres.group_store import Store
-from spark_jobs.postgres.lock_monitor import Watch
+from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.postgres.progress import progress
 from spark_jobs.postgres.retention import KEEP_DAYS
 from spark_jobs.postgres.sink import PostgresSinks
@@ -68,15 +69,17 @@ from spark_jobs.task.reader import ReaderSettings, close_kept
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from spark_jobs.settings import Settings
+
 
 _LOOK_SECONDS: Final = 1.0
-"""How often an idle driver looks into the sink: whether the group is still its own, and for dead letters to retry."""
+"""How often an idle driver checks the sink: whether the group is still its own, and for dead letters to retry."""
 _OF_MESSAGES: Final = (Interrupted, InputCut, WorkerLost, CorruptRecords)
-"""These may be the fault of a message, although the servers answer."""
+"""Errors that a message may cause although the servers answer."""
 _DEADLY: Final = (InputCut, WorkerLost, CorruptRecords)
-"""And these do not pass, once a single message has been tried alone."""
+"""Those of them that do not pass once a single message has been tried by itself."""
 _PINNED_SECONDS: Final = 5.0
-"""How often Kafka is asked what waits behind open transactions: a request more than a round needs."""
+"""How often to ask Kafka what waits behind open transactions; rounds do not need this request."""
 
 
 MAX_BYTES: Final = 512 * 1024 * 1024
@@ -84,19 +87,19 @@ MAX_BYTES: Final = 512 * 1024 * 1024
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How a job is run. All times in seconds.
+    """How to run a job. All times are in seconds.
 
     url, schema  the sink's database, and the schema of the consumers' tables there.
     kafka        librdkafka's options for the driver and the tasks: addresses and credentials.
-    max_records  at most this many messages a round, over all partitions.
-    max_bytes    and at most about so many bytes, as far as the rounds before say how large a topic's messages are.
+    max_records  messages in a round at most, over all partitions.
+    max_bytes    bytes in a round at most, estimated from the average message size of each topic in earlier rounds.
     idle_seconds how often ``continuous`` asks Kafka for new messages when there were none.
     patience     how long ``once`` waits for a server that is away; see patience.
     keep_days    how long ids are remembered; see retention.
-    verdict_seconds  for so long a single message must fail by itself before the job ends with its place: an executor
-                 that is lost now and then is no message's fault.
-    refused_seconds  for so long Kafka may refuse the credentials: somebody may be changing them.
-    driver_records  rounds of up to so many messages run in the driver, where the job allows it; see rounds.
+    verdict_seconds  how long a single message must keep failing by itself before the job ends and names it: losing an
+                 executor now and then is no message's fault.
+    refused_seconds  how long Kafka may refuse the credentials, which may be changing at the moment.
+    driver_records  rounds of up to this many messages run in the driver, where the job allows it; see rounds.
     """
 
     url: str = field(repr=False)
@@ -113,12 +116,27 @@ class Options:
     refused_seconds: float = 300.0
 
 
+def options_of(settings: Settings, url: str, max_records: int) -> Options:
+    """Return the options for these settings."""
+    from outbox._app.settings import client_options
+
+    return Options(
+        url=url,
+        kafka=client_options(settings),
+        schema=settings.consumer_schema,
+        max_records=max_records,
+        keep_days=settings.consumer.keep_days,
+        driver_records=settings.consumer.driver_records,
+        max_bytes=settings.consumer.max_bytes,
+    )
+
+
 @dataclass
 class Totals:
-    """What a run has done.
+    """The figures of a run.
 
-    applied     fresh messages, and dead letters that were tried again with success.
-    duplicates  messages that had been applied before; or, with Natural and Version, were not the newest of their key.
+    applied     new messages, and dead letters that were retried with success.
+    duplicates  messages that had been applied before or, with Natural and Version, were not the newest of their key.
     dead        messages that became dead letters.
     """
 
@@ -141,15 +159,15 @@ class Totals:
 
 
 Report = Callable[[str, Mapping[str, Any]], None]
-"""Told what happens: a short text and its figures."""
+"""Called with what happens: a short text and its figures."""
 
 
 class Runner:
-    """Runs one job in one Spark session. Taking the group over is the first thing it does.
+    """Runs one job in one Spark session. The first thing it does is to take the group over.
 
-    report     told what happens.
-    caught_up  told by ``continuous`` that there was nothing to do, with the time at which it began to look, by the
-               monotonic clock.
+    report     called with what happens.
+    caught_up  called by ``continuous`` when there was nothing to do, with the time by the monotonic clock at which it
+               began to look.
     """
 
     def __init__(
@@ -167,16 +185,14 @@ class Runner:
         self._options = options
         self._report = report
         self._kafka = KafkaView(options.kafka)
-        owner = f"{socket.gethostname()}-{os.getpid()}"
-        self._store = Store(options.url, options.schema, job.group, owner)
+        self._store = Store(options.url, options.schema, job.group, process_name())
         self._generation: int | None = None
         self._turn: list[Partition] | None = None
         self._search = Search(options.verdict_seconds)
         self._narrowed = False
-        self._shown: dict[Partition, int] = {}
+        self._position = ShownPosition(self._kafka, job.group, report)
         self._row_bytes: dict[str, int] = {}
-        self._ends_before: dict[Partition, dict[Partition, int]] = {}
-        self._added: set[Partition] = set()
+        self._added = AddedPartitions(self._kafka, job.topics, report)
         reading = Reading(
             self._kafka.compacted,
             ReaderSettings(dict(options.kafka), job.group),
@@ -198,9 +214,9 @@ class Runner:
         self._caught_up = caught_up or (lambda _: None)
 
     def close(self) -> None:
-        """Close the driver's session. A context manager does it at its end."""
+        """Close the driver's session; called at the end of the ``with`` block."""
         if self._generation is not None:
-            # A hint for the next driver, and no more: without it that one is careful. Who has given up waits no more.
+            # Only a hint: without it the next driver is more careful. A run that has given up does not wait for this.
             with suppress(psycopg.Error, NoTimeLeft), self._patience.attempt():
                 self._store.end(self._generation)
         self._store.close()
@@ -219,12 +235,12 @@ class Runner:
 
     @property
     def pinned(self) -> Mapping[Partition, int]:
-        """Offsets that wait behind a transaction which is open, where there are any; some seconds old."""
+        """How many offsets wait behind an open transaction in each partition that has some; a few seconds old."""
         return self._pinned
 
     @property
     def span(self) -> Span | None:
-        """The ranges of the round that was reported last; None if it tried dead letters again."""
+        """The ranges of the round that was reported last; None if it retried dead letters."""
         return self._span
 
     def once(self, stop: threading.Event) -> Totals:
@@ -239,18 +255,18 @@ class Runner:
             return not self._round(targets)
 
         done = False
-        with self._watch(), self._spark():
+        with self._lock_monitor(), self._spark():
             while not done and not stop.is_set():
                 done = self._waiting_for_servers(step, stop, self._options.patience)
-        self._report_lag(self._kafka.lag_shown(self._job.group))
+        self._position.wait()
         return self.totals
 
     def continuous(self, stop: threading.Event, every: float = 0.0) -> Totals:
         """Apply what comes, until stopped. Waits for servers that are away for as long as it takes.
 
-        every  a round begins no sooner than so many seconds after the one before.
+        every  a round begins no sooner than this many seconds after the one before.
         """
-        with self._watch(), self._spark():
+        with self._lock_monitor(), self._spark():
             while not stop.is_set():
                 began = time.monotonic()
                 nothing_left = self._waiting_for_servers(lambda: not self._round(None), stop, None)
@@ -260,22 +276,22 @@ class Runner:
                     stop.wait(max(0.0, began + every - time.monotonic()))
                 elif nothing_left:
                     self._idle(stop)
-        self._report_lag(self._kafka.lag_shown(self._job.group))
+        self._position.wait()
         return self.totals
 
     def _idle(self, stop: threading.Event) -> None:
-        """Wait for new messages. Returns after a second without any: there may be dead letters to be tried again."""
+        """Wait for new messages. Returns after a second without any, because there may be dead letters to retry."""
         deadline = time.monotonic() + _LOOK_SECONDS
         while time.monotonic() < deadline and not stop.wait(self._options.idle_seconds):
             try:
                 if self._kafka.ends(self._ends) != self._ends:
                     return
             except ConsumerUnavailable:
-                # The next round meets the same, and waits for it.
+                # The next round meets the same error and waits.
                 return
 
-    def _watch(self) -> Watch:
-        return Watch(self._options.url, self._job.group, self._report)
+    def _lock_monitor(self) -> LockMonitor:
+        return LockMonitor(self._options.url, self._job.group, self._report)
 
     def _begin(self) -> int:
         """Take the group over, once for the life of this runner."""
@@ -291,17 +307,12 @@ class Runner:
                     {"strategy": "OffsetsOnly"},
                 )
         if self._day_made_at is None or time.monotonic() - self._day_made_at > 3600:
-            for upkeep in (
-                self._store.make_days(self._options.keep_days),
-                self._store.forget_days(self._options.keep_days),
-            ):
-                if upkeep.problem:
-                    self._report("days of processed_messages", upkeep.trouble())
+            self._store.maintain_days(self._options.keep_days, self._report)
             self._day_made_at = time.monotonic()
         return self._generation
 
     def _announce(self, targets: Mapping[Partition, Extent]) -> None:
-        """Report how much there is to do, as Kafka counts it, markers included."""
+        """Report how many offsets there are to read, transaction markers included."""
         stored = self._store.stored(self._job.topics)
         if self._begins_at_end(stored):
             targets = {}
@@ -312,19 +323,20 @@ class Runner:
         self._report("planned", {"messages": sum(waiting), "partitions": len(waiting)})
 
     def _round(self, targets: Mapping[Partition, Extent] | None) -> bool:
-        """Apply one batch, up to ``targets`` if given. Returns whether there may be more to do."""
+        """Apply one round, up to ``targets`` if given. Returns whether there may be more to do."""
         generation = self._begin()
-        # Before the look: whatever of the group's offsets is known then, Kafka's ends are at or behind it.
+        # Read before Kafka's ends, which are then at or beyond the stored offsets.
         state = self._store.state(self._job.topics, generation, keep_order=self._job.keep_order)
         stored = state.stored
         ids, known = self._look(generation)
         if self._store.was_killed and not self._context.not_here:
-            # A message that crashes a library would end this driver like the one before; a worker's end it survives.
+            # A message that crashes a library would end this driver like the one before. In a worker it would not.
             self._context.not_here = {partition: extent.end for partition, extent in known.items()}
         extents = known if targets is None else _until(targets, known, stored)
         with self._recorded(generation):
             at_end = self._begins_at_end(stored)
-            fresh = self._ready(new_partitions(stored, extents, ids, self._job.group, at_end=at_end), stored, extents)
+            new = new_partitions(stored, extents, ids, self._job.group, at_end=at_end)
+            fresh = self._added.ready(new, stored, extents)
             if fresh:
                 starts = {partition: extents[partition].end for partition in fresh} if at_end else None
                 self._store.add(fresh, ids, generation, starts)
@@ -333,7 +345,7 @@ class Runner:
                     self._report("the group begins at the ends of its topics", {"offsets": shown})
                 stored = self._store.stored(self._job.topics)
             if targets is not None:
-                # A partition added while ``once`` runs is for the next run; the ends of this one are fixed.
+                # A partition added while ``once`` runs is left to the next run; the ends of this one are fixed.
                 stored = {partition: here for partition, here in stored.items() if partition in extents or fresh}
             turn = self._turn = self._last_read() if self._turn is None else self._turn
             ranges = plan(
@@ -352,53 +364,42 @@ class Runner:
         if retried.read:
             self._count(retried, began)
         if not ranges:
-            self._show_where(stored)
+            self._position.show_stored(stored)
             return retried.left
         ranges = self._search.narrowed(ranges)
-        log_ends = {partition: known[partition].end for partition in ranges}
-        began = time.monotonic()
-        # Before the round: one that fails must not keep those that wait behind it.
+        # Set before the round, so that a partition that fails does not block those behind it.
         self._turn = next_turn(turn, ranges)
-        self._span = Span(ranges, log_ends)
-        try:
-            counts = self._rounds.apply(self._span, generation)
-        except ConsumerError as error:
-            self._blame(ranges, error)
-            raise
-        self._search.passed(ranges)
-        self._note_sizes(counts)
-        self._count(counts, began, passed=sum(span.end - span.start for span in ranges.values()))
-        # Nobody waits for the answer before the next round is read.
-        ends = {partition: span.end for partition, span in ranges.items()}
-        self._shown |= ends
-        self._report_lag(self._kafka.show_lag(self._job.group, ends, seconds=0))
+        self._apply(Span(ranges, {partition: known[partition].end for partition in ranges}), generation)
         return True
 
-    def _show_where(self, stored: Mapping[Partition, Stored]) -> None:
-        """Show Kafka where the group has got to beyond its rounds' ends: to the next messages, or to the log's end."""
-        further = {
-            partition: here.next_offset
-            for partition, here in stored.items()
-            if self._shown.get(partition, here.next_offset) < here.next_offset
-        }
-        if further:
-            self._shown |= further
-            self._report_lag(self._kafka.show_lag(self._job.group, further, seconds=0))
+    def _apply(self, span: Span, generation: int) -> None:
+        """Apply the ranges of a round, and record the result."""
+        began = time.monotonic()
+        self._span = span
+        try:
+            counts = self._rounds.apply(span, generation)
+        except ConsumerError as error:
+            self._record_failure(span.ranges, error)
+            raise
+        self._search.passed(span.ranges)
+        self._note_sizes(counts)
+        self._count(counts, began, passed=sum(one.end - one.start for one in span.ranges.values()))
+        self._position.show({partition: one.end for partition, one in span.ranges.items()})
 
     def _note_sizes(self, counts: Counts) -> None:
-        """Note how large a topic's messages are. Large ones are remembered for some rounds: more may come."""
+        """Record the average message size of each topic. A large size is remembered for some rounds: more may come."""
         for topic, (rows, size) in counts.sizes.items():
             if rows:
                 self._row_bytes[topic] = max(size // rows, self._row_bytes.get(topic, 0) // 2)
 
-    def _blame(self, ranges: Mapping[Partition, Range], error: ConsumerError) -> None:
-        """Note which ranges failed. Raises BadMessage where it has come down to a single message."""
+    def _record_failure(self, ranges: Mapping[Partition, Range], error: ConsumerError) -> None:
+        """Record which ranges failed. Raises BadMessage once a single message is known to be the cause."""
         by_partition = error.by_partition or dict.fromkeys(ranges, error)
         certain = bool(error.by_partition) or len(ranges) == 1
         for partition, why in by_partition.items():
             if not isinstance(why, _OF_MESSAGES) or partition not in ranges:
                 continue
-            # Without the figures, as of offsets and tasks.
+            # Without numbers, such as offsets and task ids, which differ each time.
             same = re.sub(r"\d+", "#", f"{type(why).__name__} {first_line(why)}")
             self._narrowed |= self._search.failed({partition: ranges[partition]}, same, certain=certain)
             offset = self._search.found(partition)
@@ -411,54 +412,22 @@ class Runner:
                     f"{offset + 1} --skip --reason …` passes over it"
                 ) from error
 
-    def _ready(
-        self, fresh: list[Partition], stored: Mapping[Partition, Stored], extents: Mapping[Partition, Extent]
-    ) -> list[Partition]:
-        """Return the new partitions that may be read.
-
-        Until then the group does not know them, so the next driver looks at them anew, and waits for later ends.
-        """
-        known = {topic for topic, _ in stored}
-        # Of a topic that is new to the group, all at once. An added one without messages says nothing yet: producers
-        # hear of it minutes later, and until then the messages of its keys go to the others.
-        fresh = [one for one in fresh if one[0] not in known or extents[one].end > 0]
-        added = [one for one in fresh if one[0] in known]
-        self._ends_before = {one: ends for one, ends in self._ends_before.items() if one in added}
-        if added and not self._ends_before.keys() >= set(added):
-            # After they were seen to have messages; what an open transaction holds back has come before these, too.
-            _, later = self._kafka.look(self._job.topics, high_watermarks=True)
-            for one in added:
-                ends = {at: there.high_watermark or there.end for at, there in later.items() if at[0] == one[0]}
-                self._ends_before.setdefault(one, {at: end for at, end in ends.items() if at in stored})
-        waiting = waiting_for_others(fresh, stored, self._ends_before)
-        if waiting - self._added:
-            shown = sorted(f"{topic}-{part}" for topic, part in waiting)
-            self._report(
-                "new partitions wait until the others have been read to their current ends", {"partitions": shown}
-            )
-        self._added = waiting
-        return [partition for partition in fresh if partition not in waiting]
-
     def _begins_at_end(self, stored: Mapping[Partition, Stored]) -> bool:
-        """Return whether partitions that the group does not know begin at their ends: those that it begins with."""
+        """Return whether new partitions begin at their ends: only the first ones of a new group do."""
         return self._job.start == "latest" and not stored and self._store.is_new()
 
     def _last_read(self) -> list[Partition]:
-        """Return the partitions in the order in which the group's drivers have moved them, the one longest ago first.
+        """Return the partitions in the order in which the group's drivers have moved them, the longest ago first.
 
-        Asked for once: from then on this driver knows it, whatever the database's clock does.
+        Read once; from then on this driver tracks the order itself, whatever the database's clock does.
         """
         with self._store.transaction() as connection:
             rows = progress(connection, self._options.schema, self._job.group)
         moved = {(row["topic"], row["part"]): row["updated_at"] for row in rows if row["topic"] in self._job.topics}
         return sorted(moved, key=lambda partition: (moved[partition], partition))
 
-    def _report_lag(self, problem: str | None) -> None:
-        if problem is not None:
-            self._report("the group's position could not be shown to Kafka", {"error": problem})
-
     def _look(self, generation: int) -> tuple[dict[str, str], dict[Partition, Extent]]:
-        """Ask Kafka for the job's topics. A missing one is a loss when the group has read it."""
+        """Ask Kafka for the job's topics. A missing topic is a loss if the group has read it."""
         ask = self._pinned_at is None or time.monotonic() - self._pinned_at > _PINNED_SECONDS
         try:
             ids, extents = self._kafka.look(self._job.topics, high_watermarks=ask)
@@ -481,7 +450,7 @@ class Runner:
             raise
 
     def _count(self, counts: Counts, began: float, passed: int = 0) -> None:
-        """Add a round up and report it. ``passed``: how many offsets it moved on by, markers included."""
+        """Add a round to the totals and report it. ``passed``: by how many offsets it moved, markers included."""
         totals = self._totals
         totals.rounds += 1
         totals.read += counts.read
@@ -492,7 +461,7 @@ class Runner:
         self._report("round", {**self.totals.as_dict(), "passed": passed, "round_seconds": seconds})
 
     def _waiting_for_servers(self, step: Callable[[], bool], stop: threading.Event, patience: float | None) -> bool:
-        """Do a step, again and again while servers are away. Raises ConsumerUnavailable after ``patience`` seconds."""
+        """Run a step, repeating it while servers are away. Raises ConsumerUnavailable after ``patience`` seconds."""
         waited = self._patience = Patience(patience)
         shown = ""
         refused_since: float | None = None
@@ -509,7 +478,7 @@ class Runner:
                 if refused_since is not None and time.monotonic() - refused_since > self._options.refused_seconds:
                     raise
                 if self._narrowed:
-                    # What comes next is less than what failed.
+                    # The next round reads less than the one that failed.
                     waited.renew()
                     tries = 0
                 waited.failed()
@@ -517,7 +486,7 @@ class Runner:
                     raise ConsumerUnavailable(
                         f"gave up after {patience:g} s; nothing is lost, run the job again. Last error: {shown}"
                     ) from error
-                delay = min(0.2 * 2 ** min(tries, 10), self._options.max_backoff_seconds)
+                delay = backoff(tries, self._options.max_backoff_seconds)
                 tries += 1
                 self._report("waiting for a server", {"error": shown, "wait_seconds": round(delay, 1)})
                 if stop.wait(min(delay * random.uniform(0.5, 1.0), waited.left)):  # noqa: S311  jitter
@@ -528,7 +497,7 @@ class Runner:
 
     @contextmanager
     def _spark(self) -> Iterator[None]:
-        """Leave this thread's job group as it was, and let go of what this process has read Kafka with."""
+        """Restore this thread's job group at the end, and close this process's Kafka readers of the group."""
         with job_groups.kept(self._session):
             try:
                 yield
@@ -539,10 +508,10 @@ class Runner:
 def _until(
     targets: Mapping[Partition, Extent], known: Mapping[Partition, Extent], stored: Mapping[Partition, Stored]
 ) -> dict[Partition, Extent]:
-    """Return the extents up to the targets.
+    """Return the extents, limited to the targets.
 
-    But not less than the group has: it moves to the next message, which may be behind a target, and what it is beyond
-    must not look like a log that was cut.
+    But not to less than the group's offset, which may be beyond a target, because it moves up to the next message: that
+    must not look like a truncated log.
     """
     extents = {}
     for partition, there in known.items():

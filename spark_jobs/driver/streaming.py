@@ -1,68 +1,56 @@
-"""``stream.writeStream.foreachBatch(exactly_once(job))``: each batch of any stream of Spark's into the sink, once.
+"""``stream.writeStream.foreachBatch(exactly_once(job))``: apply each batch of any Spark stream to the sink once.
 
-Spark promises a function of ``foreachBatch`` its batches at least once, in order. Here the batch's number moves in the
-sink, by compare-and-swap, in the transaction of the effect; so a batch that comes again finds itself applied. A number
-alone proves little: where a checkpoint was copied or put back, two different batches have one. So its content is
-compared too, a hash of what Spark wrote into the checkpoint when it planned the batch: when that was, and the offsets
-of each source. And a batch must follow the very plan that the sink has.
+Spark calls a ``foreachBatch`` function with each batch at least once, in order. The sink stores the number of the last
+batch with a hash of its plan, and moves both by compare-and-swap in the transaction of the effect; so a repeated batch
+is recognized. ``checkpoints`` decides whether a batch may follow the one that the sink has.
 
 | what happens                                | what the sink has, and what follows                                    |
 |---------------------------------------------|------------------------------------------------------------------------|
 | killed, or an error, before COMMIT          | the batch before: Spark plans the same one again; it is applied        |
-| killed, or an error, after COMMIT           | this very batch: nothing to do                                         |
-| the answer to COMMIT is lost                | it is asked again, here, on a new connection: applied or not           |
+| killed, or an error, after COMMIT           | this batch: nothing to do                                              |
+| the answer to COMMIT is lost                | read again on a new connection: applied or not                         |
 | a server is away                            | waited for (``patience``), then ConsumerUnavailable: start it again    |
-| two queries of one group at once            | the younger takes over; the older is Fenced at its next batch          |
-| a staging task dies, or runs twice          | rows that no report names are never read                               |
-| Postgres crashes while rows are staged      | a staging table is empty then; the count differs: staged again         |
+| two queries of one group at once            | the newer takes over; the older is Fenced at its next batch            |
+| a staging task dies, or runs twice          | rows that no task has reported are never read                          |
+| Postgres crashes while rows are staged      | the staging table is empty; the count differs: staged again            |
 
-| the checkpoint                              | what follows                                                           |
-|---------------------------------------------|------------------------------------------------------------------------|
-| lost: another query, batch 0                | CheckpointConflict: it might begin before what is applied, or behind   |
-| an older copy: this batch's number or lower | CheckpointConflict, unless rows have ids: then they are known          |
-| a copy that went on elsewhere               | CheckpointConflict: another plan precedes this batch                   |
-| newer than the sink, which was put back     | CheckpointConflict: the batches between are missing                    |
-| of a query that ran without this before     | CheckpointConflict: nobody knows whether its batches are in the sink   |
-
-Whoever has made sure of the rest goes on with ``accept=``: the error names its value, true of one state only.
-
-Rows with a column ``message_id`` (a UUID as text) are also known by it, as with Dedup: an id that was applied before is
-a duplicate; of two rows with one id in a batch the first counts. Without that column the compare-and-swap is all there
-is, and all that a stream needs whose source does not repeat itself.
+Rows with a column ``message_id`` (a UUID as text) are also deduplicated by it, as with Dedup: an id that was applied
+before is a duplicate; of rows with the same id in a batch the first counts. Without that column there is only the
+compare-and-swap, which is enough for a source that does not repeat messages.
 """
 
 from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import logging
-import os
 import random
-import socket
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final
 
 import psycopg
 from psycopg import sql
 
 from outbox.errors import OutboxError
 from spark_jobs.dedup.strategies import Book, Dedup, forgotten_before
+from spark_jobs.driver.checkpoints import Batch, Decision, Stored, decide, planned
 from spark_jobs.effects.mapped import PLACED, Insert, Upsert
-from spark_jobs.errors import CheckpointConflict, ConsumerUnavailable, EffectFailed, Fenced, JobError, shown
+from spark_jobs.errors import ConsumerUnavailable, EffectFailed, JobError, shown
 from spark_jobs.job import META, ConsumerJob
 from spark_jobs.outcomes import Broken
-from spark_jobs.postgres import lock_monitor as blockers
+from spark_jobs.patience import backoff
+from spark_jobs.postgres import lock_monitor
 from spark_jobs.postgres.batch_table import Applying
+from spark_jobs.postgres.connections import process_name
 from spark_jobs.postgres.copying import Unfit, copy_rows
 from spark_jobs.postgres.errors import clear_errors, passing
 from spark_jobs.postgres.group_store import Store
-from spark_jobs.postgres.lock_monitor import Watch
+from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.postgres.sink import transaction
 from spark_jobs.spark import job_groups
 from spark_jobs.spark import rows as spark
@@ -80,15 +68,13 @@ _LOG: Final = logging.getLogger(__name__)
 _STAGED_BY: Final = "outbox_batch_staged_by"
 _STAGED_AT: Final = "outbox_batch_staged_at"
 _REPORT: Final = "staged_by string, rows long, broken string"
-_QUERY_ID: Final = "sql.streaming.queryId"
-"""Spark's local property in the thread of a batch: what the checkpoint calls the query."""
 _MAX_BACKOFF: Final = 5.0
-# Rows as they are meant, whatever the user's session says.
+# What the form of the rows depends on; set for the batch, whatever the user's session has.
 _CONF: Final = ("spark.sql.session.timeZone", "spark.sql.execution.arrow.useLargeVarTypes")
 
-_MINE: Final = "SELECT generation, owner FROM {groups} WHERE grp = %(grp)s FOR SHARE"
+_ONE_QUERY: Final = "One query a group: stop the other, or give this job a group of its own"
 _STORED: Final = "SELECT query_id::text, batch_id, content FROM {checkpoints} WHERE grp = %(grp)s"
-# The compare is with what was decided on: the row is this transaction's from here on, or was another's meanwhile.
+# Compares with the state that the decision was based on: another transaction may have changed the row since.
 _SWAP: Final = """
 INSERT INTO {checkpoints} AS c (grp, query_id, batch_id, content)
 VALUES (%(grp)s, %(query_id)s, %(batch_id)s, %(content)s)
@@ -107,7 +93,7 @@ SELECT relname FROM pg_class
  WHERE relkind = 'r' AND relnamespace = to_regnamespace(%(schema)s)
    AND relname LIKE %(like)s AND split_part(relname, '_', 3)::bigint < %(generation)s"""
 _WITHOUT_ID: Final = "SELECT EXISTS (SELECT FROM batch WHERE message_id IS NULL)"
-# In the order of days and ids, as all who write there.
+# In the order of days and ids, like all other writers of this table, so that none wait for each other in a circle.
 _FRESH: Final = """
 WITH fresh AS (
     INSERT INTO {processed} (grp, day, message_id)
@@ -135,18 +121,18 @@ def exactly_once(
 ) -> ExactlyOnce:
     """Return a function for ``foreachBatch`` that applies each batch of a stream once.
 
-    job             its ``topics`` do not matter: the stream is what is read. ``batch`` has the stream's columns, so
-                    ``schema`` and ``types`` have no place here, and decoding is the stream's own. ``effect``, ``setup``
-                    and ``transform`` are as everywhere. A row that can't be applied ends the query before its batch:
-                    it has no place in Kafka to be named by, so there are no dead letters.
-    accept          go on although the batch does not follow what the sink has, from the one state that
+    job             its ``topics`` are ignored: the stream is read. ``batch`` has the stream's columns, so ``schema``
+                    and ``types`` can't be given, and the stream does its own decoding. ``effect``, ``setup`` and
+                    ``transform`` are as for any job. A row that can't be applied ends the query before its batch:
+                    without a place in Kafka to identify it there are no dead letters.
+    accept          continue although the batch does not follow what the sink has, from the one state that
                     CheckpointConflict has named.
-    from_beginning  each new query of the group reads its source from the beginning, so a checkpoint may be lost: what
-                    was applied is known by its ``message_id``, which the rows must have then.
-    patience        how many seconds servers are waited for, in a batch.
+    from_beginning  each new query of the group reads its source from the beginning, so losing a checkpoint is fine:
+                    repeats are recognized by their ``message_id``, which the rows must have.
+    patience        how many seconds to wait for servers in a batch.
 
-    The others are settings: those not given are read where ``outbox consume`` reads them, from ``OUTBOX_…`` and the
-    file. Raises ConfigurationError and JobError.
+    The others are settings: those not given are read from ``OUTBOX_…`` variables and the file, as ``outbox consume``
+    does. Raises ConfigurationError and JobError.
     """
     require_installed()
     from spark_jobs import settings as consumer_settings
@@ -167,101 +153,8 @@ def exactly_once(
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
-    """The batch that the sink has."""
-
-    query_id: str
-    batch_id: int
-    content: str
-
-    @property
-    def state(self) -> str:
-        """As ``accept`` takes it."""
-        return f"{self.query_id}/{self.batch_id}/{self.content[:12]}"
-
-
-Decision = Literal["apply", "accepted", "applied"]
-NOTHING: Final = "nothing"
-"""The state of a sink that has no batch of the group, as ``accept`` takes it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Batch:
-    """A batch as Spark has planned it.
-
-    query_id  of the checkpoint, for as long as that exists; run_id is another one each time it is started.
-    content   a hash of its plan.
-    before    that of the batch before it; None for the first one, and where Spark has forgotten it.
-    """
-
-    query_id: str
-    run_id: str
-    batch_id: int
-    content: str
-    before: str | None
-
-
-def decide(
-    group: str, stored: Stored | None, batch: Batch, *, accept: str | None, ids: bool, from_beginning: bool
-) -> Decision:
-    """Return whether a batch is to be applied or has been. Raises CheckpointConflict where that can't be known.
-
-    "accepted" is to be applied as well, because the user has said so.
-
-    ids  its rows have ids, and those that were applied are known by them.
-    """
-    if stored is not None and stored == Stored(batch.query_id, batch.batch_id, batch.content):
-        return "applied"
-    problem = _problem(group, stored, batch, ids=ids, from_beginning=from_beginning)
-    if problem is None:
-        return "apply"
-    state = NOTHING if stored is None else stored.state
-    if accept != state:
-        raise CheckpointConflict(
-            f"{problem}. Nothing of this batch was applied. Put back the checkpoint that belongs to the sink; or make "
-            f"sure where the stream begins and what the sink has, and go on with exactly_once(job, accept={state!r})",
-            state,
-        )
-    return "accepted"
-
-
-def _problem(group: str, stored: Stored | None, batch: Batch, *, ids: bool, from_beginning: bool) -> str | None:
-    """Return why a batch may not follow what the sink has; None where it does."""
-    number = batch.batch_id
-    if stored is None:
-        problem = (
-            f"the sink has no batch of group {group}, but the query begins with batch {number}: nothing shows whether "
-            "those before it are in the sink"
-        )
-        return problem if number > 0 else None
-    if stored.query_id != batch.query_id:
-        problem = (
-            f"the sink has batch {stored.batch_id} of query {stored.query_id}, and this is batch {number} of query "
-            f"{batch.query_id}, so the checkpoint is a new one: it may begin before what is applied, or behind it"
-        )
-        return None if ids and from_beginning and number == 0 else problem
-    if number <= stored.batch_id:
-        problem = (
-            f"the sink has batch {stored.batch_id}, and this is another batch with the number {number}: the "
-            "checkpoint is an older copy, and some rows of this batch may be applied already"
-        )
-        # What comes again is known by its id, and an older checkpoint leaves nothing out.
-        return None if ids else problem
-    if number > stored.batch_id + 1:
-        return (
-            f"the sink has batch {stored.batch_id}, and this is batch {number}: the sink was put back, and the batches "
-            "between are missing there"
-        )
-    problem = (
-        f"the sink has another batch {stored.batch_id} than the one that precedes this batch {number}: the "
-        "checkpoint is a copy that went on elsewhere"
-    )
-    return problem if batch.before != stored.content else None
-
-
 class ExactlyOnce:
-    """What ``exactly_once`` returns: called by Spark with each batch. It may serve several runs of a query."""
+    """The function that ``exactly_once`` returns, called by Spark with each batch, also in several runs of a query."""
 
     def __init__(
         self,
@@ -274,7 +167,7 @@ class ExactlyOnce:
         from_beginning: bool,
         patience: float,
     ) -> None:
-        _check(job)
+        _check_job(job)
         self._job = job
         self._url = url
         self._schema = schema
@@ -282,7 +175,7 @@ class ExactlyOnce:
         self._accept = accept
         self._from_beginning = from_beginning
         self._patience = patience
-        self._store = Store(url, schema, job.group, f"{socket.gethostname()}-{os.getpid()}")
+        self._store = Store(url, schema, job.group, process_name())
         self._names = {
             name: sql.Identifier(schema, name) for name in ("groups", "checkpoints", "audit", "processed_messages")
         }
@@ -291,27 +184,27 @@ class ExactlyOnce:
         self._error: BaseException | None = None
 
     def exception(self) -> BaseException | None:
-        """Return what the last batch ended with, as it was raised: Spark shows only its text."""
+        """Return the error that ended the last batch, as it was raised; Spark shows only its text."""
         return self._error
 
     def __call__(self, rows: DataFrame, batch_id: int) -> None:
-        """Apply a batch, unless it has been. Raises what ends the query."""
+        """Apply a batch, unless it was applied before. Raises the error that ends the query."""
         self._error = None
         try:
             batch = planned(rows, batch_id)
-            with _for_batch(rows, self._job.group, batch), Watch(self._url, self._job.group, _report):
-                self._patiently(rows, batch)
+            with _for_batch(rows, self._job.group, batch), LockMonitor(self._url, self._job.group, _report):
+                self._apply_with_retries(rows, batch)
         except OutboxError as error:
             self._error = error
-            # Without its causes: Spark gets the whole chain as one text, with the JVM's stack of each error in it, and
-            # looks for patterns there. Of a long one its thread has died (StackOverflowError) with no error to see.
-            told = copy.copy(error).with_traceback(None)
+            # Without its causes: Spark gets the whole chain as one text, with the JVM's stack of each error, and
+            # matches patterns in it. A long text has killed its thread (StackOverflowError) without any visible error.
+            bare = copy.copy(error).with_traceback(None)
         else:
             return
-        raise told
+        raise bare
 
-    def _patiently(self, rows: DataFrame, batch: Batch) -> None:
-        """Apply a batch, again and again while servers are away. What was applied meanwhile is found applied."""
+    def _apply_with_retries(self, rows: DataFrame, batch: Batch) -> None:
+        """Apply a batch, repeating it while servers are away. If a lost COMMIT has succeeded, the repeat finds that."""
         began = time.monotonic()
         tries = 0
         while True:
@@ -328,7 +221,7 @@ class ExactlyOnce:
                         f"gave up after {self._patience:g} s; nothing is lost, start the query again. Last error: "
                         f"{text}"
                     ) from error
-                delay = min(0.2 * 2 ** min(tries, 10), _MAX_BACKOFF) * random.uniform(0.5, 1.0)  # noqa: S311  jitter
+                delay = backoff(tries, _MAX_BACKOFF) * random.uniform(0.5, 1.0)  # noqa: S311  jitter
                 tries += 1
                 _report("waiting for a server", {"error": text, "wait_seconds": round(delay, 1)})
                 time.sleep(delay)
@@ -354,8 +247,8 @@ class ExactlyOnce:
     def _commit(self, batch: Batch, generation: int, staged: _Staged) -> None:
         """Apply what is staged and move to the batch, in one transaction."""
         ids = "message_id" in staged.columns
-        with transaction(self._url, blockers.names(self._job.group)[0], NO_INPUT) as cursor:
-            self._require(cursor, generation)
+        with transaction(self._url, lock_monitor.names(self._job.group)[0], NO_INPUT) as cursor:
+            self._require(cursor.connection, generation)
             stored = self._read_stored(cursor)
             decision = self._decide(stored, batch, ids=ids)
             if decision == "applied":
@@ -376,7 +269,7 @@ class ExactlyOnce:
             )
             staged.fill(cursor)
             if ids:
-                self._forget_repeats(cursor)
+                self._drop_repeats(cursor)
             fresh = applying.count() if ids else staged.rows
             self._run(cursor, _COUNT, applied=fresh, duplicates=staged.rows - fresh)
             if fresh:
@@ -388,7 +281,7 @@ class ExactlyOnce:
         return decide(self._job.group, stored, batch, accept=self._accept, ids=ids, from_beginning=self._from_beginning)
 
     def _swap(self, cursor: psycopg.Cursor[Any], stored: Stored | None, batch: Batch) -> bool:
-        """Move from what the sink has to the batch. False where it has something else by now."""
+        """Move the sink from ``stored`` to the batch. Returns False if the sink no longer has ``stored``."""
         moved = self._run(
             cursor,
             _SWAP,
@@ -401,15 +294,9 @@ class ExactlyOnce:
         )
         return moved.rowcount == 1
 
-    def _require(self, cursor: psycopg.Cursor[Any], generation: int) -> None:
-        """Raise Fenced unless the group is still ours. Until COMMIT nobody takes it over."""
-        row = self._run(cursor, _MINE).fetchone()
-        if row is None or row[0] != generation:
-            now = "its row is gone" if row is None else f"generation {row[0]} now, by {row[1]}"
-            raise Fenced(
-                f"group {self._job.group} was taken over from generation {generation}: {now}. One query a group: stop "
-                "the other, or give this job a group of its own"
-            )
+    def _require(self, connection: psycopg.Connection[Any], generation: int) -> None:
+        """Raise Fenced unless the group is still ours. The row lock prevents a take-over until COMMIT."""
+        self._store.require(connection, generation, advice=_ONE_QUERY)
 
     def _stored(self) -> Stored | None:
         with clear_errors("reading how far the stream is"), self._store.transaction() as connection:
@@ -429,16 +316,14 @@ class ExactlyOnce:
             self._store.setup(self._job.setup)
             generation = self._store.take_over()
             self._generations[batch.run_id] = generation
-            for upkeep in (self._store.make_days(self._keep_days), self._store.forget_days(self._keep_days)):
-                if upkeep.problem:
-                    _report("days of processed_messages", upkeep.trouble())
+            self._store.maintain_days(self._keep_days, _report)
             self._drop_older(generation)
             return generation
 
     # What the rows become.
 
     def _effect(self, columns: Mapping[str, str]) -> Any:
-        """Return the effect for these columns; SQL where it is mapped to a table."""
+        """Return the effect for these columns, as SQL if it is an Insert or Upsert."""
         effect = self._job.effect
         if not isinstance(effect, Insert | Upsert):
             return effect
@@ -448,7 +333,7 @@ class ExactlyOnce:
         made = effect.statements(payload, types, placed=set(columns) >= needed)
         return ";\n".join(one.as_string(None) for one in made)
 
-    def _forget_repeats(self, cursor: psycopg.Cursor[Any]) -> None:
+    def _drop_repeats(self, cursor: psycopg.Cursor[Any]) -> None:
         """Leave in ``batch`` only rows whose ids were never applied."""
         book = Book(self._schema, self._job.group)
         if cursor.execute(_WITHOUT_ID).fetchone() == (True,):
@@ -464,12 +349,12 @@ class ExactlyOnce:
 
     @contextmanager
     def _staging(self, columns: Mapping[str, str], generation: int) -> Iterator[str]:
-        """Make a table for a batch's rows, and drop it in the end."""
+        """Create a table for a batch's rows, and drop it at the end."""
         name = f"{self._stem()}_{generation}_{uuid.uuid4().hex[:12]}"
         table = sql.Identifier(self._schema, name)
         with self._store.transaction() as connection:
-            # A driver that was superseded must not leave one behind its successor.
-            self._require(connection.cursor(), generation)
+            # A superseded driver must not create a table that its successor no longer looks for.
+            self._require(connection, generation)
             fields = sql.SQL(", ").join(
                 sql.SQL("{} {}").format(sql.Identifier(column), sql.SQL(kind))
                 for column, kind in _staged(columns).items()
@@ -478,13 +363,13 @@ class ExactlyOnce:
         try:
             yield name
         finally:
-            # What is left, the next run of the group drops.
+            # If this fails, the next run of the group drops the table.
             with suppress(psycopg.Error):
                 self._drop(table)
 
     def _drop(self, table: sql.Identifier) -> None:
         with self._store.transaction() as connection:
-            # Of this batch and no other: who holds it is a task that nobody waits for, or reads everything, as pg_dump.
+            # Only this batch uses the table. A lock is held by an abandoned task, or by a reader such as pg_dump.
             connection.execute("SET LOCAL lock_timeout = '200ms'")
             connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(table))
 
@@ -509,7 +394,7 @@ class ExactlyOnce:
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """What the executors staged: where, its columns, and under which names; how many rows."""
+    """The rows that the executors staged: the table, its columns, the names of the tasks, the number of rows."""
 
     table: sql.Identifier
     columns: Mapping[str, str]
@@ -518,7 +403,7 @@ class _Staged:
     rows: int
 
     def fill(self, cursor: psycopg.Cursor[Any]) -> None:
-        """Fill ``batch``, in the order of the stream's tasks. Raises ConsumerUnavailable when rows are missing."""
+        """Fill ``batch`` in the order of the stream's tasks. Raises ConsumerUnavailable when rows are missing."""
         listed = sql.SQL(", ").join(map(sql.Identifier, self.columns))
         query = sql.SQL(
             "INSERT INTO batch ({listed}) SELECT {listed} FROM {table} WHERE {by} = ANY({names}::text[]) "
@@ -542,7 +427,7 @@ class _Staged:
 
 @dataclass(frozen=True, slots=True)
 class _StagePlan:
-    """What an executor needs to stage rows."""
+    """The arguments that an executor needs to stage rows."""
 
     url: str = field(repr=False)
     schema: str
@@ -556,7 +441,7 @@ def _staged(columns: Mapping[str, str]) -> dict[str, str]:
 
 
 def _stage_all(rows: DataFrame, plan: _StagePlan) -> tuple[list[str], int]:
-    """Stage rows; return under which names, and how many. Raises EffectFailed for a value that no column takes."""
+    """Stage rows. Returns the names of the tasks and the number of rows. Raises EffectFailed for an unusable value."""
     reports = spark.in_tasks(rows, lambda batches: _stage(plan, task_input.from_spark(batches)), _REPORT).collect()
     if broken := [row.broken for row in reports if row.broken]:
         raise EffectFailed(f"a row can't be staged: {broken[0]}")
@@ -564,7 +449,7 @@ def _stage_all(rows: DataFrame, plan: _StagePlan) -> tuple[list[str], int]:
 
 
 def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """COPY one task's rows under a name that no other attempt has; the function of mapInArrow."""
+    """COPY one task's rows under a name that is unique to this attempt; the function of mapInArrow."""
     import pyarrow as pa
 
     name = uuid.uuid4().hex
@@ -582,82 +467,21 @@ def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.
 
     broken = ""
     try:
-        with transaction(plan.url, blockers.names(plan.group)[1], batches) as cursor:
+        with transaction(plan.url, lock_monitor.names(plan.group)[1], batches) as cursor:
             copy_rows(cursor, sql.Identifier(plan.schema, plan.table), _staged(plan.columns), named())
     except Unfit as error:
         broken = str(error)
     except psycopg.DataError as error:
-        # Another try of the task would find the same: the driver is to raise it.
+        # Another try of the task would fail in the same way, so the driver raises it.
         broken = shown(error)
     yield pa.RecordBatch.from_pydict(
         {"staged_by": [name], "rows": pa.array([0 if broken else rows], pa.int64()), "broken": [broken]}
     )
 
 
-# What Spark knows of a batch.
-
-
-def planned(rows: DataFrame, batch_id: int) -> Batch:
-    """Return what Spark has written down of a batch before it ran it. Raises JobError where that can't be seen."""
-    session = rows.sparkSession
-    if not hasattr(session, "_jsparkSession"):
-        raise JobError("exactly_once: a session of Spark Connect is on another machine; it needs Spark's driver here")
-    query_id = session.sparkContext.getLocalProperty(_QUERY_ID)
-    if query_id is None:
-        raise JobError("exactly_once: no query is running here: give the function to writeStream.foreachBatch")
-    jvm: Any = session.sparkContext._jvm  # noqa: SLF001  Spark shows a batch's plan to no other
-    queries = session._jsparkSession.sharedState().activeStreamingQueries()  # noqa: SLF001
-    query = queries.get(jvm.java.util.UUID.fromString(query_id))
-    content = None if query is None else _content(jvm, query, batch_id)
-    if content is None:
-        raise JobError(
-            f"exactly_once: the plan of batch {batch_id} is not in the query's checkpoint, so a batch that comes again "
-            "could not be known; asynchronous progress tracking has to be off"
-        )
-    before = _content(jvm, query, batch_id - 1) if batch_id > 0 else None
-    return Batch(query_id, query.runId().toString(), batch_id, content, before)
-
-
-def _content(jvm: Any, query: Any, batch_id: int) -> str | None:
-    """Return a hash of a batch's plan; None when the checkpoint has none."""
-    log = query.offsetLog()
-    found = log.get(batch_id)
-    if not found.isDefined():
-        return None
-    written = jvm.java.io.ByteArrayOutputStream()
-    log.serialize(found.get(), written)
-    return content_of(bytes(written.toByteArray()).decode())
-
-
-def content_of(text: str) -> str:
-    """Return a hash of a batch's entry in the offset log: when it was planned, and the end of each source.
-
-    Without Spark's settings, which are there too: those that a newer version adds do not make it another batch. Raises
-    JobError for an entry of another form.
-    """
-    _, _, rest = text.partition("\n")
-    metadata, _, offsets = rest.partition("\n")
-    try:
-        planned_at = json.loads(metadata)["batchTimestampMs"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise JobError(
-            f"exactly_once: the checkpoint's offset log has a form that is not known: {text[:80]!r}"
-        ) from error
-    identity = json.dumps([planned_at, *map(_canonical, offsets.splitlines())], separators=(",", ":"))
-    return hashlib.sha256(identity.encode()).hexdigest()
-
-
-def _canonical(offset: str) -> str:
-    """Return an offset spelt in one way: a map's order may differ between what was written and what is read."""
-    try:
-        return json.dumps(json.loads(offset), sort_keys=True)
-    except ValueError:
-        return offset
-
-
 @contextmanager
 def _for_batch(rows: DataFrame, group: str, batch: Batch) -> Iterator[None]:
-    """Describe the batch's Spark jobs, which stay in the query's own group; set what the rows' form depends on."""
+    """Describe the batch's Spark jobs, which stay in the query's job group, and set _CONF; restore both at the end."""
     session = rows.sparkSession
     before = {name: str(session.conf.get(name)) for name in _CONF}
     with job_groups.properties_kept(session, (job_groups.DESCRIPTION,)):
@@ -669,7 +493,7 @@ def _for_batch(rows: DataFrame, group: str, batch: Batch) -> Iterator[None]:
         try:
             yield
         finally:
-            # The session is the query's: its own next batches are to mean what they would without us.
+            # The session belongs to the query, whose other operations must not see our settings.
             for name, value in before.items():
                 session.conf.set(name, value)
 
@@ -678,7 +502,7 @@ def _report(text: str, figures: Mapping[str, Any]) -> None:
     _LOG.warning("%s: %s", text, "  ".join(f"{name}={value}" for name, value in figures.items()))
 
 
-def _check(job: ConsumerJob) -> None:
+def _check_job(job: ConsumerJob) -> None:
     for name, usual in (("schema", None), ("types", None), ("keep_order", False), ("start", "earliest")):
         if getattr(job, name) != usual:
             raise JobError(f"{name}: has no meaning for exactly_once, whose rows are the stream's own; leave it out")

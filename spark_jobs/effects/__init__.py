@@ -1,1 +1,1 @@
-"""What a job does with its rows, where that is more than SQL of its own."""
+"""Effects that generate the SQL for a job's rows."""

@@ -1,4 +1,4 @@
-"""Effects that need no SQL of one's own: columns mapped to a table. The statements can be looked at."""
+"""Effects without handwritten SQL: columns mapped to a table. ``statements`` returns the SQL."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from spark_jobs.model import Place
 _INSERT: Final = "INSERT INTO {table} ({columns}) SELECT {values} FROM batch{messages}"
 _MESSAGES: Final = " WHERE NOT message_tombstone"
 _LATEST: Final = "message_topic DESC NULLS LAST, message_part DESC NULLS LAST, message_offset DESC NULLS LAST"
-# In the order of keys, so that two transactions never wait for each other in a circle. A second row of a key in the
-# same statement is refused, so there is one for each key, the latest. Of two rows of one message none is the latest,
-# nor of two of no message: these are refused, and never left out.
+# In the order of keys, so that two transactions never wait for each other in a circle. ON CONFLICT refuses a second row
+# of a key in the same statement, so only the latest row of each key is selected. Of two rows of one message, or of
+# none, neither is the latest: both are selected, and so refused instead of dropped.
 _UPSERT: Final = """
 INSERT INTO {table} AS stored ({columns})
 SELECT {values} FROM {rows}{messages} ORDER BY {key}
@@ -26,7 +26,7 @@ SELECT {values} FROM {rows}{messages} ORDER BY {key}
 _RANKED: Final = """(
     SELECT *, rank() OVER (PARTITION BY {key} ORDER BY {order}) AS outbox_batch_rank FROM batch{messages}) AS latest
  WHERE outbox_batch_rank = 1"""
-# Of each key its last tombstone alone, or else each row of a key would be compared with each of its tombstones.
+# Only the last tombstone of each key: otherwise each row of a key would be compared with each of its tombstones.
 _GONE: Final = """(
         SELECT DISTINCT ON (message_key::{type}) message_key::{type} AS outbox_batch_key,
                message_topic AS outbox_batch_topic, message_part AS outbox_batch_part,
@@ -34,14 +34,14 @@ _GONE: Final = """(
           FROM batch WHERE message_tombstone AND message_key IS NOT NULL
          ORDER BY message_key::{type}, message_topic DESC, message_part DESC, message_offset DESC) AS gone"""
 _THEN: Final = "(gone.outbox_batch_topic, gone.outbox_batch_part, gone.outbox_batch_offset)"
-# A row that a tombstone follows is deleted again.
+# Without rows that a later tombstone deletes again.
 _NOT_ENDED: Final = """
    AND NOT EXISTS (
        SELECT FROM {gone}
         WHERE gone.outbox_batch_key = batch.{here}::{type}
           AND {then} > (batch.message_topic, batch.message_part, batch.message_offset))"""
-# A key that begins anew in the same batch is deleted before that, any other after the updates: as if it had been one
-# message after the other.
+# Run before the upsert for keys that have messages after their tombstone, and after it for all others: the result is
+# that of applying the messages one by one.
 _DELETE: Final = """
 DELETE FROM {table} AS stored USING {gone}
  WHERE stored.{conflict} = gone.outbox_batch_key
@@ -49,7 +49,7 @@ DELETE FROM {table} AS stored USING {gone}
        SELECT FROM batch
         WHERE NOT batch.message_tombstone AND batch.{here}::{type} = gone.outbox_batch_key
           AND (batch.message_topic, batch.message_part, batch.message_offset) > {then})"""
-# Tombstones that a transform was given, and then those of them that it has left out.
+# The tombstones before a transform; then, without those that it has kept, the ones that it has dropped.
 _NOTE: Final = """
 CREATE TEMPORARY TABLE outbox_batch_gone ON COMMIT DROP AS
 SELECT DISTINCT message_topic, message_part, message_offset, message_key FROM batch
@@ -58,7 +58,7 @@ _LEFT_OUT: Final = """
 DELETE FROM outbox_batch_gone AS gone USING batch
  WHERE batch.message_tombstone AND (batch.message_topic, batch.message_part, batch.message_offset)
      = (gone.message_topic, gone.message_part, gone.message_offset)"""
-# What is no key of the table's is another's tombstone.
+# Ignores tombstones whose keys do not fit the table's key type: they are for another table.
 _FOREIGN: Final = """
 DECLARE
     gone record;
@@ -82,7 +82,7 @@ SELECT message_topic, message_part, message_offset FROM outbox_batch_gone AS gon
           AND (batch.message_topic, batch.message_part, batch.message_offset)
             < (gone.message_topic, gone.message_part, gone.message_offset))
  ORDER BY 1, 2, 3 LIMIT 1"""
-# Neither newer than anything nor older: it would stay away, or stay for good.
+# A row without a version is neither newer nor older: it would never be written, or never be replaced.
 _VERSIONED: Final = """
 BEGIN
     IF EXISTS (SELECT FROM (SELECT * FROM batch{messages}) AS rows WHERE {version} IS NULL) THEN
@@ -90,19 +90,19 @@ BEGIN
     END IF;
 END"""
 PLACED: Final = frozenset({"message_topic", "message_part", "message_offset", "message_tombstone"})
-"""The columns that rows have which are messages; a transform that shuffles need not keep them."""
+"""The columns of rows that are messages. A transform that shuffles need not keep them."""
 
 Columns = Mapping[str, str] | Sequence[str] | None
-"""Table column → column of ``batch``; or names that are the same in both; or None: all of the payload's. After
-a shuffle None is all that it leaves; of the columns about messages those that the table has too."""
+"""Table column → column of ``batch``; or names that are the same in both; or None: all of the payload's. After a
+shuffle None means all columns of its result, but only those columns about messages that the table has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Insert:
-    """Append a row for each message. With Dedup, each event is one row once; with OffsetsOnly each offset is.
+    """Append a row for each message: once for each event with Dedup, once for each offset with OffsetsOnly.
 
     table    of the sink, ``name`` or ``schema.name``.
-    columns  see Columns. Tombstones are passed over.
+    columns  see Columns. Tombstones are ignored.
     """
 
     table: str
@@ -126,27 +126,28 @@ class Insert:
         ]
 
     def pairs(self, payload: Sequence[str], types: Mapping[str, str]) -> dict[str, str]:
-        """Return the table's columns that are written, each with the one of ``batch``. Raises JobError."""
+        """Return the columns to write: table column → column of ``batch``. Raises JobError."""
         return _pairs(self.table, self.columns, payload, types)
 
 
 @dataclass(frozen=True, slots=True)
 class Upsert:
-    """Keep one row for each key: insert it, or update what is there.
+    """Keep one row for each key: insert it, or update the existing one.
 
-    table    of the sink, ``name`` or ``schema.name``; it needs a unique index over exactly the key's columns.
+    table    of the sink, ``name`` or ``schema.name``; it needs a unique index on exactly the key's columns.
     key      the key's columns in the table.
-    columns  see Columns; the key's must be among them.
-    version  a column of the table: a row is only updated by one with a higher version. A message without one is
-             refused; a stored row without one is older than any.
-    keep     columns of the table that are written when a row is inserted and never updated, as ``created_at``.
+    columns  see Columns; they must include the key's.
+    version  a column of the table: only a row with a higher version updates the existing one. A message without a
+             version is refused; a stored row without one is older than any.
+    keep     columns of the table that are set on insert and never updated, such as ``created_at``.
     deletes  a tombstone (a message without a payload) deletes the row whose key is the message's Kafka key. For keys
-             of one column. Without it tombstones are passed over.
-             A transform's filter over the payload's columns drops tombstones, which have NULL there; nothing would be
-             deleted then. Let them pass: ``message_tombstone OR …``.
+             of one column. By default tombstones are ignored.
+             A transform that filters by the payload's columns drops tombstones, in which these are NULL, and nothing
+             is deleted. Let them pass: ``message_tombstone OR …``.
 
-    Of a key's messages in a batch the latest counts, or the one of the highest version. Two rows of one message with
-    one key are refused; so are, after a shuffle that loses which message a row is, any two rows with one key.
+    Of a key's messages in a batch the latest counts, or the one with the highest version. Two rows of one message with
+    the same key are refused. After a shuffle whose rows no longer identify messages, so are any two rows with the same
+    key.
     """
 
     table: str
@@ -187,7 +188,7 @@ class Upsert:
             if self.version:
                 newer = " WHERE stored.{0} IS NULL OR excluded.{0} > stored.{0}"
                 action += sql.SQL(newer).format(sql.Identifier(self.version))
-        # As the table has them: two spellings of one key must not meet in one statement.
+        # Cast to the table's types: otherwise two spellings of one key could be in one statement.
         key = _cast({name: pairs[name] for name in self.key}, types)
         messages = _messages(payload, placed)
         upsert = sql.SQL(_UPSERT).format(
@@ -203,12 +204,12 @@ class Upsert:
         return [*self._versioned(pairs, messages), *self._with_deletes(upsert, pairs, types)]
 
     def note(self, cursor: psycopg.Cursor[Any]) -> None:
-        """Note the tombstones in ``batch`` before a transform's result takes its place."""
+        """Store the tombstones of ``batch`` before a transform's result replaces it."""
         if self.deletes:
             cursor.execute(_NOTE)
 
     def missed(self, cursor: psycopg.Cursor[Any], payload: Sequence[str], types: Mapping[str, str]) -> Place | None:
-        """Return the first noted tombstone that is not in ``batch`` any more and has a row to delete."""
+        """Return the place of the first stored tombstone that is no longer in ``batch`` but has a row to delete."""
         if not self.deletes:
             return None
         cursor.execute(_LEFT_OUT)
@@ -227,7 +228,7 @@ class Upsert:
         *,
         placed: bool,
     ) -> sql.Composable:
-        """Return what to select from: the latest rows of each key, where it can be told which they are."""
+        """Return the source of the upsert: the latest rows of each key, if rows have an order."""
         order = [_cast({self.version: pairs[self.version]}, types) + sql.SQL(" DESC")] if self.version else []
         if placed:
             order.append(sql.Composed([sql.SQL(_LATEST)]))
@@ -238,7 +239,7 @@ class Upsert:
         return sql.SQL(_RANKED).format(key=key, order=sql.SQL(", ").join(order), messages=messages)
 
     def _versioned(self, pairs: Mapping[str, str], messages: sql.Composable) -> list[sql.Composed]:
-        """Return what refuses a row without a version."""
+        """Return the statement that refuses rows without a version."""
         if not self.version:
             return []
         here = pairs[self.version]
@@ -263,7 +264,7 @@ class Upsert:
         return [before, upsert, after]
 
     def _compared(self, pairs: Mapping[str, str], types: Mapping[str, str]) -> dict[str, sql.Composable]:
-        """Return how a tombstone's key is compared with a row's."""
+        """Return the SQL parts that compare a tombstone's key with a row's."""
         kind = _type(types[self.key[0]])
         return {
             "here": sql.Identifier(pairs[self.key[0]]),
@@ -274,7 +275,7 @@ class Upsert:
 
 
 def _messages(payload: Sequence[str], placed: bool) -> sql.SQL:
-    """Return the condition that passes tombstones over, where there is still something that says so."""
+    """Return the condition that excludes tombstones, if the rows still have ``message_tombstone``."""
     return sql.SQL(_MESSAGES if placed or "message_tombstone" in payload else "")
 
 
@@ -301,12 +302,12 @@ def _listed(names: Iterable[str]) -> sql.Composed:
 
 
 def _cast(pairs: Mapping[str, str], types: Mapping[str, str]) -> sql.Composed:
-    """The batch's columns as the table's types: text to uuid, for one, Postgres does not do by itself."""
+    """Return the batch's columns cast to the table's types; Postgres does not convert text to uuid by itself."""
     return sql.SQL(", ").join(
         sql.SQL("{}::{}").format(sql.Identifier(here), _type(types[there])) for there, here in pairs.items()
     )
 
 
 def _type(name: str) -> sql.SQL:
-    # As format_type() spells it, quoted where it has to be.
+    # From format_type(), which quotes names if necessary.
     return sql.SQL(name)

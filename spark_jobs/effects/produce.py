@@ -1,19 +1,18 @@
-"""Consume → transform → produce: results that are events again, written to the outbox beside the effect.
+"""Consume → transform → produce: results that become events, written to the outbox together with the effect.
 
 The INSERT into ``outbox.events`` is part of the transaction that moves the offsets and remembers the ids, so there is
-one event for each message that was applied, whatever is killed. The relay then publishes it.
+one event for each applied message, even if processes are killed. The relay then publishes it.
 
 | crash point                                    | result                                                          |
 |------------------------------------------------|-----------------------------------------------------------------|
 | before the task's COMMIT                       | no event, and the offsets have not moved: read again            |
 | COMMIT sent, answer lost; or killed after it   | the event is in the outbox, and the offsets have moved          |
-| the relay, anywhere                            | as it delivers: exactly-once, or again under the same event id  |
-| a backup of the sink is restored, offsets back | made again, with the same id: the next consumer knows it        |
+| the relay, anywhere                            | its delivery: exactly-once, or again with the same event id     |
+| a backup of the sink is restored, offsets back | made again, with the same id: the next consumer recognizes it   |
 
-The event's id is a function of the message's id and of a name, and of nothing else. It keeps the message's time (a
-UUIDv7 stays one, of the same millisecond), because consumers remember ids by the day that is in them: made again a week
-later the id has to be looked for among those of its own day. A message id that holds no time gives a UUIDv8, which
-holds none either.
+The event's id depends only on the message's id and a name. It keeps the message's time (a UUIDv7 gives a UUIDv7 of the
+same millisecond), because consumers remember ids by day: if the event is made again a week later, its id must be found
+among those of the original day. A message id without a time gives a UUIDv8, also without a time.
 """
 
 from __future__ import annotations
@@ -48,8 +47,8 @@ if TYPE_CHECKING:
 
 _LONGEST_NAME: Final = 200
 
-# The rows are sorted before their numbers (events.id) are drawn, and the relay publishes a key in the order of these.
-# Nothing is locked but the new rows: there is no unique index on event_id, so nobody waits here and nobody in a circle.
+# The rows are sorted before their numbers (events.id) are assigned, in whose order the relay publishes a key. Only the
+# new rows are locked: there is no unique index on event_id, so transactions don't wait for each other here.
 _INSERT: Final = """
 INSERT INTO {events} (event_id, aggregate_type, aggregate_id, event_type, payload, headers)
 SELECT CASE count(*) OVER (PARTITION BY message_id{part}) WHEN 1 THEN {event_id} ELSE {twice} END,
@@ -57,13 +56,13 @@ SELECT CASE count(*) OVER (PARTITION BY message_id{part}) WHEN 1 THEN {event_id}
   FROM {rows}
  WHERE {where}
  ORDER BY message_topic, message_part, message_offset{part}"""
-# 32 hexadecimal digits of a UUID. The 13th says the version; the 17th, with 8, that it is one of RFC 9562.
+# 32 hexadecimal digits of a UUID. The 13th is the version; the 17th is 8, the variant of RFC 9562.
 _ID: Final = """
 (CASE WHEN message_id::text ~ '^.{{14}}7.{{4}}[89ab]'
  THEN overlay(overlay(overlay({digest} placing left(replace(message_id::text, '-', ''), 12) from 1)
                       placing '7' from 13) placing '8' from 17)
  ELSE overlay(overlay({digest} placing '8' from 13) placing '8' from 17) END)::uuid"""
-# Which fails: two events of one id are one to whoever reads them, and the other one's content would be lost.
+# The cast fails on purpose: consumers would apply only one of two events with the same id.
 _TWICE: Final = (
     "concat('more than one row of message ', message_id, ': Produce needs a part that tells them apart')::uuid"
 )
@@ -71,35 +70,35 @@ _DIGEST: Final = (
     "left(encode(sha256(convert_to({name}, 'UTF8') || decode('00', 'hex') || uuid_send(message_id) || {part}), 'hex'), "
     "32)"
 )
-# A trace among the event's own headers wins, and wins whole: a tracestate belongs to one traceparent.
+# A traceparent in the event's own headers replaces both values, because a tracestate belongs to its traceparent.
 _TRACED: Final = """
        nullif(coalesce({own}::jsonb, '{{}}') || CASE WHEN {own}::jsonb ? 'traceparent' THEN '{{}}' ELSE
            jsonb_strip_nulls(jsonb_build_object('traceparent', traceparent, 'tracestate', tracestate)) END, '{{}}')"""
-# W3C Trace Context. A header that is none is left out, as it says.
+# W3C Trace Context. As it demands, invalid headers are ignored.
 _TRACEPARENT: Final = r"\A[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}\z"
 _TRACESTATE: Final = r"\A[ -~]{1,512}\z"
 
 
 @dataclass(frozen=True, slots=True)
 class Produce:
-    """Events that follow from messages, one for each row. Part of a job's effect: ``insert()`` gives the SQL.
+    """Events made from messages, one for each row. Part of a job's effect: ``insert()`` returns the SQL.
 
-    name            makes the events' ids, together with the message's. Unlike any other name in the outbox, so the
-                    job's group is a good one; for several kinds of events a name each. Changing it changes the ids.
+    name            the events' ids are made from it and the message's id. It must be unique in the outbox; the job's
+                    group is a good choice. Each kind of event needs its own. Changing it changes the ids.
     aggregate_type  and event_type: of the events, as text.
-    aggregate_id    SQL expression over the rows: the events' key. With the key of the messages, or any other of which
-                    the messages lie in one partition, the events of a key are in the order of its messages.
-    payload         SQL expression that gives jsonb. NULL is a tombstone.
-    rows            what to select from: ``batch``, a table, or a CTE that was begun before ``insert()``. It has to have
+    aggregate_id    SQL expression over the rows: the events' key. Events of a key are in the order of its messages if
+                    these are all in one partition, as with the key of the messages.
+    payload         SQL expression that returns jsonb. NULL is a tombstone.
+    rows            what to select from: ``batch``, a table, or a CTE that was begun before ``insert()``. It must have
                     ``batch``'s columns message_id, message_topic, message_part and message_offset.
     where           SQL condition over the rows.
-    part            SQL expression that tells the events apart which one message gives rise to, such as a line's number.
-                    Two rows of a message with the same part, or without any, are an error.
-    headers         SQL expression that gives a jsonb object of text by text, or NULL.
-    traced          carries the trace on: the rows have the columns of ``Traced``.
+    part            SQL expression that distinguishes the events of one message, such as a line number. Two rows of a
+                    message with the same part, or without one, are an error.
+    headers         SQL expression that returns a jsonb object with text values, or NULL.
+    traced          continue the message's trace: the rows have the columns of ``Traced``.
     schema          of the outbox, in the sink's database.
 
-    Expressions are SQL of yours and are taken as they are. Raises JobError for a declaration that can't work.
+    Expressions are used as they are. Raises JobError for a declaration that can't work.
     """
 
     name: str
@@ -130,8 +129,8 @@ class Produce:
         identifier(self.rows)
 
     def insert(self) -> str:
-        """Return one INSERT without a semicolon, to stand alone or after ``WITH … AS (…)``. It has no placeholders."""
-        # A constant would be taken for a column's number.
+        """Return an INSERT without a semicolon or placeholders, to be used alone or after ``WITH … AS (…)``."""
+        # coalesce(), because ORDER BY would take a constant for a column number.
         part = sql.SQL("") if self.part is None else sql.SQL(", coalesce({})").format(_expression(self.part))
         return (
             sql.SQL(_INSERT)
@@ -163,9 +162,9 @@ class Produce:
 
 
 def derived_id(message_id: UUID, name: str, part: str = "") -> UUID:
-    """Return the id of the event that ``Produce`` makes of a message: for effects that are functions, and for tests.
+    """Return the id of the event that ``Produce`` makes from a message: for effects that are functions, and for tests.
 
-    part  the text of Produce's ``part``. Without it a message has one event under a name.
+    part  the text of Produce's ``part``; empty if there is only one event for each message.
     """
     digest = hashlib.sha256(name.encode() + b"\0" + message_id.bytes + part.encode()).hexdigest()[:32]
     timed = message_id.version == 7
@@ -175,17 +174,17 @@ def derived_id(message_id: UUID, name: str, part: str = "") -> UUID:
 
 @dataclass(frozen=True, slots=True)
 class Traced:
-    """A job's ``schema`` with two columns more: ``traceparent`` and ``tracestate``, of the message's headers.
+    """A job's ``schema`` with two more columns from the message's headers: ``traceparent`` and ``tracestate``.
 
-    schema  as of a job.
-    The trace is the last hop's, else the one that the event was written in (ce_traceparent). What is no W3C trace
-    context is NULL.
+    schema  as for ConsumerJob.
+    The trace is that of the last hop, or else that of the writer (ce_traceparent). An invalid W3C trace context is
+    NULL.
     """
 
     schema: str | Decoder | None
 
     def names(self) -> tuple[str, ...]:
-        """Return the payload's names and these two. Raises JobError when the payload has one of them itself."""
+        """Return the payload's names and these two. Raises JobError if the payload has one of them itself."""
         inner = decoder_of(self.schema).names()
         for name in inner:
             if name.lower() in {TRACEPARENT, TRACESTATE}:
@@ -193,7 +192,7 @@ class Traced:
         return (*inner, TRACEPARENT, TRACESTATE)
 
     def late(self) -> tuple[StructType, Plan] | None:
-        """Return what reads the payload in a task, which adds the two columns itself. See LateDecoder."""
+        """Return the payload's fields and plan; a task adds the two columns itself. See LateDecoder."""
         decoder = decoder_of(self.schema)
         return decoder.late() if isinstance(decoder, LateDecoder) else None
 
@@ -210,7 +209,7 @@ class Traced:
 
 
 def _fitting(header: str, pattern: str) -> Column:
-    """The value of the first header of this name; NULL when it is not as the pattern says."""
+    """Return the value of the first header of this name; NULL if it does not match the pattern."""
     from pyspark.sql import functions as F  # noqa: N812
 
     def named(one: Column) -> Column:
@@ -221,5 +220,5 @@ def _fitting(header: str, pattern: str) -> Column:
 
 
 def _expression(text: str) -> sql.Composed:
-    # The parenthesis on a line of its own, so that a comment at the end of the text does not swallow it.
+    # The parenthesis is on its own line, so that a comment at the end of the text does not include it.
     return sql.Composed([sql.SQL("("), sql.SQL(text), sql.SQL("\n)")])

@@ -1,36 +1,29 @@
-"""Effects outside the database that count once: call a payment provider, send a mail.
+"""Effects outside the database that take place once: call a payment provider, send a mail.
 
-The task's transaction writes a row into ``consumer.reservations`` beside the offsets. A caller claims rows in short
-transactions, calls with the event's id as the key, and settles with the answer; ``state_machine`` says what follows
-from what.
+The task's transaction writes a row into ``consumer.reservations`` together with the offsets. A caller claims rows in
+short transactions, calls with the event's id as the key, and settles the row with the answer; ``state_machine`` has the
+transitions.
 
-| crash point                                     | what the row says          | what follows                         |
+| crash point                                     | the row's state            | what follows                         |
 |-------------------------------------------------|----------------------------|--------------------------------------|
-| before the task's COMMIT                        | there is none              | the range is read again              |
+| before the task's COMMIT                        | there is no row            | the range is read again              |
 | after it, before a claim                        | reserved                   | claimed                              |
 | after the claim, before the call                | calling, past its lease    | called again with the same key       |
 | during the call, done by the provider or not    | the same                   | the same: the provider's key decides |
 | the answer came, killed before COMMIT           | the same                   | the same                             |
 | COMMIT was sent, its answer is lost             | confirmed or cancelled     | nothing: a settled row stays so      |
-| the SQL beside it fails                         | reserved, has the response | only the SQL is tried again          |
+| the SQL that goes with it fails                 | reserved, has the response | only the SQL is tried again          |
 | between refusal and cancellation                | cancelling                 | cancelled with the cancel's own key  |
-| during the cancellation                         | cancelling, its lease      | cancelled again with the same key    |
-| a caller stands still for longer than its lease | another attempt's          | its late answer is weighed, not lost |
+| during the cancellation                         | cancelling, past its lease | cancelled again with the same key    |
+| a caller hangs for longer than its lease        | another attempt's          | its late answer is still evaluated   |
 | the database is away when the answer comes      | calling                    | settled when it is back              |
-
-What the provider must keep: a key has one outcome, for as long as ``key_seconds``; and a cancellation also holds
-against a call with that key that arrives after it.
 """
 
 from __future__ import annotations
 
 import functools
-import math
-import os
 import queue
 import random
-import re
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -39,201 +32,28 @@ from typing import Any, Final, Literal
 from uuid import UUID
 
 import psycopg
-from psycopg import sql
 from psycopg.types.json import Jsonb
 
-from spark_jobs.errors import ConsumerError, ConsumerUnavailable, JobError
+from spark_jobs.errors import ConsumerUnavailable
+from spark_jobs.external.declaration import Call, Done, Effect, External, OutcomeUnknown, Refused, Settled, TryLater
 from spark_jobs.external.reservations import Claim, Reservations, SqlEffect
-from spark_jobs.external.state_machine import Answer, Change, Rules, Step
-from spark_jobs.job import find_declared
-from spark_jobs.patience import NoTimeLeft, Patience
-from spark_jobs.postgres.connections import Age
+from spark_jobs.external.state_machine import Answer, Change, Step
+from spark_jobs.patience import NoTimeLeft, Patience, backoff
+from spark_jobs.postgres.connections import Age, process_name
 from spark_jobs.postgres.errors import AWAY, clear_errors, first_line
 
-_NAME: Final = re.compile(r"[a-zA-Z0-9._-]{1,100}")
-_RESERVE: Final = """
-INSERT INTO {reservations} (grp, name, message_id, topic, part, message_offset, order_key, request)
-SELECT {grp}, {name},
-       CASE count(*) OVER (PARTITION BY message_topic, message_part, message_offset) WHEN 1 THEN message_id
-            ELSE concat('more than one row of message ', message_id, ': External makes one call for each')::uuid END,
-       message_topic, message_part, message_offset, ({order_by})::text, {request}
-  FROM batch WHERE {where} ORDER BY message_topic, message_part, message_offset
-    ON CONFLICT (grp, name, message_id) DO NOTHING"""
-_MARGIN: Final = 5.0
+_LONGEST_PAUSE: Final = 5.0
 _AWAY: Final = (*AWAY, ConsumerUnavailable)
 
-
-class Refused(ConsumerError):
-    """The provider has said no, for good. Raised by ``call``, ``ask`` or ``cancel``."""
-
-
-class TryLater(ConsumerError):
-    """Nothing happened at the provider; the same call may succeed later. ``retry_after`` is in seconds."""
-
-    def __init__(self, text: str, retry_after: float | None = None) -> None:
-        super().__init__(text)
-        self.retry_after = retry_after
-
-
-class OutcomeUnknown(ConsumerError):
-    """The provider may have done it: no answer, or one that does not say. ``retry_after`` is in seconds."""
-
-    def __init__(self, text: str, retry_after: float | None = None) -> None:
-        super().__init__(text)
-        self.retry_after = retry_after
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """What a function of the user's is called with. ``timeout`` is in seconds, and is the function's to keep.
-
-    key       the Idempotency-Key: the same in every attempt. That of a cancellation ends in ``:cancel``.
-    call_key  the key of the call itself; for ``ask`` and ``cancel``.
-    attempt   from 1, over all attempts.
-    """
-
-    key: str
-    call_key: str
-    message_id: UUID
-    request: Any
-    attempt: int
-    timeout: float
-    topic: str
-    part: int
-    message_offset: int
-
-
-@dataclass(frozen=True, slots=True)
-class Done:
-    """What ``ask`` gives when the provider has done the call. ``response`` is kept, as JSON."""
-
-    response: Any = None
-
-
-@dataclass(frozen=True, slots=True)
-class Settled:
-    """What SQL beside a settlement is about. In SQL text: ``%(message_id)s``, ``%(request)s``, ``%(response)s``."""
-
-    message_id: UUID
-    request: Any
-    response: Any
-
-
-Effect = str | Callable[[psycopg.Cursor[Any], Settled], None]
 Report = Callable[[str, Mapping[str, Any]], None]
 Connect = Callable[[], psycopg.Connection[Any]]
-
-
-@dataclass(frozen=True, slots=True)
-class External:
-    """One kind of call to one provider, beside a ConsumerJob whose effect is, or contains, ``reserve()``.
-
-    name, group     names it among the group's reservations; ``group`` is the ConsumerJob's. It makes one call for a
-                    message: where a transform makes several rows of one, ``where`` has to leave one of them.
-    request         SQL expression over ``batch`` that gives jsonb: what the call needs to know.
-    call            makes the call, with ``key`` as its Idempotency-Key. Returns the response, to be kept as JSON, or
-                    raises Refused, TryLater or OutcomeUnknown. Any other exception counts as OutcomeUnknown.
-    cancel          takes back what a call may have done; is called after a refusal that follows an attempt without an
-                    answer, or by hand. Must also succeed when there is nothing to take back.
-    ask             looks what became of ``call_key`` at the provider: gives Done or None, raises Refused. Asked before
-                    a call is repeated that may have been done.
-    on_confirmed    SQL, or a function of a cursor and Settled, done in the transaction that settles.
-    on_cancelled    the same for a cancelled one: refused, or taken back.
-    where           SQL condition over ``batch``: which messages are called for. Tombstones are not, by default.
-    order_by        SQL expression over ``batch``: calls with the same one go out in the order of their messages, each
-                    after the one before has been settled. None: in no order.
-    workers         how many calls at a time, in one process.
-    timeout         of a call, in seconds; given to the functions.
-    max_attempts    after that many it is stuck, until somebody looks.
-    first_wait, longest_wait    seconds between attempts: doubled each time, with jitter.
-    key_seconds     for how long the provider knows a key. After that a call that may have been done is not repeated.
-    lease           seconds after which an attempt counts as lost; longer than a call can take. None: from ``timeout``.
-    key_suffix      ends the keys: for a second effect of the same messages at the same provider.
-    schema          of the consumers' tables.
-
-    Raises JobError for a declaration that can't work.
-    """
-
-    name: str
-    group: str
-    request: str
-    call: Callable[[Call], Any]
-    cancel: Callable[[Call], Any] | None = None
-    ask: Callable[[Call], Done | None] | None = None
-    on_confirmed: Effect | None = None
-    on_cancelled: Effect | None = None
-    where: str = "NOT message_tombstone"
-    order_by: str | None = "message_key"
-    workers: int = 4
-    timeout: float = 30.0
-    max_attempts: int = 12
-    first_wait: float = 1.0
-    longest_wait: float = 600.0
-    key_seconds: float = 86_400.0
-    lease: float | None = None
-    key_suffix: str = ""
-    schema: str = "consumer"
-
-    def __post_init__(self) -> None:
-        if not _NAME.fullmatch(self.name):
-            raise JobError(f"name: {self.name!r} must be 1 to 100 letters, digits, dots, dashes or underscores")
-        if not self.group:
-            raise JobError("group: must be the ConsumerJob's")
-        for name in ("request", "where"):
-            if not getattr(self, name).strip():
-                raise JobError(f"{name}: must be an SQL expression over batch")
-        for name in ("timeout", "first_wait", "longest_wait", "key_seconds"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise JobError(f"{name}: must be a number of seconds above 0")
-        if self.workers < 1 or self.max_attempts < 1:
-            raise JobError("workers and max_attempts: must be at least 1")
-        if self.lease is not None and not self.lease > self.timeout:
-            raise JobError("lease: must be longer than timeout, or calls would be repeated while they are under way")
-
-    @property
-    def rules(self) -> Rules:
-        """What the decisions need."""
-        return Rules(
-            self.max_attempts, self.ask is not None, self.cancel is not None, self.first_wait, self.longest_wait
-        )
-
-    @property
-    def lease_seconds(self) -> float:
-        """How long an attempt may take: asking and calling, and a margin."""
-        return self.lease or self.timeout * (2 if self.ask else 1) * 1.5 + _MARGIN
-
-    def reserve(self) -> str:
-        """Return the SQL that reserves, for a ConsumerJob's effect, alone or after other statements and a semicolon."""
-        composed = sql.SQL(_RESERVE).format(
-            reservations=sql.Identifier(self.schema, "reservations"),
-            grp=sql.Literal(self.group),
-            name=sql.Literal(self.name),
-            order_by=sql.SQL(self.order_by or "NULL"),
-            request=sql.SQL(self.request),
-            where=sql.SQL(f"({self.where})"),
-        )
-        return composed.as_string(None)
-
-    def drain(
-        self,
-        connect: Connect,
-        stop: threading.Event,
-        *,
-        until: Until = "settled",
-        report: Report | None = None,
-        patience: float | None = 60.0,
-    ) -> Counts:
-        """Call and settle; see Caller."""
-        return Caller(self, connect, report, patience).run(stop, until)
-
-
 Until = Literal["due", "settled", "stopped"]
-"""due: nothing is due now. settled: nothing is open but for people to decide. stopped: never by itself."""
+"""due: until nothing is due. settled: until only stuck calls, which wait for operators, are open. stopped: forever."""
 
 
 @dataclass
 class Counts:
-    """What a caller has done. ``attempts`` are claims; ``late`` are answers that changed nothing any more."""
+    """The figures of a caller. ``attempts`` counts claims; ``late`` counts answers that came too late to matter."""
 
     name: str
     attempts: int = 0
@@ -265,14 +85,14 @@ class _Answered:
 
 
 class Caller:
-    """Claims, calls and settles for one External, until told. Several of them, in several processes, share the work.
+    """Claims, calls and settles the reservations of one External. Callers in several processes share the work.
 
-    connect   gives a connection in autocommit mode; one is open at a time, and no transaction during a call.
-    report    told what happens: a short text and its figures.
-    patience  seconds to wait for a database that is away, None for ever. ConsumerUnavailable is raised after that; see
+    connect   opens a connection in autocommit mode. One is open at a time, without a transaction during calls.
+    report    called with what happens: a short text and its figures.
+    patience  seconds to wait for a database that is away, None forever. ConsumerUnavailable is raised after that; see
               spark_jobs/patience.py.
 
-    Calls run in threads of their own, ``workers`` at a time; the database is this thread's alone.
+    Calls run in threads of their own, ``workers`` at a time; only this thread uses the database.
     """
 
     def __init__(
@@ -283,7 +103,7 @@ class Caller:
         self._report = report or (lambda _text, _figures: None)
         self._patience = Patience(patience)
         self._book = Reservations(external.schema, external.group, external.name, external.rules)
-        self._worker = f"{socket.gethostname()}-{os.getpid()}"
+        self._worker = process_name()
         self._connection: psycopg.Connection[Any] | None = None
         self._age = Age()
         self._running: dict[tuple[UUID, int], _Attempt] = {}
@@ -294,9 +114,9 @@ class Caller:
         self.counts = Counts(external.name)
 
     def run(self, stop: threading.Event, until: Until = "settled", poll: float = 0.5) -> Counts:
-        """Work until ``until`` says so, or ``stop`` is set: then no call is begun any more, and those under way end.
+        """Work until ``until`` is reached or ``stop`` is set. Then no more calls begin, and those under way end.
 
-        poll  seconds between two looks for new reservations. Raises ConsumerUnavailable.
+        poll  seconds between checks for new reservations. Raises ConsumerUnavailable.
         """
         try:
             with clear_errors(f"calling for {self._external.name}"):
@@ -305,19 +125,19 @@ class Caller:
                         with self._patience.attempt():
                             wait = self._round(until, poll)
                     except _AWAY as error:
-                        wait = self._away(error)
+                        wait = self._pause_without_database(error)
                     if wait is None:
                         break
-                    self._listen(stop, wait)
+                    self._wait_for_answer(stop, wait)
                 self._finish()
         finally:
             self._disconnect()
         return self.counts
 
     def settle_by_hand(self, message_id: UUID, *, confirmed: bool, why: str) -> None:
-        """Write down what the provider told a person about a stuck one, or one in conflict; with its SQL.
+        """Settle a stuck or conflicting reservation with the outcome that an operator knows, and run its SQL.
 
-        Raises NoSuchReservation for any other, ConsumerError when the SQL fails.
+        Raises NoSuchReservation for any other, and ConsumerError when the SQL fails.
         """
         external = self._external
 
@@ -332,7 +152,7 @@ class Caller:
             self._disconnect()
 
     def _round(self, until: Until, poll: float) -> float | None:
-        """Settle what was answered, and claim. Returns the seconds to wait for more; None when it is over."""
+        """Settle answers and claim more calls. Returns the seconds until the next round; None at the end."""
         self._settle()
         connection = self._connected()
         free = self._external.workers - len(self._running)
@@ -355,7 +175,7 @@ class Caller:
                 self._start(claim, began)
             if stuck and not claims:
                 return 0.0
-        self._available()
+        self._database_answered()
         if self._running or until == "stopped":
             return poll
         if until == "due":
@@ -363,20 +183,20 @@ class Caller:
         due = self._book.next_due(connection)
         if due is None:
             return None
-        # What is due and could not be claimed is another caller's, or waits behind one that is not due.
+        # A reservation that is due but can't be claimed is another caller's, or waits behind one that is not due.
         return min(poll, due) if due > 0 else poll
 
-    def _listen(self, stop: threading.Event, wait: float) -> None:
-        """Wait for an answer, or a while."""
+    def _wait_for_answer(self, stop: threading.Event, wait: float) -> None:
+        """Wait for an answer, or for ``wait`` seconds."""
         if not self._running:
             stop.wait(wait)
             return
         deadline = time.monotonic() + wait
-        # Stopping is noticed between two looks; with calls under way nothing is gained by more haste.
+        # ``stop`` is checked between short waits; with calls under way there is no need to be faster.
         while not stop.is_set():
             left = deadline - time.monotonic()
             try:
-                self._take(self._answers.get(timeout=max(0.0, min(left, 0.2))))
+                self._collect(self._answers.get(timeout=max(0.0, min(left, 0.2))))
             except queue.Empty:
                 self._warn_of_overdue()
                 if left > 0:
@@ -384,21 +204,21 @@ class Caller:
             return
 
     def _finish(self) -> None:
-        """Let the calls under way end, as long as their leases hold, and settle them."""
+        """Wait for the calls under way, as long as their leases last, and settle them."""
         while self._running or self._unsettled:
             ends = max((attempt.until for attempt in self._running.values()), default=0.0)
             if self._running:
                 try:
-                    self._take(self._answers.get(timeout=max(0.0, ends - time.monotonic())))
+                    self._collect(self._answers.get(timeout=max(0.0, ends - time.monotonic())))
                 except queue.Empty:
                     self._report("calls did not end in time; they are resumed later", {"calls": len(self._running)})
                     self._running.clear()
             try:
                 with self._patience.attempt():
                     self._settle()
-                self._available()
+                self._database_answered()
             except _AWAY as error:
-                pause = self._away(error)
+                pause = self._pause_without_database(error)
                 if not self._running:
                     time.sleep(pause)
 
@@ -407,7 +227,7 @@ class Caller:
         until = began + self._external.lease_seconds
         self._running[claim.message_id, claim.attempt] = _Attempt(claim, until)
         if claim.step in {"confirm", "close"}:
-            # The provider's part is over; only the SQL beside it is left.
+            # The provider is done; only the SQL is left.
             self._answers.put(_Answered(claim, claim.step, Answer("done", response=claim.response)))
             return
         thread = threading.Thread(
@@ -416,12 +236,12 @@ class Caller:
         thread.start()
 
     def _call(self, claim: Claim, until: float) -> None:
-        """Run in a thread: make the call, whatever comes becomes an answer."""
+        """Make the call, in a thread of its own. Any result becomes an answer."""
         step, answer = claim.step, Answer("later", "the lease ran out before the call")
         try:
             if time.monotonic() + self._external.timeout <= until:
                 step, answer = self._ask_or_call(claim)
-        except BaseException as error:  # noqa: BLE001  a thread's end must not be the end of the answer
+        except BaseException as error:  # noqa: BLE001  every call must get an answer
             answer = Answer("unknown", f"{type(error).__name__}: {error}")
         self._answers.put(_Answered(claim, step, answer))
 
@@ -441,10 +261,10 @@ class Caller:
         )
         if claim.step == "cancel":
             assert external.cancel is not None
-            return "cancel", _answer(external.cancel, call)
+            return "cancel", _answer_of(external.cancel, call)
         if claim.step == "ask":
             assert external.ask is not None
-            answer = _answer(external.ask, call)
+            answer = _answer_of(external.ask, call)
             if answer.said != "done":
                 return "ask", answer
             if isinstance(answer.response, Done):
@@ -452,15 +272,15 @@ class Caller:
             if answer.response is not None:
                 kind = type(answer.response).__name__
                 return "ask", Answer("unknown", f"ask must give Done or None, and gave {kind}")
-        return "call", _answer(external.call, call)
+        return "call", _answer_of(external.call, call)
 
-    def _take(self, answered: _Answered) -> None:
+    def _collect(self, answered: _Answered) -> None:
         self._running.pop((answered.claim.message_id, answered.claim.attempt), None)
         self._unsettled.append(answered)
 
     def _settle(self) -> None:
         while not self._answers.empty():
-            self._take(self._answers.get())
+            self._collect(self._answers.get())
         while self._unsettled:
             answered = self._unsettled[0]
             change, failed = self._book.settle(
@@ -516,7 +336,7 @@ class Caller:
 
     def _connected(self) -> psycopg.Connection[Any]:
         if self._age.over:
-            # Not for ever with a server that is not the primary any more; see connections.
+            # The server may no longer be the primary; see connections.
             self._disconnect()
         if self._connection is None or self._connection.closed:
             self._connection = self._connect()
@@ -529,12 +349,12 @@ class Caller:
             self._connection.close()
             self._connection = None
 
-    def _available(self) -> None:
+    def _database_answered(self) -> None:
         self._patience.renew()
         self._tries = 0
 
-    def _away(self, error: Exception) -> float:
-        """Return the seconds to wait for a database that is away. Raises ConsumerUnavailable when it takes too long."""
+    def _pause_without_database(self, error: Exception) -> float:
+        """Return how many seconds to wait for the database. Raises ConsumerUnavailable after ``patience``."""
         self._patience.failed()
         if not (self._last_error and isinstance(error, NoTimeLeft)):
             self._last_error = first_line(error)
@@ -544,7 +364,7 @@ class Caller:
                 f"lost, run it again. Last error: {self._last_error}"
             ) from error
         self._disconnect()
-        pause = min(0.2 * 2.0 ** min(self._tries, 10), 5.0) * random.uniform(0.5, 1.0)  # noqa: S311  jitter
+        pause = backoff(self._tries, _LONGEST_PAUSE) * random.uniform(0.5, 1.0)  # noqa: S311  jitter
         pause = min(pause, self._patience.left)
         self._tries += 1
         self._report("waiting for the database", {"error": self._last_error, "wait_seconds": round(pause, 1)})
@@ -552,7 +372,7 @@ class Caller:
 
 
 def effect_of(effect: Effect | None, claim: Claim, response: object) -> SqlEffect | None:
-    """Return what is to be done with a cursor for a settlement; None for nothing."""
+    """Return the function of a cursor that runs a settlement's SQL; None if there is none."""
     if effect is None:
         return None
     if callable(effect):
@@ -567,7 +387,7 @@ def effect_of(effect: Effect | None, claim: Claim, response: object) -> SqlEffec
     return run
 
 
-def _answer(function: Callable[[Call], Any], call: Call) -> Answer:
+def _answer_of(function: Callable[[Call], Any], call: Call) -> Answer:
     try:
         return Answer("done", response=function(call))
     except Refused as refusal:
@@ -576,10 +396,5 @@ def _answer(function: Callable[[Call], Any], call: Call) -> Answer:
         return Answer("later", str(later), retry_after=later.retry_after)
     except OutcomeUnknown as unknown:
         return Answer("unknown", str(unknown), retry_after=unknown.retry_after)
-    except Exception as error:  # noqa: BLE001  a user's function: whatever went wrong, the call may have been made
+    except Exception as error:  # noqa: BLE001  a user's function: the call may have been made, whatever the error
         return Answer("unknown", f"{type(error).__name__}: {error}")
-
-
-def find_external(spec: str) -> External:
-    """Import ``MODULE:NAME`` and give the External there. Raises JobError saying what is missing."""
-    return find_declared(spec, External, "name it as MODULE:NAME")

@@ -1,15 +1,15 @@
-"""A ready ``call``, ``cancel`` and ``ask`` for an External: one HTTP request with an Idempotency-Key.
+"""Ready-made ``call``, ``cancel`` and ``ask`` for an External: one HTTP request with an Idempotency-Key.
 
-| what comes                                          | what it means                                                  |
+| the answer                                          | what it means                                                  |
 |-----------------------------------------------------|----------------------------------------------------------------|
 | 2xx                                                 | done; the body is the response                                 |
-| 408, 409, 5xx; no answer, half an answer, a time-out| the outcome is unknown: asked again with the same key          |
-| 425, 429                                            | nothing happened: later, when Retry-After says so              |
+| 408, 409, 5xx; none, an incomplete one, a timeout   | the outcome is unknown: repeated with the same key             |
+| 425, 429                                            | nothing happened: repeated later, after Retry-After            |
 | 401, 407, 1xx, 3xx                                  | nothing happened: the settings are wrong; stuck in the end     |
-| no connection, no TLS                               | nothing was sent: later                                        |
+| no connection, no TLS                               | nothing was sent: repeated later                               |
 | every other 4xx                                     | refused                                                        |
 
-A redirect is not followed: a POST that moves on its own may be made twice.
+Redirects are not followed: a redirected POST may be made twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 from spark_jobs.errors import JobError
-from spark_jobs.external.caller import Call, Done, OutcomeUnknown, Refused, TryLater
+from spark_jobs.external.declaration import Call, Done, OutcomeUnknown, Refused, TryLater
 
 _UNKNOWN: Final = frozenset({408, 409})
 _NOTHING_HAPPENED: Final = frozenset({401, 407, 425, 429})
@@ -40,16 +40,16 @@ _LONGEST_BODY: Final = 1024 * 1024
 class HttpCall:
     """One request to a provider.
 
-    url          or a function of the Call that gives it; http or https.
-    body         a function of the Call that gives what is sent as JSON, None for nothing. Not given: the request.
-    headers      or a function that gives them: for secrets that should not be in the declaration.
+    url          http or https, or a function of the Call that returns it.
+    body         a function of the Call that returns what to send as JSON. Default: the request. None: no body.
+    headers      a mapping, or a function that returns it, for secrets that should not be in the declaration.
     method       of the request.
-    key_header   carries ``call.key``.
-    gone_is_done 404 and 410 mean done: for a ``cancel`` of what was never there.
-    tls          for a certificate authority of one's own.
+    key_header   the header with ``call.key``.
+    gone_is_done 404 and 410 mean done: for a ``cancel`` of something that does not exist.
+    tls          for a custom certificate authority.
 
-    The whole request takes ``call.timeout`` seconds at most. The response is kept as JSON if it is some, else as
-    ``{"text": …}``; more than a mebibyte of it is cut off.
+    The whole request takes ``call.timeout`` seconds at most. The response is stored as JSON, or as ``{"text": …}`` if
+    it is not JSON; at most one mebibyte of it.
     """
 
     url: str | Callable[[Call], str]
@@ -77,7 +77,7 @@ class HttpCall:
             content = None if self.body is None else json.dumps(self.body(call)).encode()
             given = self.headers if isinstance(self.headers, Mapping) else self.headers()
         except Exception as error:
-            raise TryLater(f"nothing was sent, the request can't be made: {_told(error)}") from error
+            raise TryLater(f"nothing was sent, the request can't be made: {_describe(error)}") from error
         headers = {"Accept": "application/json", "Connection": "close", **given, self.key_header: call.key}
         if content is not None:
             headers = {"Content-Type": "application/json", **headers}
@@ -92,14 +92,14 @@ class HttpCall:
             try:
                 connection.connect()
             except OSError as error:
-                raise TryLater(f"{target.shown}: nothing was sent: {_told(error)}") from error
-            with _ending(connection.sock, deadline) as ended:
+                raise TryLater(f"{target.shown}: nothing was sent: {_describe(error)}") from error
+            with _ended_at(connection.sock, deadline) as ended:
                 try:
                     connection.request(self.method, target.path, content, headers)
                     response = connection.getresponse()
                     read = response.read(_LONGEST_BODY)
                 except (OSError, http.client.HTTPException) as error:
-                    raise OutcomeUnknown(f"{target.shown}: no answer: {_told(error)}") from error
+                    raise OutcomeUnknown(f"{target.shown}: no answer: {_describe(error)}") from error
             if ended.is_set() or (response.length and len(read) < _LONGEST_BODY):
                 raise OutcomeUnknown(f"{target.shown}: the answer ended after {len(read)} bytes")
             return response.status, _json(read), _retry_after(response.headers)
@@ -109,9 +109,9 @@ class HttpCall:
 
 @dataclass(frozen=True, slots=True)
 class HttpAsk:
-    """An ``ask``: a GET that finds what a key became. 404 and 410: nothing is there; other answers as for HttpCall.
+    """An ``ask``: a GET that finds the outcome of a key. 404 and 410: nothing is there; other answers as for HttpCall.
 
-    found  tells from the response whether it is there; a search may answer 200 with an empty list.
+    found  decides by the response whether something is there; a search may answer 200 with an empty list.
     """
 
     url: str | Callable[[Call], str]
@@ -122,7 +122,7 @@ class HttpAsk:
     def __call__(self, call: Call) -> Done | None:
         """Ask. Returns Done, or None for nothing; raises Refused, TryLater or OutcomeUnknown."""
         request = HttpCall(self.url, None, self.headers, "GET", tls=self.tls)
-        status, body, retry_after = request._request(call)  # noqa: SLF001  its twin
+        status, body, retry_after = request._request(call)  # noqa: SLF001  of this module
         if 200 <= status < 300:
             return Done(body) if self.found(body) else None
         if status in {404, 410}:
@@ -148,13 +148,13 @@ def _target(url: str) -> _Target:
     if parts.scheme not in {"http", "https"} or not parts.hostname or "@" in parts.netloc:
         raise JobError("url: must be http:// or https:// with a host, and credentials belong into headers")
     path = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-    # Without the query, which may hold a secret.
+    # Without the query, which may contain a secret.
     return _Target(parts.scheme, parts.hostname, port, path, f"{parts.scheme}://{parts.netloc}{parts.path}")
 
 
 @contextmanager
-def _ending(sock: socket.socket, deadline: float) -> Iterator[threading.Event]:
-    """End the connection at the deadline: a socket's own time-out begins anew with every byte that trickles in."""
+def _ended_at(sock: socket.socket, deadline: float) -> Iterator[threading.Event]:
+    """End the connection at the deadline: a socket's own timeout starts over with every byte that comes."""
     ended = threading.Event()
 
     def end() -> None:
@@ -162,7 +162,7 @@ def _ending(sock: socket.socket, deadline: float) -> Iterator[threading.Event]:
         try:
             sock.shutdown(socket.SHUT_RDWR)
         except OSError:
-            # It has ended by itself.
+            # The connection has already ended.
             return
 
     timer = threading.Timer(max(0.0, deadline - time.monotonic()), end)
@@ -193,7 +193,7 @@ def _json(read: bytes) -> Any:
 
 
 def _retry_after(headers: email.message.Message) -> float | None:
-    """Return the header's seconds, or the seconds to its date by the server's own clock; None for what is neither."""
+    """Return the header's seconds, or the seconds until its date by the server's clock; None if it is invalid."""
     value = (headers.get("Retry-After") or "").strip()
     if value.isdecimal():
         return float(value)
@@ -205,5 +205,5 @@ def _retry_after(headers: email.message.Message) -> float | None:
     return max(0.0, then - now)
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,8 +1,8 @@
-"""The book of effects outside the database: claim, settle, and what people do by hand. Short transactions only.
+"""The table of effects outside the database: claim, settle, and operators' actions. Short transactions only.
 
-Every method is one transaction on the connection it is given, which must be in autocommit mode. Time is the database's.
-A claim writes the end of the lease into ``next_attempt_at`` and raises ``attempts``; nothing is held open while the
-call is under way. Errors of the database pass through as psycopg raises them.
+Every method is one transaction on the given connection, which must be in autocommit mode, by the database's clock. A
+claim writes the end of the lease into ``next_attempt_at`` and raises ``attempts``; no transaction is open during the
+call. Raises psycopg's errors.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from psycopg.types.json import Jsonb
 from spark_jobs.errors import ConsumerError, storable
 from spark_jobs.external.state_machine import Answer, Change, Rules, Standing, Step, effect_failed, first_step, settle
 
-# The later call of a key waits for the earlier one. What somebody else settles at this moment is not seen as settled
-# yet: a call then waits a little longer than it must, and never goes out too early. ``busy`` saves looking for each of
-# the thousands that may wait behind one that this process is calling for.
+# A later call of a key waits for the earlier one. A settlement that another caller is just committing is not visible
+# yet, so a call may wait a little too long but never goes out too early. ``busy`` excludes keys that this process is
+# calling for, behind which thousands may wait.
 _DUE: Final = """
 SELECT *, response IS NOT NULL AS known, attempts - budget_from AS used,
        -- A request that begins now may reach the provider as late as its lease ends.
@@ -39,10 +39,10 @@ SELECT *, response IS NOT NULL AS known, attempts - budget_from AS used,
            AND earlier.order_key = due.order_key AND earlier.id < due.id))
  ORDER BY next_attempt_at, id LIMIT %(most)s
    FOR UPDATE OF due SKIP LOCKED"""
-# What waits behind a stuck one waits for a person, and would stand in front of all that is due until then: each claim
-# would look at it again. The stuck one is locked, so who releases it comes before this, or after it and sees it. For an
-# hour, should it be released by a version that knows nothing of this.
-_PUT_BACK: Final = """
+# Calls behind a stuck one wait for an operator. They would stay first among those that are due, and each claim would
+# read them again, so they are postponed. The stuck row is locked, so a release either comes before this or sees its
+# result. By an hour only, in case an older version, which does not undo this, releases the stuck call.
+_POSTPONE: Final = """
 WITH due AS MATERIALIZED (
     SELECT message_id, order_key, id FROM {reservations}
      WHERE grp = %(grp)s AND name = %(name)s AND state IN ('reserved', 'calling', 'cancelling')
@@ -62,7 +62,7 @@ mine AS MATERIALIZED (
        FOR UPDATE OF waiting SKIP LOCKED)
 UPDATE {reservations} AS waiting SET next_attempt_at = now() + interval '1 hour' FROM mine
  WHERE waiting.grp = %(grp)s AND waiting.name = %(name)s AND waiting.message_id = mine.message_id"""
-# A statement of its own: it has to see what was put back before the released one could be locked.
+# A separate statement, so that it sees what was postponed before the released row could be locked.
 _RELEASE: Final = """
 UPDATE {reservations} AS waiting SET next_attempt_at = now()
   FROM unnest(%(grps)s::text[], %(names)s::text[], %(keys)s::text[], %(ids)s::bigint[])
@@ -98,7 +98,7 @@ UPDATE {reservations}
        next_attempt_at = coalesce(now() + make_interval(secs => %(wait)s), next_attempt_at),
        settled_at = CASE WHEN %(state)s IN ('confirmed', 'cancelled') THEN coalesce(settled_at, now()) END
  WHERE grp = %(grp)s AND name = %(name)s AND message_id = %(message_id)s"""
-# What waits behind a stuck one waits for a person.
+# Without calls behind a stuck one, which wait for an operator.
 _LEFT: Final = """
 SELECT extract(epoch FROM next_attempt_at - now())::float8
   FROM {reservations} AS due
@@ -144,8 +144,8 @@ _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%(what)s, %(wh
 
 OPEN: Final = ("reserved", "calling", "cancelling")
 _LONGEST_ERROR: Final = 2000
-_LOOK_SECONDS, _REST_SECONDS = 1.0, 60.0
-"""Between two looks for what waits behind stuck ones: as long as there is some, and when there was none."""
+_CHECK_SECONDS, _REST_SECONDS = 1.0, 60.0
+"""The interval between checks for calls behind stuck ones: when the last check found some, and when it found none."""
 _AT_ONCE: Final = 10_000
 
 SqlEffect = Callable[[psycopg.Cursor[Any]], None]
@@ -156,12 +156,12 @@ class NoSuchReservation(ConsumerError):
 
 
 class _EffectFailed(Exception):
-    """Rolls the settling transaction back."""
+    """Rolls back the transaction that settles a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """One attempt that was begun, and what it is about. ``attempt`` is its token."""
+    """One attempt and its reservation. ``attempt`` is its token."""
 
     step: Step
     message_id: UUID
@@ -181,7 +181,7 @@ class Reservations:
         self._names = {table: sql.Identifier(schema, table) for table in ("reservations", "audit")}
         self._which = {"grp": group, "name": name}
         self._rules = rules
-        self._look_at = 0.0
+        self._next_check = 0.0
 
     def claim(
         self,
@@ -192,14 +192,14 @@ class Reservations:
         key_seconds: float,
         busy: Sequence[str] = (),
     ) -> tuple[list[Claim], int]:
-        """Begin up to ``most`` attempts of what is due, for ``lease`` seconds. Returns them, and how many got stuck.
+        """Begin up to ``most`` due attempts, for ``lease`` seconds. Returns them, and how many calls became stuck.
 
-        busy  order keys that the caller is calling for, and which can't be due therefore.
+        busy  order keys for which the caller has a call under way; no others of these keys are due.
         """
         claims: list[Claim] = []
         stuck = 0
-        # Before anything is claimed: an error must not lose what was.
-        self._put_back(connection)
+        # Before the claims: an error after them would lose them.
+        self._postpone(connection)
         with connection.transaction(), connection.cursor(row_factory=dict_row) as cursor:
             for row in self._run(cursor, _DUE, most=most, busy=list(busy), lease=lease).fetchall():
                 standing = _standing(row)
@@ -222,17 +222,17 @@ class Reservations:
                 )
                 claims.append(_claim(row, step, row["attempts"] + 1))
         if stuck:
-            self._look_at = 0.0
+            self._next_check = 0.0
         return claims, stuck
 
-    def _put_back(self, connection: psycopg.Connection[Any]) -> None:
-        """Let what waits behind stuck ones wait where no claim looks at it, until these are released."""
+    def _postpone(self, connection: psycopg.Connection[Any]) -> None:
+        """Postpone calls behind stuck ones, so that claims don't read them until the stuck ones are released."""
         now = time.monotonic()
-        if now < self._look_at:
+        if now < self._next_check:
             return
         with connection.transaction(), connection.cursor() as cursor:
-            put_back = self._run(cursor, _PUT_BACK, most=_AT_ONCE).rowcount
-        self._look_at = now + (_LOOK_SECONDS if put_back else _REST_SECONDS)
+            postponed = self._run(cursor, _POSTPONE, most=_AT_ONCE).rowcount
+        self._next_check = now + (_CHECK_SECONDS if postponed else _REST_SECONDS)
 
     def settle(
         self,
@@ -243,10 +243,10 @@ class Reservations:
         chance: float,
         effect_of: Callable[[Change], SqlEffect | None],
     ) -> tuple[Change | None, str | None]:
-        """Write what an answer changes, with the SQL that belongs to it in the same transaction.
+        """Write what an answer changes, and run the effect's SQL in the same transaction.
 
-        When that SQL fails, all is rolled back, and another transaction keeps the answer and the error. Returns what
-        was changed, None for nothing, and the SQL's error. A database that is away is raised: settle again then.
+        If that SQL fails, all is rolled back, and another transaction stores the answer and the error. Returns the
+        change, or None, and the SQL's error. After an error of a database that is away, settle again.
         """
         failed: str | None = None
         change: Change | None = None
@@ -259,8 +259,8 @@ class Reservations:
         except _EffectFailed as error:
             failed = str(error)
         except psycopg.errors.IntegrityError as error:
-            # A deferred constraint speaks at COMMIT.
-            failed = _told(error)
+            # A deferred constraint fails at COMMIT.
+            failed = _describe(error)
         if failed is None:
             return change, None
         with connection.transaction():
@@ -276,10 +276,11 @@ class Reservations:
         why: str,
         effect_of: Callable[[Change, Claim], SqlEffect | None],
     ) -> None:
-        """Write down what the provider told a person, with the SQL that belongs to it, and why into the audit.
+        """Write the outcome that an operator knows from the provider, run its SQL, and record the reason in the audit.
 
-        Only for what is stuck or has a conflict: elsewhere a call may be under way. A conflict ends here; the SQL of a
-        state that the row had already is not done again. Raises NoSuchReservation; ConsumerError when the SQL fails.
+        Only for a reservation that is stuck or has a conflict: for others a call may be under way. This ends a
+        conflict. The SQL is not repeated if the row already had the state. Raises NoSuchReservation, and ConsumerError
+        when the SQL fails.
         """
         change = Change(
             "confirmed" if confirmed else "cancelled", unsure=False, taking_back=not confirmed, keep_response=True
@@ -309,9 +310,9 @@ class Reservations:
             ) from error
 
     def next_due(self, connection: psycopg.Connection[Any]) -> float | None:
-        """Return the seconds until the first that needs no person is due; below 0 if it waits for another one.
+        """Return the seconds until the next call is due that needs no operator; below 0 if it waits for another call.
 
-        None: nothing is left, but for people to decide.
+        None: there is no such call.
         """
         with connection.cursor() as cursor:
             row = self._run(cursor, _LEFT).fetchone()
@@ -341,7 +342,7 @@ class Reservations:
                 if row["state"] == "stuck" != change.state:
                     _release(cursor, self._names, [row])
                 elif change.state == "stuck":
-                    self._look_at = 0.0
+                    self._next_check = 0.0
         return change
 
     def _write(self, cursor: psycopg.Cursor[Any], message_id: UUID, change: Change, response: Jsonb | None) -> None:
@@ -366,15 +367,15 @@ class Reservations:
 
 @dataclass(frozen=True, slots=True)
 class Chosen:
-    """Which reservations a person means. None: all."""
+    """The reservations that an operator selects. None: all."""
 
     group: str | None = None
     name: str | None = None
     message_ids: Sequence[UUID] | None = None
 
 
-class Desk:
-    """What people do with the reservations of a sink. Every change is in the audit, with its reason."""
+class ReservationAdmin:
+    """Operators' actions on the reservations of a sink. The audit records every change with its reason."""
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection
@@ -397,18 +398,18 @@ class Desk:
     def retry(self, chosen: Chosen, *, not_done: bool = False, why: str | None = None) -> list[str]:
         """Retry stuck calls with a new budget of attempts. Returns their message ids.
 
-        not_done: the provider was asked and knows nothing under the key, so the call is made as if for the first time.
+        not_done  the provider was asked and does not know the key, so the call is made as if for the first time.
         """
         return self._change("external: retry", _RETRY, chosen, why, not_done=not_done)
 
     def cancel(self, chosen: Chosen, why: str) -> list[str]:
-        """Mark stuck calls, and those that wait for a call, to be cancelled. Returns their message ids."""
+        """Mark stuck and reserved calls to be cancelled. Returns their message ids."""
         return self._change("external: cancel", _CANCEL, chosen, why)
 
     def forget(self, chosen: Chosen, days: int) -> int:
-        """Delete what was settled more than ``days`` ago, conflicts not among them. Returns how many.
+        """Delete reservations that were settled more than ``days`` ago, except for conflicts. Returns how many.
 
-        A message that comes a second time after that would be reserved anew, unless the group's dedup still knows it.
+        A message that is repeated after that is reserved again, unless the group still remembers its id.
         """
         statement = sql.SQL(_FORGET).format(**self._names, chosen=sql.SQL(_CHOSEN))
         with self._connection.transaction(), self._connection.cursor() as cursor:
@@ -438,7 +439,7 @@ def _values(chosen: Chosen) -> dict[str, object]:
 def _release(
     cursor: psycopg.Cursor[Any], names: Mapping[str, sql.Identifier], rows: Sequence[Mapping[str, Any]]
 ) -> None:
-    """Make due at once what waited behind these, which were stuck until now."""
+    """Make the calls behind these rows, which were stuck until now, due at once."""
     ordered = [row for row in rows if row["order_key"] is not None]
     if ordered:
         columns = {"grps": "grp", "names": "name", "keys": "order_key", "ids": "id"}
@@ -457,14 +458,14 @@ def _audit(
 
 
 def _do(connection: psycopg.Connection[Any], effect: SqlEffect) -> None:
-    """Run a user's SQL. Raises _EffectFailed, or the error itself when the database has gone away."""
+    """Run a user's SQL. Raises _EffectFailed, or the error itself if the connection is closed."""
     try:
         with connection.cursor() as cursor:
             effect(cursor)
     except Exception as error:
         if connection.closed:
             raise
-        raise _EffectFailed(_told(error)) from error
+        raise _EffectFailed(_describe(error)) from error
 
 
 def _standing(row: Mapping[str, Any]) -> Standing:
@@ -485,17 +486,17 @@ def _claim(row: Mapping[str, Any], step: Step, attempt: int) -> Claim:
     )
 
 
-def _told(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip()}"
 
 
 def _storable(text: str | None) -> str | None:
-    """Nobody reads a page."""
+    """Return an error text for the table, truncated to _LONGEST_ERROR characters."""
     return None if text is None else storable(text)[:_LONGEST_ERROR]
 
 
 def _json(value: object) -> Jsonb:
-    """Return a response as jsonb takes it. What is no JSON is kept as text: that it was confirmed matters more."""
+    """Return a response as jsonb. One that is not valid JSON is stored as text: the confirmation matters more."""
     try:
         text = json.dumps(value, allow_nan=False, default=str, ensure_ascii=False)
         text.encode()

@@ -1,16 +1,16 @@
-"""What follows for a reservation: before a call, from what its row says; after it, from the answer. Pure.
+"""The transitions of a reservation: before a call, by its row; after it, by the answer. Pure functions.
 
 Before a call:
 
-| the row says                                             | step                                                   |
+| the row's state                                          | step                                                   |
 |----------------------------------------------------------|--------------------------------------------------------|
-| a response is known, only the SQL beside it failed       | confirm: no call                                       |
-| to be taken back, and the effect can't have happened     | close: no call                                         |
-| to be taken back                                         | cancel; stuck without a ``cancel``                     |
+| a response is known, only the SQL has failed             | confirm: no call                                       |
+| to be cancelled, and the effect can't have happened      | close: no call                                         |
+| to be cancelled                                          | cancel; stuck without a ``cancel``                     |
 | the attempts are used up                                 | stuck                                                  |
 | the effect may have happened, and there is an ``ask``    | ask, and call only if nothing is there                 |
-| the effect may have happened, the key may be forgotten   | stuck: a call could count twice                        |
-| else                                                     | call, with the same key                                |
+| the effect may have happened, the key may be forgotten   | stuck: a call could have its effect twice              |
+| otherwise                                                | call, with the same key                                |
 
 After it:
 
@@ -21,10 +21,10 @@ After it:
 | ask          | confirmed | cancelled                                                       | the same                |
 | cancel       | cancelled | stuck                                                           | cancelling; stuck       |
 
-A ``later`` certainly did nothing; an ``unknown`` makes the row unsure. A row left in ``calling`` past its lease is
-unsure too: its caller was killed or is slow. An answer of an attempt whose lease another one took over counts only when
-it is the last word: done confirms what is open, and takes back a taking back; what it says against a settled row is
-kept as a conflict, for people.
+After ``later`` nothing has happened; ``unknown`` makes the row unsure. A row left in ``calling`` past its lease is
+unsure too: its caller was killed or is slow. An answer of an attempt whose lease was taken over by another one counts
+only if it is final: done confirms an open call, and completes a cancellation; an answer that contradicts a settled row
+is stored as a conflict, for operators.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ DAY: Final = 86_400.0
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What a row says. ``used`` counts the attempts of the present budget, the present one included."""
+    """The state of a row. ``used`` counts the attempts of the current budget, including the current one."""
 
     state: State
     unsure: bool = False
@@ -52,13 +52,13 @@ class Standing:
 
     @property
     def may_have_happened(self) -> bool:
-        """An attempt has no known outcome; the one that left the row in ``calling`` past its lease included."""
+        """Return whether the outcome of an attempt is unknown, as of one that left the row in ``calling``."""
         return self.unsure or self.state == "calling"
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What was declared. Waits are in seconds."""
+    """The declared limits and functions. Waits are in seconds."""
 
     max_attempts: int
     can_ask: bool
@@ -69,7 +69,7 @@ class Rules:
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """What came of a step. ``retry_after`` is in seconds."""
+    """The result of a step. ``retry_after`` is in seconds."""
 
     said: Said
     text: str = ""
@@ -79,7 +79,7 @@ class Answer:
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What to write. ``wait`` is in seconds from now, None leaves the time as it is; ``fresh_budget`` begins anew."""
+    """The change of a row. ``wait``: seconds from now, None: unchanged. ``fresh_budget``: attempts are counted anew."""
 
     state: State
     unsure: bool
@@ -92,7 +92,7 @@ class Change:
 
 
 def first_step(row: Standing, rules: Rules) -> tuple[Step, str]:
-    """Decide what a claimed row needs; with the reason, when it is stuck."""
+    """Return the next step of a claimed row, and the reason if it is stuck."""
     spent = row.used >= rules.max_attempts
     if row.known and not row.taking_back:
         return ("stuck", "its SQL fails") if spent else ("confirm", "")
@@ -115,17 +115,17 @@ def first_step(row: Standing, rules: Rules) -> tuple[Step, str]:
 
 
 def settle(row: Standing, current: bool, step: Step, answer: Answer, rules: Rules, chance: float) -> Change | None:
-    """Decide what an answer changes; None for nothing.
+    """Return what an answer changes; None for nothing.
 
-    row      as it is now, which may not be as it was when the call went out.
-    current  no other attempt was begun since.
+    row      its current state, which may have changed since the call.
+    current  no other attempt has begun since.
     chance   from 0 to 1, for the jitter.
     """
     forwards = step in {"call", "ask", "confirm"}
     if row.state in {"confirmed", "cancelled"}:
         return _against(row, forwards, answer)
     if forwards and row.taking_back:
-        # Somebody else has decided meanwhile. The cancellation will meet the effect, if there is one.
+        # It was decided meanwhile to cancel the call. The cancellation will reverse the effect, if there is one.
         return None if row.unsure or answer.said in {"refused", "later"} else _same(row, unsure=True)
     if answer.said == "done":
         if forwards:
@@ -151,9 +151,9 @@ def settle(row: Standing, current: bool, step: Step, answer: Answer, rules: Rule
 
 
 def effect_failed(row: Standing, change: Change, error: str, rules: Rules, chance: float) -> Change:
-    """Decide what follows when the provider's part is settled and the SQL beside it failed.
+    """Return the change after the provider is done and the SQL has failed.
 
-    The answer is kept: what was done is neither called nor taken back again, only the SQL is tried anew.
+    The answer is stored: only the SQL is tried again, without another call or cancellation.
     """
     taking_back = change.state == "cancelled"
     spent = row.used >= rules.max_attempts
@@ -171,7 +171,7 @@ def effect_failed(row: Standing, change: Change, error: str, rules: Rules, chanc
 def pause(used: int, retry_after: float | None, rules: Rules, chance: float) -> float:
     """Return the seconds to the next attempt: doubled each time, no less than the provider asked for, at most a day."""
     backoff = min(rules.longest_wait, rules.first_wait * 2.0 ** min(max(used - 1, 0), 60)) * (0.5 + 0.5 * chance)
-    # Never less than was asked for, and not all at the same moment.
+    # Never less than the provider asked for, and not all calls at the same moment.
     asked = 0.0 if retry_after is None else retry_after * (1 + 0.1 * chance)
     return min(max(backoff, asked), DAY)
 
@@ -194,7 +194,7 @@ def _same(row: Standing, *, unsure: bool | None = None, conflict: str | None = N
 
 
 def _against(row: Standing, forwards: bool, answer: Answer) -> Change | None:
-    """What is said against a settled row is kept. The row stays: whoever looks at it decides."""
+    """Return an answer that contradicts a settled row as a conflict. The state stays, for an operator to decide."""
     if forwards and row.state == "cancelled" and answer.said == "done":
         return _same(row, conflict="the provider confirmed a call whose effect was cancelled")
     if forwards and row.state == "confirmed" and answer.said == "refused":

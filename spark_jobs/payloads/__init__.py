@@ -1,1 +1,1 @@
-"""From a payload's bytes to columns."""
+"""Decoders: from a payload's bytes to columns."""

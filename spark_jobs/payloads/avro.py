@@ -1,4 +1,4 @@
-"""Avro payloads: read with the schema they were written with, resolved to the job's."""
+"""Avro payloads: decoded with the schema they were written with, and resolved to the job's schema."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _PLAIN: Final[Mapping[str, t.DataType]] = {
     "string": t.StringType(),
     "enum": t.StringType(),
 }
-"""fixed and enum are not named by a text, but by their own definitions."""
+"""fixed and enum stand in a schema as definitions, all others as names."""
 _LOGICAL: Final[Mapping[str, tuple[t.DataType, type]]] = {
     "date": (t.DateType(), date),
     "timestamp-millis": (t.TimestampType(), datetime),
@@ -45,16 +45,17 @@ _LOGICAL: Final[Mapping[str, tuple[t.DataType, type]]] = {
     "time-micros": (t.StringType(), time),
 }
 _EXACT: Final = "outbox-decimal"
-"""In place of ``decimal``, whose reader in fastavro rounds to the schema's precision."""
+"""Replaces the logical type ``decimal``, whose reader in fastavro rounds to the schema's precision."""
 _SHALLOW: Final = 1000
-"""Payloads of so many bytes can't be nested too deep for anybody."""
+"""In bytes. Payloads up to this size can't be nested deep enough to overflow the stack."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that an executor needs. Without a registry every payload is bare, and ``writer`` is what it was written with.
+    """What an executor needs to decode Avro.
 
-    ``reader`` is the job's schema: its fields are the columns.
+    reader    the job's schema: its fields are the columns.
+    writer    without a registry: the schema of all payloads, which have no framing.
     """
 
     reader: Schema
@@ -63,7 +64,7 @@ class Plan:
     policy: Policy
 
     def fields(self) -> t.StructType:
-        """Return the columns. Raises JobError for a schema that has no counterpart."""
+        """Return the columns. Raises JobError for a schema that has no counterpart in Spark."""
         kind, _ = _record(_parsed(self.reader))
         return kind
 
@@ -83,7 +84,7 @@ class Plan:
         known: dict[int | uuid.UUID, _Resolved | Problem] = {}
 
         def resolved(name: int | uuid.UUID) -> _Resolved:
-            # Remembered for the task only when there is no such schema: it may be registered later.
+            # That a schema is missing is remembered for this task only: it may be registered later.
             if name not in known:
                 try:
                     known[name] = _written(client.schema(name), name, parsed, self.policy)
@@ -120,7 +121,7 @@ def _written(schema: Schema, name: int | uuid.UUID, reader: Mapping[str, Any], p
 
 
 class _Resolved:
-    """A writer's schema beside the job's."""
+    """A writer's schema and the job's, ready to decode payloads."""
 
     def __init__(self, writer: Any, reader: Any, policy: Policy) -> None:
         self._writer = writer
@@ -141,15 +142,15 @@ class _Resolved:
         source = io.BytesIO(payload)
         try:
             if self._weightless or (self._endless and len(payload) > _SHALLOW):
-                # Each level takes a byte or more. The compiled reader goes down as far as the payload says, until the
-                # stack overflows and the process is gone; the one in Python ends with a RecursionError. And it counts.
+                # Each level takes a byte or more. The compiled reader recurses as deep as the payload says, until the
+                # stack overflows and the process crashes. The reader in Python ends with a RecursionError, and counts.
                 record = read_bounded(source, len(payload), self._writer, self._reader)
             else:
                 record = schemaless_reader(source, self._writer, self._reader)
         except Problem:
             raise
         except Exception as error:
-            # Its text may hold what the payload holds. Only this one speaks of schemas alone, and names the field.
+            # The error's text may quote the payload. Only this one mentions nothing but the schemas' fields.
             text = str(error)
             said = text if text.startswith("No default value for field ") else type(error).__name__
             raise Problem(f"the payload does not resolve to the job's Avro schema: {said}") from error
@@ -159,7 +160,7 @@ class _Resolved:
 
 
 def _parsed(schema: Schema) -> Any:
-    """Parse a schema with what it refers to. Raises JobError."""
+    """Parse a schema with its references. Raises JobError."""
     from fastavro import parse_schema
     from fastavro.read import LOGICAL_READERS
     from fastavro.schema import SchemaParseException
@@ -216,7 +217,7 @@ def _record(parsed: Any) -> tuple[t.StructType, Convert]:
 def _typed(  # noqa: C901  one case for each type
     schema: Any, named: Mapping[str, Any], path: str, inside: tuple[str, ...]
 ) -> tuple[t.DataType, Convert, bool]:
-    """Return the type in Spark, the function from fastavro's value to Arrow's, and whether it may be null."""
+    """Return the Spark type, the function from fastavro's value to Arrow's, and whether it may be null."""
     if isinstance(schema, list):
         return _union(schema, named, path, inside)
     if isinstance(schema, str):
@@ -292,13 +293,13 @@ def _same(value: Any) -> Any:
 
 
 def _octets(value: Any) -> bytes:
-    # Default values stand in a schema as text, a character for each byte.
+    # Default values are text in the schema, one character for each byte.
     return value.encode("latin-1") if type(value) is str else bytes(value)
 
 
 def _of_type(path: str, logical: str, python: type) -> Convert:
     def convert(value: Any) -> Any:
-        # A number of a writer whose schema does not say that it is a time: nobody knows of what unit.
+        # If the writer's schema does not declare the logical type, the unit of a number is unknown.
         if type(value) is not python:
             raise Wrong(f"field {path}: was not written as {logical}")
         return str(value) if python in {uuid.UUID, time} else value
@@ -327,7 +328,7 @@ def _decimal(schema: Mapping[str, Any], path: str) -> tuple[t.DataType, Convert,
 def _differences(
     writer_names: Mapping[str, Any], writer: Any, reader_names: Mapping[str, Any], reader: Any, path: str
 ) -> Iterator[tuple[str, str]]:
-    """Return the fields that only one of two schemas has: path, and ``unknown`` or ``missing``."""
+    """Yield the fields that only one of two schemas has: the path, and ``unknown`` or ``missing``."""
     written, wanted = _inner(writer, writer_names), _inner(reader, reader_names)
     if written is None or wanted is None or written["type"] != wanted["type"]:
         return
@@ -348,7 +349,7 @@ def _differences(
 
 
 def _holds_itself(schema: Any, named: Mapping[str, Any]) -> bool:
-    """Return whether a value of this schema may be nested without an end."""
+    """Return whether values of this schema may be nested without limit."""
     inside: set[str] = set()
     done: set[str] = set()
 
@@ -372,7 +373,7 @@ def _holds_itself(schema: Any, named: Mapping[str, Any]) -> bool:
 
 
 def _inner(schema: Any, named: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The record, array or map behind a name or a union with null; None when there is none."""
+    """Return the record, array or map that a name or a union with null refers to; None if it is none of these."""
     if isinstance(schema, list):
         found = [inner for branch in schema if (inner := _inner(branch, named)) is not None]
         return found[0] if len(found) == 1 else None

@@ -1,10 +1,10 @@
-"""What an Avro payload may claim that its bytes do not bound, and the reader that bounds it.
+"""Limits for what a small Avro payload may claim, such as 2^60 items, and the reader that enforces them.
 
-| what                                            | then                                                        |
+| what                                            | what follows                                                |
 |-------------------------------------------------|-------------------------------------------------------------|
-| a record that always holds itself               | its schema is refused: no payload of it has an end          |
-| an array of items without a byte, as of null    | read in Python: at most MOST_WEIGHTLESS of them, in all     |
-| a record that may hold itself, and many bytes   | read in Python: RecursionError, and no overflow of the stack |
+| a record that always contains itself            | the schema is refused: its payloads would be infinite       |
+| an array of items of zero bytes, such as null   | read in Python: at most MOST_WEIGHTLESS of them in total    |
+| a record that may contain itself, much data     | read in Python: RecursionError instead of a crash           |
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from typing import Any, Final
 from spark_jobs.payloads.reading import Problem
 
 MOST_WEIGHTLESS: Final = 10_000
-"""Items without a byte in one payload. Nine bytes can say that there are 2^60 of them."""
+"""The most items of zero bytes in one payload. Nine bytes can claim that there are 2^60 of them."""
 _LONGEST_NUMBER: Final = 10
-"""Bytes of a number in Avro: 64 bits, seven in each."""
+"""The most bytes of a number in Avro: 64 bits, seven in each byte."""
 
 
 def read_bounded(source: io.BytesIO, size: int, writer: Any, reader: Any) -> Any:
-    """Do what fastavro's reader in Python does. Raises Problem for numbers without an end and items without a byte."""
+    """Decode with fastavro's reader in Python. Raises Problem for endless numbers and too many items of zero bytes."""
     from fastavro import parse_schema
     from fastavro._read_py import read_data
     from fastavro.io.binary_decoder import BinaryDecoder
@@ -44,7 +44,7 @@ def read_bounded(source: io.BytesIO, size: int, writer: Any, reader: Any) -> Any
         def _iter_array_or_map(self) -> Iterator[None]:
             for item in super()._iter_array_or_map():  # type: ignore[no-untyped-call]
                 self.items += 1
-                # What has a byte or more can't be there more often than there are bytes.
+                # There can't be more items of one byte or more than the payload has bytes.
                 if self.items > size + MOST_WEIGHTLESS:
                     raise Problem(f"the payload has more than {MOST_WEIGHTLESS} items without a byte")
                 yield item
@@ -63,9 +63,9 @@ def read_bounded(source: io.BytesIO, size: int, writer: Any, reader: Any) -> Any
 
 
 def always_holds_itself(schema: Any, named: Mapping[str, Any]) -> str | None:
-    """Return the name of a record that each of its values holds once more, if there is one.
+    """Return the name of a record whose values always contain another value of it, if there is one.
 
-    A union, an array or a map lets it end.
+    A union, an array or a map can end the recursion.
     """
     done: set[str] = set()
 
@@ -88,7 +88,7 @@ def always_holds_itself(schema: Any, named: Mapping[str, Any]) -> str | None:
 
 
 def has_weightless_items(schema: Any, named: Mapping[str, Any]) -> bool:
-    """Return whether there is an array whose items may take no byte: then nothing bounds how many there are."""
+    """Return whether there is an array whose items may take zero bytes, so that the payload's size is no limit."""
     seen: set[str] = set()
     known: dict[str, bool] = {}
 
@@ -104,7 +104,7 @@ def has_weightless_items(schema: Any, named: Mapping[str, Any]) -> bool:
         if of == "array":
             return _weightless(one["items"], named, known) or has(one["items"])
         if of == "map":
-            # Each of its values has a key, which takes a byte.
+            # Each value has a key, which takes at least a byte.
             return has(one["values"])
         return has(of) if isinstance(of, (list, dict)) else False
 
@@ -112,9 +112,9 @@ def has_weightless_items(schema: Any, named: Mapping[str, Any]) -> bool:
 
 
 def _weightless(schema: Any, named: Mapping[str, Any], known: dict[str, bool]) -> bool:
-    """Return whether a value of this schema may take no byte. ``known`` is of the schemas with a name."""
+    """Return whether a value of this schema may take zero bytes. ``known``: the results of named schemas."""
     if isinstance(schema, list):
-        # Which branch it is takes a byte.
+        # The number of the branch takes a byte.
         return False
     if isinstance(schema, str):
         if schema not in known:

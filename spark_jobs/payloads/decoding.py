@@ -1,4 +1,4 @@
-"""From a message's bytes to columns. A row that does not decode keeps its place and says why, in PROBLEM."""
+"""From a message's bytes to columns. A row that does not decode stays in place, with the reason in PROBLEM."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ if TYPE_CHECKING:
     from spark_jobs.payloads.protobuf import Plan as ProtobufPlan
 
 PROBLEM: Final = "message_problem"
-"""Column that is NULL, or says why the row can't be applied. Never copied."""
+"""The column with the reason why a row can't be applied, or NULL. Never copied to the sink."""
 
 VARIANT: Final = "variant"
-"""In place of a schema's DDL: any JSON object, as one column ``payload`` of that type."""
+"""Used instead of a DDL: any JSON object, as one column ``payload`` of type VARIANT."""
 
 _DECODED: Final = "message_decoded"
 
 Plan = Callable[[], Reader]
-"""Sent to the executors, and called once in each task."""
+"""Sent to the executors, and called once in each task to create the reader."""
 
 Unknown = Literal["ignore", "dead-letter"]
 Missing = Literal["null", "dead-letter"]
@@ -41,28 +41,28 @@ Wrong = Literal["dead-letter", "null"]
 
 @runtime_checkable
 class Decoder(Protocol):
-    """Adds the payload's columns to the rows of messages."""
+    """Adds the payload's columns to rows of messages."""
 
     def names(self) -> tuple[str, ...]:
-        """Return the names of the columns that ``decode`` adds, PROBLEM not among them. Raises JobError."""
+        """Return the names of the columns that ``decode`` adds, without PROBLEM. Raises JobError."""
         ...
 
     def decode(self, rows: DataFrame) -> DataFrame:
-        """Return ``rows`` (key, value, headers, and the columns of META), its own columns, and PROBLEM.
+        """Return ``rows`` (key, value, headers, and the columns of META) with the payload's columns and PROBLEM.
 
-        Narrow: a row stays a row and stays where it is, with all its columns. A column of ``rows`` that is named as one
-        of the payload's is replaced by it; what is needed of it has to be taken before, under another name. A row
-        without a value (a tombstone) has NULL in all columns, PROBLEM included.
+        Rows are neither added, removed nor moved between partitions. A column of ``rows`` with the name of a payload
+        column is replaced by it, so copy it under another name first if it is needed. A row without a value (a
+        tombstone) has NULL in all new columns, PROBLEM included.
         """
         ...
 
 
 @runtime_checkable
 class LateDecoder(Protocol):
-    """A decoder that can also do its work in the task itself, which saves the rows a way there and back."""
+    """A decoder that can also run in the task itself, which saves sending the rows through Spark."""
 
     def late(self) -> tuple[StructType, Plan] | None:
-        """Return the fields and the plan; None when this has to be done in Spark. Raises JobError."""
+        """Return the fields and the plan; None if only Spark can decode this. Raises JobError."""
         ...
 
 
@@ -81,7 +81,7 @@ class Raw:
         return StructType().add("payload", BinaryType()), _Bytes
 
     def decode(self, rows: DataFrame) -> DataFrame:
-        """Add ``payload``; nothing can be wrong with bytes."""
+        """Add ``payload``; PROBLEM is always NULL."""
         from pyspark.sql import functions as F  # noqa: N812  the name everybody knows it by
 
         kept = [name for name in rows.columns if name != "payload"]
@@ -89,18 +89,18 @@ class Raw:
 
 
 class _Bytes:
-    """Reads a payload as the bytes that it is."""
+    """Reads a payload as bytes."""
 
     def __call__(self, value: bytes, header: bytes | None) -> Sequence[bytes]:  # noqa: ARG002  a Reader
         return (value,)
 
     def many(self, payloads: pa.Array) -> tuple[Sequence[pa.Array], set[int]]:
-        """Return the column; none is left to be read by itself."""
+        """Return the column; no row is left to be read by itself."""
         return [payloads], set()
 
 
 class _Planned(ABC):
-    """What decoders share whose payloads a plan reads, be it in Spark or in the task."""
+    """The base of decoders whose payloads are read by a plan, in Spark or in the task."""
 
     @property
     @abstractmethod
@@ -117,7 +117,7 @@ class _Planned(ABC):
         return ("payload",) if fields is None else tuple(fields.fieldNames())
 
     def late(self) -> tuple[StructType, Plan] | None:
-        """Return the fields and the plan. None for VARIANT, which is Spark's to parse. See LateDecoder."""
+        """Return the fields and the plan; None for VARIANT, which only Spark can parse. See LateDecoder."""
         fields = self._fields
         return None if fields is None else (fields, self._plan)
 
@@ -127,19 +127,36 @@ class _Planned(ABC):
         return _with_variant(rows, self._plan) if fields is None else _with(rows, fields, self._plan)
 
 
+class _DeclaredJson(_Planned):
+    """The base of JSON decoders whose columns are declared as DDL."""
+
+    schema: str
+    unknown: Unknown
+    missing: Missing
+    wrong: Wrong
+
+    @property
+    def _policy(self) -> Policy:
+        return Policy(self.unknown, self.missing, self.wrong)
+
+    @cached_property
+    def _fields(self) -> StructType | None:
+        return _declared(self.schema)
+
+
 @dataclass(frozen=True)
-class Json(_Planned):
+class Json(_DeclaredJson):
     """A JSON object.
 
-    schema   Spark DDL of its fields, as ``"order_id string NOT NULL, amount decimal(12,2)"``; or ``"variant"``: any
-             object, in one column ``payload``.
-    unknown  what to do with a message that has a field beyond the schema, at any depth.
+    schema   Spark DDL of its fields, such as ``"order_id string NOT NULL, amount decimal(12,2)"``; or ``"variant"``:
+             any object, in one column ``payload``.
+    unknown  what to do with a message that has a field which is not in the schema, at any depth.
     missing  what to do with a message that lacks a field. A field that is null is not missing. Either is a dead letter
-             where the schema says NOT NULL.
-    wrong    what to do with a value that its field can't hold exactly: a dead letter, or NULL in its place. With NOT
+             if the schema says NOT NULL.
+    wrong    what to do with a value that its field can't represent exactly: a dead letter, or NULL instead. With NOT
              NULL it is a dead letter.
 
-    Raises JobError for a policy that there is not.
+    Raises JobError for an unknown policy.
     """
 
     schema: str
@@ -149,14 +166,6 @@ class Json(_Planned):
 
     def __post_init__(self) -> None:
         _ = self._policy
-
-    @property
-    def _policy(self) -> Policy:
-        return Policy(self.unknown, self.missing, self.wrong)
-
-    @cached_property
-    def _fields(self) -> StructType | None:
-        return _declared(self.schema)
 
     @property
     def _plan(self) -> Plan:
@@ -178,12 +187,12 @@ class _JsonPlan:
 
 
 @dataclass(frozen=True)
-class JsonSchema(_Planned):
-    """A JSON object that names a schema in a registry.
+class JsonSchema(_DeclaredJson):
+    """A JSON object whose message refers to a schema in a registry.
 
-    registry  its URL, or a Registry with credentials and more.
-    schema    what of it becomes columns: as for Json.
-    validate  hold every message against the schema that it was written with; one that does not fit is a dead letter.
+    registry  its URL, or a Registry with credentials and other options.
+    schema    the columns, as for Json.
+    validate  validate every message against the schema that it was written with; an invalid one is a dead letter.
 
     unknown, missing and wrong: as for Json.
     """
@@ -199,14 +208,6 @@ class JsonSchema(_Planned):
         _ = self._policy, _registry(self.registry)
 
     @property
-    def _policy(self) -> Policy:
-        return Policy(self.unknown, self.missing, self.wrong)
-
-    @cached_property
-    def _fields(self) -> StructType | None:
-        return _declared(self.schema)
-
-    @property
     def _plan(self) -> Plan:
         from spark_jobs.payloads.json_schema import Plan as SchemaPlan
 
@@ -217,15 +218,16 @@ class JsonSchema(_Planned):
 class Avro(_Planned):
     """An Avro record; its fields are the columns.
 
-    registry       URL, or a Registry: every message names the schema that it was written with.
-    subject        whose latest schema the columns come from, ``<topic>-value`` as a rule. It is looked up when the job
-                   starts and then stays as it is: fields that writers add later are unknown until the next start.
-    reader_schema  the columns instead, as an Avro schema: JSON text, or the same as a dict.
-    writer_schema  without a registry: what all messages were written with, bare. The reader's, unless it differs.
+    registry       URL, or a Registry: every message refers to the schema that it was written with.
+    subject        its latest schema gives the columns; usually ``<topic>-value``. It is looked up when the job starts:
+                   fields that writers add later are unknown until the next start.
+    reader_schema  an Avro schema that gives the columns instead: JSON text, or the same as a dict.
+    writer_schema  without a registry: the schema of all messages, which have no framing. Default: the reader's.
     unknown        what to do with messages whose schema has a field that the columns lack.
-    missing        the other way round: "null" takes the default that the columns' schema has to have.
+    missing        what to do with messages whose schema lacks a field of the columns; "null" uses the default that
+                   the columns' schema must have for it.
 
-    Names, types and defaults are resolved as Avro says. Raises JobError for a declaration that can't work.
+    Names, types and defaults are resolved by Avro's rules. Raises JobError for a declaration that can't work.
     """
 
     registry: str | Registry | None = None
@@ -276,12 +278,14 @@ class Avro(_Planned):
 class Protobuf(_Planned):
     """A Protobuf message; its fields are the columns.
 
-    registry    URL, or a Registry: every message names its schema, and is a dead letter unless it is of ``message``.
-    subject     whose latest schema the columns come from, looked up when the job starts.
-    message     the full name, as ``shop.v1.Order``. None: the first message of the subject's file.
-    descriptor  the columns instead, or without a registry (messages are then bare): a generated class, as
-                ``order_pb2.Order``; or a FileDescriptorSet's bytes (``protoc --include_imports -o``) with ``message``.
-    unknown     what to do with messages that have fields beyond these.
+    registry    URL, or a Registry: every message refers to its schema, and is a dead letter if its type is not
+                ``message``.
+    subject     its latest schema gives the columns; looked up when the job starts.
+    message     the full name, such as ``shop.v1.Order``. None: the first message type of the subject's file.
+    descriptor  gives the columns instead of a subject, and must be given without a registry (messages then have no
+                framing): a generated class such as ``order_pb2.Order``, or the bytes of a FileDescriptorSet
+                (``protoc --include_imports -o``) with ``message``.
+    unknown     what to do with messages that have fields which are not in the descriptor.
 
     Raises JobError for a declaration that can't work.
     """
@@ -363,7 +367,7 @@ def _avro(schema: str | Mapping[str, Any]) -> Schema:
 
 
 def _with_variant(rows: DataFrame, plan: Plan) -> DataFrame:
-    """Add a payload that the plan gives as text, parsed to VARIANT."""
+    """Add the payload, which the plan returns as text, as VARIANT."""
     from pyspark.sql import functions as F  # noqa: N812
     from pyspark.sql.types import StringType, StructType
 
@@ -382,7 +386,7 @@ def _with(rows: DataFrame, fields: StructType, plan: Plan) -> DataFrame:
     from pyspark.sql.pandas.functions import arrow_udf
     from pyspark.sql.types import StringType, StructType
 
-    plan()  # What can't work is an error here, and not of every task.
+    plan()  # Raises what is wrong with the declaration here instead of in every task.
     result = StructType([*nullable(fields).fields]).add(PROBLEM, StringType())
     kind = arrow_type(result)
 
@@ -391,11 +395,11 @@ def _with(rows: DataFrame, fields: StructType, plan: Plan) -> DataFrame:
         for values, headers in batches:
             yield columns(reader, values, headers, kind)
 
-    # Spark looks at the hints to see what kind of function it is, and here they are no more than text.
+    # Spark needs evaluated type hints to recognize the kind of function; the ones above are strings.
     decode.__annotations__ = {"batches": Iterator[tuple[pa.Array, pa.Array]], "return": Iterator[pa.Array]}
-    # Not deterministic, says this; what is meant is that Spark must not run it twice for a row, nor move filters of
-    # the job's transform, which expect decoded rows, below it.
-    make: Callable[..., Any] = arrow_udf  # whose stubs do not know of iterators and structs together
+    # Declared nondeterministic so that Spark neither runs it twice for a row nor pushes filters of the job's transform,
+    # which expect decoded rows, below it.
+    make: Callable[..., Any] = arrow_udf  # its type stubs do not allow iterators together with structs
     run = make(decode, result).asNondeterministic()
     header = schema_header()
     taken = {name.lower() for name in result.fieldNames()}
@@ -404,23 +408,23 @@ def _with(rows: DataFrame, fields: StructType, plan: Plan) -> DataFrame:
 
 
 def schema_header() -> Column:
-    """Return the value of the header that names a message's schema, over the rows' ``headers``."""
+    """Return the header that refers to a message's schema, as a Spark column over ``headers``."""
     from pyspark.sql import functions as F  # noqa: N812
 
     return F.get(F.filter("headers", lambda header: header["key"] == HEADER), F.lit(0))["value"]
 
 
 def arrow_type(kind: DataType) -> pa.DataType:
-    """Return the Arrow type that Spark exchanges values of a type in, with timestamps in UTC."""
+    """Return the Arrow type that Spark uses for values of a type, with timestamps in UTC."""
     from pyspark.sql.pandas.types import to_arrow_type
 
-    # Spark 4.2 has to be told the time zone; 4.1 knows no other.
+    # Spark 4.2 needs the time zone as an argument; 4.1 always uses UTC.
     zone: dict[str, Any] = {"timezone": "UTC"} if "timezone" in inspect.signature(to_arrow_type).parameters else {}
     return to_arrow_type(kind, **zone)
 
 
 def nullable(kind: Any) -> Any:
-    """The type without NOT NULL: a row that is a tombstone or a problem has NULL everywhere."""
+    """Return the type without NOT NULL: a row that is a tombstone or has a problem has NULL everywhere."""
     from pyspark.sql import types as t
 
     if isinstance(kind, t.StructType):

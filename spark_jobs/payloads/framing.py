@@ -1,10 +1,10 @@
-"""How a message names the schema it was written with, as the serializers of Confluent's registry do it.
+"""How a message refers to the schema it was written with: the wire formats of Confluent's serializers.
 
-| where                                 | bytes                                                     |
-|---------------------------------------|-----------------------------------------------------------|
-| before the payload                    | 0x00, id (4 bytes, big-endian)                            |
-| in the header ``__value_schema_id``   | 0x01, GUID (16 bytes); the payload then has nothing before |
-| Protobuf, behind either               | which message of the file: a list of zigzag varints        |
+| where                                 | bytes                                                        |
+|---------------------------------------|--------------------------------------------------------------|
+| before the payload                    | 0x00, id (4 bytes, big-endian)                               |
+| in the header ``__value_schema_id``   | 0x01, GUID (16 bytes); the payload then has no prefix        |
+| Protobuf, after either                | the path to the message in its file: a list of zigzag varints |
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from spark_jobs.payloads.reading import Problem
 HEADER: Final = "__value_schema_id"
 
 _MOST_INDEXES: Final = 64
-"""Messages are not nested deeper."""
+"""The deepest nesting of a message type that is accepted."""
 
 
 @dataclass(frozen=True, slots=True)
 class Framed:
-    """A payload without its framing. ``indexes`` is the path to a Protobuf message in its file, else empty."""
+    """A payload without its framing. ``indexes``: the path to a Protobuf message in its file, otherwise empty."""
 
     schema: int | uuid.UUID
     indexes: tuple[int, ...]
@@ -31,7 +31,7 @@ class Framed:
 
 
 def unframe(value: bytes, header: bytes | None, *, indexes: bool) -> Framed:
-    """Take the framing off. ``indexes``: Protobuf, with the message's place. Raises Problem."""
+    """Remove the framing. ``indexes``: the payload is Protobuf, with the path to its message. Raises Problem."""
     source, where = (value, "the payload") if header is None else (header, f"the header {HEADER}")
     schema: int | uuid.UUID
     if source[:1] == b"\0":

@@ -1,7 +1,7 @@
-"""Many JSON payloads at once, column by column: the same as reading each of them, for a fraction of the time.
+"""Read many JSON payloads at once, column by column: the same result as one by one, in a fraction of the time.
 
-What is checked here is enough to know that reading a payload by itself would give the same values. Where it is not
-enough, the payload is read by itself, and by that reader alone it is said what is wrong.
+The checks here ensure that reading a payload by itself would give the same values. Where they can't, the payload is
+read by itself, and only that reader reports problems.
 """
 
 from __future__ import annotations
@@ -23,24 +23,24 @@ from spark_jobs.payloads.json_whole import WHOLE_DOUBLE, Finish, WholeReader
 from spark_jobs.payloads.reading import Policy, Problem
 
 _NOTHING: Final[dict[str, Any]] = {}
-# A decimal number of up to 15 digits is told from all others by its double, and repr() gives it back.
+# A decimal number of up to 15 digits survives the conversion to a double: repr() returns the same digits.
 _DIGITS: Final = bytes(ord("0") if chr(byte) in "0123456789." else ord(" ") for byte in range(256))
 _LONG: Final = b"0" * 16
-# From the first digit only: from each of them it would go to the end again, and of a long text that is all there is.
+# Matches from the first digit only: starting at every digit takes quadratic time for a long run of digits.
 _TOO_LONG: Final = re.compile(rb"\d{16}[.eE]|(?<!\d)(?=[\d.]{17})\d+\.\d")
 _EXPONENT: Final = re.compile(rb"[0-9.][eE][-+0-9]")
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Payloads, what the parser gave for each, and the numbers of those that have to be read by themselves."""
+    """Payloads, their parsed objects, and the numbers of those that must be read by themselves."""
 
     values: Sequence[bytes | None]
     rows: list[dict[str, Any]] = field(default_factory=list)
     alone: set[int] = field(default_factory=set)
 
     def parse(self) -> None:
-        """Fill the rows: an empty one for a tombstone, and for what is no object."""
+        """Parse the payloads into ``rows``, with an empty row for a tombstone and for anything but an object."""
         for number, value in enumerate(self.values):
             row: Any = _NOTHING
             if value is not None:
@@ -53,27 +53,27 @@ class _Batch:
                     self.alone.add(number)
             self.rows.append(row)
 
-    def taken(self, name: str) -> list[Any]:
-        """Return a field's values."""
+    def values_of(self, name: str) -> list[Any]:
+        """Return the values of a field."""
         return [row.get(name) for row in self.rows]
 
 
 Column: TypeAlias = "list[Any] | pa.Array"
-Take: TypeAlias = Callable[[_Batch], Column]
-"""Return the values of a column, and add to the rows that have to be read by themselves."""
+Extract: TypeAlias = Callable[[_Batch], Column]
+"""Returns the values of a column, and adds to the rows that must be read by themselves."""
 
 
 class JsonReader:
-    """Reads payloads by a declared schema: one, when called; or ``many``. Raises JobError as json_payload.reader."""
+    """Reads payloads by a declared schema, one by one or ``many``. Raises JobError like json_text.reader."""
 
     def __init__(self, declared: t.StructType, policy: Policy) -> None:
         self._one = json_payload.reader(declared, policy)
         self._whole = WholeReader.of(declared, policy)
-        self._takes = [_take(one, policy) for one in declared.fields]
+        self._extractors = [_extractor(one, policy) for one in declared.fields]
         self._decimals = any(isinstance(one.dataType, t.DecimalType) for one in declared.fields)
         nested = [one.dataType for one in declared.fields if _is_nested(one.dataType)]
         self._nested = bool(nested)
-        # Inside of other values a decimal is out of reach for what is done here.
+        # Decimals inside of other values can't be checked here.
         self._in_reach = not any(map(json_payload.has_decimal, nested))
         self._known = frozenset(declared.fieldNames()) if policy.unknown == "dead-letter" else None
 
@@ -82,10 +82,9 @@ class JsonReader:
         return self._one(value, header)
 
     def many(self, payloads: pa.Array) -> tuple[Sequence[Column], set[int]]:
-        """Read payloads; null, for a tombstone, gives null in all columns.
+        """Read payloads. Null, for a tombstone, gives null in all columns.
 
-        Gives the columns, and the numbers of the rows that have to be read one by one: what the columns have for these
-        says nothing.
+        Returns the columns, and the numbers of the rows that must be read one by one, whose values are undefined.
         """
         read = None if self._whole is None else self._whole.read(payloads)
         if read is not None:
@@ -94,16 +93,16 @@ class JsonReader:
         batch = _Batch(values)
         if self._in_reach:
             batch.parse()
-            self._doubt(batch)
-            columns = [take(batch) for take in self._takes]
+            self._add_doubtful(batch)
+            columns = [extract(batch) for extract in self._extractors]
         else:
             batch.alone.update(range(len(values)))
-            columns = [[None] * len(values) for _ in self._takes]
+            columns = [[None] * len(values) for _ in self._extractors]
         batch.alone.difference_update([number for number, value in enumerate(values) if value is None])
         return columns, batch.alone
 
-    def _doubt(self, batch: _Batch) -> None:
-        """Name the rows of which the parser may have shown another value than the payload has."""
+    def _add_doubtful(self, batch: _Batch) -> None:
+        """Add the rows for which the parser may have returned another value than the payload has."""
         for number, (value, row) in enumerate(zip(batch.values, batch.rows, strict=True)):
             if value is None:
                 continue
@@ -111,10 +110,10 @@ class JsonReader:
                 batch.alone.add(number)
             if self._known is not None and not self._known.issuperset(row):
                 batch.alone.add(number)
-            # The first question is the cheaper one.
+            # The cheaper check comes first.
             if self._decimals and _LONG in value.translate(_DIGITS) and _TOO_LONG.search(value):
                 batch.alone.add(number)
-            # Whole numbers of more than 64 bits come as doubles; at the top a column's own check finds them.
+            # Integers of more than 64 bits are parsed as doubles; at the top level the check of the column finds them.
             if self._nested and json_payload.look(row)[1]:
                 batch.alone.add(number)
 
@@ -123,27 +122,27 @@ def _is_nested(kind: t.DataType) -> bool:
     return isinstance(kind, t.StructType | t.ArrayType | t.MapType)
 
 
-def _take(declared: t.StructField, policy: Policy) -> Take:
-    """Return what takes a field's values out of many rows."""
+def _extractor(declared: t.StructField, policy: Policy) -> Extract:
+    """Return the function that extracts a field's values from many rows."""
     name, kind = declared.name, declared.dataType
-    # A field that is not there and one that is null look the same here.
+    # A missing field and a null field look the same here.
     optional = declared.nullable and policy.missing == "null"
     plain = _plain(kind)
     if plain is not None:
         allowed, fits = plain
         return _checked(name, allowed | {type(None)} if optional else allowed, fits)
-    each = _each(name, json_payload.slot_of(declared, policy), optional=optional)
+    each = _one_by_one(name, json_payload.slot_of(declared, policy), optional=optional)
     if isinstance(kind, t.DecimalType):
         return _decimals(name, kind, each, optional=optional)
     if isinstance(kind, t.TimestampType):
-        return _written(name, json_whole.times, each, optional=optional)
+        return _in_common_form(name, json_whole.times, each, optional=optional)
     if isinstance(kind, t.DateType):
-        return _written(name, json_whole.days, each, optional=optional)
+        return _in_common_form(name, json_whole.days, each, optional=optional)
     return each
 
 
 def _plain(kind: t.DataType) -> tuple[frozenset[type], Callable[[Any], bool] | None] | None:
-    """What the parser gives for a value of this kind, and what more has to hold; None where values are converted."""
+    """Return the Python types of this kind's values and a further check; None if values must be converted."""
     for whole, (_, bits) in WHOLE.items():
         if isinstance(kind, whole):
             return frozenset({int}), _within(-(2 ** (bits - 1)), 2 ** (bits - 1) - 1)
@@ -166,11 +165,11 @@ def _is_exact(value: Any) -> bool:
     return value is None or -HUGE < value < HUGE
 
 
-def _checked(name: str, allowed: frozenset[type], fits: Callable[[Any], bool] | None) -> Take:
-    """Take values that are what the column needs, as they are."""
+def _checked(name: str, allowed: frozenset[type], fits: Callable[[Any], bool] | None) -> Extract:
+    """Return a function for values that need no conversion."""
 
-    def take(batch: _Batch) -> Column:
-        column = batch.taken(name)
+    def extract(batch: _Batch) -> Column:
+        column = batch.values_of(name)
         if not allowed.issuperset(map(type, column)):
             for number, value in enumerate(column):
                 if type(value) not in allowed:
@@ -183,17 +182,17 @@ def _checked(name: str, allowed: frozenset[type], fits: Callable[[Any], bool] | 
                     column[number] = None
         return column
 
-    return take
+    return extract
 
 
-def _decimals(name: str, kind: t.DecimalType, each: Take, *, optional: bool) -> Take:
-    """Take decimals, when they all come as numbers; one by one when some come as text, or do not fit."""
+def _decimals(name: str, kind: t.DecimalType, each: Extract, *, optional: bool) -> Extract:
+    """Return a function for decimals that are all numbers; it uses ``each`` if some are text or do not fit."""
     arrow = pa.decimal128(kind.precision, kind.scale)
-    # Beyond these Arrow's cast from text wraps around, or gives zero, without a word.
+    # Beyond these limits Arrow's cast from text silently wraps around or gives zero.
     least, limit = 10.0**-kind.scale, 10.0 ** (kind.precision - kind.scale)
 
-    def take(batch: _Batch) -> Column:
-        column = batch.taken(name)
+    def extract(batch: _Batch) -> Column:
+        column = batch.values_of(name)
         for number, value in enumerate(column):
             if type(value) is float and not (value and -HUGE < value < HUGE) and _altered(value, batch.values[number]):
                 batch.alone.add(number)
@@ -206,19 +205,19 @@ def _decimals(name: str, kind: t.DecimalType, each: Take, *, optional: bool) -> 
         except pa.ArrowInvalid:
             return each(batch)
 
-    return take
+    return extract
 
 
 def _altered(value: float, payload: bytes | None) -> bool:
-    """Return whether a double may stand for another number: a whole one beyond 64 bits, or one too small for it."""
+    """Return whether a double may have replaced another number: an integer of more than 64 bits, or a tiny one."""
     return bool(value) or _EXPONENT.search(payload or b"") is not None
 
 
-def _written(name: str, whole: Finish, each: Take, *, optional: bool) -> Take:
-    """Take times or dates, when they are all written in the common way."""
+def _in_common_form(name: str, whole: Finish, each: Extract, *, optional: bool) -> Extract:
+    """Return a function for times or dates that are all in the common form; it uses ``each`` otherwise."""
 
-    def take(batch: _Batch) -> Column:
-        column = batch.taken(name)
+    def extract(batch: _Batch) -> Column:
+        column = batch.values_of(name)
         if not {str, type(None)}.issuperset(map(type, column)) or not (optional or None not in column):
             return each(batch)
         texts = pa.array(column, pa.string())
@@ -227,18 +226,18 @@ def _written(name: str, whole: Finish, each: Take, *, optional: bool) -> Take:
         except pa.ArrowInvalid:
             return each(batch)
 
-    return take
+    return extract
 
 
-def _each(name: str, convert: Convert, *, optional: bool) -> Take:
-    """Take values one by one."""
+def _one_by_one(name: str, convert: Convert, *, optional: bool) -> Extract:
+    """Return a function that converts values one by one."""
 
-    def take(batch: _Batch) -> Column:
+    def extract(batch: _Batch) -> Column:
         column: list[Any] = []
         for number, row in enumerate(batch.rows):
             value = given = row.get(name)
             if type(given) is float:
-                # What a column of decimals needs; to one of floats it is the same.
+                # Needed by decimals; for floats it makes no difference.
                 value = Decimal(repr(given)) if -HUGE < given < HUGE else None
             if value is not None:
                 try:
@@ -250,4 +249,4 @@ def _each(name: str, convert: Convert, *, optional: bool) -> Take:
             column.append(value)
         return column
 
-    return take
+    return extract

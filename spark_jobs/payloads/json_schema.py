@@ -1,4 +1,4 @@
-"""JSON with a registered schema: held against the schema it was written with, then read as declared."""
+"""JSON with a registered schema: validated against the schema it was written with, then read as declared."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from spark_jobs.payloads.registry import Client, Registry, Schema
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that an executor needs. ``declared`` None: the one column is the text, for VARIANT."""
+    """What an executor needs. ``declared`` None: the only column is the text, for VARIANT."""
 
     declared: t.StructType | None
     registry: Registry
@@ -50,7 +50,7 @@ class Plan:
 
 
 def _validator(client: Client, name: int | uuid.UUID) -> Any:
-    """Return the validator of a schema, or the Problem that there is none."""
+    """Return the validator of a schema, or the Problem with the schema."""
     from jsonschema import Draft7Validator
     from jsonschema.exceptions import SchemaError
     from jsonschema.validators import validator_for
@@ -66,7 +66,7 @@ def _validator(client: Client, name: int | uuid.UUID) -> Any:
         parsed = json.loads(schema.text)
         kind = validator_for(parsed, default=Draft7Validator)
         kind.check_schema(parsed)
-        # With these and no others: a validator must not fetch what a schema happens to name.
+        # Only the registered references: a validator must not fetch other URLs that a schema mentions.
         return linear(kind)(parsed, registry=Resources().with_resources(_resources(schema)))
     except (ValueError, SchemaError) as error:
         return Problem(f"schema {name} can't be read: {type(error).__name__}")
@@ -93,6 +93,6 @@ def _validate(validator: Any, name: int | uuid.UUID, payload: bytes) -> None:
     except (Unresolvable, RecursionError, ArithmeticError) as failure:
         raise Problem(f"schema {name} can't be applied: {type(failure).__name__}") from failure
     if error is not None:
-        # The path in the schema, not in the payload, whose names may be contents.
+        # The path in the schema. The path in the payload may have confidential names.
         rule = "/".join(map(str, error.absolute_schema_path))
         raise Problem(f"the payload is not as schema {name} has it: {rule}")

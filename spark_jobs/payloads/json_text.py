@@ -1,7 +1,7 @@
-"""JSON payloads, read by a declared schema, exactly: a value fits its field as it is, or it is a problem.
+"""Read JSON payloads by a declared schema, exactly: a value that does not fit its field is a problem.
 
-Spark's own ``from_json`` reads the first of several values, takes ``5`` for a text, rounds decimals, and keeps the last
-of two fields with one name. None of that is an error there, so it is not used here.
+Spark's ``from_json`` is not used, because it silently reads the first of several values, takes ``5`` for a text, rounds
+decimals, and keeps the last of two fields with the same name.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from spark_jobs.errors import JobError
 from spark_jobs.payloads.reading import Policy, Problem, Reader, Wrong, shown
 
 Convert = Callable[[Any], Any]
-"""From what the parser gives, not None, to what Arrow takes. Raises Wrong, and Problem for fields inside."""
+"""From a parsed value, never None, to a value for Arrow. Raises Wrong, and Problem for fields inside."""
 
 WHOLE: Final = {
     t.ByteType: ("tinyint", 8),
@@ -35,17 +35,17 @@ WHOLE: Final = {
 _DATE: Final = re.compile(r"\d{4}-\d\d-\d\d", re.ASCII)
 _TIMESTAMP: Final = re.compile(r"(\d{4}-\d\d-\d\d)[Tt ](\d\d:\d\d)(:\d\d)?(?:\.(\d+))?([Zz]|[+-]\d\d:?\d\d)?", re.ASCII)
 _DECIMAL: Final = re.compile(r"-?\d{1,60}(?:\.\d{1,60})?", re.ASCII)
-# Every field has one of these; only a text that has an escaped quote before a colon adds to them.
+# Every field has one of these; so has a text with an escaped quote before a colon.
 _FIELD: Final = re.compile(rb'"\s*:')
-# Numbers that VARIANT may not hold exactly: with an exponent, or very long.
+# Numbers that VARIANT may not represent exactly: with an exponent, or very long.
 _DOUBTFUL: Final = re.compile(rb"[0-9][eE]|[0-9.]{19}")
-# From here on a double may have been a whole number, which orjson has rounded.
+# From here on a double may be an integer that orjson has rounded.
 HUGE: Final = 2.0**63
 _WIDE: Final = Context(prec=120)
 
 
 def reader(declared: t.StructType, policy: Policy) -> Reader:
-    """Return the reader for a declared schema. Raises JobError for a type that JSON has no counterpart for."""
+    """Return the reader for a declared schema. Raises JobError for a type that has no counterpart in JSON."""
     convert = _fields(declared, "", policy)
     names = declared.fieldNames()
     exact = has_decimal(declared)
@@ -58,18 +58,18 @@ def reader(declared: t.StructType, policy: Policy) -> Reader:
 
 
 def variant_reader(value: bytes, header: bytes | None) -> Sequence[Any]:  # noqa: ARG001
-    """Return a payload's text, which Spark then parses into a VARIANT. Raises Problem."""
+    """Return the payload's text, which Spark then parses as VARIANT. Raises Problem."""
     parse(value, exact=False)
     if _DOUBTFUL.search(value):
         try:
-            json.loads(value, parse_float=_held, parse_int=_held)
+            json.loads(value, parse_float=_check_exact, parse_int=_check_exact)
         except (ValueError, ArithmeticError, RecursionError) as error:
             raise Problem("the payload is too deep or has a number that is too long") from error
     return [value.decode()]
 
 
-def _held(text: str) -> None:
-    """Raise Wrong for a number that VARIANT would round: it has decimals of 38 digits, and doubles."""
+def _check_exact(text: str) -> None:
+    """Raise Wrong for a number that VARIANT, with decimals of 38 digits and doubles, would round."""
     plain = text.lstrip("-")
     whole, _, fraction = plain.partition(".")
     if "e" not in plain.lower() and len(whole.lstrip("0")) + len(fraction) <= 38:
@@ -80,10 +80,10 @@ def _held(text: str) -> None:
 
 
 def parse(value: bytes, *, exact: bool) -> dict[str, Any]:
-    """Parse one JSON object. ``exact``: numbers with a fraction come as Decimal. Raises Problem.
+    """Parse one JSON object. ``exact``: numbers with a fraction are returned as Decimal. Raises Problem.
 
-    orjson is the fast one, and the strict one: no NaN, nothing behind the object, only UTF-8. It keeps the last of two
-    fields with one name, rounds to doubles, and so a slower parser goes over what it may have altered.
+    orjson is fast and strict: no NaN, nothing after the object, only UTF-8. But it keeps the last of two fields with
+    the same name and rounds to doubles, so payloads that it may have altered are parsed again by the standard library.
     """
     try:
         parsed: Any = orjson.loads(value)
@@ -95,16 +95,16 @@ def parse(value: bytes, *, exact: bool) -> dict[str, Any]:
     doubtful = value.count(b":") != fields and may_repeat(value, parsed)
     if exact or huge or doubtful:
         try:
-            parsed = json.loads(value, object_pairs_hook=_once, parse_float=_decimal if exact else float)
+            parsed = json.loads(value, object_pairs_hook=_with_unique_names, parse_float=_decimal if exact else float)
         except (ValueError, RecursionError) as error:
             raise Problem("the payload is too deep or has a number that is too long") from error
     return cast("dict[str, Any]", parsed)
 
 
 def may_repeat(value: bytes, parsed: dict[str, Any]) -> bool:
-    """Return whether a name may stand twice in one object of a payload, of which a parser shows one only.
+    """Return whether an object of a payload may have the same name twice, of which the parser returns only one.
 
-    Every field has a colon, and so does many a text: who asks has compared their numbers, which costs less.
+    Callers first compare the number of colons with that of the fields, which is cheaper; texts may have colons, too.
     """
     fields = len(_FIELD.findall(value))
     return fields != len(parsed) and fields != look(parsed)[0]
@@ -114,14 +114,14 @@ def _decimal(text: str) -> Decimal | float:
     try:
         return Decimal(text)
     except ArithmeticError:
-        # An exponent beyond reason: no column's decimal, and as a double 0 or infinite.
+        # The exponent is too large for Decimal; as a double the number is 0 or infinite.
         return float(text)
 
 
-def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _with_unique_names(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     parsed = dict(pairs)
     if len(parsed) != len(pairs):
-        # Not count() of each name: whoever sends very many of them would keep us for minutes.
+        # Not count() of each name, which takes minutes for an object with very many names.
         times = Counter(name for name, _ in pairs)
         twice = next(name for name, _ in pairs if times[name] > 1)
         raise Problem(f"{shown(twice)}: stands twice in one object")
@@ -129,7 +129,7 @@ def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def look(parsed: dict[str, Any]) -> tuple[int, bool]:
-    """How many fields there are in all objects; and whether a number may have been a whole one beyond 64 bits."""
+    """Return the number of fields in all objects, and whether a number may be an integer of more than 64 bits."""
     total = 0
     huge = False
     stack: list[Any] = [parsed]
@@ -190,13 +190,13 @@ def _fields(declared: t.StructType, path: str, policy: Policy) -> Convert:
 
 
 def slot_of(field: t.StructField, policy: Policy, path: str = "") -> Convert:
-    """Return what converts a field's values, NULL among them. Raises JobError."""
+    """Return the function that converts a field's values, including NULL. Raises JobError."""
     name = path + field.name
     return _slot(_converter(field.dataType, name, policy), field.nullable, name, policy)
 
 
 def _slot(convert: Convert, nullable: bool, path: str, policy: Policy) -> Convert:
-    """Add what NULL and the policy for wrong values mean at this place."""
+    """Add the handling of NULL and the policy for wrong values."""
 
     def slot(value: Any) -> Any:
         if value is None:
@@ -211,7 +211,7 @@ def _slot(convert: Convert, nullable: bool, path: str, policy: Policy) -> Conver
         except Wrong as wrong:
             if nullable:
                 return None
-            # No more a matter of the value: a NULL further out would hide what NOT NULL asks for.
+            # No longer Wrong: otherwise an outer field would become NULL and hide the violation of NOT NULL.
             raise Problem(str(wrong)) from wrong
 
     return forgiving if policy.wrong == "null" else slot
@@ -221,7 +221,7 @@ def _converter(kind: t.DataType, path: str, policy: Policy) -> Convert:  # noqa:
     for whole, (name, bits) in WHOLE.items():
         if isinstance(kind, whole):
             return _whole(path, name, bits)
-    # Types of their own that are kinds of text to Spark: their limits would have to be kept.
+    # Not isinstance: subclasses may have limits that would have to be checked.
     if type(kind) is t.StringType:
 
         def text(value: Any) -> str:
@@ -280,7 +280,7 @@ def _whole(path: str, name: str, bits: int) -> Convert:
     least, most = -(2 ** (bits - 1)), 2 ** (bits - 1) - 1
 
     def whole(value: Any) -> int:
-        # Neither 1.0 nor 1e3 nor "1" nor true is one: whether they were meant as one, nobody knows.
+        # 1.0, 1e3, "1" and true are not accepted as integers.
         if type(value) is not int:
             raise Wrong(f"field {path}: is not a whole number that fits {name}")
         if not least <= value <= most:
@@ -339,7 +339,8 @@ def _fixed(path: str, precision: int, scale: int) -> Convert:
         elif isinstance(value, Decimal):
             number = value
         elif type(value) is str and _DECIMAL.fullmatch(value):
-            # Many write money as text, because JSON's numbers are doubles to so many. It is exact.
+            # Amounts of money are often written as text, because many parsers read JSON numbers as doubles. Text is
+            # exact.
             number = Decimal(value)
         else:
             raise Wrong(f"field {path}: is not a decimal number")

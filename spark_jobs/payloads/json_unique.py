@@ -1,16 +1,16 @@
-"""``uniqueItems`` of JSON Schema in time that grows as the payload does.
+"""JSON Schema's ``uniqueItems`` in linear time.
 
-The library compares each item with each other one, unless they can be sorted: a message with 100,000 objects kept it
-for hours. Here each value has a key, and equal values, as JSON Schema has it, have equal keys:
+The library compares each item with every other one, unless they can be sorted: a message with 100,000 objects took it
+hours. Here each value has a key, and values that are equal by JSON Schema's rules have equal keys:
 
 | values                                  | keys                                                                |
 |-----------------------------------------|---------------------------------------------------------------------|
-| 1, 1.0 and 1e0; 0 and -0.0              | equal: numbers by what they are worth                               |
+| 1, 1.0 and 1e0; 0 and -0.0              | equal: numbers are compared by value                                |
 | true and 1; "1" and 1; null and false   | different: each begins with its type                                |
 | objects with their fields in any order  | equal                                                               |
-| arrays, in their order                  | a digest of the items' keys, so that nesting does not add up        |
+| arrays, in their order                  | a digest of the items' keys, so that nesting does not make keys long |
 
-Keys are bytes, whose hashes nobody can foresee: integers can be chosen so that all of them have one hash.
+Keys are bytes, because their hashes are unpredictable: integers can be chosen to have all the same hash.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from typing import Any
 
 
 class Keys:
-    """The keys of one payload's values. Those of arrays and objects are made once, however deep these lie."""
+    """The keys of one payload's values. Keys of arrays and objects are computed once, at any depth."""
 
     def __init__(self) -> None:
         self._known: dict[int, bytes] = {}
 
     def key(self, value: Any) -> bytes:
-        """Return a value's key. The payload must stay as it is, and alive."""
+        """Return a value's key. The payload must stay alive and unchanged, because keys are cached by identity."""
         if isinstance(value, str):
             return b'"' + value.encode("utf-8", "surrogatepass")
         if value is None or isinstance(value, bool):
@@ -65,7 +65,7 @@ _KEYS: ContextVar[Keys | None] = ContextVar("outbox_unique_items", default=None)
 
 @contextmanager
 def one_payload() -> Iterator[None]:
-    """Share the keys among all that is validated inside. It must be one payload."""
+    """Share the keys in all validations inside the block. They must be of one payload."""
     token = _KEYS.set(Keys())
     try:
         yield
@@ -82,8 +82,8 @@ def _unique_items(validator: Any, unique: Any, instance: Any, _schema: Any) -> I
 
 @functools.cache
 def linear(kind: Any) -> Any:
-    """Return a validator class that differs from ``kind`` in nothing but the time of uniqueItems."""
-    # The library's own classes are made with it.
+    """Return a validator class that is equal to ``kind`` but checks uniqueItems in linear time."""
+    # The library's own classes are built with attrs.
     import attrs
     from jsonschema import validators
 
@@ -94,7 +94,7 @@ def linear(kind: Any) -> Any:
         found = evolve(self, **changes)
         if type(found) is made:
             return found
-        # A schema that names its own draft, as the root does when it refers to itself: the library takes its own class.
+        # For a schema that declares its draft, such as a root that refers to itself, the library uses its own class.
         its_own: Any = type(found)
         fields = [field for field in attrs.fields(its_own) if field.init]
         return linear(its_own)(**{str(field.alias): getattr(found, field.name) for field in fields})

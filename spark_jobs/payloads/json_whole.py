@@ -1,13 +1,13 @@
-"""JSON payloads by Arrow's own parser: a whole batch at once, and no value through Python.
+"""Read a whole batch of plain JSON payloads with Arrow's parser, without handling single values in Python.
 
-For batches in which every payload has fields of the schema only, and schemas of plain fields, structs and arrays.
-Arrow then takes what json_payload takes, value by value, but for what is looked at here; where anything else is in a
-batch, it is read the other way. Fields beyond the schema are no matter for Arrow: to know whether one of them stands
-twice it would have to build columns of them, as many as there are names.
+For schemas of plain fields, structs and arrays, and batches whose payloads have no other fields. Arrow then accepts the
+same values as json_text, apart from differences that are checked here; a batch with anything else is read by
+json_columns. Payloads with unknown fields are not read here: to find one that is repeated, Arrow would have to build a
+column for each name.
 
-One payload is one line. A line that is no value by itself could go on in the next one, and another be two, without a
-difference in their number; but each line begins with a brace and ends with one, and ``}``, newline, ``{`` can't stand
-inside of a value: an object wants a comma there, an array too, and a text holds no bare newline.
+One payload is one line. Arrow could take two lines for one value and another line for two, which leaves the number of
+rows unchanged. But each line begins with ``{`` and ends with ``}``, and a ``}``, a newline and a ``{`` can't follow
+each other inside a value: objects and arrays need a comma there, and texts contain no bare newline.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from pyspark.sql import types as t
 from spark_jobs.payloads.reading import Policy
 
 Finish = Callable[[pa.Array], pa.Array]
-"""From what was parsed to the column. Raises pa.ArrowInvalid for what has to be read the other way."""
+"""From the parsed texts to the column. Raises pa.ArrowInvalid for a batch that must be read by json_columns."""
 
 _KINDS: Final[dict[type[t.DataType], pa.DataType]] = {
     t.StringType: pa.string(),
@@ -37,20 +37,20 @@ _KINDS: Final[dict[type[t.DataType], pa.DataType]] = {
     t.TimestampType: pa.string(),
     t.DateType: pa.string(),
 }
-# From here on a double may stand for a whole number that it can't hold.
+# From here on a double can't represent every integer.
 WHOLE_DOUBLE: Final = 2.0**53
-# Of what json_payload takes, the part that Arrow takes for the same: not the first and the last years, where an offset
-# may lead out of what Python can show.
+# The forms that Arrow reads in the same way as json_text. Without the first and the last years, in which an offset may
+# lead beyond the range of Python's datetime.
 _YEAR: Final = r"(0[1-9]\d\d|[1-8]\d{3}|9[0-8]\d\d)"
 _DAY: Final = rf"^{_YEAR}-\d\d-\d\d$"
 _TIME: Final = rf"^{_YEAR}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d{{1,6}})?(Z|[+-]\d\d:\d\d)$"
-# Arrow has 32-bit offsets.
+# Arrow's offsets have 32 bits.
 _MOST_BYTES: Final = 2**28
 _TRIES: Final = 3
 
 
 class WholeReader:
-    """Reads batches by a declared schema. After three that it could not read it stops trying."""
+    """Reads batches by a declared schema. After three batches in a row that it could not read it stops trying."""
 
     def __init__(self, declared: t.StructType, policy: Policy, kinds: Sequence[pa.DataType]) -> None:
         self._declared = declared
@@ -61,16 +61,17 @@ class WholeReader:
 
     @staticmethod
     def of(declared: t.StructType, policy: Policy) -> WholeReader | None:
-        """Return one for a schema of plain fields, structs and arrays; None for any other."""
+        """Return a reader for a schema of plain fields, structs and arrays; None for any other schema."""
         optional = policy.missing == "null"
         kinds = [_parsed_as(one.dataType, optional=optional) for one in declared.fields]
         known = [kind for kind in kinds if kind is not None]
         return WholeReader(declared, policy, known) if kinds and len(known) == len(kinds) else None
 
     def read(self, values: pa.Array) -> tuple[list[pa.Array], set[int]] | None:
-        """Read payloads; null, for a tombstone, gives null in all columns. None: they have to be read the other way.
+        """Read payloads. Null, for a tombstone, gives null in all columns.
 
-        Gives the columns, and the numbers of the rows that have to be read one by one all the same.
+        Returns the columns, and the numbers of the rows that must be read one by one; None if the batch can't be read
+        here.
         """
         if self._misses >= _TRIES:
             return None
@@ -96,7 +97,7 @@ class WholeReader:
             raise pa.ArrowInvalid("too much, or nothing")
         if not pc.all(pc.and_(pc.starts_with(values, "{"), pc.ends_with(values, "}"))).as_py():
             raise pa.ArrowInvalid("not all of them are objects and nothing else")
-        # The parser does not look whether it is UTF-8, the cast does.
+        # The cast checks that it is UTF-8; the parser does not.
         values.cast(pa.string())
         whole = pa.ListArray.from_arrays(pa.array([0, len(values)], pa.int32()), values)
         buffer = pc.binary_join(whole, b"\n")[0].as_buffer()
@@ -114,9 +115,9 @@ class WholeReader:
 
 
 def _parsed_as(kind: t.DataType, *, optional: bool) -> pa.DataType | None:
-    """Return what Arrow's parser is told for a type; None where payloads have to be read the other way.
+    """Return the type for Arrow's parser; None if payloads must be read by json_columns.
 
-    optional  whether a field may be missing. Inside of other values it is not looked at which are, so there all may.
+    optional  whether fields may be missing. Inside other values missing fields are not checked, so all may be missing.
     """
     if isinstance(kind, t.ArrayType):
         element = _parsed_as(kind.elementType, optional=optional) if kind.containsNull else None
@@ -129,7 +130,7 @@ def _parsed_as(kind: t.DataType, *, optional: bool) -> pa.DataType | None:
 
 
 def _finished(column: pa.Array, kind: t.DataType, *, inside: bool) -> pa.Array:
-    """Return what was parsed as the column that it is to be. Raises pa.ArrowInvalid."""
+    """Convert a parsed column to its declared type. Raises pa.ArrowInvalid."""
     if isinstance(kind, t.ArrayType):
         items = _finished(column.flatten(), kind.elementType, inside=True)
         lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
@@ -146,22 +147,20 @@ def _finished(column: pa.Array, kind: t.DataType, *, inside: bool) -> pa.Array:
 
 
 def _doubtful(column: pa.Array) -> Any:
-    """Return for each double whether it may stand for another number.
-
-    What is not less: among them NaN and Infinity, which are numbers for Arrow and not for JSON. And -0: with a point
-    it is one, without it is the whole number 0.
-    """
+    """Return a mask of the doubles that may have replaced another number."""
+    # The negation includes NaN and Infinity, which Arrow accepts and JSON does not. And -0: as -0.0 it keeps its sign,
+    # as -0 it is the integer 0.
     numbers = pc.fill_null(column, 1.0).to_numpy(zero_copy_only=False)
     return ~(np.abs(numbers) < WHOLE_DOUBLE) | (np.signbit(numbers) & (numbers == 0))
 
 
 def times(texts: pa.Array) -> pa.Array:
-    """Return times that are all written in the common way. Raises pa.ArrowInvalid when one is not."""
+    """Parse times. Raises pa.ArrowInvalid unless all are in the common form."""
     return _of_the_form(texts, _TIME).cast(pa.timestamp("us", "UTC"))
 
 
 def days(texts: pa.Array) -> pa.Array:
-    """The same for dates."""
+    """Parse dates. Raises pa.ArrowInvalid unless all are in the common form."""
     return _of_the_form(texts, _DAY).cast(pa.date32())
 
 

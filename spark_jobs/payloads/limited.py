@@ -1,4 +1,4 @@
-"""A limit for payloads, around any decoder: one that is larger is a problem, and nobody looks into it."""
+"""A size limit around any decoder: a larger payload is a problem and is not decoded."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ _TOO_LARGE: Final = "outbox_batch_too_large"
 
 @dataclass(frozen=True, slots=True)
 class Limited:
-    """A decoder for payloads of at most so many bytes."""
+    """A decoder for payloads of at most ``most`` bytes."""
 
     decoder: Decoder
     most: int
 
     def names(self) -> tuple[str, ...]:
-        """Return the decoder's."""
+        """Return the decoder's names."""
         return self.decoder.names()
 
     def decode(self, rows: DataFrame) -> DataFrame:
-        """Add the decoder's columns. It never gets a payload that is too large; what it has for it is not used."""
+        """Add the decoder's columns. A payload that is too large is passed to it as a tombstone."""
         from pyspark.sql import functions as F  # noqa: N812  the name everybody knows it by
 
         size = F.octet_length("value")
-        before, after = _said(self.most)
-        said = F.concat(F.lit(before), size.cast("string"), F.lit(after))
+        before, after = _problem_text(self.most)
+        text = F.concat(F.lit(before), size.cast("string"), F.lit(after))
         rows = rows.withColumns(
-            {_TOO_LARGE: F.when(size > self.most, said), "value": F.when(size <= self.most, F.col("value"))}
+            {_TOO_LARGE: F.when(size > self.most, text), "value": F.when(size <= self.most, F.col("value"))}
         )
         decoded = self.decoder.decode(rows)
         return decoded.withColumn(PROBLEM, F.coalesce(F.col(_TOO_LARGE), F.col(PROBLEM))).drop(_TOO_LARGE)
@@ -66,7 +66,7 @@ class _LimitedReader:
 
     def __call__(self, value: bytes, header: bytes | None) -> Sequence[Any]:
         if len(value) > self._most:
-            before, after = _said(self._most)
+            before, after = _problem_text(self._most)
             raise Problem(f"{before}{len(value)}{after}")
         return self._read(value, header)
 
@@ -83,11 +83,11 @@ class _LimitedMany(_LimitedReader):
         large = pc.fill_null(pc.greater(pc.binary_length(payloads), self._most), False)
         if not pc.any(large).as_py():
             return self._many(payloads)
-        # Read as tombstones together with the others, and by themselves for what is the matter with them.
+        # Large ones are read as tombstones here, and then one by one, which raises their problem.
         found, alone = self._many(pc.if_else(large, pa.scalar(None, payloads.type), payloads))
         return found, alone | set(pc.indices_nonzero(large).to_pylist())
 
 
-def _said(most: int) -> tuple[str, str]:
-    """What there is to say of such a payload, before and after its size."""
+def _problem_text(most: int) -> tuple[str, str]:
+    """Return the text of the problem, before and after the payload's size."""
     return "the payload has ", f" bytes, and the job takes {most} at most (max_payload_bytes)"

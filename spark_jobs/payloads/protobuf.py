@@ -1,4 +1,4 @@
-"""Protobuf payloads: read with the job's descriptor; the writer's schema only says which message it is."""
+"""Protobuf payloads: decoded with the job's descriptor; the writer's schema only gives the message type."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _PLAIN: Final[Mapping[int, t.DataType]] = {
 }
 _UINT64, _ENUM, _MESSAGE = 4, 8, 10
 _BYTES: Final = 12
-"""FieldDescriptor.TYPE_BYTES: to C++ a kind of string."""
+"""FieldDescriptor.TYPE_BYTES; its CPPTYPE is that of strings."""
 _WRAPPERS: Final = re.compile(r"google\.protobuf\.(Double|Float|Int64|UInt64|Int32|UInt32|Bool|String|Bytes)Value")
 _COMMON: Final = re.compile(r"(google|confluent)(/\w+)+\.proto")
 _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
@@ -43,9 +43,9 @@ _EPOCH: Final = datetime(1970, 1, 1, tzinfo=UTC)
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """All that an executor needs. ``files``: a FileDescriptorSet with all that ``message`` needs, in its order.
+    """What an executor needs to decode Protobuf. Without a registry payloads have no framing.
 
-    Without a registry every payload is the bare message.
+    files  a FileDescriptorSet with ``message`` and its imports, each file after those that it imports.
     """
 
     files: bytes
@@ -54,7 +54,7 @@ class Plan:
     policy: Policy
 
     def fields(self) -> t.StructType:
-        """Return the columns. Raises JobError for a message that has no counterpart."""
+        """Return the columns. Raises JobError for a message type that has no counterpart in Spark."""
         kind, _ = _struct(self._class().DESCRIPTOR, "", (), self.policy)
         return kind
 
@@ -99,7 +99,7 @@ class Plan:
 
 
 class _Names:
-    """Which message a schema's id and a place in its file stand for."""
+    """The names of message types, by the schema's id and the path in its file."""
 
     def __init__(self, registry: Registry) -> None:
         self._client = registry.client("serialized")
@@ -136,7 +136,7 @@ class _Names:
 
 
 def from_registry(schema: Schema, message: str | None) -> tuple[bytes, str]:
-    """Return the FileDescriptorSet of a registered schema, and the message: the first one, unless it is named."""
+    """Return the FileDescriptorSet of a registered schema, and the message type: the first one if not given."""
     from google.protobuf import descriptor_pb2
 
     if schema.kind != "PROTOBUF":
@@ -151,7 +151,7 @@ def from_registry(schema: Schema, message: str | None) -> tuple[bytes, str]:
 
 
 def from_descriptor(files: Iterable[Any]) -> bytes:
-    """Return the FileDescriptorSet of FileDescriptors and all that they import."""
+    """Return a FileDescriptorSet of these FileDescriptors and all that they import."""
     from google.protobuf import descriptor_pb2
 
     found: dict[str, Any] = {}
@@ -168,7 +168,7 @@ def from_descriptor(files: Iterable[Any]) -> bytes:
 
 
 def _collect(schema: Schema, name: str | None, files: dict[str, Any]) -> Any:
-    """Add a schema's file behind the files that it imports."""
+    """Add a schema's file after the files that it imports. Returns the file."""
     file = _file(schema)
     file.name = name or file.name or "schema.proto"
     references = dict(schema.references)
@@ -184,7 +184,7 @@ def _collect(schema: Schema, name: str | None, files: dict[str, Any]) -> Any:
 
 
 def _common(name: str, files: dict[str, Any]) -> None:
-    """Add a file that comes with Protobuf itself, or with Google's common ones where these are installed."""
+    """Add a file that comes with Protobuf, or with googleapis-common-protos if that is installed."""
     from google.protobuf import descriptor_pb2
 
     if not _COMMON.fullmatch(name):
@@ -240,7 +240,7 @@ def _struct(
 
 
 def _field(field: Any, path: str, inside: tuple[str, ...], policy: Policy) -> tuple[t.DataType, Convert]:
-    """Return the type in Spark, and the function from the message that has the field to the value."""
+    """Return the Spark type, and the function from the message that has the field to the value."""
     name = field.name
     if field.message_type is not None and field.message_type.GetOptions().map_entry:
         key_kind, key = _value(field.message_type.fields_by_name["key"], f"{path}{{}}", inside, policy)

@@ -1,4 +1,4 @@
-"""What readers of payloads have in common: a value for each column, or a problem. No Spark in here."""
+"""The interface of payload readers: a value for each column, or a problem. Does not import Spark."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Reader = Callable[[bytes, bytes | None], Sequence[Any]]
-"""From a payload, and the value of its header ``__value_schema_id``, to the columns' values. Raises Problem."""
+"""From a payload and the value of its header ``__value_schema_id`` to the columns' values. Raises Problem."""
 
 
 @runtime_checkable
@@ -25,7 +25,7 @@ class ManyReader(Protocol):
         ...
 
     def many(self, payloads: pa.Array) -> tuple[Sequence[list[Any] | pa.Array], set[int]]:
-        """Return the columns, as lists or as Arrow has them, and the numbers of the rows left to be read one by one."""
+        """Return the columns, as lists or Arrow arrays, and the numbers of the rows that must be read one by one."""
         ...
 
 
@@ -33,7 +33,7 @@ _NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
 
 
 class Problem(Exception):
-    """A payload that is no row for the job. The text names the field and never says what the payload holds."""
+    """A payload that can't be a row. The text names the field and never quotes the payload."""
 
 
 class Wrong(Problem):
@@ -59,12 +59,12 @@ class Policy:
 
 
 def shown(name: str) -> str:
-    """A name that came with a payload, fit for a message: anything that is no plain name is not repeated."""
+    """Return a payload's field name for an error text. A name that is not a plain identifier is not quoted."""
     return f"field {name}" if _NAME.fullmatch(name) else "a field"
 
 
 def columns(reader: Reader, payloads: pa.Array, headers: pa.Array, kind: pa.StructType) -> pa.StructArray:
-    """Read a batch. The last field of ``kind`` takes the problem; a payload that is null gives a row of nulls."""
+    """Read a batch. The last field of ``kind`` is for the problem; a null payload gives a row of nulls."""
     import pyarrow as pa
 
     rows = len(payloads)
@@ -89,7 +89,7 @@ def columns(reader: Reader, payloads: pa.Array, headers: pa.Array, kind: pa.Stru
         try:
             arrays.append(pa.array(column, field.type))
         except (pa.ArrowException, ValueError, OverflowError, TypeError):
-            # A value that the reader let through and the column can't hold. The others must not suffer for it.
+            # The reader accepted a value that the column can't hold. The other rows must not fail for it.
             for number, value in enumerate(column):
                 if (problem := _unfit(value, field)) is not None:
                     column[number] = None
@@ -106,7 +106,7 @@ def _read_alone(
     listed: list[list[Any]],
     alone: Iterable[int],
 ) -> list[str | None]:
-    """Read these rows one by one, into the columns ``listed``. Returns the problems of all rows."""
+    """Read these rows one by one into the columns ``listed``. Returns the problems of all rows."""
     problems: list[str | None] = [None] * len(values)
     empty = (None,) * len(listed)
     for number in alone:

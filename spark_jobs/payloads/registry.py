@@ -1,4 +1,4 @@
-"""The schema registry: what a schema's id stands for. A schema never changes, so that it is asked for once."""
+"""The schema registry. The schema of an id never changes, so it is fetched once."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ if TYPE_CHECKING:
 _UNKNOWN_SCHEMA: Final = 40403
 _UNKNOWN_SUBJECT: Final = frozenset({40401, 40402})
 
-# A task should outlive a registry's restart; and a request without a time limit could hold the group for ever.
+# A task should survive a restart of the registry; and a request without a time limit could block the group forever.
 _PATIENT: Final = {"timeout": 10, "max.retries": 8, "retries.wait.ms": 200, "retries.max.wait.ms": 5000}
 
 
 class RegistryUnavailable(ConsumerUnavailable):
-    """The schema registry stayed away, or refused to answer. Nothing was applied; the range is read again."""
+    """The schema registry was unavailable, or returned an error. Nothing was applied; the range is read again."""
 
 
 @dataclass(frozen=True, slots=True)
 class Schema:
-    """A schema as it is registered. ``kind``: AVRO, PROTOBUF, JSON. ``references``: name there → schema."""
+    """A registered schema. ``kind``: AVRO, PROTOBUF or JSON. ``references``: the name that it uses → schema."""
 
     kind: str
     text: str
@@ -35,10 +35,10 @@ class Schema:
 
 @dataclass(frozen=True, slots=True)
 class Registry:
-    """Where schemas are.
+    """A schema registry.
 
     url      of the registry; several, separated by commas, are tried in turn.
-    options  more of confluent_kafka's SchemaRegistryClient: ``basic.auth.user.info`` ("user:password"),
+    options  of confluent_kafka's SchemaRegistryClient: ``basic.auth.user.info`` ("user:password"),
              ``ssl.ca.location``, ``bearer.auth.*``, ``timeout`` (seconds, 10), ``max.retries`` (8), … Never shown.
     """
 
@@ -50,7 +50,7 @@ class Registry:
             raise JobError("registry: must be a URL")
 
     def client(self, form: str | None = None) -> Client:
-        """Return the process's client; the same one every time. ``form``: "serialized" for Protobuf."""
+        """Return this process's client of the registry. ``form``: "serialized" for Protobuf."""
         key = (self.url, form, *sorted((name, str(value)) for name, value in self.options.items()))
         if key not in _clients:
             _clients[key] = Client(self, form)
@@ -58,7 +58,7 @@ class Registry:
 
 
 class Client:
-    """A registry's schemas, remembered. For one thread, as a Python worker of Spark is."""
+    """Fetches schemas and caches them. For a single thread, as in Spark's Python workers."""
 
     def __init__(self, registry: Registry, form: str | None) -> None:
         try:
@@ -87,7 +87,7 @@ class Client:
                     found = self._asked.get_schema_by_guid(str(name), fmt=self._form)
                 self._schemas[name] = self._whole(found)
             except SchemaRegistryError as error:
-                # Any other 404 is one of a wrong URL or of something before the registry, and no message's fault.
+                # Any other 404 comes from a wrong URL or from a proxy, and is no message's fault.
                 if error.error_code == _UNKNOWN_SCHEMA:
                     raise Problem(f"the registry has no schema {name}") from error
                 raise self._away(error) from error

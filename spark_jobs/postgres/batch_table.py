@@ -1,19 +1,19 @@
-"""Rows into ``batch``, without repeats, into the effect: the part of a transaction that is the same for all of them.
+"""Load rows into ``batch``, drop repeats, run the effect: the steps that all transactions have in common.
 
-A message that breaks this is a culprit: it is named, the transaction is rolled back, and the driver runs the range
-again without it, with the message as a dead letter in the same transaction. So the fast way carries no raw values
-along, and one bad row costs one row.
+A message that makes a step fail is a culprit. The transaction is rolled back, and the driver runs the range again
+without the message, which it stores as a dead letter in the same transaction. So the fast path carries no raw values,
+and one bad row costs one row.
 
 | what fails                                   | how the culprit is found                                             |
 |----------------------------------------------|----------------------------------------------------------------------|
 | COPY: a value that the column's type refuses | Uncopyable; again with all columns as text, cast part by part        |
-| the effect: see _DATA                        | the batch in halves, each under a savepoint, in the order of offsets |
-| parts fail together, but none by itself      | nothing: every message has been applied once, in smaller batches     |
-| the effect raises Reject                     | it says so itself                                                    |
-| its id is of a day that is forgotten         | by a query, after the ids went in                                    |
-| anything else of the database                | nothing to find: the job ends (EffectFailed), or is tried again      |
+| the effect, with an error of ``by_data``     | the batch in halves, each under a savepoint, in the order of offsets |
+| parts fail together, but none by itself      | there is none: each message was applied once, in smaller batches     |
+| the effect raises Reject                     | Reject has its id                                                    |
+| an id is of a day that is forgotten          | by a query, after the ids were inserted                              |
+| any other error of the database              | not searched: the job ends (EffectFailed), or tries again            |
 
-One more culprit than ``max_dead`` is as many as ever are named: the job ends with that many, and nobody needs the rest.
+At most ``max_dead`` + 1 culprits are named: with that many the job ends.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ if TYPE_CHECKING:
 IMMEDIATE: Final = "SET CONSTRAINTS ALL IMMEDIATE"
 _PLACE: Final = "message_topic, message_part, message_offset"
 _MOST_TAKEN_BACK: Final = 1_000
-"""So many messages may have been put into ``batch`` in vain before its file is emptied."""
+"""How many rolled-back messages may be left in the file of ``batch`` before it is emptied."""
 
 
 class Applying:
-    """One use of the table ``batch``, in a transaction that is open.
+    """One use of the table ``batch``, in an open transaction.
 
-    columns   of ``batch``, with their types in Postgres.
-    bisect    find culprits; otherwise what the rows break is Broken.
+    columns   of ``batch``, with their Postgres types.
+    bisect    find culprits; otherwise an error by the rows is Broken.
     max_dead  more culprits than this are Broken.
     """
 
@@ -72,7 +72,7 @@ class Applying:
         self._bisecting = bisect
         self._max_dead = max_dead
         self.placed = set(META_PLACE) <= set(columns)
-        """The rows say which messages they are."""
+        """The rows have the columns that identify their messages."""
         self._kept: list[pa.RecordBatch] = []
         self._staged: tuple[sql.Identifier, list[str]] | None = None
         self._ids: list[Ids] | None = None
@@ -94,7 +94,7 @@ class Applying:
             raise Uncopyable from error
 
     def copy_leniently(self, batches: Iterable[pa.RecordBatch]) -> None:
-        """The same where ``copy`` met a value that does not fit. Raises Culprits, naming the messages."""
+        """Do the same after ``copy`` has raised Uncopyable. Raises Culprits for messages whose values do not fit."""
         found: list[Culprit] = []
         as_text = textual(self._columns)
         names = [name for name, kind in as_text.items() if kind == "text"]
@@ -108,9 +108,10 @@ class Applying:
             raise Culprits(found)
 
     def take(self, staged: sql.Identifier, names: Sequence[str]) -> int:
-        """Fill ``batch`` from a staging table, in which these names' columns are text. Returns the number of rows.
+        """Fill ``batch`` from a staging table of text columns, with the rows staged under ``names``. Returns their
+        number.
 
-        Raises Culprits for messages with values that do not fit; Broken when the rows are no messages.
+        Raises Culprits for messages with values that do not fit; Broken if the rows do not identify messages.
         """
         self._staged = staged, list(names)
         source, order = self._taken()
@@ -132,9 +133,9 @@ class Applying:
         return taken
 
     def _taken(self) -> tuple[sql.Composable, sql.Composable]:
-        """Return what was taken from the staging table, and in which order it was there.
+        """Return the staged rows as a SQL source, and their order.
 
-        That of the messages; or of a result that is none any more: as the transform left it, one task after the other.
+        The order is that of the messages or, if rows no longer identify messages, that of the tasks and their rows.
         """
         assert self._staged is not None
         staged, names = self._staged
@@ -154,10 +155,10 @@ class Applying:
         return set(self._cursor.execute("SELECT message_topic, message_part, message_offset FROM batch").fetchall())
 
     def reduce(self, *, suspect: bool, forgiven: AbstractSet[Place] = frozenset()) -> None:
-        """Leave only what is to be applied. Raises Culprits.
+        """Leave only the rows to be applied. Raises Culprits.
 
-        Those of days that are forgotten, but for the ``forgiven``; and those whose key or version the sink's table
-        can't have.
+        Culprits are messages whose day is forgotten, unless they are ``forgiven``, and messages whose key or version
+        does not fit the sink's table.
         """
         try:
             with self._cursor.connection.transaction():
@@ -182,12 +183,12 @@ class Applying:
         return int(self._one("SELECT count(*) FROM batch"))
 
     def per_partition(self) -> dict[tuple[str, int], int]:
-        """Return the number of rows in ``batch`` of each topic and partition."""
+        """Return the number of rows in ``batch`` for each topic and partition."""
         rows = self._cursor.execute("SELECT message_topic, message_part, count(*) FROM batch GROUP BY 1, 2").fetchall()
         return {(topic, part): count for topic, part, count in rows}
 
     def apply(self) -> None:
-        """Run the effect. Raises Culprits or Broken; errors of servers that are away pass through."""
+        """Run the effect. Raises Culprits or Broken; errors that may pass on another try are raised as they are."""
         try:
             self._run()
             return
@@ -201,14 +202,14 @@ class Applying:
             raise Culprits(found)
 
     def _bisect(self, do: Callable[[], object]) -> list[Culprit]:
-        """Do it over ever smaller parts of ``batch``, in the order of offsets; give the messages that make it fail."""
+        """Call ``do`` for smaller and smaller parts of ``batch``, in offset order. Return the messages that fail."""
         refill = self._refilling("batch", self._listed)
 
         filled = 0
 
         def make_room(messages: int) -> None:
-            # What a savepoint has taken back stays in the file of ``batch``, and each statement reads all of that: the
-            # time for a thousand culprits would grow with their square. In use: by a cursor that the effect has left.
+            # Rolled-back rows stay in the file of ``batch``, and each statement reads all of it: the time would grow
+            # with the square of the number of culprits. ObjectInUse: the effect has left a cursor open.
             nonlocal filled
             if filled > _MOST_TAKEN_BACK:
                 with suppress(psycopg.errors.ObjectInUse), self._cursor.connection.transaction():
@@ -224,7 +225,7 @@ class Applying:
         return self._message_by_message(sql.Identifier("batch"), part, make_room)
 
     def _fill(self, source: sql.Composable) -> list[Culprit]:
-        """Fill ``batch`` from rows of text; give the messages with values that do not fit."""
+        """Fill ``batch`` from rows of text, cast to its types. Return the messages whose values do not fit."""
         fill = self._refilling("batch", self._cast)
         return self._message_by_message(source, lambda low, high: self._cursor.execute(fill, (low, high)))
 
@@ -240,11 +241,13 @@ class Applying:
         do: Callable[[int, int], object],
         before: Callable[[int], object] = lambda _messages: None,
     ) -> list[Culprit]:
-        """Put rows into outbox_batch_held, and do it for ever smaller parts of these; give the messages that fail.
+        """Copy rows into outbox_batch_held, and call ``do`` for smaller and smaller parts. Return the messages that
+        fail.
 
-        before  is called with the number of a part's messages, outside of the part's savepoint.
+        do      gets the first and the last message of a part, counted from 1; called inside a savepoint.
+        before  gets the number of a part's messages; called outside of the savepoint.
 
-        The rows of one message are never parted: what is done for some of them only is neither applied nor refused.
+        All rows of a message are in the same part, so a message is applied or refused as a whole.
         """
         self._cursor.execute("DROP TABLE IF EXISTS pg_temp.outbox_batch_held")
         self._cursor.execute(
@@ -264,7 +267,7 @@ class Applying:
     def _halves(
         self, low: int, high: int, do: Callable[[int, int], object], before: Callable[[int], object]
     ) -> Iterator[tuple[int, psycopg.Error]]:
-        """Do it for messages ``low`` to ``high``, in ever smaller parts where it fails; give the single ones."""
+        """Call ``do`` for messages ``low`` to ``high``, halving parts that fail. Yield the messages that fail alone."""
         found = 0
         parts = [(low, high)] if low <= high else []
         while parts:
@@ -291,9 +294,9 @@ class Applying:
                 yield low, error
 
     def _run(self) -> None:
-        """Run the effect over ``batch``, under a savepoint, with what it deferred."""
+        """Run the effect over ``batch`` inside a savepoint, and check deferred constraints."""
         if isinstance(self._effect, str):
-            # Not as it stands: within EXECUTE the server itself refuses to COMMIT, and to ROLLBACK.
+            # Inside EXECUTE the server itself refuses COMMIT and ROLLBACK.
             body = sql.SQL("BEGIN EXECUTE {}; END").format(sql.Literal(self._effect)).as_string(self._cursor)
             with self._cursor.connection.transaction():
                 self._cursor.execute(sql.SQL("DO {}").format(sql.Literal(body)))
@@ -333,7 +336,7 @@ class Applying:
         return found
 
     def _rows(self) -> pa.Table:
-        """The rows of ``batch`` as Arrow, in their order: what came in, as far as it is still there."""
+        """Return the rows that are in ``batch`` as an Arrow table, in their original order."""
         import pyarrow as pa
 
         if not self._kept and self._staged is not None:
@@ -342,18 +345,18 @@ class Applying:
             return read_rows(self._cursor, self._columns, sql.SQL("batch"), sql.SQL("ctid"))
         table = pa.Table.from_batches(self._kept)
         if not self.placed or self.count() == table.num_rows:
-            # Nearly always all of them; and of hundreds of thousands Python would make as many tuples.
+            # The usual case, without a tuple for each of hundreds of thousands of rows.
             return table
         left = self.places()
         if len(left) < table.num_rows:
             table = table.filter(pa.array([place in left for place in places_of(table)], pa.bool_()))
         if not self._strategy.remembers and self.count() < table.num_rows:
-            # Of a message with several rows some were older than others': the database knows which.
+            # Some rows of a message were dropped and others kept; only the database knows which.
             table = read_rows(self._cursor, self._columns, sql.SQL("batch"), sql.SQL(_PLACE + ", ctid"))
         return table
 
     def _ids_while(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-        """Keep the ids, and nothing else of the batches. Where one is spelt unusually, the database has them all."""
+        """Keep the ids of the batches that pass. If one is not in the usual form, the database's are used instead."""
         from spark_jobs.dedup.processed import ids_of
 
         self._ids = [] if self._strategy.remembers else None
@@ -367,7 +370,7 @@ class Applying:
 
     def _kept_while(self, batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
         for batch in batches:
-            # Whole for a Python effect only; SQL sees the rows in the table.
+            # Only a Python effect needs the rows; SQL reads the table.
             if callable(self._effect):
                 self._kept.append(batch.select(list(self._columns)))
             yield batch
@@ -387,22 +390,23 @@ class Applying:
 
 
 def _in_query(name: str) -> sql.SQL:
-    """Return an identifier for a query that is run with parameters, where a percent sign has to stand twice."""
+    """Return an identifier for a query with parameters, in which percent signs must be doubled."""
     return sql.SQL(sql.Identifier(name).as_string(None).replace("%", "%%"))
 
 
 def textual(columns: Mapping[str, str]) -> dict[str, str]:
-    """Return types that take what the columns' own may refuse: text, but for what says which message it is."""
+    """Return the columns with type text, which accepts any value, except for those that identify the message."""
     return {name: META_PLACE.get(name, "text") for name in columns}
 
 
 def without_unfit(
     batches: Iterable[pa.RecordBatch], names: Sequence[str], found: list[Culprit], max_dead: int
 ) -> Iterator[pa.RecordBatch]:
-    """Return the rows whose columns ``names`` are text for Postgres, and add the others' messages to ``found``.
+    """Return the rows whose columns ``names`` Postgres accepts as text, and add the messages of the others to
+    ``found``.
 
-    A NUL character or bytes that are no UTF-8 could not even be copied to find them there. Raises Broken when a row
-    does not say which message it is, Culprits when they are more than ``max_dead``.
+    NUL characters and bytes that are not UTF-8 can't even be copied as text. Raises Broken when a row does not identify
+    its message, and Culprits when there are more than ``max_dead``.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -467,7 +471,7 @@ def _decodes(value: bytes) -> bool:
 def read_rows(
     cursor: psycopg.Cursor[Any], columns: Mapping[str, str], source: sql.Composable, order: sql.Composable
 ) -> pa.Table:
-    """Return rows, of these types or as text, as an Arrow table: uuid and jsonb as text, the rest as what it is."""
+    """Return rows as an Arrow table of these types, with uuid and jsonb as text."""
     import pyarrow as pa
 
     kinds: dict[str, pa.DataType] = {

@@ -1,21 +1,21 @@
-"""Connections to the sink's database: how each is opened, and which stay open from one transaction to the next.
+"""Connections to the sink's database: how they are opened, and which stay open between transactions.
 
-``connect`` opens every session of the consumer. ``transaction`` and ``read`` work on sessions that this process keeps:
-one for each address and application name, so the driver has one and so has each Python worker. While it is in use a
-session belongs to one thread alone; a second use at the same time opens another, which is closed in the end.
+``connect`` opens every session of the consumer. ``transaction`` and ``read`` use sessions that this process keeps, one
+for each address and application name: the driver has one, and so has each Python worker. While in use, a session
+belongs to one thread; a second use at the same time opens another session, which is closed at its end.
 
 | what has happened to a kept session        | what follows                                                            |
 |--------------------------------------------|-------------------------------------------------------------------------|
-| the server has ended it since its last use | BEGIN fails, nothing else was sent: a new one takes its place           |
+| the server has ended it since its last use | BEGIN fails, and nothing else was sent: it is replaced by a new one     |
 | an error ended its transaction             | rolled back and closed; the same when COMMIT gets no answer             |
 | it is not idle after its transaction       | closed                                                                  |
-| the server is read-only since a failover   | closed, after an error or when it says so: the next one finds a primary |
-| another server is the primary now, and the | closed when it is MAX_AGE_SECONDS old, whatever it says: the next one   |
-| old one goes on as if nothing had happened | goes where the name or the hosts of the URL lead by then                |
-| a role or a database has other settings    | the same: ALTER ROLE … SET and the like reach new sessions alone        |
-| an effect has left something behind        | DISCARD ALL after the transaction, and a Connection of psycopg per use  |
-| there is a pooler between                  | closed after an effect: it may have had another session of the server   |
-| this process was forked                    | it stays the parent's; the child begins with none                       |
+| the server is read-only since a failover   | closed, after an error or its report: the next one finds a primary      |
+| another server is the primary now, and the | closed when it is MAX_AGE_SECONDS old: the next one connects to where   |
+| old one continues without noticing         | the URL's name or hosts lead by then                                    |
+| a role or a database has new settings      | the same: ALTER ROLE … SET and the like affect new sessions only        |
+| an effect has left something behind        | DISCARD ALL after the transaction, and a psycopg Connection per use     |
+| it goes through a pooler                   | closed after an effect, which may have used another server session      |
+| this process was forked                    | it stays the parent's; the child starts with none                       |
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import functools
 import math
 import os
 import re
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -46,12 +47,12 @@ NOTICE_DEAD_HOSTS: Final[Mapping[str, int]] = {
     "keepalives_count": 3,
     "tcp_user_timeout": 30_000,
 }
-"""Unless the URL has other values. Without them a host that has vanished is waited for for two hours."""
+"""Defaults that the URL may override. Without them it takes two hours to notice that a host has vanished."""
 
 MAX_AGE_SECONDS: Final = 300.0
-"""A session is kept so long after it was opened, and not used again after that. A new one costs some milliseconds."""
+"""Sessions older than this are not used again. Opening a new one takes a few milliseconds."""
 _MOST_KEPT: Final = 8
-# Servers from version 14 on report these without being asked.
+# Servers report changes of these by themselves, from version 14 on.
 _READ_ONLY: Final = (b"in_hot_standby", b"default_transaction_read_only")
 _BEGIN: Final = "BEGIN ISOLATION LEVEL READ COMMITTED"
 _clock: Callable[[], float] = time.monotonic
@@ -60,17 +61,22 @@ Key = tuple[str, str]
 
 
 def application_name(text: str) -> str:
-    """Return a name as pg_stat_activity shows it, whatever the version: 63 bytes of ASCII."""
+    """Return a name in the form that pg_stat_activity shows in all versions: at most 63 bytes of ASCII."""
     return re.sub(r"[^ -~]", "?", text)[:63]
+
+
+def process_name() -> str:
+    """Return the name of this process in the consumers' tables: its host and process id."""
+    return f"{socket.gethostname()}-{os.getpid()}"
 
 
 def connect(
     url: str, name: str, *, autocommit: bool = False, connect_seconds: int | None = None
 ) -> psycopg.Connection[Any]:
-    """Open a session. Errors pass through as psycopg raises them; NoTimeLeft from a run without any patience left.
+    """Open a session. Raises psycopg's errors, and NoTimeLeft when a run has no patience left.
 
-    What is forgotten or moved by others must be seen at once, so transactions are READ COMMITTED, whatever a role's or
-    a database's default is.
+    Transactions are READ COMMITTED, whatever the default of the role or database, so that changes by others are seen at
+    once.
     """
     address = libpq_url(url)
     given = conninfo_to_dict(address)
@@ -81,7 +87,7 @@ def connect(
         psycopg.connect,
         address,
         autocommit=autocommit,
-        # PgBouncer in transaction mode does not keep prepared statements.
+        # Prepared statements do not survive PgBouncer's transaction mode.
         prepare_threshold=None,
         application_name=application_name(name),
         # COPY sends UTF-8.
@@ -95,10 +101,10 @@ def connect(
 
 
 def _within(seconds: float, begin: Callable[[], psycopg.Connection[Any]]) -> psycopg.Connection[Any]:
-    """Return what ``begin`` opens. Raises ConnectionTimeout after so many seconds.
+    """Return the connection that ``begin`` opens. Raises ConnectionTimeout after ``seconds``.
 
-    In a thread: connect_timeout is in whole seconds, two at least, for each address of each host, and does not count
-    how long a name takes to be resolved.
+    It runs in a thread, because connect_timeout is in whole seconds, two at least, applies to each address of each
+    host, and does not include name resolution.
     """
     result: Future[psycopg.Connection[Any]] = Future()
 
@@ -112,7 +118,7 @@ def _within(seconds: float, begin: Callable[[], psycopg.Connection[Any]]) -> psy
         if result.set_running_or_notify_cancel():
             result.set_result(opened)
         else:
-            # Nobody waits for it any more.
+            # The caller has given up.
             opened.close()
 
     try:
@@ -131,20 +137,20 @@ def _within(seconds: float, begin: Callable[[], psycopg.Connection[Any]]) -> psy
 def transaction(url: str, name: str, *, reset: bool) -> Iterator[psycopg.Connection[Any]]:
     """Run a transaction on a kept session: COMMIT at the end, ROLLBACK and a closed session on an error.
 
-    reset  there may be something of an effect's left in the session, which the next transaction must not see.
+    reset  an effect may have left something in the session that the next transaction must not see.
 
-    The connection is closed to whoever still holds it afterwards. Errors pass through as psycopg raises them.
+    Afterwards the connection is closed to anyone who still holds it. Raises psycopg's errors.
     """
     key = url, application_name(name)
     session, connection = _begin(key)
     try:
         yield connection
-        # Statements that were refused, and whose error was caught: COMMIT is a ROLLBACK.
+        # A statement failed and its error was caught: COMMIT is a ROLLBACK.
         spoilt = connection.info.transaction_status == pq.TransactionStatus.INERROR
         connection.commit()
     except BaseException:
         with suppress(psycopg.Error):
-            # Not by closing alone: the server may take a while to see that, and its locks would last as long.
+            # Closing alone is not enough: the server may take a while to notice, and would keep its locks so long.
             connection.rollback()
         connection.close()
         raise
@@ -156,9 +162,9 @@ def transaction(url: str, name: str, *, reset: bool) -> Iterator[psycopg.Connect
 
 
 def read(url: str, name: str, query: sql.Composed, values: Mapping[str, object]) -> list[tuple[Any, ...]]:
-    """Return the rows of one statement that changes nothing, on a kept session: no BEGIN, no COMMIT.
+    """Return the rows of one read-only statement, on a kept session without BEGIN and COMMIT.
 
-    Tried once more, on a new session, where the server has ended the kept one.
+    If the server has ended the kept session, the statement is repeated once on a new one.
     """
     key = url, application_name(name)
     session = _here().take(key)
@@ -184,7 +190,7 @@ def read(url: str, name: str, query: sql.Composed, values: Mapping[str, object])
 
 
 def close(url: str, *names: str) -> None:
-    """Close this process's sessions of these names that nobody uses now."""
+    """Close this process's idle sessions of these names."""
     for name in names:
         session = _here().take((url, application_name(name)))
         if session is not None:
@@ -192,12 +198,12 @@ def close(url: str, *names: str) -> None:
 
 
 def close_all() -> None:
-    """Close this process's sessions that nobody uses now."""
+    """Close this process's idle sessions."""
     _here().close()
 
 
 class Age:
-    """How old a session is. For whoever keeps one by itself."""
+    """The age of a session, also for sessions that are kept elsewhere."""
 
     def __init__(self) -> None:
         self._opened = _clock()
@@ -209,7 +215,7 @@ class Age:
 
 
 class _Returned:
-    """What a connection has in the place of its session when that was given back: it is closed."""
+    """Takes the place of a connection's session once that was returned: the connection looks closed."""
 
     status = pq.ConnStatus.BAD
     transaction_status = pq.TransactionStatus.IDLE
@@ -223,10 +229,10 @@ _RETURNED: Final[Any] = _Returned()
 
 
 class _Session:
-    """A session of the server, between its uses.
+    """A server session that is kept between its uses.
 
-    Each use has a Connection of psycopg of its own: an effect may change its row factory, adapters and handlers, or
-    keep a cursor of it for later.
+    Each use gets a new psycopg Connection: an effect may change its row factory, adapters and handlers, or keep one of
+    its cursors.
     """
 
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
@@ -237,17 +243,17 @@ class _Session:
 
     @property
     def ended(self) -> bool:
-        """The server, or the network, has ended it."""
+        """The server or the network has ended the session."""
         return self._libpq.status == pq.ConnStatus.BAD
 
     @property
     def old(self) -> bool:
-        """Its server may not be the primary any more, and not know it."""
+        """The session is so old that its server may no longer be the primary."""
         return self._age.over
 
     @property
     def usable(self) -> bool:
-        """It is idle, and its server has not said that it takes no writes: another one may be the primary by now."""
+        """The session is idle, and its server has not reported that it is read-only, as after a failover."""
         return (
             self._libpq.transaction_status == pq.TransactionStatus.IDLE
             and self._libpq.pipeline_status == pq.PipelineStatus.OFF
@@ -255,7 +261,7 @@ class _Session:
         )
 
     def connection(self, *, autocommit: bool = False) -> psycopg.Connection[Any]:
-        """Return a Connection that is as ``connect`` gives it."""
+        """Return a Connection with the same settings as one from ``connect``."""
         made: psycopg.Connection[Any] = psycopg.Connection(self._libpq)
         made.prepare_threshold = None
         made.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
@@ -263,8 +269,8 @@ class _Session:
         return made
 
     def rows(self, query: str | sql.Composed, values: Mapping[str, object] | None = None) -> list[tuple[Any, ...]]:
-        """Return the rows of one statement that psycopg puts into no transaction."""
-        # Notices and notifications are for the connection in whose transaction this may be.
+        """Return the rows of one statement, for which psycopg opens no transaction."""
+        # Keep the handlers of the connection whose transaction may be open.
         handlers = self._libpq.notice_handler, self._libpq.notify_handler
         connection = self.connection(autocommit=True)
         try:
@@ -275,10 +281,11 @@ class _Session:
             self._libpq.notice_handler, self._libpq.notify_handler = handlers
 
     def cleaned(self) -> bool:
-        """Forget what an effect may have left: settings, role, temporary tables, locks, LISTEN. False: could not.
+        """Discard what an effect may have left: settings, role, temporary tables, locks, LISTEN. Returns False on
+        failure.
 
-        Behind a pooler the session that the effect had may have others by now, and this be another one. A pooler is
-        recognized by the process that was announced at the start, which is not the one that answers.
+        Behind a pooler this is not possible: by now another client may have the effect's server session. A pooler is
+        recognized by a backend process id that differs from the one announced at connect.
         """
         if not self.usable:
             return False
@@ -293,12 +300,12 @@ class _Session:
         return not self._pooled
 
     def close(self) -> None:
-        """End it."""
+        """Close the session."""
         self._libpq.finish()
 
 
 class _Kept:
-    """The sessions of one process that nobody uses now, the one used last at the end."""
+    """The idle sessions of one process, the most recently used last."""
 
     def __init__(self) -> None:
         self.pid = os.getpid()
@@ -306,7 +313,7 @@ class _Kept:
         self._sessions: dict[Key, _Session] = {}
 
     def take(self, key: Key) -> _Session | None:
-        """Return a session that is the caller's alone."""
+        """Remove an idle session and return it; None if there is none."""
         with self._lock:
             session = self._sessions.pop(key, None)
         if session is not None and session.old:
@@ -315,7 +322,7 @@ class _Kept:
         return session
 
     def keep(self, key: Key, session: _Session) -> None:
-        """Keep a session for the next use, unless there is one already or it is of no use."""
+        """Keep a session for the next use, or close it if there is one already or it is unusable."""
         if session.old or not session.usable:
             session.close()
             return
@@ -340,7 +347,7 @@ _kept = _Kept()
 
 
 def _here() -> _Kept:
-    """Return this process's sessions. Those of the process that it was forked from stay that one's."""
+    """Return this process's sessions. After a fork, those of the parent stay the parent's."""
     global _kept
     if _kept.pid != os.getpid():
         _kept = _Kept()
@@ -348,7 +355,7 @@ def _here() -> _Kept:
 
 
 def _begin(key: Key) -> tuple[_Session, psycopg.Connection[Any]]:
-    """Return a session in a transaction that has just begun, and its connection."""
+    """Return a session with a new transaction, and its connection."""
     session = _here().take(key)
     if session is not None:
         try:

@@ -1,8 +1,9 @@
-"""Arrow's rows into a table by COPY, and no row through Python.
+"""COPY Arrow batches into a table, without handling single rows in Python.
 
-In the binary format where all of the columns' types are known here: the server has nothing to parse then, which is
-most of what COPY costs it. As CSV, which Arrow writes, for all other types.
-https://www.postgresql.org/docs/current/sql-copy.html, "Binary Format"; the types' own are in their ``recv`` functions.
+The binary format is used if it is implemented here for all of the columns' types: it saves the server from parsing,
+which is most of the cost of COPY. Otherwise the rows are sent as CSV, which Arrow writes.
+https://www.postgresql.org/docs/current/sql-copy.html, "Binary Format"; the formats of types are in their ``recv``
+functions.
 """
 
 from __future__ import annotations
@@ -21,37 +22,37 @@ if TYPE_CHECKING:
 HEAD: Final = b"PGCOPY\n\xff\r\n\0" + bytes(8)
 TAIL: Final = b"\xff\xff"
 POSTGRES_DAY: Final = 10_957
-"""2000-01-01, from where Postgres counts, in days since 1970-01-01."""
+"""The epoch of Postgres, 2000-01-01, in days since 1970-01-01."""
 
 _A_DAY: Final = 86_400_000_000
 _POSTGRES_MICROSECOND: Final = POSTGRES_DAY * _A_DAY
 # 0001-01-01 and the last microsecond of 9999.
 _FIRST: Final = -62_135_596_800_000_000
 _LAST: Final = 253_402_300_799_999_999
-# Arrow has 32-bit offsets, and the server need not wait for the whole batch to be spelt.
+# Arrow's offsets have 32 bits; and the server need not wait until the whole batch is encoded.
 _AT_ONCE: Final = 32 * 1024 * 1024
-# What numpy reckons with in 64 bits.
+# Decimals of up to 18 digits fit the 64-bit integers that numpy computes with.
 _MOST_DIGITS: Final = 18
 
-Spell = Callable[["pa.Array"], "np.ndarray[Any, Any]"]
-"""Return values of a fixed width as rows of bytes. Where the column is NULL they say nothing."""
+Encoder = Callable[["pa.Array"], "np.ndarray[Any, Any]"]
+"""Encodes the values of a type of fixed width as rows of bytes, which are undefined where the column is NULL."""
 
 
 class Unfit(Exception):
-    """A value that has no spelling as its column's type."""
+    """A value that can't be encoded as its column's type."""
 
 
 def copy_rows(
     cursor: psycopg.Cursor[Any], table: sql.Composable, columns: Mapping[str, str], batches: Iterable[pa.RecordBatch]
 ) -> None:
-    """Stream these columns of the batches into columns of the same names and these types. Raises Unfit."""
-    spells = {name: _spell(kind) for name, kind in columns.items()}
-    if None in spells.values():
+    """Stream these columns of the batches into a table's columns of the same names and these types. Raises Unfit."""
+    encoders = {name: _encoder_of(kind) for name, kind in columns.items()}
+    if None in encoders.values():
         copy_csv(cursor, table, list(columns), batches)
         return
-    # Those of a fixed width come first: together they are one piece of each row.
-    fixed = {name: spell for name, spell in spells.items() if callable(spell)}
-    texts = {name: spell for name, spell in spells.items() if isinstance(spell, bytes)}
+    # Columns of fixed width come first, so that together they form one piece of each row.
+    fixed = {name: encode for name, encode in encoders.items() if callable(encode)}
+    texts = {name: encode for name, encode in encoders.items() if isinstance(encode, bytes)}
     with cursor.copy(_into(table, [*fixed, *texts], "binary")) as copy:
         copy.write(HEAD)
         for batch in batches:
@@ -63,10 +64,10 @@ def copy_rows(
 def copy_csv(
     cursor: psycopg.Cursor[Any], table: sql.Composable, columns: Sequence[str], batches: Iterable[pa.RecordBatch]
 ) -> None:
-    """Stream these columns of the batches into a table, whatever it has for them that reads text. Raises Unfit."""
+    """Stream these columns of the batches into a table as text, for columns of any type. Raises Unfit."""
     from pyarrow import csv
 
-    # "all_valid": every value in quotes and NULL bare, so that an empty text and NULL stay apart.
+    # "all_valid" quotes every value but NULL, which distinguishes an empty text from NULL.
     options = csv.WriteOptions(include_header=False, quoting_style="all_valid")
     with cursor.copy(_into(table, columns, "csv")) as copy:
         for batch in batches:
@@ -81,7 +82,7 @@ def _into(table: sql.Composable, columns: Sequence[str], form: str) -> sql.Compo
 
 
 def _as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
-    """Return bytes as bytea reads them. Raises Unfit for times and dates of which Arrow would write another year."""
+    """Return the batch with bytes in the text form of bytea. Raises Unfit for times that CSV can't represent."""
     import pyarrow as pa
 
     for index, field in enumerate(batch.schema):
@@ -94,7 +95,7 @@ def _as_text(batch: pa.RecordBatch) -> pa.RecordBatch:
 
 
 def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
-    """Return the batch in parts that are not too large. Not equal ones: a few rows may be most of it."""
+    """Return the batch in parts of limited size. Parts need not have equally many rows: a few rows may be large."""
     if batch.num_rows < 2 or batch.nbytes <= _AT_ONCE:
         yield batch
         return
@@ -103,24 +104,24 @@ def _parts(batch: pa.RecordBatch) -> Iterator[pa.RecordBatch]:
     yield from _parts(batch.slice(half))
 
 
-def _rows(batch: pa.RecordBatch, fixed: Mapping[str, Spell], texts: Mapping[str, bytes]) -> memoryview:
-    """Spell rows: the number of fields, then each field behind its length, which is -1 for NULL."""
+def _rows(batch: pa.RecordBatch, fixed: Mapping[str, Encoder], texts: Mapping[str, bytes]) -> memoryview:
+    """Encode rows: the number of fields, then for each field its length, -1 for NULL, and its bytes."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
 
     rows = batch.num_rows
-    pieces: list[pa.Array | np.ndarray[Any, Any]] = [_spread(len(fixed) + len(texts), ">i2", rows)]
-    for name, spell in fixed.items():
+    pieces: list[pa.Array | np.ndarray[Any, Any]] = [_repeated(len(fixed) + len(texts), ">i2", rows)]
+    for name, encode in fixed.items():
         column = batch.column(name)
-        spelt = spell(column)
+        encoded = encode(column)
         if not column.null_count:
-            pieces += [_spread(spelt.shape[1], ">i4", rows), spelt]
+            pieces += [_repeated(encoded.shape[1], ">i4", rows), encoded]
             continue
         there = column.is_valid().to_numpy(zero_copy_only=False)
-        pieces.append(_integers(np.where(there, spelt.shape[1], -1)))
-        ends = np.concatenate([[0], np.cumsum(there * spelt.shape[1])]).astype(np.int32)
-        pieces.append(_binary(ends, spelt[there]))
+        pieces.append(_integers(np.where(there, encoded.shape[1], -1)))
+        ends = np.concatenate([[0], np.cumsum(there * encoded.shape[1])]).astype(np.int32)
+        pieces.append(_binary(ends, encoded[there]))
     for name, before in texts.items():
         column = batch.column(name)
         lengths = pc.fill_null(pc.add(pc.binary_length(column), len(before)), -1).to_numpy(zero_copy_only=False)
@@ -134,7 +135,7 @@ def _rows(batch: pa.RecordBatch, fixed: Mapping[str, Spell], texts: Mapping[str,
 
 
 def _merged(pieces: Sequence[pa.Array | np.ndarray[Any, Any]]) -> Iterator[pa.Array]:
-    """Return neighbours of a fixed width as one piece."""
+    """Join neighbouring pieces of fixed width into one."""
     import numpy as np
 
     widths: list[np.ndarray[Any, Any]] = []
@@ -163,7 +164,7 @@ def _integers(values: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return _bytes_of(values, ">i4")
 
 
-def _spread(value: int, kind: str, rows: int) -> np.ndarray[Any, Any]:
+def _repeated(value: int, kind: str, rows: int) -> np.ndarray[Any, Any]:
     import numpy as np
 
     return np.tile(np.array([value], kind).view(np.uint8), (rows, 1))
@@ -172,12 +173,12 @@ def _spread(value: int, kind: str, rows: int) -> np.ndarray[Any, Any]:
 def _bytes_of(values: np.ndarray[Any, Any], kind: str) -> np.ndarray[Any, Any]:
     import numpy as np
 
-    spelt = values.astype(kind)
-    return spelt.view(np.uint8).reshape(len(spelt), spelt.dtype.itemsize)
+    encoded = values.astype(kind)
+    return encoded.view(np.uint8).reshape(len(encoded), encoded.dtype.itemsize)
 
 
-def _spell(kind: str) -> Spell | bytes | None:
-    """How a type's values are spelt: those of a fixed width by a function; texts as they are, behind these bytes."""
+def _encoder_of(kind: str) -> Encoder | bytes | None:
+    """Return how to encode a type: a function for fixed width, a prefix of the bytes for texts, None if unknown."""
     if kind in _NUMBERS:
         return lambda column: _bytes_of(_values(column), _NUMBERS[kind])
     if kind in _TEXTS:
@@ -192,7 +193,7 @@ def _spell(kind: str) -> Spell | bytes | None:
 
 
 def _values(column: pa.Array) -> np.ndarray[Any, Any]:
-    """Return values as numpy has them, zeros for NULLs."""
+    """Return the values as a numpy array, with 0 for NULL."""
     import pyarrow.compute as pc
 
     found: np.ndarray[Any, Any] = (pc.fill_null(column, 0) if column.null_count else column).to_numpy(
@@ -201,7 +202,7 @@ def _values(column: pa.Array) -> np.ndarray[Any, Any]:
     return found
 
 
-def _truths(column: pa.Array) -> np.ndarray[Any, Any]:
+def _booleans(column: pa.Array) -> np.ndarray[Any, Any]:
     import pyarrow as pa
 
     return _bytes_of(_values(column.cast(pa.uint8())), "u1")
@@ -216,7 +217,7 @@ def _days(column: pa.Array) -> np.ndarray[Any, Any]:
 
 
 def beyond(column: pa.Array) -> pa.Array:
-    """Return which times or dates are not of the years 1 to 9999: neither CSV nor any calendar has them as they are."""
+    """Return a mask of the times or dates outside the years 1 to 9999, which CSV can't represent."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
@@ -227,13 +228,13 @@ def beyond(column: pa.Array) -> pa.Array:
 
 
 def has_beyond(kind: pa.DataType) -> bool:
-    """Return whether ``beyond`` is to be asked of columns of this type."""
+    """Return whether ``beyond`` applies to columns of this type."""
     import pyarrow as pa
 
     return bool(pa.types.is_timestamp(kind) or pa.types.is_date32(kind))
 
 
-def _moments(column: pa.Array) -> np.ndarray[Any, Any]:
+def _timestamps(column: pa.Array) -> np.ndarray[Any, Any]:
     import pyarrow as pa
 
     if beyond(column).true_count:
@@ -252,14 +253,15 @@ def _uuids(column: pa.Array) -> np.ndarray[Any, Any]:
 
 
 def _decimals(column: pa.Array, precision: int, scale: int) -> np.ndarray[Any, Any]:
-    """Spell decimals in groups of four digits: as many for each of them as the largest needs."""
+    """Encode decimals as groups of four digits, with the same number of groups for all."""
     import numpy as np
     import pyarrow as pa
 
     whole_groups, groups_behind = -(-(precision - scale) // 4), -(-scale // 4)
     # The unscaled number: 128 bits, of which these precisions need the lower 64.
-    spelt = column.cast(pa.decimal128(precision, scale))
-    halves = np.frombuffer(spelt.buffers()[1], np.int64).reshape(-1, 2)[spelt.offset : spelt.offset + len(spelt), 0]
+    numbers = column.cast(pa.decimal128(precision, scale))
+    first, last = numbers.offset, numbers.offset + len(numbers)
+    halves = np.frombuffer(numbers.buffers()[1], np.int64).reshape(-1, 2)[first:last, 0]
     unscaled = np.abs(halves)
     whole, behind = unscaled // 10**scale, unscaled % 10**scale
     digits = []
@@ -268,27 +270,27 @@ def _decimals(column: pa.Array, precision: int, scale: int) -> np.ndarray[Any, A
         whole //= 10_000
     digits.reverse()
     for group in range(groups_behind):
-        # The group's digits end this far from the last one; the last group is filled up with zeros.
+        # How many digits follow the group. The last group is padded with zeros.
         end = scale - 4 * (group + 1)
         digits.append(behind // 10**end % 10_000 if end >= 0 else behind % 10 ** (4 + end) * 10**-end)
     rows = len(column)
     pieces = [
-        _spread(whole_groups + groups_behind, ">i2", rows),
-        _spread(whole_groups - 1, ">i2", rows),
+        _repeated(whole_groups + groups_behind, ">i2", rows),
+        _repeated(whole_groups - 1, ">i2", rows),
         _bytes_of(np.where(halves < 0, 0x4000, 0), ">u2"),
-        _spread(scale, ">i2", rows),
+        _repeated(scale, ">i2", rows),
         *(_bytes_of(group, ">i2") for group in digits),
     ]
     return np.concatenate(pieces, axis=1)
 
 
 _NUMBERS: Final = {"smallint": ">i2", "integer": ">i4", "bigint": ">i8", "real": ">f4", "double precision": ">f8"}
-# jsonb has the number of its format before the text.
+# jsonb has a version number before the text.
 _TEXTS: Final = {"text": b"", "bytea": b"", "json": b"", "jsonb": b"\x01"}
-_OTHERS: Final[dict[str, Spell]] = {
-    "boolean": _truths,
+_OTHERS: Final[dict[str, Encoder]] = {
+    "boolean": _booleans,
     "date": _days,
-    "timestamptz": _moments,
-    "timestamp": _moments,
+    "timestamptz": _timestamps,
+    "timestamp": _timestamps,
     "uuid": _uuids,
 }

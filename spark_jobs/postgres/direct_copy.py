@@ -1,9 +1,9 @@
-"""The shortest way of an ``Insert``: rows by COPY straight into the sink's table, ids straight into processed_messages,
-where the strategy remembers them.
+"""The fast path of an ``Insert``: COPY rows directly into the sink's table, and ids into processed_messages if the
+strategy remembers them.
 
-It does what the way through ``batch`` does, for half of the database's work, when nothing is the matter. Whatever is
-the matter (a repeat, a row that the table refuses, an id of a day that is forgotten) ends the transaction with
-``Roundabout``, and the driver runs the range again through ``batch``, which finds out what to do about it.
+It has the same result as the path through ``batch``, with half of the work for the database, as long as nothing goes
+wrong. A repeat, a row that the table refuses, or an id of a forgotten day ends the transaction with ``Roundabout``, and
+the driver runs the range again through ``batch``, which handles them.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ if TYPE_CHECKING:
 
     from spark_jobs.ids import Ids
 
-# A table proper, not a view; nothing that COPY passes over or can't do: rules, row security, identities that are always
-# the table's own. And what the columns are: values in the binary format are told by nothing but their place.
+# A table, not a view, without features that COPY ignores or does not support: rules, row security, GENERATED ALWAYS.
+# And a description of the columns: binary values are identified only by their position.
 _LOOK: Final = """
 SELECT c.relkind IN ('r', 'p') AND NOT c.relhasrules AND NOT c.relrowsecurity
        AND NOT bool_or(a.attidentity = 'a' AND a.attname = ANY(%(columns)s)),
@@ -44,31 +44,32 @@ SELECT c.relkind IN ('r', 'p') AND NOT c.relhasrules AND NOT c.relrowsecurity
   FROM pg_class AS c JOIN pg_attribute AS a ON a.attrelid = c.oid AND a.attnum > 0 AND NOT a.attisdropped
  WHERE c.oid = to_regclass(%(table)s)
  GROUP BY c.oid"""
-# Not a server that is away: rows and ids of two transactions in different orders, where through ``batch`` the ids are
-# first; and a table whose columns have another width now.
+# Raised although the server is not away: two transactions lock rows and ids in different orders (through ``batch`` the
+# ids come first), or a table's columns have another width by now.
 _OURS: Final = (psycopg.errors.DeadlockDetected, psycopg.errors.ProtocolViolation)
 _WHOLE: Final = ("smallint", "integer", "bigint")
-# Of which reading a text, as COPY does, and casting it from text, as the way through ``batch`` does, are one thing.
+# Types for which reading a text, as COPY does, equals a cast from text, as on the path through ``batch``.
 _TEXTS: Final = ("text", "character varying", "bpchar", "uuid", "json", "jsonb", "interval", "inet")
 _TIMES: Final = ("date", "timestamp without time zone", "timestamp with time zone")
 _FROM_TEXT: Final = frozenset({*_TEXTS, *_TIMES, *_WHOLE, "boolean", "numeric", "real", "double precision"})
-# Sent as the text that it is; and where the usual spelling is sent as the value, and any other takes the long way.
+# Types to which text is sent as it is; and those for which only the usual form is sent, as a value, while any other
+# form goes through ``batch``.
 _AS_TEXT: Final = frozenset({"character varying", "bpchar"})
 _STRICT: Final = frozenset({"uuid", "json", "jsonb"})
 _SPELT: Final = {"timestamptz": "timestamp with time zone", "timestamp": "timestamp without time zone"}
 
 OTHERWISE: Final = "otherwise"
-"""Not as a type: all of the row is sent as CSV."""
+"""In place of a type: the whole row is sent as CSV."""
 
 
 @dataclass(frozen=True, slots=True)
 class Direct:
-    """Where rows go.
+    """The target of a direct copy.
 
     table    of the sink.
-    columns  of the table, each with the one of the rows that goes there.
-    kinds    of the table's columns: the type as which the values are sent, or OTHERWISE.
-    seen     what the table was when that was decided.
+    columns  table column → column of the rows.
+    kinds    table column → the type as which its values are sent, or OTHERWISE.
+    seen     a description of the table when that was decided.
     """
 
     table: str
@@ -77,12 +78,12 @@ class Direct:
     seen: str
 
     def apply(self, cursor: psycopg.Cursor[Any], book: Book, strategy: Strategy, rows: Iterable[pa.RecordBatch]) -> int:
-        """Copy rows, and ids where these are remembered. Returns the number of rows. Raises Roundabout."""
+        """Copy rows, and ids if they are remembered. Returns the number of rows. Raises Roundabout."""
         ids: list[Ids] | None = [] if strategy.remembers else None
         counts: list[int] = []
         try:
             copy_rows(cursor, identifier(self.table), self.kinds, self._columns(rows, counts, ids))
-            # Locked by COPY, the table stays what it is now until COMMIT.
+            # COPY has locked the table, so it can't be altered any more until COMMIT.
             if _look(cursor, self.table, self.columns) != (True, self.seen):
                 raise Roundabout
             if ids is not None:
@@ -117,7 +118,7 @@ class Direct:
         from spark_jobs.dedup import processed
 
         processed.copy_ids(cursor, book, ids)
-        # After the ids went in: see strategies.forgotten_before.
+        # After the ids were inserted: see strategies.forgotten_before.
         before = forgotten_before(cursor, book)
         if before is not None and processed.any_before(ids, before):
             raise Roundabout
@@ -126,13 +127,13 @@ class Direct:
 def direct_for(
     cursor: psycopg.Cursor[Any], effect: object, strategy: Strategy, columns: Mapping[str, str], payload: Sequence[str]
 ) -> Direct | None:
-    """Return where rows can go straight to; None when that would not be the same as the way through ``batch``.
+    """Return the target of a direct copy; None if the result would differ from that of the path through ``batch``.
 
-    columns  of ``batch``, with their types in Postgres; ``payload`` are those that are the payload's.
+    columns  of ``batch``, with their Postgres types; ``payload`` are those of the payload.
     """
     if not isinstance(effect, Insert) or not isinstance(strategy, Dedup | Fingerprint | OffsetsOnly):
         return None
-    # First: what is altered between this and the next question is seen by the task, which asks this one again.
+    # Read first: if the table is altered before the next query, the task notices, because it compares this again.
     _, seen = _look(cursor, effect.table, ())
     types = column_types(cursor, effect.table)
     pairs = effect.pairs(payload, types)
@@ -144,7 +145,7 @@ def direct_for(
 
 
 def _look(cursor: psycopg.Cursor[Any], table: str, columns: Iterable[str]) -> tuple[bool, str]:
-    """Return whether COPY into these columns of a table is the same as INSERT, and give all that this depends on."""
+    """Return whether COPY into these columns is the same as INSERT, and a description of the table."""
     values = {"table": identifier(table).as_string(cursor), "columns": list(columns)}
     row = cursor.execute(_LOOK, values).fetchone()
     return (False, "") if row is None else (bool(row[0]), str(row[1]))
@@ -153,8 +154,8 @@ def _look(cursor: psycopg.Cursor[Any], table: str, columns: Iterable[str]) -> tu
 def _sent_as(here: str, there: str) -> str | None:
     """Return the type as which values of type ``here`` are sent to a column of type ``there``.
 
-    OTHERWISE when they have to be read as text, which is then the same as the cast on the way through ``batch``; None
-    where it would not be.
+    OTHERWISE if they must be sent as text, with the same result as the cast on the path through ``batch``; None if the
+    result would differ.
     """
     bare = there.partition("(")[0]
     if _SPELT.get(here, here).partition("(")[0] == bare:

@@ -1,4 +1,4 @@
-"""A person's connection to the sink's database, and its errors in words."""
+"""Connections of commands to the sink's database, and what Postgres's errors mean."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from spark_jobs.postgres import connections
 AWAY: Final = (
     psycopg.OperationalError,
     psycopg.InterfaceError,
-    # The server ended the session of somebody who stood still within a transaction: InternalErrors to psycopg.
+    # The server ended a session that was idle in a transaction for too long: InternalErrors to psycopg.
     errors.IdleInTransactionSessionTimeout,
     errors.TransactionTimeout,
-    # A failover under way: the address is still the standby's. Or a provider that saves a full disk.
+    # A failover is under way and the address is still the standby's; or a provider protects a full disk.
     errors.ReadOnlySqlTransaction,
 )
-"""What passes by itself: the transaction came to nothing, and the same may work on a new connection."""
+"""Errors that may pass by themselves: the transaction was rolled back, and a new connection may succeed."""
 
 _SCHEMA: Final = (
     errors.UndefinedTable,
@@ -33,19 +33,19 @@ _SCHEMA: Final = (
 )
 
 
-# Two rows for one, data that does not fit, constraints, values beyond a limit (too long for an index), and what a
-# trigger or function of the sink raises on purpose.
+# Classes of SQLSTATE: more than one row for one, data that does not fit, constraints, values beyond a limit (too long
+# for an index), and errors that a trigger or function of the sink raises.
 _DATA: Final = ("21", "22", "23", "44", "54", "P0001", "P0004")
 
 
-# A session that was ended, or a server that is read-only since a failover: another try may find another server.
+# A session that was ended, or a server that is read-only since a failover: another try may reach another server.
 _PASSING: Final = frozenset({"25006", "25P03", "25P04"})
 
 
-# psycopg counts among what is operational: limits of the program, where a value that is too long stays too long; and a
-# savepoint that is gone, because the effect has ended the transaction.
+# OperationalErrors to psycopg that do not pass: program limits (a value that is too long stays too long), and a missing
+# savepoint, because the effect has ended the transaction.
 _STAYING: Final = ("54", "3B")
-# Connections, a server that stops or starts, one that lacks something, one that is read-only.
+# Connections, a server that stops or starts, one that lacks resources, one that is read-only.
 _AWAY: Final = ("08", "53", "57P", "25006")
 
 
@@ -59,7 +59,7 @@ def connect(url: str, application_name: str, connect_seconds: int | None = None)
 
 @contextmanager
 def clear_errors(doing: str) -> Iterator[None]:
-    """Turn a missing table or right into SchemaError, and what passes by itself into ConsumerUnavailable."""
+    """Turn errors about missing tables or rights into SchemaError, and those of AWAY into ConsumerUnavailable."""
     try:
         yield
     except _SCHEMA as error:
@@ -81,17 +81,17 @@ def clear_errors(doing: str) -> Iterator[None]:
 
 
 def first_line(error: BaseException) -> str:
-    """Return the line of Postgres's error that says what happened."""
+    """Return the first line of a Postgres error, which says what happened."""
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
 def passing(error: psycopg.Error) -> bool:
-    """Return whether the same may work on another try."""
+    """Return whether another try may succeed."""
     return _passes(isinstance(error, psycopg.OperationalError), error.sqlstate)
 
 
 def passing_kind(kind: type[psycopg.Error]) -> bool:
-    """Return the same of an error of which only the class is known."""
+    """Return the same for an error of which only the class is known."""
     return _passes(issubclass(kind, psycopg.OperationalError), getattr(kind, "sqlstate", None))
 
 
@@ -100,15 +100,15 @@ def _passes(operational: bool, state: str | None) -> bool:
 
 
 def by_data(error: psycopg.Error) -> bool:
-    """Return whether it is the rows' fault."""
+    """Return whether the data of the rows caused the error."""
     return (error.sqlstate or "").startswith(_DATA)
 
 
 def of_postgres(error: psycopg.Error, where: str) -> ConsumerError:
-    """Return what an error of the sink's means for a range, of which ``where`` says which it is."""
+    """Return the ConsumerError for an error of the sink in a range, which ``where`` names."""
     text = f"{where}: {shown(error)}"
     if not passing(error):
         return EffectFailed(text)
-    # Without a state the server is away. With one it has ended this transaction, unless it speaks of itself.
+    # Without a SQLSTATE the server is away. With one it has ended this transaction, unless _AWAY says otherwise.
     state = error.sqlstate
     return ConsumerUnavailable(text) if state is None or state.startswith(_AWAY) else Interrupted(text)

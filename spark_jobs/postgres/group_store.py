@@ -1,12 +1,12 @@
-"""The driver's side of the consumers' tables: take-over, new partitions, losses, dead letters, partitions of days.
+"""What the driver does in the consumers' tables: take-over, new partitions, losses, dead letters, daily partitions.
 
-Every method is one short transaction on the driver's session, which stays open between them; a server that has
-restarted between two calls has a new one (see connections). Errors of the database pass through as psycopg raises them.
+Every method is one short transaction on the driver's session, which stays open between calls and is replaced if the
+server has restarted (see connections). Raises psycopg's errors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Final
@@ -20,10 +20,9 @@ from spark_jobs.errors import Fenced, JobError
 from spark_jobs.letters import Retried
 from spark_jobs.model import Loss, Partition, Stored
 from spark_jobs.outcomes import Culprit
-from spark_jobs.postgres import connections
-from spark_jobs.postgres import lock_monitor as blockers
+from spark_jobs.postgres import connections, lock_monitor
 from spark_jobs.postgres.direct_copy import Direct, direct_for
-from spark_jobs.postgres.retention import KEEP_DAYS, Memory, Upkeep
+from spark_jobs.postgres.retention import KEEP_DAYS, Memory, RetentionResult
 
 _ENDED: Final = "SELECT coalesce(ended_at >= taken_at, false) FROM {groups} WHERE grp = %(grp)s FOR UPDATE"
 _END: Final = "UPDATE {groups} SET ended_at = now() WHERE grp = %(grp)s AND generation = %(generation)s"
@@ -40,11 +39,11 @@ _STORED: Final = (
 _ADD: Final = """
 INSERT INTO {offsets} (grp, topic, part, topic_id, next_offset, generation)
 VALUES (%(grp)s, %(topic)s, %(part)s, %(topic_id)s, %(start)s, %(generation)s) ON CONFLICT DO NOTHING"""
-# A group whose topics were lost has begun once, also when its offsets are forgotten.
+# A group with recorded losses is not new, even if its offsets were forgotten.
 _NEW: Final = """
 SELECT NOT EXISTS (SELECT FROM {offsets} WHERE grp = %(grp)s)
    AND NOT EXISTS (SELECT FROM {losses} WHERE grp = %(grp)s)"""
-# One row for each place and kind until it is accepted. While the group stands, retention goes on: the row grows.
+# One open row for each partition and kind. It grows while retention removes more messages of a halted group.
 _LOSS: Final = """
 INSERT INTO {losses} AS l (grp, topic, topic_id, part, first_offset, end_offset, kind, detail)
 VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(first)s, %(end)s, %(kind)s, %(detail)s)
@@ -55,8 +54,8 @@ DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
 _DEAD_KEYS: Final = """
 SELECT DISTINCT topic, message_key FROM {dead_letters}
  WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND message_key IS NOT NULL"""
-# One partition at a time, so that offsets say the order. A key that has moved to another partition, because some were
-# added, has its order from the letters' own ids.
+# One partition at a time, so that offsets give the order. For a key that has moved to another partition, because
+# partitions were added, the ids of the dead letters give the order.
 _RETRIED: Final = """
 WITH first AS (
     SELECT topic, topic_id, part FROM {dead_letters}
@@ -72,7 +71,7 @@ SELECT id, topic, part, message_offset, message_key, message_value, message_head
   FROM {dead_letters} AS letter JOIN first USING (topic, topic_id, part)
  WHERE grp = %(grp)s AND state = 'retry'
  ORDER BY message_offset, id LIMIT %(most)s"""
-# A message may have gone behind one that a person was just retrying or discarding: nobody would come back for it.
+# A message may have been put behind a dead letter that was being retried or discarded: it would wait forever.
 _STRANDED: Final = """
 grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'dead' AND reason = 'behind'
    AND NOT EXISTS (
@@ -83,7 +82,7 @@ grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'dead' AND reason = 'behin
           AND CASE WHEN other.part = letter.part THEN other.message_offset < letter.message_offset
                    ELSE other.id < letter.id END)"""
 _RELEASE: Final = "UPDATE {dead_letters} AS letter SET state = 'retry' WHERE {stranded}"
-# In an order that the index has: else all dead letters are read for it where another group retries many.
+# ORDER BY makes it use the index: otherwise all dead letters are read while another group retries many.
 _RETRY_WAITS: Final = """
 SELECT (SELECT true FROM {dead_letters} WHERE grp = %(grp)s AND topic = ANY(%(topics)s) AND state = 'retry'
          ORDER BY topic LIMIT 1) IS NOT NULL
@@ -93,27 +92,31 @@ SELECT g.generation, g.owner, ({retry_waits}), o.topic, o.part, o.topic_id, o.ne
   FROM {groups} AS g LEFT JOIN {offsets} AS o ON o.grp = g.grp AND o.topic = ANY(%(topics)s)
  WHERE g.grp = %(grp)s"""
 _SETUP_LOCK: Final = 0x6F7574626F780003
+_ONE_CONSUMER: Final = (
+    "One consumer a group: stop the other, or give this job a group of its own; after `outbox offsets`, start this one "
+    "again"
+)
 
 
 @dataclass(frozen=True, slots=True)
 class GroupState:
-    """How far a group is. ``retry_waits``: there are dead letters to try again."""
+    """A group's stored offsets. ``retry_waits``: there are dead letters to retry."""
 
     stored: Mapping[Partition, Stored]
     retry_waits: bool
 
 
 class Store:
-    """One group's rows. ``owner`` is shown to people; the generation is what counts."""
+    """One group's rows. ``owner`` is only informative; the generation identifies the consumer."""
 
     def __init__(self, url: str, schema: str, group: str, owner: str) -> None:
         self._url = url
         self._schema = schema
         self._group = group
         self._owner = owner
-        self._name = blockers.names(group)[0]
+        self._name = lock_monitor.names(group)[0]
         self.was_killed = False
-        """After ``take_over``: the driver before runs still, or has not ended by itself."""
+        """After ``take_over``: the previous driver is still running, or was killed."""
         self._names: dict[str, sql.Composable] = {
             name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "dead_letters")
         }
@@ -121,21 +124,21 @@ class Store:
         self._names["retry_waits"] = sql.SQL(_RETRY_WAITS).format(**self._names)
 
     def transaction(self, *, reset: bool = False) -> AbstractContextManager[psycopg.Connection[Any]]:
-        """Run a transaction on the driver's session. ``reset``: with statements that are not the consumer's own."""
+        """Run a transaction on the driver's session. ``reset``: it runs statements of the user's."""
         return connections.transaction(self._url, self._name, reset=reset)
 
     def close(self) -> None:
-        """Close the sessions of the group that are open in this process. What is called after that opens new ones."""
-        connections.close(self._url, *blockers.names(self._group))
+        """Close the group's idle sessions in this process. Later calls open new ones."""
+        connections.close(self._url, *lock_monitor.names(self._group))
 
     def require_utf8(self) -> None:
-        """Raise JobError for a sink that has not all characters that a message may have."""
+        """Raise JobError for a database whose encoding lacks characters that a message may have."""
         [(encoding,)] = self._read("SELECT current_setting('server_encoding')")
         if encoding != "UTF8":
             raise JobError(f"the sink's database is in {encoding}, which has not all characters: it must be UTF8")
 
     def take_over(self) -> int:
-        """Become the group's consumer. Returns the generation; whoever had the one before can commit nothing more."""
+        """Become the group's consumer. Returns the new generation; consumers of older ones can't commit any more."""
         with self.transaction() as connection:
             before = self._run(connection, _ENDED).fetchone()
             self.was_killed = before is not None and not before[0]
@@ -145,12 +148,12 @@ class Store:
         return int(row[0])
 
     def end(self, generation: int) -> None:
-        """Note that this driver ends by itself."""
+        """Record that this driver ended normally."""
         with self.transaction() as connection:
             self._run(connection, _END, generation=generation)
 
     def setup(self, statements: str | None) -> None:
-        """Run the job's own DDL, one driver at a time."""
+        """Run the job's ``setup`` statements, one driver at a time."""
         if statements is None:
             return
         with self.transaction(reset=True) as connection:
@@ -158,14 +161,14 @@ class Store:
             connection.execute(statements.encode())
 
     def stored(self, topics: Iterable[str]) -> dict[Partition, Stored]:
-        """Return how far the group is."""
+        """Return the group's stored offsets."""
         rows = self._read(_STORED, topics=list(topics))
         return {(topic, part): Stored(topic_id, offset) for topic, part, topic_id, offset in rows}
 
     def is_new(self) -> bool:
-        """Return whether the group has no offset, of any topic, and never lost one.
+        """Return whether the group has no offsets of any topic, and never had losses.
 
-        Who adds some for another driver raises the generation: what is true here is true in ``add``, or that is Fenced.
+        Another driver that adds offsets raises the generation, so ``add`` raises Fenced if this is no longer true.
         """
         [(is_new,)] = self._read(_NEW)
         return bool(is_new)
@@ -177,9 +180,9 @@ class Store:
         generation: int,
         starts: Mapping[Partition, int] | None = None,
     ) -> None:
-        """Begin with new partitions, all of them or none: at 0, or where ``starts`` says.
+        """Add new partitions, all of them or none, at offset 0 or at that of ``starts``.
 
-        Raises Fenced when the group is somebody else's now.
+        Raises Fenced when another consumer has the group.
         """
         starts = starts or {}
         with self.transaction() as connection:
@@ -194,10 +197,9 @@ class Store:
         return {(topic, bytes(key)): None for topic, key in rows}
 
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[Retried]:
-        """Return dead letters that are to be tried again: those of one partition, in their messages' order.
+        """Return dead letters to be retried: those of one partition, in the order of their messages.
 
-        With ``keep_order`` also those that are behind a message which no longer stands in their way. One statement when
-        there are none.
+        With ``keep_order`` also those that waited behind a dead letter that is gone. One statement if there are none.
         """
         if not self._read(_RETRY_WAITS, topics=list(topics), keep_order=keep_order)[0][0]:
             return []
@@ -220,7 +222,7 @@ class Store:
     def direct(
         self, effect: object, strategy: Strategy, columns: Mapping[str, str], payload: Sequence[str]
     ) -> Direct | None:
-        """Return where rows can go straight to, if there is such a place; see direct.direct_for."""
+        """Return the target of a direct copy, if there is one; see direct_copy.direct_for."""
         with self.transaction() as connection:
             return direct_for(connection.cursor(), effect, strategy, columns, payload)
 
@@ -230,7 +232,7 @@ class Store:
             return column_types(connection.cursor(), table)
 
     def state(self, topics: Iterable[str], generation: int, *, keep_order: bool) -> GroupState:
-        """Return how far the group is and whether dead letters wait to be tried again, in one statement.
+        """Return the stored offsets and whether there are dead letters to retry, in one statement.
 
         Raises Fenced unless the group is still in this generation.
         """
@@ -240,7 +242,7 @@ class Store:
         return GroupState(stored, retry_waits=rows[0][2])
 
     def record_losses(self, losses: Iterable[Loss], generation: int) -> None:
-        """Write down what Kafka lost, once for as long as nobody has accepted it. Raises Fenced."""
+        """Record what Kafka lost, once until it is accepted. Raises Fenced."""
         with self.transaction() as connection:
             self.require(connection, generation)
             for loss in losses:
@@ -256,25 +258,31 @@ class Store:
                     detail=loss.detail,
                 )
 
-    def make_days(self, keep_days: int = KEEP_DAYS) -> Upkeep:
-        """Make the partitions of processed_messages for the days that are kept and a few ahead: see Memory.make."""
+    def make_days(self, keep_days: int = KEEP_DAYS) -> RetentionResult:
+        """Create the partitions of processed_messages for the days that are kept and a few ahead: see Memory.make."""
         return Memory(self._url, self._schema, keep_days, self._name).make()
 
-    def forget_days(self, keep_days: int = KEEP_DAYS) -> Upkeep:
+    def forget_days(self, keep_days: int = KEEP_DAYS) -> RetentionResult:
         """Forget the ids of days that are no longer kept: see Memory.forget."""
         return Memory(self._url, self._schema, keep_days, self._name).forget()
 
-    def require(self, connection: psycopg.Connection[Any], generation: int) -> None:
-        """Raise Fenced unless the group is still in this generation; it stays so until the transaction ends."""
-        self._require_row(self._run(connection, _STILL_MINE).fetchone(), generation)
+    def maintain_days(self, keep_days: int, report: Callable[[str, Mapping[str, Any]], None]) -> None:
+        """Call ``make_days`` and ``forget_days``, and report what could not be done."""
+        for result in (self.make_days(keep_days), self.forget_days(keep_days)):
+            if result.problem:
+                report("days of processed_messages", result.problem_figures())
 
-    def _require_row(self, row: tuple[Any, ...] | None, generation: int) -> None:
+    def require(self, connection: psycopg.Connection[Any], generation: int, *, advice: str = _ONE_CONSUMER) -> None:
+        """Raise Fenced, with this advice, unless the group is still in this generation.
+
+        The row lock prevents a take-over until the transaction ends.
+        """
+        self._require_row(self._run(connection, _STILL_MINE).fetchone(), generation, advice)
+
+    def _require_row(self, row: tuple[Any, ...] | None, generation: int, advice: str = _ONE_CONSUMER) -> None:
         if row is None or row[0] != generation:
             now = "its row is gone" if row is None else f"generation {row[0]} now, by {row[1]}"
-            raise Fenced(
-                f"group {self._group} was taken over from generation {generation}: {now}. One consumer a group: stop "
-                "the other, or give this job a group of its own; after `outbox offsets`, start this one again"
-            )
+            raise Fenced(f"group {self._group} was taken over from generation {generation}: {now}. {advice}")
 
     def _run(self, connection: psycopg.Connection[Any], query: str, **values: object) -> psycopg.Cursor[Any]:
         return connection.execute(sql.SQL(query).format(**self._names), {"grp": self._group, **values})

@@ -1,4 +1,4 @@
-"""Who holds a group's transactions up. A lock that somebody keeps makes a task or a take-over wait without a word."""
+"""Find the sessions that block a group's transactions: otherwise a task or a take-over would wait silently."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ SELECT waiting.application_name, by.pid,
  CROSS JOIN LATERAL unnest(pg_blocking_pids(waiting.pid)) AS by (pid)
   LEFT JOIN pg_stat_activity AS blocker ON blocker.pid = by.pid
  WHERE waiting.datname = current_database() AND waiting.application_name = ANY(%(names)s)
-   AND waiting.wait_event_type = 'Lock' AND clock_timestamp() - waiting.query_start > %(after)s * interval '1 second'
+   AND waiting.wait_event_type = 'Lock' AND clock_timestamp() - waiting.query_start > interval '1 second'
  ORDER BY by.pid, waiting.pid"""
 
-LOOK_SECONDS: Final = 5.0
-"""Between two looks; a wait shorter than a second is nothing to tell."""
+CHECK_SECONDS: Final = 5.0
+"""The interval between checks. Waits of less than a second are not reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Blocker:
-    """A session of the sink that others wait for. ``seconds``: how long its transaction is open."""
+    """A session that others wait for. ``seconds``: how long its transaction has been open."""
 
     waiting: str
     pid: int
@@ -45,23 +45,23 @@ class Blocker:
 
 
 def names(group: str) -> tuple[str, str]:
-    """Return the application names of the group's sessions: the driver's and its tasks'."""
+    """Return the application names of the group's sessions: of the driver, and of its tasks."""
     return application_name(f"outbox driver {group}"), application_name(f"outbox consumer {group}")
 
 
-def look(connection: psycopg.Connection[Any], group: str, after: float = 1.0) -> list[Blocker]:
-    """Return the sessions for which one of the group's has been waiting longer than ``after`` seconds."""
-    rows = connection.execute(_WAITING, {"names": list(names(group)), "after": after}).fetchall()
+def blockers(connection: psycopg.Connection[Any], group: str) -> list[Blocker]:
+    """Return the sessions for which a session of the group has been waiting for more than a second."""
+    rows = connection.execute(_WAITING, {"names": list(names(group))}).fetchall()
     return [Blocker(*row) for row in rows]
 
 
-class Watch:
-    """Looks now and then, in a thread of its own, and reports each session that holds the group up, once.
+class LockMonitor:
+    """Checks regularly, in a thread of its own, and reports each session that blocks the group once.
 
-    url, group  the sink, and whose sessions.
-    report      told the text and its figures.
+    url, group  the sink, and the group whose sessions may be blocked.
+    report      called with a text and its figures.
 
-    A context manager: the thread is there inside the ``with`` block.
+    A context manager: the thread runs inside the ``with`` block.
     """
 
     def __init__(
@@ -69,12 +69,12 @@ class Watch:
         url: str,
         group: str,
         report: Callable[[str, Mapping[str, Any]], None],
-        look_seconds: float = LOOK_SECONDS,
+        check_seconds: float = CHECK_SECONDS,
     ) -> None:
         self._url = url
         self._group = group
         self._report = report
-        self._look_seconds = look_seconds
+        self._check_seconds = check_seconds
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -86,16 +86,16 @@ class Watch:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         assert self._thread is not None
-        # Daemon, and with time-outs of its own: a server that does not answer must not keep a driver from ending.
+        # A daemon thread with timeouts of its own: a server that does not answer must not keep a driver from ending.
         self._thread.join(1.0)
 
     def _run(self) -> None:
-        told: set[int] = set()
-        # One session for many looks; of this thread alone.
+        reported: set[int] = set()
+        # One session for all checks, used by this thread only.
         connection: psycopg.Connection[Any] | None = None
         age = Age()
         try:
-            while not self._stop.wait(self._look_seconds):
+            while not self._stop.wait(self._check_seconds):
                 try:
                     if connection is not None and age.over:
                         connection.close()
@@ -103,22 +103,22 @@ class Watch:
                     if connection is None:
                         connection = connect(self._url, f"outbox watch {self._group}", autocommit=True)
                         age = Age()
-                    found = look(connection, self._group)
+                    found = blockers(connection, self._group)
                 except psycopg.Error:
-                    # The driver's own sessions say what is wrong with the server; here nothing depends on it.
+                    # The driver's own sessions report what is wrong with the server; nothing depends on this one.
                     if connection is not None:
                         connection.close()
                         connection = None
                     continue
                 for blocker in found:
-                    if blocker.pid not in told:
-                        self._tell(blocker)
-                told = {blocker.pid for blocker in found}
+                    if blocker.pid not in reported:
+                        self._report_blocker(blocker)
+                reported = {blocker.pid for blocker in found}
         finally:
             if connection is not None:
                 connection.close()
 
-    def _tell(self, blocker: Blocker) -> None:
+    def _report_blocker(self, blocker: Blocker) -> None:
         self._report(
             "waiting for a lock",
             {

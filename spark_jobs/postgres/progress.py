@@ -1,7 +1,7 @@
-"""How far the groups are, from the sink alone: for `outbox consumers groups`, the metrics and the operations page.
+"""The progress of all groups, from the sink alone: for `outbox consumers groups`, metrics and the operations page.
 
-``log_end`` is what a read_committed reader could have had when the partition last moved, so that ``lag`` is as old as
-``updated_at`` says. It needs SELECT on groups, offsets and dead_letters (of the last one no column with contents).
+``log_end`` is how far a read_committed reader could have read when the partition last moved, so ``lag`` is as old as
+``updated_at`` says. Needs SELECT on groups, offsets and dead_letters (of the last one no column with contents).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ SELECT g.grp, o.topic, o.part, o.next_offset, o.log_end,
  ORDER BY g.grp, o.topic, o.part"""
 """A row for each partition of each group; one with NULLs for a group that has no partition yet.
 
-``dead`` counts every message that ever became a dead letter, ``dead_letters`` those that wait for a person now, and
-``retrying`` those that the next round takes up.
+``dead`` counts every message that ever became a dead letter, ``dead_letters`` those that now wait for an operator, and
+``retrying`` those that the next round retries.
 """
 
 
 def progress(connection: psycopg.Connection[Any], schema: str, group: str | None = None) -> list[dict[str, Any]]:
-    """Return the rows of PROGRESS, of one group or of all. Raises ConsumerUnavailable and SchemaError."""
+    """Return the rows of PROGRESS for one group or all. Raises ConsumerUnavailable and SchemaError."""
     names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "dead_letters")}
     with clear_errors("reading the progress of the groups"), connection.cursor(row_factory=dict_row) as cursor:
         return cursor.execute(sql.SQL(PROGRESS).format(**names), {"grp": group}).fetchall()

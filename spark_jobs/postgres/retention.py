@@ -1,19 +1,19 @@
-"""How long ids are remembered: partitions of processed_messages by day, made ahead and dropped when nobody needs them.
+"""How long ids are remembered: daily partitions of processed_messages, created ahead and dropped when they are old.
 
 | rows                                             | forgotten                                                     |
 |--------------------------------------------------|---------------------------------------------------------------|
 | of a day that has a partition                    | with the partition: the day is older than keep_days, and none |
 |                                                  | of its rows was seen within keep_days                         |
 | of another day (the default partition)           | by group and day, under the same two conditions               |
-| of ids that hold no time (counted as 1970-01-01) | never                                                         |
+| of ids without a time (counted as 1970-01-01)    | never                                                         |
 
-The transaction that forgets also raises ``forgotten_before`` of the groups that had such rows, and of no others: a
-group that reads an old topic for the first time has forgotten nothing. A task looks there after it has remembered its
-ids, so a message whose id may have been forgotten becomes a dead letter, and is not applied twice.
+The transaction that forgets ids also raises ``forgotten_before`` of the groups that had such rows, and of no others: a
+group that reads an old topic for the first time has forgotten nothing. A task reads it after inserting its ids, so a
+message whose id may have been forgotten becomes a dead letter instead of being applied twice.
 
-Making and dropping want locks that every task needs for a moment, so they give up quickly and are due again the next
-time. Without the rights of the tables' owner nothing is made or dropped, and the default partition takes the rows;
-there they are forgotten all the same. The owner can do it for such consumers, with `outbox db prune --consumer`.
+Creating and dropping partitions needs locks that conflict with those of tasks, so they time out quickly and are tried
+again later. A role that does not own the tables can't create or drop any; the rows then go to the default partition,
+from which they are deleted when they are old. The owner can run `outbox db prune --consumer` for such consumers.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from spark_jobs.postgres import connections
 from spark_jobs.postgres.errors import clear_errors, first_line
 
 KEEP_DAYS: Final = 14
-"""Whole days besides today, unless the settings say otherwise."""
+"""The default, in whole days besides today."""
 NO_TIME: Final = dt.date(1970, 1, 1)
-"""The day of every id that holds no time."""
+"""The day of every id without a time."""
 
 _LOCK: Final = 0x6F7574626F780002
 _AHEAD: Final = 3
-# Below deadlock_timeout's default of 1 s: upkeep gives way before a task is made to.
+# Below deadlock_timeout's default of 1 s, so that maintenance gives up before a task is cancelled.
 _GIVE_WAY: Final = "500ms"
 
 # What each partition covers, from and to; NULL for MINVALUE and MAXVALUE.
@@ -52,7 +52,7 @@ SELECT relname, (regexp_match(bounds, $r$FROM \\('(\\d[^']*)'\\)$r$))[1]::date,
          WHERE i.inhparent = {parent}::regclass) AS parts
  WHERE bounds <> 'DEFAULT' ORDER BY 2, 1"""
 _TODAY: Final = "SELECT (now() AT TIME ZONE 'UTC')::date"
-# Not ATTACH: that would not hold back a task which has chosen the default partition for its row already.
+# Not ATTACH, which would not block a task that has already chosen the default partition for its row.
 _CREATE: Final = "CREATE TABLE {partition} PARTITION OF {processed} FOR VALUES FROM ({low}) TO ({high})"
 
 _HOLD_BACK: Final = "LOCK TABLE {partition} IN SHARE MODE"
@@ -64,7 +64,7 @@ UPDATE {groups} AS g SET forgotten_before = greatest(g.forgotten_before, %(high)
  WHERE EXISTS (SELECT FROM {partition} AS p WHERE p.grp = g.grp)"""
 _DROP: Final = "DROP TABLE {partition}"
 
-# By group and day through an index: ids without a time, of which there may be very many, are not looked at.
+# By group and day through an index: ids without a time, of which there may be very many, are not read.
 STRAY: Final = """
 SELECT g.grp, d.day FROM {groups} AS g CROSS JOIN LATERAL (
        SELECT p.day FROM {default} AS p
@@ -90,11 +90,11 @@ _BUSY: Final = (errors.LockNotAvailable, errors.QueryCanceled, errors.DeadlockDe
 
 
 @dataclass(frozen=True, slots=True)
-class Upkeep:
-    """What was done: partitions made and dropped, rows deleted from the default one.
+class RetentionResult:
+    """What was done: partitions created and dropped, and rows deleted from the default one.
 
-    problem  why not more.
-    denied   it is a right that this role lacks.
+    problem  why something could not be done.
+    denied   the role lacks a right for it.
     """
 
     made: Sequence[str] = ()
@@ -103,24 +103,10 @@ class Upkeep:
     problem: str | None = None
     denied: bool = False
 
-    @property
-    def worth_telling(self) -> bool:
-        """Return whether anything happened, or could not."""
-        return bool(self.made or self.dropped or self.deleted_rows or self.problem)
-
-    def as_dict(self) -> dict[str, Any]:
-        """The figures for a log."""
-        return {
-            "made": list(self.made),
-            "dropped": list(self.dropped),
-            "deleted_rows": self.deleted_rows,
-            "problem": self.problem,
-        }
-
-    def trouble(self) -> dict[str, str]:
-        """Return the problem for a log, with what to do about it."""
-        told = {} if self.problem is None else {"problem": self.problem}
-        return told | (
+    def problem_figures(self) -> dict[str, str]:
+        """Return the problem for a log, with what the operator can do."""
+        figures = {} if self.problem is None else {"problem": self.problem}
+        return figures | (
             {"to_do": "run `outbox db prune --consumer` as the tables' owner, from cron"} if self.denied else {}
         )
 
@@ -129,7 +115,7 @@ class Memory:
     """The ids that all groups of one sink remember.
 
     keep_days   whole days besides today, 1 or more.
-    name        of the session, which is kept: a driver's upkeep shares the driver's.
+    name        of the session, which is kept open; a driver shares its own.
     """
 
     def __init__(self, url: str, schema: str, keep_days: int, name: str = "outbox upkeep") -> None:
@@ -140,15 +126,15 @@ class Memory:
         self._names = {name: sql.Identifier(schema, name) for name in ("groups", "processed_messages")}
         self._default = sql.Identifier(schema, "processed_messages_default")
 
-    def make(self) -> Upkeep:
-        """Make partitions for the days that are kept, a few ahead, and one for ids without a time.
+    def make(self) -> RetentionResult:
+        """Create partitions for the days that are kept, a few ahead, and one for ids without a time.
 
-        By the database's clock. One query when all are there. A day of which the default partition holds rows already
-        stays there: slower to forget, and just as right.
+        By the database's clock. One query if all exist. A day that has rows in the default partition stays there, which
+        is correct but slower to forget.
         """
         with self._transaction() as connection:
             if not self._missing(connection):
-                return Upkeep()
+                return RetentionResult()
             connection.execute("SET LOCAL statement_timeout = '5s'")
             connection.execute("SET LOCAL lock_timeout = '3s'")
             made = []
@@ -160,15 +146,15 @@ class Memory:
                     if self._make(connection, name, low):
                         made.append(name)
             except errors.InsufficientPrivilege as error:
-                return Upkeep(problem=first_line(error), denied=True)
+                return RetentionResult(problem=first_line(error), denied=True)
             except _BUSY as error:
-                return Upkeep(problem=first_line(error))
-        return Upkeep(made=tuple(made))
+                return RetentionResult(problem=first_line(error))
+        return RetentionResult(made=tuple(made))
 
-    def forget(self) -> Upkeep:
-        """Drop the partitions of days that nobody needs, and delete such rows from the default partition.
+    def forget(self) -> RetentionResult:
+        """Drop the partitions of old days, and delete such rows from the default partition.
 
-        One driver at a time: while another one is at it, nothing is done.
+        Does nothing while another driver is doing it.
         """
         with self._transaction() as connection:
             horizon, old = self._old(connection)
@@ -182,27 +168,27 @@ class Memory:
                     if self._drop(name, high):
                         dropped.append(name)
             except errors.InsufficientPrivilege as error:
-                # The default partition is another matter: a consumer's own rights are enough there.
+                # A consumer's own rights are enough for the default partition.
                 problem, denied = first_line(error), True
             deleted = self._delete_stray(horizon)
         except (*_BUSY, errors.InsufficientPrivilege) as error:
             problem = problem or first_line(error)
             denied = denied or isinstance(error, errors.InsufficientPrivilege)
-        return Upkeep(dropped=tuple(dropped), deleted_rows=deleted, problem=problem, denied=denied)
+        return RetentionResult(dropped=tuple(dropped), deleted_rows=deleted, problem=problem, denied=denied)
 
-    def prune(self, wait_seconds: float = 30.0) -> Iterator[Upkeep]:
-        """Make and forget what is due, and yield what was done; for an operator and for cron.
+    def prune(self, wait_seconds: float = 30.0) -> Iterator[RetentionResult]:
+        """Make and forget what is due, and yield each result; for operators and cron.
 
-        wait_seconds  how long to try again while tasks keep the locks.
+        wait_seconds  how long to retry while tasks hold the locks.
 
         Raises SchemaError without the rights of the tables' owner, and ConsumerUnavailable when Postgres is away or
-        tasks do not let go of the locks. What was done by then stays done.
+        tasks hold the locks for too long. What was done by then stays done.
         """
         deadline = time.monotonic() + wait_seconds
         with clear_errors("keeping the days of processed_messages"):
-            for upkeep in (self.make, self.forget):
+            for step in (self.make, self.forget):
                 while True:
-                    done = upkeep()
+                    done = step()
                     yield done
                     if done.problem is None:
                         break
@@ -218,13 +204,13 @@ class Memory:
                         )
                     time.sleep(0.5)
 
-    def due(self) -> Upkeep:
-        """Return what ``prune`` would do now. Changes nothing, and takes no lock that a task waits for."""
+    def due(self) -> RetentionResult:
+        """Return what ``prune`` would do now. Changes nothing, and takes no lock that could block a task."""
         with clear_errors("looking at the days of processed_messages"), self._transaction() as connection:
             horizon, old = self._old(connection)
             values = {"keep_days": self._keep_days, "horizon": horizon, "no_time": NO_TIME}
             stray = sql.SQL(STRAY).format(default=self._default, **self._names)
-            return Upkeep(
+            return RetentionResult(
                 made=[
                     _named(day)
                     for day in self._missing(connection)
@@ -272,12 +258,12 @@ class Memory:
                     high=sql.Literal(low + dt.timedelta(days=1)),
                 )
         except (errors.CheckViolation, errors.DuplicateTable):
-            # The default partition has the day, or somebody detached its partition.
+            # The default partition has rows of the day, or the day's partition exists but was detached.
             return False
         return True
 
     def _drop(self, name: str, high: dt.date) -> bool:
-        """Drop one partition unless one of its rows was seen lately. Other days' tasks wait for the DROP alone."""
+        """Drop one partition unless one of its rows was seen lately. Tasks of other days wait only for the DROP."""
         partition = self._partition(name)
         with self._alone() as connection:
             if not self._locked(connection):

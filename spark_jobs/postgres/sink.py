@@ -1,4 +1,4 @@
-"""Postgres as a sink: see ``sink`` for what it promises, and ``task`` for what a transaction of it is part of."""
+"""Postgres as a sink: see ``sink`` for the protocol, and ``task.partition`` for its use."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from spark_jobs.job import META
 from spark_jobs.letters import Letter
 from spark_jobs.model import Partition, Place, Range
 from spark_jobs.outcomes import Moved, Wish
-from spark_jobs.postgres import connections
-from spark_jobs.postgres import lock_monitor as blockers
+from spark_jobs.postgres import connections, lock_monitor
 from spark_jobs.postgres.batch_table import Applying
 from spark_jobs.postgres.direct_copy import Direct
 from spark_jobs.postgres.errors import of_postgres
@@ -55,15 +54,15 @@ _RESOLVED: Final = "DELETE FROM {dead_letters} WHERE grp = %(grp)s AND id = ANY(
 
 @contextmanager
 def transaction(url: str, name: str, rows: Whole) -> Iterator[psycopg.Cursor[Any]]:
-    """Begin a transaction and give a cursor; COMMIT at the end, ROLLBACK on an error.
+    """Begin a transaction and yield a cursor; COMMIT at the end, ROLLBACK on an error.
 
-    The session stays open for this process's next transaction, without anything that an effect may have left in it.
+    The session stays open for this process's next transaction, cleared of anything that an effect may have left.
 
-    rows  what the transaction applies. Raises InputCut instead of COMMIT where nothing proves that they were all of
-          the task's rows. A transaction that was rolled back by the caller needs no proof.
+    rows  the rows that the transaction applies. Raises InputCut instead of COMMIT if it is not proved that all of the
+          task's rows were read. A transaction that the caller has rolled back needs no proof.
 
-    Where this machine vanishes, the server ends the transaction within a minute instead of after its default of two
-    hours: until then the offsets' rows would stay locked, and a take-over would wait for them.
+    If this machine vanishes, the server ends the transaction within a minute instead of two hours, its default: until
+    then the rows of the offsets stay locked, and a take-over has to wait.
     """
     with connections.transaction(url, name, reset=True) as connection:
         cursor = connection.cursor()
@@ -75,7 +74,7 @@ def transaction(url: str, name: str, rows: Whole) -> Iterator[psycopg.Cursor[Any
 
 @contextmanager
 def translated(where: str) -> Iterator[None]:
-    """Turn errors of Postgres into ConsumerErrors; ``where`` begins what people read."""
+    """Turn Postgres errors into ConsumerErrors whose text begins with ``where``."""
     try:
         yield
     except psycopg.Error as error:
@@ -84,11 +83,11 @@ def translated(where: str) -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class PostgresSink:
-    """What tasks need to apply rows: see sink.Sink.
+    """The arguments that tasks need to apply rows: see sink.Sink.
 
-    columns  of ``batch``, with their types in Postgres.
-    bisect   find the messages that an effect fails at; otherwise they are Broken.
-    direct   where rows can go straight to.
+    columns  of ``batch``, with their Postgres types.
+    bisect   find the messages that make an effect fail; otherwise its error is Broken.
+    direct   the target of a direct copy, if there is one.
     """
 
     url: str = field(repr=False)
@@ -109,7 +108,7 @@ class PostgresSink:
     @contextmanager
     def transaction(self, where: str, rows: Whole, *, most: int, here: bool = False) -> Iterator[PostgresTransaction]:
         """Begin a transaction; see sink.Sink."""
-        driver, consumer = blockers.names(self.group)
+        driver, consumer = lock_monitor.names(self.group)
         with translated(where), transaction(self.url, driver if here else consumer, rows) as cursor:
             yield PostgresTransaction(self, cursor, most)
 
@@ -119,7 +118,7 @@ class PostgresSink:
 
 
 class PostgresTransaction:
-    """One transaction: see sink.Transaction. ``cursor`` is for whoever brings rows in another way."""
+    """One transaction: see sink.Transaction. ``cursor`` is for callers that load rows in another way."""
 
     def __init__(self, sink: PostgresSink, cursor: psycopg.Cursor[Any], most: int) -> None:
         self._sink = sink
@@ -144,10 +143,10 @@ class PostgresTransaction:
             return True
         row = self._run(_LOOK, **values).fetchone()
         if row is not None and row[0] >= span.end and row[1:] == (self._sink.generation, span.topic_id):
-            # At its end, or where the next message is; or a task that the driver had given up on had more to read.
+            # At the range's end or at the next message; or a task that the driver had given up had a longer range.
             return False
         if row is not None and row[0] > span.start and row[1:] == (self._sink.generation, span.topic_id):
-            # A task that the driver had given up on, because another one failed, has committed a shorter range.
+            # A task that the driver had given up, because another one failed, has committed a shorter range.
             raise Moved(f"{partition[0]}-{partition[1]} has moved to offset {row[0]} since the round was planned")
         now = "its row is gone" if row is None else f"it stands at offset {row[0]} in generation {row[1]}"
         raise Fenced(
@@ -156,7 +155,7 @@ class PostgresTransaction:
         )
 
     def remember(self, rows: Iterable[pa.RecordBatch], way: Way) -> int:
-        """Take rows in, straight or through ``batch``, and return how many are new."""
+        """Load rows, directly or through ``batch``, and return how many are new."""
         if self._sink.direct is not None and way == Way():
             return self._sink.direct.apply(self.cursor, self._sink.book, self._sink.strategy, rows)
         self._applying = applying = self._sink.applying(self.cursor, self._most)
@@ -172,12 +171,12 @@ class PostgresTransaction:
     def count(
         self, partition: Partition, span: Range, *, read: int, fresh: int, dead: Sequence[Letter], reached: int | None
     ) -> None:
-        """Put the partition's dead letters aside, and count."""
+        """Store the partition's dead letters, and add to its figures."""
         put = letters.write(self.cursor, self._sink.schema, self._sink.group, span.topic_id, dead)
         self._add(partition, applied=fresh, duplicates=read - fresh, dead=put, reached=reached)
 
     def apply(self) -> None:
-        """Run the effect. What went straight into the sink's table has had it."""
+        """Run the effect. After a direct copy there is nothing left to do."""
         if self._applying is not None:
             self._applying.apply()
 
@@ -186,7 +185,7 @@ class PostgresTransaction:
         self.cursor.connection.rollback()
 
     def hold(self, wishes: Mapping[Place, Wish]) -> bool:
-        """Lock dead letters that are to be tried again."""
+        """Lock dead letters to be retried."""
         self._wishes = wishes
         if not self._run(_MINE, generation=self._sink.generation).fetchone():
             raise Fenced(f"group {self._sink.group} was taken over from generation {self._sink.generation}")
@@ -198,9 +197,9 @@ class PostgresTransaction:
         self.resolve_as(self._applying.per_partition(), self._matched)
 
     def resolve_as(self, fresh: Mapping[Partition, int], matched: AbstractSet[Place]) -> None:
-        """Delete the dead letters that were held, whose effect goes into the sink with this transaction; count them.
+        """Delete the dead letters that were held, and count those whose effect this transaction has.
 
-        matched  those that the job has not left out. For the others there is no effect, and a note in ``audit``.
+        matched  those that the job has not filtered out. The others have no effect, and are recorded in ``audit``.
         """
         if left_out := [number for place, (number, _) in self._wishes.items() if place not in matched]:
             letters.leave_out(self.cursor, self._sink.schema, self._sink.group, left_out)
@@ -220,12 +219,12 @@ class PostgresTransaction:
 
 
 def forgiven(wishes: Mapping[Place, Wish]) -> frozenset[Place]:
-    """Return the messages that were too old, and that a person wants applied all the same."""
+    """Return the messages that were too old, and that an operator wants to apply anyway."""
     return frozenset(place for place, (_, reason) in wishes.items() if reason == "too-old")
 
 
 class PostgresSinks:
-    """Makes the sinks of a job's rounds: see sink.Sinks. What it has asked the database is kept for a round."""
+    """Creates the sinks of a job's rounds: see sink.Sinks. What it has read of the tables is cached for a round."""
 
     def __init__(self, url: str, schema: str, job: ConsumerJob, store: Store) -> None:
         self.url = url
@@ -236,7 +235,7 @@ class PostgresSinks:
         self._directs: dict[tuple[tuple[str, str], ...], Direct | None] = {}
 
     def look_again(self) -> None:
-        """Forget what the sink's tables were: somebody may have altered them since the last round."""
+        """Forget what is known of the sink's tables: they may have been altered since the last round."""
         self._statements.clear()
         self._directs.clear()
 
@@ -245,21 +244,21 @@ class PostgresSinks:
         return self._sink(columns, generation, self.effect(columns, placed=True), self._direct(columns))
 
     def effect(self, columns: Mapping[str, str], *, placed: bool, shuffled: bool = False) -> str | PythonEffect:
-        """Return the job's effect; SQL where it is mapped to a table.
+        """Return the job's effect, as SQL if it is an Insert or Upsert.
 
-        placed    rows say which messages they are.
-        shuffled  they are what a shuffle has left.
+        placed    the rows identify their messages.
+        shuffled  the rows are the result of a transform that shuffles.
         """
         effect = self._job.effect
         if not isinstance(effect, Insert | Upsert):
             return effect
         if not columns:
-            # Nothing is applied with such a sink, only stepped over.
+            # Such a sink applies nothing, it only moves offsets.
             return ""
         known = (str(placed), str(shuffled), *columns)
         if known not in self._statements:
             types = self._store.column_types(effect.table)
-            # A shuffle's result is all the payload there is: what it holds of the messages goes where there is a place.
+            # After a shuffle all columns are payload; columns about messages are written if the table has them.
             payload = [name for name in columns if not placed or name not in META or (shuffled and name in types)]
             made = [one.as_string(None) for one in effect.statements(payload, types, placed=placed)]
             self._statements[known] = ";\n".join(made)

@@ -1,13 +1,12 @@
-"""The consumers' tables, in the sink's database. No pyspark, no engine, nothing executed on import.
+"""The consumers' tables, in the sink's database. Importing this needs no pyspark and connects to nothing.
 
-``offsets`` moves in the transaction of the effect, which is what makes a re-read harmless. ``processed_messages``
-catches what the producer side repeated under another offset. It is partitioned by day, so that forgetting is DROP
-TABLE; the day is a function of the message id alone (a UUIDv7 holds its time), so a message sent again after midnight
-meets its twin.
-Ids that hold no time all count as the day 1970-01-01, which has a partition of its own and is never forgotten; days
-that have no partition go to the default one.
-``dead_letters``, ``losses`` and ``audit`` are for people; ``reservations`` is the book of effects outside the database.
-``checkpoints`` is to a stream of Spark's what ``offsets`` is to a consumer's own reading.
+``offsets`` moves in the transaction of the effect, so reading messages again is harmless. ``processed_messages``
+catches messages that the producer repeated under another offset. It is partitioned by day, so that forgetting is DROP
+TABLE; the day depends only on the message id (a UUIDv7 contains its time), so a message that is repeated after midnight
+is still recognized. Ids without a time all count as the day 1970-01-01, which has a partition of its own and is never
+forgotten; days without a partition go to the default one. ``dead_letters``, ``losses`` and ``audit`` are for operators;
+``reservations`` has the effects outside the database. ``checkpoints`` is for Spark streams what ``offsets`` is for the
+consumer's own reading.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class ConsumerTables:
 
     @property
     def all(self) -> tuple[sa.Table, ...]:
-        """Every table, in the order in which they can be created."""
+        """All tables, in the order in which they can be created."""
         return (
             self.groups,
             self.offsets,
@@ -69,7 +68,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("taken_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         # Ids of days before this one are no longer all remembered: their messages become dead letters.
         sa.Column("forgotten_before", sa.Date),
-        # When the last driver has ended by itself. Before taken_at, or never: it runs, or something has killed it.
+        # When the last driver ended normally. If NULL or before taken_at, the driver is running or was killed.
         sa.Column("ended_at", sa.DateTime(timezone=True)),
         sa.PrimaryKeyConstraint("grp", name="groups_pkey"),
         sa.CheckConstraint("char_length(grp) BETWEEN 1 AND 200", name="groups_grp_length"),
@@ -86,7 +85,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("next_offset", sa.BigInteger, nullable=False),
         sa.Column("generation", sa.BigInteger, nullable=False),
         sa.Column("updated_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
-        # What readers of read_committed could have had when this was last moved; for people, never read back.
+        # How far a read_committed reader could have read when this was last moved; only shown, never used.
         sa.Column("log_end", sa.BigInteger),
         sa.Column("applied", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.Column("duplicates", sa.BigInteger, nullable=False, server_default=sa.text("0")),
@@ -103,7 +102,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("day", sa.Date, nullable=False),
         sa.Column("message_id", pg.UUID(as_uuid=True), nullable=False),
         sa.Column("seen_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
-        # The id first: it alone decides nearly every comparison on the way down the index.
+        # The id first: it alone decides nearly every comparison in the index.
         sa.PrimaryKeyConstraint("message_id", "grp", "day", name="processed_messages_pkey"),
         schema=schema,
         postgresql_partition_by="RANGE (day)",
@@ -117,7 +116,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("message_id", pg.UUID(as_uuid=True), nullable=False),
         sa.Column("seen_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         sa.PrimaryKeyConstraint("message_id", "grp", "day", name="processed_messages_default_pkey"),
-        # Which of its days can be forgotten is asked for by group.
+        # For the query by group that finds the days to forget.
         sa.Index("processed_messages_default_days", "grp", "day", postgresql_where=sa.text("day > '1970-01-01'::date")),
         schema=schema,
         comment="Ids without a time, and of days that have no partition of their own.",
@@ -161,7 +160,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.CheckConstraint("state IN ('dead', 'retry')", name="dead_letters_state"),
         # By hash: a key may be longer than an index takes.
         sa.Index("dead_letters_key", "grp", "topic", sa.text("sha256(message_key)")),
-        # What each round asks for: the few that may have something done about them.
+        # For the query of each round: the few that may have to be retried.
         sa.Index(
             "dead_letters_waiting",
             "grp",
@@ -181,7 +180,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("topic_id", sa.Text, nullable=False),
         sa.Column("part", sa.Integer, nullable=False),
         sa.Column("first_offset", sa.BigInteger, nullable=False),
-        # Not included. NULL when nobody can know, as after a topic was made anew.
+        # Not included. NULL when it can't be known, as after a topic was recreated.
         sa.Column("end_offset", sa.BigInteger),
         sa.Column("kind", sa.Text, nullable=False),
         sa.Column("detail", sa.Text, nullable=False),
@@ -189,7 +188,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("accepted_at", sa.DateTime(timezone=True)),
         sa.PrimaryKeyConstraint("id", name="losses_pkey"),
         sa.CheckConstraint("kind IN ('retention', 'cut', 'recreated')", name="losses_kind"),
-        # One that nobody has accepted yet is recorded once, however often the group is started.
+        # An open loss is recorded once, however often the group is started.
         sa.Index(
             "losses_open",
             "grp",
@@ -213,23 +212,23 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("topic", sa.Text, nullable=False),
         sa.Column("part", sa.Integer, nullable=False),
         sa.Column("message_offset", sa.BigInteger, nullable=False),
-        # Calls with the same one go out one after the other; NULL waits for nobody.
+        # Calls with the same key go out one after the other; NULL: in no order.
         sa.Column("order_key", sa.Text),
         sa.Column("state", sa.Text, nullable=False, server_default=sa.text("'reserved'")),
-        # The effect may have happened, and nobody has said yet.
+        # The effect may have happened; the provider has not confirmed either.
         sa.Column("unsure", sa.Boolean, nullable=False, server_default=sa.text("false")),
-        # Decided: it is not to happen. The call is never made again.
+        # The effect is to be cancelled. The call is never made again.
         sa.Column("taking_back", sa.Boolean, nullable=False, server_default=sa.text("false")),
         sa.Column("request", pg.JSONB(none_as_null=True), nullable=False),
         sa.Column("response", pg.JSONB(none_as_null=True)),
-        # Rises with every claim and never falls: the token by which a late answer is known.
+        # Rises with every claim and never falls: the token that identifies a late answer.
         sa.Column("attempts", sa.Integer, nullable=False, server_default=sa.text("0")),
         sa.Column("budget_from", sa.Integer, nullable=False, server_default=sa.text("0")),
         # Until when the provider knows the key of the first attempt.
         sa.Column("key_until", sa.DateTime(timezone=True)),
         sa.Column("worker", sa.Text),
         sa.Column("last_error", sa.Text),
-        # What the provider said later, against the state.
+        # A later answer of the provider that contradicts the state.
         sa.Column("conflict", sa.Text),
         sa.Column("reserved_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         # While a call is under way: the end of its lease.
@@ -263,7 +262,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
             "id",
             postgresql_where=sa.text("settled_at IS NULL"),
         ),
-        # For people: few, among many that are settled.
+        # For operators: few rows among many that are settled.
         sa.Index(
             "reservations_attention",
             "grp",
@@ -291,10 +290,10 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         "checkpoints",
         metadata,
         sa.Column("grp", sa.Text, nullable=False),
-        # What Spark keeps in the checkpoint: a new one has another.
+        # From Spark's checkpoint: a new checkpoint has another id.
         sa.Column("query_id", pg.UUID(as_uuid=True), nullable=False),
         sa.Column("batch_id", sa.BigInteger, nullable=False),
-        # A hash of what Spark planned the batch to be. Two batches may have one number, where a checkpoint was copied.
+        # A hash of Spark's plan of the batch. After a checkpoint was copied, two batches may have the same number.
         sa.Column("content", sa.Text, nullable=False),
         sa.Column("applied", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.Column("duplicates", sa.BigInteger, nullable=False, server_default=sa.text("0")),

@@ -1,12 +1,13 @@
-"""What a failure of Kafka, Postgres or Spark means to the driver: which of ``errors`` it is.
+"""Translate failures of Kafka, Postgres or Spark into the errors of ``spark_jobs.errors``.
 
-Tasks report what they understand as a row (task.REPORT), with its kind. The rest comes as an error of Spark's:
+Tasks report the errors that they know as a row of their result, with the error's class. The others come as Spark
+errors:
 
-| Spark's error                                       | what it is                                          |
+| Spark's error                                       | what it becomes                                     |
 |-----------------------------------------------------|-----------------------------------------------------|
-| a row that does not decode stood before a transform | Undecoded                                           |
+| a row that does not decode reached a transform      | Undecoded                                           |
 | Python code has raised one of ``errors``            | the same                                            |
-| ... an error of psycopg's that passes by itself     | ConsumerUnavailable                                 |
+| ... a psycopg error that may pass on another try    | ConsumerUnavailable                                 |
 | ... ConnectionError or TimeoutError                 | ConsumerUnavailable                                 |
 | Kafka's Java client: authentication, authorization  | NotAuthorized                                       |
 | ... a corrupt record                                | CorruptRecords                                      |
@@ -45,9 +46,9 @@ from spark_jobs.errors import (
 from spark_jobs.postgres.errors import passing_kind
 
 UNDECODED: Final = "outbox: a row that does not decode met a transform"
-"""In the error of a row that must not reach a transform; see session.shaped."""
+"""The text in the error of a row that must not reach a transform; see rows.shaped."""
 
-# What Spark's scheduler says of these has no class of its own.
+# These errors of Spark's scheduler have no class of their own.
 _LOST: Final = re.compile(r"Python worker exited unexpectedly[^\n.]*|ExecutorLostFailure[^\n]{0,200}")
 _KAFKA: Final = "org.apache.kafka."
 _REFUSED: Final = frozenset(
@@ -68,26 +69,26 @@ _CHAINED: Final = re.compile(
 
 
 MAY_PASS: Final = (ConsumerUnavailable, Interrupted, InputCut, WorkerLost, CorruptRecords, NotAuthorized)
-"""Of ``errors`` those after which another try may work."""
+"""The errors after which another try may succeed."""
 HIDDEN: Final = (
     "{found} hides the package spark_jobs of outbox-kafka, which is {ours}: rename yours, or start from another folder"
 )
 
 
 class Undecoded(Exception):
-    """A row that does not decode stood before a transform."""
+    """A row that does not decode reached a transform."""
 
 
 @contextmanager
 def understood() -> Iterator[None]:
-    """Turn Spark's errors into those of ``errors``, and Undecoded."""
+    """Turn Spark's errors into those of ``spark_jobs.errors``, or Undecoded."""
     from py4j.protocol import Py4JError, Py4JNetworkError
     from pyspark.errors import PySparkException
 
     try:
         yield
     except (Py4JNetworkError, ConnectionError) as error:
-        if _spark_answers():
+        if spark_answers():
             if isinstance(error, Py4JNetworkError):
                 raise failed(error) from error
             raise
@@ -100,7 +101,7 @@ def understood() -> Iterator[None]:
 
 
 def of_spark(error: BaseException) -> Exception:
-    """Return what an error of Spark's means: a ConsumerError, or Undecoded."""
+    """Return the ConsumerError for a Spark error, or Undecoded."""
     text = str(error)
     if UNDECODED in text:
         return Undecoded(text)
@@ -129,17 +130,17 @@ def of_spark(error: BaseException) -> Exception:
 
 
 def failed(error: BaseException) -> EffectFailed:
-    """Return what ends a job whose Spark error is of its own making."""
+    """Return the error for a Spark error that the job itself has caused."""
     return EffectFailed(f"Spark can't run the job: {first_line(error)}")
 
 
 def first_line(error: BaseException) -> str:
-    """Return the line of a Spark error that says what happened: Python's last one if there is one, else the first."""
+    """Return the line of a Spark error that says what happened: the last one from Python, or else the first line."""
     text = str(error)
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     python = [line for line in lines if line.startswith(("psycopg.", "spark_jobs.", "Caused by:"))]
     if not python and (raised := _raised_line(text)):
-        # What a transform raised.
+        # An error that a transform raised.
         python = [raised]
     found = (python or lines or [type(error).__name__])[-1 if python else 0]
     if not python and found.startswith("An error occurred while calling") and len(lines) > 1:
@@ -154,7 +155,7 @@ def _of_python(kind: type[BaseException], line: str) -> ConsumerError:
             return known(line)
     if issubclass(kind, psycopg.Error) and passing_kind(kind):
         return ConsumerUnavailable(line)
-    # Libraries have classes of their own for this; the system's words are in their texts.
+    # Libraries wrap these errors in their own classes, whose texts contain the system's message.
     if issubclass(kind, ConnectionError | TimeoutError) or "Connection refused" in line:
         return ConsumerUnavailable(line)
     if issubclass(kind, JobError):
@@ -163,9 +164,9 @@ def _of_python(kind: type[BaseException], line: str) -> ConsumerError:
 
 
 def _raised(text: str) -> type[BaseException] | None:
-    """Return the class of what Python code has raised in an executor; None where it was not Python.
+    """Return the class of the exception that Python code has raised in an executor; None if it was not Python.
 
-    ``Exception`` for a class of others that this process has not imported: it is none of those that matter here.
+    ``Exception`` stands for a class that this process has not imported, and which therefore does not matter here.
     """
     line = _raised_line(text)
     if line is None:
@@ -180,14 +181,14 @@ def _raised(text: str) -> type[BaseException] | None:
 
 
 def _raised_line(text: str) -> str | None:
-    """Return the line under the frames of Python's last traceback, which are indented."""
+    """Return the line after the (indented) frames of the last Python traceback."""
     trace = _CHAINED.split(text)[-1]
     _, found, trace = trace.partition(_TRACEBACK)
     return next((line for line in trace.splitlines() if line[:1].strip()), None) if found else None
 
 
 def _causes(error: BaseException) -> Iterator[str]:
-    """Return the names of the Java classes that a Spark error and its causes are of, their superclasses' included."""
+    """Yield the names of the Java classes of a Spark error and its causes, including superclasses."""
     cause: Any = getattr(error, "_origin", None) or getattr(error, "java_exception", None)
     while cause is not None:
         kind = cause.getClass()
@@ -197,13 +198,14 @@ def _causes(error: BaseException) -> Iterator[str]:
         cause = cause.getCause()
 
 
-def _spark_answers() -> bool:
+def spark_answers() -> bool:
+    """Return whether the JVM of this process's Spark context answers."""
     from py4j.protocol import Py4JError
     from pyspark import SparkContext
 
-    context = SparkContext._active_spark_context  # noqa: SLF001  the only way to it without a session
+    context = SparkContext._active_spark_context  # noqa: SLF001  the only way to get it without a session
     try:
         context._jvm.java.lang.System.nanoTime()  # type: ignore[union-attr]  # noqa: SLF001
-    except (Py4JError, ConnectionError, AttributeError):
+    except (Py4JError, OSError, AttributeError):
         return False
     return True

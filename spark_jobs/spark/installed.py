@@ -1,4 +1,4 @@
-"""What a driver needs installed: packages, in versions that were tested."""
+"""Check the packages that a driver needs, and their versions."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ _LOG: Final = logging.getLogger(__name__)
 
 
 def require_installed() -> None:
-    """Raise ConfigurationError unless everything is installed that a driver imports, and pyspark is not too old.
+    """Raise ConfigurationError if a package that a driver imports is missing, or pyspark is too old.
 
-    A pyspark that is newer than what was tested may work: that is a warning.
+    A pyspark that is newer than the tested versions may work, so it only logs a warning.
     """
     for module in ("pyspark", "pyarrow", "pandas"):
         if importlib.util.find_spec(module) is None:
@@ -47,5 +47,5 @@ def _ordered(minor: str) -> tuple[int, ...]:
 
 _LAST: Final = _ordered(SUPPORTED[-1])
 BOUNDS: Final = f">={SUPPORTED[0]},<{_LAST[0]}.{_LAST[1] + 1}"
-"""The versions of pyspark that pip may install for us, as pyproject.toml has them."""
+"""The versions of pyspark that pip may install, the same as in pyproject.toml."""
 _INSTALL: Final = f"run: pip install 'pyspark{BOUNDS}'"

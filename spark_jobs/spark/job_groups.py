@@ -1,6 +1,6 @@
-"""What Spark's UI shows of a consumer: its Spark jobs are one job group, and each round has a description.
+"""How a consumer appears in Spark's UI: its Spark jobs are one job group, and each round has a description.
 
-A job group belongs to a thread. Whoever runs a consumer in a thread of his own has his group back afterwards.
+A job group belongs to a thread, so the group of a thread that runs a consumer is restored afterwards.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _SHOWN: Final = 4
 
 
 def name(group: str) -> str:
-    """Return the job group of a consumer group, as for ``SparkContext.cancelJobGroup``."""
+    """Return the job group of a consumer group, such as for ``SparkContext.cancelJobGroup``."""
     return f"outbox {group}"
 
 
@@ -33,7 +33,7 @@ def kept(session: SparkSession) -> Iterator[None]:
 
 @contextmanager
 def properties_kept(session: SparkSession, names: tuple[str, ...]) -> Iterator[None]:
-    """Restore this thread's local properties of Spark at the end."""
+    """Restore these local properties of this thread at the end."""
     from py4j.protocol import Py4JError
 
     context = session.sparkContext
@@ -41,23 +41,23 @@ def properties_kept(session: SparkSession, names: tuple[str, ...]) -> Iterator[N
     try:
         yield
     finally:
-        # The JVM may be gone, and then so is all that could be shown; what ended the consumer is the error to see.
+        # The JVM may be gone: then there is nothing to restore, and the error that ended the consumer must be raised.
         with suppress(Py4JError, OSError):
             for property_, value in before.items():
-                # None takes it away.
+                # None removes the property.
                 context.setLocalProperty(property_, value)  # type: ignore[arg-type]
 
 
 def show(session: SparkSession, group: str, description: str) -> None:
-    """Let this thread's next Spark jobs be the group's.
+    """Assign this thread's next Spark jobs to the group's job group.
 
-    Cancelling them does not interrupt threads of executors: one may be within a COMMIT.
+    Cancelling them does not interrupt the executors' threads, which may be in a COMMIT.
     """
     session.sparkContext.setJobGroup(name(group), f"{name(group)}: {description}", interruptOnCancel=False)
 
 
 def described(ranges: Mapping[Partition, Range]) -> str:
-    """Return what a round is: its partitions and offsets, the first few of them."""
+    """Return the description of a round: its first few partitions and their offsets."""
     shown = [f"{topic}-{part} {span.start}–{span.end - 1}" for (topic, part), span in sorted(ranges.items())]
     left = len(shown) - _SHOWN
     return ", ".join(shown[:_SHOWN]) + (f" and {left} more partitions" if left > 0 else "")

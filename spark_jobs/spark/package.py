@@ -1,8 +1,8 @@
-"""One zip that makes a job's modules importable on executors: what ``--py-files`` takes.
+"""Build one zip for ``--py-files`` that makes a job's modules importable on executors.
 
-Executors import the job's effect, transform and decoder by name, so the modules that hold them have to be there, and
-what these import. Whatever is installed with pip is not packed: the executors need it themselves, ``requires`` names
-it. The same sources give the same bytes.
+Executors import the job's effect, transform and decoder by name, so they need the modules that define them and all that
+these import. Packages that are installed with pip are not included: ``requires`` lists those that executors need. The
+same sources give the same bytes.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from spark_jobs.job import ConsumerJob, find_job
 from spark_jobs.payloads.decoding import Avro, JsonSchema, Protobuf
 
 MANIFEST: Final = "outbox-package.json"
-"""Name of the file in the zip that says which job it is for, and which version of this package is inside."""
+"""The file in the zip with the job's name and the version of this package."""
 
 EXECUTORS_NEED: Final = (
     "confluent-kafka",
@@ -42,12 +42,12 @@ EXECUTORS_NEED: Final = (
     "sqlalchemy",
     "uuid-utils",
 )
-"""Distributions that our own modules import on executors; beside pyspark, which every executor has."""
+"""Distributions that our own modules import on executors, apart from pyspark, which every executor has."""
 
 _DECODERS_NEED: Final[dict[type, str]] = {Avro: "fastavro", JsonSchema: "jsonschema", Protobuf: "protobuf"}
 
 _OURS: Final = frozenset({"outbox", "spark_jobs", "pyspark"})
-# What executors have no use for.
+# Folders that executors do not need.
 _LEFT_OUT: Final = frozenset({"sandbox", "testing", "migrations", "examples"})
 _NATIVE: Final = (*importlib.machinery.EXTENSION_SUFFIXES, ".so", ".pyd", ".dylib", ".dll")
 _ARCHIVES: Final = (".whl", ".zip", ".egg", ".jar")
@@ -56,11 +56,11 @@ _DATE: Final = (1980, 1, 1, 0, 0, 0)
 
 @dataclass(frozen=True, slots=True)
 class Package:
-    """What goes into the zip of one job.
+    """The contents of one job's zip.
 
     job       as MODULE:NAME.
     files     name in the zip → content, sorted by name.
-    requires  distributions that executors need installed, sorted.
+    requires  distributions that must be installed on executors, sorted.
     """
 
     job: str
@@ -68,7 +68,7 @@ class Package:
     requires: tuple[str, ...]
 
     def write(self, path: Path) -> None:
-        """Write the zip in one step: whoever reads ``path`` meanwhile sees the old one or the new one."""
+        """Write the zip atomically: readers of ``path`` see the old file or the new one."""
         part = path.with_name(f"{path.name}.{os.getpid()}.part")
         try:
             with zipfile.ZipFile(part, "w", zipfile.ZIP_STORED) as archive:
@@ -82,11 +82,11 @@ class Package:
 
 
 def collect(spec: str, include: Iterable[Path] = ()) -> Package:
-    """Find everything that executors need for the job ``MODULE:NAME``; the module is imported for that.
+    """Import the job ``MODULE:NAME`` and collect everything that executors need for it.
 
-    include   files and folders that imports do not lead to; they go to the top of the zip under their own names.
+    include   further files and folders, which no import refers to; they go to the top of the zip under their own names.
 
-    Raises JobError for a job that can't be imported elsewhere, and for native code.
+    Raises JobError for a job that executors can't import, and for native code.
     """
     if spec.partition(":")[0] == "__main__":
         raise JobError(f"{spec!r}: executors can't import __main__; move the job into a module of its own")
@@ -106,7 +106,7 @@ def collect(spec: str, include: Iterable[Path] = ()) -> Package:
 
 
 class _Found:
-    """Files as they are found, and the names that were looked for."""
+    """Collects files, and remembers the modules that were already processed."""
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -115,7 +115,7 @@ class _Found:
         self._installed: set[str] = set()
 
     def module(self, dotted: str) -> None:
-        """Add a local module or its package as a whole, and what it imports; remember it if it is installed."""
+        """Add a local module, or its whole package, and what it imports. Remember it instead if it is installed."""
         if dotted in self._looked_up:
             return
         self._looked_up.add(dotted)
@@ -123,7 +123,7 @@ class _Found:
         if top in _OURS or top in sys.stdlib_module_names:
             return
         parts = dotted.split(".")
-        # A folder without __init__.py may hold anything: there it is the module that counts, not the whole folder.
+        # A folder without __init__.py may contain anything, so only the module is added and not the whole folder.
         for depth in range(1, len(parts) + 1):
             name = ".".join(parts[:depth])
             spec = _spec(name)
@@ -133,7 +133,7 @@ class _Found:
                 continue
             origin = Path(spec.origin)
             if not origin.is_file():
-                return  # built in, frozen, or in a zip already
+                return  # built in, frozen, or already in a zip
             if not _local(origin):
                 self._installed.add(top)
                 return
@@ -145,7 +145,7 @@ class _Found:
             return
 
     def tree(self, inside: str, folder: Path, leave_out: frozenset[str] = frozenset()) -> None:
-        """Add a folder, whatever is in it, but for caches, hidden files, and the folders ``leave_out`` at its top."""
+        """Add a folder without caches, hidden files, and the folders ``leave_out`` at its top level."""
         if inside in self._trees:
             return
         self._trees.add(inside)
@@ -162,7 +162,7 @@ class _Found:
                     self._file("/".join([inside, *path.relative_to(folder).parts]), path)
 
     def given(self, path: Path) -> None:
-        """Add what the user named."""
+        """Add a file or folder that the user has named."""
         whole = path.resolve()
         if whole.is_dir():
             self.tree(whole.name, whole)
@@ -174,7 +174,7 @@ class _Found:
             raise JobError(f"{path}: there is no such file or folder to include")
 
     def distributions(self) -> set[str]:
-        """Return what has to be installed for the modules that are not packed."""
+        """Return the distributions of the modules that are not packed."""
         known = importlib.metadata.packages_distributions()
         return {re.sub(r"[-_.]+", "-", known.get(top, [top])[0]).lower() for top in self._installed}
 
@@ -201,14 +201,14 @@ def _of_decoder(schema: object) -> Iterator[str]:
 
 
 def _modules_of(job: ConsumerJob) -> list[str]:
-    """Return the modules of the job's functions, which need not be where the job is."""
+    """Return the modules of the job's functions, which may differ from the job's own."""
     parts: list[object] = [job.effect, job.transform, job.schema]
     owners = [part if hasattr(part, "__qualname__") else type(part) for part in parts if part is not None]
     return [str(owner.__module__) for owner in owners]
 
 
 def _imports(source: bytes, path: Path, inside: str) -> Iterator[str]:
-    """Return the modules that a file imports anywhere, but for those that only type checkers see."""
+    """Yield the modules that a file imports anywhere, except for type checkers only."""
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError) as error:
@@ -238,11 +238,11 @@ def _spec(dotted: str) -> importlib.machinery.ModuleSpec | None:
     try:
         return importlib.util.find_spec(dotted)
     except (ImportError, ValueError):
-        return None  # an import that the module tries and can do without; the job itself was imported already
+        return None  # an optional import, since importing the job has succeeded
 
 
 def _local(path: Path) -> bool:
-    """Return whether a module is the user's own and not installed; an editable installation counts as local."""
+    """Return whether a module is the user's own rather than installed; an editable installation counts as local."""
     paths = sysconfig.get_paths()
     roots = {paths[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     roots |= {*site.getsitepackages(), site.getusersitepackages()}
@@ -255,7 +255,7 @@ def _is_native(path: Path) -> bool:
 
 
 def _folders(names: Iterable[str]) -> Iterator[str]:
-    """Python before 3.13 finds a folder without __init__.py in a zip only if the folder has an entry of its own."""
+    """Yield the folders of these files. Before 3.13 Python needs their entries to find namespace packages in a zip."""
     for name in names:
         parts = name.split("/")[:-1]
         yield from ("/".join(parts[: depth + 1]) + "/" for depth in range(len(parts)))

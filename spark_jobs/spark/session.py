@@ -1,4 +1,4 @@
-"""The Spark session of a consumer: started, found, or a clone beside the user's."""
+"""The Spark session of a consumer: a new one, the active one, or a clone of the user's."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
 DEFAULT_MASTER: Final = "local[2,4]"
-"""Two cores, and four tries for a task: plain ``local[2]`` gives a task no second try."""
+"""Two cores, and four attempts for a task: plain ``local[2]`` allows only one."""
 
 REQUIRED_CONF: Final = {
     "spark.sql.session.timeZone": "UTC",
@@ -26,7 +26,7 @@ REQUIRED_CONF: Final = {
     "spark.sql.execution.arrow.useLargeVarTypes": "false",
     "spark.sql.adaptive.enabled": "false",
 }
-"""What the consumer counts on in every Spark, wherever it runs."""
+"""Settings that the consumer requires in every session."""
 
 _JAVA_OPTIONS: Final = (
     *("JDK_JAVA_OPTIONS", "JAVA_TOOL_OPTIONS", "_JAVA_OPTIONS"),
@@ -43,15 +43,15 @@ def start(
     packages: str | None = None,
     conf: Mapping[str, str] | None = None,
 ) -> SparkSession:
-    """Start or get the session. ``packages`` are Maven coordinates, instead of ``jars``.
+    """Start or get the session. ``packages`` are Maven coordinates, used instead of ``jars``.
 
-    Under spark-submit its own options count: master, jars, packages and Python are left as they were given there.
+    Under spark-submit the master, jars, packages and Python are those of its command line.
     """
     if submitted():
         master, jars, packages = None, (), None
     else:
         master = master or DEFAULT_MASTER
-        # Workers start with this interpreter, not with any python3 of the path; and they find the user's modules.
+        # Workers use this interpreter instead of any python3 on the PATH, and find the user's modules.
         os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
         paths = [str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
         require_not_hidden(paths)
@@ -64,7 +64,8 @@ def start(
         builder = builder.master(master)
         settings |= {
             "spark.ui.enabled": "false",
-            # Of a transform that shuffles. Spark's own 200 is for more than a round; each is a task and a connection.
+            # For a transform that shuffles. Each partition is a task with a connection: Spark's default of 200 is too
+            # many.
             "spark.sql.shuffle.partitions": "16",
             "spark.sql.warehouse.dir": str(Path(tempfile.gettempdir()) / "outbox-spark-warehouse"),
         }
@@ -81,7 +82,7 @@ def start(
     for key, value in (settings | dict(conf or {})).items():
         builder = builder.config(key, value)
     session = builder.getOrCreate()
-    # What goes wrong is raised, and shown once: not also as a page of JSON by Spark's own logger.
+    # Errors are raised and shown once; Spark's logger would show them again as a page of JSON.
     logging.getLogger("DataFrameQueryContextLogger").setLevel(logging.CRITICAL)
     if not submitted():
         session.sparkContext.setLogLevel("OFF")
@@ -89,27 +90,27 @@ def start(
 
 
 def active() -> SparkSession | None:
-    """Return the session that this process has, if it has one. Raises JobError for one of Spark Connect."""
+    """Return this process's session, if it has one."""
     from pyspark import SparkContext
     from pyspark.sql import SparkSession
 
-    if SparkContext._active_spark_context is None:  # noqa: SLF001  there is no other way to ask without making one
+    if SparkContext._active_spark_context is None:  # noqa: SLF001  public functions would create one
         return None
     return SparkSession.getActiveSession() or SparkSession.builder.getOrCreate()
 
 
 def beside(session: SparkSession) -> SparkSession:
-    """Return a session of the same Spark for a consumer's own use: a clone, with the settings that it counts on.
+    """Return a clone of the session for a consumer, with the settings that it requires.
 
     Spark does the same for each streaming query. The clone has the session's temporary views and functions. Raises
-    JobError for a session of Spark Connect, which has no driver here.
+    JobError for a session of Spark Connect, whose driver is elsewhere.
     """
     from pyspark.sql import SparkSession
 
     if not hasattr(session, "_jsparkSession"):
         raise JobError("spark: a session of Spark Connect is on another machine; a consumer needs Spark's driver here")
     if str(session.sparkContext.master).startswith("local"):
-        # There workers begin in this folder.
+        # Local workers start in the working directory.
         require_not_hidden([str(Path.cwd()), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))])
     made = SparkSession(session.sparkContext, session._jsparkSession.cloneSession())  # noqa: SLF001
     for name, value in REQUIRED_CONF.items():
@@ -118,7 +119,7 @@ def beside(session: SparkSession) -> SparkSession:
 
 
 def require_not_hidden(paths: Iterable[str]) -> None:
-    """Raise JobError where a worker that looks for modules in these folders first would find another spark_jobs."""
+    """Raise JobError if a worker that imports from these folders first would find another spark_jobs there."""
     ours = Path(__file__).resolve().parents[1]
     for path in paths:
         for found in (Path(path) / ours.name, Path(path) / f"{ours.name}.py"):
@@ -129,9 +130,9 @@ def require_not_hidden(paths: Iterable[str]) -> None:
 
 
 def _collector(conf: Mapping[str, str]) -> dict[str, str]:
-    """Choose the garbage collector, where nobody else has: two of them in its options, and a JVM does not start.
+    """Choose the garbage collector, unless one is configured: a JVM with two in its options does not start.
 
-    Fetches of MiBs are what G1 is slow with: it took up to half as much CPU again for reading a message.
+    G1, the default, is slow with fetches of several MiB: it took up to 50 % more CPU to read messages.
     """
     given = " ".join([*conf.values(), *(os.environ.get(name, "") for name in _JAVA_OPTIONS)])
     folders = (os.environ.get("SPARK_CONF_DIR"), os.environ.get("SPARK_HOME") and f"{os.environ['SPARK_HOME']}/conf")
@@ -142,5 +143,5 @@ def _collector(conf: Mapping[str, str]) -> dict[str, str]:
 
 
 def submitted() -> bool:
-    """Return whether spark-submit started this process: then Spark's JVM is there already."""
+    """Return whether spark-submit started this process, with Spark's JVM already running."""
     return "PYSPARK_GATEWAY_PORT" in os.environ

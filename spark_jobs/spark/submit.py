@@ -1,4 +1,4 @@
-"""The command line of spark-submit for a job. Pure but for a look at the Spark that is installed."""
+"""Build the command line of spark-submit for a job. Pure, except for ``installed_spark``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Final
 from spark_jobs.errors import JobError
 
 _SECRET: Final = re.compile(r"(?i)passw|secret|token|jaas|credential|access[._-]?key|database_url")
-# These say where a secret is kept; they do not hold it.
+# These contain the location of a secret, not the secret.
 _REFERENCE: Final = re.compile(r"spark\.kubernetes\.(driver|executor)\.secret(s|KeyRef)\.|.*([Ff]ile|[Pp]ath)$")
 _URL_WITH_PASSWORD: Final = re.compile(r"://[^/@\s:]*:[^/@\s]+@")
 _CORE_JAR: Final = re.compile(r"spark-core_\d+\.\d+-(.+)\.jar")
@@ -34,7 +34,7 @@ class Spark:
 
 
 def installed_spark() -> Spark:
-    """Find the Spark of $SPARK_HOME, else that of the pyspark package. Raises JobError when it is not usable."""
+    """Return the Spark of $SPARK_HOME, or else that of the pyspark package. Raises JobError if it is not usable."""
     import pyspark
 
     found = importlib.util.find_spec("pyspark")
@@ -64,7 +64,7 @@ class Submission:
     properties_file    a file with more of them, such as those that hold a secret.
     arguments          of the entry: a command line of ``outbox``.
 
-    Raises JobError for an option that would show a secret to everybody who can list processes.
+    Raises JobError for an option that would show a secret to everyone who can list processes.
     """
 
     program: str
@@ -94,7 +94,7 @@ class Submission:
                 )
 
     def lines(self) -> list[list[str]]:
-        """Return the command in pieces that belong together: the program, each option with its value, the entry."""
+        """Return the command line by line: the program, each option with its value, the entry with its arguments."""
         options = {
             "--master": self.master,
             "--deploy-mode": self.deploy_mode,
@@ -113,19 +113,19 @@ class Submission:
         return [word for line in self.lines() for word in line]
 
     def shown(self) -> str:
-        """Return the command for a shell, an option a line."""
+        """Return the command for a shell, with one option per line."""
         return " \\\n  ".join(shlex.join(line) for line in self.lines())
 
 
 def holds_secret(name: str, value: str) -> bool:
-    """Return whether a property of Spark looks as if it must not be seen by everybody."""
+    """Return whether a Spark property looks like a secret."""
     if _URL_WITH_PASSWORD.search(value):
         return True
     return _SECRET.search(name) is not None and _REFERENCE.match(name) is None
 
 
 def properties(pairs: Iterable[str]) -> dict[str, str]:
-    """Read ``NAME=VALUE`` pairs. Raises JobError for another form, and for a name that Spark would ignore."""
+    """Parse ``NAME=VALUE`` pairs. Raises JobError for any other form, and for a name that Spark would ignore."""
     read: dict[str, str] = {}
     for pair in pairs:
         name, separator, value = pair.partition("=")

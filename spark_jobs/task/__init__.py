@@ -1,1 +1,1 @@
-"""What an executor runs: one range of one partition. Imports neither pyspark.sql nor sqlalchemy."""
+"""The code that executors run, for one range of one partition. Imports neither pyspark.sql nor sqlalchemy."""

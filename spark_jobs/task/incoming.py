@@ -1,4 +1,4 @@
-"""Kafka's messages to the columns of META: who they are, and what a task needs to decode them."""
+"""From Kafka messages to the columns of META, and what a task needs to decode the messages."""
 
 from __future__ import annotations
 
@@ -21,8 +21,9 @@ from spark_jobs.payloads.framing import HEADER
 
 Headers = Sequence[tuple[str, bytes | None]]
 UNREADABLE: Final[Headers] = [("(headers with names that are not UTF-8)", None)]
-"""Stands for the headers of a message with such a name. Its type and id are not known: it is taken whatever the types
-are, and becomes a dead letter; also when it is tried again, since its letter has nothing else of them."""
+"""Replaces the headers of a message if a name is not UTF-8. Its type and id are unknown, so it is selected whatever the
+``types`` are, and becomes a dead letter; also when it is retried, because the dead letter has only this in place of
+headers."""
 _NO_UTF8: Final = "the name of a header is not UTF-8"
 
 # W3C Trace Context, as effects.produce has it for Spark.
@@ -43,7 +44,7 @@ class Messages:
 
     milliseconds  Kafka's timestamps, in Unix time.
     keys, values  None is Kafka's null.
-    headers       each message's, in their order.
+    headers       of each message, in their original order.
     """
 
     topic: str
@@ -60,13 +61,13 @@ class Messages:
 
     @property
     def size(self) -> int:
-        """Return the bytes of keys, values and headers' values."""
+        """The total bytes of keys, values and the values of headers."""
         of_headers = [value for headers in self.headers for _, value in headers if value]
         return sum(map(len, of_headers)) + sum(len(one) for one in chain(self.keys, self.values) if one)
 
     @staticmethod
     def joined(parts: Sequence[Messages]) -> Messages:
-        """Return one partition's messages as one; there must be some."""
+        """Concatenate messages of one partition; there must be at least one part."""
         columns = zip(*((p.offsets, p.milliseconds, p.keys, p.values, p.headers) for p in parts), strict=True)
         listed: list[list[Any]] = [list(chain.from_iterable(column)) for column in columns]
         return Messages(parts[0].topic, parts[0].part, *listed)
@@ -91,18 +92,18 @@ class Messages:
 
     @property
     def times(self) -> pa.Array:
-        """Return the timestamps, within what Postgres and Python can show: a producer may have meant microseconds."""
+        """The timestamps, limited to the range of Postgres and Python: a producer may have sent microseconds."""
         limited = np.clip(np.asarray(self.milliseconds, np.int64), _FIRST_TIME, _LAST_TIME)
         return pa.array(limited * 1_000, pa.timestamp("us", "UTC"))
 
 
 @dataclass(frozen=True, slots=True)
 class Incoming:
-    """How messages are taken in.
+    """Selects messages and converts them to columns.
 
-    types  leave out messages of other event types. None: take all.
-    ids    where they come from: the headers; the content, which is key and value, whatever the headers say; decoded
-           columns, of which Spark makes them; or, where the headers have none, the message's place.
+    types   select only messages of these event types. None: all.
+    ids     their source: "headers"; "content": key and value, whatever the headers say; "columns": decoded columns,
+            from which Spark makes them; "place": the headers or else the message's place.
     traced  add the columns of the message's trace: see effects.produce.Traced.
     """
 
@@ -111,7 +112,7 @@ class Incoming:
     traced: bool = False
 
     def taken(self, messages: Messages) -> tuple[dict[str, pa.Array], pa.Array, pa.Array, pa.Array]:
-        """Return META's columns, the payloads, the headers that name their schemas, and problems: null for none."""
+        """Return the columns of META, the payloads, the headers that refer to their schemas, and problems or null."""
         messages, headers, kinds = self._chosen(messages)
         values = pa.array(messages.values, pa.binary())
         meta = {
@@ -129,11 +130,11 @@ class Incoming:
         return meta, values, headers.first(HEADER), problems
 
     def chosen(self, messages: Messages) -> Messages:
-        """Return the messages of the types that are taken."""
+        """Return the messages of the selected types."""
         return messages if self.types is None else self._chosen(messages)[0]
 
     def raw(self, messages: Messages) -> list[Raw]:
-        """Return what a dead letter keeps of each message."""
+        """Return each message in the form that a dead letter keeps."""
         unknown = self.ids in {"content", "columns"}
         ids = [None] * len(messages) if unknown else _ids(_Headers(messages.headers)).to_pylist()
         times = messages.times.cast(pa.int64()).to_pylist()
@@ -172,7 +173,7 @@ class Incoming:
 
 
 class Raw(NamedTuple):
-    """A message as a dead letter keeps it. ``headers`` are JSON, ``time`` is in microseconds of Unix time."""
+    """A message in the form that a dead letter keeps. ``headers``: JSON. ``time``: in microseconds of Unix time."""
 
     offset: int
     message_id: str | None
@@ -183,17 +184,17 @@ class Raw(NamedTuple):
 
 
 class _Headers:
-    """The headers of messages, by their names."""
+    """The headers of messages, by name."""
 
     def __init__(self, headers: Sequence[Headers]) -> None:
         self._named = [dict(one) for one in headers]
         for number, (one, named) in enumerate(zip(headers, self._named, strict=True)):
             if len(one) != len(named):
-                # Of several with one name the first counts.
+                # Of several headers with the same name the first one counts.
                 self._named[number] = dict(reversed(one))
 
     def first(self, name: str, otherwise: str | None = None) -> pa.Array:
-        """Return the value of each message's first header of this name; ``otherwise`` where it has none or is null."""
+        """Return each message's first header of this name, or of the name ``otherwise`` if that is missing or null."""
         found = [named.get(name) for named in self._named]
         if otherwise is not None and None in found:
             pairs = zip(self._named, found, strict=True)
@@ -201,7 +202,7 @@ class _Headers:
         return pa.array(found, pa.binary())
 
     def trace(self) -> dict[str, pa.Array]:
-        """Return the last hop's trace, else the one that the event was written in. What is none is null."""
+        """Return the trace of the last hop, or else that of the writer. Invalid values become null."""
         parents, states = [], []
         for named in self._named:
             parent = _fitting(named.get(TRACEPARENT), TRACEPARENT)
@@ -226,7 +227,7 @@ def _headers_text(headers: Headers) -> str:
 
 
 def _text(column: pa.Array) -> pa.Array:
-    """Return bytes as text that Postgres takes: no NUL, and what is no UTF-8 replaced."""
+    """Return bytes as text that Postgres accepts: NUL and bytes that are not UTF-8 are replaced."""
     try:
         text = column.cast(pa.string())
     except pa.ArrowInvalid:
@@ -238,7 +239,7 @@ def _text(column: pa.Array) -> pa.Array:
 
 
 def _ids(headers: _Headers) -> pa.Array:
-    """The id as a UUID: what the headers say, or a hash of it when that is no UUID; null when they say nothing."""
+    """Return the ids from the headers; a hash of an id that is not a UUID; null if there is none."""
     given = headers.first("ce_id", "id")
     _, wrong = identity.parsed(given)
     if not wrong.any():
@@ -247,7 +248,7 @@ def _ids(headers: _Headers) -> pa.Array:
     sources = headers.first("ce_source").to_pylist()
     for number, (name, hashed) in enumerate(zip(given.to_pylist(), wrong.tolist(), strict=True)):
         if name and hashed:
-            # Two sources may use one name (CloudEvents: source and id together are unique).
+            # Two sources may use the same id (CloudEvents: source and id together are unique).
             texts[number] = identity.uuid8((sources[number] or b"") + b"\0" + name)
         elif name:
             texts[number] = name.decode()
@@ -255,14 +256,14 @@ def _ids(headers: _Headers) -> pa.Array:
 
 
 def content(key: bytes | None, value: bytes | None) -> bytes:
-    """Return what a message without an id is told by: NULL and empty are two contents, and so are key and value."""
+    """Return the content that identifies a message without an id. Null and empty differ, and so do key and value."""
     length = b"-" if key is None else b"%d" % len(key)
     return b"%s:%s%s%s" % (length, key or b"", b"-" if value is None else b"+", value or b"")
 
 
 def place(topic: str, part: int, offset: int, microseconds: int) -> bytes:
-    """Return what a message is told by that has no id and needs none.
+    """Return the place that identifies a message without an id, for jobs that need none.
 
-    With its time, or else the messages of a topic that was created again would have the ids of those before.
+    It includes the time: otherwise messages of a recreated topic would get the ids of earlier ones.
     """
     return f"{topic}/{part}/{offset}/{microseconds}".encode()

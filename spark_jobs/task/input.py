@@ -1,16 +1,16 @@
-"""The rows of a task, and the proof that they were all of them.
+"""The rows of a task, and the proof that they are complete.
 
-An iterator that ends proves nothing: when something upstream of ``mapInArrow`` fails (a transform, a decoder, the Kafka
-reader), Spark closes the input of the Python worker between two Arrow messages, and the rows end as if all had come. A
-COMMIT after that would take a part for the whole. So every input of a task names what proves its end, and
-the sink's transaction asks for that proof before COMMIT.
+The end of an iterator proves nothing: when something upstream of ``mapInArrow`` fails (a transform, a decoder, the
+Kafka reader), Spark closes the input of the Python worker between two Arrow messages, and the rows end as if all had
+come. A COMMIT after that would take a part for the whole. So every input of a task has a way to prove its end, which
+the sink's transaction requires before COMMIT.
 
-| where the rows come from   | the proof                                                                             |
-|----------------------------|---------------------------------------------------------------------------------------|
+| where the rows come from   | the proof                                                                              |
+|----------------------------|----------------------------------------------------------------------------------------|
 | Kafka (``reader``)         | Kafka has sent a message, or the end of what is committed, at the range's end or later |
-| Spark (``from_spark``)     | END_OF_STREAM is next in the worker's input; Spark writes it when all rows are written |
-| a list (``in_memory``)     | the rows were all there before                                                        |
-| none (``NO_INPUT``)        | the driver's own transactions: they read no rows, and their tasks prove theirs        |
+| Spark (``from_spark``)     | END_OF_STREAM is next in the worker's input; Spark writes it after the last row        |
+| a list (``in_memory``)     | all rows were in memory                                                                |
+| none (``NO_INPUT``)        | not needed: the driver's own transactions read no rows, and tasks prove theirs         |
 """
 
 from __future__ import annotations
@@ -29,25 +29,25 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 END_OF_STREAM: Final = b"\xff\xff\xff\xfc"
-"""pyspark.serializers.SpecialLengths.END_OF_STREAM as it is sent."""
+"""pyspark.serializers.SpecialLengths.END_OF_STREAM in its wire format."""
 _WORKER: Final = "pyspark.worker"
-# Where the system does not know this event, an end within the four bytes is waited for until Spark ends the worker.
+# On systems without this event, an input that ends within the four bytes blocks until Spark ends the worker.
 _PEER_CLOSED: Final = getattr(select, "POLLRDHUP", 0)
 _POLL_MILLISECONDS: Final = 10
 
 
 Stream = io.BufferedReader | io.BufferedRWPair
-"""What a Python worker reads from Spark: the first when the daemon has started it, else the second."""
+"""The input of a Python worker: the first type if the daemon has started it, otherwise the second."""
 
 
 Batch = TypeVar("Batch")
 
 
 class TaskInput(Generic[Batch]):
-    """The batches of a task, in one pass: of Arrow's from Spark, of messages from Kafka.
+    """The batches of a task, to be read once: Arrow batches from Spark, or Messages from Kafka.
 
-    check_end  raises InputCut unless the batches were all there are; called when they end.
-    reached    says up to which offset there is no further message, once they have ended; where that is known.
+    check_end  called when the batches end; raises InputCut unless they are complete.
+    reached    returns, after the end, the offset before which there is no further message; None if it is not known.
     """
 
     def __init__(
@@ -66,19 +66,19 @@ class TaskInput(Generic[Batch]):
             return next(self._batches)
         except StopIteration:
             if not self._whole:
-                # Before the effect runs and not only before COMMIT: an effect may reach beyond the transaction.
+                # Checked before the effect runs and not only before COMMIT: an effect may reach beyond the transaction.
                 self._check_end()
                 self._whole = True
             raise
 
     def require_whole(self) -> None:
-        """Raise InputCut unless the batches were read to an end that is proved."""
+        """Raise InputCut unless the batches were read to a proved end."""
         if not self._whole:
             raise InputCut("the task has not read its input to the end and must not commit; nothing was committed")
 
     @property
     def reached(self) -> int | None:
-        """Return the offset before which there is no further message; None before the end, and where nobody knows."""
+        """The offset before which there is no further message; None before the end, and if it is not known."""
         return self._reached() if self._reached is not None and self._whole else None
 
 
@@ -86,31 +86,31 @@ class NoInput:
     """The input of a transaction that reads no rows."""
 
     def require_whole(self) -> None:
-        """Return: there is nothing to prove."""
+        """Accept: there is nothing to prove."""
 
 
 NO_INPUT: Final = NoInput()
 
 
 def in_memory(batches: Sequence[pa.RecordBatch]) -> TaskInput[pa.RecordBatch]:
-    """Return batches that are all there as an input."""
+    """Return batches that are in memory as an input."""
     return TaskInput(batches, NO_INPUT.require_whole)
 
 
 def from_spark(batches: Iterable[pa.RecordBatch]) -> TaskInput[pa.RecordBatch]:
-    """Return the batches that Spark gives to a function of ``mapInArrow`` as an input; call it in that function.
+    """Return the batches that Spark passes to a function of ``mapInArrow`` as an input; call it in that function.
 
-    Raises InputUnproven where the worker's input can't be found.
+    Raises InputUnproven if the worker's input can't be found.
     """
     stream = worker_stream()
     return TaskInput(batches, lambda: check_end(stream))
 
 
 def worker_stream() -> Stream:
-    """Return what the Python worker that runs the caller reads from Spark. Raises InputUnproven."""
+    """Return the input of the Python worker that runs the caller. Raises InputUnproven."""
     frame = inspect.currentframe()
     while frame is not None:
-        # The daemon imports the module; without the daemon it is run with -m, and its name is __main__.
+        # __spec__, because __name__ is __main__ when the worker runs with -m, without the daemon.
         module = getattr(frame.f_globals.get("__spec__"), "name", None)
         if (module, frame.f_code.co_name) == (_WORKER, "main"):
             stream = frame.f_locals.get("infile")
@@ -126,7 +126,7 @@ def worker_stream() -> Stream:
 
 
 def check_end(stream: Stream) -> None:
-    """Raise InputCut unless END_OF_STREAM is next; wait for it, and leave it there for the worker."""
+    """Wait for the next bytes and raise InputCut unless they are END_OF_STREAM, which is left for the worker."""
     found = _peek(stream, len(END_OF_STREAM))
     if found != END_OF_STREAM:
         raise InputCut(
@@ -137,15 +137,15 @@ def check_end(stream: Stream) -> None:
 
 
 def _peek(stream: Stream, count: int) -> bytes:
-    """Return the next bytes without consuming them; fewer where the stream ends before."""
+    """Return the next bytes without consuming them; fewer if the stream ends before."""
     found = stream.peek(count)[:count]
     if len(found) in {0, count}:
         return found
-    # peek() adds nothing to a buffer that is not empty: the rest is looked at in the socket.
+    # peek() does not refill a buffer that is not empty: the rest is read from the socket.
     try:
         number = stream.fileno()
     except io.UnsupportedOperation:
-        # A pair of buffers hides its socket: the end is not proved, and Spark tries again.
+        # A BufferedRWPair hides its socket: the end is not proved, and Spark tries again.
         return found
     with socket.socket(fileno=os.dup(number)) as rest:
         closed = select.poll()
@@ -155,5 +155,5 @@ def _peek(stream: Stream, count: int) -> bytes:
             more = rest.recv(count - len(found), socket.MSG_PEEK)
             if last or len(found) + len(more) == count:
                 return found + more
-            # Part of it is there, so recv() no longer waits.
+            # recv() no longer blocks once some of the bytes are there.
             last = bool(closed.poll(_POLL_MILLISECONDS))

@@ -1,4 +1,4 @@
-"""What an error of librdkafka's means to a task."""
+"""Translate errors of librdkafka into the consumer's errors."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def is_refusal(error: KafkaError) -> bool:
-    """Return whether Kafka refuses the client's credentials, or what it wants to do with them."""
+    """Return whether Kafka refuses the client's credentials, or an operation that they do not allow."""
     from confluent_kafka import KafkaError as Codes
 
     return error.code() in {
@@ -27,7 +27,7 @@ def is_refusal(error: KafkaError) -> bool:
 
 
 def of_kafka(error: KafkaError, doing: str) -> ConsumerError:
-    """Return what an error of librdkafka's means; ``doing`` begins its text."""
+    """Return the ConsumerError for an error of librdkafka, with a text that begins with ``doing``."""
     from confluent_kafka import KafkaError as Codes
 
     text = f"{doing}: {error}"

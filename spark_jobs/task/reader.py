@@ -1,19 +1,19 @@
-"""One partition's range of messages, read from Kafka by the task that applies it, and the proof that it is whole.
+"""Read a range of one partition from Kafka, in the task that applies it, and prove that it is complete.
 
-The reader knows where it stands, so the end of a range is proved by Kafka and not by an iterator that ends:
+The reader tracks its position, so Kafka proves the end of a range, not the end of an iterator:
 
 | what Kafka sends                               | what it proves                                                      |
 |------------------------------------------------|---------------------------------------------------------------------|
-| the message before the range's end             | all of the range has come                                           |
-| a message at the end or behind it              | the same: offsets in between are markers, aborted or compacted      |
-| the end of what is committed, at or behind it  | the same                                                            |
-| the end of what is committed, before it        | nothing: this broker does not know of all yet (a new leader); wait  |
+| the message before the range's end             | the whole range has come                                            |
+| a message at the end or after it               | the same: offsets in between are markers, aborted or compacted      |
+| the end of what is committed, at or after it   | the same                                                            |
+| the end of what is committed, before it        | nothing: the broker, a new leader, does not have all yet; wait      |
 | an error: a lost offset, a corrupt record, ... | the range can't be read: CorruptRecords, NotAuthorized, or else ... |
-|                                                | ... ConsumerUnavailable: the driver plans anew                      |
+|                                                | ... ConsumerUnavailable: the driver plans again                     |
 | nothing, for ``patience_seconds``              | the same                                                            |
 
-What proves the end says more: up to that message, or that end of what is committed, there is none. The group's offset
-moves there, so that a long stretch of aborted transactions behind a range is read once and not again by the next one.
+The proof also shows that there is no message between the range's end and the offset of that message or end. The group's
+offset moves there, so a long run of aborted transactions after a range is read only once.
 
 Messages come in the order of their offsets; one out of order ends the attempt (InputCut).
 """
@@ -51,34 +51,33 @@ _OURS: Final = frozenset(
     }
 )
 _ROWS: Final = 10_000
-"""At most so many messages are handed on together."""
+"""The most messages in one batch of a range."""
 _BYTES: Final = 16 * 1024 * 1024
-"""And about so many bytes, of which Python, Arrow and the COPY hold a copy each."""
+"""And the approximate limit in bytes, of which Python, Arrow and COPY have a copy each."""
 _AT_ONCE: Final = 2_000
-"""At most so many messages are asked of librdkafka at once."""
+"""The most messages to request from librdkafka in one call."""
 _AT_FIRST: Final = 16
-"""And so many before anything is known of their size: what one call returns is not bounded by librdkafka's queue,
-which is filled again while the call takes from it."""
+"""The same, before their size is known: librdkafka's queue, which is refilled during the call, limits nothing."""
 _WAIT_SECONDS: Final = 0.02
 _MOST_BYTES: Final = 64 * 1024 * 1024
-"""That the driver holds at once."""
+"""The most that the driver holds at once."""
 _SETTINGS: Final[Mapping[str, Any]] = {
     "enable.auto.commit": False,
     "enable.partition.eof": True,
     "isolation.level": "read_committed",
-    # Retention or a truncation has taken the offset: an error, and not another place to read on.
+    # If retention or a truncation has removed the offset, raise an error instead of reading elsewhere.
     "auto.offset.reset": "error",
     "allow.auto.create.topics": False,
     "check.crcs": True,
-    # Says how far the client is in what it does not hand on: see RangeReader._progress.
+    # Shows progress in records that are not delivered: see RangeReader._progress.
     "statistics.interval.ms": 1000,
-    # How long a broker waits at the end of a partition, where a transaction's marker is the last record: until it
-    # answers, nobody knows that no message follows.
+    # How long a broker waits at the end of a partition whose last record is a transaction marker: only its answer
+    # shows that no message follows.
     "fetch.wait.max.ms": 20,
-    # What is read ahead beyond the range is read again by whoever gets the next one.
+    # Limits what is read ahead beyond the range, which is read again with the next range.
     "fetch.message.max.bytes": 2 * 1024 * 1024,
     "queued.max.messages.kbytes": 8 * 1024,
-    # With a full queue librdkafka rests for a second, unless it is told otherwise.
+    # By default librdkafka pauses for a second when its queue is full.
     "fetch.queue.backoff.ms": 5,
 }
 
@@ -88,7 +87,7 @@ class ReaderSettings:
     """How a task reaches Kafka.
 
     options  librdkafka's: addresses and credentials, and the user's own settings of its consumer.
-    group    the consumers' group; the client shows itself to Kafka as one of it and joins nothing.
+    group    the consumer group, from which the client's ``group.id`` is made; the client joins no group.
     """
 
     options: Mapping[str, str] = field(repr=False)
@@ -96,18 +95,18 @@ class ReaderSettings:
     patience_seconds: float = PATIENCE_SECONDS
 
     def librdkafka(self) -> dict[str, Any]:
-        """Return librdkafka's options. Raises JobError for one that would break the promise."""
+        """Return librdkafka's options. Raises JobError for one that the consumer must set itself."""
         for name in _OURS & self.options.keys():
             raise JobError(f"kafka option {name!r} is set by the consumer itself; remove it")
         return {**_SETTINGS, **self.options, "group.id": f"{self.group}-spark"}
 
 
 class TooMuch(Exception):
-    """The messages are few, and too large to be held at once."""
+    """A few messages are too large to be held at once."""
 
 
 class _Span:
-    """How far one partition's range has come."""
+    """How much of one partition's range has been read."""
 
     def __init__(self, partition: Partition, span: Range, without: Collection[int]) -> None:
         self.partition = partition
@@ -117,7 +116,7 @@ class _Span:
         self._without = frozenset(without)
 
     def take(self, messages: Sequence[Message]) -> list[Message]:
-        """Return the messages that belong to the range, and note how far it has come. Raises InputCut."""
+        """Return the messages that belong to the range, and record the progress. Raises InputCut."""
         if self.whole:
             return []
         offsets = [message.offset() or 0 for message in messages]
@@ -134,17 +133,17 @@ class _Span:
         return [message for message, offset in pairs if offset < self.end and offset not in self._without]
 
     def position(self) -> int:
-        """Return the offset before which no further message is to come: behind the range, once that is whole."""
+        """Return the offset before which no message is outstanding; may be beyond the range once that is complete."""
         return self.at
 
     def reach(self, at: int) -> None:
-        """Note that no message is to come before this offset. Nothing, of a range that is whole: there are some."""
+        """Record that no message is outstanding before this offset. Ignored once the range is complete."""
         if not self.whole:
             self.at = max(self.at, at)
             self.whole = self.at >= self.end
 
     def require_whole(self) -> None:
-        """Raise InputCut unless Kafka has proved that all of the range has come."""
+        """Raise InputCut unless Kafka has proved that the whole range has come."""
         if not self.whole:
             raise InputCut(
                 f"{self.partition[0]}-{self.partition[1]}: read up to offset {self.at}, and the range ends at "
@@ -153,9 +152,9 @@ class _Span:
 
 
 class RangeReader:
-    """Reads ranges, one after the other, with one client. For one thread at a time; ``close`` it.
+    """Reads ranges, one after the other, with one client. For one thread at a time; must be closed.
 
-    ``broken`` is true after an error, and while a range is read: such a client is not to be used for another one.
+    ``broken`` is true after an error, and while a range is read: the client must not be used for another range then.
     """
 
     def __init__(self, settings: ReaderSettings) -> None:
@@ -177,18 +176,18 @@ class RangeReader:
             raise JobError(f"kafka: {error.args[0]}") from error
 
     def close(self) -> None:
-        """Leave Kafka."""
+        """Close the client."""
         self._consumer.close()
 
     def range(self, partition: Partition, span: Range, without: Collection[int] = ()) -> TaskInput[Messages]:
-        """Return a range's messages, but for those ``without``; read as they are asked for."""
+        """Return a range's messages, except for the offsets ``without``; they are read during iteration."""
         progress = _Span(partition, span, without)
         return TaskInput(self._parts(progress), progress.require_whole, progress.position)
 
     def whole(
         self, ranges: Mapping[Partition, Range], without: Mapping[Partition, Collection[int]]
     ) -> dict[Partition, TaskInput[Messages]]:
-        """Return the messages of several ranges, all read at once: for few messages. Raises TooMuch."""
+        """Read several ranges at once into memory, for few messages. Raises TooMuch."""
         spans = {partition: _Span(partition, span, without.get(partition, ())) for partition, span in ranges.items()}
         found: dict[Partition, list[Messages]] = {partition: [] for partition in spans}
         size = 0
@@ -217,13 +216,13 @@ class RangeReader:
             yield Messages.joined(held)
 
     def _read(self, spans: Mapping[Partition, _Span]) -> Iterator[tuple[dict[Partition, Messages], int]]:
-        """Read until all are whole. Returns what has come, without partitions of which nothing has, and its bytes."""
+        """Read until all ranges are complete. Yields new messages by partition, and their bytes."""
         from confluent_kafka import KafkaException, TopicPartition
 
         unread = {partition: span for partition, span in spans.items() if not span.whole}
         if not unread:
             return
-        # Until it is done: whoever stops in the middle leaves messages in the client's queue.
+        # Until the end: a caller that stops in the middle leaves messages in the client's queue.
         self.broken = True
         try:
             self._consumer.assign([TopicPartition(*partition, span.at) for partition, span in unread.items()])
@@ -262,9 +261,9 @@ class RangeReader:
         self.broken = False
 
     def _progress(self, statistics: str) -> None:
-        """Note that the client gets on, though nothing comes of it: records of aborted transactions may be very many.
+        """Record progress of the client without messages, as in a long run of aborted transactions.
 
-        Only for how long to wait; what librdkafka has fetched proves nothing about what it has handed on.
+        Only extends the waiting time: what librdkafka has fetched proves nothing about what it has delivered.
         """
         topics = orjson.loads(statistics)["topics"]
         fetched = {
@@ -277,7 +276,7 @@ class RangeReader:
             self._heard = time.monotonic()
 
     def _hear(self, error: KafkaError) -> None:
-        """Note that a broker does not let the client in: nothing comes then, and nothing else says why."""
+        """Record that a broker refuses the client, which is the only sign of why no messages come."""
         if is_refusal(error):
             self._refused = error
 
@@ -295,7 +294,7 @@ class RangeReader:
             if error is None and partition in spans:
                 taken[partition] += spans[partition].take([message])
             elif error is not None and _is_end(error) and partition in spans:
-                # Its offset is that of the next message to come.
+                # Its offset is that of the next message.
                 spans[partition].reach(message.offset() or 0)
         return taken
 
@@ -303,8 +302,8 @@ class RangeReader:
 def _is_end(error: KafkaError) -> bool:
     """Return whether this is the end of a partition. Raises KafkaException for an error.
 
-    A reader with partitions and offsets of its own needs no right on a group. librdkafka asks for the coordinator of
-    its group all the same, says that it was refused, and reads on.
+    A refusal of the group is ignored: a reader that assigns its own partitions and offsets needs no right on a group,
+    but librdkafka asks for the group's coordinator anyway, reports the refusal, and continues reading.
     """
     from confluent_kafka import KafkaError, KafkaException
 
@@ -334,9 +333,9 @@ def _columns(partition: Partition, messages: Sequence[Message]) -> Messages:
 def _headers(messages: Sequence[Message]) -> list[Headers]:
     """Return the headers of messages; UNREADABLE for those with a name that is not UTF-8.
 
-    For such a message the client's C code returns a list with a hole in it, and leaves an error behind. Only a call
-    from C, as by map(), is certain to notice that: Python's own calls stop looking once they are optimised, and whoever
-    touches the list ends the process. So does a second call, which returns the same list without an error.
+    For such a message the client's C code returns a list with a missing item, and leaves an exception set. Only a call
+    from C, such as by map(), reliably checks for that: Python's own calls no longer do once they are specialized, and
+    using the list crashes the process. So does a second call, which returns the same list without an exception.
     """
     from confluent_kafka import Message
 
@@ -345,8 +344,8 @@ def _headers(messages: Sequence[Message]) -> list[Headers]:
     while True:
         try:
             for headers in answers:
-                # Bytes or None, whatever the type hints say of what one may write.
-                found.append(cast("Headers", headers or []))  # noqa: PERF401  it has to go on behind an error
+                # Values are bytes or None; the type hints also allow what may be written.
+                found.append(cast("Headers", headers or []))  # noqa: PERF401  continues after an error
         except SystemError:
             found.append(UNREADABLE)
         else:
@@ -354,7 +353,7 @@ def _headers(messages: Sequence[Message]) -> list[Headers]:
 
 
 def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Return a callback that does not keep its object, which holds the client that holds the callback, alive."""
+    """Return a callback with a weak reference to its object, which has the client that has the callback."""
     reference = weakref.WeakMethod(method)
 
     def call(told: Any) -> None:
@@ -366,7 +365,7 @@ def _weakly(method: Callable[[Any], None]) -> Callable[[Any], None]:
 
 
 class _GarbageCollection:
-    """Python's, switched off while any thread wants it so: a driver may run several consumers beside each other."""
+    """Switches Python's garbage collection off while any thread wants that; a driver may run several consumers."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -375,7 +374,7 @@ class _GarbageCollection:
 
     @contextmanager
     def off(self) -> Iterator[None]:
-        """Make many small objects without Python looking for rings among them, again and again: it halves the time."""
+        """Disable it inside the block: creating many small objects takes half the time without searches for cycles."""
         with self._lock:
             if self._without == 0:
                 self._was = gc.isenabled()
@@ -398,11 +397,11 @@ _KEPT: dict[tuple[int, str, frozenset[tuple[str, str]]], RangeReader] = {}
 
 @contextmanager
 def kept(settings: ReaderSettings) -> Iterator[RangeReader]:
-    """Lend this process's reader, which stays connected from one task to the next. For one thread at a time."""
-    # A fork has a copy of this table, and none of librdkafka's threads.
+    """Yield this process's reader, which stays connected between tasks. For one thread at a time."""
+    # The process id, because a fork copies this table but not librdkafka's threads.
     name = (os.getpid(), settings.group, frozenset(settings.options.items()))
     reader = _KEPT.pop(name, None) or RangeReader(settings)
-    # A run's patience may be less now than when the reader was opened, or more.
+    # The patience may have changed since the reader was opened.
     reader.patience_seconds = settings.patience_seconds
     try:
         yield reader
@@ -415,7 +414,7 @@ def kept(settings: ReaderSettings) -> Iterator[RangeReader]:
 
 
 def close_kept(group: str) -> None:
-    """Close this process's readers of a group. Those of other groups may be another thread's."""
+    """Close this process's readers of a group. Other threads may use those of other groups."""
     for name in [name for name in list(_KEPT) if name[1] == group]:
         if reader := _KEPT.pop(name, None):
             reader.close()

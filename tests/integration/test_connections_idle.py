@@ -21,7 +21,7 @@ from spark_jobs.model import Stored
 from spark_jobs.postgres import connections
 from spark_jobs.postgres import lock_monitor as blockers
 from spark_jobs.postgres.group_store import GroupState, Store
-from spark_jobs.postgres.lock_monitor import Watch
+from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.task import partition as task
 
 __all__ = ["later", "url"]
@@ -149,7 +149,7 @@ def test_whether_dead_letters_wait_is_read_in_an_index(url, keep_order):
 
 def test_the_lock_monitor_replaces_a_session_that_is_old(url, later):
     name = connections.application_name("outbox watch g")
-    with Watch(url, "g", lambda *_: None, look_seconds=0.05):
+    with LockMonitor(url, "g", lambda *_: None, check_seconds=0.05):
         (first,) = wait_until(lambda: sessions(url, name), what="the monitor's session")
         later(connections.MAX_AGE_SECONDS)
         wait_until(lambda: first not in sessions(url, name), what="its end")
@@ -162,7 +162,7 @@ def test_the_lock_monitor_keeps_a_session_and_replaces_it(url):
     name = connections.application_name(f"outbox watch {group}")
     told: list[str] = []
     run(url, "CREATE TABLE numbers (n int)")
-    with Watch(url, group, lambda text, figures: told.append(f"{text} {figures['waiting']}"), look_seconds=0.05):
+    with LockMonitor(url, group, lambda text, figures: told.append(f"{text} {figures['waiting']}"), check_seconds=0.05):
         (first,) = wait_until(lambda: sessions(url, name), what="the monitor's session")
 
         def looks() -> Any:

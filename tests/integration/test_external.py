@@ -16,9 +16,10 @@ from support import wait_until
 
 from outbox.errors import SchemaError
 from spark_jobs.errors import JobError
-from spark_jobs.external.caller import Caller, Done, External, OutcomeUnknown, Refused, TryLater
+from spark_jobs.external.caller import Caller
+from spark_jobs.external.declaration import Done, External, OutcomeUnknown, Refused, TryLater
 from spark_jobs.external.http_call import HttpCall
-from spark_jobs.external.reservations import Chosen, Desk, NoSuchReservation
+from spark_jobs.external.reservations import Chosen, NoSuchReservation, ReservationAdmin
 
 __all__ = ["outbox_cli", "provider", "sink"]
 
@@ -119,7 +120,7 @@ def test_without_a_cancel_a_refusal_after_an_open_attempt_is_for_people(sink, pr
     (message_id,) = sink.reserve(external, ["maybe"])
     assert sink.drain(external) == {"attempts": 2, "again": 1, "stuck": 1}
     with sink.connect() as connection:
-        (shown,) = Desk(connection, "consumer").find(Chosen("orders"))
+        (shown,) = ReservationAdmin(connection, "consumer").find(Chosen("orders"))
         assert shown["unsure"]
         assert "no cancel is declared" in shown["last_error"]
         caller = Caller(external, sink.connect)
@@ -241,7 +242,7 @@ def test_a_call_that_may_have_happened_is_not_repeated_once_the_key_is_forgotten
     assert sink.drain(external) == {"attempts": 3, "again": 2, "stuck": 1, "confirmed": 1}
     assert len(provider.requests("maybe")) == 1
     with sink.connect() as connection:
-        desk = Desk(connection, "consumer")
+        desk = ReservationAdmin(connection, "consumer")
         assert "may have forgotten the key" in desk.find(Chosen())[0]["last_error"]
         desk.retry(Chosen(message_ids=[message_id]))
         assert sink.drain(external) == {"stuck": 1}
@@ -274,12 +275,12 @@ def test_when_the_sql_fails_the_answer_is_kept_and_nothing_is_called_again(sink,
     assert sink.states() == {"o1": "stuck", "refused": "stuck"}
     assert len(provider.requests(path="/cancel")) == 1
     with sink.connect() as connection:
-        errors = [row["last_error"] for row in Desk(connection, "consumer").find(Chosen())]
+        errors = [row["last_error"] for row in ReservationAdmin(connection, "consumer").find(Chosen())]
         assert "UndefinedTable" in errors[0]
         assert "CheckViolation" in errors[1]
         connection.execute("CREATE TABLE paid (charge jsonb)")
         connection.execute("ALTER TABLE orders DROP CONSTRAINT orders_state_check")
-        Desk(connection, "consumer").retry(Chosen())
+        ReservationAdmin(connection, "consumer").retry(Chosen())
     assert sink.drain(external) == {"attempts": 2, "confirmed": 1, "cancelled": 1}
     assert len(provider.requests("o1")) == 1
     assert len(provider.requests(path="/cancel")) == 1
@@ -314,7 +315,7 @@ def test_an_answer_after_the_lease_is_weighed(sink, provider):
     assert sink.states() == {"a": "confirmed", "b": "cancelled"}
     assert sink.orders() == {"a": ("paid", 1), "b": ("cancelled", 1)}
     with sink.connect() as connection:
-        (shown,) = Desk(connection, "consumer").find(Chosen())
+        (shown,) = ReservationAdmin(connection, "consumer").find(Chosen())
     assert (shown["request"]["order"], shown["conflict"]) == (
         "b",
         "the provider confirmed a call whose effect was cancelled",

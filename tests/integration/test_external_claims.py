@@ -12,8 +12,9 @@ from external_support import in_thread, lease_runs_out, payments, provider, sink
 from support import wait_until
 
 from spark_jobs.external import reservations
-from spark_jobs.external.caller import Caller, External
-from spark_jobs.external.reservations import Chosen, Desk
+from spark_jobs.external.caller import Caller
+from spark_jobs.external.declaration import External
+from spark_jobs.external.reservations import Chosen, ReservationAdmin
 
 __all__ = ["provider", "sink"]
 
@@ -82,7 +83,7 @@ def test_what_waits_behind_stuck_ones_is_not_looked_at_by_each_claim(sink, provi
     # However a stuck one is released, what is behind it is due at once, and goes out after it.
     ids = dict(sink.rows("SELECT request ->> 'order', message_id FROM consumer.reservations"))
     with sink.connect() as connection:
-        desk = Desk(connection, "consumer")
+        desk = ReservationAdmin(connection, "consumer")
         assert desk.retry(Chosen("orders", "payments", [ids["bad1"]])) == [str(ids["bad1"])]
         assert desk.cancel(Chosen("orders", "payments", [ids["bad2"]]), "no") == [str(ids["bad2"])]
     for number, confirmed in ((3, True), (4, False)):
@@ -102,19 +103,19 @@ def test_one_that_is_released_while_others_are_put_back_leaves_none_behind(sink,
     chosen = Chosen("orders", "payments", released)
     due = "SELECT next_attempt_at <= now() FROM consumer.reservations WHERE request ->> 'order' = 'behind1'"
     values = {"grp": "orders", "name": "payments", "most": 20_000}
-    put_back = psycopg.sql.SQL(reservations._PUT_BACK).format(
+    put_back = psycopg.sql.SQL(reservations._POSTPONE).format(
         reservations=psycopg.sql.Identifier("consumer", "reservations")
     )
     again = "UPDATE consumer.reservations SET state = 'stuck' WHERE message_id = %s"
     with sink.connect() as one, sink.connect() as other:
         with one.transaction():
-            assert Desk(one, "consumer").retry(chosen)
+            assert ReservationAdmin(one, "consumer").retry(chosen)
             assert other.execute(put_back, values).rowcount == 9_999
         assert sink.rows(due) == [(True,)]
         one.execute(again, released)
         with one.transaction():
             assert one.execute(put_back, values).rowcount == 1
-            waiting = in_thread(lambda: Desk(other, "consumer").retry(chosen))
+            waiting = in_thread(lambda: ReservationAdmin(other, "consumer").retry(chosen))
             blocked = "SELECT count(*) FROM pg_locks WHERE NOT granted"
             wait_until(lambda: sink.rows(blocked) == [(1,)], what="the release to wait for the other")
         waiting.join(30)

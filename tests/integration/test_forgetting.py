@@ -23,7 +23,7 @@ from relay.operations.findings import Level
 from relay.operations.roles import Kind, grants
 from spark_jobs.errors import ConsumerUnavailable
 from spark_jobs.postgres.group_store import Store
-from spark_jobs.postgres.retention import NO_TIME, STRAY, Memory, Upkeep
+from spark_jobs.postgres.retention import NO_TIME, STRAY, Memory, RetentionResult
 from spark_jobs.postgres.tables import DAY_OF_ID
 
 KEEP = 5
@@ -91,8 +91,7 @@ def test_days_are_made_for_what_is_kept_and_a_few_ahead(sink):
     days = names(NO_TIME, *(sink.day(ago) for ago in range(-3, KEEP + 1)))
     assert {name.removeprefix("processed_messages_") for name in made.made} == days
     assert sink.partitions() == days | {"default"}
-    assert sink.memory.make() == Upkeep()
-    assert made.worth_telling
+    assert sink.memory.make() == RetentionResult()
     # Ids of every kind find the partition of their day.
     midnight = dt.datetime.combine(sink.today, dt.time(), dt.UTC)
     v7 = uuid.UUID(int=(int(midnight.timestamp() * 1000) << 80) | (7 << 76) | (2 << 62) | 1)
@@ -111,7 +110,7 @@ def test_one_query_when_all_days_are_there(sink):
     with psycopg.connect(sink.url) as other:
         other.execute("LOCK TABLE consumer.processed_messages IN SHARE UPDATE EXCLUSIVE MODE")
         other.execute("SELECT pg_advisory_xact_lock(%s)", (0x6F7574626F780002,))
-        assert sink.memory.make() == Upkeep()
+        assert sink.memory.make() == RetentionResult()
 
 
 def test_days_that_the_default_partition_holds_stay_there(sink):
@@ -132,7 +131,7 @@ def test_a_partition_of_a_month_covers_its_days(sink):
     )
     assert sink.memory.make().made == ("processed_messages_19700101",)
     # It ends in the future: no day of it goes.
-    assert sink.memory.forget() == Upkeep()
+    assert sink.memory.forget() == RetentionResult()
 
 
 def test_an_old_day_goes_with_its_partition_and_only_its_groups_have_forgotten(sink):
@@ -148,7 +147,7 @@ def test_an_old_day_goes_with_its_partition_and_only_its_groups_have_forgotten(s
     assert list(done.dropped) == [f"processed_messages_{old:%Y%m%d}"]
     assert sink.remembered() == {("early", kept): 1, ("late", kept): 1}
     assert sink.forgotten() == {"early": old + dt.timedelta(days=1), "late": None}
-    assert sink.memory.forget() == Upkeep()
+    assert sink.memory.forget() == RetentionResult()
 
 
 def test_a_day_whose_ids_were_seen_lately_is_kept_whole(sink):
@@ -159,7 +158,7 @@ def test_a_day_whose_ids_were_seen_lately_is_kept_whole(sink):
     sink.partition(old)
     sink.remember("g", old, KEEP + 9, count=3)
     sink.remember("backlog", old, KEEP - 0.5)
-    assert sink.memory.forget() == Upkeep()
+    assert sink.memory.forget() == RetentionResult()
     assert sink.remembered() == {("g", old): 3, ("backlog", old): 1}
     assert sink.forgotten() == {"g": None, "backlog": None}
     sink.run("UPDATE consumer.processed_messages SET seen_at = seen_at - interval '1 day' WHERE grp = 'backlog'")
@@ -188,7 +187,7 @@ def test_rows_of_the_default_partition_go_by_group_and_day(sink):
     # One that was seen lately keeps the day for its group, and for no other.
     sink.remember("h", older, KEEP + 1)
     sink.remember("h", older, 1)
-    assert sink.memory.forget() == Upkeep(deleted_rows=3)
+    assert sink.memory.forget() == RetentionResult(deleted_rows=3)
     assert sink.remembered() == {("g", NO_TIME): 2, ("g", young): 1, ("h", older): 2}
     assert sink.forgotten() == {"g": old + dt.timedelta(days=1), "h": None, "idle": None}
 
@@ -233,7 +232,7 @@ def test_upkeep_gives_way_to_a_task_that_writes(sink):
         task.execute("SELECT 1")
     assert sink.memory.make().problem is None
     # The id is there, seen just now.
-    assert sink.memory.forget() == Upkeep()
+    assert sink.memory.forget() == RetentionResult()
     assert sink.remembered() == {("g", old): 1}
 
 
@@ -284,7 +283,7 @@ def test_a_role_that_repeats_reads_forgets_no_id_that_was_seen_just_now(sink, mo
     old = sink.day(KEEP + 2)
     sink.partition(old)
     sink.remember("g", old, KEEP + 2)
-    done: list[Upkeep] = []
+    done: list[RetentionResult] = []
     with psycopg.connect(sink.url) as task:
         task.execute(
             "INSERT INTO consumer.processed_messages (grp, day, message_id) VALUES ('g', %s, gen_random_uuid())", (old,)
@@ -296,7 +295,7 @@ def test_a_role_that_repeats_reads_forgets_no_id_that_was_seen_just_now(sink, mo
         wait_until(lambda: sink.one(waits, (name,)) == 1, what="the drop to wait for the task")
         task.commit()
     forgetting.join(30)
-    assert done == [Upkeep()]
+    assert done == [RetentionResult()]
     assert sink.remembered() == {("g", old): 2}
 
 
@@ -306,7 +305,7 @@ def test_two_drivers_at_once(sink):
     old = sink.day(KEEP + 2)
     sink.partition(old)
     sink.remember("g", old, KEEP + 2)
-    done: list[Upkeep] = []
+    done: list[RetentionResult] = []
 
     def upkeep() -> None:
         memory = Memory(sink.url, "consumer", KEEP)
@@ -391,11 +390,11 @@ def test_the_owner_keeps_the_days_for_consumers_that_own_nothing(sink):
         assert sink.remembered() == {("g", lately): 1}
         assert sink.forgotten() == {"g": old + dt.timedelta(days=1)}
         assert prune(sink.url, *keep) == "nothing to do\n"
-        assert consumer.make_days(KEEP) == Upkeep()
+        assert consumer.make_days(KEEP) == RetentionResult()
         sink.run(f"UPDATE consumer.processed_messages SET seen_at = now() - interval '{KEEP + 1} days'")
-        assert consumer.forget_days(KEEP) == Upkeep(problem=ANY, denied=True)
+        assert consumer.forget_days(KEEP) == RetentionResult(problem=ANY, denied=True)
         assert prune(sink.url, *keep) == f"partition processed_messages_{lately:%Y%m%d}: dropped\n"
-        assert consumer.forget_days(KEEP) == Upkeep()
+        assert consumer.forget_days(KEEP) == RetentionResult()
     finally:
         sink.run(f"DROP OWNED BY {role}; DROP ROLE {role}")
 

@@ -13,7 +13,7 @@ from provider import Provider
 
 from outbox.sandbox._process import patience
 from spark_jobs.errors import JobError
-from spark_jobs.external.caller import Call, Done, OutcomeUnknown, Refused, TryLater
+from spark_jobs.external.declaration import Call, Done, OutcomeUnknown, Refused, TryLater
 from spark_jobs.external.http_call import HttpAsk, HttpCall, _retry_after
 
 

@@ -15,7 +15,8 @@ from proxy import TcpProxy
 
 from spark_jobs.driver.kafka_admin import KafkaView
 from spark_jobs.errors import ConsumerUnavailable
-from spark_jobs.external.caller import Caller, External
+from spark_jobs.external.caller import Caller
+from spark_jobs.external.declaration import External
 from spark_jobs.model import Range
 from spark_jobs.patience import LEAST_SECONDS, NoTimeLeft, Patience
 from spark_jobs.postgres import connections

@@ -26,7 +26,7 @@ from spark_jobs.dedup.strategies import Dedup, OffsetsOnly
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.effects.produce import Produce
 from spark_jobs.errors import Reject
-from spark_jobs.external.caller import External
+from spark_jobs.external.declaration import External
 from spark_jobs.job import ConsumerJob
 
 pytestmark = pytest.mark.spark

@@ -18,7 +18,8 @@ from provider import Provider
 from uuid_utils.compat import uuid7
 
 from outbox._app import migrate as db
-from spark_jobs.external.caller import Call, Caller, External, Settled
+from spark_jobs.external.caller import Caller
+from spark_jobs.external.declaration import Call, External, Settled
 from spark_jobs.external.http_call import HttpAsk, HttpCall
 
 BATCH = """

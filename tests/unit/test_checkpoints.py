@@ -6,7 +6,8 @@ import json
 
 import pytest
 
-from spark_jobs.driver.streaming import NOTHING, Batch, ExactlyOnce, Stored, content_of, decide
+from spark_jobs.driver.checkpoints import NOTHING, Batch, Stored, content_of, decide
+from spark_jobs.driver.streaming import ExactlyOnce
 from spark_jobs.errors import CheckpointConflict, JobError
 from spark_jobs.job import ConsumerJob
 

@@ -1,0 +1,45 @@
+"""The group's position in Kafka, for Kafka's own tools: nothing reads it back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from spark_jobs.driver.kafka_admin import KafkaView
+from spark_jobs.model import Partition, Stored
+
+
+class ShownPosition:
+    """Shows a group's position to Kafka without waiting for the answers. Failures are reported with a later call.
+
+    report  called with failures.
+    """
+
+    def __init__(self, kafka: KafkaView, group: str, report: Callable[[str, Mapping[str, Any]], None]) -> None:
+        self._kafka = kafka
+        self._group = group
+        self._report = report
+        self._shown: dict[Partition, int] = {}
+
+    def show(self, ends: Mapping[Partition, int]) -> None:
+        """Show the ends of a round."""
+        self._shown |= ends
+        self._report_problem(self._kafka.show_lag(self._group, ends, seconds=0))
+
+    def show_stored(self, stored: Mapping[Partition, Stored]) -> None:
+        """Show offsets that are beyond the shown ends: up to the next message, or the log's end."""
+        further = {
+            partition: here.next_offset
+            for partition, here in stored.items()
+            if self._shown.get(partition, here.next_offset) < here.next_offset
+        }
+        if further:
+            self.show(further)
+
+    def wait(self) -> None:
+        """Wait for the last answer."""
+        self._report_problem(self._kafka.lag_shown(self._group))
+
+    def _report_problem(self, problem: str | None) -> None:
+        if problem is not None:
+            self._report("the group's position could not be shown to Kafka", {"error": problem})
