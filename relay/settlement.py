@@ -299,8 +299,8 @@ class Settlement:
     def overlaps(self, lanes: Collection[int]) -> bool:
         """Return whether turns of these lanes may be published before the turns before them are settled.
 
-        Only without transactions: a marker would overwrite that of rows that may still be there. And not while a lease
-        has to be renewed, which must come before its events are published.
+        Only without transactions: the next marker would imply that rows are settled that may still be there. And not
+        while a lease has to be renewed, which must come before its events are published.
         """
         return self._prepared and all(
             held.own_id is None and held.pending.batch is None and not self.prolongs(held.lease.lane)
