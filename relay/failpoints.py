@@ -5,7 +5,7 @@ Turned on by the variable at the start of the process. When off, each step of a 
 | action    | what happens there                                     |
 |-----------|--------------------------------------------------------|
 | kill      | SIGKILL to this process                                |
-| pause     | SIGSTOP to this process, until somebody sends SIGCONT  |
+| pause     | SIGSTOP to this process, until a SIGCONT               |
 | error     | Unavailable is raised, as if a server had gone away    |
 | delay:S   | S seconds pass                                         |
 

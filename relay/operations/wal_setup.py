@@ -5,7 +5,7 @@
 | setting up, slot not made yet    | at most a publication            | run it again                                 |
 | setting up, slot made            | a slot without a checkpoint; it  | run it again with ``--repair``               |
 |                                  | holds WAL                        |                                              |
-| repairing, publication made anew | one that the checkpoint does not | run it again                                 |
+| repairing, publication replaced  | one that the checkpoint does not | run it again                                 |
 |                                  | know: relays stop                |                                              |
 | repairing, old slot dropped      | a checkpoint, no slot: they stop | run it again                                 |
 | repairing, new slot made         | a slot above it: relays stop     | run it again                                 |
