@@ -1,11 +1,11 @@
 """Named places where tests make a relay fail: ``OUTBOX_FAILPOINTS="txn.committed=kill@3 batch.fetched=delay:1"``.
 
-Off unless the variable is set when the process starts: each step of a batch then costs a lookup in an empty dict.
+Turned on by the variable at the start of the process. When off, each step of a batch costs one check of an empty dict.
 
 | action    | what happens there                                     |
 |-----------|--------------------------------------------------------|
 | kill      | SIGKILL to this process                                |
-| pause     | SIGSTOP to this process, until somebody sends SIGCONT  |
+| pause     | SIGSTOP to this process, until a SIGCONT               |
 | error     | Unavailable is raised, as if a server had gone away    |
 | delay:S   | S seconds pass                                         |
 

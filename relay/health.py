@@ -3,25 +3,25 @@
 A lane *waits* from the first failed attempt until the first that succeeds. It *stands still* when it has waited for
 longer than ``standing_seconds``, three leases: by then a restart of a broker or a failover of Postgres is over.
 
-| what                                                          | shown as                          | ready           |
-|---------------------------------------------------------------|-----------------------------------|-----------------|
-| the relay has just started                                    |                                   | not yet         |
-| a lane waits for less than three leases                       | ``lanes_waiting``, by reason      | yes             |
-| a lane stands still                                           | the same                          | no              |
-| the lease of a lane has run out, and could not be prolonged   | reason ``lease_expired``          | as any other    |
-| no turn ends for three leases                                 | reason ``turn_unfinished``        | no              |
-| Postgres does not answer the control loop, or refuses, for    | its reason; with no lane but      | no              |
-| three leases                                                  | those that wait for it            |                 |
-| the lanes were left to a relay that reaches the brokers       | ``ready`` is 0                    | no              |
-| a transaction hangs in one of the outbox's topics             | reason ``hanging_transaction``    | no: what is     |
-|                                                               |                                   | sent stays      |
-|                                                               |                                   | hidden          |
-| a standby without lanes                                       |                                   | yes             |
-| events are refused, or are dead letters; a key waits          |                                   | yes: other keys |
-| upkeep fails: the archive, a look at the slot                 | ``upkeep_wait_seconds``, by task  | yes: publishing |
-|                                                               |                                   | goes on         |
-| a topic is missing, forbidden, or takes nothing               | ``topics_unusable``               | yes: other      |
-|                                                               |                                   | topics go on    |
+| what                                                       | shown as                         | ready           |
+|------------------------------------------------------------|----------------------------------|-----------------|
+| the relay has just started                                 |                                  | not yet         |
+| a lane waits for less than three leases                    | ``lanes_waiting``, by reason     | yes             |
+| a lane stands still                                        | the same                         | no              |
+| the lease of a lane has expired, and could not be renewed  | reason ``lease_expired``         | as any other    |
+| no turn ends for three leases                              | reason ``turn_unfinished``       | no              |
+| Postgres does not answer the control loop, or refuses, for | its reason; with no lane but     | no              |
+| three leases                                               | those that wait for it           |                 |
+| the lanes were released for a relay that reaches Kafka     | ``ready`` is 0                   | no              |
+| a transaction hangs in one of the outbox's topics          | reason ``hanging_transaction``   | no: what is     |
+|                                                            |                                  | sent stays      |
+|                                                            |                                  | hidden          |
+| a standby without lanes                                    |                                  | yes             |
+| events are refused, or are dead letters; a key waits       |                                  | yes: other keys |
+| upkeep fails: the archive, the check of the slot           | ``upkeep_wait_seconds``, by task | yes: publishing |
+|                                                            |                                  | goes on         |
+| a topic is missing, forbidden, or takes nothing            | ``topics_unusable``              | yes: other      |
+|                                                            |                                  | topics go on    |
 """
 
 from __future__ import annotations

@@ -4,16 +4,16 @@ A lane is free when its lease has expired by the database's clock. Taking it rai
 settling write names the epoch under which its events were fetched, so a relay that slept through its lease can't
 settle. With ``FOR UPDATE SKIP LOCKED``, relays that take lanes at the same moment do not wait for each other.
 
-| what happens                             | what follows                                                            |
-|------------------------------------------|-------------------------------------------------------------------------|
-| relay stops                              | releases its lanes: free at once                                        |
-| relay is killed                          | leases run out, others take the lanes, epoch + 1                        |
-| relay sleeps (SIGSTOP) past its lease    | the lane is taken; on waking its renewal and its settling match no row  |
-| Postgres is away longer than the lease   | the first to renew or take it when it is back has it; the epoch decides |
-| relay joins                              | whoever holds more than a fair share gives the rest up between batches  |
-| two relays reach for one lane            | the second skips the locked row and takes another, or none              |
-| a lane's row is locked by someone else   | that lane is not renewed, the others are; its lease may run out         |
-| killed after taking a lane               | the row still names the former transactional.id: the next one fences it |
+| what happens                            | what follows                                                            |
+|-----------------------------------------|-------------------------------------------------------------------------|
+| relay stops                             | releases its lanes: free at once                                        |
+| relay is killed                         | leases run out, others take the lanes, epoch + 1                        |
+| relay sleeps (SIGSTOP) past its lease   | the lane is taken; on waking its renewal and its settling match no row  |
+| Postgres is down longer than the lease  | the first to renew or take it when it is back has it; the epoch decides |
+| relay joins                             | relays with more than their share release the rest between batches      |
+| two relays reach for one lane           | the second skips the locked row and takes another, or none              |
+| another session has locked a lane's row | that lane is not renewed, the others are; its lease may run out         |
+| killed after taking a lane              | the row still names the former transactional.id, to be fenced next      |
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ because a lane has one holder, and a turn publishes a lane's events in order, an
 |-----------------------------------------|----------------------------------------|-----------------------------------|
 | killed before publishing                | nothing was sent; the next holders of  | the same                          |
 |                                         | the lanes read the same rows           |                                   |
-| killed while publishing                 | some may stand in Kafka; they are sent | aborted: no reader saw them       |
+| killed while publishing                 | some may be in Kafka; they are sent    | aborted: no reader saw them       |
 |                                         | again (at most one batch of each lane) |                                   |
 | killed when acknowledged, not settled   | the batches are sent again; two turns  | their markers settle them         |
 |                                         | of a lane at most, and not more events |                                   |

@@ -7,8 +7,8 @@ ever dropped.
 |----------------------------|--------------------------------------------------------|------------------------------|
 | refused, to be tried again | in events; in failures, next_attempt_at in the future  | later events wait            |
 | due                        | in events; in failures, next_attempt_at passed         | it goes out, later ones wait |
-| published after all        | gone from both, in one transaction                     | goes on                      |
-| dead, ``block``            | in dead_letters; in failures, next_attempt_at =        | waits for a person           |
+| published after retries    | gone from both, in one transaction                     | goes on                      |
+| dead, ``block``            | in dead_letters; in failures, next_attempt_at =        | waits for an operator        |
 |                            | infinity                                               |                              |
 | dead, ``skip``             | in dead_letters                                        | goes on without it           |
 | `failures retry`           | back in events under its old id; in failures, due      | it goes out, later ones wait |

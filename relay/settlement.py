@@ -10,20 +10,20 @@ It is one statement, because a relay that sleeps (SIGSTOP, a paused virtual mach
 lane's row and the commit would block the lane for as long as it sleeps. Its result is a few numbers for each lane, so a
 full socket can't delay the commit.
 
-| what happens                                | what follows                                                         |
-|---------------------------------------------|----------------------------------------------------------------------|
+| what happens                                | what follows                                                          |
+|---------------------------------------------|-----------------------------------------------------------------------|
 | killed before it, or it is rolled back      | the turn's rows stay; see loop.py                                     |
-| committed, and the answer is lost           | its rows are gone; settling them again finds none                     |
+| committed, and the result is lost           | its rows are gone; settling them again finds none                     |
 | epoch has moved on                          | LaneLost for that lane; the others are settled                        |
-| last_batch is another than the one expected | Postgres has lost a commit of ours, behind a pooler for one: the lane |
-|                                             | is taken over again, which compares it with its marker               |
+| last_batch is not the expected one          | Postgres has lost a commit of ours, perhaps behind a pooler: the lane |
+|                                             | is taken over again, which compares it with its marker                |
 | the row does not name our transactional ids | the next holder would not fence us: the lane is taken over again      |
-| a lane's row is locked by another session   | that lane is passed over and tried again; the others are settled      |
+| a lane's row is locked by another session   | that lane is skipped and retried; the others are settled              |
 | killed while it runs in the background, and | at-least-once only: neither turn is settled, or the first one is;     |
 | the next turn is published already          | what was not settled is published again, in order, at most a batch    |
-| no row of lanes is written (lease is young) | the row's lock is a change all the same: the commit flushes the WAL   |
-| someone else has written a lane's row       | its version is not the one that is known: the lane is looked for by   |
-|                                             | its number, at once                                                   |
+| no row of lanes is written (lease is young) | the row's lock is a change too: the commit flushes the WAL            |
+| another session has written a lane's row    | its version is not the known one: the row is looked up by the lane's  |
+|                                             | number, at once                                                       |
 
 Only lanes that have to be written are: while a session holds back xmin, an UPDATE of each row in each turn leaves so
 many dead versions that finding a lane's row by its number takes longer than all the rest. Exactly-once and the WAL
@@ -299,8 +299,8 @@ class Settlement:
     def overlaps(self, lanes: Collection[int]) -> bool:
         """Return whether turns of these lanes may be published before the turns before them are settled.
 
-        Only without transactions: a marker would overwrite that of rows that may still be there. And not while a lease
-        has to be renewed, which must come before its events are published.
+        Only without transactions: the next marker would imply that rows are settled that may still be there. And not
+        while a lease has to be renewed, which must come before its events are published.
         """
         return self._prepared and all(
             held.own_id is None and held.pending.batch is None and not self.prolongs(held.lease.lane)

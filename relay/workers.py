@@ -1,13 +1,13 @@
 """Several workers on one machine: one process each, which divide the lanes like any other relays.
 
-| what happens                        | what follows                                                                  |
-|-------------------------------------|-------------------------------------------------------------------------------|
-| a signal to this process            | goes to every worker: the first one ends the turns in flight, a second one    |
-|                                     | leaves them                                                                   |
-| a worker is killed, or ends         | its lanes go to the others; the rest is stopped, and this process ends with   |
-|                                     | its status: what started us starts all of them again                          |
-| this process is killed              | the workers end by themselves, each after the turn in flight, as at a signal: |
-|                                     | what starts us again would start as many beside them                          |
+| what happens                | what follows                                                                  |
+|-----------------------------|-------------------------------------------------------------------------------|
+| a signal to this process    | goes to every worker: the first one ends the turns in flight, a second one    |
+|                             | leaves them                                                                   |
+| a worker is killed, or ends | its lanes go to the others; the rest is stopped, and this process ends with   |
+|                             | its status: what started us starts all of them again                          |
+| this process is killed      | the workers end by themselves, each after the turn in flight, as at a signal: |
+|                             | what restarts us would start as many besides them                             |
 """
 
 from __future__ import annotations

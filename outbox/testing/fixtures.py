@@ -84,13 +84,30 @@ class ExternalKafka:
         self.bootstrap_servers = bootstrap_servers
 
 
-class Database:
+class _Opened:
+    """Closes, when the ``with`` block is left, what was opened through it."""
+
+    def __init__(self) -> None:
+        self._opened = contextlib.ExitStack()
+
+    def close(self) -> None:
+        """Close everything that was opened here."""
+        self._opened.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class Database(_Opened):
     """One database. Closes the connections and engines that were opened through it."""
 
     def __init__(self, url: str, name: str) -> None:
+        super().__init__()
         self.url = url
         self.name = name
-        self._opened = contextlib.ExitStack()
 
     def connect(self, autocommit: bool = False) -> psycopg.Connection[tuple[Any, ...]]:
         """Open a psycopg connection."""
@@ -103,16 +120,6 @@ class Database:
         engine = sa.create_engine(sqlalchemy_url(self.url), **options)
         self._opened.callback(engine.dispose)
         return engine
-
-    def close(self) -> None:
-        """Close everything that was opened here."""
-        self._opened.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 class Topics:
@@ -441,11 +448,8 @@ class RelayFactory:
             print(tail(process.log_file, 200), file=sys.stderr)
 
 
-class PrivatePostgres:
+class PrivatePostgres(_Opened):
     """Starts Postgres servers that a test may kill; leaving the ``with`` block removes them."""
-
-    def __init__(self) -> None:
-        self._opened = contextlib.ExitStack()
 
     def __call__(self, settings: Mapping[str, str] | None = None) -> PostgresServer:
         """Start a server with these settings for postgresql.conf; fsync is on by default."""
@@ -457,18 +461,9 @@ class PrivatePostgres:
         migrate(url)
         return self._opened.enter_context(Database(url, name))
 
-    def __enter__(self) -> Self:
-        return self
 
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
-
-
-class PrivateKafka:
+class PrivateKafka(_Opened):
     """Starts Kafkas that a test may kill; leaving the ``with`` block removes them."""
-
-    def __init__(self) -> None:
-        self._opened = contextlib.ExitStack()
 
     def __call__(
         self, brokers: int = 1, settings: Mapping[str, str] | None = None, advertised_port: int | None = None
@@ -480,12 +475,6 @@ class PrivateKafka:
     def topics(self, cluster: KafkaCluster) -> Topics:
         """Return helpers to create and read topics of a cluster, which is removed as a whole."""
         return Topics(cluster.bootstrap_servers)
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._opened.close()
 
 
 def _text(value: object) -> str:

@@ -39,8 +39,8 @@ def list_failures(
     """List events that wait for another attempt, and dead letters; oldest failure first."""
     from relay.operations.dead_letters import Selection
 
-    with _desk(database_url) as desk:
-        failures = desk.list(Selection(aggregate_type=aggregate_type), limit)
+    with _dead_letters(database_url) as letters:
+        failures = letters.list(Selection(aggregate_type=aggregate_type), limit)
     if as_json:
         print_json({"failures": [_plain(failure) for failure in failures]})
         return
@@ -64,8 +64,8 @@ def show(
     """Show one failed event with its payload: JSON on several lines, or on one with --json."""
     import orjson
 
-    with _desk(database_url) as desk:
-        failure = desk.show(str(event_id))
+    with _dead_letters(database_url) as letters:
+        failure = letters.show(str(event_id))
     shown = _plain(failure)
     if shown.get("payload") is not None:
         # Unparsed: numbers that Python would round stay exact.
@@ -85,11 +85,11 @@ def retry(
 ) -> None:
     """Retry failed events now. Dead letters return to the outbox, before the later events of their key."""
     selection = _selection(event_ids, aggregate_type, everything)
-    with _desk(database_url) as desk:
+    with _dead_letters(database_url) as letters:
         if dry_run:
-            _print_counts(desk.count(selection, discard=False), "retried", as_json)
+            _print_counts(letters.count(selection, discard=False), "retried", as_json)
             return
-        done = desk.retry(selection, progress=_progress("retried", desk, selection, discard=False))
+        done = letters.retry(selection, progress=_progress("retried", letters, selection, discard=False))
     ids = list(dict.fromkeys(done))
     if as_json:
         print_json({"retried": ids, "locked": done.locked})
@@ -115,12 +115,12 @@ def discard(
     """Delete failed events for good. The later events of their keys go on. The audit keeps the deleted events."""
     require_reason(reason, "why the event may be lost")
     selection = _selection(event_ids, aggregate_type, everything)
-    with _desk(database_url) as desk:
+    with _dead_letters(database_url) as letters:
         if dry_run:
-            _print_counts(desk.count(selection, discard=True), "discarded", as_json)
+            _print_counts(letters.count(selection, discard=True), "discarded", as_json)
             return
-        progress = _progress("discarded", desk, selection, discard=True)
-        gone = desk.discard(selection, reason, keep_payload=not drop_payload, progress=progress)
+        progress = _progress("discarded", letters, selection, discard=True)
+        gone = letters.discard(selection, reason, keep_payload=not drop_payload, progress=progress)
     ids = [event["event_id"] for event in gone]
     if as_json:
         print_json({"discarded": ids, "locked": gone.locked})
@@ -155,8 +155,8 @@ def replay(
             "say what to replay: --since, --until, --aggregate, --event-id, --topic, or --all for the whole archive"
         )
     with _connection(database_url) as (connection, schema):
-        desk = Replay(connection, schema)
-        found = desk.count(chosen)
+        archive = Replay(connection, schema)
+        found = archive.count(chosen)
         if not as_json and not (found["events"] or found["too_large"]):
             typer.echo("no archived events match")
         elif not as_json:
@@ -171,7 +171,7 @@ def replay(
         else:
             if not yes and (not sys.stdin.isatty() or not typer.confirm("Send them once more?")):
                 raise ConfigurationError("nothing was sent: answer yes, or give --yes")
-            sent = desk.send(chosen, reason)
+            sent = archive.send(chosen, reason)
     if as_json:
         print_json(_plain(found) | {"dry_run": dry_run, "sent": sent})
     elif sent:
@@ -192,7 +192,7 @@ def _connection(database_url: str | None) -> Iterator[tuple[psycopg.Connection[A
 
 
 @contextmanager
-def _desk(database_url: str | None) -> Iterator[DeadLetters]:
+def _dead_letters(database_url: str | None) -> Iterator[DeadLetters]:
     from relay.operations.dead_letters import DeadLetters
 
     with _connection(database_url) as (connection, schema):
@@ -206,9 +206,9 @@ def _selection(event_ids: Sequence[UUID] | None, aggregate_type: str | None, eve
     return Selection([str(event_id) for event_id in event_ids] if event_ids else None, aggregate_type)
 
 
-def _progress(done_word: str, desk: DeadLetters, selection: Selection, *, discard: bool) -> Callable[[int], None]:
+def _progress(done_word: str, letters: DeadLetters, selection: Selection, *, discard: bool) -> Callable[[int], None]:
     """Return a function that prints the progress of a long run to stderr, after each batch but the last."""
-    total = sum(desk.count(selection, discard=discard).values())
+    total = sum(letters.count(selection, discard=discard).values())
 
     def show(done: int) -> None:
         if done < total:

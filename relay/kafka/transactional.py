@@ -6,27 +6,27 @@ CONCURRENT_TRANSACTIONS and waits 20 ms or more. The other producer's does not. 
 every partition a turn's events are behind those of the turn before, and a read_committed reader does not pass an
 undecided transaction.
 
-| crash point                               | recovery                                                            |
-|-------------------------------------------|---------------------------------------------------------------------|
-| before the Kafka transaction is begun     | marker = k-1: batch k is read again                                 |
-| while producing                           | init_transactions aborts it; read_committed saw nothing; read again |
-| all sent, the turn before not settled yet | the same; the marker is that turn's, which settles it               |
-| a lane of it is found to be lost then     | aborted; the other lanes' events are read again                     |
-| Postgres does not answer in time then     | aborted, so that no reader waits for us; then as below              |
-| EndTxn sent, no answer                    | init_transactions completes or aborts it; the marker decides        |
-| committed, rows not deleted               | marker = k: its rows are settled                                    |
-| committed, the other producer's turn is   | both are fenced: the first completes, the second is aborted; the    |
-| under way                                 | marker is the first's                                               |
-| Postgres dies                             | rolled back; the same                                               |
-| Postgres loses asynchronous commits       | they were never published: settling is the flush barrier            |
-| the broker dies in commit                 | not clean: new producers, markers                                   |
-| the coordinator times the transaction out | fatal: new producers, markers                                       |
-| a relay that slept wakes                  | fenced in Kafka; its epoch is over in Postgres                      |
-| the state topic can't be read             | wait; nothing is published                                          |
-| a partition of the transaction has no     | the coordinator can't end it before the leader is back, and gives the   |
-| leader when it ends                       | ids to nobody until then: the relay goes on with new ids                |
-| the broker lost a transaction's markers   | UndecidedTransaction; nothing is published                          |
-| the state topic lost records              | the lane stops with StateLost; the others go on                     |
+| crash point                               | recovery                                                              |
+|-------------------------------------------|-----------------------------------------------------------------------|
+| before the Kafka transaction is begun     | marker = k-1: batch k is read again                                   |
+| while producing                           | init_transactions aborts it; read_committed saw nothing; read again   |
+| all sent, the turn before not settled yet | the same; the marker is that turn's, which settles it                 |
+| a lane of it is found to be lost then     | aborted; the other lanes' events are read again                       |
+| Postgres does not answer in time then     | aborted, so that no reader waits for us; then as below                |
+| EndTxn sent, no answer                    | init_transactions completes or aborts it; the marker decides          |
+| committed, rows not deleted               | marker = k: its rows are settled                                      |
+| committed, the other producer's turn is   | both are fenced: the first completes, the second is aborted; the      |
+| under way                                 | marker is the first's                                                 |
+| Postgres dies                             | rolled back; the same                                                 |
+| Postgres loses asynchronous commits       | they were never published: settling is the flush barrier              |
+| the broker dies in commit                 | not clean: new producers, markers                                     |
+| the coordinator times the transaction out | fatal: new producers, markers                                         |
+| a relay that slept wakes                  | fenced in Kafka; its epoch is over in Postgres                        |
+| the state topic can't be read             | wait; nothing is published                                            |
+| a partition of the transaction has no     | the coordinator can't end it before the leader is back, and gives the |
+| leader when it ends                       | ids to no producer until then: the relay goes on with new ids         |
+| the broker lost a transaction's markers   | UndecidedTransaction; nothing is published                            |
+| the state topic lost records              | the lane stops with StateLost; the others go on                       |
 
 A producer is used again only after a clean commit, and a turn begins only after the one before was committed cleanly.
 An EndTxn that librdkafka sent twice (a response was lost) could arrive late and end the producer's *next* transaction

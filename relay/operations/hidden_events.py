@@ -145,7 +145,7 @@ class HiddenEvents:
             raise WouldLoseEvents(
                 "; ".join(
                     f"{found.topic!r} partition {found.partition}: of {found.events} events that wait behind offset "
-                    f"{found.stable} for the end of a transaction, the outbox has only {found.held} rows"
+                    f"{found.stable} for the end of a transaction, the outbox has {found.held} rows only"
                     for found in lost
                 )
                 + ". Aborting it would lose those that are not in the outbox, so nothing was done. "

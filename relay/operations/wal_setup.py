@@ -5,7 +5,7 @@
 | setting up, slot not made yet    | at most a publication            | run it again                                 |
 | setting up, slot made            | a slot without a checkpoint; it  | run it again with ``--repair``               |
 |                                  | holds WAL                        |                                              |
-| repairing, publication made anew | one that the checkpoint does not | run it again                                 |
+| repairing, publication replaced  | one that the checkpoint does not | run it again                                 |
 |                                  | know: relays stop                |                                              |
 | repairing, old slot dropped      | a checkpoint, no slot: they stop | run it again                                 |
 | repairing, new slot made         | a slot above it: relays stop     | run it again                                 |
@@ -36,7 +36,7 @@ _FAILOVER_FROM: Final = 170000
 _GENERATED_FROM: Final = 180000
 _ABSENT_FROM: Final = 180000
 
-_BOOK: Final = """
+_CHECKPOINT: Final = """
 INSERT INTO {streams} AS b (slot, publication, publication_version, system_identifier, timeline, opened_xid,
                             flushed_lsn)
 SELECT %(slot)s::text, %(publication)s::text, %(version)s, c.system_identifier::text,
@@ -52,7 +52,7 @@ SELECT %(slot)s::text, %(publication)s::text, %(version)s, c.system_identifier::
 
 # The slot is kept, and with it the lanes' positions. Open transactions may have written rows while the publication was
 # missing: lanes read the table until these have ended.
-_BOOK_KEPT: Final = """
+_KEPT_CHECKPOINT: Final = """
 UPDATE {streams} SET publication = %(publication)s::text, publication_version = %(version)s, timeline = {timeline},
        opened_xid = pg_current_xact_id()::text::bigint
  WHERE slot = %(slot)s::text"""
@@ -357,7 +357,7 @@ class Cdc:
         bound = self._bound() | {"version": self._slot.look().publication_version_now}
         with unavailable_on_error("writing the checkpoint"), self._connection.transaction():
             self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
-            self._connection.execute(self._query(_BOOK), bound)
+            self._connection.execute(self._query(_CHECKPOINT), bound)
             self._connection.execute(self._query(_READ_THE_TABLE))
             self._connection.execute(self._query(_FORGET_PLACES))
             if reason is None:
@@ -369,7 +369,7 @@ class Cdc:
         bound = self._bound() | {"version": self._slot.look().publication_version_now}
         with unavailable_on_error("writing the checkpoint"), self._connection.transaction():
             self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
-            self._connection.execute(self._query(_BOOK_KEPT), bound)
+            self._connection.execute(self._query(_KEPT_CHECKPOINT), bound)
             self._connection.execute(self._query(_READ_THE_TABLE))
             self._note("cdc repair", reason, slot_kept=True)
 

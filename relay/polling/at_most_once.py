@@ -3,14 +3,14 @@
 | what happens                                  | what follows                                                      |
 |-----------------------------------------------|-------------------------------------------------------------------|
 | killed before the rows are deleted            | nothing was sent; the next holder of the lane reads them          |
-| killed after that                             | at most one batch of each lane is lost, without a word            |
-| the answer to the DELETE is lost              | the same: the batch is not sent, and counted as lost              |
+| killed after that                             | at most one batch of each lane is lost, silently                  |
+| the result of the DELETE is lost              | the same: the batch is not sent, and counted as lost              |
 | Kafka fails, or does not answer in time       | what is not acknowledged may be lost, and is counted              |
 | an event is refused before it is sent, or its | a dead letter at once; later events of its key are sent, as they  |
 | topic can't be written to                     | are not read again. Each of them that can't be is a dead letter   |
 | the broker refuses a request                  | each event in it is a dead letter: it does not say which is at    |
 |                                               | fault; later ones of their keys may be on Kafka by then           |
-| Postgres is away when a dead letter is kept   | it is lost, and counted                                           |
+| Postgres is down when a dead letter is kept   | it is lost, and counted                                           |
 """
 
 from __future__ import annotations

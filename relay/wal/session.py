@@ -4,26 +4,26 @@ A relay that reads the WAL holds all lanes or none. Each lane has a Channel, whi
 settled; the slot is advanced only up to the position before which every lane has settled everything. The number of held
 events is bounded: when the lanes are behind, reading stops, and feedback goes on.
 
-| what happens                             | what follows                                                            |
-|------------------------------------------|-------------------------------------------------------------------------|
-| killed before feedback                   | the slot gives the same again; each lane passes by what is up to its    |
-|                                          | own position (its marker's, or the one in ``lanes``), and what has no   |
-|                                          | row any more                                                            |
-| killed between checkpoint and feedback   | the same: the checkpoint (``streams.flushed_lsn``) is only ever ahead   |
-| the connection breaks, or Postgres dies  | the session ends, and with it what is held; lanes settle, and join anew |
-| a lane can't be taken over               | the others are streamed without it. Its rows are let go of, because     |
-|                                          | they are in the table; what has no row is held, and holds the slot      |
-| Kafka is away                            | channels fill up, reading stops, feedback goes on, the WAL is kept      |
-| an old relay still reads the slot        | its lanes are lost to it, with exactly-once it is fenced in Kafka; then |
-|                                          | that one walsender is ended                                             |
-| the slot is above the checkpoint         | stop: somebody moved it, or made it anew; events could be missed        |
-| the slot is gone, or lost its WAL        | stop; `outbox cdc setup --repair` makes a new one, lanes read the table |
-| the publication was changed              | stop: what was not published meanwhile is missing. The repair keeps the |
-|                                          | slot, lanes read the table up to there; what the stream says of such    |
-|                                          | rows is passed by, when it lacks columns                                |
-| an event's message is of no transaction  | a dead letter: whoever wrote it may have rolled back                    |
-| another timeline that left ours before   | stop: this server does not have what was published                      |
-| where we were                            |                                                                         |
+| what happens                            | what follows                                                            |
+|-----------------------------------------|-------------------------------------------------------------------------|
+| killed before feedback                  | the slot sends the same again; each lane skips events up to its own     |
+|                                         | position (its marker's, or the one in ``lanes``), and events without    |
+|                                         | their row                                                               |
+| killed between checkpoint and feedback  | the same: the checkpoint (``streams.flushed_lsn``) is only ever ahead   |
+| the connection breaks, or Postgres dies | the session ends and drops what it holds; lanes settle, and join again  |
+| a lane can't be taken over              | the others are streamed without it. Its rows are dropped, because they  |
+|                                         | are in the table; events without a row are held, and hold the slot      |
+| Kafka is unavailable                    | channels fill up, reading stops, feedback goes on, the WAL is kept      |
+| an old relay still reads the slot       | its lanes are lost to it, with exactly-once it is fenced in Kafka; then |
+|                                         | that one walsender is ended                                             |
+| the slot is above the checkpoint        | stop: it was advanced or recreated; events could be missed              |
+| the slot is gone, or lost its WAL       | stop; `outbox cdc setup --repair` makes a new one, lanes read the table |
+| the publication was changed             | stop: what was not published meanwhile is missing. The repair keeps the |
+|                                         | slot, and lanes read the table up to there; such rows are skipped in    |
+|                                         | the stream if they lack columns                                         |
+| an event's message is not transactional | a dead letter: its writer may have rolled back                          |
+| another timeline that left ours before  | stop: this server does not have what was published                      |
+| where we were                           |                                                                         |
 
 Feedback never uses the positions of keepalives. So an idle outbox would retain the WAL of all other writers: when no
 event is in flight, a heartbeat is written (``pg_logical_emit_message``), and its arrival advances the position.

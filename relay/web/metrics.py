@@ -25,7 +25,7 @@ _STALE_SECONDS: Final = 60.0
 
 _LIMIT: Final = "SELECT set_config('statement_timeout', '5s', true)"
 
-_BOOK: Final = "SELECT slot, publication FROM {streams} ORDER BY created_at DESC LIMIT 1"
+_CHECKPOINT: Final = "SELECT slot, publication FROM {streams} ORDER BY created_at DESC LIMIT 1"
 
 
 def slot_metrics(
@@ -119,7 +119,7 @@ class SlotWatch:
         if not self._by_checkpoint:
             return self._names
         row = connection.execute(
-            sql.SQL(_BOOK).format(streams=sql.Identifier(self._names.schema, "streams"))
+            sql.SQL(_CHECKPOINT).format(streams=sql.Identifier(self._names.schema, "streams"))
         ).fetchone()
         return None if row is None else replace(self._names, slot=row[0], publication=row[1])
 
