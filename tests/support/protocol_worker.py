@@ -292,7 +292,7 @@ class WorkerModel(Saved):
             return self.pg.now.rows, None
         rows = without(self.pg.now.rows, marker)
         missing = len(self.pg.now.rows) - len(rows) != len(marker.positions)
-        if "adoptwithout_settling" in self.mutations:
+        if "adopt_without_settling" in self.mutations:
             rows = self.pg.now.rows
         elif row.last_batch not in {None, marker.batch} and missing:
             raise StateLost(f"rows of batch {marker.batch} are missing: {self.pg.now.rows}")
