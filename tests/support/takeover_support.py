@@ -208,13 +208,20 @@ class Place:
     def worker(self, base_id: str, lanes: Collection[int] = range(LANES), *, exact: bool = True) -> Worker:
         return Worker(self, base_id, self.tables.acquire(lanes), exact=exact)
 
-    def add(self, count: int = 60) -> None:
-        """Add events: so many, and more until every lane has some. A key's lane depends on the type's random name."""
+    def add(self, count: int | None = None) -> None:
+        """Add events: so many, and more until every lane has some; None: until every lane has six, for several turns.
+
+        A key's lane depends on the type's random name.
+        """
+        least = 6 if count is None else 1
+        count = 60 if count is None else count
         lanes: list[tuple] = []
         while lanes != [(LANES,)]:
             self.tables.add(*[f"k{n:04}" for n in range(self.count, self.count + count)], kind=self.kind)
             self.count += count
-            lanes = self.tables.run("SELECT count(DISTINCT lane) FROM outbox.events")
+            lanes = self.tables.run(
+                "SELECT count(*) FROM (SELECT FROM outbox.events GROUP BY lane HAVING count(*) >= %s) AS lanes", least
+            )
             count = 10
 
     def read(self) -> Counter[str]:
