@@ -23,6 +23,8 @@ _OLD: Final = frozenset({"failures"})
 """Names that go on working, and are not shown: `dead-letters` is what they are called now."""
 
 _COMMANDS: Final = {
+    "status": "relay.cli.status",
+    "trace": "relay.cli.trace",
     "doctor": "relay.cli.doctor",
     "replay": "relay.cli.failures",
     "consume": "spark_jobs.cli.consume",
@@ -62,7 +64,7 @@ def _version(show: bool) -> None:
 
 
 def _imported(module: str) -> Any:
-    if module.startswith("spark_jobs.") or module == "relay.cli.dead_letters":
+    if module.startswith("spark_jobs.") or module in {"relay.cli.dead_letters", "relay.cli.status", "relay.cli.trace"}:
         # These know the consumers' settings only, and a misspelt name may be the relay's.
         import_module("spark_jobs.cli.names").check_with(_check_names)
     return import_module(module)
