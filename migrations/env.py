@@ -1,4 +1,4 @@
-"""Alembic's environment. outbox/_app/migrate.py drives it and hands everything over in ``config.attributes``.
+"""Alembic's environment. outbox/_app/migrate.py drives it and passes everything in ``config.attributes``.
 
 connection  an open connection in a transaction; none for offline SQL
 schema      where the tables go
@@ -16,7 +16,7 @@ options = {"version_table": "alembic_version", "version_table_schema": schema, "
 if connection is None:
     context.configure(
         dialect_name="postgresql",
-        # The usual one doubles each %, for a driver that halves it again; nobody does in a script.
+        # The default paramstyle doubles each %, for a driver that undoes it; no driver reads a script.
         dialect_opts={"paramstyle": "named"},
         literal_binds=True,
         output_buffer=attributes["output"],

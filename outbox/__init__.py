@@ -42,8 +42,8 @@ __all__ = [
     "outbox_tables",
 ]
 
-# Imported when they are first asked for: they bring SQLAlchemy and psycopg, and the pytest plugin of this package is
-# loaded in every test run of whoever installs it.
+# Imported on first use: they import SQLAlchemy and psycopg, and this package's pytest plugin is loaded in every test
+# run wherever the package is installed.
 _LATER: Final = {
     "AsyncOutbox": "outbox.writer",
     "Outbox": "outbox.writer",

@@ -5,9 +5,9 @@ The content of a message is one line of JSON, and then the payload's bytes exact
     {"version":1,"event_id":"…","aggregate_type":"Order","aggregate_id":"4711","event_type":"OrderPlaced",
      "headers":{"tenant":"acme"},"payload":"json"}⏎{"total":"42.00"}
 
-``headers`` may be absent; ``payload`` says what follows the line: ``json``, ``bytes`` or ``none``. There are no other
-fields: a new one is a new version. No table and no CHECK stands between the writer and the relay here, so ``decode``
-holds every message to what a row of the table is held to.
+``headers`` may be absent; ``payload`` is the kind of what follows the line: ``json``, ``bytes`` or ``none``. There are
+no other fields: a new field means a new version. No table with CHECKs stands between the writer and the relay here, so
+``decode`` applies the same rules to a message as the table does to a row.
 """
 
 from __future__ import annotations
@@ -33,23 +33,23 @@ from outbox.event import (
 VERSION: Final = 1
 
 DEFAULT_SLOT: Final = "outbox_relay"
-"""The replication slot that the relay reads from, unless it is told another."""
+"""The replication slot that the relay reads from by default."""
 
 MAX_MESSAGE_BYTES: Final = MAX_EVENT_BYTES + 20_000
-"""Nothing longer is looked at. An event's limit counts the payload, the key and the headers; the rest of the line is
-its types and the names of the fields, and a key in the longest form that JSON has for it."""
+"""Longer messages are rejected unread. MAX_EVENT_BYTES counts payload, key and headers; the 20,000 cover the types, the
+field names, and a key whose every character is escaped in JSON."""
 
 _NEEDED: Final = ("version", "event_id", "aggregate_type", "aggregate_id", "event_type", "payload")
 _FIELDS: Final = frozenset({*_NEEDED, "headers"})
 _UUID: Final = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-# An escaped NUL, and not an escaped backslash with u0000 behind it.
+# An escaped NUL, not an escaped backslash followed by u0000.
 _NUL: Final = re.compile(rb"(?<!\\)(?:\\\\)*\\u0000")
 
 
 class EventMessage(NamedTuple):
-    """An event as a message carries it.
+    """The content of an event's message.
 
-    A tuple and not a dataclass: a relay makes tens of thousands of these a second.
+    A tuple, not a dataclass: a relay creates tens of thousands of these a second.
     ``event_id`` is a UUID's canonical text. ``headers`` are the event's own with the trace and ``content-type``, as in
     the table's column. ``payload`` is None for a tombstone; ``json`` says whether it is JSON text.
     """
@@ -64,12 +64,12 @@ class EventMessage(NamedTuple):
 
 
 def message_prefix(schema: str) -> str:
-    """Return the prefix that sets the messages of the outbox in this schema apart from all others in the WAL."""
+    """Return the prefix of this outbox's messages in the WAL."""
     return f"outbox.{schema}"
 
 
 def encode(message: EventMessage) -> bytes:
-    """Return the content of an event's message. Takes what Event and ``_payload`` have let pass; checks nothing."""
+    """Return the content of an event's message. Checks nothing: Event and ``_payload`` have checked the values."""
     head: dict[str, Any] = {
         "version": VERSION,
         "event_id": message.event_id,
@@ -80,16 +80,16 @@ def encode(message: EventMessage) -> bytes:
     if message.headers is not None:
         head["headers"] = message.headers
     head["payload"] = "none" if message.payload is None else "json" if message.json else "bytes"
-    # The options admit names that are members of a StrEnum, and end the line.
+    # The options allow header names that are members of a StrEnum, and append the newline.
     line = orjson.dumps(head, option=orjson.OPT_NON_STR_KEYS | orjson.OPT_APPEND_NEWLINE)
     return line + (message.payload or b"")
 
 
 def decode(content: bytes) -> EventMessage:
-    """Read the content of a message. Raises MessageError, which says what is wrong, for anything but an event.
+    """Return the event in a message's content. Raises MessageError if it is not a valid event.
 
-    The length is looked at first: any role of the database can write a message of a gigabyte, unless EXECUTE on
-    pg_logical_emit_message was revoked from PUBLIC, and to parse that would take the relay's memory and minutes.
+    The length is checked first: any role of the database can write a message of a gigabyte, unless EXECUTE on
+    pg_logical_emit_message was revoked from PUBLIC, and parsing that would take minutes and exhaust the relay's memory.
     """
     if len(content) > MAX_MESSAGE_BYTES:
         raise MessageError(f"has {len(content):,} bytes; no event takes more than {MAX_MESSAGE_BYTES:,}")
@@ -117,7 +117,8 @@ def decode(content: bytes) -> EventMessage:
     except EventError as error:
         raise MessageError(str(error)) from error
     except RecursionError as error:
-        # Only a payload near the limit is counted level by level; orjson writes about 250 levels, and reads 1024.
+        # Only the exact size of a payload near the limit is computed recursively; orjson writes about 250 levels, and
+        # reads 1024.
         raise MessageError("payload: is nested too deeply") from error
     return message
 
@@ -129,7 +130,7 @@ def _head(line: bytes) -> dict[str, Any]:
         raise MessageError(f"its first line is no JSON: {error}") from error
     if not isinstance(head, dict):
         raise MessageError(f"its first line is no JSON object but a {type(head).__name__}")
-    # Looked at before the other fields, which are those of this version. True equals 1, and is none.
+    # Checked before the other fields, which belong to this version. ``True`` equals 1, but is not a version.
     version = head.get("version")
     if type(version) is not int:
         raise MessageError("version: is missing, or no integer")
@@ -143,7 +144,7 @@ def _head(line: bytes) -> dict[str, Any]:
 
 
 def _event_id(value: object) -> str:
-    # Lower case: consumers recognize a repeated event by these characters.
+    # Lower case: consumers compare event ids as text.
     canonical = value.lower() if isinstance(value, str) else ""
     if not _UUID.fullmatch(canonical):
         raise EventError("event_id", "must be a UUID as text, like 0198a7c4-5d3e-7b21-9c55-2f6d8e1a4b70")
@@ -184,7 +185,7 @@ def _body(kind: object, rest: bytes) -> tuple[bytes | None, bool]:
 
 
 def _check_json(text: bytes) -> None:
-    """Raise EventError unless this is JSON that jsonb could hold too: consumers and dead letters may store it there."""
+    """Raise EventError unless this is JSON that jsonb can hold too: consumers and dead letters may store it there."""
     try:
         orjson.loads(text)
     except orjson.JSONDecodeError as error:

@@ -1,4 +1,4 @@
-"""Payloads: from what a service has in hand to what the row holds, and how large the database will find it."""
+"""Payloads: encoding a service's objects for the row, and the size that the database will compute for it."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from outbox.errors import EventTooLarge, PayloadError
 from outbox.event import BYTES_CONTENT_TYPE, JSON_CONTENT_TYPE, Event
 
 _JSON_TYPE: Final = re.compile(r"application/json(\s*;.*)?|[a-z]+/[a-z0-9.!#$&^_-]+\+json(\s*;.*)?", re.IGNORECASE)
-# A number like 1e300, which jsonb spells out in full. Also found inside text: it only makes the estimate larger.
+# A number like 1e300, which jsonb spells out in full. A match inside text only makes the estimate larger.
 _EXPONENT: Final = re.compile(rb"\de[+-]?\d")
 _LONGEST_NUMBER: Final = 330
-# By itself orjson writes whatever a dataclass instance carries, cached properties among it; here its fields count.
+# By default orjson writes all attributes of a dataclass instance, including cached properties; we write its fields.
 _OPTIONS: Final = orjson.OPT_PASSTHROUGH_DATACLASS
 _WITHOUT_FLOATS: Final = frozenset({str, int, bool, type(None), Decimal, UUID, dt.datetime, dt.date, dt.time})
 
@@ -39,7 +39,7 @@ class Encoded(NamedTuple):
 def encode(event: Event) -> Encoded:
     """Return the event's payload as the row will hold it.
 
-    Raises PayloadError when the payload has no faithful form; the error names the place inside it where it can.
+    Raises PayloadError when the payload has no exact form; the error names the place inside it where possible.
     """
     payload, content_type = event.payload, event.content_type
     if payload is None:
@@ -54,10 +54,10 @@ def encode(event: Event) -> Encoded:
 
 
 def check_size(aggregate_id: str, payload: Encoded, headers: bytes | None, limit: int) -> None:
-    """Raise EventTooLarge if payload, key and headers (as JSON) together pass the limit.
+    """Raise EventTooLarge if payload, key and headers (as JSON) together exceed the limit.
 
-    Counts as the table's CHECK does, so that nobody meets that one, and the bytes as they are, which may hold spaces
-    that jsonb drops; exactly only where it matters.
+    Uses the larger of two sizes: the one that the table's CHECK computes, and the bytes as given, which may hold spaces
+    that jsonb drops. Computes it exactly only near the limit.
     """
     fixed = len(aggregate_id.encode()) + len(payload.raw or b"")
     printed = [text for text in (payload.json, headers) if text is not None]
@@ -69,16 +69,16 @@ def check_size(aggregate_id: str, payload: Encoded, headers: bytes | None, limit
 
 
 def largest_size(encoded: bytes) -> int:
-    """Return a number of bytes that jsonb's text form of this JSON does not pass; quickly.
+    """Return an upper bound of the bytes of jsonb's text form of this JSON; fast.
 
-    jsonb is stored parsed and printed anew: a space after every comma and colon, numbers without exponent.
+    jsonb stores JSON parsed and prints it with a space after every comma and colon, and numbers without exponent.
     """
     spaces = encoded.count(b",") + encoded.count(b":")
     return len(encoded) + spaces + _LONGEST_NUMBER * len(_EXPONENT.findall(encoded))
 
 
 def exact_size(encoded: bytes) -> int:
-    """Return the number of bytes of jsonb's text form of this JSON, which the table's CHECK counts; slowly."""
+    """Return the bytes of jsonb's text form of this JSON, which the table's CHECK counts; slow."""
     return _jsonb_length(orjson.loads(encoded))
 
 
@@ -97,10 +97,10 @@ def _to_json(payload: object) -> bytes:
     try:
         encoded = orjson.dumps(payload, default=_default, option=_OPTIONS)
     except TypeError as error:
-        # orjson says what, not where.
+        # orjson reports what, but not where.
         where, problem = _find(payload, _unserializable) or ("payload", _said(error))
         raise PayloadError(where, problem) from error
-    # orjson writes null for NaN and Infinity without a word; and jsonb can't hold a NUL.
+    # orjson silently writes null for NaN and Infinity; and jsonb can't hold a NUL.
     if b"null" in encoded and _any_not_finite(payload) and (found := _find(payload, _not_finite)):
         raise PayloadError(*found)
     if b"\\u0000" in encoded and (found := _find(payload, _holds_nul)):
@@ -123,12 +123,12 @@ def _is_dataclass(value: object) -> bool:
 
 
 def _fields(value: Any) -> Iterator[str]:
-    """The names of a dataclass's fields; those with an underscore in front are the class's own business."""
+    """Yield the names of a dataclass's public fields."""
     return (part.name for part in dataclasses.fields(value) if not part.name.startswith("_"))
 
 
 def _is_pydantic(value: object) -> bool:
-    # An object of a pydantic model exists only where pydantic has been imported.
+    # A pydantic model's instance exists only if pydantic has been imported.
     pydantic = sys.modules.get("pydantic")
     return pydantic is not None and isinstance(value, pydantic.BaseModel)
 
@@ -142,7 +142,7 @@ def _refused_by_pydantic(model: object, error: Exception) -> str:
 
 
 def _find(payload: object, problem: Callable[[object], str | None]) -> tuple[str, str] | None:
-    """Walk the payload and give the path and the problem of the first value that has one."""
+    """Walk the payload and return the path and the problem of the first value that has one."""
     stack: list[tuple[str, object, tuple[object, ...]]] = [("payload", payload, ())]
     while stack:
         path, value, above = stack.pop()
@@ -162,7 +162,7 @@ def _find(payload: object, problem: Callable[[object], str | None]) -> tuple[str
 
 
 def _inside(path: str, value: Any) -> Iterator[tuple[str, object]]:
-    """What orjson descends into, with the path of each."""
+    """Yield the values that orjson descends into, each with its path."""
     if isinstance(value, dict):
         yield from ((f"{path}[{key!r}]", item) for key, item in value.items())
     elif isinstance(value, list | tuple):
@@ -176,7 +176,7 @@ def _inside(path: str, value: Any) -> Iterator[tuple[str, object]]:
 
 
 def _any_not_finite(value: Any) -> bool:
-    """Return whether ``_find`` would find such a number, ten times as fast: nulls in a payload are nothing unusual."""
+    """Return whether ``_find`` would find such a number, ten times as fast: nulls in a payload are common."""
     kind = type(value)
     if kind in _WITHOUT_FLOATS:
         return False
@@ -208,7 +208,7 @@ def _holds_nul(value: object) -> str | None:
 
 
 def _unserializable(value: object) -> str | None:
-    """What is wrong with this value itself, apart from what is inside it."""
+    """Return the problem of this value itself, ignoring the values inside it."""
     if isinstance(value, dict | list | Enum) or type(value) is tuple:
         return None
     if _is_dataclass(value):
@@ -242,13 +242,13 @@ def _said(error: TypeError) -> str:
 
 
 def _jsonb_length(value: Any) -> int:
-    """Count the bytes of jsonb's text form."""
+    """Return the bytes of jsonb's text form."""
     if isinstance(value, dict):
         inside = sum(_jsonb_length(key) + 2 + _jsonb_length(item) for key, item in value.items())
         return 2 + inside + 2 * max(0, len(value) - 1)
     if isinstance(value, list):
         return 2 + sum(map(_jsonb_length, value)) + 2 * max(0, len(value) - 1)
     if isinstance(value, float):
-        # Postgres's numeric knows no negative zero.
+        # Postgres's numeric has no negative zero.
         return len(format(Decimal(repr(value or 0.0)), "f"))
     return len(json.dumps(value, ensure_ascii=False).encode())

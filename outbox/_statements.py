@@ -1,12 +1,12 @@
-"""The writer's statements, in SQLAlchemy Core; for psycopg they are compiled to its own SQL once.
+"""The writer's statements, in SQLAlchemy Core; for psycopg each is compiled to text once.
 
-One event takes ``INSERT … VALUES``. Many, or any under ``lock_key``, take one ``INSERT … SELECT`` over arrays: its text
-is the same for any number of events, and rows get their ids in the list's order. Messages instead of rows are emitted
-by one ``SELECT`` over an array, for one as for many.
+One event takes ``INSERT … VALUES``. Several events, or any with ``lock_key``, take one ``INSERT … SELECT`` over arrays:
+its text is the same for any number of events, and rows get their ids in the list's order. Messages are emitted by one
+``SELECT`` over an array, whatever their number.
 
-The locks are taken in the same statement and before it draws any id or emits anything: the count over the locking CTE
-is a subquery that does not depend on a row, so the server evaluates it before the first. Keys are locked in one order
-everywhere, so two transactions that add many events at once can't wait for each other in a circle.
+The locks are taken in the same statement, before it draws an id or emits anything: the count over the locking CTE is a
+subquery that does not depend on a row, so the server evaluates it before the first row. Keys are always locked in the
+same order, so two transactions that add many events at once can't deadlock.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _TYPES: Final[dict[str, Any]] = {"event_id": pg.UUID(), "payload": pg.JSONB(), "
 _DIALECT: Final[sa.Dialect] = PGDialect_psycopg()  # type: ignore[no-untyped-call]
 
 LOCK_SEED: Final = 0x6F7574626F78
-"""Makes the advisory lock of a key differ from the application's own locks on a hash of the same text: "outbox"."""
+"""Keeps a key's advisory lock apart from the application's own locks on a hash of the same text. Spells "outbox"."""
 
 
 @cache
 def insert_one(schema: str) -> sa.Insert:
-    """Binds one value for each of COLUMNS: text, or bytes for payload_bytes."""
+    """Return a statement that binds one value for each of COLUMNS: text, or bytes for payload_bytes."""
     events = _events(schema)
-    # inline: no RETURNING, which would need the right to SELECT; a writer needs INSERT alone.
+    # inline: no RETURNING, which would need the right to SELECT; a writer has only INSERT.
     return (
         sa.insert(events)
         .inline()
@@ -50,7 +50,7 @@ def insert_one(schema: str) -> sa.Insert:
 
 @cache
 def insert_many(schema: str, *, lock_key: bool) -> sa.Insert:
-    """Binds one list for each of COLUMNS, all of the same length."""
+    """Return a statement that binds one list for each of COLUMNS, all of the same length."""
     rows = _rows(*COLUMNS)
     chosen = sa.select(*(_typed(name, rows.c[name]) for name in COLUMNS)).order_by(rows.c.n)
     if lock_key:
@@ -60,10 +60,10 @@ def insert_many(schema: str, *, lock_key: bool) -> sa.Insert:
 
 @cache
 def emit_many(*, lock_key: bool) -> sa.Select[tuple[int]]:
-    """Binds ``prefix`` and ``slot``, a list of ``content``, and under lock_key one for each of KEY, as long.
+    """Return a statement that binds ``prefix``, ``slot``, a list ``content``, and with lock_key a list for each of KEY.
 
-    Gives how many messages were emitted: all, or none where no such slot is there to deliver them. That is asked in the
-    same statement, and answered without an error, which would end the caller's transaction.
+    It returns the number of emitted messages: all, or 0 if there is no such slot to deliver them. The slot is checked
+    in the same statement, and without an error, which would abort the caller's transaction.
     """
     rows = _rows("content", *(KEY if lock_key else ()))
     slots = sa.table(
@@ -80,7 +80,7 @@ def emit_many(*, lock_key: bool) -> sa.Select[tuple[int]]:
     chosen = sa.select(rows.c.content).where(slot.exists()).order_by(rows.c.n)
     if lock_key:
         chosen = chosen.where(_locked(rows))
-    # The OFFSET keeps the subquery as it is: sorted first, and then emitted.
+    # The OFFSET is an optimization fence: rows are sorted first, and then emitted.
     ordered = chosen.offset(sa.literal_column("0")).subquery("ordered")
     prefix = sa.cast(sa.bindparam("prefix", type_=sa.Text()), sa.Text())
     emitted = sa.func.pg_logical_emit_message(sa.literal_column("true"), prefix, ordered.c.content)
@@ -89,19 +89,19 @@ def emit_many(*, lock_key: bool) -> sa.Select[tuple[int]]:
 
 @cache
 def psycopg_sql(statement: sa.ClauseElement) -> str:
-    """Return one of these statements as psycopg takes it, with ``%(name)s`` for what it binds."""
+    """Return one of these statements as text for psycopg, with ``%(name)s`` parameters."""
     return str(statement.compile(dialect=_DIALECT))
 
 
 def _rows(*names: str) -> sa.TableValuedAlias:
-    """Arrays as rows, with their number ``n``."""
+    """Return arrays as rows, numbered by ``n``."""
     arrays = [sa.cast(sa.bindparam(name, type_=pg.ARRAY(_plain(name))), pg.ARRAY(_plain(name))) for name in names]
     return sa.func.unnest(*arrays).table_valued(*names, with_ordinality="n").render_derived(name="new")
 
 
 def _locked(rows: sa.TableValuedAlias) -> sa.ColumnElement[bool]:
-    """Take the lock of every key; then true."""
-    # hashtextextended as in events.lane, over another seed.
+    """Return a condition that locks every key and is then true."""
+    # hashtextextended as in events.lane, with another seed.
     key = sa.func.hashtextextended(
         rows.c.aggregate_id, sa.func.hashtextextended(rows.c.aggregate_type, sa.literal_column(str(LOCK_SEED)))
     )
@@ -112,7 +112,7 @@ def _locked(rows: sa.TableValuedAlias) -> sa.ColumnElement[bool]:
 
 
 def _events(schema: str) -> sa.Table:
-    # Just the columns that are written, and not outbox_tables(): its options are not known to SQLAlchemy 2.0.
+    # Only the columns that are written, not outbox_tables(): SQLAlchemy 2.0 does not know all of its options.
     return sa.Table("events", sa.MetaData(), *map(sa.Column, COLUMNS), schema=schema)
 
 

@@ -1,4 +1,4 @@
-"""The writer's W3C trace context, when OpenTelemetry is in use in this process."""
+"""The writer's W3C trace context, if this process uses OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from outbox.event import TRACEPARENT
 
 
 def current() -> dict[str, str]:
-    """Return ``traceparent`` and ``tracestate`` of the active span; nothing without one.
+    """Return ``traceparent`` and ``tracestate`` of the active span; empty without one.
 
     OpenTelemetry is never imported here: where it has not been imported, no span can be active.
     """
@@ -23,7 +23,7 @@ def current() -> dict[str, str]:
 
 
 def merged(trace: Mapping[str, str], headers: Mapping[str, str]) -> dict[str, str]:
-    """Return an event's headers with the trace beside them. A trace of the event's own wins, and wins whole:
+    """Return an event's headers with the trace added. A ``traceparent`` of the event's own replaces the whole trace:
     ``tracestate`` belongs to one ``traceparent``.
     """
     return dict(headers) if TRACEPARENT in headers else {**trace, **headers}

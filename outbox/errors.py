@@ -1,4 +1,4 @@
-"""Every error this project raises on purpose derives from OutboxError.
+"""The errors of this project; each derives from OutboxError.
 
 The message says what happened, to what, and what to do about it; the attributes carry the same facts for programs.
 """
@@ -11,13 +11,13 @@ class OutboxError(Exception):
 
 
 class ConfigurationError(OutboxError):
-    """A setting is missing, malformed, or would break the delivery guarantee that was asked for."""
+    """A setting is missing, malformed, or incompatible with the delivery guarantee that was asked for."""
 
 
 class EventError(OutboxError):
     """An event can't be written as it is. Nothing was sent to the database.
 
-    ``field`` names the part of the event at fault, as the caller spells it (``payload``, ``headers['x']`` …).
+    ``field`` names the invalid part of the event, as the caller spells it (``payload``, ``headers['x']`` …).
     """
 
     def __init__(self, field: str, problem: str) -> None:
@@ -27,11 +27,11 @@ class EventError(OutboxError):
 
 
 class PayloadError(EventError):
-    """The payload can't be turned into the bytes that Kafka would carry."""
+    """The payload can't be encoded as the bytes of a Kafka message."""
 
 
 class EventTooLarge(EventError):
-    """Payload, key and headers together pass the limit. ``size`` and ``limit`` are in bytes."""
+    """Payload, key and headers together exceed the limit. ``size`` and ``limit`` are in bytes."""
 
     def __init__(self, size: int, limit: int) -> None:
         super().__init__(
@@ -62,7 +62,7 @@ class SlotMissing(OutboxError):
 
 
 class MessageError(OutboxError):
-    """A logical decoding message with the outbox's prefix is no event. ``problem`` says what is wrong with it."""
+    """A logical decoding message with the outbox's prefix is not a valid event. ``problem`` says why."""
 
     def __init__(self, problem: str) -> None:
         super().__init__(f"a message of the outbox can't be read: {problem}")

@@ -1,8 +1,8 @@
-"""The event as a service writes it, and the names it carries on the wire.
+"""The event that a service writes, and the names of its headers in Kafka.
 
-Wire contract (Kafka): key = aggregate_id, value = the payload's bytes as they are, headers = CloudEvents 1.0 in
-binary mode (https://github.com/cloudevents/spec, Kafka protocol binding) and the plain names that consumers of
-Debezium's outbox router read. ``ce_traceparent`` is the writer's trace, ``traceparent`` the last hop's.
+Wire contract (Kafka): key = aggregate_id, value = the payload's bytes unchanged, headers = CloudEvents 1.0 in binary
+mode (https://github.com/cloudevents/spec, Kafka protocol binding) and the plain names that consumers of Debezium's
+outbox router read. ``ce_traceparent`` is the writer's trace, ``traceparent`` that of the last hop.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MAX_AGGREGATE_TYPE: Final = 200
 MAX_AGGREGATE_ID: Final = 1000
 MAX_EVENT_TYPE: Final = 200
 MAX_CONTENT_TYPE: Final = 200
-"""Lengths in characters. The table's CHECK constraints hold the same numbers, but for the content type's."""
+"""Lengths in characters. The table's CHECK constraints have the same limits, except for the content type."""
 
 MAX_EVENT_BYTES: Final = 1_000_000
 """Payload, key and headers together. Below the broker's default ``message.max.bytes`` of 1,048,588."""
@@ -46,10 +46,10 @@ AGGREGATE_TYPE: Final = "aggregate-type"
 IDEMPOTENCY_KEY: Final = "idempotency-key"
 
 RESERVED_HEADERS: Final = frozenset({ID, EVENT_TYPE, AGGREGATE_TYPE, IDEMPOTENCY_KEY})
-"""Names the relay sets itself, as is every name that begins with ``ce_`` or ``outbox-``. An event can't bring them."""
+"""Names that the relay sets itself, like all names that begin with ``ce_`` or ``outbox-``. An event can't set them."""
 
 RELAY_HEADER_PREFIX: Final = "outbox-"
-"""Begins the names below, and no name of an event's own headers: the relay goes by them."""
+"""The prefix of the names below, by which the relay recognizes copies and replays. An event can't set such headers."""
 DEAD_LETTER: Final = "outbox-dead-letter"
 """On a copy in a dead-letter topic: why the event could not be published."""
 ATTEMPTS: Final = "outbox-attempts"
@@ -64,16 +64,16 @@ _HEADER_NAME = re.compile(r"[A-Za-z0-9._-]{1,100}")
 
 @dataclass(frozen=True, slots=True, kw_only=False)
 class Event:
-    """Something that happened to an aggregate, to be written in the transaction that made it happen.
+    """Something that happened to an aggregate, to be written in the transaction that changes the aggregate.
 
     aggregate_type  what it happened to: ``"Order"``. Decides the topic. 1-200 characters.
     aggregate_id    which one: ``"4711"``. The Kafka key: events of one aggregate keep their order. 1-1000 characters.
     event_type      what happened: ``"OrderPlaced"``. 1-200 characters.
-    payload         a dict, list, dataclass or pydantic model (sent as JSON), bytes (sent as they are), or None: a
-                    tombstone, which a compacted topic takes as "this key is gone".
-    headers         text by text, sent as Kafka headers beside our own.
-    event_id        a UUIDv7 made here unless one is given. The idempotency key everywhere downstream. A given one of
-                    another version works, but see docs/guides/consumers.md on how long consumers remember it.
+    payload         a dict, list, dataclass or pydantic model (sent as JSON), bytes (sent unchanged), or None: a
+                    tombstone, which deletes the key from a compacted topic.
+    headers         text to text, sent as Kafka headers beside our own.
+    event_id        a new UUIDv7 unless given: the idempotency key everywhere downstream. A UUID of another version
+                    works, but see docs/guides/consumers.md on how long consumers remember it.
     content_type    of a bytes payload; JSON payloads are ``application/json`` unless a ``+json`` type is given.
 
     Raises EventError naming the field when a name is empty, too long, or holds a NUL character.
@@ -97,7 +97,7 @@ class Event:
             check_text("content_type", self.content_type, MAX_CONTENT_TYPE)
         if not isinstance(self.headers, Mapping):
             raise EventError("headers", f"must be a mapping of text to text, not {type(self.headers).__name__}")
-        # A copy: what is checked here is what will be written, whatever becomes of the caller's dict.
+        # A copy: what is checked here will be written, even if the caller changes its dict.
         object.__setattr__(self, "headers", dict(self.headers))
         for name, value in self.headers.items():
             check_header(name, value)

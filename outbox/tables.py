@@ -1,10 +1,10 @@
-"""The outbox's tables, as SQLAlchemy Core sees them. No engine, no connection, nothing executed on import.
+"""The outbox's tables in SQLAlchemy Core. Needs no engine and no connection.
 
-``events`` is append-and-delete: writers INSERT, the relay DELETEs what Kafka has acknowledged, nobody UPDATEs. So the
-hot table holds only what is not yet published, and Debezium's outbox EventRouter can read the same table.
+``events`` is append-and-delete: writers INSERT, the relay DELETEs what Kafka has acknowledged, and no row is ever
+UPDATEd. So the hot table holds only unpublished events, and Debezium's outbox EventRouter can read the same table.
 
-``lane`` is computed by the database from the key, so that any language, a trigger or plain SQL can insert. The
-CHECK constraints repeat what the writer refuses, for the same reason.
+The database computes ``lane`` from the key, so that any language, a trigger or plain SQL can insert. For the same
+reason the CHECK constraints repeat the writer's checks.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ DEFAULT_SCHEMA: Final = "outbox"
 DEFAULT_LANES: Final = 4
 MAX_LANES: Final = 256
 
-# A UUIDv7 (RFC 9562) for rows that bring no event_id: 48 bits of Unix milliseconds over 74 random bits. Written as an
-# expression, because uuidv7() exists from Postgres 18 on only, and a function would not travel through a host
-# application's alembic autogenerate. Bits 4-7 of byte 6 hold the version: a random v4's 0100 becomes 0111.
+# A UUIDv7 (RFC 9562) for rows without an event_id: 48 bits of Unix milliseconds over 74 random bits. An expression,
+# because uuidv7() is new in Postgres 18, and a host application's alembic autogenerate would not create a function.
+# Bits 4-7 of byte 6 hold the version: a random v4's 0100 becomes 0111.
 _UUID7: Final = (
     "encode(set_bit(set_bit(overlay(uuid_send(gen_random_uuid()) placing "
     "substring(int8send((extract(epoch from clock_timestamp()) * 1000)::bigint) from 3) from 1 for 6), "
     "52, 1), 53, 1), 'hex')::uuid"
 )
 
-# A btree takes rows of 2,704 bytes, and a key may have 4,000.
+# A btree entry has at most 2,704 bytes, and a key may have 4,000.
 _KEY_HASH: Final = "hashtextextended(aggregate_id, 0)"
 
 _BAD_HEADER: Final = (
@@ -49,7 +49,7 @@ _BAD_HEADER: Final = (
 
 @dataclass(frozen=True, slots=True)
 class OutboxTables:
-    """The tables of one outbox, bound to the MetaData they were made in."""
+    """The tables of one outbox, bound to their MetaData."""
 
     events: sa.Table
     lanes: sa.Table
@@ -78,7 +78,7 @@ class OutboxTables:
 
 
 def lane_expression(lanes: int) -> str:
-    """The SQL that gives an event's lane, 0 to ``lanes`` - 1: a hash of the key, so one key is always in one lane."""
+    """Return the SQL of an event's lane, 0 to ``lanes`` - 1: a hash of the key, so one key is always in one lane."""
     if not 1 <= lanes <= MAX_LANES:
         raise ConfigurationError(f"lanes must be 1 to {MAX_LANES}, not {lanes}")
     return (
@@ -106,10 +106,10 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("payload_bytes", pg.BYTEA),
         sa.Column("headers", pg.JSONB(none_as_null=True)),
         sa.Column("created_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
-        # Put there by the relay or an operator's command: a copy of a dead letter, a replay, a retry. Writers have no
-        # right to set it, and need none: see docs/operations/migrations.md.
+        # Inserted by the relay or an operator's command: a copy of a dead letter, a replay, a retry. Writers must not
+        # have the right to set it: see docs/operations/migrations.md.
         sa.Column("from_relay", sa.Boolean, nullable=False, server_default=sa.text("false")),
-        # (lane, id) and not (id): a relay reads one lane in id order, and this index gives just that.
+        # (lane, id), not (id): a relay reads one lane in id order, and this index has that order.
         sa.PrimaryKeyConstraint("lane", "id", name="events_pkey"),
         sa.CheckConstraint(
             f"char_length(aggregate_type) BETWEEN 1 AND {MAX_AGGREGATE_TYPE}",
@@ -120,13 +120,13 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         ),
         sa.CheckConstraint(f"char_length(event_type) BETWEEN 1 AND {MAX_EVENT_TYPE}", name="events_event_type_length"),
         sa.CheckConstraint("num_nonnulls(payload, payload_bytes) <= 1", name="events_one_payload"),
-        # Text by text only: a number or a list has no single form as a Kafka header. The other two are names the
-        # relay sets itself, and names that Kafka tools can't show.
+        # Text values only: a number or a list has no single form as a Kafka header. Names that the relay sets itself
+        # are refused, and names that Kafka tools can't show.
         sa.CheckConstraint(
             f"jsonb_typeof(headers) = 'object' AND NOT jsonb_path_exists(headers, '$.keyvalue() ? ({_BAD_HEADER})')",
             name="events_headers_text",
         ),
-        # The relay knows copies of dead letters and replays by these headers.
+        # The relay recognizes copies of dead letters and replays by these headers.
         sa.CheckConstraint(
             "from_relay OR NOT jsonb_path_exists(headers, "
             f"'$.keyvalue() ? (@.key starts with \"{RELAY_HEADER_PREFIX}\")')",
@@ -155,16 +155,16 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
             server_default=sa.text("'-infinity'::timestamptz"),
         ),
         sa.Column("source", sa.Text, nullable=False, server_default=sa.text("'polling'")),
-        # Source wal: the lane takes its events from the stream, and not from the table.
+        # Source wal: the lane takes its events from the stream, not from the table.
         sa.Column("streaming", sa.Boolean, nullable=False, server_default=sa.text("false")),
         # Source wal: the last event settled, by its transaction's commit record (a byte position in the WAL) and its
         # number in that transaction.
         sa.Column("commit_lsn", sa.BigInteger),
         sa.Column("commit_number", sa.BigInteger),
-        # Exactly-once: under which id the lane may have been written; whoever takes it over fences that first. NULL:
-        # nobody needs to be fenced. Empty: the ids of relays before outbox_0005.
+        # Exactly-once: the id under which the lane may have been written; the next holder fences it first. NULL: no id
+        # needs to be fenced. Empty: the ids of relays before outbox_0005.
         sa.Column("transactional_id", sa.Text),
-        # Raised together with epoch. Relays before outbox_0005 raise epoch alone, which the constraint refuses.
+        # Raised together with epoch. Relays before outbox_0005 raise only epoch, which the constraint refuses.
         sa.Column("protocol_epoch", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.PrimaryKeyConstraint("lane", name="lanes_pkey"),
         sa.CheckConstraint(f"lane BETWEEN 0 AND {MAX_LANES - 1}", name="lanes_lane_range"),
@@ -268,13 +268,14 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         metadata,
         sa.Column("slot", sa.Text, nullable=False),
         sa.Column("publication", sa.Text, nullable=False),
-        # Changes whenever the publication does: a server forgets without a word what was not published for a moment.
+        # Changes whenever the publication does: changes that were unpublished even for a moment are silently lost.
         sa.Column("publication_version", sa.Text, nullable=False),
         sa.Column("system_identifier", sa.Text, nullable=False),
         sa.Column("timeline", sa.Integer, nullable=False),
         # Transactions older than this one may have ended before the slot begins; no lane streams while one is open.
         sa.Column("opened_xid", sa.BigInteger, nullable=False),
-        # Written before the server is told: the slot's own position is never above it, unless somebody else moved it.
+        # Written before it is confirmed to the server: the slot's own position is never above it, unless another client
+        # moved it.
         sa.Column("flushed_lsn", sa.BigInteger, nullable=False),
         sa.Column("flushed_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         # When an event without a row was last seen.
@@ -298,7 +299,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
 
 
 def _event_columns() -> list[sa.Column[Any]]:
-    """The columns of an event that has left ``events``."""
+    """Return the columns of an event that has left ``events``."""
     return [
         sa.Column("lane", sa.SmallInteger, nullable=False),
         sa.Column("id", sa.BigInteger, nullable=False),
@@ -314,7 +315,7 @@ def _event_columns() -> list[sa.Column[Any]]:
 
 
 def _archive_columns() -> list[sa.Column[Any]]:
-    """An event and where it stands in Kafka; that is NULL for one settled from a marker after a crash."""
+    """Return an archived event's columns. Its place in Kafka is NULL if it was settled from a marker after a crash."""
     return [
         *_event_columns(),
         sa.Column("published_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),

@@ -1,9 +1,8 @@
-"""One database, two spellings of its address: libpq's URL and SQLAlchemy's.
+"""A database's address in its two forms: libpq's URL and SQLAlchemy's.
 
-libpq reads an address as nothing else does: ``#`` and ``?`` may stand in a password, ``/`` and ``@`` may not. So an
-address is read with libpq's own parser, and only what that parser takes for host, port and database is ever shown.
-No error raised here holds a part of the address, nor does an exception in its chain: a password may be in any part
-that is not understood.
+libpq has its own rules: a password may contain ``#`` and ``?``, but not ``/`` and ``@``. So addresses are parsed by
+libpq itself, and only the host, port and database that it finds are ever shown. No error raised here quotes a part of
+the address, nor does an exception in its chain: any part that can't be parsed may hold a password.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ _PORT: Final = (
 
 
 def libpq_url(url: str) -> str:
-    """Return the address as libpq (psycopg) reads it: ``postgresql://…``, or ``host=… dbname=…`` as it is.
+    """Return the address for libpq (psycopg): ``postgresql://…``, or ``host=… dbname=…`` unchanged.
 
-    Raises ConfigurationError when libpq can't read it. The error has nothing of the address in it but the scheme.
+    Raises ConfigurationError when libpq can't parse it. Of the address, the error quotes only the scheme.
     """
     address = _with_libpq_scheme(url)
     _parameters(address)
@@ -41,19 +40,19 @@ def libpq_url(url: str) -> str:
 
 
 def sqlalchemy_url(url: str, driver: str = "psycopg") -> str:
-    """Return the address as SQLAlchemy reads it, for the driver named: ``postgresql+psycopg://…``."""
+    """Return the address for SQLAlchemy with this driver: ``postgresql+psycopg://…``."""
     return _compose(f"postgresql+{driver}", _parameters(_with_libpq_scheme(url)))
 
 
 def with_database(url: str, database: str) -> str:
-    """Return the address of another database on the same server, as libpq reads it."""
+    """Return the address, for libpq, of another database on the same server."""
     return _compose("postgresql", _parameters(_with_libpq_scheme(url)) | {"dbname": database}, sockets_in_host=True)
 
 
 def display_url(url: str) -> str:
     """Return the address without user, password and options, for logs and screens.
 
-    Raises ConfigurationError when libpq can't read it.
+    Raises ConfigurationError when libpq can't parse it.
     """
     found = _parameters(_with_libpq_scheme(url))
     hosts = found.get("host") or found.get("hostaddr") or ""
@@ -66,7 +65,7 @@ def display_url(url: str) -> str:
     database = found.get("dbname")
     if database is None:
         return f"postgresql://{shown}"
-    # To libpq's other functions such a name is a whole address.
+    # libpq parses such a database name as a whole address.
     return f"postgresql://{shown}/{'…' if '=' in database or '://' in database else database}"
 
 
@@ -84,29 +83,29 @@ def _with_libpq_scheme(url: str) -> str:
 
 
 def _parameters(address: str) -> dict[str, str]:
-    """Read an address with libpq's parser."""
+    """Parse an address with libpq."""
     # psycopg needs libpq, which a service that only writes through asyncpg may not have.
     import psycopg
     from psycopg.conninfo import conninfo_to_dict
 
     found: dict[str, str] | None = None
-    # libpq, written in C, reads up to a NUL.
+    # libpq, written in C, stops reading at a NUL.
     if "\0" not in address:
         try:
             found = {name: str(value) for name, value in conninfo_to_dict(address).items() if value is not None}
         except (psycopg.Error, UnicodeError):
             pass
-    # Not raised in the handler: the error that is handled would be its context, and that one quotes the address.
+    # Not raised in the handler: the handled error would be its context, and that one quotes the address.
     if found is None:
         raise ConfigurationError(_UNREADABLE)
     if address.startswith("postgresql://"):
-        # libpq takes the first @ for the end of the password, and a / before it for the end of the host: the rest of
-        # such a password would become a host, a port or a database, which are shown.
+        # libpq ends the password at the first @, and the host at a / before it: the rest of such a password would
+        # become a host, a port or a database, which are shown.
         rest = address.removeprefix("postgresql://")
         at, slash = rest.find("@"), rest.find("/")
         if "@" in (rest[at + 1 :] if slash < 0 or at < slash else rest):
             raise ConfigurationError(_AMBIGUOUS)
-    # A whole address as the host's name, or a part of one. The name of an abstract socket begins with an @.
+    # The host is an address or a part of one. The name of an abstract socket begins with an @.
     if any("@" in host[1:] or "://" in host for host in found.get("host", "").split(",")):
         raise ConfigurationError(_AMBIGUOUS)
     for port in found.get("port", "").split(","):
@@ -116,7 +115,7 @@ def _parameters(address: str) -> dict[str, str]:
 
 
 def _hosts(found: dict[str, str], hosts: str) -> list[tuple[str, str]]:
-    """Return each host with its port; one port counts for all hosts."""
+    """Return each host with its port; a single port applies to all hosts."""
     names, ports = hosts.split(","), found.get("port", "").split(",")
     if len(ports) == 1:
         ports *= len(names)
@@ -124,7 +123,7 @@ def _hosts(found: dict[str, str], hosts: str) -> list[tuple[str, str]]:
 
 
 def _compose(scheme: str, found: dict[str, str], *, sockets_in_host: bool = False) -> str:
-    """Write an address. SQLAlchemy takes several hosts, and the directory of a socket, only behind the ``?``."""
+    """Return an address. SQLAlchemy accepts several hosts, and the directory of a socket, only after the ``?``."""
     rest = dict(found)
     user, password, database = (rest.pop(name, None) for name in ("user", "password", "dbname"))
     text = f"{scheme}://"

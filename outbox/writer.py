@@ -5,9 +5,9 @@
         session.add(order)
         outbox.add(session, Event("Order", order.id, "OrderPlaced", {"total": order.total}))
 
-An event is a row of the outbox's table, or with ``transport="message"`` a logical decoding message in the WAL alone.
-Nothing here commits, rolls back or opens a transaction of its own: events live and die with the business rows. What
-can be wrong with an event is found before anything is sent, so a refused one leaves the transaction usable.
+An event is a row of the outbox's table, or, with ``transport="message"``, only a logical decoding message in the WAL.
+Nothing here commits, rolls back or opens a transaction: events are committed or rolled back with the business rows.
+Events are checked before anything is sent, so a rejected one leaves the transaction usable.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from outbox.errors import ConfigurationError, EventError, SlotMissing, TargetErr
 from outbox.event import CONTENT_TYPE, MAX_EVENT_BYTES, Event
 from outbox.tables import DEFAULT_SCHEMA
 
-# psycopg and SQLAlchemy's asyncio are not imported here: the first needs libpq and the second greenlet, which a
-# service may have neither of. An object of their classes exists only where the caller has imported them.
+# psycopg and SQLAlchemy's asyncio are not imported here: the first needs libpq and the second greenlet, and a service
+# may have neither. Objects of their classes exist only if the caller has imported them.
 if TYPE_CHECKING:
     import psycopg
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
@@ -60,7 +60,7 @@ class _Batch:
 
 
 class _Writer:
-    """What both outboxes have: everything but the waiting."""
+    """The common part of both outboxes: everything except sending."""
 
     def __init__(self, schema: str, max_event_bytes: int, transport: Transport, slot: str) -> None:
         if not 1 <= max_event_bytes <= MAX_EVENT_BYTES:
@@ -75,7 +75,7 @@ class _Writer:
         self._slot = slot
 
     def prepare(self, events: Sequence[Event], *, lock_key: bool) -> _Batch:
-        """Return the events ready to be sent. Raises EventError and its children."""
+        """Return the events ready to be sent. Raises EventError and its subclasses."""
         trace = _trace.current()
         if self.emits:
             values: dict[str, Any] = {
@@ -121,21 +121,21 @@ class _Writer:
         )
 
     def _checked(self, event: Event, trace: Mapping[str, str]) -> tuple[_payload.Encoded, dict[str, str], bytes | None]:
-        """Return payload and headers as they will be written; the headers also as JSON, if there are any."""
+        """Return the payload and headers to be written, and the headers also as JSON, if there are any."""
         if not isinstance(event, Event):
             raise EventError("event", f"must be an outbox.Event, not {type(event).__name__}")
         payload = _payload.encode(event)
         headers = _trace.merged(trace, event.headers)
         if payload.content_type is not None:
             headers[CONTENT_TYPE] = payload.content_type
-        # The option admits names that are members of a StrEnum.
+        # The option allows header names that are members of a StrEnum.
         stored = orjson.dumps(headers, option=orjson.OPT_NON_STR_KEYS) if headers else None
         _payload.check_size(event.aggregate_id, payload, stored, self._limit)
         return payload, headers, stored
 
     def to_session(self, session: Session, batch: _Batch) -> None:
-        """Send a batch in the transaction of a session, behind what is added to that."""
-        # Rows added before the event reach the server before it: triggers and foreign keys see what the code did.
+        """Send a batch in a session's transaction, after the objects added to the session."""
+        # Rows added before the event reach the server before it: triggers and foreign keys see the order of the code.
         session.flush()
         try:
             connection = session.connection()
@@ -146,7 +146,7 @@ class _Writer:
         self.to_connection(connection, batch)
 
     def to_connection(self, connection: sa.Connection, batch: _Batch) -> None:
-        """Send a batch in the transaction of a connection of SQLAlchemy."""
+        """Send a batch in the transaction of a SQLAlchemy connection."""
         if connection.dialect.name != "postgresql":
             raise TargetError(f"the outbox lives in Postgres, this connection goes to {connection.dialect.name}")
         if getattr(connection.connection.dbapi_connection, "autocommit", False):
@@ -154,7 +154,7 @@ class _Writer:
         if not self.emits:
             connection.execute(batch.statement, batch.values)
             return
-        # Where SQLAlchemy would have put the rows into another schema, that one's relay is the one that reads them.
+        # If SQLAlchemy would put rows into another schema, that schema's relay must read the message.
         translated = connection.get_execution_options().get("schema_translate_map") or {}
         schema = translated.get(self._schema, self._schema)
         if schema is None:
@@ -169,13 +169,13 @@ class _Writer:
 
 
 class Outbox:
-    """Writes events through synchronous sessions and connections. Holds no state; one for the whole process will do.
+    """Writes events through synchronous sessions and connections. Stateless: one per process is enough.
 
     schema           of the outbox's tables.
-    max_event_bytes  for payload, key and headers together; may only be lower than the table's 1,000,000.
-    transport        "table": an event is a row. "message": it is a message in the WAL and no row, which only a relay
-                     that reads the WAL will find; see docs/guides/writing-events.md.
-    slot             the replication slot of that relay, which "message" looks for before it writes.
+    max_event_bytes  for payload, key and headers together; at most the table's limit of 1,000,000.
+    transport        "table": an event is a row. "message": it is a message in the WAL without a row, which only a relay
+                     with source=wal reads; see docs/guides/writing-events.md.
+    slot             the replication slot of that relay; "message" checks that it exists before writing.
     """
 
     def __init__(
@@ -186,10 +186,10 @@ class Outbox:
         transport: Transport = "table",
         slot: str = _message.DEFAULT_SLOT,
     ) -> None:
-        """Take what the class describes.
+        """Check and store the arguments, which the class describes.
 
-        Raises ConfigurationError for a limit above 1,000,000 (the table's CHECK holds that one), another transport, or
-        what can't be a slot's name.
+        Raises ConfigurationError for a limit above 1,000,000 (that of the table's CHECK), an unknown transport, or an
+        invalid slot name.
         """
         self._writer = _Writer(schema, max_event_bytes, transport, slot)
 
@@ -197,17 +197,17 @@ class Outbox:
         """Write one event in the target's transaction, with one statement. Returns its event_id.
 
         lock_key takes a transaction-level advisory lock on (aggregate_type, aggregate_id) first. Writers of one
-        aggregate then go one after another and its events are published in commit order. Not needed where they
-        lock or update the aggregate's row anyway.
+        aggregate are then serialized, and its events are published in commit order. Not needed if they lock or update
+        the aggregate's row anyway.
 
-        Raises EventError and its children for an event that can't be written, TargetError for a target without a
-        transaction, SlotMissing for a message that nobody would read. The transaction stays usable then. Errors of the
-        database pass through as the driver raises them.
+        Raises EventError and its subclasses for an event that can't be written, TargetError for a target without a
+        transaction, SlotMissing for a message that no relay would read. The transaction stays usable. The driver's own
+        errors are passed through.
         """
         return self.add_many(target, (event,), lock_key=lock_key)[0]
 
     def add_many(self, target: SyncTarget, events: Iterable[Event], *, lock_key: bool = False) -> list[UUID]:
-        """Write events in the list's order, in one round trip. Nothing is sent for an empty list. See ``add``."""
+        """Write events in the list's order, in one round trip. Sends nothing for an empty list. See ``add``."""
         events = tuple(events)
         send = self._sender(target)
         if not events:
@@ -241,7 +241,7 @@ class Outbox:
             with connection.pipeline():
                 pass
         _require_transaction(connection)
-        # Not connection.execute(): the caller's cursor factory may take another kind of placeholder.
+        # Not connection.execute(): the caller's cursor factory may use another kind of placeholder.
         cursor = Cursor(connection, row_factory=scalar_row)
         cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
         if self._writer.emits:
@@ -249,7 +249,7 @@ class Outbox:
 
 
 class AsyncOutbox:
-    """Writes events through asynchronous sessions and connections. The same as Outbox in all else."""
+    """Writes events through asynchronous sessions and connections. Otherwise the same as Outbox."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class AsyncOutbox:
         transport: Transport = "table",
         slot: str = _message.DEFAULT_SLOT,
     ) -> None:
-        """Take what ``Outbox`` describes."""
+        """Check and store the arguments, which ``Outbox`` describes."""
         self._writer = _Writer(schema, max_event_bytes, transport, slot)
 
     async def add(self, target: AsyncTarget, event: Event, *, lock_key: bool = False) -> UUID:
@@ -328,9 +328,9 @@ def _is_async(target: object) -> bool:
 
 
 def _state_unknown(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
-    """Return whether only the server can tell if a transaction is open: in autocommit mode, with a pipeline under way.
+    """Return whether only the server knows if a transaction is open: in autocommit mode, with a pipeline in progress.
 
-    A nested pipeline block waits for the answers to what was sent before it.
+    A nested pipeline block waits for the results of all that was sent before it.
     """
     from psycopg.pq import PipelineStatus, TransactionStatus
 

@@ -1,1 +1,1 @@
-"""The relay: takes events out of the outbox and publishes them to Kafka, in order per key."""
+"""The relay: reads events from the outbox and publishes them to Kafka, in order per key."""

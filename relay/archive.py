@@ -1,15 +1,15 @@
-"""The archive: a partition of ``published`` for each day, made ahead, and dropped when it is old enough.
+"""The archive: one partition of ``published`` for each day, created in advance and dropped when it has expired.
 
-Relays and `outbox db prune` do the same work under one advisory lock, so that it is done once. Rows of a day that has
-no partition go to the default one: publishing does not depend on upkeep. Making and dropping partitions needs the
-rights of the tables' owner; a relay without them says so once a day when something is due, and `outbox db prune` can do
-it from cron instead. Partitions that a person made (of a month, say) stay for as long as any of their days is kept, and
-no other is made for their days.
+Relays and `outbox db prune` do the same work under one advisory lock, so that it is done once. Rows of a day without a
+partition go to the default one: publishing does not depend on maintenance. Creating and dropping partitions needs the
+rights of the tables' owner; a relay without them logs a warning once a day when something is due, and `outbox db prune`
+can do it from cron instead. Partitions created by hand (for a month, say) are kept as long as any of their days, and no
+others are created for those days.
 
-The day is the database's, and a clock can be wrong: one that jumps ahead by years would make everything old at once. So
-nothing is dropped by itself that would have had to go more than MOST_OVERDUE_DAYS ago. Where upkeep runs, each day is
-dropped within hours of its time, and a longer delay means that the clock jumped, that nobody kept the archive for days,
-or that fewer days are kept than before. A person can tell these apart: ``outbox db prune --force``.
+The day is that of the database's clock, which can be wrong: if it jumps ahead by years, everything expires at once. So
+nothing is dropped automatically that expired more than MOST_OVERDUE_DAYS ago. Where maintenance runs, each day is
+dropped within hours of its expiry; a longer delay means that the clock jumped, that maintenance did not run for days,
+or that fewer days are kept than before. An operator can tell these apart, and runs ``outbox db prune --force``.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from relay.database import unavailable_on_error
 log = structlog.get_logger("relay")
 
 _LOCK: Final = 0x6F7574626F780002
-"""Advisory lock of the archive's upkeep. Transaction-level: PgBouncer leaks session locks."""
+"""Advisory lock of the archive's maintenance. Transaction-level: PgBouncer leaks session locks."""
 _AHEAD: Final = 3
 MOST_OVERDUE_DAYS: Final = 3
-"""What should have been dropped longer ago is dropped only when a person says so. Relays that rest over a weekend are
-no reason to ask one, and a clock that is wrong costs no more than these days."""
+"""Partitions that expired longer ago are dropped only by an operator. Relays may rest over a weekend without that, and
+a wrong clock costs at most these days."""
 
-# What each partition covers, from and to; NULL for MINVALUE, MAXVALUE and infinity.
+# The bounds of each partition; NULL for MINVALUE, MAXVALUE and infinity.
 _RANGES: Final = """
 SELECT relname, (regexp_match(bounds, $r$FROM \\('(\\d[^']*)'\\)$r$))[1]::timestamptz,
        (regexp_match(bounds, $r$TO \\('(\\d[^']*)'\\)$r$))[1]::timestamptz
@@ -46,11 +46,11 @@ SELECT relname, (regexp_match(bounds, $r$FROM \\('(\\d[^']*)'\\)$r$))[1]::timest
 
 _TODAY: Final = "SELECT (clock_timestamp() AT TIME ZONE 'UTC')::date"
 
-# A relay that has chosen the default partition for its row and then waits for the one being attached is refused.
-# So relays wait at the parent instead, before they choose.
+# An INSERT that was routed to the default partition and then waits for the ATTACH fails. So relays wait for the
+# parent's lock instead, before their rows are routed.
 _HOLD_BACK: Final = "LOCK TABLE ONLY {parent} IN SHARE ROW EXCLUSIVE MODE"
 
-# Rows of that day may lie in the default partition already; nothing may be attached beside them.
+# The default partition may hold rows of that day already, and ATTACH refuses while it does.
 _CREATE: Final = (
     "CREATE TABLE {partition} (LIKE {parent} INCLUDING ALL)",
     """
@@ -69,10 +69,9 @@ _DROP_STRAY: Final = "DELETE FROM {default} WHERE published_at < {before}"
 
 @dataclass(frozen=True, slots=True)
 class PrunePlan:
-    """What is to be done: days to make a partition for, partitions to drop, and old rows outside of any.
+    """The work that is due: days to create a partition for, partitions to drop, and old rows in the default partition.
 
-    ``oldest`` is the oldest day (UTC) that is kept. ``overdue_days`` is how long ago the first of what is to be dropped
-    should have been.
+    ``oldest`` is the oldest day (UTC) that is kept. ``overdue_days``: how many days ago the oldest due data expired.
     """
 
     oldest: dt.date
@@ -83,7 +82,7 @@ class PrunePlan:
 
     @property
     def held_back(self) -> bool:
-        """Return whether nothing may be dropped before a person has looked at the clock."""
+        """Return whether nothing may be dropped before an operator has checked the clock."""
         return self.overdue_days > MOST_OVERDUE_DAYS
 
     @property
@@ -93,7 +92,7 @@ class PrunePlan:
 
 
 class ArchiveOverdue(OutboxError):
-    """Nothing was dropped from the archive: what is old has been old for too long to trust the clock."""
+    """Nothing was dropped from the archive: the due data expired too long ago to trust the clock."""
 
     def __init__(self, plan: PrunePlan) -> None:
         super().__init__(
@@ -105,7 +104,7 @@ class ArchiveOverdue(OutboxError):
 
 
 class Retention:
-    """Upkeep of one outbox's archive. ``days`` is how many whole days are kept besides today."""
+    """Maintains one outbox's archive. ``days`` is the number of whole days that are kept besides today."""
 
     def __init__(self, connect: Callable[[], psycopg.Connection[Any]], schema: str, days: int) -> None:
         self._connect = connect
@@ -116,7 +115,7 @@ class Retention:
         self._said_on: dt.date | None = None
 
     def keep(self) -> None:
-        """Do what is due, once among all relays. Raises Unavailable when Postgres is away."""
+        """Do the work that is due, in one relay only. Raises Unavailable when Postgres can't be reached."""
         with unavailable_on_error("keeping the archive"), self._connect() as connection, connection.transaction():
             if not self._locked(connection):
                 return
@@ -124,7 +123,7 @@ class Retention:
                 with connection.transaction():
                     done = self._run(connection, force=False)
             except (psycopg.ProgrammingError, psycopg.IntegrityError, errors.LockNotAvailable) as error:
-                # No rights, a table of that name, a lock that others keep: whatever it is, publishing goes on.
+                # Missing rights, a table with that name, a lock that others hold: publishing goes on in any case.
                 if self._first_today():
                     log.warning(
                         "the archive's partitions could not be kept; rows go to the default partition meanwhile. "
@@ -139,10 +138,10 @@ class Retention:
             log.info("archive kept", created=[str(day) for day in done.create], dropped=dropped)
 
     def prune(self, *, dry_run: bool, force: bool = False) -> PrunePlan:
-        """Do, or with ``dry_run`` only say, what is due. Raises SchemaError without the owner's rights.
+        """Do the work that is due, or with ``dry_run`` only return it. Raises SchemaError without the owner's rights.
 
-        Raises ArchiveOverdue, without ``force``, when what is due has been for long. The coming days' partitions are
-        made then all the same.
+        Without ``force``, raises ArchiveOverdue when the due data expired too long ago; the coming days' partitions are
+        still created.
         """
         with unavailable_on_error("keeping the archive"), self._connect() as connection, connection.transaction():
             if dry_run:
@@ -171,7 +170,7 @@ class Retention:
             return any((low is None or low < end) and (high is None or high > start) for _, low, high in ranges)
 
         stray, first_stray = 0, None
-        # Without the right to see them there is none to delete them either.
+        # Without the right to read them there is none to delete them either.
         if self._value(connection, _READABLE, **names):
             before = sql.Literal(_midnight(oldest))
             stray, first_stray = self._row(connection, _STRAY, default=self._default, before=before)
@@ -197,7 +196,7 @@ class Retention:
         return self._row(connection, query, **names)[0]
 
     def _run(self, connection: psycopg.Connection[Any], *, force: bool) -> PrunePlan:
-        # Dropping and making want locks that every archiving relay waits behind: not for long.
+        # Creating and dropping take locks that block every archiving relay: give up soon.
         connection.execute("SET LOCAL lock_timeout = '2s'")
         connection.execute("SET LOCAL idle_in_transaction_session_timeout = '5s'")
         plan = self._plan(connection)
@@ -222,7 +221,7 @@ class Retention:
         return plan
 
     def _first_today(self) -> bool:
-        """Return whether this is the first thing to complain of on this day, by the relay's own clock."""
+        """Return whether this is the first complaint of the day, by the relay's own clock."""
         today = dt.datetime.now(dt.UTC).date()
         first, self._said_on = self._said_on != today, today
         return first

@@ -1,7 +1,7 @@
-"""Work on a connection in a thread, while its owner does something else.
+"""Runs work on a connection in a thread, while the connection's owner does something else.
 
-psycopg has no call that only sends a query: it waits for the answer. A thread waits instead, and whoever owns the
-connection waits for the thread before using the connection again.
+psycopg has no call that only sends a query: it waits for the result. A thread waits instead, and the connection's owner
+waits for the thread before using the connection again.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import psycopg
 
 
 class Background:
-    """Runs one piece of work at a time on ``connection``. Its thread begins with the first one."""
+    """Runs one piece of work at a time on ``connection``. The thread starts with the first one."""
 
     def __init__(self, connection: psycopg.Connection[Any]) -> None:
         self._connection = connection
@@ -25,14 +25,14 @@ class Background:
         self._work: Future[None] | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Begin with ``work``. The one before must have been waited for."""
+        """Start ``work``. The caller must have waited for the previous work."""
         assert self._work is None, "the connection is in use"
         if self._executor is None:
             self._executor = ThreadPoolExecutor(1, thread_name_prefix="background")
         self._work = self._executor.submit(work)
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Wait until the work is done, ``seconds`` at most; return whether it is. Raises what it has raised."""
+        """Wait for the work, at most ``seconds``. Returns whether it is done. Raises what the work has raised."""
         if self._work is not None:
             if wait([self._work], seconds).not_done:
                 return False
@@ -41,10 +41,10 @@ class Background:
         return True
 
     def close(self) -> None:
-        """End the thread. Work under way is broken off: the connection can only be closed after that."""
+        """End the thread. Interrupts work in progress: the connection can only be closed afterwards."""
         work, self._work = self._work, None
         if work is not None and not work.done():
-            # Ends the thread's wait at once, whether the server is there or not.
+            # Ends the thread's wait at once, even if the server does not answer.
             with (
                 contextlib.suppress(OSError, psycopg.Error),
                 socket.socket(fileno=os.dup(self._connection.fileno())) as duplicate,

@@ -1,9 +1,9 @@
 """The settings of every command: from the environment (``OUTBOX_…``), then a TOML file, then these defaults.
 
-Nested names take two underscores: ``OUTBOX_RELAY__BATCH_SIZE`` or ``[relay] batch_size``. Kafka's own options pass
-through to librdkafka: ``OUTBOX_KAFKA__LINGER_MS`` or ``[kafka] "linger.ms"``. Those that would break the promise of
-the chosen delivery are refused. The file is ``outbox.toml`` in the working directory, or what OUTBOX_CONFIG names.
-A name that is not known is an error in the environment and in the file: a misspelt setting must not become a default.
+Nested names take two underscores: ``OUTBOX_RELAY__BATCH_SIZE`` or ``[relay] batch_size``. Kafka's own options are
+passed to librdkafka: ``OUTBOX_KAFKA__LINGER_MS`` or ``[kafka] "linger.ms"``. Options that would break the guarantee of
+the chosen delivery are refused. The file is ``outbox.toml`` in the working directory, or the one named by
+OUTBOX_CONFIG. An unknown name is an error in the environment and in the file: a misspelt setting must not be ignored.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from relay.kafka.routing import DEFAULT_TEMPLATE, STATE_SUFFIX, OnFailure, topic
 
 
 class Delivery(StrEnum):
-    """What a reader of the topics may count on."""
+    """The delivery guarantee for readers of the topics."""
 
     AT_MOST_ONCE = "at-most-once"
     AT_LEAST_ONCE = "at-least-once"
@@ -38,7 +38,7 @@ class Delivery(StrEnum):
 
 
 class SourceKind(StrEnum):
-    """Where the relay reads events."""
+    """The source of the relay's events."""
 
     POLLING = "polling"
     WAL = "wal"
@@ -51,26 +51,26 @@ class RelaySettings(BaseModel):
 
     instance: str | None = Field(None, min_length=1, max_length=200)
     """The relay's name in ``outbox.relays`` and in logs. Unique among running relays; host, process id and a random
-    part when not given."""
+    part if not given."""
     batch_size: int = Field(2000, ge=1, le=50_000)
-    """Events of one lane in a turn. A turn of many lanes has four times as many, shared by those that have events, and
-    16 MiB of payloads."""
+    """Events of one lane in a turn. A turn of several lanes has up to four times as many, divided among lanes with
+    events, and 16 MiB of payloads."""
     lease_seconds: float = Field(15.0, ge=1.0, le=3600)
-    """After a kill -9 its lanes are taken over when this has passed."""
+    """How long after a kill -9 its lanes are taken over by other relays."""
     max_idle_seconds: float = Field(0.1, ge=0.001, le=60)
-    """An idle worker asks at least this often."""
+    """An idle worker queries Postgres at least this often."""
     watch_seconds: float = Field(0.003, ge=0, le=1)
-    """How often an idle worker's statement looks, inside Postgres, whether anything was committed. 0: the relay asks by
-    itself, more and more rarely up to ``max_idle_seconds``; so it is behind a pooler in any case."""
+    """How often an idle worker's statement checks, inside Postgres, whether anything was committed. 0: the relay polls
+    itself, at intervals that grow up to ``max_idle_seconds``; behind a pooler it always does."""
     max_backoff_seconds: float = Field(5.0, ge=0.1, le=300)
-    """Longest wait between tries while Postgres or Kafka is away."""
+    """Longest wait between tries while Postgres or Kafka is unavailable."""
     shutdown_seconds: float = Field(25.0, ge=0.1, le=3600)
-    """After SIGTERM: how long the batches in flight may take. A second signal ends the relay at once."""
+    """After SIGTERM: how long batches in flight may take. A second signal ends the relay at once."""
     metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=ADDRESS)
-    """Answer Prometheus and ``/readyz`` there. Not at all, if not given. With ``--workers`` the next ports are the
-    other workers'."""
+    """Serve metrics and ``/readyz`` at this ``host:port``; neither if not given. With ``--workers``, the other workers
+    use the next ports."""
     archive_days: int = Field(0, ge=0, le=3650)
-    """Keep published events in ``published`` for so many days; 0 deletes them at once."""
+    """Keep published events in ``published`` for this many days; 0 deletes them at once."""
 
 
 class WalSettings(BaseModel):
@@ -85,26 +85,26 @@ class WalSettings(BaseModel):
     publication: str = Field("outbox_relay", min_length=1, max_length=63)
     """Unique in the database."""
     heartbeat_seconds: float = Field(10.0, ge=0.1, le=3600)
-    """At rest: how often the slot is moved on behind what others write."""
+    """While the outbox is idle: how often the slot is advanced past what other applications write."""
     retained_limit_bytes: int = Field(1 << 30, ge=1 << 20)
-    """More WAL than this kept for the slot is an alert."""
+    """More retained WAL than this is an alert."""
     messages: bool = False
-    """Publish events that are messages in the WAL (``Outbox(transport="message")``). Off unless set: Postgres lets
-    every role of the database write messages, so grant that to the writers alone first (``outbox db roles``). A relay
-    does not start without this setting where messages were published before: with false they become dead letters."""
+    """Publish events that are messages in the WAL (``Outbox(transport="message")``). Off by default: Postgres lets
+    every role of the database write messages, so first grant that right to the writers only (``outbox db roles``).
+    After messages were published, a relay does not start without this setting; with false they become dead letters."""
 
 
 class RouteSettings(BaseModel):
-    """One aggregate type: its topic, and what happens when an event fails for good."""
+    """The route of one aggregate type: its topic, and what happens when an event fails for good."""
 
     model_config = ConfigDict(extra="forbid")
 
     topic: str
-    """Where its events go."""
+    """The topic of its events."""
     on_failure: OnFailure | None = None
-    """Instead of ``failures.on_failure``."""
+    """Overrides ``failures.on_failure``."""
     dead_letter_topic: str | None = None
-    """Instead of ``failures.dead_letter_topic``."""
+    """Overrides ``failures.dead_letter_topic``."""
 
 
 class FailureSettings(BaseModel):
@@ -113,47 +113,49 @@ class FailureSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     on_failure: OnFailure = OnFailure.BLOCK
-    """What follows for a dead letter's key. ``block``: it waits until a person has looked. ``skip``: it goes on."""
+    """What happens to a dead letter's key. ``block``: later events wait for an operator. ``skip``: they are
+    published."""
     max_attempts: int = Field(10, ge=1, le=1000)
-    """The attempt that makes a dead letter of it."""
+    """After this many attempts an event becomes a dead letter."""
     min_backoff_seconds: float = Field(1.0, ge=0.001, le=86_400)
-    """The wait before the second attempt. It doubles with each further one."""
+    """The wait before the second attempt. It doubles with each further attempt."""
     max_backoff_seconds: float = Field(600.0, ge=0.001, le=86_400)
     """The longest wait between two attempts."""
     dead_letter_topic: str | None = None
-    """Where a copy of each dead letter goes, with the error in its headers."""
+    """The topic for a copy of each dead letter, with the error in its headers."""
 
 
 class Settings(SharedSettings):
-    """Everything the commands can be told. Raises ConfigurationError through ``load``."""
+    """All settings of all commands. Raises ConfigurationError through ``load``."""
 
     db_schema: str = Field("outbox", validation_alias="OUTBOX_SCHEMA", min_length=1, max_length=63)
     """The schema of the outbox's tables."""
     delivery: Delivery = Delivery.AT_LEAST_ONCE
-    """What a reader of the topics may count on."""
+    """The delivery guarantee for readers of the topics."""
     source: SourceKind = SourceKind.POLLING
-    """Where the relay reads events. It waits while the lanes are read from the other source."""
+    """The source of the relay's events. The relay waits while the lanes are read from the other source."""
     create_topics: bool = False
-    """Create a topic that is missing, with the broker's defaults unless the two below say otherwise."""
+    """Create missing topics, with the broker's defaults unless the next two settings are given."""
     topic_partitions: int = Field(-1, ge=-1)
     """Partitions of a topic that the relay creates; -1 leaves it to the broker."""
     topic_replication: int = Field(-1, ge=-1)
     """Replication factor of a topic that the relay creates; -1 leaves it to the broker."""
     topic_template: str = DEFAULT_TEMPLATE
-    """Without routes: the topic of an aggregate type. The result is in lower case."""
+    """Without routes: the topic of an aggregate type. The result is converted to lower case."""
     routes: dict[str, RouteSettings] | None = None
-    """Aggregate type to topic (or to a table with more). When given, no other aggregate type is published."""
+    """Aggregate type to topic (or to a table with more settings). If given, no other aggregate type is published."""
     name: str = Field(
         "outbox", pattern=r"^[a-zA-Z0-9._-]{1,100}$", description="1 to 100 letters, digits, dots, - and _"
     )
-    """Exactly-once: unique among the outboxes of one Kafka. Begins the state topic's name and each transactional.id."""
+    """Exactly-once: unique among the outboxes of one Kafka. The prefix of the state topic and of each
+    transactional.id."""
     state_replication: int = Field(-1, ge=-1)
     """Replication factor of the state topic when the relay creates it; -1 leaves it to the broker."""
     ce_source: str = Field("/outbox", min_length=1)
-    """CloudEvents ``source`` of every event: which system these events come from."""
+    """CloudEvents ``source`` of every event: the system that the events come from."""
     headers: HeaderSet = HeaderSet.BOTH
-    """Which headers a message carries: those of CloudEvents, the plain names of Debezium's consumers, or both. One set
-    costs less than both; ``ce_id`` is in each."""
+    """The headers of a message: those of CloudEvents, the plain names for Debezium's consumers, or both. One set costs
+    less than both; ``ce_id`` is in each."""
     relay: RelaySettings = Field(default_factory=RelaySettings)
     failures: FailureSettings = Field(default_factory=FailureSettings)
     wal: WalSettings = Field(default_factory=WalSettings)
@@ -190,12 +192,12 @@ class Settings(SharedSettings):
 
     @classmethod
     def file_source(cls, settings_cls: type[BaseSettings]) -> PydanticBaseSettingsSource:
-        """Return what reads the file, and refuses names that it does not know."""
+        """Return the source that reads the file and refuses unknown names."""
         return _TomlFile(settings_cls, config_file())
 
 
 class _TomlFile(TomlConfigSettingsSource):
-    """The file, with ``schema`` spelt as in the environment, and an unknown name refused: a typo must not pass."""
+    """The settings file. Maps ``schema`` to its name in the environment, and refuses unknown names."""
 
     def __call__(self) -> dict[str, Any]:
         values = super().__call__()
@@ -223,12 +225,12 @@ def check_names() -> None:
 
 
 def check_environment() -> None:
-    """Raise ConfigurationError for a variable ``OUTBOX_…`` that nothing reads. ``load`` does it too."""
+    """Raise ConfigurationError for a variable ``OUTBOX_…`` that nothing reads. ``load`` calls it too."""
     environment.check(os.environ, Settings)
 
 
 def load(**given: Any) -> Settings:
-    """Read the settings. ``given`` wins over environment and file. Raises ConfigurationError naming each mistake."""
+    """Return the settings. ``given`` overrides environment and file. Raises ConfigurationError naming each mistake."""
     check_environment()
     given = {name: value for name, value in given.items() if value is not None}
     return read(Settings, given)
@@ -251,7 +253,7 @@ MAX_TRANSACTION: Final = 20_000
 
 _TIMEOUTS: Final = ("delivery.timeout.ms", "message.timeout.ms")
 
-# Options whose every other value would lose, double or reorder events, or send them to whoever answers.
+# Any other value of these options would lose, duplicate or reorder events, or send them to an unverified server.
 _REQUIRED: Final = {
     "acks": {"all", "-1"},
     "request.required.acks": {"all", "-1"},
@@ -265,21 +267,21 @@ _REQUIRED: Final = {
 }
 
 
-# What each delivery needs beyond the others' options. The user can't change these.
+# Options that each delivery requires. The user can't change them.
 _DELIVERY: Final[dict[Delivery, dict[str, str]]] = {
-    # No request is ever repeated; what a broker does not acknowledge is lost.
+    # No request is ever repeated; events that a broker does not acknowledge are lost.
     Delivery.AT_MOST_ONCE: {
         "acks": "1",
         "enable.idempotence": "false",
         "enable.gapless.guarantee": "false",
         "message.send.max.retries": "0",
     },
-    # A message that failed must take the ones behind it down too: they may have the same key. librdkafka calls the
-    # option experimental; what it does is what the order needs, and a test keeps watch on it.
+    # A failed message must fail those behind it too: they may have the same key. librdkafka calls the option
+    # experimental; a test checks that it keeps the order.
     Delivery.AT_LEAST_ONCE: {"enable.gapless.guarantee": "true"},
-    # In a transaction one failed message aborts them all.
+    # A failed message aborts the whole transaction.
     Delivery.EXACTLY_ONCE: {
-        # Long, because only a commit that is over before anything can have been repeated counts as clean.
+        # Long, because a commit counts as clean only if it ends before any request can have been repeated.
         "retry.backoff.ms": "1000",
         "retry.backoff.max.ms": "1000",
         "statistics.interval.ms": "1000",
@@ -288,9 +290,9 @@ _DELIVERY: Final[dict[Delivery, dict[str, str]]] = {
 
 
 def producer_options(settings: Settings) -> dict[str, str]:
-    """Return librdkafka's options for the chosen delivery: the user's over ours.
+    """Return librdkafka's options for the chosen delivery; the user's override ours.
 
-    Raises ConfigurationError for an option that would break the promise.
+    Raises ConfigurationError for an option that would break the guarantee.
     """
     settings.require_kafka()
     if settings.delivery is Delivery.AT_MOST_ONCE:
@@ -308,14 +310,14 @@ def producer_options(settings: Settings) -> dict[str, str]:
         "client.id": "outbox-relay",
         "acks": "all",
         "enable.idempotence": "true",
-        # As the Java client places keys (murmur2), so that all producers of a topic agree.
+        # The Java client's partitioner (murmur2), so that all producers of a topic agree.
         "partitioner": "murmur2_random",
         "compression.type": "lz4",
-        # For large requests while a backlog is drained; a turn's end sends what lingers at once.
+        # For large requests while a backlog is drained; at the end of a turn everything is flushed at once.
         "linger.ms": "5",
         # A turn is bounded by its bytes; more than a turn is never queued.
         "queue.buffering.max.kbytes": "65536",
-        # The broker's default limit; librdkafka's own is lower than what the outbox accepts plus our headers.
+        # The broker's default limit; librdkafka's own is lower than the largest event plus our headers.
         "message.max.bytes": "1048588",
         "log.connection.close": "false",
     }
@@ -323,9 +325,9 @@ def producer_options(settings: Settings) -> dict[str, str]:
         del ours["acks"]
     given = {name: value for name, value in settings.kafka.items() if name not in _TIMEOUTS}
     if settings.delivery is Delivery.EXACTLY_ONCE:
-        # The coordinator may end a transaction by itself only when its relay can't be at it any more.
+        # The coordinator may abort a transaction only when its relay can't be working on it any more.
         ours["transaction.timeout.ms"] = str(max(int(delivery_seconds(settings) * 3000), 60_000))
-    # 0 is "never": the publisher keeps the time itself, see BatchProducer.drain.
+    # 0 means never: the publisher enforces the deadline itself, see BatchProducer.drain.
     return ours | given | _DELIVERY[settings.delivery] | {"delivery.timeout.ms": "0"}
 
 
@@ -335,12 +337,12 @@ def _refuse_given(settings: Settings, names: AbstractSet[str]) -> None:
 
 
 def state_topic_name(settings: Settings) -> str:
-    """Return the name of the topic that holds the markers of exactly-once."""
+    """Return the name of the topic for exactly-once markers."""
     return settings.name + STATE_SUFFIX
 
 
 def delivery_seconds(settings: Settings) -> float:
-    """Return how long a batch may wait for its acknowledgements: ``delivery.timeout.ms``, or two thirds of the lease.
+    """Return how long a batch may wait for acknowledgements: ``delivery.timeout.ms``, or two thirds of the lease.
 
     Raises ConfigurationError unless it is shorter than the lease.
     """

@@ -1,6 +1,6 @@
 """Named places where tests make a relay fail: ``OUTBOX_FAILPOINTS="txn.committed=kill@3 batch.fetched=delay:1"``.
 
-Off unless the variable is set when the process starts; then each step of a batch costs one look at an empty dict.
+Off unless the variable is set when the process starts: each step of a batch then costs a lookup in an empty dict.
 
 | action    | what happens there                                     |
 |-----------|--------------------------------------------------------|
@@ -9,7 +9,7 @@ Off unless the variable is set when the process starts; then each step of a batc
 | error     | Unavailable is raised, as if a server had gone away    |
 | delay:S   | S seconds pass                                         |
 
-``@n`` acts at the n-th time that the place is reached (the first, if not given), and ``@n+`` from then on.
+``@n`` acts the n-th time that the place is reached (by default the first), and ``@n+`` from then on.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _lock = threading.Lock()
 
 
 def arm(text: str) -> None:
-    """Turn failpoints on. Raises ConfigurationError for a name or an action that does not exist."""
+    """Turn on failpoints. Raises ConfigurationError for an unknown name or action."""
     for part in text.split():
         match = _FORM.fullmatch(part)
         if match is None or match["name"] not in NAMES:
@@ -101,14 +101,14 @@ def arm(text: str) -> None:
 
 
 def arm_from_environment(environment: Mapping[str, str] = os.environ) -> bool:
-    """Turn on what the environment asks for; say whether it asked for anything."""
+    """Turn on the failpoints in the environment variable. Returns whether there are any."""
     text = environment.get(VARIABLE, "")
     arm(text)
     return bool(text)
 
 
 def failpoint(name: str) -> None:
-    """Mark a place. Raises Unavailable when told to."""
+    """Mark a place. Raises Unavailable when armed with ``error``."""
     if _armed:
         _reach(name)
 

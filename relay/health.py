@@ -1,7 +1,7 @@
-"""What a worker's lanes wait for, and whether the worker is ready: for metrics and ``/readyz``. No I/O.
+"""The reasons why a worker's lanes wait, and whether the worker is ready: for metrics and ``/readyz``. No I/O.
 
-A lane *waits* from the first attempt that failed until the first that succeeds. It *stands still* when it has waited
-for longer than ``standing_seconds``, three leases: a restart of a broker or a failover of Postgres is over by then.
+A lane *waits* from the first failed attempt until the first that succeeds. It *stands still* when it has waited for
+longer than ``standing_seconds``, three leases: by then a restart of a broker or a failover of Postgres is over.
 
 | what                                                          | shown as                          | ready           |
 |---------------------------------------------------------------|-----------------------------------|-----------------|
@@ -39,16 +39,16 @@ from relay.marker import StateLost
 from relay.ports import BrokerUnavailable, DatabaseUnavailable, LaneBusy, StreamLost, UndecidedTransaction
 
 STANDING_LEASES: Final = 3
-"""A lane that has waited for so many leases stands still."""
+"""A lane that has waited for this many leases stands still."""
 
 
 class Reason(StrEnum):
-    """Why a lane waits, or the worker as a whole."""
+    """Why a lane, or the whole worker, waits."""
 
     KAFKA = "kafka_unavailable"
-    """The brokers are away, slow, or refuse for now."""
+    """The brokers are unavailable, slow, or temporarily refuse."""
     POSTGRES = "postgres_unavailable"
-    """Postgres is away, slow, or takes no writes for now."""
+    """Postgres is unavailable, slow, or temporarily accepts no writes."""
     POSTGRES_REFUSES = "postgres_refuses"
     """Postgres answers and refuses: a constraint, a trigger, missing rights or tables."""
     STATE_LOST = "state_lost"
@@ -60,18 +60,19 @@ class Reason(StrEnum):
     LANE_LOCKED = "lane_locked"
     """Another session has the lane's row locked."""
     LEASE_EXPIRED = "lease_expired"
-    """The lease has run out and can't be prolonged, as for a locked row, and no other relay has taken the lane."""
+    """The lease has expired and can't be renewed, perhaps because its row is locked; no other relay has taken the
+    lane."""
     TURN_UNFINISHED = "turn_unfinished"
     """A turn does not end."""
     HANGING = "hanging_transaction"
-    """No lane, but readers: a transaction hangs in a topic of events or in the state topic, and hides what lies behind
-    it: ``outbox relay reconcile``."""
+    """Readers wait, not a lane: a transaction hangs in a topic of events or in the state topic, and hides the records
+    behind it: ``outbox relay reconcile``."""
     OTHER = "other"
     """See the log."""
 
 
 def reason_of(error: Exception) -> Reason:
-    """Return the reason that an error of the loop stands for."""
+    """Return the reason for an error of the loop."""
     match error:
         case StreamLost():
             return Reason.STREAM_LOST
@@ -93,9 +94,9 @@ def reason_of(error: Exception) -> Reason:
 
 @dataclass(frozen=True, slots=True)
 class Wait:
-    """The lanes that wait for one reason, and for how long the one that waits longest has waited.
+    """The lanes that wait for one reason, and how long the first of them has waited.
 
-    No lanes where the worker as a whole waits: it may hold none.
+    ``lanes`` is empty if the whole worker waits: it may hold none.
     """
 
     reason: Reason
@@ -105,13 +106,13 @@ class Wait:
 
 @dataclass(frozen=True, slots=True)
 class Health:
-    """A worker at one moment."""
+    """The state of a worker at one moment."""
 
     ready: bool
     lanes: int
     waits: Sequence[Wait] = ()
     upkeep: Mapping[str, float] = field(default_factory=dict)
-    """What fails beside publishing, and for how many seconds. It leaves the worker ready."""
+    """Failing tasks other than publishing, with how many seconds each has failed. They leave the worker ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +122,9 @@ class _Since:
 
 
 class WorkerHealth:
-    """Keeps what the worker's loop and the control loop report. Safe to use from threads.
+    """Collects the reports of the worker's loop and the control loop. Thread-safe.
 
-    ``standing_seconds`` is how long something may fail before the worker is not ready.
+    ``standing_seconds`` is how long something may fail until the worker is no longer ready.
     """
 
     def __init__(self, standing_seconds: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -137,42 +138,43 @@ class WorkerHealth:
         self._started = False
 
     def waits(self, lanes: Collection[int], error: Exception) -> float:
-        """Record that an attempt of these lanes failed; return for how long one of them has waited at most."""
+        """Record a failed attempt of these lanes. Returns the longest time that one of them has waited."""
         now, reason = self._clock(), reason_of(error)
         with self._lock:
             for lane in lanes:
                 known = self._waits.get(lane)
-                # Whatever the reason is now: the lane has stood still since the first one.
+                # Even if the reason has changed, the lane has waited since the first one.
                 self._waits[lane] = _Since(now if known is None else known.began, reason)
             return max((now - self._waits[lane].began for lane in lanes), default=0.0)
 
     def goes_on(self, lanes: Collection[int]) -> None:
-        """Record that these lanes wait no more, or are not ours."""
+        """Record that these lanes no longer wait, or are no longer ours."""
         with self._lock:
             for lane in lanes:
                 self._waits.pop(lane, None)
 
     def control_waits(self, error: Exception) -> float:
-        """Record that the control loop has failed; return for how long it has."""
+        """Record that the control loop failed. Returns for how many seconds it has been failing."""
         now, known = self._clock(), self._control
         self._control = _Since(now if known is None else known.began, reason_of(error))
         return now - self._control.began
 
     def upkeep_waits(self, name: str) -> float:
-        """Record that something beside publishing has failed; return for how long it has."""
+        """Record that a task other than publishing failed. Returns for how many seconds it has been failing."""
         now = self._clock()
         with self._lock:
             return now - self._upkeep.setdefault(name, now)
 
     def upkeep_goes_on(self, name: str) -> None:
-        """Record that it has succeeded."""
+        """Record that a task other than publishing succeeded."""
         with self._lock:
             self._upkeep.pop(name, None)
 
     def ticked(self, *, started: bool) -> None:
-        """Record that the control loop has reached Postgres. ``started``: the lanes it holds, if any, are published.
+        """Record that the control loop has reached Postgres. ``started``: the lanes it holds, if any, are being
+        published.
 
-        Once started, a relay is so for good: a standby is ready, and stays so while it takes lanes over.
+        A relay never goes back to not started: a standby is ready, and stays so while it takes over lanes.
         """
         self._control = None
         self._ticked_at = self._clock()
@@ -181,9 +183,10 @@ class WorkerHealth:
     def look(
         self, held: Sequence[Lease], turned_at: float, *, away: bool = False, besides: Sequence[Wait] = ()
     ) -> Health:
-        """Return the worker's health. The last turn of its loop ended at ``turned_at``, by the same clock.
+        """Return the worker's health. ``turned_at`` is when the last turn of its loop ended, by the same clock.
 
-        ``away``: its lanes were left to a relay that reaches the brokers. ``besides`` stands still besides the lanes.
+        ``away``: it released its lanes for a relay that reaches the brokers. ``besides``: waits other than those of
+        lanes.
         """
         now = self._clock()
         with self._lock:

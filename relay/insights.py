@@ -16,7 +16,7 @@ from psycopg import sql
 from psycopg.rows import dict_row
 
 from relay.database import unavailable_on_error
-from relay.statements import KEEP_TO_THE_INDEX
+from relay.statements import KEEP_TO_THE_INDEX, names_of
 from relay.wal.slot import Slot, SlotNames, SlotState, find_problem
 
 COUNTED: Final = 10_000
@@ -166,10 +166,7 @@ class OutboxState:
 def look(connection: psycopg.Connection[Any], names: SlotNames) -> OutboxState:
     """Read the outbox's state, in one snapshot. Raises Unavailable, and SchemaError without the tables or a right."""
     schema = names.schema
-    tables = {
-        name: sql.Identifier(schema, name)
-        for name in ("events", "lanes", "relays", "failures", "dead_letters", "streams")
-    }
+    tables = names_of(schema)
     bound = {"most": COUNTED, "events": sql.Identifier(schema, "events").as_string(None)}
 
     with unavailable_on_error("looking at the outbox"), connection.cursor(row_factory=dict_row) as cursor:

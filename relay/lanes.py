@@ -1,8 +1,8 @@
-"""Lane leases: who publishes which lane, for how long, and how lanes spread over the relays that run.
+"""Lane leases: which relay publishes which lane, for how long, and how lanes are divided among running relays.
 
-A lane is free when its lease has run out by the database's clock. Taking it raises its epoch, the fencing token: every
-settling write names the epoch it was fetched under, so a relay that slept through its lease can't settle.
-``FOR UPDATE SKIP LOCKED`` keeps relays that reach for lanes at the same moment from waiting for one another.
+A lane is free when its lease has expired by the database's clock. Taking it raises its epoch, the fencing token: every
+settling write names the epoch under which its events were fetched, so a relay that slept through its lease can't
+settle. With ``FOR UPDATE SKIP LOCKED``, relays that take lanes at the same moment do not wait for each other.
 
 | what happens                             | what follows                                                            |
 |------------------------------------------|-------------------------------------------------------------------------|
@@ -30,8 +30,9 @@ from psycopg import sql
 from outbox.errors import SchemaError
 from relay.database import unavailable_on_error
 from relay.lease import Lease
+from relay.statements import names_of
 
-# Synchronous, whatever the role's setting: a crash that took an epoch back would give it to another relay once more.
+# Synchronous, whatever the role's setting: after a crash that loses an epoch, another relay would get the same one.
 _ACQUIRE: Final = """
 UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1, protocol_epoch = epoch + 1,
        lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
@@ -39,7 +40,7 @@ UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1, protocol_epoch = epoch + 1
                  ORDER BY lease_until, lane FOR UPDATE SKIP LOCKED LIMIT %(count)s)
 RETURNING lane, epoch, transactional_id, last_batch, set_config('synchronous_commit', 'on', true)"""
 
-# All or none: the WAL is one stream. A lane that is locked is being taken by another, or settled by its owner.
+# All or none: the WAL is one stream. A locked lane is being taken by another relay, or settled by its owner.
 _ACQUIRE_ALL: Final = """
 UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1, protocol_epoch = epoch + 1,
        lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
@@ -47,11 +48,11 @@ UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1, protocol_epoch = epoch + 1
                                FOR UPDATE SKIP LOCKED) AS free) = (SELECT count(*) FROM {lanes})
 RETURNING lane, epoch, transactional_id, last_batch, set_config('synchronous_commit', 'on', true)"""
 
-# Below what the worker leaves of a lease before it prolongs it itself (settlement.RENEW_PART), and early enough for
-# several tries.
+# Below the part of a lease at which the worker renews it itself (settlement.RENEW_PART), and early enough for several
+# tries.
 _DUE_PART: Final = 0.6
 
-# A row that somebody else has locked is passed by: it must not keep the other leases from being prolonged.
+# A row that another session has locked is skipped: it must not keep the other leases from being renewed.
 _RENEW: Final = """
 WITH mine AS (
     SELECT l.lane, l.source FROM {lanes} AS l
@@ -81,7 +82,7 @@ ON CONFLICT (instance) DO UPDATE SET version = excluded.version, source = exclud
 
 _LEAVE: Final = "DELETE FROM {relays} WHERE instance = %(me)s"
 
-# Instances that were killed leave their row behind; a day is long enough for a person to have seen it.
+# A killed instance leaves its row; operators can see it for a day.
 _FORGET: Final = "DELETE FROM {relays} WHERE alive_until < clock_timestamp() - interval '1 day'"
 
 _CENSUS: Final = """
@@ -96,7 +97,7 @@ SELECT r.instance, count(l.lane), (SELECT count(*) FROM {lanes}),
 
 @dataclass(frozen=True, slots=True)
 class LaneDistribution:
-    """Living relays of one source with the number of lanes each holds, the lanes of that source, how many are free.
+    """Live relays of one source with the number of lanes each holds, the lanes of that source, and how many are free.
 
     ``total`` counts the lanes of all sources.
     """
@@ -109,7 +110,7 @@ class LaneDistribution:
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """Leases that could not be prolonged, and those whose lanes are to go over to the other source."""
+    """Leases that are lost, and those whose lanes were switched to the other source."""
 
     lost: Sequence[Lease] = ()
     switched: Sequence[Lease] = ()
@@ -117,18 +118,18 @@ class Renewal:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one relay should do next to bring the lanes nearer to an even spread."""
+    """The number of lanes that one relay should take or release next, for an even distribution."""
 
     acquire: int = 0
     release: int = 0
 
 
 def next_step(distribution: LaneDistribution, me: str) -> Step:
-    """Return how many lanes to take or to give up, from what every relay can see alike.
+    """Return how many lanes to take or to release; every relay computes it from the same data.
 
-    Shares differ by one at most: with L lanes and R relays each holds L // R or one more. Those with the most lanes
-    (the greatest name among equals) keep one more. Every relay works out the same shares from the same distribution,
-    gives up all that it has above its share, and takes free lanes up to it.
+    Shares differ by at most one: with L lanes and R relays each holds L // R or one more. Those with the most lanes
+    (the greatest name among equals) keep one more. Every relay computes the same shares from the same distribution,
+    releases lanes above its share, and takes free lanes up to it.
     """
     relays = max(len(distribution.held), 1)
     floor, rest = divmod(distribution.lanes, relays)
@@ -141,10 +142,10 @@ def next_step(distribution: LaneDistribution, me: str) -> Step:
 
 
 class LaneTable:
-    """The statements over outbox.lanes and outbox.relays, each in its own short transaction.
+    """The statements on outbox.lanes and outbox.relays, each in its own short transaction.
 
-    ``connection`` is in autocommit; ``pooled`` is what begin_session has found of it. Every method raises Unavailable
-    when Postgres is away, SchemaError when the tables are not there.
+    ``connection`` is in autocommit; ``pooled``: it goes through a pooler, see begin_session. Every method raises
+    Unavailable when Postgres can't be reached, SchemaError when the tables are missing.
     """
 
     def __init__(
@@ -160,19 +161,19 @@ class LaneTable:
     ) -> None:
         self._connection = connection
         self._pooled = pooled
-        self._names = {"lanes": sql.Identifier(schema, "lanes"), "relays": sql.Identifier(schema, "relays")}
+        self._names = names_of(schema)
         self._me = instance
         self._version = version
         self._ttl = ttl_seconds
         self._source = source
 
     def beat(self) -> None:
-        """Write that this relay is alive."""
+        """Record that this relay is alive."""
         values = {"me": self._me, "version": self._version, "ttl": self._ttl, "source": self._source}
         self._run(_BEAT, values, "saying it is alive")
 
     def forget_dead(self) -> None:
-        """Delete relays that are long dead."""
+        """Delete the rows of relays that died long ago."""
         self._run(_FORGET, {}, "forgetting dead relays")
 
     def leave(self) -> None:
@@ -180,10 +181,11 @@ class LaneTable:
         self._run(_LEAVE, {"me": self._me}, "signing off")
 
     def renew(self, leases: Collection[Lease]) -> Renewal:
-        """Prolong these leases; return those that are lost, and those that are prolonged to be given up in order.
+        """Renew these leases. Returns those that are lost, and those whose lanes were switched, to be released in
+        order.
 
-        A lane whose row is locked just now is neither prolonged nor lost. Nor is one that was prolonged lately, as the
-        worker does when it settles: the two must not stand in each other's way.
+        A lane whose row is locked is neither renewed nor lost. Nor is one that was renewed recently, as the worker does
+        when it settles: the two must not block each other.
         """
         if not leases:
             return Renewal()
@@ -209,7 +211,7 @@ class LaneTable:
         )
 
     def distribution(self) -> LaneDistribution:
-        """Count living relays and lanes. Raises SchemaError when there are no lanes at all."""
+        """Return the numbers of live relays and lanes. Raises SchemaError when there are no lanes at all."""
         rows = self._run(_CENSUS, {"me": self._me, "source": self._source}, "counting lanes")
         if not rows:
             return LaneDistribution(held={}, lanes=0, free=0)
@@ -219,19 +221,19 @@ class LaneTable:
         return LaneDistribution(held={row[0]: row[1] for row in rows}, lanes=lanes, free=free, total=total)
 
     def acquire(self, count: int = 1) -> list[Lease]:
-        """Take up to ``count`` lanes, those first that have been free for longest."""
+        """Take up to ``count`` lanes, those that have been free longest first."""
         values = {"me": self._me, "ttl": self._ttl, "source": self._source, "count": count}
         return self._taken(_ACQUIRE, values, "taking lanes")
 
     def acquire_all(self) -> list[Lease]:
-        """Take all lanes of the outbox, or none: when one is held, or belongs to another source."""
+        """Take all lanes of the outbox, or none if one is held or belongs to another source."""
         values = {"me": self._me, "ttl": self._ttl, "source": self._source}
         return self._taken(_ACQUIRE_ALL, values, "taking the lanes")
 
     def release(self, leases: Collection[Lease], *, clean: Collection[int] = ()) -> None:
-        """Make lanes free at once. Does nothing for those that are already somebody else's.
+        """Free lanes at once. Does nothing for lanes that another relay has taken.
 
-        ``clean`` are the lanes of which no Kafka transaction can be open: whoever takes them need not fence this relay.
+        ``clean`` are the lanes of which no Kafka transaction can be open: the next holder need not fence this relay.
         """
         values = {
             "lanes": [lease.lane for lease in leases],
@@ -259,8 +261,10 @@ class LaneTable:
             return cursor.fetchall() if cursor.description else []
 
     def _limited(self) -> AbstractContextManager[object]:
-        """Behind a pooler, statement by statement and not in a pipeline: between two of them Postgres can end it.
+        """Open a transaction behind a pooler: sent statement by statement, so that Postgres can end it between two of
+        them.
 
-        These lock rows. A relay that sleeps in a transaction that was sent at once keeps them for as long as it does.
+        These statements lock rows. If a whole transaction is sent as a pipeline and the relay then sleeps, it keeps the
+        locks.
         """
         return self._connection.transaction() if self._pooled else nullcontext()

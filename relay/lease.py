@@ -1,4 +1,4 @@
-"""A lane held by this relay, and the lanes that pass between the control loop and the worker's loop. No I/O."""
+"""A lane held by this relay, and the handover of lanes between the control loop and the worker's loop. No I/O."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 LEGACY_ID = ""
-"""What ``lanes.transactional_id`` holds where a relay before outbox_0005 may have written: an id for each lane."""
+"""``lanes.transactional_id`` if a relay before outbox_0005 may have written the lane: those had an id for each lane."""
 
 
 class Lease:
     """One lane held by this relay. ``renewed`` and ``secure`` may be called from any thread.
 
-    ``ttl_seconds`` counts from when the renewal was asked for, on this process's own clock, so it always ends before
-    the database's reading of the same lease does. ``former_id`` is the transactional.id under which the lane may have
-    been written before it was taken, None if its row names nobody; ``last_batch`` is the lane's last settled batch of
-    that time.
+    ``ttl_seconds`` counts from when the renewal was requested, on this process's own clock, so the lease always ends
+    here before it ends in the database. ``former_id`` is the transactional.id under which the lane may have been
+    written before it was taken, None if its row names none; ``last_batch`` is the lane's last settled batch at that
+    time.
     """
 
     def __init__(
@@ -38,19 +38,19 @@ class Lease:
         self._until = asked_at + ttl_seconds
 
     def renewed(self, asked_at: float) -> None:
-        """Record that Postgres prolonged the lease; ``asked_at`` is time.monotonic() before it was asked."""
+        """Record that Postgres renewed the lease; ``asked_at`` is time.monotonic() before the request."""
         with self._lock:
             self._until = max(self._until, asked_at + self.ttl_seconds)
 
     @property
     def secure(self) -> bool:
-        """Return whether the lease can't have run out yet. If not, nothing may be published before it is renewed."""
+        """Return whether the lease can't have expired yet. If not, nothing may be published before it is renewed."""
         with self._lock:
             return time.monotonic() < self._until
 
     @property
     def remaining_seconds(self) -> float:
-        """For how long the lease holds at least."""
+        """The number of seconds that the lease is still valid, at least."""
         with self._lock:
             return self._until - time.monotonic()
 
@@ -62,8 +62,8 @@ class Lease:
 class LetGo:
     """A lane that the worker's loop has stopped working on.
 
-    ``lost``: another relay has it, there is nothing to release. ``clean``: its last batch is settled and no Kafka
-    transaction can still hold events of it, so nobody needs to fence this worker because of it.
+    ``lost``: another relay has it, so there is nothing to release. ``clean``: its last batch is settled and no Kafka
+    transaction can still hold events of it, so the next holder need not fence this worker.
     """
 
     lease: Lease
@@ -72,7 +72,7 @@ class LetGo:
 
 
 class HeldLanes:
-    """The lanes of one worker. The control loop gives and recalls them, the worker's loop works on them.
+    """The lanes of one worker. The control loop gives and recalls them, the worker's loop publishes them.
 
     Every method may be called from any thread.
     """
@@ -84,17 +84,17 @@ class HeldLanes:
         self._let_go: list[LetGo] = []
 
     def give(self, leases: Collection[Lease]) -> None:
-        """Hand lanes to the worker's loop."""
+        """Give lanes to the worker's loop."""
         with self._lock:
             self._leases.update({lease.lane: lease for lease in leases})
 
     def recall(self, lanes: Collection[int]) -> None:
-        """Ask for lanes back; the loop lets go of each after its batch in flight."""
+        """Recall lanes; the loop lets go of each after its batch in flight."""
         with self._lock:
             self._recalled |= self._leases.keys() & set(lanes)
 
     def recall_all(self) -> None:
-        """Ask for all lanes back."""
+        """Recall all lanes."""
         with self._lock:
             self._recalled |= self._leases.keys()
 
@@ -112,12 +112,12 @@ class HeldLanes:
 
     @property
     def recalled(self) -> Collection[int]:
-        """The lanes that the loop is asked to let go of."""
+        """The recalled lanes that the loop has not let go of yet."""
         with self._lock:
             return set(self._recalled)
 
     def let_go(self, lane: int, *, clean: bool, lost: bool = False) -> None:
-        """Record that the loop does nothing with the lane any more."""
+        """Record that the loop no longer works on the lane."""
         with self._lock:
             lease = self._leases.pop(lane, None)
             self._recalled.discard(lane)

@@ -1,8 +1,7 @@
 """A worker's loop: one turn for all its lanes. Knows neither SQL nor Kafka.
 
-A turn: read the lanes and settle the turn before; publish what was read; take note of what became of it. The order of
-a key holds because a lane has one holder, and a turn publishes a lane's events in order and all of them before the
-next turn does.
+A turn: read the lanes and settle the turn before; publish what was read; record the results. The order of a key holds
+because a lane has one holder, and a turn publishes a lane's events in order, and all of them before the next turn.
 
 | what happens                            | at-least-once                          | exactly-once                      |
 |-----------------------------------------|----------------------------------------|-----------------------------------|
@@ -62,35 +61,35 @@ from relay.ports import (
 )
 from relay.turn_sizes import TurnSizes
 
-# A lane that fails by itself for so long, while others are well, does not hold these up any more.
+# A lane that has failed for this long, while others work, no longer delays these.
 _ABSENT_SECONDS: Final = 10.0
-# For how long lanes that are asked back are kept to settle what is published of them, where a server is away.
+# How long recalled lanes are kept to settle their published events while a server is unavailable.
 _SETTLE_SECONDS: Final = 10.0
 
 
 class Observer(Protocol):
-    """Is told what the loop does. Must not raise and must not wait."""
+    """Receives the loop's reports. Must not raise and must not wait."""
 
     def published(self, count: int) -> None:
-        """``count`` events were acknowledged."""
+        """Report that ``count`` events were acknowledged."""
         ...
 
     def refused(self, lane: int, claim: Claim, reason: str) -> None:
-        """The event can't be published as it is."""
+        """Report an event that can't be published as it is."""
         ...
 
     def unavailable(self, lanes: Collection[int], error: Exception, wait_seconds: float) -> None:
-        """A server is away, or a person is needed; the loop tries again after the wait."""
+        """Report that a server is unavailable, or an operator is needed; the loop tries again after the wait."""
         ...
 
     def recovered(self, lanes: Collection[int]) -> None:
-        """The first success after ``unavailable``."""
+        """Report the first success after ``unavailable``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class LoopSettings:
-    """How many events of a lane a turn has, and how long to wait: in seconds."""
+    """The size of a turn in events of one lane, and waits in seconds."""
 
     batch_size: int = 2000
     max_idle_seconds: float = 0.1
@@ -100,7 +99,7 @@ class LoopSettings:
 
 @dataclass(slots=True)
 class _Backoff:
-    """Waits that double, with jitter: after an outage not everybody must come back in the same moment."""
+    """Waits that double, with jitter, so that not all clients come back at the same moment after an outage."""
 
     settings: LoopSettings
     failures: int = 0
@@ -109,7 +108,7 @@ class _Backoff:
     failed_at: float = 0.0
 
     def failed(self) -> float:
-        """Record a failure; return how long to wait."""
+        """Record a failure. Returns how long to wait."""
         doubled: float = self.settings.min_backoff_seconds * 2.0 ** float(min(self.failures, 20))
         delay = min(doubled, self.settings.max_backoff_seconds)
         self.failures += 1
@@ -119,12 +118,12 @@ class _Backoff:
         return delay
 
     def succeeded(self) -> bool:
-        """Record a success; return whether it is the first after a failure."""
+        """Record a success. Returns whether it is the first after a failure."""
         first, self.failures, self.until, self.since = self.failures > 0, 0, 0.0, None
         return first
 
     def failed_for(self, seconds: float) -> bool:
-        """Return whether an attempt has failed so long after the first that did, and none between succeeded."""
+        """Return whether the failed attempts since the last success span at least ``seconds``."""
         return self.since is not None and self.failed_at - self.since >= seconds
 
     @property
@@ -135,9 +134,9 @@ class _Backoff:
 
 @dataclass(slots=True)
 class _Lane:
-    """What the loop knows of one lane.
+    """The loop's state of one lane.
 
-    ``unsettled`` is what Kafka has acknowledged (without a transaction) and Postgres may not know.
+    ``unsettled``: results that Kafka has acknowledged (without a transaction) and Postgres may not have.
     """
 
     lease: Lease
@@ -147,13 +146,13 @@ class _Lane:
 
 
 class WorkerLoop:
-    """Publishes the lanes that it is given until told to stop.
+    """Publishes the lanes that it is given until it is stopped.
 
-    source and publisher are made afresh after every failure, the publisher after the source and before anything is
-    read: a transactional one fences its predecessor and lets the source settle what that one committed.
-    What was acknowledged is settled, again if need be, before anything more is published: where settling never succeeds
-    a lane stands still, and does not send its batch again and again.
-    ``stop`` ends the loop after the turn in hand; lanes are let go of by then.
+    source and publisher are created anew after every failure, the publisher after the source and before anything is
+    read: a transactional publisher fences its predecessor and makes the source settle what that one committed.
+    Acknowledged events are settled, repeatedly if necessary, before anything more is published: if settling never
+    succeeds, a lane stands still instead of sending its batch again and again. ``stop`` ends the loop after the current
+    turn; it then lets go of all lanes.
     """
 
     def __init__(
@@ -178,9 +177,9 @@ class WorkerLoop:
         self._backoff = _Backoff(settings)
         self._sizes = TurnSizes(settings.batch_size)
         self.failing_since: float | None = None
-        """When the failure began that nothing has succeeded since, by time.monotonic(); None while all is well."""
+        """When the current series of failures began, by time.monotonic(); None after a success."""
         self.turned_at = time.monotonic()
-        """When the last turn ended, or an idle loop last looked, by time.monotonic()."""
+        """When the last turn ended, or an idle loop last checked, by time.monotonic()."""
         self.has_succeeded = False
         """Whether there has been a turn without a failure."""
 
@@ -201,10 +200,10 @@ class WorkerLoop:
     # A turn
 
     def _turn(self) -> bool:
-        """Move one batch of each lane that has one; return whether there was anything to move."""
+        """Publish one batch of each lane that has one. Returns whether there was anything to publish."""
         self._take_and_let_go()
         if not self._lanes:
-            # A stream ends with the lanes that it is read for; a connection is made again when lanes come.
+            # A stream ends with its lanes; a connection is opened again when lanes come.
             self._close()
             return False
         source = self._opened()
@@ -233,12 +232,12 @@ class WorkerLoop:
         sent = publisher.publish(fetched.batches, source.confirm if fetched.unconfirmed else None)
         match sent:
             case Unconfirmed(lanes, publisher_unusable):
-                # What is still ours is read again.
+                # Lanes that are still ours are read again.
                 if publisher_unusable:
                     self._close_publisher()
                 self._give_up_failed(lanes)
             case Failed(DatabaseUnavailable() as error):
-                # Nothing is published either, and the source would wait for what has taken too long.
+                # Nothing is published, and the source would wait for a statement that has taken too long.
                 raise error
             case Failed():
                 self._settle(source, self._sizes.narrowed(fetched.batches, sent), fine, set(fetched.settling))
@@ -251,7 +250,7 @@ class WorkerLoop:
         for lease in self._held.leases:
             known = self._lanes.get(lease.lane)
             if known is None or known.lease is not lease:
-                # The lease may have run out, and have been taken again: what is published stays to be settled.
+                # The lease may have expired and been taken again: published events still have to be settled.
                 unsettled = [] if known is None else known.unsettled
                 self._lanes[lease.lane] = _Lane(lease, _Backoff(self._settings), unsettled=unsettled)
                 self._sizes.hold(lease.lane)
@@ -264,7 +263,7 @@ class WorkerLoop:
             self._let_go(recalled)
 
     def _settle_recalled(self) -> None:
-        """Settle what their next holders would send again; but do not keep lanes for ever where that fails."""
+        """Settle the events that the next holders would send again; but do not keep lanes for ever if that fails."""
         try:
             self._opened()
         except (Unavailable, SchemaError):
@@ -273,7 +272,7 @@ class WorkerLoop:
             self._close()
 
     def _opened(self) -> Source:
-        """Return the source; a new one first settles what the one before may not have."""
+        """Return the source; a new one first settles what its predecessor may not have settled."""
         if self._source is None:
             source = self._source = self._new_source()
             for lane in self._lanes.values():
@@ -303,7 +302,7 @@ class WorkerLoop:
         return [number for number, lane in self._lanes.items() if lane.joined and lane.lease.secure]
 
     def _absent(self) -> list[int]:
-        """Return the lanes that can't be taken over for long; not those that were, and wait for their turn."""
+        """Return the lanes that could not be taken over for long."""
         return [
             number
             for number, lane in self._lanes.items()
@@ -316,7 +315,7 @@ class WorkerLoop:
         self._give_up(failed)
 
     def _give_up(self, failed: Mapping[int, OutboxError]) -> None:
-        """See to lanes that can't be worked on: those that are lost are another relay's, the others are tried later."""
+        """Handle failed lanes: drop those that another relay has taken, and retry the others later."""
         by_text: dict[str, tuple[OutboxError, list[int], float]] = {}
         for number, error in failed.items():
             lane = self._lanes.get(number)
@@ -343,7 +342,7 @@ class WorkerLoop:
                 results = [result for result in receipt.results if isinstance(result[1], Published)]
                 if results:
                     published[number] = results
-                    # The turn before may be settled by now, or not.
+                    # The turn before may or may not be settled by now.
                     lane.unsettled = [*lane.unsettled, *results] if number in settling else results
         failed = source.settle(sent.receipts)
         for number in settling:
@@ -352,7 +351,7 @@ class WorkerLoop:
                 known.unsettled = published.get(number, known.unsettled)
         self._report(sent.receipts)
         if isinstance(sent, Failed) or sent.publisher_unusable:
-            # What Kafka has acknowledged must not be sent again only because something else failed.
+            # Acknowledged events must not be sent again only because something else failed.
             failed = {**failed, **source.flush(list(sent.receipts))}
             self._forget_rows(sent.receipts.keys() - failed.keys())
             self._close_publisher()
@@ -362,7 +361,7 @@ class WorkerLoop:
                 self._sizes.completed(receipts)
                 self._succeeded([number for number in fine if number not in failed])
             case Failed(BatchRefused()):
-                # It is narrowed down by the next turns, without waiting.
+                # The next turns narrow it down, without waiting.
                 pass
             case Failed(error):
                 raise error
@@ -381,7 +380,7 @@ class WorkerLoop:
             self._observer.published(count)
 
     def _succeeded(self, fine: Collection[int]) -> None:
-        """Record a turn of these lanes that did not fail. Others may wait all the same."""
+        """Record a turn of these lanes that did not fail. Other lanes may still wait."""
         self.failing_since, self.has_succeeded = None, True
         back = [number for number in fine if number in self._lanes and self._lanes[number].backoff.succeeded()]
         if self._backoff.succeeded():
@@ -411,7 +410,7 @@ class WorkerLoop:
             self._publisher.serve()
 
     def _changed(self) -> bool:
-        """Return whether lanes were given or recalled, or the lease of one is no longer sure."""
+        """Return whether lanes were given or recalled, or a lease is no longer secure."""
         return (
             bool(self._held.recalled)
             or {lease.lane for lease in self._held.leases} != self._lanes.keys()
@@ -425,17 +424,17 @@ class WorkerLoop:
         if self.failing_since is None:
             self.failing_since = time.monotonic()
         for lane in self._lanes.values():
-            # What fails for all of them says nothing of one.
+            # A failure of all lanes says nothing about one.
             lane.backoff.since = None
         delay = self._backoff.failed()
         self._observer.unavailable(list(self._lanes), error, delay)
         self._stop.wait(max(self._backoff.until - time.monotonic(), 0.0))
 
     def _settle_again(self, source: Source, number: int, lane: _Lane) -> None:
-        """Settle what another source may not have. Rows that are gone already are no trouble, and by its id the source
-        passes by an event without a row.
+        """Settle results that another source may not have settled. Rows may be gone already, and the source recognizes
+        events without a row by their ids.
 
-        If there is an event that can't be settled, those before it are, and the error names it.
+        If an event can't be settled, those before it are, and the error names it.
         """
         left = lane.unsettled
         size = len(left)
@@ -459,11 +458,11 @@ class WorkerLoop:
         self._forget_rows([number])
 
     def _unsettled_rows(self, number: int) -> bool:
-        """Return whether Postgres may not know of rows of the lane that they are published."""
+        """Return whether Postgres may still have rows of the lane that are published."""
         return any(claim.has_row for claim, _ in self._lanes[number].unsettled)
 
     def _forget_rows(self, lanes: Collection[int]) -> None:
-        """Record that what was published is settled. Of events without a row the next source must still hear."""
+        """Record that published rows are settled. The next source must still be given events without a row."""
         for number in lanes:
             lane = self._lanes.get(number)
             if lane is not None and lane.unsettled:
@@ -472,7 +471,7 @@ class WorkerLoop:
     # Letting go
 
     def _let_go(self, lanes: Collection[int]) -> None:
-        """Settle what is pending of these lanes, and give them back."""
+        """Settle what is pending of these lanes, and let go of them."""
         failed: Mapping[int, OutboxError] = {}
         clean = self._source is not None and self._publisher is not None
         if self._source is not None:
@@ -490,7 +489,7 @@ class WorkerLoop:
         self._held.let_go(number, clean=clean, lost=lost)
 
     def _finish(self) -> None:
-        """Settle the last turn before the lanes are given up. If that fails, it is as after a kill."""
+        """Settle the last turn and let go of the lanes. If that fails, the outcome is that of a kill."""
         try:
             if self._source is None and any(map(self._unsettled_rows, self._lanes)):
                 self._opened()

@@ -1,9 +1,9 @@
-"""The marker: the last record of every exactly-once batch, and what its reader concludes from it. No I/O.
+"""The marker: the last record of every exactly-once batch, and how a lane goes on from it. No I/O.
 
-A batch's events and its marker are one Kafka transaction, so the last committed marker of a lane says exactly which
-events are on Kafka, whatever Postgres came to know of it. Postgres keeps the number of the last batch that it settled
-(``lanes.last_batch``), written before the next batch is sent. So of one lane, ``last_batch`` is the marker's batch, or
-the one before it, and never anything else:
+A batch's events and its marker are one Kafka transaction, so the last committed marker of a lane tells exactly which
+events are on Kafka, whether or not Postgres has settled them. Postgres keeps the number of the last settled batch
+(``lanes.last_batch``), written before the next batch is sent. So a lane's ``last_batch`` is the marker's batch or the
+one before it; anything else is an error:
 
 | last_batch  | marker             | it means                                  | what follows                        |
 |-------------|--------------------|-------------------------------------------|-------------------------------------|
@@ -38,12 +38,12 @@ _VERSION: Final = 1
 
 
 class StateLost(OutboxError):
-    """Marker and table contradict each other: the lane stops until a person has looked (``outbox relay reconcile``)."""
+    """Marker and table contradict each other: the lane stops until it is repaired (``outbox relay reconcile``)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Which Postgres a batch was read from."""
+    """The Postgres cluster and timeline that a batch was read from."""
 
     system_identifier: str
     timeline: int
@@ -53,10 +53,10 @@ class Identity:
 class Marker:
     """One committed batch of one lane.
 
-    ``positions`` are the rows' ids and ``event_ids`` (as text, in the same order) guard against an id that was used
-    again. ``system_identifier`` and ``timeline`` say which Postgres they were read from. Of events that came from the
-    WAL, ``stream`` is where the last one stands of which all before it are done with; some of them may have no row,
-    see ``has_row``. ``writer`` is what the transactional ids begin with under which it was written, if that is known.
+    ``positions`` are the rows' ids, and ``event_ids`` (as text, in the same order) guard against reused ids.
+    ``system_identifier`` and ``timeline`` identify the Postgres that they were read from. For events from the WAL,
+    ``stream`` is the position up to which all events are published or settled; some of them may have no row, see
+    ``has_row``. ``writer`` is the prefix of the writer's transactional ids, if known.
     """
 
     batch: int
@@ -70,7 +70,7 @@ class Marker:
 
     @property
     def rows(self) -> list[tuple[int, str]]:
-        """Return the row's id and the event id of each event that has a row."""
+        """Return the row id and the event id of each event that has a row."""
         return [(place, event_id) for place, event_id in self._named() if has_row(place)]
 
     @property
@@ -101,7 +101,7 @@ class Marker:
 
     @staticmethod
     def decode(value: bytes | None) -> Marker:
-        """Read a record's value. Raises StateLost when it is no marker that this version can read."""
+        """Return the marker in a record's value. Raises StateLost when it is not one that this version can read."""
         try:
             fields: dict[str, Any] = orjson.loads(value or b"")
             if fields["version"] != _VERSION:
@@ -137,11 +137,11 @@ class Marker:
 def resume(
     lane: int, last_batch: int | None, marker: Marker | None, system_identifier: str, timeline: int
 ) -> Marker | None:
-    """Return the marker that a lane goes on from; None when there has never been one and an empty one is to be written.
+    """Return the marker that a lane goes on from; None if there has never been one and an empty one must be written.
 
-    ``system_identifier`` and ``timeline`` are those of the server that the lane's rows are on.
+    ``system_identifier`` and ``timeline`` are those of the server that has the lane's rows.
 
-    Raises StateLost in every case in which publishing could double or lose: see the table above.
+    Raises StateLost in every case in which publishing could duplicate or lose events: see the table above.
     """
     see = "Nothing was published. Run `outbox relay reconcile`"
     if marker is not None and marker.system_identifier != system_identifier:

@@ -1,4 +1,4 @@
-"""From settings to parts: what more than one command needs to put a relay together."""
+"""Builds parts of a relay from settings, for more than one command."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from relay.retries import FailurePolicy
 
 
 def build_router(settings: Settings) -> Router:
-    """Return the router of these settings. Raises ConfigurationError for a topic that can't exist."""
+    """Return the router for these settings. Raises ConfigurationError for an invalid topic name."""
     failures = settings.failures
     routes = {
         name: Route(
@@ -24,13 +24,13 @@ def build_router(settings: Settings) -> Router:
 
 
 def failure_policy(settings: Settings) -> FailurePolicy:
-    """Return the policy of these settings."""
+    """Return the failure policy for these settings."""
     failures = settings.failures
     return FailurePolicy(failures.max_attempts, failures.min_backoff_seconds, failures.max_backoff_seconds)
 
 
 def build_topics(settings: Settings) -> Topics:
-    """Return the topics, as these settings allow creating them."""
+    """Return the topics, created as these settings allow."""
     return Topics(
         client_options(settings),
         create=settings.create_topics,

@@ -1,7 +1,6 @@
-"""The vocabulary of the loop: where events come from, where they go, and what became of each.
+"""The vocabulary of the loop: sources of events, publishers, and results.
 
-Nothing here names Postgres or Kafka. A Source and a Publisher serve all lanes of one worker and are used from one
-thread.
+Independent of Postgres and Kafka clients. A Source and a Publisher serve all lanes of one worker, from one thread.
 """
 
 from __future__ import annotations
@@ -21,15 +20,15 @@ if TYPE_CHECKING:
 
 
 class StreamLost(StateLost):
-    """Events may have passed the slot by: nothing is read until a person has looked (``outbox cdc status``)."""
+    """The slot may have missed events: nothing is read until an operator has looked (``outbox cdc status``)."""
 
 
 class Claim(NamedTuple):
-    """One event taken from a source, and where it stood there.
+    """One event from a source, with its position there.
 
-    A tuple and not a dataclass: a relay makes tens of thousands of these a second.
+    A tuple, not a dataclass: a relay creates tens of thousands of these a second.
     ``position`` is the row's id; an event without a row has a negative number of its own.
-    ``at`` is where it stands in the stream, if it came from there. ``lane`` is -1 where nobody needs it.
+    ``at`` is its position in the stream, if it came from there. ``lane`` is -1 where it is not needed.
     ``value`` is the payload's bytes, None for a tombstone. ``time`` is RFC 3339 in UTC. ``headers`` are the row's.
     """
 
@@ -51,7 +50,7 @@ class Claim(NamedTuple):
 
 
 class Published(NamedTuple):
-    """Kafka has acknowledged the event: it may leave the outbox. Topic, partition and offset are there if asked for."""
+    """Kafka has acknowledged the event: it may leave the outbox. Topic, partition and offset are set if requested."""
 
     topic: str | None = None
     partition: int | None = None
@@ -60,7 +59,7 @@ class Published(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Refused:
-    """The event can't be published as it is; waiting for the broker would not help. Its key waits, or it is skipped."""
+    """The event can't be published as it is, however long one waits. Its key waits, or the event is skipped."""
 
     reason: str
 
@@ -73,10 +72,10 @@ PUBLISHED: Final = Published()
 Result = tuple[Claim, Outcome]
 
 Kind = tuple[str, bool]
-"""An aggregate type, and whether it is about copies for a dead-letter topic: what decides on an event's topic."""
+"""An aggregate type, and whether the event is a copy for a dead-letter topic: they determine an event's topic."""
 
 Batches = Mapping[int, Sequence[Claim]]
-"""The events of one turn by lane, each lane's in the order in which they are to be published."""
+"""The events of one turn by lane, each lane's in the order of publishing."""
 
 
 Confirm = Callable[[float], Mapping[int, OutboxError]]
@@ -84,27 +83,27 @@ Confirm = Callable[[float], Mapping[int, OutboxError]]
 
 
 class Unavailable(OutboxError):
-    """A server is away, slow or has no leader. No event is at fault: wait, connect anew, read again."""
+    """A server is unavailable, slow or has no leader. No event is at fault: wait, reconnect, read again."""
 
 
 class BrokerUnavailable(Unavailable):
-    """It is the brokers that are away, slow, or refuse."""
+    """The brokers are unavailable, slow, or refuse."""
 
 
 class DatabaseUnavailable(Unavailable):
-    """It is the database that is away, slow, or does not take writes just now."""
+    """The database is unavailable, slow, or accepts no writes at present."""
 
 
 class Late(BrokerUnavailable):
-    """The batch did not finish in the time that it may take. A smaller one will be tried."""
+    """The batch did not finish in its time. A smaller one will be tried."""
 
 
 class BatchRefused(BrokerUnavailable):
-    """The broker refuses something in the batch and does not say what. Smaller batches will show which event it is."""
+    """The broker refuses something in the batch without saying what. Smaller batches will isolate the event."""
 
 
 class TopicUnusable(BrokerUnavailable):
-    """A whole topic can't be written to: it is missing, forbidden, takes nothing, or its name is refused.
+    """A whole topic can't be written to: it is missing, forbidden, stalled, or its name is refused.
 
     No event is at fault.
     """
@@ -115,16 +114,16 @@ class TopicUnusable(BrokerUnavailable):
 
 
 class IdBusy(BrokerUnavailable):
-    """The last transaction of a transactional.id can't be ended: a partition of it has no leader, most likely.
+    """The last transaction of a transactional.id can't be ended: most likely one of its partitions has no leader.
 
-    No producer gets the id before that. What was not decided of it is aborted by now.
+    No producer gets the id before that. If it was undecided, it is aborted by now.
     """
 
 
 class UndecidedTransaction(BrokerUnavailable):
-    """A partition ends in a transaction that is neither committed nor aborted: what stands there can't be known yet.
+    """A partition ends in a transaction that is neither committed nor aborted, so its contents are not known yet.
 
-    ``topic`` and ``partition`` name it; ``stable`` is the offset up to which all is decided, ``end`` where it ends.
+    ``topic`` and ``partition`` name it; ``stable`` is the offset up to which all is decided, ``end`` the end offset.
     """
 
     def __init__(self, message: str, topic: str, partition: int, stable: int, end: int) -> None:
@@ -136,7 +135,7 @@ class UndecidedTransaction(BrokerUnavailable):
 
     @classmethod
     def at(cls, topic: str, partition: int, stable: int, end: int, seconds: float) -> UndecidedTransaction:
-        """Return the error, which names the likely causes and the way out."""
+        """Return the error, with the likely causes and what to do."""
         return cls(
             f"Kafka: {topic!r} partition {partition} is decided up to offset {stable} only and ends at {end}, for "
             f"{seconds:g} s now: a transaction there is neither committed nor aborted. Either another program has one "
@@ -150,7 +149,7 @@ class UndecidedTransaction(BrokerUnavailable):
 
 
 class LaneBusy(DatabaseUnavailable):
-    """Another session has the lane's row locked. The lane waits, the worker's other lanes go on."""
+    """Another session has locked the lane's row. The lane waits, the worker's other lanes go on."""
 
     def __init__(self, lane: int) -> None:
         super().__init__(
@@ -159,19 +158,19 @@ class LaneBusy(DatabaseUnavailable):
 
 
 class LaneLost(OutboxError):
-    """Another relay holds the lane now (its epoch has moved on). Publish and settle nothing more."""
+    """Another relay holds the lane now (its epoch has changed). Publish and settle nothing more."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """What a source returned for one turn.
+    """The result of a source's fetch for one turn.
 
-    ``failed`` are lanes whose events must not be published now: with LaneLost the lane is another relay's, with any
+    ``failed`` are lanes whose events must not be published now: with LaneLost another relay has the lane, with any
     other error it has to be taken over again. ``known`` is False while the source can't tell whether there are events
-    (the stream is not read yet): finding nothing is then no success. ``settling`` are lanes whose turn before is being
-    settled while these events are published; the ``settle`` that follows says what became of that. ``unconfirmed``
-    says that all of that, leases and what is durable too, is known by ``Source.confirm`` only: no reader may see these
-    events before.
+    (the stream is not read yet): finding none is then no success. ``settling`` are lanes whose turn before is being
+    settled while these events are published; the following ``settle`` returns the result. ``unconfirmed``: only
+    ``Source.confirm`` tells all of that, including whether leases are valid and the events durable; no reader may see
+    them before.
     """
 
     batches: Batches = field(default_factory=dict)
@@ -183,13 +182,13 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class Receipt:
-    """What is known about one lane's batch after it was sent.
+    """The result of sending one lane's batch.
 
-    ``results`` names the events whose fate is known, in the order in which they were sent. An event that is missing
-    may or may not have reached Kafka, and is to be read and sent again. ``batch`` is the lane's number of the Kafka
-    transaction that holds the published ones, if there was one. ``needs_rows`` says that nothing of the batch was
-    published, because an event in it was not sent and others of it have no row: the source gives all of them rows.
-    ``left_out`` says that events were not sent, because their topic can't be written to.
+    ``results`` has the events whose outcome is known, in the order of sending. An event that is not in it may or may
+    not have reached Kafka, and must be read and sent again. ``batch`` is the lane's batch number of the Kafka
+    transaction with the published events, if there was one. ``needs_rows``: nothing of the batch was published, because
+    one of its events was not sent and others have no row; the source writes rows for all of them. ``left_out``: events
+    were not sent because their topic can't be written to.
     """
 
     results: Sequence[Result] = ()
@@ -200,9 +199,9 @@ class Receipt:
 
 @dataclass(frozen=True, slots=True)
 class Completed:
-    """The turn was sent and nothing failed: a receipt for each lane. Those that it does not name are read again.
+    """The turn was sent without a failure. Lanes without a receipt are read again.
 
-    With ``publisher_unusable`` the publisher must not be used again all the same.
+    ``publisher_unusable``: the publisher must still not be used again.
     """
 
     receipts: Mapping[int, Receipt]
@@ -211,10 +210,10 @@ class Completed:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """The publisher is of no further use: settle the receipts, close it, make a new one, read again.
+    """The publisher is unusable: settle the receipts, close it, create a new one, read again.
 
-    Retrying one message would reorder. ``blamed`` are the lanes of which the broker refused something, empty when it
-    does not say which; ``likeliest`` are positions of events, by lane, that are at fault most likely.
+    Retrying a single message would break the order. ``blamed`` are the lanes of which the broker refused something,
+    empty if unknown; ``likeliest`` are the positions, by lane, of the events that are most likely at fault.
     """
 
     error: Unavailable
@@ -225,9 +224,9 @@ class Failed:
 
 @dataclass(frozen=True, slots=True)
 class Unconfirmed:
-    """Nothing of the turn is published: these lanes were not confirmed, for these reasons.
+    """Nothing of the turn is published, because these lanes were not confirmed.
 
-    ``publisher_unusable`` as in Completed: it had sent events by then.
+    ``publisher_unusable`` as in Completed: it had already sent events.
     """
 
     lanes: Mapping[int, OutboxError]
@@ -235,7 +234,7 @@ class Unconfirmed:
 
 
 Sent = Completed | Failed | Unconfirmed
-"""What is known after a turn's batches were sent. Closed: every match over it ends in assert_never."""
+"""The result of sending a turn. Closed: every match over it ends in assert_never."""
 
 
 class TakeoverStore(Protocol):
@@ -246,32 +245,32 @@ class TakeoverStore(Protocol):
         ...
 
     def identity(self, leases: Sequence[Lease]) -> tuple[Identity | None, Mapping[int, OutboxError]]:
-        """Return which database this is, and the lanes that have another owner. No identity when all of them have."""
+        """Return the database's identity, and the lanes that have another owner. No identity if all of them have."""
         ...
 
     def adopt(self, lease: Lease, marker: Marker | None, own_id: str | None) -> tuple[Marker | None, Identity]:
-        """Settle what the marker names, and write our id into the lane's row; return the marker to go on from."""
+        """Settle the marker's events, and write our id into the lane's row. Returns the marker to go on from."""
         ...
 
 
 class Source(Protocol):
-    """Where the events of a worker's lanes come from.
+    """The source of the events of a worker's lanes.
 
-    Contract: ``fetch`` returns unsettled events in the order in which they are to be published, and returns the same
-    ones again until they are settled; what it returns, Postgres can't lose any more, and the lane's lease was checked
-    after it was read; or, where ``fetch`` says so, both hold after ``confirm``. ``settle`` takes results in fetch
-    order; polling settles row by row, a source over the WAL can only confirm a contiguous prefix. What is settled is
-    durable after the next ``fetch`` or ``flush``; or, where ``fetch`` says that it is under way, after the ``settle``
-    behind that. All raise Unavailable or SchemaError, and after either the caller closes the source.
+    Contract: ``fetch`` returns unsettled events in the order of publishing, and returns the same ones again until they
+    are settled. They are durable in Postgres, and the lane's lease was checked after they were read; or, if ``fetch``
+    says so, both hold only after ``confirm``. ``settle`` takes results in fetch order; polling settles row by row, a
+    WAL source can only confirm a contiguous prefix. Settling is durable after the next ``fetch`` or ``flush``; or, if
+    ``fetch`` reports the lane as ``settling``, after the following ``settle``. All raise Unavailable or SchemaError;
+    after either the caller closes the source.
     """
 
     @property
     def store(self) -> TakeoverStore:
-        """What takes lanes over in the database."""
+        """The database's side of taking lanes over."""
         ...
 
     def hold(self, lease: Lease) -> None:
-        """Begin to read a lane."""
+        """Start reading a lane."""
         ...
 
     def drop(self, lane: int) -> None:
@@ -283,36 +282,36 @@ class Source(Protocol):
         ...
 
     def confirm(self, deadline: float) -> Mapping[int, OutboxError]:
-        """Wait, until ``deadline`` by time.monotonic() at most, until what was fetched may be seen by readers.
+        """Wait until readers may see the fetched events, at most until ``deadline`` by time.monotonic().
 
-        Return the lanes of which it must not be, with what ``Fetched.failed`` would hold. Raises Unavailable as well
-        when time is up.
+        Returns the lanes whose events they must not see, as in ``Fetched.failed``. Also raises Unavailable at the
+        deadline.
         """
         ...
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
-        """Do not return events of these kinds from now on; see Publisher.paused."""
+        """Do not fetch events of these kinds from now on; see Publisher.paused."""
         ...
 
     def go_on_without(self, lanes: Collection[int]) -> None:
-        """Do not let the others wait for these lanes, which have failed by themselves for long."""
+        """Do not let other lanes wait for these, which have failed for long."""
         ...
 
     def settle(self, receipts: Mapping[int, Receipt]) -> Mapping[int, OutboxError]:
-        """Record what became of each lane's batch; record the refused events at once.
+        """Record the result of each lane's batch; refused events at once.
 
-        Return the lanes for which that failed, with what ``Fetched.failed`` would hold.
+        Returns the lanes for which that failed, as in ``Fetched.failed``.
         """
         ...
 
     def flush(self, lanes: Collection[int]) -> Mapping[int, OutboxError]:
-        """Make durable what was settled of these lanes. Return as ``settle`` does."""
+        """Settle what is pending of these lanes durably. Returns as ``settle`` does."""
         ...
 
     def wait(self, lanes: Collection[int], seconds: float, stop: threading.Event) -> bool:
-        """Wait until these lanes may have events, about ``seconds`` at most, or until ``stop``.
+        """Wait until these lanes may have events, for at most about ``seconds``, or until ``stop``.
 
-        Return whether a fetch is worth it.
+        Returns whether a fetch is worth it.
         """
         ...
 
@@ -322,33 +321,33 @@ class Source(Protocol):
 
 
 class Publisher(Protocol):
-    """Where the events of a worker's lanes go.
+    """Publishes the events of a worker's lanes.
 
     Contract: ``publish`` sends each lane's claims in order and waits until Kafka has acknowledged or failed each. If an
-    event is refused or fails, no later event of the same key is Published; a refused one holds up no other key.
+    event is refused or fails, no later event of the same key is Published; a refused one delays no other key.
     (At-most-once, where nothing is read again, the key goes on after a refused one.)
     """
 
     def join(self, leases: Sequence[Lease]) -> Mapping[int, OutboxError]:
-        """Take lanes over from whoever published them before. Return those that can't be, with the reason.
+        """Take over lanes from their former publishers. Returns those that can't be, with the reasons.
 
-        A lane must have been joined before its events are published, and again after the publisher was made anew.
-        Raise Unavailable when no lane can be.
+        A lane must be joined before its events are published, by each new publisher. Raises Unavailable when no lane
+        can be.
         """
         ...
 
     def publish(self, batches: Batches, confirm: Confirm | None = None) -> Sent:
-        """Publish and wait for the acknowledgements. Let no reader see any of it before ``confirm`` has returned."""
+        """Publish and wait for the acknowledgements. No reader may see any of it before ``confirm`` has returned."""
         ...
 
     def paused(self) -> frozenset[Kind]:
-        """Return the kinds of events that can't be published for now because of their topic."""
+        """Return the kinds of events that can't be published at present because of their topic."""
         ...
 
     def serve(self) -> None:
-        """Do what a client has to do now and then while nothing is published."""
+        """Do the client's periodic work while nothing is published."""
         ...
 
     def close(self) -> None:
-        """Drop whatever is still queued and disconnect. Safe to call twice."""
+        """Discard what is queued and disconnect. Safe to call twice."""
         ...

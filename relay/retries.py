@@ -1,7 +1,7 @@
 """Events that can't be published as they are: attempts, backoff, dead letters. All in the lane's settling transaction.
 
-Only an event's own fault counts here (too large, no route, no right to the topic). A server that is away is nobody's
-attempt, and nothing is ever dropped.
+Only errors of the event itself count as attempts (too large, no route). An unavailable server does not, and no event is
+ever dropped.
 
 | state                      | rows                                                   | its key                      |
 |----------------------------|--------------------------------------------------------|------------------------------|
@@ -14,7 +14,7 @@ attempt, and nothing is ever dropped.
 | `failures retry`           | back in events under its old id; in failures, due      | it goes out, later ones wait |
 | `failures discard`         | gone; a line in audit says who and why                 | goes on                      |
 
-``events`` stays insert-and-delete: what is known about a failure lies beside it.
+``events`` stays insert-and-delete: failures are kept in a table beside it.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from outbox.event import ATTEMPTS, DEAD_LETTER, MAX_EVENT_BYTES, PAYLOAD_OMITTED
 from relay.failpoints import failpoint
 from relay.kafka.routing import OnFailure, Router
 from relay.ports import Claim
+from relay.statements import names_of
 
 MAX_ERROR: Final = 2000
 _HEADERS_ROOM: Final = 4000
@@ -49,7 +50,7 @@ ON CONFLICT (lane, id) DO UPDATE SET attempts = f.attempts + 1, last_error = exc
            secs => least(%(most)s::float8, %(least)s::float8 * power(2, least(f.attempts, 30))))
 RETURNING id, attempts"""
 
-# A copy's error header says why. What does not fit into a row beside it stays behind: the payload, then the headers.
+# A copy has the error in a header. If the row gets too large, the payload is omitted, then the headers.
 _COPY: Final = """
 INSERT INTO {events} (event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers, created_at,
                       from_relay)
@@ -86,7 +87,7 @@ _FORGET: Final = "DELETE FROM {failures} WHERE lane = %(lane)s AND id = ANY(%(id
 
 @dataclass(frozen=True, slots=True)
 class FailurePolicy:
-    """How often an event is tried, and the shortest and longest wait between tries, in seconds (it doubles)."""
+    """How often an event is tried, and the shortest and longest wait between tries, in seconds; waits double."""
 
     max_attempts: int = 10
     min_backoff_seconds: float = 1.0
@@ -99,7 +100,7 @@ class Failures:
     def __init__(self, schema: str, policy: FailurePolicy, router: Router) -> None:
         self._policy = policy
         self._router = router
-        names = {name: sql.Identifier(schema, name) for name in ("events", "failures", "dead_letters")}
+        names = names_of(schema)
         self._record, self._bury, self._copy, self._hold, self._forget = (
             sql.SQL(text).format(**names) for text in (_RECORD, _BURY, _COPY, _HOLD, _FORGET)
         )
@@ -108,7 +109,7 @@ class Failures:
     def record(
         self, connection: psycopg.Connection[Any], lane: int, refused: Sequence[tuple[Claim, str]]
     ) -> list[Claim]:
-        """Count an attempt of each refused event; give those that are dead letters now."""
+        """Count an attempt of each refused event. Returns those that are dead letters now."""
         attempts = dict(
             connection.execute(
                 self._record,
@@ -132,13 +133,13 @@ class Failures:
         return dead
 
     def forget(self, connection: psycopg.Connection[Any], lane: int, ids: Sequence[int]) -> None:
-        """The events were published after all (polling's settling statements do this themselves)."""
+        """Delete failures of events that were published after all (polling's settling statement does so itself)."""
         connection.execute(self._forget, {"lane": lane, "ids": list(ids)})
 
     def bury(self, connection: psycopg.Connection[Any], lane: int, refused: Sequence[tuple[Claim, str]]) -> None:
-        """Keep events as dead letters whose rows are gone already (at-most-once). Their payload is kept as bytes.
+        """Keep events whose rows are deleted already (at-most-once) as dead letters, with their payload as bytes.
 
-        In a transaction of its own, and not the lane's: whoever holds the lane now, these are no longer in it.
+        Runs in its own transaction, not the lane's: these events are no longer in the lane, whoever holds it.
         """
         with connection.transaction(), connection.cursor() as cursor:
             cursor.executemany(
@@ -162,9 +163,9 @@ class Failures:
             self._copy_all(connection, lane, [claim for claim, _ in refused])
 
     def bury_at_once(self, connection: psycopg.Connection[Any], lane: int, rows: Sequence[Claim]) -> None:
-        """Make dead letters of rows that nobody can publish; ``event_type`` says why. Their keys do not wait."""
+        """Make dead letters of unpublishable rows; ``event_type`` holds the reason. Their keys do not wait."""
         dead = {row.position for row in self.record(connection, lane, [(row, row.event_type) for row in rows])}
-        # With one attempt allowed they are dead letters already, and wait for a person as their route has it.
+        # If only one attempt is allowed, they are dead letters already, handled as their route says.
         rows = [row for row in rows if row.position not in dead]
         ids = [row.position for row in rows]
         connection.execute(self._bury, {"lane": lane, "ids": ids})

@@ -1,14 +1,14 @@
-"""The one statement with which a worker settles all its lanes. Both sources use it.
+"""The single statement with which a worker settles all its lanes. Both sources use it.
 
-In one statement, for every lane of a turn: the lease is checked by its epoch and prolonged when it has used up a part
-of its time; ``last_batch`` is expected to be what this worker wrote last; the rows published in the turn before are
-deleted, or moved into the archive. Its commit is synchronous, and so the flush barrier: rows of writers with
-``synchronous_commit = off`` are visible before they are durable, and after this commit whatever was read before it
-can't be lost any more. A lane whose lease does not match is not in the answer: nothing of it was settled.
+In one statement, for every lane of a turn: the lease is checked by its epoch, and renewed when part of its time has
+passed; ``last_batch`` must be what this worker wrote last; the rows published in the turn before are deleted, or moved
+to the archive. Its commit is synchronous, and so the flush barrier: rows of writers with ``synchronous_commit = off``
+are visible before they are durable, but rows that were read before this commit can't be lost after it. A lane whose
+lease does not match is not in the result: nothing of it was settled.
 
 It is one statement, because a relay that sleeps (SIGSTOP, a paused virtual machine, a lost host) between a write to a
-lane's row and the commit would keep everybody from the lane for as long as it sleeps. Its answer is a few numbers for
-each lane, which no full socket holds up.
+lane's row and the commit would block the lane for as long as it sleeps. Its result is a few numbers for each lane, so a
+full socket can't delay the commit.
 
 | what happens                                | what follows                                                         |
 |---------------------------------------------|----------------------------------------------------------------------|
@@ -25,10 +25,10 @@ each lane, which no full socket holds up.
 | someone else has written a lane's row       | its version is not the one that is known: the lane is looked for by   |
 |                                             | its number, at once                                                   |
 
-Only lanes that have to be written are: an UPDATE of each row in each turn leaves so many dead versions behind, while
-some session holds the xmin, that finding a lane's row by its number takes longer than all the rest. Exactly-once and
-the WAL source have to write it (``last_batch``, the lane's place). So the ctid of the version that was settled last is
-kept, and the row is looked for there. All else is checked as before; a ctid says only where to look.
+Only lanes that have to be written are: while a session holds back xmin, an UPDATE of each row in each turn leaves so
+many dead versions that finding a lane's row by its number takes longer than all the rest. Exactly-once and the WAL
+source have to write it (``last_batch``, the lane's position). So the ctid of the version that was settled last is kept,
+and the row is looked up by it. A ctid is only a hint: everything is checked as without it.
 """
 
 from __future__ import annotations
@@ -52,17 +52,17 @@ from relay.position import WalPosition
 from relay.statements import END_IDLE, KEEP_TO_THE_INDEX, SettlingStatements, array
 
 RENEW_PART: Final = 0.7
-"""A lease with less left than this part of it is prolonged with the next turn."""
+"""A lease with less than this part of its time left is renewed with the next turn."""
 
-# How long to wait, each time, before a lane is given up for this turn whose row is locked.
+# The waits before a lane whose row is locked is given up for this turn.
 _BUSY_SECONDS: Final = (0.01, 0.02, 0.04)
 
 
 @dataclass(frozen=True, slots=True)
 class UnsettledBatch:
-    """What is published of a lane and not yet settled, in order, and the number of the Kafka transaction it is in.
+    """The published but unsettled events of a lane, in order, and the batch number of their Kafka transaction.
 
-    ``claims`` are all of them, with those that have no row; ``at`` is up to where the lane is done with the stream.
+    ``claims`` are all of them, including those without a row; ``at`` is the position up to which the stream is done.
     """
 
     rows: Sequence[Claim] = ()
@@ -73,7 +73,7 @@ class UnsettledBatch:
 
     @staticmethod
     def of(receipt: Receipt, at: WalPosition | None = None) -> UnsettledBatch:
-        """Return what is to be settled after this receipt."""
+        """Return what has to be settled after this receipt."""
         results: Sequence[tuple[Claim, Any]] = receipt.results
         done = [result for result in results if isinstance(result[1], Published)]
         rows = [result for result in done if result[0].has_row]
@@ -86,7 +86,7 @@ class UnsettledBatch:
         )
 
     def then(self, later: UnsettledBatch) -> UnsettledBatch:
-        """Return what is to be settled of two turns, neither of which is in a Kafka transaction."""
+        """Return what has to be settled of two turns, neither of which is in a Kafka transaction."""
         assert self.batch is None
         assert later.batch is None
         return UnsettledBatch(
@@ -98,7 +98,7 @@ class UnsettledBatch:
         )
 
     def covers(self, other: UnsettledBatch) -> bool:
-        """Return whether all rows of the other are among these, of the same Kafka transaction if there is one."""
+        """Return whether these include all rows of the other, of the same Kafka transaction if there is one."""
         rows = {claim.position for claim in self.rows}
         return bool(rows) and self.batch == other.batch and all(claim.position in rows for claim in other.rows)
 
@@ -111,25 +111,25 @@ NOTHING: Final = UnsettledBatch()
 
 @dataclass(slots=True)
 class SettledLane:
-    """One lane: its lease, what is to be settled, and what ``last_batch`` must be for that (None: anything)."""
+    """One lane: its lease, what has to be settled, and what ``last_batch`` must be for that (None: anything)."""
 
     lease: Lease
     pending: UnsettledBatch = NOTHING
     expected: int | None = None
     own_id: str | None = None
-    """Exactly-once: what the lane's row must name, so that whoever takes the lane over fences this worker."""
+    """Exactly-once: the id that the lane's row must have, so that the next holder fences this worker."""
     confirmed: bool = False
-    """Whether the row was as expected when it was looked at last: ours, naming us, with ``expected`` in it."""
+    """Whether the row was as expected when it was last read: ours, with our id and ``expected``."""
     written: bool = False
-    """Whether the statement under way writes the lane's row, and so prolongs its lease."""
+    """Whether the current statement writes the lane's row, and so renews its lease."""
     version: str | None = None
-    """The ctid of the lane's row when it was settled last; another version is there if someone else has written it."""
+    """The ctid of the lane's row when it was last settled; it changes when another session writes the row."""
     by_version: bool = False
-    """Whether the statement under way looks for that version alone."""
+    """Whether the current statement looks up only that version."""
 
 
 class _Behind(NamedTuple):
-    """A settlement that is under way in the background."""
+    """A settlement in progress in the background."""
 
     cursor: psycopg.Cursor[Any]
     lanes: Collection[int]
@@ -138,12 +138,12 @@ class _Behind(NamedTuple):
 
 
 class Settlement:
-    """Settles lanes over one connection, in autocommit. ``archive``: keep what was published.
+    """Settles lanes on one connection, in autocommit. ``archive``: keep published events.
 
-    ``prepared`` lets the server keep the statement's plan: only for a connection that is one session for all its life,
-    and has KEEP_TO_THE_INDEX. Without it each statement that is sent alone has these settings for itself.
-    ``renew_part`` must leave a turn enough of the lease to be published in. ``on_settled`` is called with a lane and
-    what was settled there. Raises Unavailable or SchemaError; then nothing is settled.
+    ``prepared`` lets the server keep the statement's plan: only for a connection that is one session all its life, with
+    KEEP_TO_THE_INDEX. Otherwise each statement sets that for itself. ``renew_part`` must leave a turn enough of the
+    lease to publish in. ``on_settled`` is called with a lane and what was settled there. Raises Unavailable or
+    SchemaError; then nothing is settled.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Settlement:
         self.lanes: dict[int, SettledLane] = {}
 
     def hold(self, lease: Lease) -> None:
-        """Begin with a lane."""
+        """Start with a lane."""
         self.lanes[lease.lane] = SettledLane(lease)
 
     def drop(self, lane: int) -> None:
@@ -180,12 +180,12 @@ class Settlement:
         return [lane for lane, settled in self.lanes.items() if settled.pending]
 
     def prolongs(self, lane: int) -> bool:
-        """Return whether the lane's lease is to be prolonged with the next turn."""
+        """Return whether the next turn must renew the lane's lease."""
         lease = self.lanes[lane].lease
         return lease.remaining_seconds < lease.ttl_seconds * self._renew_part
 
     def values(self, lanes: Collection[int], read: Sequence[Claim] = ()) -> dict[str, Any]:
-        """Return what the statement binds for these lanes."""
+        """Return the statement's parameters for these lanes."""
         held = [self.lanes[lane] for lane in lanes]
         for lane in held:
             lane.written = self._writes(lane)
@@ -219,20 +219,20 @@ class Settlement:
         return values
 
     def send(self, cursor: psycopg.Cursor[Any], lanes: Collection[int], *, in_transaction: bool = False) -> None:
-        """Execute the statement on a cursor, whose answer ``answered`` takes.
+        """Execute the statement on a cursor, whose result ``answered`` takes.
 
-        ``in_transaction`` says that more is done in the same transaction for lanes that are held: then it must find
-        them at once.
+        ``in_transaction``: the caller does more in the same transaction for lanes that are held, so this must find them
+        at once.
         """
         query, values = self._statement(lanes, in_transaction=in_transaction)
         cursor.execute(query, values, prepare=self._prepared)
 
     def answered(self, cursor: psycopg.Cursor[Any], lanes: Collection[int], asked_at: float) -> dict[int, OutboxError]:
-        """Take the answer to ``send``; return the lanes that were not held, with the reason."""
+        """Process the result of ``send``. Returns the lanes that were not held, with the reasons."""
         return self._answered(cursor.fetchall(), lanes, asked_at)
 
     def settle(self, lanes: Collection[int]) -> dict[int, OutboxError]:
-        """Settle what is pending of these lanes, in one round trip; return those that were not held."""
+        """Settle what is pending of these lanes, in one round trip. Returns those that were not held."""
         if not lanes:
             return {}
         failpoint("batch.settling")
@@ -242,7 +242,7 @@ class Settlement:
         return failed
 
     def begin(self, lanes: Collection[int]) -> None:
-        """Begin to settle what is pending of these lanes, in the background: the connection is in use until ``end``."""
+        """Start to settle what is pending of these lanes, in the background: the connection is in use until ``end``."""
         assert self._prepared, "behind a pooler the statement needs a transaction"
         failpoint("batch.settling")
         self._behind = self._begin(lanes)
@@ -259,7 +259,8 @@ class Settlement:
         return _Behind(cursor, lanes, asked_at, missing)
 
     def end(self, deadline: float | None = None) -> dict[int, OutboxError]:
-        """Wait until what ``begin`` began is done; return the lanes that were not held. Safe to call without it.
+        """Wait until what ``begin`` started is done. Returns the lanes that were not held. Safe to call without
+        ``begin``.
 
         Raises DatabaseUnavailable at ``deadline``, by time.monotonic(); it may be called again after that.
         """
@@ -274,7 +275,7 @@ class Settlement:
         return failed
 
     def _end(self, behind: _Behind, deadline: float | None) -> Sequence[int]:
-        """Wait for a statement; return the lanes that were not held. Others, that have moved, are asked for again."""
+        """Wait for a statement. Returns the lanes that were not held; starts it again for those that have moved."""
         seconds = None if deadline is None else max(deadline - time.monotonic(), 0.0)
         with unavailable_on_error(f"settling {lanes_text(behind.lanes)}"):
             try:
@@ -296,10 +297,10 @@ class Settlement:
         return missing
 
     def overlaps(self, lanes: Collection[int]) -> bool:
-        """Return whether turns of these lanes may be published before the ones before them are settled.
+        """Return whether turns of these lanes may be published before the turns before them are settled.
 
-        Without transactions only: there a marker would vouch for rows that may be there still. Not while a lease has to
-        be prolonged, which must come before the events that it is for.
+        Only without transactions: a marker would overwrite that of rows that may still be there. And not while a lease
+        has to be renewed, which must come before its events are published.
         """
         return self._prepared and all(
             held.own_id is None and held.pending.batch is None and not self.prolongs(held.lease.lane)
@@ -307,9 +308,10 @@ class Settlement:
         )
 
     def precedes_commit(self, lanes: Collection[int]) -> bool:
-        """Return whether turns of these lanes may be sent before the ones before them are settled, and committed after.
+        """Return whether turns of these lanes may be sent before the turns before them are settled, and committed
+        after.
 
-        With transactions only: no reader sees what is sent before it is committed.
+        Only with transactions: readers do not see events before the commit.
         """
         return self._prepared and all(held.own_id is not None for held in self._about(lanes))
 
@@ -319,7 +321,7 @@ class Settlement:
         return [held for lane, held in self.lanes.items() if held.pending or lane in wanted]
 
     def still_held(self, lanes: Collection[int]) -> tuple[sql.Composed, dict[str, Any]]:
-        """Return a query for those of the lanes that are ours still, and what it binds: it looks where they were."""
+        """Return a query, by last known row versions, for the lanes that are still ours, and its parameters."""
         held = [self.lanes[lane] for lane in lanes]
         values = {
             "lanes": array(list(lanes)),
@@ -330,24 +332,24 @@ class Settlement:
         return statements.still_held_by_version if known else statements.still_held, values
 
     def lost_of(self, lanes: Collection[int], found: Sequence[Any]) -> dict[int, OutboxError]:
-        """Return the lanes that are another relay's, by the answer to ``still_held``."""
+        """Return the lanes that another relay has taken, by the result of ``still_held``."""
         held = {row[0] for row in found}
         missing = [lane for lane in lanes if lane not in held]
         if any(self.lanes[lane].version is not None for lane in missing):
-            # The control loop has prolonged a lease, say: the row is somewhere else.
+            # The row has moved, for example because the control loop has renewed the lease.
             for lane in missing:
                 self.lanes[lane].version = None
             held |= {row[0] for row in self._connection.execute(*self.still_held(missing)).fetchall()}
         return {lane: self.lost(lane) for lane in missing if lane not in held}
 
     def settle_and_count(self, lanes: Collection[int], read: Sequence[Claim]) -> tuple[int, dict[int, OutboxError]]:
-        """Settle, and return how many of the events that were read are there and can't be lost."""
+        """Settle, and count which events of ``read`` still exist. They can't be lost any more."""
         asked_at = time.monotonic()
         failpoint("batch.settling")
         with unavailable_on_error(f"settling {lanes_text(lanes)}"), self._connection.cursor() as cursor:
             with self._to_the_index(lanes):
                 if read:
-                    # Not by version: the count must come with the first answer.
+                    # Not by version: the count must come with the first result.
                     self._look_for_all(lanes)
                     cursor.execute(self.statements.settle_and_count, self.values(lanes, read))
                 else:
@@ -357,14 +359,8 @@ class Settlement:
         failpoint("batch.settled")
         return rows[0][3] if read and rows else 0, failed
 
-    def note_settled(self, lane: int, asked_at: float) -> None:
-        """Record that what is pending of the lane was settled in another statement, and its lease prolonged."""
-        held = self.lanes[lane]
-        held.lease.renewed(asked_at)
-        self._forget_pending(held)
-
     def lost(self, lane: int) -> LaneLost:
-        """Return the error of a lane that is another relay's now."""
+        """Return the error for a lane that another relay has taken."""
         held = self.lanes[lane]
         text = f"lane {lane}: epoch {held.lease.epoch} is over, another relay has taken the lane"
         unsettled = len(held.pending.rows) if held.pending.batch is None else 0
@@ -374,9 +370,9 @@ class Settlement:
 
     @contextmanager
     def _to_the_index(self, lanes: Collection[int]) -> Iterator[None]:
-        """Behind a pooler, give one statement the planner's settings: in a transaction, all of it sent at once.
+        """Behind a pooler, set the planner's settings for one statement: in a transaction that is sent as one pipeline.
 
-        Postgres ends the session if it sleeps in between for longer than the lease: it holds the lanes' rows.
+        It locks the lanes' rows, so Postgres ends the session if it idles in between for longer than the lease.
         """
         if self._prepared:
             yield
@@ -388,7 +384,7 @@ class Settlement:
             yield
 
     def _writes(self, lane: SettledLane) -> bool:
-        """Return whether the lane's row has to be written, and not only locked."""
+        """Return whether the lane's row has to be written, not only locked."""
         pending = lane.pending
         return pending.batch is not None or pending.at is not None or self.prolongs(lane.lease.lane)
 
@@ -408,7 +404,7 @@ class Settlement:
         return self._why_not([*missing, *self._ask(moved)])
 
     def _ask(self, lanes: Collection[int]) -> list[int]:
-        """Settle these lanes, and once more those whose rows have moved; return the lanes that were not held."""
+        """Settle these lanes, and again those whose rows have moved. Returns the lanes that were not held."""
         not_held: list[int] = []
         while lanes:
             asked_at = time.monotonic()
@@ -420,7 +416,7 @@ class Settlement:
         return not_held
 
     def _why_not(self, missing: Sequence[int]) -> dict[int, OutboxError]:
-        """Return the reasons of lanes that were not held, but for those that are held when they are tried again."""
+        """Return the reasons for lanes that were not held, after retrying those that were only locked."""
         failed = self._reasons(missing) if missing else {}
         busy = [lane for lane, error in failed.items() if isinstance(error, LaneBusy)]
         if busy:
@@ -428,10 +424,10 @@ class Settlement:
         return failed
 
     def _note(self, rows: Sequence[Any], lanes: Collection[int], asked_at: float) -> tuple[list[int], list[int]]:
-        """Record the lanes that were held; return those that were not, and those whose rows have moved.
+        """Record the lanes that were held. Returns those that were not, and those whose rows have moved.
 
-        These are looked for by their numbers next: the control loop has prolonged a lease, say, and the row is not
-        where it was. Not for a lock: a locked row is looked for as well.
+        The latter are looked up by their numbers next: a row moves when the control loop renews a lease, for example. A
+        locked row counts as moved at first, too.
         """
         for row in rows:
             settled = self.lanes[row[0]]
@@ -455,7 +451,7 @@ class Settlement:
             self._on_settled(settled.lease.lane, pending)
 
     def _again(self, busy: Sequence[int]) -> dict[int, OutboxError]:
-        """Try lanes again whose rows were locked: for a moment by the control loop perhaps, which renews leases."""
+        """Retry lanes whose rows were locked, perhaps only briefly by the control loop, which renews leases."""
         failed: dict[int, OutboxError] = {lane: LaneBusy(lane) for lane in busy}
         for seconds in _BUSY_SECONDS:
             if not busy:
@@ -484,7 +480,7 @@ class Settlement:
 
 
 def lanes_text(lanes: Collection[int]) -> str:
-    """Return lanes as an error names them: all of a few, some of many."""
+    """Return lanes for error texts: all of a few, the first of many."""
     some = sorted(lanes)
     if len(some) == 1:
         return f"lane {some[0]}"
@@ -492,7 +488,7 @@ def lanes_text(lanes: Collection[int]) -> str:
 
 
 def by_lane(claims: Sequence[Claim]) -> Mapping[int, list[Claim]]:
-    """Return events by lane, each lane's in the order given."""
+    """Return events by lane, each lane's in the given order."""
     batches: dict[int, list[Claim]] = {}
     for claim in claims:
         batches.setdefault(claim.lane, []).append(claim)

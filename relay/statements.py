@@ -1,4 +1,4 @@
-"""The statements of settling, and the pieces of SQL that they share with what the sources read. No I/O."""
+"""The settling statements, and the SQL that they share with those of the sources. No I/O."""
 
 from __future__ import annotations
 
@@ -7,19 +7,32 @@ from typing import Final, LiteralString
 
 from psycopg import sql
 
-from relay.database import FURTHER
 from relay.position import WalPosition
 
-# A role or a database may have synchronous_commit off. It counts at the commit, so the statement itself can set it.
+_TABLES: Final = ("events", "lanes", "relays", "failures", "published", "dead_letters", "streams", "audit")
+
+# A role or a database may have synchronous_commit off. It takes effect at the commit, so the statement itself can set
+# it.
 SYNCHRONOUS: Final = """set_config('synchronous_commit',
        CASE WHEN current_setting('synchronous_commit') IN ('off', 'local') THEN 'on'
             ELSE current_setting('synchronous_commit') END, true)"""
 
-# IS TRUE keeps the list of lanes from being joined row by row: it is hashed. LIMIT keeps the planner from joining the
-# other way around. Where the statistics are of a moment without rows (between two bursts, while an old snapshot keeps
-# the dead ones), it takes the table for empty and would compare each of its rows with each id: a minute for 2,000 ids
-# and a backlog of 100,000. By ctid nothing is left to be joined. A failure's row may be updated meanwhile, and has
-# another ctid then: it is found by its key, and there are few of them.
+TIMELINE: Final = "('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int"
+"""SQL: the timeline on which a primary writes; pg_control_checkpoint() shows it only after the next checkpoint. An
+error on a standby."""
+
+_FURTHER: Final = """commit_lsn = greatest(commit_lsn, %(commit_lsn)s::bigint),
+       commit_number = CASE WHEN %(commit_lsn)s::bigint > coalesce(commit_lsn, -1) THEN %(commit_number)s::int
+                            WHEN %(commit_lsn)s::bigint = commit_lsn
+                            THEN greatest(commit_number, %(commit_number)s::int)
+                            ELSE commit_number END"""
+"""SQL for SET: advance a lane's position in the WAL; it never goes back. NULL leaves it unchanged."""
+
+# IS TRUE makes the planner hash the list of lanes instead of joining it row by row. LIMIT prevents it from reversing
+# the join. If the statistics are from a moment without rows (between two bursts, while an old snapshot keeps the dead
+# ones), it believes that the table is empty and would compare each row with each id: a minute for 2,000 ids and a
+# backlog of 100,000. By ctid, nothing is left to join. A failure's row may be updated meanwhile, which changes its
+# ctid: it is found by its key, and there are few.
 _SETTLING: Final = """
 WITH mine AS (
     SELECT * FROM unnest(%(lanes)s::smallint[], %(epochs)s::bigint[], %(expected)s::bigint[], %(batches)s::bigint[],
@@ -66,14 +79,14 @@ kept AS (
       FROM gone AS g JOIN unnest(%(row_ids)s::bigint[], %(topics)s::text[], %(partitions)s::int[],
                                  %(offsets)s::bigint[]) AS p(place_id, topic, part, off) ON p.place_id = g.id)"""
 
-# Where the lane's row is known to be. Dead versions of it, which a held xmin keeps, are not looked at on the way.
+# Look up the lane's row by its known version, without visiting dead versions, which an old snapshot keeps.
 _BY_VERSION: Final = " AND l.ctid = m.version"
 
 _HELD: Final = """
 SELECT held.lane, (SELECT {synchronous}), coalesce(written.version, held.version)::text
   FROM held LEFT JOIN written ON written.lane = held.lane"""
 
-# How many of the events that were just read are there. For connections whose server may have crashed unnoticed.
+# The number of just-read events that still exist. For connections on which a crash of the server goes unnoticed.
 _THERE: Final = """
 SELECT held.lane, (SELECT {synchronous}), coalesce(written.version, held.version)::text,
        (SELECT count(*) FROM unnest(%(next_lanes)s::smallint[], %(next_ids)s::bigint[], %(next_event_ids)s::uuid[])
@@ -93,8 +106,8 @@ SELECT l.lane, l.last_batch, l.transactional_id FROM {lanes} AS l
   JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch) ON l.lane = m.lane AND l.epoch = m.epoch"""
 
 
-# Without fresh statistics the planner may sort the whole backlog for each batch, or read it from end to end to find the
-# rows that go; a new outbox has none, and a relay has no right to ANALYZE. The primary key gives a lane in id order.
+# Without fresh statistics the planner may sort the whole backlog for each batch, or scan all of it for the rows to
+# delete; a new outbox has none, and a relay has no right to ANALYZE. The primary key has a lane in id order.
 _INDEX_ONLY: Final = (
     "enable_sort",
     "enable_bitmapscan",
@@ -110,25 +123,27 @@ END_IDLE: Final = "SELECT set_config('idle_in_transaction_session_timeout', %(tt
 
 
 def array(values: Sequence[int | str | None]) -> str:
-    """Return numbers or UUIDs as Postgres reads an array; the driver's own way costs a microsecond for each."""
+    """Return numbers or UUIDs as the text of a Postgres array; the driver's conversion costs a microsecond for each."""
     return "{" + ",".join("NULL" if value is None else str(value) for value in values) + "}"
 
 
 def position(at: WalPosition | None) -> dict[str, int | None]:
-    """Return a place in the WAL as values to bind."""
+    """Return a position in the WAL as parameters."""
     return {"commit_lsn": None if at is None else at.commit_lsn, "commit_number": None if at is None else at.number}
 
 
 def names_of(schema: str) -> dict[str, sql.Composable]:
-    """Return what the statements over one outbox name: its tables, and pieces of SQL that they share."""
-    tables = ("events", "lanes", "failures", "published", "dead_letters", "streams")
-    names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in tables}
-    names["synchronous"], names["further"] = sql.SQL(SYNCHRONOUS), sql.SQL(FURTHER)
-    return names
+    """Return the names in the statements on one outbox: its tables, and shared pieces of SQL."""
+    return {
+        **{name: sql.Identifier(schema, name) for name in _TABLES},
+        "synchronous": sql.SQL(SYNCHRONOUS),
+        "timeline": sql.SQL(TIMELINE),
+        "further": sql.SQL(_FURTHER),
+    }
 
 
 class SettlingStatements:
-    """The statements of settlement.py over one outbox, with its names put in."""
+    """The statements of settlement.py on one outbox."""
 
     def __init__(self, schema: str, *, archive: bool) -> None:
         names = names_of(schema)

@@ -1,14 +1,15 @@
-"""One worker process: takes lanes, keeps the leases, gives lanes up, stops in two stages.
+"""One worker process: takes lanes, renews the leases, releases lanes, and stops in two stages.
 
-The control loop (this thread) talks to Postgres over a connection of its own; the worker's loop, in a thread of its
-own, has another one and the producers, for all lanes together. While Postgres is away the worker's loop waits by itself
-and the control loop reconnects; the leases are renewed as soon as it is back, unless taken by then.
+The control loop (this thread) has its own connection to Postgres; the worker's loop, in another thread, has a second
+one and the producers, for all lanes together. While Postgres is unavailable, the worker's loop waits by itself and the
+control loop reconnects; the leases are renewed as soon as Postgres is back, unless another relay has taken the lanes.
 
-A relay that can't publish anything for two leases and more gives its lanes up when another relay is alive: that one may
-reach the brokers. It is no living relay for a minute then, so that the others share all lanes, and tries again.
+A relay that has not been able to publish for two leases releases its lanes if another relay is alive: that one may
+reach the brokers. It then does not count as alive for a minute, so that the others share all lanes, and tries again.
 
-Stopping: the first signal lets the turn in flight finish, at most ``shutdown_seconds``; then the lanes are released.
-A second signal, or the deadline, leaves what is in flight to the next holders of the lanes, who send it again.
+Stopping: the first signal lets the turn in flight finish, for at most ``shutdown_seconds``; then the lanes are
+released. A second signal, or the deadline, leaves the turn in flight to the next holders of the lanes, who send it
+again.
 """
 
 from __future__ import annotations
@@ -33,19 +34,19 @@ from relay.settlement import lanes_text
 
 log = structlog.get_logger("relay")
 
-# A relay that gave its lanes up because it can't publish stays away from free ones for so long.
+# How long a relay that released its lanes because it can't publish takes no free ones.
 _STAY_AWAY_SECONDS: Final = 60.0
-# A wait that lasts longer than this is an error, and is logged again each time as long.
+# A longer wait is logged as an error, and again each time this has passed.
 _STANDING_SECONDS: Final = 60.0
 _FORGET_SECONDS: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
 class MaintenanceTask:
-    """What a relay does beside publishing, each ``seconds``.
+    """A task besides publishing, which runs every ``seconds``.
 
-    In a thread of its own, which waits for nothing but this: leases must be renewed while it waits for a lock, and an
-    alert must go out while everything else waits for a standby.
+    Each has its own thread: leases must be renewed while it waits for a lock, and it must alert while everything else
+    waits for a standby.
     """
 
     name: str
@@ -55,7 +56,7 @@ class MaintenanceTask:
 
 @dataclass(frozen=True, slots=True)
 class Components:
-    """What a relay is made of. All times in seconds."""
+    """The parts of a relay. All times are in seconds."""
 
     instance: str
     version: str
@@ -65,36 +66,36 @@ class Components:
     loop: LoopSettings
     connect: Connector
     source: Callable[[Events], Source]
-    """Given whom to tell."""
+    """Makes a source that reports to these."""
     publisher: Callable[[Source], Publisher]
-    """Given the worker's source."""
+    """Makes a publisher for the worker's source."""
     all_lanes: Callable[[Sequence[Lease]], None] | None = None
-    """Source wal: given the leases of all lanes when they are taken. A relay without it polls."""
+    """Source wal: called with the leases of all lanes when they are taken. A relay without it polls."""
     let_go_all: Callable[[], None] = lambda: None
     """Source wal: called when the worker has let go of all lanes."""
     upkeep: Sequence[MaintenanceTask] = ()
     besides: Callable[[], Sequence[Wait]] = tuple
-    """What stands still besides the lanes, as upkeep has found."""
+    """Waits other than those of lanes, found by the upkeep tasks."""
     figures: Callable[[], Mapping[str, float]] = dict
-    """For the last line of the log."""
+    """Figures for the last line of the log."""
 
 
 class Events(Protocol):
-    """What sources tell, besides what they return to the loop."""
+    """Receives reports of sources, besides what they return to the loop."""
 
     def dead(self, lane: int, claim: Claim) -> None:
-        """The event failed for good: it is in dead_letters."""
+        """Report an event that failed for good: it is in dead_letters."""
         ...
 
     def lost(self, lane: int, count: int) -> None:
-        """At-most-once: so many events may not have reached Kafka, and will not be sent again."""
+        """At-most-once: report ``count`` events that may not have reached Kafka, and will not be sent again."""
         ...
 
 
 class _Log:
-    """Writes what the worker's loop tells into the log, and keeps it in its health.
+    """Logs the reports of the worker's loop, and records them in its health.
 
-    What a lane waits for is logged once, and again each minute that it lasts.
+    The reason of a lane's wait is logged once, and again every minute.
     """
 
     def __init__(self, health: WorkerHealth) -> None:
@@ -121,7 +122,7 @@ class _Log:
             return
         seconds = self._health.waits(lanes, error)
         if isinstance(error, StateLost | StandingError):
-            # It does not go on before a person has seen to it; then it does by itself.
+            # It waits until an operator has acted; then it goes on by itself.
             if self._is_due(lanes, str(error)):
                 log.error("lane stopped", lanes=_listed(lanes), error=str(error))
         elif seconds >= _STANDING_SECONDS:
@@ -138,7 +139,7 @@ class _Log:
         log.info("publishing again", lanes=_listed(lanes))
 
     def _is_due(self, lanes: Collection[int], what: str) -> bool:
-        """Return whether one of the lanes has something to be logged that was not within the last minute."""
+        """Return whether this was not logged within the last minute for one of the lanes."""
         now = time.monotonic()
         due = [
             lane
@@ -155,9 +156,9 @@ class _Log:
 
 
 class _Complaint:
-    """Logs that something beside the loop fails: once at first, and once more each minute from the first minute on.
+    """Logs failures outside of the loop: the first one, and again every minute.
 
-    ``text`` is what to say at first. What needs a person is an error from the beginning.
+    ``text`` is the first message. If an operator is needed, it is an error from the beginning.
     """
 
     def __init__(self, text: str, **named: str) -> None:
@@ -166,7 +167,7 @@ class _Complaint:
         self._said: tuple[str, float] | None = None
 
     def failed(self, error: Exception, seconds: float) -> None:
-        """Log an attempt that failed, if it is time to. ``seconds``: since the first of them."""
+        """Log a failed attempt, if it is due. ``seconds``: the time since the first one."""
         # Not by its text, which may be another one each time.
         what, now = type(error).__name__, time.monotonic()
         if self._said is not None and self._said[0] == what and now - self._said[1] < _STANDING_SECONDS:
@@ -180,12 +181,12 @@ class _Complaint:
             log.warning(self._text, **self._named, error=str(error))
 
     def over(self) -> None:
-        """Note that it works again."""
+        """Record that it works again."""
         self._said = None
 
 
 class _WorkerThread(threading.Thread):
-    """The worker's loop in a thread. ``error`` holds what ended it, if anything did."""
+    """The worker's loop in a thread. ``error`` is the exception that ended it, if one did."""
 
     def __init__(self, components: Components, held: HeldLanes, health: WorkerHealth) -> None:
         super().__init__(name="worker", daemon=True)
@@ -209,7 +210,7 @@ class _WorkerThread(threading.Thread):
 
 
 class _UpkeepThread(threading.Thread):
-    """Does it until ``stop``, whatever happens. What is in the way is said as of everything else that waits."""
+    """Runs a task until ``stop``, whatever happens. Failures are logged like those of the control loop."""
 
     def __init__(self, upkeep: MaintenanceTask, stop: threading.Event, health: WorkerHealth) -> None:
         super().__init__(name=f"upkeep {upkeep.name}", daemon=True)
@@ -243,7 +244,7 @@ def _listed(lanes: Collection[int]) -> str:
 
 
 class Supervisor:
-    """Runs one worker until ``stop`` is set. Raises nothing for servers that are away: it waits as long as it takes."""
+    """Runs one worker until ``stop`` is set. Waits for unavailable servers as long as it takes."""
 
     def __init__(self, components: Components) -> None:
         self._components = components
@@ -254,22 +255,22 @@ class Supervisor:
         self._table: LaneTable | None = None
         self._complaint = _Complaint("waiting for Postgres", what="the leases")
         self._fails = False
-        # Often enough to notice a newcomer soon.
+        # Often enough to notice a new relay soon.
         self._tick_seconds = min(components.lease_seconds / 3, 1.0)
         self._beat_at = self._forget_at = -1e9
         self._away_until = 0.0
         self._expired_said_at = -_STANDING_SECONDS
 
     def health(self) -> Health:
-        """Return what the lanes wait for, and whether the relay is ready. From any thread, at any time."""
+        """Return what the lanes wait for, and whether the relay is ready. Thread-safe."""
         return self._health.look(
             self._held.leases, self._worker.loop.turned_at, away=self._away, besides=self._components.besides()
         )
 
     def run(self, stop: threading.Event, abandon: threading.Event) -> int:
-        """Work until ``stop``; then finish what is in flight until done, the deadline, or ``abandon``.
+        """Work until ``stop``; then finish what is in flight, until the deadline or ``abandon``.
 
-        Return the number of lanes whose batch in flight was abandoned: 0 for a clean stop.
+        Returns the number of lanes whose batch in flight was abandoned: 0 for a clean stop.
         """
         log.info("relay started", instance=self._components.instance, version=self._components.version)
         done = threading.Event()
@@ -280,8 +281,8 @@ class Supervisor:
             while not stop.is_set():
                 self._tick()
                 if self._worker.error is not None:
-                    # Not a server that is away: a mistake in the settings, or a bug. End: the process manager starts
-                    # us again, and the lanes are free for others in the meantime.
+                    # Not an unavailable server, but a mistake in the settings, or a bug. End: the process manager
+                    # restarts us, and meanwhile other relays can take the lanes.
                     raise self._worker.error
                 stop.wait(self._tick_seconds)
         except BaseException:
@@ -330,12 +331,12 @@ class Supervisor:
             table.close()
 
     def _keep(self, table: LaneTable) -> None:
-        """Write that we are alive, prolong the leases, and release what the worker has let go of."""
+        """Record that we are alive, renew the leases, and release lanes that the worker has let go of."""
         now = time.monotonic()
         let_go = self._held.take_let_go()
         if let_go:
             self._release(table, let_go)
-        # Three times within a lease; a third of a beat early, because ticks are not exact.
+        # Three times within a lease, and slightly early, because ticks are not exact.
         if now - self._beat_at >= self._components.lease_seconds / 3 - self._tick_seconds / 3:
             self._beat_at = now
             if not self._away:
@@ -360,7 +361,7 @@ class Supervisor:
         self._say_what_expired()
 
     def _say_what_expired(self) -> None:
-        """Log lanes that are ours and whose leases can't be prolonged: the loop leaves them out without a word."""
+        """Log our lanes whose leases can't be renewed: the loop silently skips them."""
         recalled = self._held.recalled
         expired = [lease for lease in self._held.leases if lease.remaining_seconds < 0 and lease.lane not in recalled]
         now = time.monotonic()
@@ -401,9 +402,10 @@ class Supervisor:
             self._held.recall(lanes[: step.release - len(self._held.recalled)])
 
     def _cannot_publish(self, table: LaneTable, distribution: LaneDistribution) -> bool:
-        """Release the lanes after a while without success, if another relay may do better; return whether we stay away.
+        """Release the lanes after a while without success, if another relay is alive. Returns whether we take no lanes
+        now.
 
-        Somebody else is a living relay. After a minute this one takes lanes again, and tries as long as before.
+        After a minute this relay takes lanes again, and tries for as long as before.
         """
         now = time.monotonic()
         since = self._worker.loop.failing_since
@@ -431,7 +433,7 @@ class Supervisor:
 
     def _give(self, leases: Sequence[Lease]) -> None:
         if leases:
-            # What they waited for when they were ours before is over.
+            # Waits from when we held them before are over.
             self._health.goes_on([lease.lane for lease in leases])
             log.info("lanes acquired", lanes=len(leases), epochs={lease.lane: lease.epoch for lease in leases[:16]})
             if not self._held.leases:
@@ -477,7 +479,7 @@ class Supervisor:
                 self._table = self._connect()
             ours = [gone for gone in self._held.take_let_go() if not gone.lost]
             if not self._worker.is_alive():
-                # What ended the worker with an error left it no time to let go.
+                # A worker that ended with an error has not let go of its lanes.
                 ours += [LetGo(lease, clean=False) for lease in self._held.leases]
             if ours:
                 self._table.release(
@@ -485,7 +487,7 @@ class Supervisor:
                 )
             self._table.leave()
         except (Unavailable, SchemaError) as error:
-            # The leases run out by themselves.
+            # The leases expire by themselves.
             log.warning("could not release the lanes", error=str(error))
         finally:
             self._disconnect()

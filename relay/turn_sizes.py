@@ -1,8 +1,8 @@
-"""How many events of each lane a turn has: less where something was too much, or was refused. No I/O.
+"""The number of events of each lane in a turn: fewer after a turn that was too large, or refused. No I/O.
 
-A turn that does not finish in time is followed by half as much. Where the broker refuses something and does not say
-what, the lanes that it names, or each, have turns of their own, in which the batch is halved until one event is left,
-or cut before the likeliest one; see loop.py.
+After a turn that does not finish in time, the size is halved. If the broker refuses something without saying what, the
+lanes that it names, or all, have turns of their own, in which the batch is halved until one event is left, or cut
+before the likeliest one; see loop.py.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from relay.ports import Batches, BatchRefused, Claim, Failed, Late, Receipt, Ref
 
 # Clean turns after which a size that was halved is doubled again.
 _GROW_AFTER: Final = 8
-# A turn's events over all lanes, in batches of one lane: what four lanes may have at once.
+# The most events in a turn over all lanes, in batches of one lane.
 _LANES_AT_ONCE: Final = 4
 
 
 @dataclass(slots=True)
 class _Lane:
-    """One lane. ``taken`` is how many events the last turn had of it.
+    """One lane. ``taken`` is its number of events in the last turn.
 
     ``suspect``: something in its last batch was refused, and it has turns of its own until that is found; ``limit`` is
-    then how many events such a turn takes, and ``after`` how many the next one, if this one is clean (0: more).
-    ``guessed``: these follow a guess of which event it is, which ``guesses`` turns are for. Lanes with the same
-    ``case`` were refused together; ``proven``: the lane was refused by itself as well. ``clean`` counts its turns.
+    the size of such a turn, and ``after`` that of the next one if this one is clean (0: it doubles). ``guessed``: these
+    sizes follow a guess which event it is; ``guesses`` is the number of turns left for it. Lanes with the same ``case``
+    were refused together; ``proven``: the lane was also refused by itself. ``clean`` counts its own turns.
     """
 
     taken: int = 0
@@ -42,7 +42,7 @@ class _Lane:
 
 
 class TurnSizes:
-    """The sizes of a worker's turns. A lane has ``batch_size`` events at most, and shares what others leave."""
+    """The sizes of a worker's turns. A lane has at most ``batch_size`` events, and shares what others leave."""
 
     def __init__(self, batch_size: int) -> None:
         self._batch_size = batch_size
@@ -54,7 +54,7 @@ class TurnSizes:
         self._guess_first = True
 
     def hold(self, lane: int) -> None:
-        """Begin with a lane."""
+        """Start with a lane."""
         self._lanes[lane] = _Lane()
 
     def drop(self, lane: int) -> None:
@@ -62,17 +62,17 @@ class TurnSizes:
         del self._lanes[lane]
 
     def note_taken(self, lanes: AbstractSet[int], batches: Batches) -> None:
-        """Record how many events were there of what these lanes might have."""
+        """Record how many events these lanes had in a turn."""
         for number in lanes & self._lanes.keys():
             self._lanes[number].taken = len(batches.get(number, ()))
 
     def limits(self, ready: Sequence[int]) -> dict[int, int]:
-        """Return the lanes of this turn, of those that are ready, with how many events each may have."""
+        """Return the lanes of this turn, out of those that are ready, with the most events of each."""
         suspects = [number for number in ready if self._lanes[number].suspect]
         good = [number for number in ready if number not in suspects]
         self._suspects_turn = bool(suspects) and (not self._suspects_turn or not good)
         if self._suspects_turn:
-            # One by one, each in turn. A guess comes first; but not twice in a row, or others might wait for ever.
+            # One at a time, in rotation. A guess comes first, but not twice in a row, or others might wait for ever.
             lanes, first = self._lanes, self._guess_first
             number = min(suspects, key=lambda each: (not (first and lanes[each].guesses), lanes[each].clean))
             lane = lanes[number]
@@ -84,10 +84,10 @@ class TurnSizes:
         return self._shares(good)
 
     def _shares(self, numbers: Sequence[int]) -> dict[int, int]:
-        """Return how many events each lane may have: lanes that fill their share have what the others leave of theirs.
+        """Return how many events each lane may have: lanes that fill their share also get what the others leave.
 
-        Of 256 lanes one has the hottest key: it must not wait because the other 255 might have events too. Where they
-        suddenly have, this turn has twice as many events as others at most.
+        If one of 256 lanes has the hottest key, it must not wait because the other 255 might have events too. If they
+        suddenly do, this turn has at most twice as many events as others.
         """
         most = self._limit * _LANES_AT_ONCE
         even = max(min(self._limit, most // len(numbers)), 1)
@@ -99,7 +99,7 @@ class TurnSizes:
         return dict.fromkeys(numbers, even) | dict.fromkeys(full, more)
 
     def narrowed(self, batches: Batches, failed: Failed) -> Failed:
-        """Halve what was too large, single out what was refused; a batch of one that is refused names its event."""
+        """Halve what was too large, and isolate what was refused. A refused batch of one identifies the event."""
         if isinstance(failed.error, Late):
             half = max(max(map(len, batches.values())) // 2, 1)
             if self._suspects_turn:
@@ -121,7 +121,7 @@ class TurnSizes:
             lane.suspect, lane.proven = True, alone
             lane.limit, lane.after = max(size // 2, 1) if alone or len(blamed) < len(batches) else size, 0
             before = _before(batches[number], failed.likeliest.get(number))
-            # A guess that was wrong is followed by halving: there are fewer events with each turn.
+            # After a wrong guess, halve: the number of events falls with each turn.
             lane.guessed = before is not None and not lane.guessed
             if before is not None and lane.guessed:
                 lane.limit, lane.after = (before, 1) if before else (1, 0)
@@ -132,9 +132,9 @@ class TurnSizes:
         return replace(failed, receipts=receipts)
 
     def _found(self, lane: _Lane) -> None:
-        """Clear a lane of suspicion, as its event is found, and those that were refused together with it.
+        """Clear a lane whose event is found, and the lanes that were refused together with it.
 
-        If there is another such event among them, a turn of all will be refused again, for that one.
+        If these have another such event, a common turn will be refused again because of it.
         """
         for each in self._lanes.values():
             if each is lane or (each.suspect and each.case == lane.case and not each.proven):
@@ -142,7 +142,7 @@ class TurnSizes:
                 each.guesses = each.after = 0
 
     def completed(self, lanes: Collection[int]) -> None:
-        """After clean turns, let what was halved grow; a suspect that had several is like the others again."""
+        """Let sizes grow after clean turns; after several, a suspect is cleared."""
         if self._suspects_turn:
             for number in lanes:
                 lane = self._lanes.get(number)
@@ -164,5 +164,5 @@ class TurnSizes:
 
 
 def _before(claims: Sequence[Claim], position: int | None) -> int | None:
-    """Return how many events of a batch stand before the one at a position; None if it is not among them."""
+    """Return how many events of a batch come before the one at a position; None if it is not in the batch."""
     return next((n for n, claim in enumerate(claims) if claim.position == position), None)

@@ -1,4 +1,4 @@
-"""From settings to a running relay: the one place where its parts are put together."""
+"""Builds a relay from settings: the one place where its parts are assembled."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ log = structlog.get_logger("relay")
 _WATCH_SECONDS: Final = 10.0
 _ARCHIVE_SECONDS: Final = 60.0
 _TRANSACTIONS_SECONDS: Final = 60.0
-# Of a lease, beyond what a turn may take: for reading, settling, and clocks.
+# The part of a lease, besides the time for a turn, for reading, settling, and clock differences.
 _SPARE_PART: Final = 0.1
 
 
 def build(settings: Settings) -> Supervisor:
-    """Return a relay that is ready to run. Raises ConfigurationError before anything is connected."""
+    """Return a relay that is ready to run. Raises ConfigurationError before connecting."""
     instance = settings.relay.instance or f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
     connect = Connector(settings.require_database(), f"outbox relay {instance}"[:63])
     exact = settings.delivery is Delivery.EXACTLY_ONCE
@@ -96,7 +96,7 @@ def build(settings: Settings) -> Supervisor:
 
 
 class _Wal:
-    """What a relay that reads the WAL has for the lanes it holds, all of them or none: one stream."""
+    """The parts of a relay that reads the WAL: one stream for its lanes, all or none."""
 
     def __init__(self, settings: Settings, connect: Connector, name: str, renew_part: float) -> None:
         self._settings = settings
@@ -107,7 +107,7 @@ class _Wal:
         self._stream: Stream | None = None
 
     def begin(self, leases: Sequence[Lease]) -> None:
-        """Prepare the stream of these lanes."""
+        """Create the stream for these lanes."""
         settings = self._settings
         self._stream = Stream(
             slot_names(settings),
@@ -123,13 +123,13 @@ class _Wal:
         )
 
     def end(self) -> None:
-        """Close the stream: its lanes are given up."""
+        """Close the stream when its lanes are given up."""
         stream, self._stream = self._stream, None
         if stream is not None:
             stream.close()
 
     def source(self, events: Events) -> Source:
-        """Return a source over the stream."""
+        """Return a source on the stream."""
         assert self._stream is not None
         return StreamSource(
             self._connect,
@@ -171,11 +171,11 @@ def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) 
     archive = settings.relay.archive_days > 0
     state = StateTopic(client_options(settings), state_topic_name(settings), replication=settings.state_replication)
     exact = settings.delivery is Delivery.EXACTLY_ONCE
-    # Lanes' rows name the last one, and a publisher that is made anew fences its predecessor.
+    # Lanes' rows have the last one; a new publisher fences its predecessor.
     bases = [_new_base(settings)]
     fencing = Fencing(options)
     idempotent = partial(IdempotentPublisher, options, router, topics, settings.ce_source, seconds)
-    # An option librdkafka does not know ends the command here, not a turn later.
+    # An option that librdkafka does not know ends the command here, not a turn later.
     idempotent().close()
 
     def transactional(store: TakeoverStore) -> TransactionalPublisher:
@@ -226,9 +226,8 @@ def _new_base(settings: Settings) -> str:
 
 
 def _upkeep(settings: Settings, connect: Connector, registry: CollectorRegistry) -> list[MaintenanceTask]:
-    """Return what a relay does beside publishing."""
-    # A slot that is not read, before a switch or after one, fills the disk as well; then polling relays are the only
-    # ones that see it.
+    """Return the relay's tasks besides publishing."""
+    # Before and after a switch, a slot that is not read also fills the disk, and only polling relays can notice that.
     watch = SlotWatch(
         connect,
         slot_names(settings),

@@ -1,4 +1,4 @@
-"""Several workers on one machine: a process for each, which share the lanes out like any other relays.
+"""Several workers on one machine: one process each, which divide the lanes like any other relays.
 
 | what happens                        | what follows                                                                  |
 |-------------------------------------|-------------------------------------------------------------------------------|
@@ -34,15 +34,15 @@ _LOOK_SECONDS: Final = 0.1
 def run_workers(count: int, environment: Mapping[str, str]) -> int:
     """Run ``outbox relay run`` in this environment ``count`` times, until all have ended.
 
-    Return the exit status of the first that failed, 0 when none has.
+    Returns the exit status of the first that failed, or 0.
     """
     workers = [
         subprocess.Popen(
             [sys.executable, "-m", "relay.cli", "relay", "run", "--worker", str(number)],
             env=dict(environment),
-            # Nothing is written to it: it ends with this process, however that ends.
+            # Nothing is written to it: it is closed when this process ends, for whatever reason.
             stdin=subprocess.PIPE,
-            # A signal from the terminal reaches this process alone, which passes it on once.
+            # A signal from the terminal reaches only this process, which passes it on once.
             start_new_session=True,
         )
         for number in range(count)
@@ -75,14 +75,14 @@ def run_workers(count: int, environment: Mapping[str, str]) -> int:
 
 
 def be_worker(number: int, settings: Settings, stopping: threading.Event) -> None:
-    """Make this process one of several workers: with a name and a port of its own, and an end with what started it.
+    """Make this process one of several workers: with its own name and port, and ending with its parent.
 
-    ``stopping`` says that it was told to end already. To be told twice would leave the turn in flight.
+    ``stopping``: it was already told to end. A second signal would abandon the turn in flight.
     """
     if settings.relay.instance is not None:
         settings.relay.instance += f"-{number}"
     if settings.relay.metrics_address is not None:
-        # An address can be listened on once, and each worker has lanes of its own.
+        # Only one worker can listen on a port, and each has metrics of its own.
         host, _, port = settings.relay.metrics_address.rpartition(":")
         settings.relay.metrics_address = f"{host}:{int(port) + number}"
 
@@ -91,7 +91,7 @@ def be_worker(number: int, settings: Settings, stopping: threading.Event) -> Non
             pass
         if not stopping.is_set():
             os.kill(os.getpid(), signal.SIGTERM)
-            # Last: whoever read the log may have ended too.
+            # Last, because the reader of the log may have ended too.
             log.error("the process that started this worker has ended; the worker stops")
 
     threading.Thread(target=wait, name="starter", daemon=True).start()

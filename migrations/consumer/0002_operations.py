@@ -1,4 +1,4 @@
-"""Dead letters, losses, reservations and an audit; what a group has counted, and what it has forgotten.
+"""Dead letters, losses, reservations and the audit; a group's counters, and the day before which it forgets ids.
 
 Frozen as it was written; a test holds it against spark_jobs/postgres/tables.py.
 """
@@ -181,11 +181,11 @@ def downgrade() -> None:
 
 
 def _key(schema: str, *columns: str) -> None:
-    """Return processed_messages and its partitions another order of the key's columns."""
+    """Change the order of the primary key's columns in processed_messages and its default partition."""
     tables = ("processed_messages", "processed_messages_default")
-    # The default partition's goes with the parent's, unless somebody has detached it.
+    # Dropping the parent's key drops the default partition's too, unless the partition was detached.
     for table in tables:
         op.drop_constraint(f"{table}_pkey", table, schema=schema, if_exists=True)
-    # And it comes first, by its name: the parent's then takes it in.
+    # The partition's key is made first, under its own name; the parent's key then attaches it.
     for table in reversed(tables):
         op.create_primary_key(f"{table}_pkey", table, list(columns), schema=schema)

@@ -1,9 +1,9 @@
-"""An index of the dead letters that a round may have to do something about.
+"""An index of the dead letters that a round may have to act on.
 
-Each round asks whether there are any. Without the index all of the group's dead letters are read for that, once a round
-or more often than once a second while there is nothing else to do.
+Each round checks for them. Without the index, each check reads all of the group's dead letters: once a round, and more
+often than once a second while the consumer is idle.
 
-Locks: a consumer that puts a dead letter aside waits while the dead letters that are there are read once.
+Locks: a consumer that writes a dead letter waits while the existing ones are read once.
 
 Frozen as it was written; a test holds it against spark_jobs/postgres/tables.py.
 """

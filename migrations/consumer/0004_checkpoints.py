@@ -1,4 +1,4 @@
-"""Which batch of a Spark stream is in the sink, for ``foreachBatch(exactly_once(job))``.
+"""The last batch of each Spark stream in the sink, for ``foreachBatch(exactly_once(job))``.
 
 Locks: none; a table is added.
 

@@ -1,4 +1,4 @@
-"""Whether a group's last driver has ended by itself: one that has not may have been ended by a message.
+"""When a group's last driver ended normally: one that did not may have been killed by a message.
 
 Locks: ACCESS EXCLUSIVE on ``groups`` for a moment; nothing is rewritten.
 

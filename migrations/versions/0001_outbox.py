@@ -1,6 +1,6 @@
 """Events, lanes and relays.
 
-Frozen as it was written: outbox/tables.py may move on, this file may not. A test holds the sum of all revisions against
+Frozen: outbox/tables.py may change, this file may not. A test compares the result of all revisions with
 outbox/tables.py, through pg_catalog.
 """
 
@@ -30,7 +30,7 @@ _SIZE = (
 
 
 def _settings() -> tuple[str, int]:
-    """Schema and lanes. An application that includes this history (version_locations) gives neither."""
+    """Return the schema and the number of lanes. A host application that includes this history sets neither."""
     attributes = context.config.attributes
     return attributes.get("schema", "outbox"), int(attributes.get("lanes", 4))
 

@@ -17,7 +17,7 @@ depends_on = None
 
 def upgrade() -> None:
     schema = context.config.attributes.get("schema", "outbox")
-    # Until now it counted batches that no marker in Kafka knows of.
+    # Until now it counted batches that have no marker in Kafka.
     op.alter_column("lanes", "last_batch", nullable=True, server_default=None, schema=schema)
     lanes = sa.table("lanes", sa.column("last_batch"), schema=schema)
     op.execute(sa.update(lanes).values(last_batch=None))

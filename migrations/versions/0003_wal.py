@@ -1,4 +1,4 @@
-"""The WAL as a source: which source each lane is read from, how far, and the slot's own book.
+"""The WAL as a source: the source that each lane is read from, how far it was read, and the slot's checkpoint.
 
 Frozen as it was written.
 """

@@ -1,14 +1,14 @@
 """Indexes over a hash of the key: a btree takes rows of 2,704 bytes, and a key may have 4,000.
 
 Locks: writes to ``failures`` and to ``published`` with all its partitions wait from the beginning to the end, and reads
-of them for a moment at the end; writers of events wait for nothing. The indexes of the archive are built meanwhile, in
-a second or a few for a million events. Relays wait for that long with what they have published, and go on afterwards.
-An archive that is too large for such a pause can have the index built on each of its partitions beforehand, while
+of them for a moment at the end; writers of events do not wait. The indexes of the archive are built meanwhile: a few
+seconds for a million events. Relays can't settle what they have published during that time, and go on afterwards. An
+archive that is too large for such a pause can have the index built on each of its partitions beforehand, while
 everything runs (``CREATE INDEX CONCURRENTLY ON … (aggregate_type, hashtextextended(aggregate_id, 0))``): this revision
-takes over those that it finds, and drops those of which the build did not come to its end. Relays of the version before
-work with these indexes too, and relays of this one without them; both are slower while a lane has many failures.
+takes over those that it finds, and drops those whose build did not finish. Relays of the previous version work with
+these indexes too, and relays of this one without them; both are slower while a lane has many failures.
 
-Going back is refused while a key is there that the old indexes have no room for.
+The downgrade is refused while there is a key too long for the old indexes.
 
 Frozen as it was written.
 """
@@ -24,7 +24,7 @@ depends_on = None
 _HASH = "hashtextextended(aggregate_id, 0)"
 
 
-# A build that was cancelled leaves an index that is never used, and would make the whole one invalid.
+# A cancelled build leaves an index that is never used, and that would make the parent's index invalid.
 _BUILT_BEFOREHAND = """
 DO $$
 DECLARE
@@ -56,12 +56,12 @@ def upgrade() -> None:
     op.execute(_BUILT_BEFOREHAND.format(**literals))
     hashed = sa.text(_HASH)
     op.create_index("failures_key_hash", "failures", ["lane", "aggregate_type", hashed], schema=schema)
-    # The default partition's first, so that it has the name; the parent's takes it over, and makes the others.
+    # The default partition's index first, so that it gets its name; the parent's attaches it and creates the others.
     for table in ("published_default", "published"):
         op.create_index(
             f"{table}_key_hash", table, ["aggregate_type", hashed], schema=schema, if_not_exists=table != "published"
         )
-    # With those of its partitions.
+    # This drops the partitions' indexes too.
     op.drop_index("published_aggregate", "published", schema=schema)
     op.drop_index("failures_key", "failures", schema=schema)
 
@@ -77,7 +77,7 @@ def downgrade() -> None:
 
 
 def _hold_back(schema: str) -> None:
-    """Lock in the order in which relays do, a parent before its partitions: or each could wait for the other."""
+    """Lock in the same order as relays, a parent before its partitions, so that neither deadlocks the other."""
     tables = ", ".join(_quoted(schema, name) for name in ("failures", "published"))
     op.execute(sa.DDL("LOCK TABLE %(tables)s IN SHARE ROW EXCLUSIVE MODE", context={"tables": tables}))
 

@@ -1,11 +1,11 @@
-"""One turn for all lanes of a worker: under which transactional.id a lane may have been written.
+"""One turn for all lanes of a worker: the transactional.id under which a lane may have been written.
 
-A worker has one transactional producer for all its lanes, so the lane itself no longer says whom a new holder has to
-fence: the row does. The empty text stands for the ids of the version before, ``<name>.relay.<lane>``.
+A worker has one transactional producer for all its lanes, so a new holder can't derive from the lane which id to fence:
+the row names it. The empty text stands for the ids of the previous version, ``<name>.relay.<lane>``.
 
-``protocol_epoch`` keeps relays of the version before away. They raise ``epoch`` alone when they take a lane, and the
-constraint refuses that, so they can neither publish beside a holder whom they do not fence nor be missed by one. What
-they hold when this revision runs, they keep until they stop.
+``protocol_epoch`` keeps relays of the previous version out. They raise only ``epoch`` when they take a lane, and the
+constraint refuses that, so they can neither publish beside a holder that they do not fence nor escape being fenced
+themselves. Lanes that they hold when this revision runs stay theirs until they stop.
 
 Frozen as it was written.
 """

@@ -1,14 +1,13 @@
 """Headers that begin with ``outbox-`` are the relay's: a row may have them only with ``from_relay``.
 
-A dead letter's copy and a replayed event are rows of ``events`` like any other, and the relay knows them by such a
+A dead letter's copy and a replayed event are rows of ``events`` like any other, and the relay recognizes them by such a
 header: a copy goes to the dead-letter topic, and does not wait for the events before it. A writer that sets the header
-itself could pass a blocked key by. The constraint refuses the header in a row without ``from_relay``, and a role that
-has INSERT on the other columns alone (`outbox db roles`) can't set that one. Rows that are there already are left as
-they are.
+itself could overtake a blocked key. The constraint refuses the header in a row without ``from_relay``, and a role with
+INSERT on the other columns only (`outbox db roles`) can't set that one. Existing rows stay as they are.
 
-Locks: writers of events and relays wait while the rows that are not published yet are looked at, about a second for a
-million. Nothing is rewritten. A relay of the version before can't write a dead letter's copy from here on: its lane
-waits until it is stopped.
+Locks: writers of events and relays wait while the unpublished rows are checked, about a second for a million. Nothing
+is rewritten. From here on a relay of the previous version can't write a dead letter's copy: its lane waits until that
+relay is stopped.
 
 Frozen as it was written.
 """
@@ -24,7 +23,7 @@ depends_on = None
 
 def upgrade() -> None:
     schema = context.config.attributes.get("schema", "outbox")
-    # True for the rows that are there, without writing them anew, and false for those that come.
+    # True for existing rows, without rewriting them, and false for new ones.
     op.add_column(
         "events",
         sa.Column("from_relay", sa.Boolean(), nullable=False, server_default=sa.text("true")),

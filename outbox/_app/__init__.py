@@ -1,1 +1,1 @@
-"""What the two applications share, relay and consumers; closed to the library, which a service embeds."""
+"""Code that both applications share, relay and consumers. The library, which a service embeds, must not import it."""

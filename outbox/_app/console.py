@@ -1,4 +1,4 @@
-"""What the commands share: options, errors as one clear line, and a JSON object as the last line of stdout."""
+"""Parts that all commands share: options, errors as one clear line, and a JSON object as the last line of stdout."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print one JSON object.")]
 
 
 def failing_clearly(command: Callable[P, R]) -> Callable[P, R]:
-    """Show an OutboxError as one line on stderr: status 2 for settings, 1 for the rest. Bugs keep their traceback."""
+    """Print an OutboxError as one line on stderr: status 2 for settings, 1 for the rest. Bugs keep their traceback."""
 
     @functools.wraps(command)
     def wrapper(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -58,7 +58,7 @@ def print_json(values: Mapping[str, Any], *, indented: bool = False) -> None:
 
 
 def table_console() -> Console:
-    """Return a console for tables: in a file nobody's terminal sets the width."""
+    """Return a console for tables, 200 columns wide when the output is not a terminal."""
     from rich.console import Console
 
     return Console(soft_wrap=True, width=None if sys.stdout.isatty() else 200)

@@ -1,4 +1,4 @@
-"""The environment variables of the product: ``OUTBOX_…``. One that nothing reads is an error, not a default.
+"""The environment variables of the product: ``OUTBOX_…``. A variable that nothing reads is an error.
 
 Most are settings, named after the fields of relay.config.Settings. The others are read where they are needed, and are
 listed here.
@@ -30,7 +30,7 @@ READ_ELSEWHERE: Final[Mapping[str, str]] = {
     "OUTBOX_SANDBOX": "Where the sandbox keeps its data. Else in the cache directory.",
     "OUTBOX_SUBMITTED_PID_FILE": "Set by `outbox spark submit`: where the driver writes its process id.",
 }
-"""Every variable that is not a setting, and what it is for."""
+"""Every variable that is not a setting, with its purpose."""
 
 # Kubernetes sets these in every pod of a namespace that has a service named outbox, or outbox-relay and so on.
 _SERVICE_LINK: Final = re.compile(
@@ -41,12 +41,12 @@ _SERVICE_ADDRESS: Final = re.compile(r"(tcp|udp|sctp)://")
 
 
 def variable(path: Sequence[str]) -> str:
-    """Return the variable of a setting: ``("relay", "batch_size")`` is OUTBOX_RELAY__BATCH_SIZE."""
+    """Return a setting's variable: OUTBOX_RELAY__BATCH_SIZE for ``("relay", "batch_size")``."""
     return PREFIX + "__".join(part.upper().replace(".", "_") for part in path)
 
 
 def check(environment: Mapping[str, str], settings: type[BaseModel]) -> None:
-    """Raise ConfigurationError for each variable that nothing reads, and for a section that is no JSON object."""
+    """Raise ConfigurationError if there are variables that nothing reads, or sections that are not JSON objects."""
     problems = []
     for given, value in sorted(environment.items()):
         name = given.upper()
@@ -75,7 +75,7 @@ def setting_names(settings: type[BaseModel]) -> Iterator[tuple[str, ...]]:
 
 
 def nearest_key(key: str, known: Sequence[str]) -> str | None:
-    """Return the known name that is most like this one; None when none is."""
+    """Return the known name most similar to this one, or None if none is similar."""
     return next(iter(get_close_matches(key, known, n=1, cutoff=0.6)), None)
 
 
@@ -85,7 +85,7 @@ def choices_of(annotation: Any) -> tuple[Any, ...]:
 
 
 def model_of(annotation: Any) -> type[BaseModel] | None:
-    """Return the section that a field holds: a model, or None."""
+    """Return the model of a field that is a section, or None."""
     for choice in choices_of(annotation):
         if isinstance(choice, type) and issubclass(choice, BaseModel):
             return choice
@@ -93,7 +93,7 @@ def model_of(annotation: Any) -> type[BaseModel] | None:
 
 
 def values_of(annotation: Any) -> Any:
-    """Return what the values of a field with free names are; None for any other field."""
+    """Return the type of the values if a field is a mapping with free names, or None."""
     for choice in choices_of(annotation):
         if get_origin(choice) is dict:
             return get_args(choice)[1]
@@ -105,7 +105,7 @@ def _spelled(name: str, alias: object) -> str:
 
 
 def _field(model: type[BaseModel], name: str) -> Any:
-    """Return the type of a field; None when there is none of this name."""
+    """Return the type of the field with this name, or None."""
     for field_name, field in model.model_fields.items():
         if _spelled(field_name, field.validation_alias) == name:
             return field.annotation
@@ -151,7 +151,7 @@ def _nearest(name: str, settings: type[BaseModel]) -> str | None:
             model = model_of(annotation)
             assert model is not None
             annotation = _field(model, part)
-        # Options of Kafka and Spark have any name: only the number of underscores can be wrong.
+        # Options of Kafka and Spark may have any name: only the number of underscores can be wrong.
         start = variable(path).replace("__", "_") + "_"
         flat = re.sub("_+", "_", name)
         if values_of(annotation) is str and flat.startswith(start) and len(flat) > len(start):

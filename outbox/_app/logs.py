@@ -1,4 +1,4 @@
-"""Structured logs to stderr: for a person on a terminal, JSON elsewhere. Nothing logged holds a secret.
+"""Structured logs to stderr: readable text on a terminal, JSON elsewhere. No log entry holds a secret.
 
 Database addresses go through outbox.urls.display_url; Kafka options are never logged, only the bootstrap servers.
 """
@@ -12,7 +12,7 @@ import structlog
 
 
 def configure(level: str = "info", style: str = "auto") -> None:
-    """Set structlog up for a command. style is ``auto``, ``console`` or ``json``."""
+    """Set up structlog for a command. style is ``auto``, ``console`` or ``json``."""
     console = style == "console" or (style == "auto" and sys.stderr.isatty())
     renderer: structlog.typing.Processor = (
         structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty()) if console else structlog.processors.JSONRenderer()

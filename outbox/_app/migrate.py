@@ -1,9 +1,9 @@
 """The outbox's tables in a database: upgrade, downgrade, offline SQL, and the number of lanes.
 
-Alembic does the work, with a version table of its own inside the schema, so a host application's own alembic history
-in the same database is not touched. Each change is one transaction under an advisory lock: pods that start at the
-same moment upgrade once. What a change must not lose is looked at under the lock that the change needs, and not before
-it: whoever was still writing has committed by then.
+Alembic does the work, with its own version table inside the schema, so a host application's alembic history in the same
+database is not touched. Each change is one transaction under an advisory lock: of several pods that start together, one
+upgrades. Rows that a change must not lose are checked under the table lock that the change needs, not before it: by
+then every writer has committed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _LOCK: Final = 0x6F7574626F780001
 """Advisory lock of everything that changes the schema."""
 
 _LOCK_TIMEOUT: Final = "5s"
-"""Of every other lock: who waits for a table holds up all that come after."""
+"""Of every other lock: a transaction that waits for a table blocks all that come after it."""
 
 _MAX_NAME: Final = 63
-"""Bytes of an identifier; Postgres cuts off the rest, and two names could be one."""
+"""Bytes of an identifier. Postgres cuts off the rest, so two longer names could become the same."""
 
 _ADVICE: Final = {
     "25006": "this connection may only read: use the primary server and a role that may write",
@@ -60,12 +60,12 @@ _ADVICE: Final = {
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """One line of migrations: where its files are and where its tables go by default."""
+    """A migration history: the folder of its revisions and the default schema of its tables."""
 
     folder: str
     schema: str
     guarded: Mapping[str, str]
-    """Tables that must be empty before a downgrade may drop them, and the revision that made each."""
+    """Tables that must be empty before a downgrade may drop them, with the revision that created each."""
 
 
 OUTBOX: Final = History(
@@ -86,14 +86,14 @@ CONSUMER: Final = History(
 EVERYBODY_EMITS: Final = """
 SELECT coalesce(bool_or(has_function_privilege('public', oid, 'EXECUTE')), false) FROM pg_proc
  WHERE proname = 'pg_logical_emit_message' AND pronamespace = 'pg_catalog'::regnamespace"""
-"""Whether every role of the database may write messages into the WAL, as Postgres has it by default."""
+"""Whether every role of the database may write messages into the WAL, which is Postgres's default."""
 
 
 def upgrade(url: str, schema: str = "outbox", lanes: int | None = None) -> None:
-    """Bring the outbox's tables to this version. Does nothing when they are.
+    """Upgrade the outbox's tables to this version. Does nothing if they are up to date.
 
-    lanes counts at the first upgrade only (4 if not given). Raises ConfigurationError when it differs from what is
-    there or an argument can't be right, SchemaError when the database refuses.
+    lanes is used by the first upgrade only (4 if not given). Raises ConfigurationError when it differs from the
+    existing number or an argument is invalid, SchemaError when the database refuses.
     """
     check_name(schema)
     if lanes is not None:
@@ -106,7 +106,7 @@ def upgrade(url: str, schema: str = "outbox", lanes: int | None = None) -> None:
 
 
 def upgrade_consumer(url: str, schema: str = "consumer") -> None:
-    """Bring the consumers' tables to this version; they may live in another database than the outbox's.
+    """Upgrade the consumers' tables to this version; they may be in another database than the outbox's.
 
     Raises as ``upgrade`` does.
     """
@@ -118,10 +118,10 @@ def upgrade_consumer(url: str, schema: str = "consumer") -> None:
 def downgrade(
     url: str, schema: str | None = None, revision: str = "base", *, history: History = OUTBOX, drop_rows: bool = False
 ) -> None:
-    """Go back to a revision.
+    """Downgrade to a revision.
 
-    Raises ConfigurationError for a revision that there is not. Raises SchemaError when rows would be lost and
-    ``drop_rows`` is not given, when the tables are in use, not there, or before that revision already.
+    Raises ConfigurationError for an unknown revision. Raises SchemaError when rows would be lost and ``drop_rows`` is
+    not given, and when the tables are in use, missing, or older than that revision already.
     """
     schema = history.schema if schema is None else schema
     check_name(schema)
@@ -163,8 +163,8 @@ def sql(
 ) -> str:
     """Return the SQL of an upgrade, for Flyway or psql: the same text for the same version and arguments.
 
-    start and end are revisions; without start it begins with nothing there. Raises ConfigurationError when one is not
-    known, when start comes after end, and for a schema or number of lanes that can't be.
+    start and end are revisions; without start, the SQL begins with an empty database. Raises ConfigurationError when a
+    revision is unknown, when start comes after end, and for an invalid schema or number of lanes.
     """
     schema = history.schema if schema is None else schema
     check_name(schema)
@@ -190,24 +190,24 @@ def revisions(history: History = OUTBOX) -> list[str]:
 
 
 def current(connection: sa.Connection, schema: str) -> tuple[str, ...] | None:
-    """Return the revisions in the schema's version table, none after a downgrade to base; None without a table."""
+    """Return the revisions in the schema's version table: empty after a downgrade to base, None without a table."""
     if not sa.inspect(connection).has_table("alembic_version", schema=schema):
         return None
     return MigrationContext.configure(connection, opts={"version_table_schema": schema}).get_current_heads()
 
 
 def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
-    """Return the outbox another number of lanes. It must be drained, and no relay may hold a lane.
+    """Change the number of lanes. The outbox must be drained, and no relay may hold a lane.
 
-    Raises ConfigurationError for a number or schema that can't be. Raises SchemaError when events, failures or dead
-    letters are left, when a lease is alive, or when others keep the tables locked.
+    Raises ConfigurationError for an invalid number or schema. Raises SchemaError when events, failures or dead letters
+    are left, when a lease has not expired, or when others keep the tables locked.
     """
     check_name(schema)
     expression = lane_expression(lanes)
     table = _lanes(schema)
     with _transaction(url) as connection:
         sidecars = _existing(connection, schema, ("failures", "dead_letters"))
-        # Both the writers and the relays are kept out from here on: what is read below stays true until the end.
+        # Writers and relays are locked out from here on: what is read below stays true until the commit.
         _lock(connection, schema, ["events", "lanes", *sidecars])
         left = _count(connection, schema, "events")
         if left:
@@ -241,7 +241,7 @@ def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
             schema=name,
         )
         change.create_primary_key("events_pkey", "events", ["lane", "id"], schema=name)
-        # An epoch never goes down: a relay that sleeps through all this must not find its old one again.
+        # An epoch never decreases: a relay that was suspended meanwhile must not find its old epoch again.
         highest = connection.execute(sa.select(sa.func.coalesce(sa.func.max(table.c.epoch), 0))).scalar_one()
         connection.execute(sa.delete(table))
         epochs = {"epoch": highest + 1, "protocol_epoch": highest + 1}
@@ -251,8 +251,8 @@ def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
 def grant(url: str, statements: Sequence[str], *, messages: bool) -> None:
     """Execute grants in one transaction.
 
-    With ``messages``, raises SchemaError when everybody may still write messages into the WAL afterwards: only the
-    owner of a function can take that right away, and to others Postgres gives no more than a warning.
+    With ``messages``, raises SchemaError when everybody may still write messages into the WAL afterwards: only a
+    function's owner can revoke that right, and anybody else gets no more than a warning from Postgres.
     """
     with _transaction(url) as connection:
         for statement in statements:
@@ -265,7 +265,7 @@ def grant(url: str, statements: Sequence[str], *, messages: bool) -> None:
 
 
 def check_name(schema: str) -> None:
-    """Raise ConfigurationError for a schema that Postgres would refuse, cut short, or keep for itself."""
+    """Raise ConfigurationError for a schema name that Postgres would refuse, truncate, or reserve."""
     try:
         length = len(schema.encode())
     except UnicodeEncodeError:
@@ -280,15 +280,15 @@ def check_name(schema: str) -> None:
 
 @contextmanager
 def connected(url: str) -> Iterator[sa.Connection]:
-    """Open a connection, READ COMMITTED whatever the server's default is.
+    """Open a connection that is READ COMMITTED whatever the server's default is.
 
-    Raises ConfigurationError when the address can't be read, SchemaError in place of every error of the database.
+    Raises ConfigurationError when the address can't be parsed, SchemaError in place of every database error.
     """
     address = libpq_url(url)
     shown = display_url(address)
 
     def connect() -> psycopg.Connection[Any]:
-        # By libpq, so that the URL means here what it means to the relay.
+        # libpq parses the URL, so that it means the same here as in the relay.
         try:
             return psycopg.connect(address)
         except (psycopg.Error, UnicodeError) as error:
@@ -312,7 +312,7 @@ def connected(url: str) -> Iterator[sa.Connection]:
 
 
 def folder() -> Path:
-    """Where the migrations are: inside the library in an installed wheel, at the root in a checkout."""
+    """Return the folder of the migrations: inside the library in an installed wheel, at the root in a checkout."""
     package = Path(outbox.__file__).parent
     for place in (package / "migrations", package.parent / "migrations"):
         if (place / "env.py").is_file():
@@ -370,11 +370,11 @@ def _refuse_unknown(there: Sequence[str], known: Sequence[str], schema: str) -> 
 
 @contextmanager
 def _transaction(url: str) -> Iterator[sa.Connection]:
-    """A transaction in which nobody else changes a schema, and which sees every row or fails."""
+    """Open a transaction under the lock for schema changes; it sees every row or fails."""
     with connected(url) as connection, connection.begin():
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_LOCK)))
         connection.execute(sa.select(sa.func.set_config("lock_timeout", _LOCK_TIMEOUT, True)))
-        # A policy that hides rows from the owner would make a full table look empty.
+        # A row-security policy that hides rows would make a full table look empty.
         connection.execute(sa.select(sa.func.set_config("row_security", "off", True)))
         yield connection
 
@@ -385,7 +385,7 @@ def _existing(connection: sa.Connection, schema: str, names: Sequence[str]) -> l
 
 
 def _lock(connection: sa.Connection, schema: str, names: Sequence[str]) -> None:
-    """Keep everybody else out of these tables until the transaction ends."""
+    """Lock these tables exclusively until the transaction ends."""
     if names:
         tables = ", ".join(quoting.Identifier(schema, name).as_string() for name in names)
         lock = sa.DDL("LOCK TABLE %(tables)s IN ACCESS EXCLUSIVE MODE", context={"tables": tables})  # type: ignore[no-untyped-call]
@@ -393,7 +393,7 @@ def _lock(connection: sa.Connection, schema: str, names: Sequence[str]) -> None:
 
 
 def _one_name(schema: str) -> str:
-    """Alembic takes a dot in a plain str for the one between a database and a schema."""
+    """Quote the name: in a plain str, Alembic takes a dot as the separator of database and schema."""
     return sa.sql.quoted_name(schema, None)
 
 

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class Readiness(Protocol):
-    """What ``/readyz`` answers: a dataclass, shown as JSON."""
+    """The answer of ``/readyz``: a dataclass, written as JSON."""
 
     @property
     def ready(self) -> bool:
-        """Return whether the process does its work."""
+        """Return whether the process is working."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -31,8 +31,8 @@ class _Server(ThreadingMixIn, WSGIServer):
 
 
 class _Quiet(WSGIRequestHandler):
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  its name where it is inherited from
-        """Log nothing: probes come each few seconds."""
+    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002  named so in the base class
+        """Log nothing: a probe arrives every few seconds."""
 
 
 def serve(
@@ -41,9 +41,9 @@ def serve(
     setting: str = "OUTBOX_RELAY__METRICS_ADDRESS",
     health: Callable[[], Readiness] | None = None,
 ) -> threading.Thread:
-    """Answer Prometheus at ``host:port``, from a thread of its own; with ``health`` also ``/readyz``.
+    """Serve metrics at ``host:port`` from a thread of its own; with ``health``, also ``/readyz``.
 
-    Raises ConfigurationError when it can't, naming the setting.
+    Raises ConfigurationError, naming the setting, when it can't listen there.
     """
     host, _, port = address.rpartition(":")
     metrics = make_wsgi_app(registry)

@@ -1,9 +1,9 @@
-"""Drift: does the database hold the tables that this version expects?
+"""Compare the database's tables with those that this version expects.
 
 The expected tables are created in a scratch schema, inside a transaction that is rolled back, and both are read from
-pg_catalog. So the server itself prints both sides in its own form: CHECKs, generated columns, defaults, index
-predicates and storage parameters are compared too, which alembic's autogenerate does not do. Triggers, rules and row
-security that nobody expects are differences as well: each can drop events without a word.
+pg_catalog. The server prints both sides in its own form, so CHECKs, generated columns, defaults, index predicates and
+storage parameters are compared too, which alembic's autogenerate does not do. Unexpected triggers, rules and row
+security are differences as well: each can drop events silently.
 """
 
 from __future__ import annotations
@@ -77,10 +77,10 @@ Things = dict[tuple[str, str, str], str]
 
 
 def check(url: str, schema: str = "outbox") -> list[str]:
-    """Compare the outbox's tables with this version's. Returns one line for each difference; none means all is well.
+    """Compare the outbox's tables with this version's. Returns one line for each difference.
 
-    Needs the right to create a schema in the database, for the moment of the comparison. Raises ConfigurationError for
-    a schema's name that can't be, SchemaError when the database can't be asked.
+    Needs the right to create a schema in the database; it is rolled back. Raises ConfigurationError for an invalid
+    schema name, SchemaError when a query fails.
     """
     db.check_name(schema)
     with _connection(url) as connection:
@@ -100,9 +100,9 @@ def check(url: str, schema: str = "outbox") -> list[str]:
 
 
 def check_tables(url: str, schema: str, build: Build, history: db.History | None = None) -> list[str]:
-    """Compare any tables with what ``build`` puts into a MetaData for a schema. Returns one line for each difference.
+    """Compare tables with those that ``build`` adds to a MetaData for a schema. Returns one line for each difference.
 
-    With a history, its version table must be at the last revision, if there is one. Raises as ``check`` does.
+    With a history, its version table, if there is one, must be at the last revision. Raises as ``check`` does.
     """
     db.check_name(schema)
     with _connection(url) as connection:
@@ -110,7 +110,7 @@ def check_tables(url: str, schema: str, build: Build, history: db.History | None
 
 
 def _compare(connection: sa.Connection, schema: str, build: Build, history: db.History | None) -> list[str]:
-    # The server leaves out schemas that are on the path, and only one of the two could be.
+    # The server omits a schema that is on the search path, and only one of the two could be on it.
     connection.execute(sa.select(sa.func.set_config("search_path", "", True)))
     scratch = f"outbox_check_{secrets.token_hex(8)}"
     metadata = sa.MetaData()
@@ -123,7 +123,7 @@ def _compare(connection: sa.Connection, schema: str, build: Build, history: db.H
         key: definition.replace(scratch, quoted) for key, definition in _read(connection, scratch, tables).items()
     }
     lines = differences(expected, _read(connection, schema, tables), schema)
-    # A host application that made the tables by its own history has no version table here.
+    # A host application that created the tables in its own history has no version table here.
     there = db.current(connection, schema) if history else None
     if history and there is not None:
         head = db.revisions(history)[-1]
@@ -133,7 +133,7 @@ def _compare(connection: sa.Connection, schema: str, build: Build, history: db.H
 
 
 def differences(expected: Mapping[tuple[str, str, str], str], found: Things, schema: str) -> list[str]:
-    """Return in words how the two differ."""
+    """Return one line for each difference of the two catalogs."""
     lines = []
     missing = {table for table, kind, _ in expected if kind == "table"} - {t for t, kind, _ in found if kind == "table"}
     lines += [f"{schema}.{table}: the table is missing" for table in sorted(missing)]
@@ -168,7 +168,7 @@ def _lane_rows(connection: sa.Connection, schema: str) -> list[int]:
 
 @contextmanager
 def _connection(url: str) -> Iterator[sa.Connection]:
-    """A connection whose transaction is always rolled back."""
+    """Open a connection whose transaction is always rolled back."""
     with db.connected(url) as connection:
         yield connection
         connection.rollback()

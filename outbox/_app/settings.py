@@ -1,4 +1,4 @@
-"""Settings that relay and consumers read alike: where they come from, and those that both have.
+"""Settings that relay and consumers share, and the sources that settings are read from.
 
 All settings together are in relay.config; a consumer's are in spark_jobs.settings.
 """
@@ -35,14 +35,14 @@ class ConsumerSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     keep_days: int = Field(14, ge=1, le=3650)
-    """Ids of applied messages are remembered for so many whole days: longer than Kafka keeps the messages."""
+    """The ids of applied messages are remembered for this many whole days: longer than Kafka keeps the messages."""
     driver_records: int = Field(2_000, ge=0, le=100_000)
-    """Rounds of up to so many messages run in the driver, without a Spark job; 0 leaves all rounds to the executors."""
+    """Rounds of up to this many messages run in the driver, without a Spark job; 0 runs all rounds in the executors."""
     max_bytes: int = Field(512 << 20, ge=1 << 20)
-    """A round takes at most about so many bytes, over all partitions, as far as the rounds before say how large its
-    messages are. On a cluster with many cores, raise it."""
+    """A round takes at most about this many bytes over all partitions, estimated from the message sizes of earlier
+    rounds. Raise it on a cluster with many cores."""
     metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=ADDRESS)
-    """Answer Prometheus there: ``host:port``. Not at all, if not given."""
+    """Serve metrics at this ``host:port``; no metrics if not given."""
 
 
 class SparkSettings(BaseModel):
@@ -51,7 +51,7 @@ class SparkSettings(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
     conf: dict[str, str] = Field(default_factory=dict, repr=False)
-    """Of the session: ``OUTBOX_SPARK__CONF__SPARK_UI_ENABLED`` is ``spark.ui.enabled``."""
+    """Properties of the session: ``OUTBOX_SPARK__CONF__SPARK_UI_ENABLED`` is ``spark.ui.enabled``."""
 
     @field_validator("conf", mode="before")
     @classmethod
@@ -60,7 +60,7 @@ class SparkSettings(BaseModel):
 
 
 class SharedSettings(BaseSettings):
-    """What every command reads. Raises ConfigurationError through ``read``."""
+    """The settings that every command reads. Raises ConfigurationError through ``read``."""
 
     model_config = SettingsConfigDict(
         env_prefix="OUTBOX_",
@@ -80,7 +80,7 @@ class SharedSettings(BaseSettings):
     consumer: ConsumerSettings = Field(default_factory=ConsumerSettings)
     spark: SparkSettings = Field(default_factory=SparkSettings)
     spark_packages: str | None = None
-    """Maven coordinates of what a job's transform needs in Spark."""
+    """Maven coordinates of the packages that a job's transform needs in Spark."""
     log_format: str = Field("auto", pattern="^(auto|console|json)$", description="auto, console or json")
     """``auto`` is ``console`` on a terminal, else ``json``."""
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
@@ -108,16 +108,16 @@ class SharedSettings(BaseSettings):
         dotenv_settings: PydanticBaseSettingsSource,
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
-        """Arguments first, then the environment, then the file."""
+        """Return the sources by precedence: arguments, the environment, the file."""
         return (init_settings, env_settings, cls.file_source(settings_cls))
 
     @classmethod
     def file_source(cls, settings_cls: type[BaseSettings]) -> PydanticBaseSettingsSource:
-        """Return what reads the file."""
+        """Return the source that reads the settings file."""
         return TomlConfigSettingsSource(settings_cls, config_file())
 
     def require_database(self, otherwise: str = "") -> str:
-        """Return the database URL. Raises ConfigurationError when there is none; ``otherwise`` ends its text."""
+        """Return the database URL. Raises ConfigurationError when there is none; its text ends with ``otherwise``."""
         if self.database_url is None:
             raise ConfigurationError(
                 f"no database: set OUTBOX_DATABASE_URL=postgresql://user@host:port/database{otherwise}"
@@ -125,7 +125,7 @@ class SharedSettings(BaseSettings):
         return self.database_url
 
     def require_kafka(self, otherwise: str = "") -> str:
-        """Return the bootstrap servers. Raises ConfigurationError when there are none; ``otherwise`` ends its text."""
+        """Return the bootstrap servers. Raises ConfigurationError without any; its text ends with ``otherwise``."""
         servers = self.kafka.get("bootstrap.servers")
         if not servers:
             raise ConfigurationError(f"no Kafka: set OUTBOX_KAFKA__BOOTSTRAP_SERVERS=host:port{otherwise}")
@@ -133,7 +133,7 @@ class SharedSettings(BaseSettings):
 
 
 def config_file() -> Path | None:
-    """Return the file with settings, if there is one. Raises ConfigurationError when OUTBOX_CONFIG names none."""
+    """Return the settings file, if there is one. Raises ConfigurationError when OUTBOX_CONFIG does not name a file."""
     named = os.environ.get("OUTBOX_CONFIG")
     if named:
         path = Path(named)
@@ -145,7 +145,7 @@ def config_file() -> Path | None:
 
 
 def read(kind: type[Read], given: Mapping[str, Any]) -> Read:
-    """Return settings. ``given`` wins over what else there is. Raises ConfigurationError naming each mistake."""
+    """Return the settings. ``given`` overrides other sources. Raises ConfigurationError naming each mistake."""
     file = config_file()
     try:
         return kind(**given)
@@ -153,7 +153,7 @@ def read(kind: type[Read], given: Mapping[str, Any]) -> Read:
         origin = settings_errors.Origin(given, os.environ, file, file_content(file))
         problems = settings_errors.explain(error, kind, origin)
     except SettingsError as error:
-        # What a variable holds is not in this text, but it is in the cause.
+        # This text does not quote the variable's value, but its cause does.
         problems = f"{error}: it must be a JSON object"
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         problems = f"{file} can't be read: {error}"
@@ -162,7 +162,7 @@ def read(kind: type[Read], given: Mapping[str, Any]) -> Read:
 
 
 def dotted(options: object) -> object:
-    """Spell Kafka's options as Kafka does: LINGER_MS → linger.ms, and every value as text."""
+    """Spell option names with dots, LINGER_MS → linger.ms, and turn every value into text."""
     if not isinstance(options, dict):
         return options
     return {
@@ -182,7 +182,7 @@ def client_options(settings: SharedSettings) -> dict[str, str]:
 
 
 def file_content(file: Path | None) -> dict[str, Any]:
-    """Return what the file holds. Raises ConfigurationError where it can't be read."""
+    """Return the parsed file. Raises ConfigurationError when it can't be read."""
     try:
         return {} if file is None else tomllib.loads(file.read_text(encoding="utf-8"))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:

@@ -1,4 +1,4 @@
-"""What is wrong with a setting, in words: the name as the user wrote it, what is expected, and what was given."""
+"""Error texts for settings: the name as the user wrote it, what is expected, and what was given."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _CONFLICT: Final = "conflict"
 
 
 def conflict(path: Sequence[str], problem: str) -> PydanticCustomError:
-    """Return the error of a setting that others do not allow: ``problem`` follows the setting's name."""
+    """Return the error for a setting that conflicts with others: ``problem`` follows the setting's name in the text."""
     return PydanticCustomError(_CONFLICT, "{problem}", {"path": list(path), "problem": problem})
 
 
 class Origin:
-    """Where each value came from: an argument, a variable or the file, in this order."""
+    """Finds where a value came from: an argument, a variable or the file, in this order."""
 
     def __init__(
         self, given: Mapping[str, Any], environment: Mapping[str, str], file: Path | None, content: Mapping[str, Any]
@@ -43,7 +43,7 @@ class Origin:
         self._content = content
 
     def name(self, path: Sequence[str]) -> str:
-        """Return the name under which the user finds a setting."""
+        """Return a setting's name as the user wrote it."""
         dotted = ".".join(path)
         if _holds(self._given, path):
             return _OPTIONS.get(dotted, dotted)
@@ -58,7 +58,7 @@ class Origin:
 
 
 def explain(error: ValidationError, settings: type[BaseModel], origin: Origin) -> str:
-    """Return one sentence for each mistake. No value of a secret is in it."""
+    """Return one sentence for each mistake. Secret values are not quoted."""
     return " ".join(_sentence(problem, settings, origin) for problem in error.errors(include_url=False))
 
 
@@ -85,7 +85,7 @@ def _sentence(problem: ErrorDetails, settings: type[BaseModel], origin: Origin) 
 
 
 def _find(settings: type[BaseModel], path: Sequence[str]) -> tuple[Any, bool, list[str]]:
-    """Return a setting's field or type, whether its value is secret, and the names beside it."""
+    """Return a setting's field or type, whether its value is secret, and the names of its siblings."""
     found: Any = settings
     secret = bool(_SECRET.search(path[-1])) if path else False
     siblings: list[str] = []
@@ -103,7 +103,7 @@ def _find(settings: type[BaseModel], path: Sequence[str]) -> tuple[Any, bool, li
 
 
 def expected(field: Any) -> str:
-    """Return what a value has to be. A field says it itself (``description``) where its type does not."""
+    """Return a description of valid values: the field's ``description``, or one derived from its type."""
     annotation, limits = field, {}
     if isinstance(field, FieldInfo):
         if field.description:

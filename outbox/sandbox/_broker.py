@@ -1,4 +1,4 @@
-"""One Kafka node: its files, its process. Which nodes there are and when they are ready is kafka.py's affair."""
+"""One Kafka node: its files and its process. kafka.py decides which nodes there are and when they are ready."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _JVM: Final = (
     "-XX:MaxGCPauseMillis=20",
     "-XX:+ExplicitGCInvokesConcurrent",
     "-Djava.awt.headless=true",
-    # As a service it has nobody to ask: better an end that is seen than a broker that limps on.
+    # Fail visibly instead of going on in a broken state.
     "-XX:+ExitOnOutOfMemoryError",
 )
 
@@ -69,10 +69,10 @@ class Runtime:
 class Broker:
     """A node that is broker and controller at once, in a directory of its own.
 
-    runtime    gives what it is run by; asked when it is needed, as it may download.
-    heap       as -Xmx takes it.
+    runtime    returns the Java program and class path; called only when needed, as it may download them.
+    heap       the value of -Xmx.
     detached   it outlives this process.
-    remove     whether its directory goes when we die (a temporary one).
+    remove     whether its (temporary) directory is removed when we die.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Broker:
 
     @property
     def output(self) -> Path:
-        """What the process writes besides: the JVM's complaints."""
+        """The output of the process: errors of the JVM."""
         return self.directory / "output.log"
 
     @property
@@ -110,7 +110,7 @@ class Broker:
 
     @property
     def running(self) -> bool:
-        """Return whether its process is there (it may be paused)."""
+        """Return whether its process exists (it may be paused)."""
         return self._process is not None and self._process.running
 
     @property
@@ -118,7 +118,7 @@ class Broker:
         return self.directory / "server.properties"
 
     def prepare(self, cluster_id: str, properties: Mapping[str, str]) -> None:
-        """Write the configuration, and format the storage unless that was done."""
+        """Write the configuration, and format the storage unless it is formatted."""
         self.directory.mkdir(parents=True, exist_ok=True)
         data = self.directory / "data"
         lines = [f"{name}={_escaped(value)}\n" for name, value in {**properties, "log.dirs": str(data)}.items()]
@@ -126,8 +126,9 @@ class Broker:
         (self.directory / "log4j2.xml").write_text(_LOGGING.format(log=escape(str(self.log), {'"': "&quot;"})))
         if (data / "meta.properties").exists():
             return
-        shutil.rmtree(data, ignore_errors=True)  # what a format that was cut short left
-        # What a format writes depends on the settings, but not on the node: one program start for a cluster, not three.
+        shutil.rmtree(data, ignore_errors=True)  # left by an interrupted format
+        # The formatted storage depends on the settings, but not on the node: one program start for a cluster, not
+        # three.
         key = (self._runtime().class_path, tuple(sorted(set(properties.items()) - _of_one_node(properties))))
         with _formatting:
             found = _formatted.get(key)
@@ -169,7 +170,7 @@ class Broker:
             *(f"-Dlog4j2.configurationFile={self.directory / 'log4j2.xml'}", "-cp", runtime.class_path),
             *("kafka.Kafka", str(self._properties)),
         ]
-        # What a person set for a Kafka of theirs is not for this one.
+        # Variables that a user set for another Kafka do not apply to this one.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("KAFKA_")}
         if self._detached:
             self._process = Detached.start(argv, log=self.output, env=environment)
@@ -190,7 +191,7 @@ class Broker:
 
 
 _formatted: dict[tuple[str, tuple[tuple[str, str], ...]], dict[str, bytes]] = {}
-"""What formatted storage holds, by class path and settings."""
+"""The files of formatted storage, by class path and settings."""
 
 _formatting: Final = threading.Lock()
 
@@ -207,7 +208,7 @@ def _new_id() -> str:
 
 
 def _escaped(value: str) -> str:
-    """Write a value as java.util.Properties reads it, which takes a file for Latin-1."""
+    """Return a value escaped for java.util.Properties, which reads a file as Latin-1."""
     units = value.replace("\\", "\\\\").replace("\n", "\\n").encode("utf-16-be")
     codes = (int.from_bytes(units[i : i + 2]) for i in range(0, len(units), 2))
     return "".join(chr(code) if code < 128 else f"\\u{code:04x}" for code in codes)

@@ -1,4 +1,4 @@
-"""Where things lie on this machine, and who may reach them."""
+"""The directories of the sandbox on this machine, and who can access them."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class User:
 
 
 def cache_dir() -> Path:
-    """Return the directory of what can be fetched again: $OUTBOX_CACHE, $XDG_CACHE_HOME/outbox or ~/.cache/outbox."""
+    """Return the cache directory: $OUTBOX_CACHE, $XDG_CACHE_HOME/outbox or ~/.cache/outbox."""
     if given := os.environ.get("OUTBOX_CACHE"):
         return Path(given).expanduser().absolute()
     if xdg := os.environ.get("XDG_CACHE_HOME"):
@@ -52,9 +52,9 @@ def unprivileged_user() -> User | None:
 
 
 def blocking_directory(path: Path, user: User | None) -> Path | None:
-    """Return the first directory above ``path`` (or itself) that ``user`` may not pass through; None: all clear.
+    """Return the first directory above ``path`` (or itself) that ``user`` may not pass through, or None.
 
-    What does not exist yet is not judged. ``user`` None is ourselves, who get the system's own error in time.
+    Directories that do not exist yet are not checked, nor is anything for ``user`` None (this process's own account).
     """
     if user is None:
         return None
@@ -77,9 +77,9 @@ def blocking_directory(path: Path, user: User | None) -> Path | None:
 
 
 def make_directory(path: Path, user: User | None) -> None:
-    """Make a directory, and what is missing above it, such that ``user`` can pass through what was made here.
+    """Make a directory and its missing parents; ``user`` can pass through all that were made here.
 
-    A directory that is there already and ours is opened in the same way; its parents are left as they are.
+    A directory that exists and is ours is opened in the same way; its parents are left as they are.
     """
     if not path.parent.exists():
         make_directory(path.parent, user)
@@ -101,9 +101,9 @@ def temporary_directory(purpose: str, user: User | None) -> Path:
 
 
 def shared_dir(user: User) -> Path:
-    """Return a directory of ours that ``user`` can reach, for what that user must execute or keep its data in.
+    """Return a directory of ours that ``user`` can reach, for its programs and data.
 
-    The cache directory if it can be reached; but root's home is usually closed, and then it is /var/cache/outbox.
+    The cache directory if that user can reach it, else /var/cache/outbox: root's home is usually closed.
     Raises ServiceError when that belongs to somebody else or others may write to it.
     """
     directory = cache_dir()

@@ -1,4 +1,4 @@
-"""Downloads one file so that a cut connection or a killed process loses nothing, and shows how far it is."""
+"""Downloads that resume after a lost connection or a killed process, and their progress display."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ _CLIENT_ERRORS_WORTH_A_RETRY: Final = {408, 425, 429}
 
 
 class _CutShort(Exception):
-    """The server ended the answer before the whole file was there."""
+    """The response ended before the whole file was received."""
 
 
 def resume(url: str, part: Path, size: int, report: Callable[[int], None]) -> None:
-    """Download ``url`` into ``part``, going on behind what is there already, until it has ``size`` bytes.
+    """Download ``url`` into ``part``, appending to what it already holds, until it has ``size`` bytes.
 
-    report   called with the number of bytes that are there.
+    report   called with the number of bytes downloaded so far.
 
-    Time-outs, cut connections and server errors are tried again with growing pauses. Raises DownloadFailed at once
-    when the server says that there is no such file, or when the tries are used up.
+    Timeouts, lost connections and server errors are retried with growing pauses. Raises DownloadFailed after the last
+    try, and at once if the server does not have the file.
     """
     if part.exists() and part.stat().st_size > size:
         part.unlink()
@@ -88,7 +88,7 @@ def _one_try(url: str, part: Path, size: int, report: Callable[[int], None]) -> 
         raise
     with response, part.open("ab") as file:
         if have and not _continues(response, have):
-            file.truncate(0)  # the server sends the file from its beginning
+            file.truncate(0)  # the server sends the whole file
             have = 0
         while have < size:
             chunk = response.read(min(_CHUNK, size - have))
@@ -98,7 +98,7 @@ def _one_try(url: str, part: Path, size: int, report: Callable[[int], None]) -> 
                 file.write(chunk)
                 file.flush()
             except OSError as error:
-                # Not the network's fault: another try would not help.
+                # A local error: another try would not help.
                 raise DownloadFailed(f"{part} can't be written: {error}. Make room, or set OUTBOX_CACHE") from error
             have += len(chunk)
             report(have)
@@ -111,7 +111,7 @@ def _continues(response: http.client.HTTPResponse, offset: int) -> bool:
 
 @cache
 def _trust() -> ssl.SSLContext:
-    """Whom to trust: the system's certificates ($SSL_CERT_FILE), and certifi's where a Python has none of its own."""
+    """Return a context that trusts the system's certificates ($SSL_CERT_FILE), and certifi's if it is installed."""
     context = ssl.create_default_context()
     try:
         import certifi
@@ -123,7 +123,7 @@ def _trust() -> ssl.SSLContext:
 
 @contextlib.contextmanager
 def display(what: str, count: int, size: int) -> Iterator[Callable[[str, int, int], None]]:
-    """Show the download of ``count`` files of ``size`` bytes together on standard error; gives what to report to."""
+    """Show the progress of ``count`` files, ``size`` bytes in total, on standard error. Yields the report callback."""
     title = f"Downloading {what} ({count} {'file' if count == 1 else 'files'}, {size / 1e6:,.0f} MB)"
     if not sys.stderr.isatty():
         print(f"{title} …", file=sys.stderr, flush=True)

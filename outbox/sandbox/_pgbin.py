@@ -1,4 +1,4 @@
-"""Finds the Postgres programs: those of the installed wheel, or of $OUTBOX_PG_BIN."""
+"""Finds the Postgres programs: those in $OUTBOX_PG_BIN, or else in the installed wheel."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ _HINT: Final = "install outbox-kafka[sandbox], or set OUTBOX_PG_BIN to the direc
 
 
 def binaries(user: User | None) -> Path:
-    """Return a directory with ``initdb`` and ``postgres`` that ``user`` (None: we) may execute.
+    """Return a directory with ``initdb`` and ``postgres`` that ``user`` (None: our own account) may execute.
 
-    When the wheel lies where that user can't go, as in a virtual environment below root's home, the programs are
-    copied once to a directory that everybody can read. Raises MissingDependency when there is nothing to use.
+    If that user can't reach the wheel, as in a virtual environment below root's home, the programs are copied once to a
+    directory that everybody can read. Raises MissingDependency when there are no programs.
     """
     if given := os.environ.get("OUTBOX_PG_BIN"):
         directory = Path(given)
@@ -70,7 +70,7 @@ def _readable_copy(install: Path, user: User) -> Path:
     target = shared_dir(user) / f"{_WHEEL}-{version}-{os.uname().machine}"
     copied = target / install.parent.name / install.name
     if not (copied / "bin" / "postgres").is_file():
-        # Built aside and renamed whole, so that neither a kill nor a second process leaves half a copy in use.
+        # Copied to a temporary directory and then renamed, so that a kill or a second process never leaves half a copy.
         aside = Path(tempfile.mkdtemp(prefix=f"{target.name}-", dir=target.parent))
         shutil.copytree(install, aside / install.parent.name / install.name, symlinks=True)
         for libraries in install.parent.parent.glob(f"{_WHEEL}*libs"):

@@ -14,7 +14,7 @@ _HIGHEST = 32_000
 
 
 def free_ports(count: int) -> list[int]:
-    """Return ``count`` different ports of 127.0.0.1 that nobody listens on now.
+    """Return ``count`` different ports of 127.0.0.1 that no process listens on now.
 
     They lie below the range from which the system gives ports to outgoing connections. In that range, a client that
     tries to reach a stopped server can be given the server's own port: it then connects to itself, and the server
@@ -27,7 +27,7 @@ def free_ports(count: int) -> list[int]:
     with contextlib.ExitStack() as held:
         ports: list[int] = []
         for port in random.sample(range(low, high), k=min(high - low, 200 * count)):
-            # One after the other they are held, so that the same port is not given twice.
+            # Each is held until all are found, so that the same port is not returned twice.
             probe = held.enter_context(socket.socket())
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             with contextlib.suppress(OSError):
@@ -40,7 +40,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def listening(port: int) -> bool:
-    """Return whether somebody accepts connections on this port of 127.0.0.1."""
+    """Return whether a process accepts connections on this port of 127.0.0.1."""
     with socket.socket() as probe:
         probe.settimeout(1)
         return probe.connect_ex(("127.0.0.1", port)) == 0

@@ -1,4 +1,4 @@
-"""Who runs on a data directory: Postgres says so in postmaster.pid, which outlives a crash and can be wrong."""
+"""Finds the server that runs on a data directory, by postmaster.pid, which outlives a crash and can be wrong."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from outbox.sandbox.errors import StartFailed
 
 
 def lines(pgdata: Path) -> list[str]:
-    """Return the file's lines: 1 is the pid, 4 the port, 8 the state. None of them when there is no file."""
+    """Return the file's lines: line 1 is the pid, 4 the port, 8 the state. Empty if there is no file."""
     try:
         return (pgdata / "postmaster.pid").read_text().splitlines()
     except FileNotFoundError:
@@ -34,10 +34,10 @@ def running_on(pgdata: Path) -> tuple[psutil.Process, int] | None:
 
 
 def remove_stale_file(pgdata: Path, timeout: float) -> None:
-    """Remove a killed postmaster's pid file where Postgres itself would not dare to.
+    """Remove a killed postmaster's pid file where Postgres itself would keep it.
 
-    It takes the file for valid as long as any process has that pid: another one by now, or the killed one's zombie, for
-    ever, in a container whose first process reaps nobody. Raises StartFailed while a process of that server is left.
+    Postgres considers the file valid while any process has that pid: an unrelated one by now, or, in a container whose
+    first process does not reap, the killed one's zombie. Raises StartFailed if a process of that server is left.
     """
     found = lines(pgdata)
     if not found or not psutil.pid_exists(int(found[0])):
@@ -52,7 +52,7 @@ def remove_stale_file(pgdata: Path, timeout: float) -> None:
 
 
 def _works_in(process: psutil.Process, pgdata: Path) -> bool:
-    """Return whether this is a process of the server on that data directory: all of them work in it."""
+    """Return whether this is a process of the server on that data directory: all have it as working directory."""
     try:
         return alive(process) and Path(process.cwd()) == pgdata.resolve()
     except (psutil.NoSuchProcess, psutil.AccessDenied, FileNotFoundError):

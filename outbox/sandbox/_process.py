@@ -34,13 +34,13 @@ class Process(Protocol):
 
 
 class Supervised:
-    """A child that a small supervisor process ends when we end, even by kill -9.
+    """A child process that a small supervisor ends when we end, even by kill -9.
 
     argv, env (None: ours), cwd  as for subprocess.
-    log                          its output is appended there.
-    user                         whom it runs as; None: as we do.
-    orphan_signal, orphan_grace  how it is asked to end when we are gone, and the seconds until SIGKILL follows.
-    remove                       a directory that goes with it in that case.
+    log                          the file that its output is appended to.
+    user                         the account it runs as; None: ours.
+    orphan_signal, orphan_grace  the signal that ends it when we are gone, and the seconds until SIGKILL follows.
+    remove                       a directory that is removed with it in that case.
 
     Raises StartFailed when the program can't be executed.
     """
@@ -68,7 +68,7 @@ class Supervised:
             "remove_parent_prefix": TEMPORARY_PREFIX,
         }
         # A session of its own: Ctrl-C in a terminal reaches us, and we stop the servers in order. The environment is
-        # handed down through the supervisor's own, never on a command line, where everybody could read it.
+        # inherited from the supervisor, never passed on a command line, where everybody could read it.
         self._supervisor = subprocess.Popen(
             [sys.executable, "-I", "-S", str(_SUPERVISOR), json.dumps(spec)],
             stdin=subprocess.PIPE,
@@ -88,21 +88,21 @@ class Supervised:
 
     @property
     def supervisor_pid(self) -> int:
-        """The process in between."""
+        """Return the pid of the supervisor."""
         return self._supervisor.pid
 
     @property
     def running(self) -> bool:
-        """Return whether the server's process is there."""
+        """Return whether the server's process exists."""
         if self._supervisor.poll() is not None:
-            # It has ended by itself, or by a signal of somebody else's: nobody may wait for it any more.
+            # It ended without ``wait``: collect its status and close the pipes here.
             self.wait(0)
             return False
         return self._child is not None and alive(self._child)
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit status once ``wait`` saw its end; negative for a signal."""
+        """The exit status, once ``wait`` has returned True; negative for a signal."""
         return self._exit_code
 
     def signal(self, number: int) -> None:
@@ -133,7 +133,7 @@ class Supervised:
 
 
 _started_detached: list[subprocess.Popen[bytes]] = []
-"""Kept to our end: Python warns of a process that still runs when its Popen goes, and these are meant to."""
+"""Kept until we end: Python warns when a Popen is deleted while its process runs, and these are meant to run on."""
 
 
 class Detached:
@@ -141,7 +141,7 @@ class Detached:
 
     def __init__(self, process: psutil.Process, popen: subprocess.Popen[bytes] | None = None) -> None:
         self._child = process
-        self._popen = popen  # so that its end is noticed, and its zombie reaped, while we live
+        self._popen = popen  # to notice its end and reap its zombie while we live
         if popen is not None:
             _started_detached.append(popen)
         self.pid: int = process.pid
@@ -176,7 +176,8 @@ class Detached:
     def find(cls, *arguments: str) -> Detached | None:
         """Find the process with all these arguments on its command line, or None.
 
-        No pid file: one can be missing after a kill at the wrong moment, and its pid can be another process's by now.
+        A pid file is not used: a kill at the wrong moment leaves none, and its pid can belong to another process by
+        now.
         """
         for process in psutil.process_iter(["cmdline"]):
             if set(arguments) <= set(process.info["cmdline"] or ()) and alive(process):
@@ -185,7 +186,7 @@ class Detached:
 
     @property
     def running(self) -> bool:
-        """Return whether the process is there."""
+        """Return whether the process exists."""
         if self._popen is not None and self._popen.poll() is not None:
             return False
         return alive(self._child)
@@ -208,7 +209,7 @@ def psutil_process(pid: int) -> psutil.Process | None:
 
 
 def alive(process: psutil.Process) -> bool:
-    """Return whether it is there and no zombie: in a container nobody may reap what was reparented."""
+    """Return whether it exists and is not a zombie: in a container, orphans may never be reaped."""
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -216,7 +217,7 @@ def alive(process: psutil.Process) -> bool:
 
 
 def send(process: psutil.Process, number: int) -> None:
-    """Send a signal to this very process, never to another that got its pid."""
+    """Send a signal to this process, never to another that has its pid by now."""
     try:
         process.send_signal(number)
     except psutil.NoSuchProcess:
@@ -224,7 +225,7 @@ def send(process: psutil.Process, number: int) -> None:
 
 
 def pause(process: Process, timeout: float = 10.0) -> None:
-    """Halt a process by SIGSTOP and wait until it stands still. Raises ServiceError when it is not there."""
+    """Halt a process by SIGSTOP and wait until it has stopped. Raises ServiceError when it does not run."""
     process.signal(signal.SIGSTOP)
     halted = psutil_process(process.pid) if process.running else None
     if halted is None or not wait_for(lambda: halted.status() == psutil.STATUS_STOPPED, timeout, every=0.001):
@@ -232,7 +233,7 @@ def pause(process: Process, timeout: float = 10.0) -> None:
 
 
 def kill_with_children(process: Process, timeout: float = 10.0) -> None:
-    """SIGKILL a server and all its children, as a crash of the machine would end them.
+    """Kill a server and all its children by SIGKILL, like a crash of the machine.
 
     The parent is halted first, so that it can neither fork nor clean up meanwhile. Raises ServiceError when one of
     them is still there after ``timeout`` seconds.
@@ -254,7 +255,7 @@ def kill_with_children(process: Process, timeout: float = 10.0) -> None:
 
 
 def patience() -> float:
-    """Return by how much time limits are multiplied: $OUTBOX_PATIENCE, for slow machines. Raises ServiceError."""
+    """Return the factor of all time limits, $OUTBOX_PATIENCE. Raises ServiceError if it is invalid."""
     given = os.environ.get(_PATIENCE, "1")
     try:
         factor = float(given)
@@ -266,7 +267,7 @@ def patience() -> float:
 
 
 def wait_for(condition: Callable[[], bool], timeout: float, every: float = 0.02) -> bool:
-    """Look at a condition until it holds, at most ``timeout`` seconds (times ``patience``). Returns whether it held."""
+    """Poll a condition for at most ``timeout`` seconds (times ``patience``) until it holds. Returns whether it did."""
     deadline = time.monotonic() + timeout * patience()
     while not condition():
         if time.monotonic() >= deadline:
@@ -279,7 +280,7 @@ _supervisors: weakref.WeakSet[subprocess.Popen[bytes]] = weakref.WeakSet()
 
 
 def _let_go_in_fork() -> None:
-    """A fork without exec (multiprocessing) must not hold the pipes open: the supervisors would not see us die."""
+    """Close the pipes in a fork without exec (multiprocessing), which would hide our death from the supervisors."""
     for supervisor in list(_supervisors):
         for pipe in (supervisor.stdin, supervisor.stdout):
             if pipe is not None:

@@ -1,14 +1,14 @@
 """Runs one server for as long as the process that asked for it lives, so that kill -9 leaves no orphan.
 
-Started as a script of its own (standard library only, so that it is up in milliseconds) with one argument, a JSON
-object; see ``_process.Supervised``, which is the other end. The server gets this process's environment. The protocol:
+Started as a script (standard library only, so that it starts in milliseconds) with one argument, a JSON object;
+``_process.Supervised`` is the other end. The server gets this process's environment. The protocol:
 
     stdin    a pipe whose other end only the asking process holds; end-of-file means that process is gone, however
              it went. Then the server is ended, and the directory ``remove`` with it.
     stdout   {"pid": n} or {"error": text}, and at the end {"exit": code}, negative for a signal.
 
-Should this process itself be killed, Linux ends the server by the parent-death signal. Elsewhere a kill -9 of
-exactly this process is the one way to leave an orphan.
+If this process itself is killed, Linux ends the server by the parent-death signal. On other systems, kill -9 of this
+process leaves an orphan.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _PR_SET_PDEATHSIG = 1
 
 
 def main(spec: dict[str, Any]) -> int:
-    """Start the server, wait for its end or for ours. Returns this process's exit status."""
+    """Start the server, and wait until it or the asking process ends. Returns this process's exit status."""
     wake_read, wake_write = os.pipe()
     os.set_blocking(wake_write, False)
     signal.set_wakeup_fd(wake_write, warn_on_full_buffer=False)
@@ -95,7 +95,7 @@ def _start(spec: dict[str, Any]) -> subprocess.Popen[bytes] | None:
 
 
 def _end(child: subprocess.Popen[bytes], number: signal.Signals, wake_read: int, grace: float) -> None:
-    """Ask the server to end, and after ``grace`` seconds make it."""
+    """Signal the server to end, and kill it after ``grace`` seconds."""
     child.send_signal(number)
     deadline = time.monotonic() + grace
     while child.poll() is None:
@@ -117,7 +117,7 @@ def _remove_if_empty(directory: Path) -> None:
 
 
 def _say(message: dict[str, Any]) -> None:
-    """Notify the asking process, if it is still there."""
+    """Write a message to the asking process, if it still exists."""
     try:
         os.write(1, json.dumps(message).encode() + b"\n")
     except BrokenPipeError:

@@ -1,4 +1,4 @@
-"""What can go wrong with a service that runs on this machine. Each message says what to do about it."""
+"""Errors of the servers that run on this machine. Each message says what to do about it."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StartFailed(ServiceError):
 
 
 class PortTaken(StartFailed):
-    """Another process listens on the port that the server was to have."""
+    """Another process listens on the server's port."""
 
 
 class DownloadFailed(ServiceError):
@@ -35,11 +35,11 @@ class DownloadFailed(ServiceError):
 
 
 class ChecksumMismatch(DownloadFailed):
-    """The repository served other bytes than the lock file names. The file was thrown away."""
+    """The repository's file does not match the checksum in the lock file. The download was deleted."""
 
 
 def tail(path: Path, lines: int = 40) -> str:
-    """Return the last lines of a log under a heading that names the file, or say why there are none."""
+    """Return the last lines of a log under a heading that names the file, or the reason why there are none."""
     try:
         with path.open("rb") as file:
             file.seek(max(0, path.stat().st_size - 64 * 1024))

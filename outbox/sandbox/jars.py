@@ -1,7 +1,7 @@
-"""Fetches the jars that Kafka consists of, once, and checks every byte.
+"""Downloads Kafka's jars once and verifies their checksums.
 
-``jars.lock`` beside this module names each file with its size and SHA-256, so whatever repository serves them, what
-is run is what was tested. ``python -m outbox.sandbox.jars lock`` writes it anew.
+``jars.lock`` beside this module lists each file with its size and SHA-256, so the files that run are those that were
+tested, whatever repository serves them. ``python -m outbox.sandbox.jars lock`` regenerates it.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from outbox.sandbox.errors import ChecksumMismatch, MissingDependency, ServiceEr
 KAFKA: Final = "kafka"
 
 Roots = Mapping[str, tuple[bool, tuple[str, ...]]]
-"""Per set: whether what the artifacts depend on belongs to it, and the artifacts."""
+"""By set: whether it includes the artifacts' dependencies, and the artifacts."""
 
 
 ROOTS: Final[Roots] = {
-    # kafka-clients is named, because a platform of log4j's would pull in an older one.
+    # kafka-clients is listed because log4j's platform would pull in an older version.
     KAFKA: (
         True,
         (
@@ -46,7 +46,7 @@ ROOTS: Final[Roots] = {
 _WORKERS: Final = 4
 
 Progress = Callable[[str, int, int], None]
-"""Called with a file's name, the bytes of it that are here, and its size; also for files that were cached."""
+"""Called with a file's name, the bytes downloaded so far, and its size."""
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -66,7 +66,7 @@ class Jar:
 
     @property
     def path(self) -> str:
-        """Where it lies in a Maven repository."""
+        """Its path in a Maven repository."""
         return f"{self.group.replace('.', '/')}/{self.artifact}/{self.version}/{self.name}"
 
     def __str__(self) -> str:
@@ -74,7 +74,7 @@ class Jar:
 
 
 def locked(set_name: str, lock: Path | None = None) -> list[Jar]:
-    """Return the jars of a set, as the lock file has them. Raises ServiceError when there is no such set.
+    """Return the jars of a set in the lock file. Raises ServiceError when there is no such set.
 
     lock   another lock file than our own, for jars that only some tests need.
     """
@@ -104,12 +104,12 @@ def locked(set_name: str, lock: Path | None = None) -> list[Jar]:
 def fetch(set_name: str, progress: Progress | None = None, *, lock: Path | None = None) -> list[Path]:
     """Return the jars of a set (``"kafka"``) as files in the cache, downloading what is missing.
 
-    progress   told how far each file is. None: a progress bar on standard error when that is a terminal, one line at
-               the start and one at the end when not, nothing at all when all is cached.
+    progress   called with the progress of each file. None: a progress bar on standard error if that is a terminal, else
+               one line at the start and one at the end; nothing if all files are cached.
     lock       as for ``locked``.
 
-    A file that was cut short goes on where it stopped. Two processes at a time don't disturb each other. Raises
-    DownloadFailed when the repository can't be reached for long, ChecksumMismatch when it serves other bytes.
+    Interrupted downloads are resumed. Two processes can fetch at the same time. Raises DownloadFailed when the
+    repository stays unreachable, ChecksumMismatch when it serves different bytes.
     """
     jars = locked(set_name, lock)
     directory = cache_dir() / "jars"
@@ -160,7 +160,7 @@ def repository() -> str:
 
 
 def _fetch_one(base: str, jar: Jar, path: Path, report: Progress) -> None:
-    """Bring one jar into the cache, under a lock that holds off other processes and is freed if we die."""
+    """Download one jar into the cache, under a lock that keeps other processes out and is released if we die."""
     with _locked_file(path.with_name(path.name + ".lock")):
         if _cached(path, jar):
             report(jar.name, jar.size, jar.size)
@@ -169,7 +169,7 @@ def _fetch_one(base: str, jar: Jar, path: Path, report: Progress) -> None:
         left_over = part.exists()
         digest = _download_to(part, base, jar, report)
         if digest != jar.sha256 and left_over:
-            # What an earlier process left may be damaged, by a crash of the machine for example.
+            # The part that an earlier process left may be damaged, for example by a crash of the machine.
             part.unlink()
             digest = _download_to(part, base, jar, report)
         if digest != jar.sha256:
@@ -180,18 +180,18 @@ def _fetch_one(base: str, jar: Jar, path: Path, report: Progress) -> None:
                 "you trust"
             )
         part.replace(path)
-        # Beside the file: size and time of change of what was checked, so that the next use need not read it all.
+        # Store the verified file's size and modification time beside it, so that the next use need not read it all.
         _seal(path, jar)
 
 
 def _download_to(part: Path, base: str, jar: Jar, report: Progress) -> str:
-    """Complete a file, and give the SHA-256 that it then has."""
+    """Complete a download. Returns the file's SHA-256."""
     _download.resume(f"{base}/{jar.path}", part, jar.size, lambda here: report(jar.name, here, jar.size))
     return sha256(part)
 
 
 def _cached(path: Path, jar: Jar) -> bool:
-    """Return whether the cache has this file. Its content is read again only if it was touched since the last check."""
+    """Return whether the cache has this file. Its content is read only if it was modified since the last check."""
     try:
         status = path.stat()
     except FileNotFoundError:
@@ -240,7 +240,7 @@ def _lock_text() -> str:
 
 
 def resolve(roots: Roots, heading: Iterable[str]) -> str:
-    """Resolve these roots through jgo, download everything and give the text of a lock file."""
+    """Resolve the roots through jgo and download every artifact. Returns the text of the lock file."""
     from jgo.maven import MavenContext
 
     lines = [f"# {line}" for line in heading]
@@ -262,7 +262,7 @@ def main(arguments: list[str]) -> int:
     """``lock`` writes jars.lock; ``fetch SET…`` fills the cache and prints the files. Returns the exit status."""
     from outbox._app import logs
 
-    logs.configure()  # to standard error, where the retries of a download are told
+    logs.configure()  # to standard error, where retries of a download are logged
     match arguments:
         case ["lock"]:
             target = Path(__file__).with_name("jars.lock")

@@ -42,7 +42,7 @@ def _java(home: str | None, path: str | None) -> Path:
     output = result.stdout + result.stderr
     match = re.search(r'version "(\d+)(?:\.(\d+))?', output)
     if result.returncode != 0 or match is None:
-        # macOS has a stand-in of that name which only tells where to get one.
+        # macOS has a stub named java that only says where to get one.
         raise MissingDependency(f"{program} is no working Java ({output.strip()[:200]}); {_HINT}")
     # Up to Java 8 the version was written 1.8.
     version = int(match[2] or 0) if match[1] == "1" else int(match[1])

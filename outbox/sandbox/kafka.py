@@ -35,19 +35,19 @@ _HOST: Final = "127.0.0.1"
 
 
 class KafkaCluster:
-    """Nodes that are broker and controller at once (KRaft), numbered from 0 in every method, each in its directory.
+    """A cluster of nodes that are broker and controller at once (KRaft). Methods number them from 0.
 
     data_dir   kept afterwards; None: a temporary directory that ``close`` (or leaving the ``with`` block) removes.
-               A directory that was used before goes on with its data, its ports and its number of brokers.
+               A directory that was used before keeps its data, its ports and its number of brokers.
     brokers    1, or 3: replication factor 3, min.insync.replicas 2. None: as many as data_dir has, 1 if it is new.
-    settings   of server.properties, over ours. Topics are not created by themselves unless you say so.
-    heap       of each broker, as -Xmx takes it.
+    settings   for server.properties; they override ours. Topics are not created automatically by default.
+    heap       of each broker: the value of -Xmx.
     detached   the brokers outlive this process, and ``start`` finds those that already run on data_dir. Otherwise they
                end when this process does, even by kill -9.
-    advertised_port   of a proxy on 127.0.0.1 that tests put between clients and the broker. The broker gets one more
-               listener, ``proxied_port``, which tells its clients to come to advertised_port; the proxy forwards to
-               it. ``bootstrap_servers`` stays the way past the proxy, and the broker's own traffic goes that way too.
-               For one broker in a temporary directory.
+    advertised_port   of a proxy on 127.0.0.1 that a test puts between clients and the broker. The broker gets one more
+               listener, ``proxied_port``, which advertises advertised_port; the proxy forwards to it.
+               ``bootstrap_servers`` bypasses the proxy, and so does the broker's own traffic. For one broker in a
+               temporary directory.
     """
 
     def __init__(
@@ -84,14 +84,14 @@ class KafkaCluster:
 
     @property
     def bootstrap_servers(self) -> str:
-        """The brokers' addresses, as clients take them. Raises ServiceError before the first start."""
+        """The brokers' addresses, for ``bootstrap.servers``. Raises ServiceError before the first start."""
         if not self._brokers:
             raise ServiceError("this Kafka was never started, so it has no ports yet; call start()")
         return ",".join(f"{_HOST}:{broker.node.port}" for broker in self._brokers)
 
     @property
     def proxied_port(self) -> int:
-        """The port to which the proxy at advertised_port forwards. Raises ServiceError where there is none (yet)."""
+        """The port to which the proxy at advertised_port forwards. Raises ServiceError if there is none (yet)."""
         port = self._brokers[0].node.proxied_port if self._brokers else None
         if port is None:
             raise ServiceError("this Kafka has no listener behind a proxy; give advertised_port, and start it")
@@ -99,17 +99,17 @@ class KafkaCluster:
 
     @property
     def brokers(self) -> int:
-        """How many brokers belong to the cluster, running or not; 0 before the first start."""
+        """The number of brokers in the cluster, running or not; 0 before the first start."""
         return len(self._brokers)
 
     @property
     def running(self) -> bool:
-        """Return whether every broker's process is there."""
+        """Return whether every broker's process exists."""
         return bool(self._brokers) and all(broker.running for broker in self._brokers)
 
     @property
     def pids(self) -> list[int]:
-        """The process ids of the brokers that run."""
+        """The process ids of the running brokers."""
         return [broker.process.pid for broker in self._brokers if broker.running and broker.process is not None]
 
     @property
@@ -120,8 +120,9 @@ class KafkaCluster:
     def start(self) -> Self:
         """Start the brokers that don't run, and wait until all are in the cluster.
 
-        Raises MissingDependency without a Java, DownloadFailed when the jars can't be had, PortTaken when somebody
-        else has a port of an earlier start, StartFailed with the logs' tails when a broker does not come up.
+        Raises MissingDependency without Java, DownloadFailed when the jars can't be downloaded, PortTaken when another
+        process has a port of an earlier start, StartFailed with the ends of the logs when a broker does not become
+        ready.
         """
         if self.running:
             return self
@@ -144,9 +145,9 @@ class KafkaCluster:
         raise AssertionError("unreachable")
 
     def attach(self) -> bool:
-        """Take the cluster that was made in data_dir before, with what runs of it. Returns whether there is one.
+        """Take over an existing cluster in data_dir, with its running brokers. Returns whether there is one.
 
-        Raises ServiceError when it has another number of brokers than was asked for.
+        Raises ServiceError when its number of brokers differs from the requested one.
         """
         try:
             record = json.loads(self._record.read_text())
@@ -172,7 +173,8 @@ class KafkaCluster:
                 broker.process.signal(signal.SIGTERM)
         deadline = time.monotonic() + _STOP_TIMEOUT
         for broker in self._brokers:
-            # With the others gone, the last one may wait for a controller for minutes. Its log is on disk: enough.
+            # The last broker may wait minutes for a controller, as the others are gone. Its log is on disk, so it is
+            # killed.
             if broker.process is not None and not broker.process.wait(max(0.0, deadline - time.monotonic())):
                 kill_with_children(broker.process)
 
@@ -190,18 +192,18 @@ class KafkaCluster:
             self.stop()
 
     def kill(self) -> None:
-        """End all brokers by SIGKILL, as a crash of the machine would."""
+        """Kill all brokers by SIGKILL, like a crash of the machine."""
         for index in range(len(self._brokers)):
             self.kill_broker(index)
 
     def kill_broker(self, index: int) -> None:
-        """End a broker by SIGKILL."""
+        """Kill a broker by SIGKILL."""
         process = self._broker(index).process
         if process is not None:
             kill_with_children(process)
 
     def start_broker(self, index: int) -> None:
-        """Start a broker that was killed, on its port with its data, and wait until it is back."""
+        """Start a killed broker with its port and data, and wait until it is back in the cluster."""
         broker = self._broker(index)
         if not broker.running:
             self._check_ports([broker])
@@ -209,7 +211,7 @@ class KafkaCluster:
         self._wait_until_ready([broker], members=1)
 
     def pause_broker(self, index: int) -> None:
-        """Halt a broker by SIGSTOP: its connections stay open and nothing answers."""
+        """Halt a broker by SIGSTOP: its connections stay open, but it does not answer."""
         process = self._broker(index).process
         if process is None:
             raise ServiceError(f"broker {index} does not run, so it can't be paused; start it first")
@@ -240,7 +242,7 @@ class KafkaCluster:
         return self.data_dir / "cluster.json"
 
     def _invent(self) -> None:
-        """Make up a new cluster on free ports."""
+        """Define a new cluster on free ports."""
         size = self._wanted_size or 1
         if self._advertised_port is None:
             ports = free_ports(2 * size)
@@ -248,10 +250,10 @@ class KafkaCluster:
         else:
             nodes = [Node(1, *free_ports(3))]
         cluster_id = base64.urlsafe_b64encode(uuid.uuid4().bytes).decode().rstrip("=")
-        if cluster_id.startswith("-"):  # the format tool would take it for an option
+        if cluster_id.startswith("-"):  # the format tool would parse it as an option
             cluster_id = "A" + cluster_id[1:]
         if not self._temporary:
-            # First of all, so that a start that is cut short is taken up where it was.
+            # Before anything else, so that the next start resumes an interrupted one.
             self.data_dir.mkdir(parents=True, exist_ok=True)
             self._record.write_text(json.dumps({"cluster_id": cluster_id, "nodes": [asdict(node) for node in nodes]}))
         self._make(cluster_id, nodes)
@@ -301,22 +303,22 @@ class KafkaCluster:
             "transaction.state.log.min.isr": in_sync,
             "share.coordinator.state.topic.replication.factor": replicas,
             "share.coordinator.state.topic.min.isr": in_sync,
-            # Fifty partitions each by default: seconds on a small machine, for nothing.
+            # 50 partitions each by default, which take seconds to create on a small machine.
             "offsets.topic.num.partitions": "6",
             "transaction.state.log.num.partitions": "6",
             "share.coordinator.state.topic.num.partitions": "3",
             "group.initial.rebalance.delay.ms": "0",
-            # A third of a small heap otherwise.
+            # The default is a third of a small heap.
             "log.cleaner.dedupe.buffer.size": str(16 << 20),
             "controlled.shutdown.enable": "true",
-            # A killed broker is let in again when its old session has run out: nine seconds by default. Several brokers
-            # on one busy machine need some slack, or one is put out for being slow.
+            # A killed broker is readmitted when its old session has expired: nine seconds by default. Several brokers
+            # on one busy machine need some slack, or a slow one is fenced.
             "broker.session.timeout.ms": "2000" if len(self._brokers) == 1 else "4000",
             "broker.heartbeat.interval.ms": "250" if len(self._brokers) == 1 else "500",
-            # One broker has nobody to show that it still leads: twice a second by default, which is a quarter of what a
-            # broker takes that has nothing to do.
+            # A single controller needs no proof of leadership: by default it writes one twice a second, which is a
+            # quarter of an idle broker's CPU time.
             **({"metadata.max.idle.interval.ms": "0"} if len(self._brokers) == 1 else {}),
-            # How long a broker waits for a controller that was halted: half a minute by default.
+            # How long a broker waits for a halted controller: half a minute by default.
             "controller.socket.timeout.ms": "3000",
             **self._settings,
         }
@@ -353,7 +355,7 @@ class KafkaCluster:
                     )
 
     def _wait_until_ready(self, required: list[Broker], members: int) -> None:
-        """Wait until each of these brokers answers, and sees itself and ``members`` in all in our own cluster."""
+        """Wait until each of these brokers answers, and sees itself among at least ``members`` nodes of our cluster."""
 
         def up_to_now() -> bool:
             for broker in required:
@@ -369,7 +371,7 @@ class KafkaCluster:
         raise StartFailed(f"Kafka was not ready within {_START_TIMEOUT:g} s\n{logs}")
 
     def _are_members(self, required: list[Broker], members: int) -> bool:
-        """Return whether it is so now. Raises PortTaken if another cluster answers."""
+        """Return whether they are members now. Raises PortTaken if another cluster answers."""
         from confluent_kafka import KafkaException
         from confluent_kafka.admin import AdminClient
 

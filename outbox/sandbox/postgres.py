@@ -2,7 +2,7 @@
 
 ``with PostgresServer() as server:`` and then ``url = server.create_database("shop")``.
 
-Who can connect: every local user, without a password. It is for tests, demonstrations and development.
+Every local user can connect without a password. For tests, demonstrations and development.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from outbox.sandbox._process import Detached, Supervised, kill_with_children, pa
 from outbox.sandbox.errors import PortTaken, ServiceError, StartFailed
 
 USER: Final = "postgres"
-"""The superuser of every server started here. A schema of its name would be its default one."""
+"""The superuser of every server started here. A schema with this name would be its default schema."""
 
 StopMode = Literal["smart", "fast", "immediate"]
 
@@ -59,12 +59,12 @@ class PostgresServer:
     """One server: its data in ``data_dir``/pgdata, its log in ``data_dir``/postgres.log.
 
     data_dir   kept afterwards; None: a temporary directory that ``close`` (or leaving the ``with`` block) removes.
-    port       on 127.0.0.1; None: a free one, kept over restarts.
-    settings   of postgresql.conf, over ours: wal_level=logical, max_connections=200. fsync is on unless given.
+    port       on 127.0.0.1; None: a free one, kept across restarts.
+    settings   for postgresql.conf; they override ours: wal_level=logical, max_connections=200. fsync is on by default.
     detached   the server outlives this process, and ``start`` finds one that already runs on data_dir. Otherwise it
                ends when this process does, even by kill -9.
 
-    Run as root, the server runs as the user ``postgres`` or ``nobody``.
+    If we run as root, the server runs as the user ``postgres`` or ``nobody``.
     """
 
     def __init__(
@@ -99,7 +99,7 @@ class PostgresServer:
 
     @property
     def port(self) -> int:
-        """The port on 127.0.0.1. Raises ServiceError before the first start if none was given."""
+        """The port on 127.0.0.1. Raises ServiceError before the first start unless it was given."""
         if self._port is None:
             raise ServiceError("this Postgres was never started, so it has no port yet; call start()")
         return self._port
@@ -111,18 +111,18 @@ class PostgresServer:
 
     @property
     def running(self) -> bool:
-        """Return whether the server's process is there."""
+        """Return whether the server's process exists."""
         return self._process is not None and self._process.running
 
     def url(self, database: str = "postgres") -> str:
-        """Return a database's address, as libpq reads it."""
+        """Return a database's URL for libpq."""
         return f"postgresql://{USER}@127.0.0.1:{self.port}/{quote(database, safe='')}"
 
     def start(self) -> Self:
-        """Start the server and wait until it takes connections; nothing happens if it runs.
+        """Start the server and wait until it accepts connections. Does nothing if it runs.
 
-        Raises PortTaken when somebody else has the port that was asked for, StartFailed with the log's tail when it
-        does not come up, MissingDependency when there is no Postgres to run.
+        Raises PortTaken when another process has the requested port, StartFailed with the end of the log when the
+        server does not become ready, MissingDependency when Postgres is not installed.
         """
         if self.running:
             return self
@@ -146,7 +146,8 @@ class PostgresServer:
     def attach(self) -> bool:
         """Find a detached server that runs on data_dir, and wait until it is ready. Returns whether there is one.
 
-        Raises StartFailed when there is one that is not ours to find: we are not detached, or its port is another.
+        Raises StartFailed when there is one that we can't take over: we are not detached, or its port differs from
+        ours.
         """
         found = _postmaster.running_on(self._pgdata)
         if found is None:
@@ -164,7 +165,7 @@ class PostgresServer:
     def stop(self, mode: StopMode = "fast") -> None:
         """Stop the server and keep its data, so that ``start`` goes on with them.
 
-        smart waits for clients, fast rolls their transactions back, immediate leaves recovery to the next start.
+        smart waits for clients, fast rolls back their transactions, immediate leaves recovery to the next start.
         Raises ServiceError when the server does not end within a minute.
         """
         if self._process is None:
@@ -178,7 +179,7 @@ class PostgresServer:
         self._process = None
 
     def kill(self) -> None:
-        """End the server and all its processes by SIGKILL, as a crash would; ``start`` then recovers."""
+        """Kill the server and all its processes by SIGKILL, like a crash; the next ``start`` recovers."""
         if self._process is not None:
             kill_with_children(self._process)
             self._process = None
@@ -197,8 +198,8 @@ class PostgresServer:
             self.stop()
 
     def create_database(self, name: str, template: str | None = None) -> str:
-        """Create a database, as a copy of ``template`` when given (nobody may be connected to it). Returns its URL."""
-        # Where nothing is flushed, to copy the files is ten times cheaper than to log each of their pages.
+        """Create a database, as a copy of ``template`` if given (which must have no connections). Returns its URL."""
+        # Without fsync, copying the files is ten times cheaper than logging each page.
         create_database(self.url(), name, template, copy_files=self._settings.get("fsync") == "off")
         return self.url(name)
 
@@ -221,7 +222,7 @@ class PostgresServer:
         return self.data_dir / "pgdata"
 
     def _initialize(self) -> None:
-        """Run initdb unless that was done; write the settings."""
+        """Run initdb if there is no data yet; write the settings."""
         make_directory(self.data_dir, self._user)
         blocked = blocking_directory(self.data_dir, self._user)
         if blocked is not None and self._user is not None:
@@ -230,7 +231,8 @@ class PostgresServer:
                 f"choose another data directory, or allow it with: chmod o+x {blocked}"
             )
         if not self._pgdata.exists():
-            # Made aside and renamed, so that an initdb that was cut short is not taken for a database.
+            # Created in a temporary directory and then renamed, so that an interrupted initdb leaves no incomplete
+            # database.
             with tempfile.TemporaryDirectory(prefix="initdb-", dir=self.data_dir) as parent:
                 aside = Path(parent)
                 new = aside / "pgdata"
@@ -251,7 +253,7 @@ class PostgresServer:
 
     def _initdb(self, target: Path) -> None:
         folder = binaries(self._user)
-        # UTF-8 in code point order, whatever locales the machine has; the built-in provider came with Postgres 17.
+        # UTF-8 in code point order, whatever locales the machine has; the built-in provider is new in Postgres 17.
         builtin = (
             ("--locale-provider", "builtin", "--builtin-locale", "C.UTF-8")
             if major_version(folder / "postgres") >= 17
@@ -286,7 +288,7 @@ class PostgresServer:
             raise StartFailed(f"initdb failed with status {result.returncode}:\n{result.stdout}{result.stderr}")
 
     def _launch(self, program: Path, port: int) -> None:
-        """Start a postmaster on this port. Raises PortTaken or StartFailed, and then none is left running."""
+        """Start a postmaster on this port. If it raises PortTaken or StartFailed, none is left running."""
         argv = [
             *(str(program), "-D", str(self._pgdata), "-p", str(port)),
             *("-c", "listen_addresses=127.0.0.1", "-c", "unix_socket_directories="),
@@ -314,7 +316,7 @@ class PostgresServer:
             raise
 
     def _wait_until_ready(self, port: int) -> None:
-        """Wait until our postmaster, and nobody else, answers on this port."""
+        """Wait until our postmaster, and no other server, answers on this port."""
         assert self._process is not None
         deadline = time.monotonic() + _START_TIMEOUT * patience()
         while not self._answers(port):
@@ -327,7 +329,7 @@ class PostgresServer:
     def _answers(self, port: int) -> bool:
         assert self._process is not None
         lines = _postmaster.lines(self._pgdata)
-        # Line 1 is the postmaster's pid, 4 its port, 8 its state. Written by the child we started, so this port is its.
+        # Line 1 is the postmaster's pid, 4 its port, 8 its state. Our child wrote the file, so it listens on this port.
         if len(lines) < 8 or lines[0] != str(self._process.pid) or lines[3] != str(port):
             return False
         if lines[7].strip() != "ready":
@@ -346,7 +348,7 @@ class PostgresServer:
 def create_database(server_url: str, name: str, template: str | None = None, *, copy_files: bool = False) -> None:
     """Create a database on the server of ``server_url``, whose user needs CREATEDB.
 
-    copy_files   between two checkpoints, and not page by page through the log, as is Postgres' own way from 15 on.
+    copy_files   between two checkpoints, instead of logging every page, which is the default since Postgres 15.
     """
     statement = sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name))
     if template is not None:
@@ -361,7 +363,7 @@ def drop_database(server_url: str, name: str) -> None:
     """Drop a database of the server of ``server_url`` if it exists, ending its connections and its slots."""
     statement = sql.SQL("DROP DATABASE IF EXISTS {} WITH (FORCE)").format(sql.Identifier(name))
     with psycopg.connect(server_url, autocommit=True) as connection:
-        # A slot keeps its database, whoever forces.
+        # FORCE does not drop the slots, and Postgres refuses to drop a database that has one.
         connection.execute(
             "SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE database = %s AND NOT active",
             (name,),

@@ -1,6 +1,6 @@
-"""A Postgres and a Kafka for a person: they go on running after the command that started them.
+"""A Postgres and a Kafka for interactive use: they keep running after the command that started them.
 
-Durable: fsync is on, and a restart of the machine loses nothing that was committed; ``up`` starts them again.
+fsync is on, so a restart of the machine loses no committed data; ``up`` starts them again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ DATABASE: Final = "outbox"
 
 @dataclass(frozen=True, slots=True)
 class SandboxState:
-    """What there is and where; the addresses are None before the first ``up``."""
+    """The sandbox's servers and their addresses, which are None before the first ``up``."""
 
     directory: Path
     postgres_running: bool
@@ -62,7 +62,7 @@ class Sandbox:
     """One sandbox per directory; commands that run at the same time wait for each other.
 
     directory   None: $OUTBOX_SANDBOX, else ``sandbox`` in the cache directory.
-    report      told in words what is being done.
+    report      called with a line of text for each step.
     """
 
     def __init__(self, directory: Path | None = None, report: Callable[[str], None] | None = None) -> None:
@@ -73,10 +73,10 @@ class Sandbox:
         self._report = report or (lambda _: None)
 
     def up(self, brokers: int | None = None) -> SandboxState:
-        """Start what does not run, on the ports it had before, and make the database ``outbox``.
+        """Start the servers that do not run, on their former ports, and create the database ``outbox``.
 
-        brokers   1 or 3; None: as many as there are, 1 at first. Raises ServiceError when there is another number
-                  already, PortTaken when somebody else has taken a port meanwhile.
+        brokers   1 or 3; None: the existing number, 1 at first. Raises ServiceError when the existing number differs,
+                  PortTaken when another process has one of the ports.
         """
         with self._alone():
             server, cluster = self._postgres(), self._kafka(brokers)
@@ -94,13 +94,13 @@ class Sandbox:
             return self._state(server, cluster)
 
     def status(self) -> SandboxState:
-        """Look what runs, and start nothing."""
+        """Return what runs, without starting anything."""
         with self._alone():
             server, cluster = self._found()
             return self._state(server, cluster)
 
     def down(self, purge: bool = False) -> SandboxState:
-        """Stop what runs. The data stay for the next ``up``, unless ``purge``."""
+        """Stop the servers. The data is kept for the next ``up``, unless ``purge``."""
         with self._alone():
             server, cluster = self._found()
             if cluster.pids:
@@ -145,7 +145,7 @@ class Sandbox:
         return KafkaCluster(self.directory / "kafka", brokers=brokers, detached=True)
 
     def _postgres_dir(self) -> Path:
-        """Usually below ours. As root it is elsewhere if the user that Postgres runs as can't get there."""
+        """Return Postgres's directory: below the sandbox's, or elsewhere if its user can't reach that (as root)."""
         usual = self.directory / "postgres"
         user = unprivileged_user()
         if user is None or blocking_directory(usual, user) is None:

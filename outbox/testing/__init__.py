@@ -1,11 +1,11 @@
-"""For the tests of services that write events: real servers, pytest fixtures, and a look at what was written.
+"""For tests of services that write events: real servers, pytest fixtures, and the events of an open transaction.
 
     def test_placing_an_order(outbox_postgres):
         with Session(outbox_postgres.engine()) as session:
             place_order(session, …)
             assert [event.event_type for event in recorded_events(session)] == ["OrderPlaced"]
 
-The fixtures (``outbox_postgres``, ``outbox_kafka``, ``outbox_relay`` …) are in ``plugin`` and come by themselves.
+The fixtures (``outbox_postgres``, ``outbox_kafka``, ``outbox_relay`` …) are in ``plugin``, which pytest loads itself.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ __all__ = ["recorded_events", "recorded_events_async"]
 def recorded_events(target: Session | Connection | psycopg.Connection[Any], *, schema: str = "outbox") -> list[Event]:
     """Return the events that the open transaction of ``target`` has written so far, in the order of their ids.
 
-    target   the session or connection that the code under test was given; a session is flushed first. No commit is
-             needed, and after a commit or rollback there is nothing more to see.
-    schema   where the outbox's tables are.
+    target   the session or connection that the code under test was given; a session is flushed first. Empty after a
+             commit or rollback.
+    schema   of the outbox's tables.
 
-    Raises TargetError for a connection in autocommit mode without a transaction, or something else altogether.
+    Raises TargetError for a connection in autocommit mode without a transaction, and for any other object.
     """
     from outbox.testing._recorded import read
 
@@ -40,7 +40,7 @@ def recorded_events(target: Session | Connection | psycopg.Connection[Any], *, s
 async def recorded_events_async(
     target: AsyncSession | AsyncConnection | psycopg.AsyncConnection[Any], *, schema: str = "outbox"
 ) -> list[Event]:
-    """The same for asynchronous sessions and connections."""
+    """Return the same as ``recorded_events``, for asynchronous sessions and connections."""
     from outbox.testing._recorded import read_async
 
     return await read_async(target, schema)

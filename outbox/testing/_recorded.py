@@ -17,15 +17,15 @@ from outbox.errors import TargetError
 from outbox.event import BYTES_CONTENT_TYPE, CONTENT_TYPE, JSON_CONTENT_TYPE, Event
 from outbox.tables import outbox_tables
 
-# A row's xmin is the id of the transaction or subtransaction that wrote it, cut to 32 bits. Those of the open
-# transaction are its own id and later ones that are still in progress: what others have in progress can't be seen.
-# (A savepoint that was released stays in progress until its transaction ends, one that was rolled back shows no rows.)
+# A row's xmin is the id of the transaction or subtransaction that wrote it, cut to 32 bits. The open transaction's rows
+# have its own id or a later one that is still in progress: rows that others have in progress are invisible. (A released
+# savepoint stays in progress until its transaction ends; rows of one that was rolled back are invisible.)
 _AHEAD = "mod(xmin::text::bigint - mod(xact, 4294967296) + 6442450944, 4294967296) - 2147483648"
 _MINE = f"CASE WHEN {_AHEAD} >= 0 THEN pg_xact_status((xact + {_AHEAD})::text::xid8) = 'in progress' ELSE false END"
 
 
 def query(schema: str) -> sa.Select[Any]:
-    """The statement; it finds nothing in a transaction that has written nothing."""
+    """Return the statement; it finds no rows in a transaction that has written nothing."""
     events = outbox_tables(sa.MetaData(), schema=schema).events
     own = sa.text("(SELECT pg_current_xact_id_if_assigned()::text::bigint AS xact) AS own")
     columns = ("aggregate_type", "aggregate_id", "event_type", "payload", "payload_bytes", "headers", "event_id")

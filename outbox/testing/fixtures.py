@@ -1,4 +1,4 @@
-"""What the pytest fixtures of ``plugin`` hand out. Useful without pytest as well."""
+"""The objects that the pytest fixtures of ``plugin`` return. Useful without pytest as well."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _ADMIN_TIMEOUT: Final = 30.0
 
 
 class DatabaseServer(Protocol):
-    """A Postgres server on which tests make databases: ours or a given one."""
+    """A Postgres server on which tests create databases: ours or a given one."""
 
     def url(self, database: str = ...) -> str: ...
     def create_database(self, name: str, template: str | None = None) -> str: ...
@@ -39,26 +39,26 @@ class DatabaseServer(Protocol):
 
 
 class KafkaServer(Protocol):
-    """A Kafka on which tests make topics: ours or a given one."""
+    """A Kafka on which tests create topics: ours or a given one."""
 
     @property
     def bootstrap_servers(self) -> str: ...
 
 
 def token() -> str:
-    """Make up a few letters that no other test has."""
+    """Return a few random letters that no other test has."""
     return secrets.token_hex(4)
 
 
 def migrate(url: str, schema: str = "outbox") -> None:
-    """Bring the outbox's tables into a database."""
+    """Create the outbox's tables in a database."""
     from outbox._app.migrate import upgrade
 
     upgrade(url, schema=schema)
 
 
 class ExternalPostgres:
-    """A server that somebody else runs, given by the URL of one of its databases."""
+    """A server that is not ours, given by the URL of one of its databases."""
 
     def __init__(self, url: str) -> None:
         self._url = libpq_url(url)
@@ -68,7 +68,7 @@ class ExternalPostgres:
         return with_database(self._url, database)
 
     def create_database(self, name: str, template: str | None = None) -> str:
-        """Create a database, as a copy of ``template`` when given. Returns its URL."""
+        """Create a database, as a copy of ``template`` if given. Returns its URL."""
         create_database(self._url, name, template)
         return self.url(name)
 
@@ -78,14 +78,14 @@ class ExternalPostgres:
 
 
 class ExternalKafka:
-    """A Kafka that somebody else runs."""
+    """A Kafka that is not ours."""
 
     def __init__(self, bootstrap_servers: str) -> None:
         self.bootstrap_servers = bootstrap_servers
 
 
 class Database:
-    """One database. What was opened through it is closed with it."""
+    """One database. Closes the connections and engines that were opened through it."""
 
     def __init__(self, url: str, name: str) -> None:
         self.url = url
@@ -93,13 +93,13 @@ class Database:
         self._opened = contextlib.ExitStack()
 
     def connect(self, autocommit: bool = False) -> psycopg.Connection[tuple[Any, ...]]:
-        """Open a connection of psycopg."""
+        """Open a psycopg connection."""
         connection = psycopg.connect(self.url, autocommit=autocommit)
         self._opened.callback(connection.close)
         return connection
 
     def engine(self, **options: Any) -> sa.Engine:
-        """Make a SQLAlchemy engine; ``options`` as create_engine takes them."""
+        """Return a new SQLAlchemy engine; ``options`` are passed to create_engine."""
         engine = sa.create_engine(sqlalchemy_url(self.url), **options)
         self._opened.callback(engine.dispose)
         return engine
@@ -116,7 +116,7 @@ class Database:
 
 
 class Topics:
-    """One test's part of a Kafka: names that nobody else has. Leaving the ``with`` block deletes those topics."""
+    """One test's topics, with names that no other test has. Leaving the ``with`` block deletes them."""
 
     def __init__(self, bootstrap_servers: str) -> None:
         self.bootstrap_servers = bootstrap_servers
@@ -125,12 +125,12 @@ class Topics:
     def name(self, base: str) -> str:
         """Return a name for a topic or an aggregate type that only this test has: ``Order`` → ``Order-1f3a9c0e``.
 
-        Topics whose name holds this test's token, also those that a relay made, are deleted in the end.
+        Topics whose name contains this test's token are deleted in the end, including those that a relay created.
         """
         return f"{base}-{self.token}"
 
     def create_topic(self, name: str, partitions: int = 1, config: Mapping[str, str] | None = None) -> str:
-        """Create a topic of exactly this name, and give the name. ``config`` as Kafka's topic settings."""
+        """Create a topic with exactly this name, and return the name. ``config`` holds Kafka's topic settings."""
         from confluent_kafka.admin import NewTopic  # type: ignore[attr-defined]
 
         topic = NewTopic(name, num_partitions=partitions, config=dict(config or {}))
@@ -149,12 +149,12 @@ class Topics:
     ) -> list[Message]:
         """Read topics from the beginning, each partition in order.
 
-        count           wait until there are this many messages, also for topics that don't exist yet. None: what is
-                        there now, up to the last one that is committed.
-        timeout         in seconds. AssertionError when it passes first.
-        isolation       read_uncommitted: also what is open or was aborted.
-        wait_for_open   without a count, see ``await_transactions`` first. False: a transaction that is open hides what
-                        is behind it, and so does one whose commit was answered a moment ago.
+        count           wait until there are this many messages, also for topics that don't exist yet. None: read what
+                        is there now, up to the last committed message.
+        timeout         in seconds. Raises AssertionError when it expires first.
+        isolation       read_uncommitted: also messages of open and aborted transactions.
+        wait_for_open   without a count, call ``await_transactions`` first. False: an open transaction hides the
+                        messages behind it, and so does one whose commit was acknowledged a moment ago.
         """
         from confluent_kafka import Consumer, TopicPartition
 
@@ -165,7 +165,7 @@ class Topics:
         known: dict[str, list[int]] = {}
 
         def all_known() -> bool:
-            # A leader may be there for one look, and not for the next.
+            # A leader found in one request may be missing in the next.
             known.update((name, self._partitions(name)) for name in names if not known.get(name))
             return all(known.values())
 
@@ -181,7 +181,8 @@ class Topics:
                 "bootstrap.servers": self.bootstrap_servers,
                 "group.id": f"outbox-testing-{token()}",
                 "enable.auto.commit": False,
-                # From 0, and not from the beginning by name, which librdkafka asks for first: half a second.
+                # Assigned from offset 0, not OFFSET_BEGINNING: librdkafka would look that up first, which takes half a
+                # second.
                 "auto.offset.reset": "earliest",
                 "enable.partition.eof": True,
                 "isolation.level": isolation,
@@ -194,10 +195,10 @@ class Topics:
             return _read(consumer, partitions, count, deadline, timeout)
 
     def await_transactions(self, topics: str | Sequence[str], timeout: float = 30.0) -> None:
-        """Wait until every transaction that has written to the topics by now has ended, for those who read them too.
+        """Wait until every transaction that has written to the topics by now has ended and readers can see its end.
 
-        A commit is answered before the broker has written its markers, and only these make its messages visible.
-        timeout in seconds; AssertionError when it passes first.
+        A commit is acknowledged before the broker has written its markers, and only these make its messages visible.
+        timeout is in seconds. Raises AssertionError when it expires first.
         """
         names = [topics] if isinstance(topics, str) else list(topics)
         self._await_transactions(names, time.monotonic() + timeout * patience(), timeout)
@@ -229,14 +230,14 @@ class Topics:
             time.sleep(0.02)
 
     def _ends(self, topics: Sequence[str], *, committed: bool) -> dict[tuple[str, int], int]:
-        """Where each partition ends for readers of what is committed, or of everything.
+        """Return each partition's end offset for read_committed or read_uncommitted readers.
 
-        Nothing while one has no leader. Raises KafkaException.
+        Empty while a partition has no leader. Raises KafkaException.
         """
         from confluent_kafka import IsolationLevel, TopicPartition
         from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
 
-        # This look also refreshes what the client knows of the leaders.
+        # This also refreshes the client's metadata about leaders.
         partitions = {topic: self._partitions(topic) for topic in topics}
         if not all(partitions.values()):
             return {}
@@ -269,7 +270,7 @@ class Topics:
         return AdminClient({"bootstrap.servers": self.bootstrap_servers, "log_level": 0})
 
     def _partitions(self, topic: str) -> list[int]:
-        """The partitions of a topic; none when there is no such topic, or while one of them has no leader."""
+        """Return a topic's partitions; empty if there is no such topic, or while one of them has no leader."""
         found = self._admin.list_topics(topic, timeout=_ADMIN_TIMEOUT).topics.get(topic)
         if found is None or found.error is not None or any(p.leader < 0 for p in found.partitions.values()):
             return []
@@ -279,10 +280,10 @@ class Topics:
 def _read(
     consumer: Consumer, partitions: Sequence[tuple[str, int]], count: int | None, deadline: float, timeout: float
 ) -> list[Message]:
-    """Return what the partitions that are assigned have now, or ``count`` messages. AssertionError at the deadline."""
+    """Return the assigned partitions' messages, all or ``count`` of them. Raises AssertionError at the deadline."""
     from confluent_kafka import KafkaError, KafkaException
 
-    # What librdkafka reports while it connects anew by itself.
+    # Reported by librdkafka while it reconnects by itself.
     eof = KafkaError._PARTITION_EOF  # noqa: SLF001 - documented names, in spite of the underscore
     transient = {KafkaError._ALL_BROKERS_DOWN, KafkaError._TRANSPORT, KafkaError._TIMED_OUT}  # noqa: SLF001
     unread = set(partitions)
@@ -311,7 +312,7 @@ def _read(
 
 
 class Started(Process, Protocol):
-    """A process whose exit status is known once ``wait`` saw its end."""
+    """A process whose exit status is known once ``wait`` has returned True."""
 
     @property
     def exit_code(self) -> int | None: ...
@@ -335,16 +336,16 @@ class RelayProcess:
         return self._process.running
 
     def terminate(self) -> None:
-        """Ask it to finish what is in flight and end (SIGTERM)."""
+        """Make it finish what is in flight and end (SIGTERM)."""
         self._process.signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """End it by SIGKILL, and wait until it is gone."""
+        """Kill it by SIGKILL, and wait until it is gone."""
         self._process.signal(signal.SIGKILL)
         self.wait()
 
     def pause(self) -> None:
-        """Halt it where it is (SIGSTOP): a zombie in waiting."""
+        """Halt it (SIGSTOP)."""
         pause(self._process)
 
     def resume(self) -> None:
@@ -352,7 +353,7 @@ class RelayProcess:
         self._process.signal(signal.SIGCONT)
 
     def wait(self, timeout: float = 30.0) -> int:
-        """Wait for its end; gives the exit status, negative for a signal. AssertionError when it goes on running."""
+        """Wait for its end. Returns the exit status, negative for a signal. Raises AssertionError if it runs on."""
         seconds = timeout * patience()
         if not self._process.wait(seconds):
             raise AssertionError(f"the relay (pid {self.pid}) still runs after {seconds:g} s\n{tail(self.log_file)}")
@@ -364,7 +365,7 @@ class RelayProcess:
         return self.log_file.read_text(errors="replace")
 
     def wait_for_log(self, text: str, timeout: float = 30.0) -> None:
-        """Wait until its log holds ``text``. AssertionError when it ends or the time passes without."""
+        """Wait until its log contains ``text``. Raises AssertionError when it ends first, or at the timeout."""
 
         def there() -> bool:
             if text in self.log():
@@ -378,7 +379,7 @@ class RelayProcess:
             raise AssertionError(f"the relay did not log {text!r} within {seconds:g} s\n{tail(self.log_file)}")
 
     def _start(self, command: Sequence[str], environment: Mapping[str, str]) -> Started:
-        # Not in the directory where the tests run: an outbox.toml there is not for this relay.
+        # Not the working directory of the tests: this relay must not read an outbox.toml there.
         cwd = self.log_file.parent
         return Supervised(command, log=self.log_file, env=environment, cwd=cwd, orphan_signal=signal.SIGKILL)
 
@@ -403,16 +404,16 @@ class RelayFactory:
         program: Sequence[str] = ("-m", "relay.cli"),
         **settings: object,
     ) -> RelayProcess:
-        """Start ``outbox relay run`` with these arguments; it is not waited for.
+        """Start ``outbox relay run`` with these arguments, without waiting for it.
 
         database_url, bootstrap_servers   of other servers than the test's usual ones.
         env                               more environment variables.
-        program                           what Python runs; the command's arguments follow it.
+        program                           arguments of Python that run the command; its own follow.
         settings                          by their names: ``relay__lease_seconds=2`` is OUTBOX_RELAY__LEASE_SECONDS.
 
         It creates missing topics unless ``create_topics=False`` is among the settings.
         """
-        # Settings of the person who runs the tests are not this relay's.
+        # The settings of the environment that runs the tests do not apply to this relay.
         environment = {name: value for name, value in os.environ.items() if not name.startswith("OUTBOX_")}
         environment |= {
             "OUTBOX_DATABASE_URL": database_url or self._database_url(),
@@ -435,7 +436,7 @@ class RelayFactory:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         for process in self._started:
-            # Also one that has ended by itself: only who waits for it closes its pipes.
+            # Also one that has ended by itself: waiting closes its pipes.
             process.kill()
             print(tail(process.log_file, 200), file=sys.stderr)
 
@@ -447,11 +448,11 @@ class PrivatePostgres:
         self._opened = contextlib.ExitStack()
 
     def __call__(self, settings: Mapping[str, str] | None = None) -> PostgresServer:
-        """Start a server: fsync on unless the settings of postgresql.conf say otherwise."""
+        """Start a server with these settings for postgresql.conf; fsync is on by default."""
         return self._opened.enter_context(PostgresServer(settings=settings))
 
     def database(self, server: PostgresServer, name: str = "outbox") -> Database:
-        """Create a database with the outbox's tables on such a server."""
+        """Create a database with the outbox's tables on a server."""
         url = server.create_database(name)
         migrate(url)
         return self._opened.enter_context(Database(url, name))
@@ -472,12 +473,12 @@ class PrivateKafka:
     def __call__(
         self, brokers: int = 1, settings: Mapping[str, str] | None = None, advertised_port: int | None = None
     ) -> KafkaCluster:
-        """Start a cluster of 1 or 3 brokers; settings as in server.properties, advertised_port of a proxy before it."""
+        """Start a cluster of 1 or 3 brokers; settings for server.properties, advertised_port of a proxy before it."""
         cluster = KafkaCluster(brokers=brokers, settings=settings, advertised_port=advertised_port)
         return self._opened.enter_context(cluster)
 
     def topics(self, cluster: KafkaCluster) -> Topics:
-        """Return helpers to create and read topics of a cluster. Nothing is deleted: the cluster goes as a whole."""
+        """Return helpers to create and read topics of a cluster, which is removed as a whole."""
         return Topics(cluster.bootstrap_servers)
 
     def __enter__(self) -> Self:

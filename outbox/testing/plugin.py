@@ -1,10 +1,10 @@
 """pytest fixtures: real Postgres, real Kafka and a real relay, for services that write events and for our own tests.
 
-It comes with the package (entry point ``outbox``), so it is loaded in every pytest run there: nothing is imported at
-the top but pytest, and no server starts before a test asks for it.
+An entry point (``outbox``) loads it in every pytest run where the package is installed: so only pytest is imported at
+the top, and no server starts before a test needs it.
 
-With OUTBOX_DATABASE_URL or OUTBOX_KAFKA__BOOTSTRAP_SERVERS set, the tests use those servers, each test with a database
-and topics of its own (the user needs CREATEDB). Tests that kill their servers are skipped then.
+With OUTBOX_DATABASE_URL or OUTBOX_KAFKA__BOOTSTRAP_SERVERS set, the tests use those servers, each test with its own
+database and topics (the user needs CREATEDB). Tests that kill their servers are then skipped.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BOOTSTRAP_SERVERS = "OUTBOX_KAFKA__BOOTSTRAP_SERVERS"
 
 @pytest.fixture(scope="session")
 def outbox_postgres_server() -> Iterator[DatabaseServer]:
-    """A Postgres server for the whole session: the given one, or one that is started now."""
+    """A Postgres server for the whole session: the given one, or a new one."""
     if url := os.environ.get(_DATABASE_URL):
         from outbox.testing.fixtures import ExternalPostgres
 
@@ -42,14 +42,14 @@ def outbox_postgres_server() -> Iterator[DatabaseServer]:
         return
     from outbox.sandbox.postgres import PostgresServer
 
-    # What a test writes need not outlive the machine; it does outlive a kill of the server.
+    # Without fsync, data survives a kill of the server, but not a crash of the machine: enough for tests.
     with PostgresServer(settings={"fsync": "off"}) as server:
         yield server
 
 
 @pytest.fixture(scope="session")
 def outbox_kafka_cluster() -> Iterator[KafkaServer]:
-    """A Kafka for the whole session: the given one, or one broker that is started now."""
+    """A Kafka for the whole session: the given one, or a new one with one broker."""
     if servers := os.environ.get(_BOOTSTRAP_SERVERS):
         from outbox.testing.fixtures import ExternalKafka
 
@@ -74,7 +74,7 @@ def _outbox_template(outbox_postgres_server: DatabaseServer) -> Iterator[str]:
 
 @pytest.fixture
 def outbox_postgres(outbox_postgres_server: DatabaseServer, _outbox_template: str) -> Iterator[Database]:
-    """A database of this test's own with the outbox's tables in the schema ``outbox``."""
+    """This test's own database, with the outbox's tables in the schema ``outbox``."""
     from outbox.testing.fixtures import Database, token
 
     name = f"outbox_test_{token()}"
@@ -85,7 +85,7 @@ def outbox_postgres(outbox_postgres_server: DatabaseServer, _outbox_template: st
 
 @pytest.fixture
 def outbox_kafka(outbox_kafka_cluster: KafkaServer) -> Iterator[Topics]:
-    """Kafka, with names for topics that are this test's own and are deleted after it."""
+    """Kafka, with topic names of this test's own; the topics are deleted after it."""
     from outbox.testing.fixtures import Topics
 
     with Topics(outbox_kafka_cluster.bootstrap_servers) as topics:
@@ -94,9 +94,9 @@ def outbox_kafka(outbox_kafka_cluster: KafkaServer) -> Iterator[Topics]:
 
 @pytest.fixture
 def outbox_relay(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RelayFactory]:
-    """A function that starts ``outbox relay run`` as a process of its own; all are ended after the test.
+    """A function that starts ``outbox relay run`` in a process of its own; all are killed after the test.
 
-    Without other arguments it serves this test's ``outbox_postgres`` and ``outbox_kafka``.
+    By default it serves this test's ``outbox_postgres`` and ``outbox_kafka``.
     """
     from outbox.testing.fixtures import RelayFactory
 
@@ -108,7 +108,7 @@ def outbox_relay(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rel
         topics: Topics = request.getfixturevalue("outbox_kafka")
         return topics.bootstrap_servers
 
-    # Asked for now, if the test uses them at all, so that they are torn down after the relays.
+    # Set up now, if the test uses them at all, so that they are torn down after the relays.
     for name in ("outbox_postgres", "outbox_kafka"):
         if name in request.fixturenames:
             request.getfixturevalue(name)
@@ -118,7 +118,7 @@ def outbox_relay(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rel
 
 @pytest.fixture
 def private_postgres() -> Iterator[PrivatePostgres]:
-    """A function that starts a Postgres of this test's own, to be killed and restarted; see PrivatePostgres."""
+    """A function that starts a Postgres that this test may kill and restart; see PrivatePostgres."""
     if os.environ.get(_DATABASE_URL):
         pytest.skip(f"{_DATABASE_URL} is set, and this test kills its Postgres: unset it to run this test")
     from outbox.testing.fixtures import PrivatePostgres
@@ -129,7 +129,7 @@ def private_postgres() -> Iterator[PrivatePostgres]:
 
 @pytest.fixture
 def private_kafka() -> Iterator[PrivateKafka]:
-    """A function that starts a Kafka of this test's own, to be killed and restarted; see PrivateKafka."""
+    """A function that starts a Kafka that this test may kill and restart; see PrivateKafka."""
     if os.environ.get(_BOOTSTRAP_SERVERS):
         pytest.skip(f"{_BOOTSTRAP_SERVERS} is set, and this test kills its Kafka: unset it to run this test")
     from outbox.testing.fixtures import PrivateKafka

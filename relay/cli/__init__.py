@@ -1,4 +1,4 @@
-"""The ``outbox`` command: the composition root, the one place that knows every part."""
+"""The ``outbox`` command."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def main() -> None:
-    """Run the command line. A core install has no typer; say what to install instead of failing on the import."""
+    """Run the command line. In an install without typer, print what to install instead of an ImportError."""
     try:
         try:
             from relay.cli.assembly import assemble
@@ -30,7 +30,7 @@ def main() -> None:
 
 
 def _hides(error: ImportError) -> Path | None:
-    """Return what was imported in the place of one of our packages, if that is why an import failed."""
+    """Return the path that was imported instead of one of our packages, if that is why an import failed."""
     root = (error.name or "").partition(".")[0]
     module = sys.modules.get(root)
     file = getattr(module, "__file__", None)

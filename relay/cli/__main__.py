@@ -1,4 +1,4 @@
-"""So that ``python -m relay.cli`` is the ``outbox`` command."""
+"""Makes ``python -m relay.cli`` the ``outbox`` command."""
 
 from relay.cli import main
 

@@ -1,4 +1,4 @@
-"""All groups of commands, put together. Heavy libraries are imported inside the commands."""
+"""Assembles the command line from its groups. Heavy libraries are imported inside the commands."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _GROUPS: Final = {
     "failures": "relay.cli.failures",
     **{name: f"spark_jobs.cli.{name}" for name in ("consumers", "offsets", "external")},
 }
-"""Groups of commands, and the modules whose ``app`` they are."""
+"""Groups of commands, each with the module that has it as ``app``."""
 
 _OLD: Final = frozenset({"failures"})
-"""Names that go on working, and are not shown: `dead-letters` is what they are called now."""
+"""Former names, which still work but are hidden; now `dead-letters`."""
 
 _COMMANDS: Final = {
     "status": "relay.cli.status",
@@ -30,13 +30,13 @@ _COMMANDS: Final = {
     "consume": "spark_jobs.cli.consume",
     "demo": "relay.cli.demo.run",
 }
-"""Commands, and the modules that have a function of that name."""
+"""Commands, each with the module that has a function of that name."""
 
 
 def assemble(arguments: Sequence[str] = ()) -> typer.Typer:
-    """Return the command line, or as much of it as these arguments need: ``relay run`` starts without the others.
+    """Return the command line, or only the part that these arguments need: ``relay run`` starts without the others.
 
-    Only a first argument that names a group or a command leaves the others out, so help and errors stay the same.
+    The others are omitted only if the first argument names a group or a command, so help and errors stay the same.
     """
     named = arguments[0] if arguments else None
     app = typer.Typer(
@@ -64,8 +64,8 @@ def _version(show: bool) -> None:
 
 
 def _imported(module: str) -> Any:
-    if module.startswith("spark_jobs.") or module in {"relay.cli.dead_letters", "relay.cli.status", "relay.cli.trace"}:
-        # These know the consumers' settings only, and a misspelt name may be the relay's.
+    if module.startswith("spark_jobs.") or module == "relay.cli.dead_letters":
+        # These modules know only the consumers' settings, and a misspelt name may be one of the relay's.
         import_module("spark_jobs.cli.names").check_with(_check_names)
     return import_module(module)
 

@@ -23,15 +23,15 @@ app = typer.Typer(help="Set the WAL up as the source of the outbox.", no_args_is
 @failing_clearly
 def setup(
     repair: Annotated[
-        bool, typer.Option("--repair", help="Have the table read once, and the slot made anew if it has not all.")
+        bool, typer.Option("--repair", help="Have the table read once; replace the slot if it has a gap.")
     ] = False,
     lose_messages: Annotated[
-        bool, typer.Option("--lose-messages", help="With --repair: a new slot, whatever is in the old one.")
+        bool, typer.Option("--lose-messages", help="With --repair: replace the slot even if it holds messages.")
     ] = False,
     reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Make the publication and the slot. Then: `outbox relay switch wal`, with relays of OUTBOX_SOURCE=wal running.
+    """Create the publication and the slot. Then: `outbox relay switch wal`, with relays of OUTBOX_SOURCE=wal running.
 
     Needs the rights of the tables' owner, CREATE on the database, and REPLICATION.
     """
@@ -57,7 +57,7 @@ def status(
     as_json: AsJson = False,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Show where the stream stands. Exit status 1 when it is not whole, or keeps more WAL than the limit."""
+    """Show the state of the stream. Exit status 1 when it has a gap, or keeps more WAL than the limit."""
     with _cdc(database_url) as (cdc, settings):
         found = cdc.status()
     limit = settings.wal.retained_limit_bytes
@@ -78,7 +78,7 @@ def drop(
     slot: Annotated[str, typer.Option("--slot", prompt="Type the slot's name to drop it", help="Its name, typed.")],
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Drop slot and publication. Events without a row that were not read yet are lost with them."""
+    """Drop the slot and the publication. Events without a row that were not read yet are lost."""
     with _cdc(database_url) as (cdc, settings):
         if slot != settings.wal.slot:
             raise ConfigurationError(f"the slot is {settings.wal.slot!r}, not {slot!r}: nothing was dropped")

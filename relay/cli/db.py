@@ -1,4 +1,4 @@
-"""``outbox db …``: the tables, in any database."""
+"""``outbox db …``: create, change and check the tables."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 app = typer.Typer(help="Create, change and check the tables.", no_args_is_help=True)
 
 _Schema = Annotated[str | None, typer.Option("--schema", help="OUTBOX_SCHEMA; with --consumer OUTBOX_CONSUMER_SCHEMA")]
-# Text, so that what is no number is refused in one line like any other number that can't be.
+# Text, so that what is not a number gets a one-line error like any other invalid number.
 _Lanes = Annotated[str | None, typer.Option("--lanes", metavar="NUMBER", help="Number of lanes, at the first upgrade.")]
 _Consumer = Annotated[bool, typer.Option("--consumer", help="The consumers' tables instead of the outbox's.")]
 
@@ -30,7 +30,7 @@ def upgrade(
     consumer: _Consumer = False,
     lanes: _Lanes = None,
 ) -> None:
-    """Bring the tables to this version. Safe to run from many pods at once, and again."""
+    """Upgrade the tables to this version. Safe to repeat, and to run from many pods at once."""
     from outbox._app import migrate as db
 
     url, name = _target(database_url, schema, consumer)
@@ -45,13 +45,13 @@ def upgrade(
 @app.command()
 @failing_clearly
 def downgrade(
-    revision: Annotated[str, typer.Argument(help="A revision, or base for none at all.")],
+    revision: Annotated[str, typer.Argument(help="A revision, or base to drop all tables.")],
     database_url: DatabaseUrl = None,
     schema: _Schema = None,
     consumer: _Consumer = False,
-    drop_rows: Annotated[bool, typer.Option("--drop-rows", help="Even if rows are lost by it.")] = False,
+    drop_rows: Annotated[bool, typer.Option("--drop-rows", help="Even if rows are lost.")] = False,
 ) -> None:
-    """Go back to a revision."""
+    """Downgrade to a revision."""
     from outbox._app import migrate as db
 
     url, name = _target(database_url, schema, consumer)
@@ -97,10 +97,10 @@ def sql(
     schema: _Schema = None,
     consumer: _Consumer = False,
     lanes: _Lanes = None,
-    start: Annotated[str | None, typer.Option("--from", help="Only what comes after this revision.")] = None,
+    start: Annotated[str | None, typer.Option("--from", help="Only the revisions after this one.")] = None,
     end: Annotated[str, typer.Option("--to", help="Up to this revision.")] = "head",
 ) -> None:
-    """Print the SQL of the upgrade, for Flyway, psql or a careful reader. No database is asked."""
+    """Print the SQL of the upgrade, for Flyway, psql or a review. Needs no database."""
     from outbox._app import migrate as db
     from outbox.tables import DEFAULT_LANES
 
@@ -117,7 +117,7 @@ def sql(
 @app.command()
 @failing_clearly
 def lanes(
-    number: Annotated[str, typer.Argument(help="How many lanes there shall be: 1 to 256.")],
+    number: Annotated[str, typer.Argument(help="The new number of lanes: 1 to 256.")],
     database_url: DatabaseUrl = None,
     schema: _Schema = None,
 ) -> None:
@@ -136,7 +136,7 @@ def prune(
     database_url: DatabaseUrl = None,
     schema: _Schema = None,
     consumer: Annotated[
-        bool, typer.Option("--consumer", help="The days of the ids that consumers remember, instead of the archive's.")
+        bool, typer.Option("--consumer", help="The ids that consumers remember, instead of the archive.")
     ] = False,
     days: Annotated[
         int | None,
@@ -144,16 +144,16 @@ def prune(
             min=0, help="Days to keep; OUTBOX_RELAY__ARCHIVE_DAYS, with --consumer OUTBOX_CONSUMER__KEEP_DAYS."
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what would be done.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only print what would be done.")] = False,
     force: Annotated[
         bool,
-        typer.Option("--force", help="Also what should have been dropped more than 3 days ago: the clock is right."),
+        typer.Option("--force", help="Also drop what expired more than 3 days ago: the clock is right."),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Drop the partitions that are old enough, and make those of the coming days. Run it as the tables' owner.
+    """Drop expired partitions, and create those of the coming days. Run it as the tables' owner.
 
-    Relays do the same with the archive, and consumers with the ids that they remember, if they have the rights.
+    Relays do the same for the archive, and consumers for the ids that they remember, if they have the rights.
     """
     if consumer:
         if force:
@@ -207,7 +207,7 @@ def roles(
         list[str] | None,
         typer.Argument(
             metavar="KIND=ROLE...",
-            help="writer, relay, operator, page or consumer, and a role that exists. A kind may be given again.",
+            help="writer, relay, operator, page or consumer, and an existing role. A kind may be repeated.",
         ),
     ] = None,
     database_url: DatabaseUrl = None,
@@ -217,13 +217,13 @@ def roles(
     ] = None,
     messages: Annotated[
         bool | None,
-        typer.Option("--messages/--no-messages", help="Who may write messages; OUTBOX_WAL__MESSAGES."),
+        typer.Option("--messages/--no-messages", help="The right to write messages in the WAL; OUTBOX_WAL__MESSAGES."),
     ] = None,
     apply: Annotated[
-        bool, typer.Option("--apply", help="Execute them, in one transaction, as the tables' owner.")
+        bool, typer.Option("--apply", help="Execute the grants in one transaction, as the tables' owner.")
     ] = False,
 ) -> None:
-    """Print the rights that each kind of role needs, and no more: by default those of outbox_writer, outbox_relay, …"""
+    """Print the minimal grants for each kind of role: by default for outbox_writer, outbox_relay, …"""
     from outbox._app import migrate as db
     from relay.config import SourceKind
     from relay.operations.roles import Kind, grants
@@ -259,7 +259,7 @@ def _prune_ids(database_url: str | None, schema: str | None, days: int | None, *
     dropped: list[str] = []
     rows = 0
     would = "would be " if dry_run else ""
-    # Each is shown before the next begins: what is done stays done, if that one fails.
+    # Each is shown before the next begins: it stays done if the next one fails.
     for done in [memory.due()] if dry_run else memory.prune():
         made += done.made
         dropped += done.dropped

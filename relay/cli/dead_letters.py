@@ -1,7 +1,5 @@
-"""``outbox dead-letters …``: what could not be published (relay) or applied (consumer): look, try again, give up.
-
-The sides' own commands, `outbox failures` and `outbox consumers list | show | retry | discard`, do the work; they are
-the old names of these.
+"""``outbox dead-letters …``: list, retry and discard what could not be published (relay) or applied (consumer). The
+former commands `outbox failures` and `outbox consumers list | show | retry | discard` do the work.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ app = typer.Typer(help="Events and messages that could not be published or appli
 
 
 class Side(StrEnum):
-    """Where it failed."""
+    """The side that failed."""
 
     RELAY = "relay"
     CONSUMER = "consumer"
@@ -36,10 +34,10 @@ _Topic = Annotated[str | None, typer.Option("--topic", help="Consumer: only of t
 _Cause = Annotated[
     str | None,
     typer.Option(
-        "--cause", help="Consumer: only dead for this: undecodable, no-id, too-old, failed, rejected or behind."
+        "--cause", help="Consumer: only with this cause: undecodable, no-id, too-old, failed, rejected or behind."
     ),
 ]
-_All = Annotated[bool, typer.Option("--all", help="All of them that the filters leave.")]
+_All = Annotated[bool, typer.Option("--all", help="All that match the filters.")]
 _DryRun = Annotated[bool, typer.Option("--dry-run", help="Relay: only count.")]
 _Limit = Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")]
 
@@ -56,7 +54,7 @@ def list_dead_letters(
     limit: _Limit = 100,
     as_json: AsJson = False,
 ) -> None:
-    """List dead letters, and events that wait for another attempt; the oldest first, without their contents."""
+    """List dead letters, and events that wait for another attempt; oldest first, without their contents."""
     if side is Side.RELAY:
         _refuse(side, {"--group": group, "--topic": topic, "--cause": cause})
         failures.list_failures(database_url, aggregate_type, limit, as_json)
@@ -75,7 +73,7 @@ def show(
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one whole: JSON on several lines, or on one with --json."""
+    """Show one completely: JSON on several lines, or on one with --json."""
     if side is Side.RELAY:
         failures.show(_event_id(dead_letter), database_url, as_json)
     else:
@@ -96,7 +94,7 @@ def retry(
     dry_run: _DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Retry them: publish, or apply in the next round of their groups."""
+    """Retry them: publish them, or apply them in the next round of their groups."""
     if side is Side.RELAY:
         _refuse(side, {"--group": group, "--topic": topic, "--cause": cause})
         failures.retry(_event_ids(ids), database_url, aggregate_type, everything, dry_run, as_json)
@@ -120,7 +118,7 @@ def discard(
     dry_run: _DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Discard them for good; the audit keeps them. What waited behind them goes on."""
+    """Discard them for good; the audit keeps them. Events and messages that waited behind them go on."""
     if side is Side.RELAY:
         _refuse(side, {"--group": group, "--topic": topic})
         failures.discard(

@@ -1,4 +1,4 @@
-"""``outbox doctor``: is this set up to keep what it promises?"""
+"""``outbox doctor``: checks whether Postgres and Kafka are set up for the chosen delivery."""
 
 from __future__ import annotations
 
@@ -16,11 +16,12 @@ def doctor(
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Explain the chosen delivery, and look at Postgres and Kafka with it in mind. Exit status 1 for a failure."""
+    """Explain the chosen delivery, and check Postgres and Kafka for it. Exit status 1 for a failure."""
     from rich.console import Console
     from rich.table import Table
 
-    from relay.operations.doctor import Level, examine
+    from relay.operations.doctor import examine
+    from relay.operations.findings import Level
 
     settings = load(database_url=database_url, delivery=delivery)
     settings.require_database()

@@ -1,4 +1,4 @@
-"""``outbox failures …`` and ``outbox replay``: what a person does with events that failed, or that went wrong later."""
+"""``outbox failures …`` and ``outbox replay``: operator actions on failed and on published events."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
     from relay.operations.dead_letters import DeadLetters, Selection
 
-app = typer.Typer(help="Events that could not be published: look, try again, give up.", no_args_is_help=True)
+app = typer.Typer(help="Events that could not be published: list, retry, discard.", no_args_is_help=True)
 
 _Type = Annotated[str | None, typer.Option("--aggregate-type", help="Only of this aggregate type.")]
 _Ids = Annotated[list[UUID] | None, typer.Argument(help="Event ids.")]
@@ -36,7 +36,7 @@ def list_failures(
     limit: Annotated[int, typer.Option(min=1, max=100_000, help="Show at most so many.")] = 100,
     as_json: AsJson = False,
 ) -> None:
-    """List events that wait for another attempt, and dead letters; the oldest failure first."""
+    """List events that wait for another attempt, and dead letters; oldest failure first."""
     from relay.operations.dead_letters import Selection
 
     with _desk(database_url) as desk:
@@ -61,14 +61,14 @@ def show(
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one failed event whole, payload included: JSON on several lines, or on one with --json."""
+    """Show one failed event with its payload: JSON on several lines, or on one with --json."""
     import orjson
 
     with _desk(database_url) as desk:
         failure = desk.show(str(event_id))
     shown = _plain(failure)
     if shown.get("payload") is not None:
-        # As it is: numbers that Python would round stay exact.
+        # Unparsed: numbers that Python would round stay exact.
         shown["payload"] = orjson.Fragment(shown["payload"])
     print_json(shown, indented=not as_json)
 
@@ -112,7 +112,7 @@ def discard(
     dry_run: _DryRun = False,
     as_json: AsJson = False,
 ) -> None:
-    """Delete failed events for good. The later events of their keys go on. The audit keeps the events, whole."""
+    """Delete failed events for good. The later events of their keys go on. The audit keeps the deleted events."""
     require_reason(reason, "why the event may be lost")
     selection = _selection(event_ids, aggregate_type, everything)
     with _desk(database_url) as desk:
@@ -134,7 +134,7 @@ def replay(
     since: Annotated[dt.datetime | None, typer.Option(help="Published at or after; UTC unless it has a zone.")] = None,
     until: Annotated[dt.datetime | None, typer.Option(help="Published before.")] = None,
     aggregate: Annotated[str | None, typer.Option(help="TYPE or TYPE/ID.")] = None,
-    event_id: Annotated[list[UUID] | None, typer.Option(help="May be given several times.")] = None,
+    event_id: Annotated[list[UUID] | None, typer.Option(help="May be repeated.")] = None,
     topic: Annotated[str | None, typer.Option(help="Published to this topic.")] = None,
     everything: Annotated[bool, typer.Option("--all", help="The whole archive.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only count.")] = False,
@@ -143,7 +143,7 @@ def replay(
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Send archived events once more: same event ids, marked by the header outbox-replay. Counts first, and asks."""
+    """Send archived events again: same event ids, marked by the header outbox-replay. Counts them and asks first."""
     from relay.operations.replay import Replay, ReplaySelection
 
     kind, _, key = (aggregate or "").partition("/")
@@ -207,7 +207,7 @@ def _selection(event_ids: Sequence[UUID] | None, aggregate_type: str | None, eve
 
 
 def _progress(done_word: str, desk: DeadLetters, selection: Selection, *, discard: bool) -> Callable[[int], None]:
-    """Return a function that writes how far a long run is to stderr, after each batch but the last."""
+    """Return a function that prints the progress of a long run to stderr, after each batch but the last."""
     total = sum(desk.count(selection, discard=discard).values())
 
     def show(done: int) -> None:
@@ -239,7 +239,7 @@ def _all_found(asked: Sequence[UUID] | None, found: Sequence[str], locked: Seque
 
 
 def _plain(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return values that JSON has: bytes as hexadecimal digits."""
+    """Return values for JSON, with bytes as hexadecimal digits."""
     return {
         name: bytes(value).hex() if isinstance(value, bytes | memoryview) else value for name, value in values.items()
     }

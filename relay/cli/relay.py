@@ -1,4 +1,4 @@
-"""``outbox relay run``: one relay process. ``reconcile`` and ``release``: what to do about a lane that stopped."""
+"""``outbox relay run``: one relay process. ``reconcile`` and ``release`` repair a lane that stopped."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ def run(
     workers: Annotated[int, typer.Option(min=1, max=64, help="Processes that share the lanes: one for each core.")] = 1,
     worker: Annotated[int | None, typer.Option(hidden=True)] = None,
 ) -> None:
-    """Publish until SIGTERM or SIGINT. Run as many as you like: they share the lanes out among themselves.
+    """Publish until SIGTERM or SIGINT. Run as many relays as you like: they divide the lanes among themselves.
 
-    The first signal lets the batches in flight finish; a second one leaves them to the next relay.
+    The first signal lets batches in flight finish; a second one leaves them to the next relay.
     """
     import structlog
 
@@ -64,24 +64,24 @@ def run(
         be_worker(worker, settings, stop)
     if failpoints.arm_from_environment():
         structlog.get_logger("relay").warning("failpoints are armed: this relay fails on purpose")
-    # The worker's loop has nearly all of the work to itself. The thread that reads the WAL has little to do at a time,
-    # and the loop waits for it.
+    # The worker's loop does nearly all of the work. The thread that reads the WAL runs only briefly each time, and the
+    # loop waits for it.
     sys.setswitchinterval(0.005 if settings.source is SourceKind.WAL else 0.05)
-    # Batches are made of tens of thousands of tuples, none of which can be in a ring: to look for rings among them at
-    # each 700 new ones, the default, would cost a tenth of the throughput.
+    # Batches hold tens of thousands of tuples, which are never in a reference cycle: looking for cycles every 700 new
+    # objects, the default, would cost a tenth of the throughput.
     gc.set_threshold(100_000, 20, 50)
     _stop_on_signals(stop, abandon, settings.relay.shutdown_seconds + 10.0)
     abandoned = build(settings).run(stop, abandon)
     if abandoned:
-        # The worker's loop still waits for Kafka; nothing it learns now can be settled any more.
+        # The worker's loop still waits for Kafka; it can't settle anything any more.
         os._exit(1)
 
 
 def _stop_on_signals(stop: threading.Event, abandon: threading.Event, seconds: float) -> None:
-    """Set ``stop`` with the first signal, and ``abandon`` with the next. End the process where it takes too long."""
+    """Set ``stop`` at the first signal, and ``abandon`` at the next. Each ends the process if that takes too long."""
 
     def end_in(seconds: float) -> None:
-        # Also when the main thread hangs in a statement that no server answers: what is in flight is then as after a
+        # Even if the main thread hangs in a statement that no server answers: batches in flight are then as after a
         # kill, which loses nothing.
         timer = threading.Timer(seconds, os._exit, (1,))
         timer.daemon = True
@@ -108,9 +108,9 @@ def reconcile(
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:
-    """Compare table, marker and topics (exactly-once), and say or do what repairs a lane that stopped.
+    """Compare table, marker and topics (exactly-once), and show or apply what repairs a stopped lane.
 
-    Needs no stopped relays: a lane is fenced before it is repaired. Connect to the server itself, not to a pooler. Exit
+    Relays may keep running: a lane is fenced before it is repaired. Connect to the server itself, not to a pooler. Exit
     status 1 while a problem is left.
     """
     from outbox._app.settings import client_options
@@ -185,10 +185,10 @@ def release(
     reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Free a lane whose lease lies in the future, as after the database's clock jumped back.
+    """Free a lane whose lease lies in the future, for example after the database's clock jumped back.
 
-    The relay that holds it, if one lives, loses it: its epoch is over. Another takes the lane at once, and fences the
-    former one by the transactional.id that the lane's row names.
+    A live relay that holds the lane loses it: its epoch is over. Another takes the lane at once, and fences the former
+    holder by the transactional.id in the lane's row.
     """
     from relay.database import Connector
     from relay.operations.release import release_lane
@@ -212,10 +212,10 @@ def wait(
     seconds: Annotated[float, typer.Option(min=0, help="How long at most.")] = 60.0,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Wait until every event that is committed now has left the outbox: published, or a dead letter.
+    """Wait until every event committed by now has left the outbox: published, or a dead letter.
 
-    For scripts that go on with what was published. Events without a row (transport="message") are not seen. Exit
-    status 1 when some are left.
+    For scripts that need published events. Events without a row (transport="message") are not seen. Exit status 1 when
+    some are left.
     """
     from relay.database import Connector
     from relay.operations.waiting import wait_until_published
@@ -239,20 +239,20 @@ def wait(
 @app.command()
 @failing_clearly
 def switch(
-    to: Annotated[SourceKind, typer.Argument(help="Where events are read from now on.")],
+    to: Annotated[SourceKind, typer.Argument(help="The source to read events from.")],
     reason: Annotated[str | None, typer.Option("--reason", help="Why; it is kept in the audit.")] = None,
     wait_seconds: Annotated[
-        float, typer.Option(min=0, help="To polling: how long the stream may take to give what has no row.")
+        float, typer.Option(min=0, help="To polling: how long to wait until events without a row are published.")
     ] = 60.0,
     leave_messages: Annotated[
-        bool, typer.Option("--leave-messages", help="To polling: do not wait; what has no row stays in the slot.")
+        bool, typer.Option("--leave-messages", help="To polling: do not wait; events without a row stay in the slot.")
     ] = False,
     database_url: DatabaseUrl = None,
 ) -> None:
-    """Switch the outbox to polling, or to the WAL. Needs no stopped relays and no stopped writers.
+    """Switch the outbox to polling, or to the WAL. Relays and writers may keep running.
 
-    Relays of the one source finish what is under way and let go of their lanes; those of the other take them up. Run
-    both kinds beside each other for as long as it takes.
+    Relays of the old source finish what is in flight and release their lanes; relays of the new one take them. Run both
+    kinds until the switch is complete.
     """
     from relay.database import Connector
     from relay.operations.wal_setup import Cdc

@@ -22,7 +22,7 @@ app = typer.Typer(
 def _group() -> None:
     from outbox._app import logs
 
-    logs.configure()  # to standard error: what a download that is tried again has to say must not mix with the result
+    logs.configure()  # to standard error: a download's retries must not mix with the result
 
 
 _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as the last line.")]
@@ -31,11 +31,11 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as th
 @app.command()
 @failing_clearly
 def up(
-    brokers: Annotated[int | None, typer.Option(help="1 or 3; what there is already stays as it is.")] = None,
+    brokers: Annotated[int | None, typer.Option(help="1 or 3; an existing cluster keeps its number.")] = None,
     json: _Json = False,
     export: Annotated[bool, typer.Option("--export", help="Print export lines for a shell: eval $(…)")] = False,
 ) -> None:
-    """Start them, or what has died of them, and print where they are. Data, ports and database stay the same."""
+    """Start the servers that do not run, and print their addresses. Data, ports and database stay the same."""
     state = _sandbox().up(brokers)
     if export:
         typer.echo(f"export OUTBOX_DATABASE_URL={shlex.quote(state.database_url)}")
@@ -49,7 +49,7 @@ def up(
 @app.command()
 @failing_clearly
 def status(json: _Json = False) -> None:
-    """Print what runs and where its logs are. The exit status is 1 unless all of it runs."""
+    """Print what runs and where the logs are. Exit status 1 unless everything runs."""
     state = _sandbox().status()
     if json:
         print_json(_facts(state))
@@ -64,7 +64,7 @@ def status(json: _Json = False) -> None:
 def down(
     purge: Annotated[bool, typer.Option("--purge", help="Remove the data as well.")] = False, json: _Json = False
 ) -> None:
-    """Stop them. The data stay for the next `up`."""
+    """Stop the servers. The data is kept for the next `up`."""
     state = _sandbox().down(purge=purge)
     if json:
         print_json(_facts(state))

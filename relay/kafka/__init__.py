@@ -1,1 +1,1 @@
-"""The relay's side of Kafka: the topic of markers, and fencing of a producer that may still live."""
+"""The relay's use of Kafka: producers, topics, markers, and fencing."""

@@ -1,4 +1,4 @@
-"""What every librdkafka client here shares: its logger, callbacks that keep nothing alive, the text of errors."""
+"""Helpers for librdkafka clients: their logger, callbacks that keep nothing alive, the text of errors."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from confluent_kafka import KafkaError, KafkaException, Message
 
 
 def text_of(error: KafkaException) -> str:
-    """Return what librdkafka or the broker said."""
+    """Return the error text of librdkafka or the broker."""
     inner = error.args[0]
     return inner.str() if isinstance(inner, KafkaError) else str(error)
 
 
 def is_end(error: KafkaError) -> bool:
-    """Return whether what a reader was told is the end of a partition. Raises KafkaException for an error.
+    """Return whether an error event is only the end of a partition. Raises KafkaException if it is an error.
 
-    A reader with partitions and offsets of its own needs no right on a group. librdkafka asks for the coordinator of
-    its group all the same, says that it was refused, and reads on.
+    Returns False if rights on the group are missing: a reader with assigned partitions and offsets needs none, but
+    librdkafka looks up the group's coordinator anyway, reports the refusal, and reads on.
     """
     if error.code() == KafkaError._PARTITION_EOF:
         return True
@@ -30,10 +30,11 @@ def is_end(error: KafkaError) -> bool:
 
 
 def headers_of(message: Message) -> dict[str, Any]:
-    """Return a record's headers; none where a name is not UTF-8, which another program may have written.
+    """Return a record's headers; none if a name is not UTF-8, which another program may have written.
 
-    For such a name the client's C code leaves an error behind beside a broken list. Only a call from C, as by map(), is
-    certain to notice it. Ask once only: a second call returns the list without the error, and who reads it crashes.
+    For such a name the client's C code returns a broken list with an exception set. Only a caller in C, such as map(),
+    is certain to notice it. Call it only once: a second call returns the list without the error, and reading it
+    crashes.
     """
     try:
         [found] = map(Message.headers, [message])
@@ -43,7 +44,7 @@ def headers_of(message: Message) -> dict[str, Any]:
 
 
 def silent() -> logging.Logger:
-    """Return a logger for librdkafka, so that its lines do not go to stderr past the structured log."""
+    """Return a silent logger for librdkafka, whose lines would otherwise bypass the structured log on stderr."""
     logger = logging.getLogger("relay.librdkafka")
     logger.setLevel(logging.CRITICAL + 1)
     return logger
@@ -52,8 +53,8 @@ def silent() -> logging.Logger:
 def weak_callback(method: Callable[..., None]) -> Callable[..., None]:
     """Return a callback for librdkafka that does not keep its object alive.
 
-    The producer holds its callbacks and the object holds the producer: such a ring would go only when Python looks for
-    rings, and with it librdkafka's threads and connections.
+    The producer refers to its callbacks, and the object to the producer: only Python's garbage collector would free
+    such a cycle, and with it librdkafka's threads and connections.
     """
     reference = weakref.WeakMethod(method)
 

@@ -1,4 +1,4 @@
-"""Shut out every producer that may still use a transactional.id."""
+"""Fences every producer that may still use a transactional.id."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from relay.kafka.client import silent, text_of
 from relay.ports import BrokerUnavailable, IdBusy
 
 BUSY_SECONDS: Final = 2.0
-"""For how long an id is waited for that the broker lends to nobody yet: mostly for much less, or for hours."""
+"""How long to wait for an id whose last transaction has not ended: usually it takes much less, or hours."""
 
 _BUSY_AGAIN_SECONDS: Final = 10.0
 
-# Callbacks and statistics of the relay's own producer: nothing serves them here.
+# Callbacks and statistics of the relay's own producer, which nothing would serve here.
 _NOT_WANTED: Final = frozenset({"statistics.interval.ms", "stats_cb", "error_cb", "on_delivery"})
 _FORBIDDEN: Final = frozenset(
     {KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED, KafkaError.CLUSTER_AUTHORIZATION_FAILED}
@@ -27,14 +27,14 @@ _FORBIDDEN: Final = frozenset(
 def fence(
     options: Mapping[str, Any], transactional_id: str, seconds: float = 10.0, busy_seconds: float = BUSY_SECONDS
 ) -> None:
-    """End the open transaction of a transactional.id, and let no producer that had the id before write again.
+    """End the open transaction of a transactional.id, and fence every earlier producer with that id.
 
-    options are librdkafka's, from config.producer_options. What the id's last transaction had committed stays; what it
-    had not is aborted. Doing it twice does no harm. On return the broker has decided the transaction; that every
-    partition knows it is for the reader to check (see StateTopic).
+    options are librdkafka's, from config.producer_options. A commit that had begun is completed, any other transaction
+    is aborted. Idempotent. On return the coordinator has decided the transaction; whether every partition has the
+    markers is checked by the reader (see StateTopic).
 
-    Raises Unavailable when the broker does not answer in time or refuses (IdBusy, when it has not ended the last
-    transaction within ``busy_seconds``), ConfigurationError for an unknown option.
+    Raises Unavailable when the broker does not answer in time or refuses (IdBusy if the last transaction has not ended
+    within ``busy_seconds``), ConfigurationError for an unknown option.
     """
     try:
         producer = Producer(short_lived_options(options, transactional_id), logger=silent())
@@ -50,9 +50,8 @@ def fence(
 
 
 class Fencing:
-    """``fence``, which remembers for a while that an id is busy. Each lane that names it would wait for it again.
-
-    From one thread.
+    """Fences ids, and remembers busy ones for a while: otherwise each lane that names such an id would wait for it
+    again. Not thread-safe.
     """
 
     def __init__(self, options: Mapping[str, Any]) -> None:
@@ -60,7 +59,7 @@ class Fencing:
         self._busy: dict[str, tuple[IdBusy, float]] = {}
 
     def __call__(self, transactional_id: str) -> None:
-        """Fence. Raises as ``fence`` does."""
+        """Fence an id. Raises as ``fence`` does."""
         known = self._busy.get(transactional_id)
         if known is not None and time.monotonic() < known[1]:
             raise IdBusy(str(known[0]))
@@ -73,7 +72,7 @@ class Fencing:
 
 
 def initialize(producer: Producer, seconds: float, busy_seconds: float) -> None:
-    """Call init_transactions; give up after ``busy_seconds`` where it is only waited for the id's last transaction."""
+    """Call init_transactions; give up after ``busy_seconds`` if only the id's last transaction delays it."""
     try:
         producer.init_transactions(busy_seconds)
     except KafkaException as error:
@@ -85,7 +84,7 @@ def initialize(producer: Producer, seconds: float, busy_seconds: float) -> None:
 
 
 def is_busy(error: KafkaException) -> bool:
-    """Return whether the broker has not ended the last transaction of an id yet."""
+    """Return whether the broker has not yet ended an id's last transaction."""
     return bool(error.args[0].code() == KafkaError.CONCURRENT_TRANSACTIONS)
 
 
@@ -94,7 +93,7 @@ def short_lived_options(options: Mapping[str, Any], transactional_id: str) -> di
     return {
         **{name: value for name, value in options.items() if name not in _NOT_WANTED},
         "transactional.id": transactional_id,
-        # The relay's own backoff is long, to recognize a clean commit. There is none here.
+        # The relay's own backoff is long, to recognize a clean commit, which does not matter here.
         "retry.backoff.ms": "100",
         "retry.backoff.max.ms": "500",
     }

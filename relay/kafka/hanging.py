@@ -1,12 +1,12 @@
-"""End a transaction that hangs: one whose coordinator is done with it, while a partition waits for its end.
+"""Ends a hanging transaction: its coordinator considers it ended, but a partition still waits for its end.
 
 A broker that restarts can lose the markers of a prepared transaction (KAFKA-20734). The partition then holds the
-transaction open for the producer id that wrote it. The coordinator gives the same producer id, with a higher epoch, to
-the next producer of the same transactional.id; when that one writes to the partition and aborts, the abort marker ends
-the hanging transaction too, and readers in read_committed see nothing of either. So whoever knows the transactional.id
-can end it with an ordinary client. Where the id is not known, Kafka's own tool can, see ``abort_command``.
+transaction open for the producer id that wrote it. The coordinator assigns the same producer id, with a higher epoch,
+to the next producer of the same transactional.id; when that producer writes to the partition and aborts, the abort
+marker ends the hanging transaction too, and read_committed readers see neither. So an ordinary client can end it if the
+transactional.id is known. If it is not, Kafka's own tool can, see ``abort_command``.
 
-It can only be aborted: to commit it, a record would have to be published with it.
+It can only be aborted: committing it would also publish a record of ours.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ _DECIDE_SECONDS: Final = 5.0
 def abort_hanging(
     options: Mapping[str, Any], client_options: Mapping[str, str], ids: Collection[str], hanging: Collection[Undecided]
 ) -> list[Undecided]:
-    """Abort what hangs in these partitions under one of the transactional.ids; return those where it still does.
+    """Abort transactions that hang in these partitions under one of the ids. Returns the partitions where one still
+    hangs.
 
-    Every producer with one of the ids is fenced. Raises Unavailable when the brokers don't answer.
+    Fences every producer with one of the ids. Raises Unavailable when the brokers don't answer.
     """
     left = list(hanging)
     for transactional_id in sorted(ids):
@@ -49,7 +50,7 @@ def abort_hanging(
 
 
 def abort_command(bootstrap_servers: str, undecided: Undecided) -> str:
-    """Return the command of Kafka's distribution that aborts what a partition waits for."""
+    """Return the command of Kafka's distribution that aborts the transaction that a partition waits for."""
     return (
         f"kafka-transactions.sh --bootstrap-server {bootstrap_servers} abort --topic {undecided.partition.topic} "
         f"--partition {undecided.partition.number} --start-offset {undecided.stable}"
@@ -57,7 +58,7 @@ def abort_command(bootstrap_servers: str, undecided: Undecided) -> str:
 
 
 def read_command(bootstrap_servers: str, undecided: Undecided) -> str:
-    """Return the command of Kafka's distribution that shows what lies behind the beginning of what hangs."""
+    """Return the command of Kafka's distribution that shows the records from the hanging transaction's first on."""
     return (
         f"kafka-console-consumer.sh --bootstrap-server {bootstrap_servers} --topic {undecided.partition.topic} "
         f"--partition {undecided.partition.number} --offset {undecided.stable} "
@@ -75,7 +76,7 @@ def _abort(options: Mapping[str, Any], transactional_id: str, hanging: Collectio
         producer.init_transactions(_SECONDS)
         producer.begin_transaction()
         for found in hanging:
-            # Only what was written to is told of the abort.
+            # Abort markers go only to partitions that the transaction has written to.
             producer.produce(found.partition.topic, b"", b"aborted", partition=found.partition.number)
         deadline = time.monotonic() + _SECONDS
         while len(producer) and time.monotonic() < deadline:

@@ -1,4 +1,4 @@
-"""The Kafka headers of an event: CloudEvents in binary mode, and the plain names that Debezium's consumers read."""
+"""The Kafka headers of an event: CloudEvents in binary mode, and the plain names for Debezium's consumers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Headers = list[tuple[str, str | bytes | None]]
 
 
 class HeaderSet(StrEnum):
-    """Which of the two sets a message carries. Its own headers and ``content-type`` it carries in any case."""
+    """The sets of headers that a message carries, besides its own headers and ``content-type``."""
 
     BOTH = "both"
     CLOUDEVENTS = "cloudevents"
@@ -38,7 +38,7 @@ class HeaderSet(StrEnum):
 def message_headers(claim: Claim, ce_source: str, which: HeaderSet = HeaderSet.BOTH) -> Headers:
     """Return the Kafka headers of one event, in a fixed order: CloudEvents, the plain names, then the event's own.
 
-    ``ce_id`` is part of every set: consumers recognize a repeated event by it.
+    Every set has ``ce_id``, by which consumers recognize a repeated event.
     """
     event_id = claim.event_id
     headers: Headers

@@ -1,9 +1,9 @@
-"""The idempotent Publisher: acks=all, in order, and nothing counts as published before Kafka has acknowledged it.
+"""The idempotent Publisher: acks=all, in order; an event counts as published once Kafka has acknowledged it.
 
-After any failure the producer is thrown away: what it had in flight may or may not stand in the log, so the lanes are
-read again and sent again by a new one. Both producers send a lane's events in the same order, and what arrives of
-either is a prefix, so the first time each event stands in the log is in order; a reader that drops repeats by event id
-sees order.
+After any failure the producer is discarded: its events in flight may or may not be in the log, so the lanes are read
+again and sent by a new one. Both producers send a lane's events in the same order, and a prefix of each producer's
+events arrives, so the first occurrences of the events are in order; a reader that drops repeats by event id sees them
+in order.
 """
 
 from __future__ import annotations
@@ -39,9 +39,9 @@ class IdempotentPublisher:
     """A worker's producer. See ports.Publisher for the contract.
 
     options are librdkafka's, from config.producer_options; delivery_seconds is how long a turn may take; with
-    ``record_offsets`` the results say where each event stands. Raises ConfigurationError when librdkafka refuses the
-    options. For at-most-once, with options that never repeat a request, ``once`` says that what the broker refuses is
-    not to be looked for in smaller batches: all that it refused is Refused.
+    ``record_offsets`` the results have the topic, partition and offset of each event. ``once`` is for at-most-once,
+    with options that never repeat a request: refused events are not searched for in smaller batches, but all are
+    Refused. Raises ConfigurationError when librdkafka refuses the options.
     """
 
     def __init__(
@@ -65,14 +65,14 @@ class IdempotentPublisher:
         )
 
     def join(self, leases: Sequence[Lease]) -> Mapping[int, OutboxError]:
-        """Fence and settle what a transactional producer may have left behind; most lanes have nothing of the kind."""
+        """Fence and settle what a transactional producer may have left; most lanes have nothing of that kind."""
         former = [lease for lease in leases if lease.former_id is not None]
         if not former or self._takeover is None:
             return {}
         return self._takeover.take_over(former).failed
 
     def publish(self, batches: Batches, confirm: Confirm | None = None) -> Sent:
-        """Send in order, wait for every acknowledgement. What is sent is seen: ``confirm`` comes first."""
+        """Send in order and wait for all acknowledgements. Calls ``confirm`` first: sent events are visible at once."""
         sender = self._sender
         if sender is None:
             return Failed(Unavailable("this publisher is closed"))
@@ -109,7 +109,7 @@ class IdempotentPublisher:
         return Failed(failure, receipts, blamed, sender.likeliest() if sender.failed else {})
 
     def paused(self) -> frozenset[Kind]:
-        """Return the kinds of events whose topics can't be written to for now."""
+        """Return the kinds of events whose topics can't be written to at present."""
         return frozenset() if self._sender is None else self._sender.paused()
 
     def serve(self) -> None:
@@ -118,7 +118,7 @@ class IdempotentPublisher:
             self._sender.serve()
 
     def close(self) -> None:
-        """Forget what is queued and in flight; the lanes will be read again."""
+        """Discard what is queued and in flight; the lanes will be read again."""
         sender, self._sender = self._sender, None
         if sender is not None:
             sender.close()

@@ -1,6 +1,6 @@
-"""Where partitions begin and end, and which of them end in a transaction that is not decided.
+"""The first and last offsets of partitions, and which partitions end in an undecided transaction.
 
-Offsets of any number of partitions are asked for in one request a broker.
+Offsets of any number of partitions take one request to each broker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from relay.kafka.client import silent
 _SECONDS: Final = 10.0
 _ASK_AGAIN_SECONDS: Final = 0.05
 
-# A broker has just come back or handed a partition over: the client's idea of who leads it is old.
+# A broker has just come back or handed over a partition: the client's metadata about its leader is stale.
 _STALE: Final = frozenset(
     {
         KafkaError.NOT_LEADER_FOR_PARTITION,
@@ -39,7 +39,8 @@ class Partition(NamedTuple):
 class Undecided(NamedTuple):
     """A partition with a transaction that is neither committed nor aborted.
 
-    All before ``stable`` is decided; the transaction's first record is at ``stable``. ``end`` is the high watermark.
+    Everything before ``stable`` is decided; the transaction's first record is at ``stable``. ``end`` is the high
+    watermark.
     """
 
     partition: Partition
@@ -48,14 +49,14 @@ class Undecided(NamedTuple):
 
 
 class Offsets:
-    """Asks for offsets. Raises KafkaException when the brokers don't answer."""
+    """Queries offsets. Raises KafkaException when the brokers don't answer."""
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self._options = dict(options)
         self._admin = self._new_admin()
 
     def partitions(self, topics: Collection[str]) -> list[Partition]:
-        """Return the partitions of those of the topics that exist."""
+        """Return the partitions of these topics, as far as they exist."""
         return [
             Partition(name, number)
             for name, topic in self._admin.list_topics(timeout=_SECONDS).topics.items()
@@ -68,11 +69,11 @@ class Offsets:
         return list(self._admin.list_topics(timeout=_SECONDS).topics)
 
     def low(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
-        """Return the first offset that is kept."""
+        """Return the first available offset."""
         return self._ask(partitions, cast("Any", OffsetSpec).earliest(), IsolationLevel.READ_UNCOMMITTED)
 
     def high(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
-        """Return the high watermark: open transactions are before it."""
+        """Return the high watermark, which is behind open transactions."""
         return self._ask(partitions, cast("Any", OffsetSpec).latest(), IsolationLevel.READ_UNCOMMITTED)
 
     def stable(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
@@ -80,16 +81,17 @@ class Offsets:
         return self._ask(partitions, cast("Any", OffsetSpec).latest(), IsolationLevel.READ_COMMITTED)
 
     def since(self, partitions: Iterable[Partition], milliseconds: int) -> dict[Partition, int]:
-        """Return the first offset with a timestamp as young as that; negative where nothing is."""
+        """Return the first offset with this timestamp or a later one; negative if there is none."""
         spec = cast("Any", OffsetSpec).for_timestamp(milliseconds)
         return self._ask(partitions, spec, IsolationLevel.READ_UNCOMMITTED)
 
     def await_decided(
         self, ends: Mapping[Partition, int], seconds: float, known: Collection[Partition] = ()
     ) -> list[Undecided]:
-        """Wait until all before ``ends`` is decided; return the partitions where it is not, after so many seconds.
+        """Wait until all transactions before ``ends`` are decided. Returns the partitions where one is not, after
+        ``seconds``.
 
-        For those that are ``known`` it is not waited.
+        Does not wait for partitions in ``known``.
         """
         left = list(ends)
         deadline = time.monotonic() + seconds
@@ -122,7 +124,7 @@ class Offsets:
             if time.monotonic() >= deadline:
                 raise stale
             time.sleep(_ASK_AGAIN_SECONDS)
-            # A client asks anew who leads a partition when it begins, and else only after minutes.
+            # A client refreshes its metadata only when it starts, or after minutes.
             self._admin = self._new_admin()
         return found
 

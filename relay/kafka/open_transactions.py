@@ -1,9 +1,9 @@
-"""Transactions that stay open in a topic: readers in read_committed wait there, and nothing else tells of it.
+"""Finds transactions that stay open in a topic: read_committed readers wait there, without any other symptom.
 
 A broker that restarts can lose the markers of a transaction that its coordinator calls committed (KAFKA-20734). In a
-lane's partition of the state topic the next take-over notices it. In a partition of events the relay goes on, and all
-that it publishes there stays hidden behind the transaction. So the last stable offset is compared with the high
-watermark: a transaction at work moves it on, one that hangs does not.
+lane's partition of the state topic, the next take-over notices it. In a partition of events the relay goes on, and
+everything that it publishes there stays hidden behind the transaction. So the last stable offset is compared with the
+high watermark: when a live transaction ends, the last stable offset moves; it does not behind one that hangs.
 
 | the first record that is undecided          | it hangs when it has stood there for longer than                      |
 |---------------------------------------------|-----------------------------------------------------------------------|
@@ -13,7 +13,7 @@ watermark: a transaction at work moves it on, one that hangs does not.
 |                                             | it; a relay does not, for it may be at work                           |
 | may not be read: READ is not granted        | the same, and a relay names it                                        |
 
-Who began it, no client library tells (DescribeProducers); its first record does, and since when it is there.
+No client library shows who began a transaction (DescribeProducers); its first record does, and also when.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ from relay.ports import BrokerUnavailable
 
 log = structlog.get_logger("relay")
 
-# transaction.max.timeout.ms of a broker that was not told another.
+# The default of the brokers' transaction.max.timeout.ms.
 _LONGEST_SECONDS: Final = 900.0
-# A coordinator looks each ten seconds for transactions to abort, and then has to tell the partitions.
+# A coordinator looks for expired transactions every ten seconds, and then has to write the markers.
 _GRACE_SECONDS: Final = 15.0
 _SAY_AGAIN_SECONDS: Final = 300.0
 _READ_SECONDS: Final = 10.0
@@ -45,7 +45,7 @@ _FORBIDDEN: Final = frozenset({KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError
 
 
 class Whose(Enum):
-    """Who began a transaction, as far as its first record tells."""
+    """Who began a transaction, as far as its first record shows."""
 
     AN_OUTBOX = auto()
     ANOTHER = auto()
@@ -62,9 +62,10 @@ class OpenTransaction:
 
 
 class OpenTransactions:
-    """Looks for open transactions in the topics that an outbox may write, ``may_write``, and in its state topic.
+    """Looks for open transactions in the topics that an outbox may write to (``may_write``), and in its state topic.
 
-    ``timeout_seconds`` is how long its relays' transactions may last. Raises BrokerUnavailable when Kafka is away.
+    ``timeout_seconds`` is how long its relays' transactions may last. Raises BrokerUnavailable when Kafka does not
+    answer.
     """
 
     def __init__(
@@ -77,11 +78,11 @@ class OpenTransactions:
         self._offsets: Offsets | None = None
 
     def look(self) -> list[Undecided]:
-        """Return the partitions that end in an open transaction just now: two requests a broker."""
+        """Return the partitions that end in an open transaction now. Takes two requests to each broker."""
         return self._await({}, 0.0)
 
     def unmoved(self, seconds: float) -> list[Undecided]:
-        """Return the partitions whose open transaction is the same one after so many seconds, if there is any."""
+        """Return the partitions that have the same open transaction now and after ``seconds``."""
         before = {found.partition: found for found in self.look()}
         if not before:
             return []
@@ -89,7 +90,7 @@ class OpenTransactions:
         return [found for found in after if found.stable == before[found.partition].stable]
 
     def limit(self, whose: Whose) -> float:
-        """Return after how many seconds an open transaction hangs."""
+        """Return how many seconds a transaction may be open until it counts as hanging."""
         return _GRACE_SECONDS + (self._timeout if whose is Whose.AN_OUTBOX else max(self._timeout, _LONGEST_SECONDS))
 
     def examine(self, undecided: Collection[Undecided]) -> list[OpenTransaction]:
@@ -113,7 +114,7 @@ class OpenTransactions:
 
     def _await(self, ends: Mapping[Partition, int], seconds: float) -> list[Undecided]:
         try:
-            # It asks for a client, and so for threads and connections, which are kept.
+            # The client, with its threads and connections, is kept.
             offsets = self._offsets = self._offsets or Offsets(self._options)
             if not ends:
                 topics = {topic for topic in offsets.topics() if self._may_write(topic) or topic == self._state_topic}
@@ -126,7 +127,7 @@ class OpenTransactions:
 
 @dataclass(slots=True)
 class _Standing:
-    """What is known of a partition that was undecided when it was looked at last, at the same offset as before."""
+    """A partition that was undecided at the last look, since ``seen_at`` at the same offset."""
 
     undecided: Undecided
     seen_at: float
@@ -135,9 +136,9 @@ class _Standing:
 
 
 class TransactionWatch:
-    """What a relay knows of transactions that hang. ``look`` from time to time, from one thread; the rest from any.
+    """Tracks hanging transactions for a relay. Call ``look`` from time to time, from one thread; the rest from any.
 
-    By this machine's clock, from when it saw a transaction first: other machines' clocks are their own.
+    Measures from when it first saw a transaction, by this machine's clock: other clocks may differ.
     """
 
     def __init__(self, transactions: OpenTransactions, clock: Callable[[], float] = time.monotonic) -> None:
@@ -147,7 +148,7 @@ class TransactionWatch:
         self._hanging: Sequence[_Standing] = ()
 
     def look(self) -> None:
-        """Look at all partitions, and log what hangs, again every few minutes. Raises BrokerUnavailable."""
+        """Check all partitions, and log hanging transactions every few minutes. Raises BrokerUnavailable."""
         undecided = self._transactions.look()
         now = self._clock()
         before, self._standing = self._standing, {}
@@ -165,11 +166,11 @@ class TransactionWatch:
             log.info("no transaction hangs any more")
 
     def hanging(self) -> int:
-        """Return in how many partitions a transaction hangs."""
+        """Return the number of partitions in which a transaction hangs."""
         return len(self._hanging)
 
     def waits(self) -> list[Wait]:
-        """Return what to show of it; no lane waits."""
+        """Return the wait to report, without lanes, if a transaction hangs."""
         hanging = self._hanging
         if not hanging:
             return []
@@ -208,20 +209,20 @@ class TransactionWatch:
 
 
 def _first_records(options: Mapping[str, str], undecided: Collection[Undecided]) -> dict[Partition, Message]:
-    """Return the first record of what is open in each partition; those that may not be read, or not now, are absent."""
+    """Return the first record of each open transaction. Partitions that can't be read, or may not be, are absent."""
     if not undecided:
         return {}
     consumer = Consumer(
         {
             **options,
-            # A copy in the reader's own rack may lag behind the leader.
+            # A follower in the reader's own rack may lag behind the leader.
             "client.rack": "",
             "group.id": "outbox-transactions",
             "enable.auto.commit": False,
             "isolation.level": "read_uncommitted",
             "auto.offset.reset": "earliest",
             "allow.auto.create.topics": False,
-            # One record of each is wanted, and there may be millions behind it.
+            # One record of each is needed, and there may be millions behind it.
             "queued.min.messages": 1,
             "fetch.message.max.bytes": 65_536,
         },

@@ -1,7 +1,7 @@
-"""Sending a turn's events with one librdkafka producer, and what each failure means. Both publishers use it.
+"""Sends a turn's events with one librdkafka producer, and interprets failures. Both publishers use it.
 
-Idempotence (KIP-98) keeps librdkafka's own retries from doubling or reordering within one producer. After any
-failure the producer is thrown away.
+Idempotence (KIP-98) prevents librdkafka's own retries from duplicating or reordering events of one producer. After any
+failure the producer is discarded.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from relay.ports import (
     Unavailable,
 )
 
-# The event is at fault: sending it again unchanged would fail again.
+# Errors caused by the event: sending it again unchanged would fail again.
 REFUSALS: Final = {
     KafkaError.MSG_SIZE_TOO_LARGE: "the broker takes no message of this size; raise max.message.bytes of the topic "
     "(and message.max.bytes here), or remove the event",
@@ -44,13 +44,13 @@ REFUSALS: Final = {
     KafkaError.POLICY_VIOLATION: "the broker's policy refuses it",
 }
 
-# The topic is, and with it every event that goes there.
+# Errors caused by the topic: they concern every event that goes there.
 TOPIC_REFUSALS: Final = {
     KafkaError.TOPIC_AUTHORIZATION_FAILED: FORBIDDEN,
     KafkaError.TOPIC_EXCEPTION: "Kafka calls the name of topic {topic!r} invalid; give the aggregate type a route",
 }
 
-# What happens to messages behind the one that failed.
+# Errors of the messages behind the one that failed.
 _CONSEQUENCES: Final = {
     KafkaError._PURGE_QUEUE,
     KafkaError._PURGE_INFLIGHT,
@@ -60,20 +60,19 @@ _CONSEQUENCES: Final = {
 
 _POLL_SECONDS: Final = 0.1
 
-# How long one flush() of librdkafka may take. It looks whether all is acknowledged every 10 ms, unless its time is up
-# before: only failures are reported, so no report ends its wait. And nothing wakes the thread that sends when a
-# transaction's partitions are registered, but the next flush() does. So it is called again and again, and less often
-# the longer it takes.
+# How long one flush() of librdkafka may take. It checks every 10 ms whether everything is acknowledged, or when its
+# time is up: only failures are reported, so no report wakes it. And when a transaction's partitions are registered,
+# only the next flush() wakes the sending thread. So it is called repeatedly, at growing intervals.
 _FLUSH_SECONDS: Final = 0.001
 _LONGEST_FLUSH_SECONDS: Final = 0.01
 _FLUSH_GROWTH: Final = 1.2
 
 
 class BatchProducer:
-    """One producer and the turn that is under way in it.
+    """One producer and its current turn.
 
-    options are librdkafka's, from config; with ``record_offsets`` Kafka's answer is kept for every event, and not for
-    the failed ones only; ``once``: events are not read again, so one whose topic can't be written to is refused, or it
+    options are librdkafka's, from config; with ``record_offsets`` Kafka's answer is kept for every event, not only for
+    failed ones; ``once``: events are not read again, so an event whose topic can't be written to is refused, or it
     would be lost. Raises ConfigurationError when librdkafka refuses the options.
     """
 
@@ -109,7 +108,7 @@ class BatchProducer:
         self.refused: dict[int, list[Result]] = {}
         self.left_out: set[int] = set()
         try:
-            # Python is called for failures only: a call per message would cost a good part of sending it.
+            # Callbacks only for failures: one per message would cost a large part of the time to send it.
             self.producer = Producer(
                 {
                     **options,
@@ -123,14 +122,15 @@ class BatchProducer:
 
     @property
     def failed(self) -> bool:
-        """Return whether anything of the turn failed, or the producer itself did."""
+        """Return whether a message of the turn, or the producer itself, failed."""
         return bool(self._failed) or bool(self._markers) or self._fatal is not None
 
     @property
     def dropped(self) -> bool:
-        """Return whether librdkafka aborted the transaction and no message says why: AddPartitionsToTxn refused, say.
+        """Return whether librdkafka aborted the transaction without a cause in any message: for AddPartitionsToTxn,
+        say.
 
-        The messages are purged then, and produce() refuses more.
+        It then purges the messages, and produce() refuses more.
         """
         errors = [*(error for _, error in self._failed.values()), *self._markers.values()]
         return (
@@ -143,7 +143,7 @@ class BatchProducer:
 
     @property
     def fatal(self) -> KafkaError | None:
-        """What ended the producer, if anything did."""
+        """The producer's fatal error, if it has one."""
         return self._fatal
 
     @property
@@ -152,11 +152,11 @@ class BatchProducer:
         return any(self.sent.values())
 
     def send(self, batches: Batches, deadline: float) -> None:
-        """Queue events in order: ``sent`` are those queued, ``refused`` those that were not. Raises Unavailable.
+        """Queue events in order, filling ``sent``, ``refused`` and ``left_out``. Raises Unavailable.
 
-        A refused event takes those of its key that follow with it: they are in neither list. Neither are events whose
-        topic can't be written to: their lanes are in ``left_out``. With ``once`` each is in one of the lists: what is
-        not sent now never is, and the key of a dead letter goes on.
+        Events of the same key behind a refused one are in neither list. Neither are events whose topic can't be written
+        to: their lanes are in ``left_out``. With ``once`` each event is in one of the lists: an event that is not sent
+        now never is, and its key goes on.
         """
         self.sent, self.refused, self.left_out = {}, {}, set()
         self._used = set()
@@ -189,7 +189,7 @@ class BatchProducer:
         failpoint("batch.sent")
 
     def send_marker(self, topic: str, lane: int, value: bytes, deadline: float) -> None:
-        """Queue a lane's marker behind its events, into the lane's partition. Raises Unavailable."""
+        """Queue a lane's marker behind its events, to the lane's partition. Raises Unavailable."""
         report = partial(self._on_marker, lane)
         while True:
             try:
@@ -198,19 +198,18 @@ class BatchProducer:
                 self._make_room(deadline)
 
     def drain(self, deadline: float) -> None:
-        """Wait for the acknowledgements; past the deadline, or when nothing more can come, drop the rest at once.
+        """Wait for the acknowledgements; at the deadline, or when no more can arrive, drop the rest at once.
 
-        When the producer is dead, what is in flight is still answered, and need not be sent again if it has arrived.
-        In a transaction one failed message ends them all: librdkafka holds the others back until it is aborted.
-
-        The deadline is ours and not librdkafka's: that one lets go of messages one by one, so a later message of the
-        same key could still be delivered after an earlier one was given up, and would stand before it for good.
-        A topic that has stalled is tried in less time than a turn has: what is sent with it waits as long.
+        After a fatal error, messages in flight are still acknowledged, and need not be sent again. In a transaction a
+        failed message ends all: librdkafka holds back the others until the abort. The deadline is ours, not
+        librdkafka's, which drops messages one by one: a later message of a key could be delivered after an earlier one
+        was dropped, and would stay before it. A stalled topic is tried for less time than a turn has, because
+        everything sent with it waits as long.
         """
         self._trial = self._topics.trial_seconds(self._used)
         if self._trial is not None:
             deadline = min(deadline, time.monotonic() + self._trial)
-        # flush() sends what lingers at once.
+        # flush() ends the linger time.
         flush_seconds = _FLUSH_SECONDS
         while len(self.producer):
             seconds = deadline - time.monotonic()
@@ -227,7 +226,7 @@ class BatchProducer:
             self._poll()
 
     def acknowledged(self) -> dict[int, list[Result]]:
-        """Return the results of those sent that did not fail, by lane; call it after ``drain``."""
+        """Return the results of sent events that did not fail, by lane; call it after ``drain``."""
         failed, offsets = self._failed, self._offsets
         if offsets is not None:
             return {
@@ -242,7 +241,7 @@ class BatchProducer:
         }
 
     def refused_by_broker(self) -> dict[int, list[Result]]:
-        """Return the events whose own report is a refusal; others of the same request may have it too."""
+        """Return the events whose report is a refusal; all events of a request may have it."""
         refused: dict[int, list[Result]] = {}
         for claim, error in self._failed.values():
             reason = self._refusal(claim, error)
@@ -251,10 +250,10 @@ class BatchProducer:
         return refused
 
     def refused_first(self, *, aborted: bool = False) -> dict[int, list[Result]]:
-        """Return the refused, without those that have a failed event of their key before them: that one comes first.
+        """Return the refused events, except those with a failed event of the same key before them, which comes first.
 
-        In a transaction that was ``aborted`` all that was sent has failed. With ``once`` what has failed does not come
-        again, and all are returned.
+        If the transaction was ``aborted``, all sent events have failed. With ``once`` failed events do not come again,
+        so all refused ones are returned.
         """
         if self._once:
             return dict(self.refused)
@@ -269,9 +268,9 @@ class BatchProducer:
         }
 
     def failure(self, seconds: float) -> tuple[Unavailable, Collection[int]]:
-        """Return what failed, and of which lanes the broker refuses something: BatchRefused is raised for those."""
+        """Return the failure, and the lanes of which the broker refuses something; for those it is BatchRefused."""
         self._topics.forget()
-        # The cause comes first; the messages behind it fail because it did.
+        # The causes, without the messages that failed because of them.
         causes = [(claim, error) for claim, error in self._failed.values() if error.code() not in _CONSEQUENCES]
         unusable = self._topics_at_fault(causes)
         if unusable:
@@ -281,7 +280,7 @@ class BatchProducer:
             reason = self._refusal(claim, error)
             if reason is not None:
                 blamed.setdefault(claim.lane, reason)
-        # No event is at fault for a marker; but the marker of fewer events is smaller.
+        # A marker's failure is not caused by an event; but the marker of fewer events is smaller.
         for lane, error in self._markers.items():
             if error.code() == KafkaError.MSG_SIZE_TOO_LARGE and len(self.sent.get(lane, ())) > 1:
                 blamed.setdefault(lane, f"the lane's marker: {REFUSALS[error.code()]} ({error.str()})")
@@ -296,9 +295,10 @@ class BatchProducer:
         return self._unavailable(causes, min(seconds, self._trial or seconds)), ()
 
     def likeliest(self) -> dict[int, int]:
-        """Return which events are too large most likely: of each topic the largest that the broker calls so, by lane.
+        """Return the events that are most likely too large: of each topic, the largest that was refused for its size,
+        by lane.
 
-        All events of a request have the same answer.
+        All events of a request get the same answer.
         """
         largest: dict[str, Claim] = {}
         for claim, error in self._failed.values():
@@ -309,7 +309,7 @@ class BatchProducer:
         return {claim.lane: claim.position for claim in largest.values()}
 
     def _unanswered(self) -> dict[str, Unanswered]:
-        """Return the topics of the turn that have messages which were not acknowledged."""
+        """Return the topics of the turn that have unacknowledged messages."""
         failed: dict[str, set[int]] = {}
         acknowledged: set[str] = set()
         for claims in self.sent.values():
@@ -319,7 +319,7 @@ class BatchProducer:
                     acknowledged.add(topic)
                     continue
                 partition = self._partitions.get(claim.position)
-                # Without one where librdkafka has not heard of the topic's partitions yet.
+                # No partition if librdkafka does not know the topic's partitions yet.
                 failed.setdefault(topic, set()).update([] if partition is None or partition < 0 else [partition])
         return {
             topic: Unanswered(frozenset(partitions), silent=topic not in acknowledged, alone=not acknowledged - {topic})
@@ -327,7 +327,7 @@ class BatchProducer:
         }
 
     def _unavailable(self, causes: Sequence[tuple[Claim, KafkaError]], seconds: float) -> Unavailable:
-        """Return what failed, where no event and no topic is at fault."""
+        """Return the failure if neither an event nor a topic caused it."""
         if self._late:
             return Late(f"Kafka: no acknowledgement within {seconds:g} s{self._lost()}")
         for claim, error in causes:
@@ -341,7 +341,7 @@ class BatchProducer:
         return BrokerUnavailable(f"Kafka: {text}{self._lost()}")
 
     def forbidden_topics(self) -> list[str]:
-        """Return the topics of this turn that this user may not write to; they are unusable from now on."""
+        """Return the topics of this turn that this user may not write to, and mark them unusable."""
         try:
             return self._topics.forbidden(self._used)
         except KafkaException as error:
@@ -359,11 +359,11 @@ class BatchProducer:
         return frozenset(kind for kind, topic in self._topic_of.items() if topic in paused)
 
     def serve(self) -> None:
-        """Serve callbacks. librdkafka queues its statistics until somebody does, without end. Raises Unavailable."""
+        """Serve callbacks; until then librdkafka queues its statistics without limit. Raises Unavailable."""
         self._poll(0)
 
     def close(self) -> None:
-        """Forget what is queued and in flight."""
+        """Discard what is queued and in flight."""
         self.producer.purge()
         with contextlib.suppress(KafkaException):
             self.producer.poll(0)
@@ -448,7 +448,7 @@ class BatchProducer:
             self._on_exception(error)
 
     def _on_exception(self, error: KafkaException) -> None:
-        # A fatal error comes as an exception too. What it means for each message, its own report says.
+        # A fatal error is raised as an exception too. Each message's own report has its result.
         if not error.args[0].fatal():
             raise BrokerUnavailable(f"Kafka: {text_of(error)}") from error
         self._fatal = error.args[0]
@@ -471,6 +471,6 @@ class BatchProducer:
             self._markers[lane] = error
 
     def _on_error(self, error: KafkaError) -> None:
-        # Brokers that come and go are librdkafka's own business; a fatal error ends this producer.
+        # librdkafka handles brokers that come and go; a fatal error ends this producer.
         if error.fatal():
             self._fatal = error

@@ -1,4 +1,4 @@
-"""Which topic an event goes to, and what becomes of its key when it can't be published."""
+"""The topic of each event, and what happens to its key when it can't be published."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ _TOPIC = re.compile(r"[a-zA-Z0-9._-]{1,249}")
 
 
 class NoRoute(OutboxError):
-    """There is no topic for this aggregate type. The event stays in the outbox until there is one."""
+    """No topic is configured for this aggregate type. The event stays in the outbox until there is one."""
 
 
 class OnFailure(StrEnum):
-    """What later events of a key do when one of theirs has become a dead letter. While it is tried again they wait."""
+    """What happens to later events of a key after a dead letter. During retries they always wait."""
 
     BLOCK = "block"
-    """They wait until a person retries or discards it: the order of the key is never broken."""
+    """They wait until an operator retries or discards it: the order of the key is never broken."""
     SKIP = "skip"
-    """They go on without it."""
+    """They are published without it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Where the events of one aggregate type go. A dead-letter topic gets a copy of each event that failed for good."""
+    """The route of one aggregate type. A dead-letter topic gets a copy of each event that failed for good."""
 
     topic: str
     on_failure: OnFailure = OnFailure.BLOCK
@@ -41,7 +41,7 @@ class Route:
 
 
 def topic_problem(topic: str) -> str | None:
-    """Return why Kafka or the relay can't use this topic name, or None when it is fine."""
+    """Return why Kafka or the relay can't use this topic name, or None if it is valid."""
     if not _TOPIC.fullmatch(topic) or topic in {".", ".."}:
         return "a topic's name is 1 to 249 of a-z A-Z 0-9 . _ -, and not . or .."
     if topic.startswith("__"):
@@ -54,9 +54,9 @@ def topic_problem(topic: str) -> str | None:
 class Router:
     """Maps events to topics.
 
-    With ``routes`` (an allow-list) exactly those aggregate types are published and any other is refused; without,
-    every type goes to ``template``, whose ``{aggregate_type}`` is the type in lower case, and fails as ``on_failure``
-    and ``dead_letter_topic`` say. Raises ConfigurationError for a topic that can't exist.
+    With ``routes`` (an allow-list) only those aggregate types are published and any other is refused. Without, every
+    type goes to ``template``, whose ``{aggregate_type}`` is the type in lower case, with ``on_failure`` and
+    ``dead_letter_topic`` as defaults. Raises ConfigurationError for an invalid topic name.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class Router:
         self._dead_letter_topic = dead_letter_topic
 
     def route(self, aggregate_type: str) -> Route:
-        """Return the route. Raises NoRoute, naming what to change."""
+        """Return an aggregate type's route. Raises NoRoute, which says what to change."""
         route = self._routes.get(aggregate_type)
         if route is not None:
             return route
@@ -102,7 +102,7 @@ class Router:
         return route
 
     def may_write(self, topic: str) -> bool:
-        """Return whether events, or copies of dead ones, can go to this topic."""
+        """Return whether events, or copies of dead letters, can go to this topic."""
         if any(topic in {route.topic, route.dead_letter_topic} for route in self._routes.values()):
             return True
         if self._listed:
@@ -121,7 +121,7 @@ class Router:
         return route.topic
 
     def on_failure(self, claim: Claim) -> OnFailure:
-        """Return what the key of a failed event does. Copies for a dead-letter topic never hold anything up."""
+        """Return what happens to the key of a failed event. Copies for a dead-letter topic never block a key."""
         if claim.headers is not None and DEAD_LETTER in claim.headers:
             return OnFailure.SKIP
         try:
@@ -130,7 +130,7 @@ class Router:
             return self._on_failure
 
     def dead_letter_topic(self, claim: Claim) -> str | None:
-        """Return the topic for a copy of this event when it has failed for good; None when there is to be none."""
+        """Return the topic for a copy of this event when it has failed for good, or None."""
         if claim.headers is not None and DEAD_LETTER in claim.headers:
             return None
         try:

@@ -1,13 +1,13 @@
-"""The compacted topic of markers: its partition is the lane, its last committed record the lane's marker.
+"""The compacted topic of markers: each lane has a partition, whose last committed record is the lane's marker.
 
-When a marker counts
+When a marker is valid
     A lane's former holder is fenced first (see fencing.py), so that nothing can follow the marker that is read. Then
     the partition must be *decided*: its last stable offset, before which every transaction is committed or aborted, has
-    reached its high watermark. For a reader in read_committed the partition ends at the last stable offset: it would
-    take the marker before an undecided transaction for the last one, and what that transaction holds would be published
-    again. A broker that restarts can lose the markers of a transaction that its coordinator calls committed
-    (KAFKA-20734): init_transactions succeeds, and the partition stays undecided for good. So both offsets are asked
-    for, and an undecided partition is an error.
+    reached its high watermark. For a read_committed reader the partition ends at the last stable offset: it would take
+    the marker before an undecided transaction for the last one, and that transaction's events would be published again.
+    A broker that restarts can lose the markers of a transaction that its coordinator calls committed (KAFKA-20734):
+    init_transactions succeeds, and the partition stays undecided for good. So both offsets are compared, and an
+    undecided partition is an error.
 
 | the partition                                       | what follows                                          |
 |-----------------------------------------------------|-------------------------------------------------------|
@@ -38,11 +38,11 @@ from relay.ports import BrokerUnavailable, UndecidedTransaction
 
 _READ_SECONDS: Final = 10.0
 _DECIDE_SECONDS: Final = 10.0
-# Aborted transactions may fill the end of a partition, and compaction thins it out; eight records are usual.
+# Aborted transactions may fill the end of a partition, and compaction leaves gaps; usually eight records suffice.
 _FIRST_WINDOW: Final = 64
 _WINDOW_GROWTH: Final = 8
 
-# cleanup.policy: a marker is found for as long as its lane exists. unclean.leader.election: a leader that lacks records
+# cleanup.policy: a marker is kept as long as its lane exists. unclean.leader.election: a leader that lacks records
 # would show an old marker.
 _STATE_CONFIG: Final = {"cleanup.policy": "compact", "unclean.leader.election.enable": "false"}
 _STATE_TUNING: Final = {"segment.bytes": str(16 << 20), "min.cleanable.dirty.ratio": "0.1"}
@@ -50,9 +50,9 @@ _STATE_TUNING: Final = {"segment.bytes": str(16 << 20), "min.cleanable.dirty.rat
 
 @dataclass(frozen=True, slots=True)
 class MarkersRead:
-    """What the state topic says of some lanes: each lane is in ``markers`` or in ``problems``.
+    """The markers of some lanes in the state topic: each lane is in ``markers`` or in ``problems``.
 
-    A marker is None where there never was one.
+    A marker is None if there never was one.
     """
 
     markers: Mapping[int, Marker | None] = field(default_factory=dict)
@@ -60,9 +60,9 @@ class MarkersRead:
 
 
 class StateTopic:
-    """The topic of markers. Shared by all lanes; safe to use from threads.
+    """The topic of markers, for all lanes. Thread-safe.
 
-    ``decide_seconds`` is how long the markers of a transaction that has just ended may take to be written.
+    ``decide_seconds`` is how long the control records of a transaction that has just ended may take to be written.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class StateTopic:
         self._hanging: frozenset[Partition] = frozenset()
 
     def require(self, lanes: int) -> None:
-        """Create the topic with a partition for each lane, or check the one that is there.
+        """Create the topic with a partition for each lane, or check the existing one.
 
         Raises ConfigurationError when its settings could lose a marker, Unavailable when no broker answers.
         """
@@ -97,13 +97,13 @@ class StateTopic:
             self._checked = lanes
 
     def last_markers(self, lanes: Collection[int], *, decided: bool = True) -> dict[int, Marker | None]:
-        """Return each lane's last committed marker; None where there is none, or no such partition.
+        """Return each lane's last committed marker; None without a marker, or without such a partition.
 
-        Fence the lanes' former holders before. With ``decided=False`` an open transaction at the end is passed over:
-        for a look before the fence, never to publish by.
+        Fence the lanes' former holders first. With ``decided=False`` an open transaction at the end is ignored: for a
+        look before the fence, never as the basis for publishing.
 
-        Raises UndecidedTransaction or StateLost for the first lane that has such a problem (``read`` returns them lane
-        by lane), Unavailable when a partition can't be read to its end.
+        Raises UndecidedTransaction or StateLost for the first lane with such a problem (``read`` returns them by lane),
+        Unavailable when a partition can't be read to its end.
         """
         read = self.read(lanes, decided=decided)
         for problem in read.problems.values():
@@ -111,16 +111,16 @@ class StateTopic:
         return dict(read.markers)
 
     def read(self, lanes: Collection[int], *, decided: bool = True) -> MarkersRead:
-        """Return the markers of many lanes, and for each lane that has none to be trusted, why.
+        """Return the markers of many lanes, and the problem of each lane without a valid one.
 
-        One consumer reads all partitions; the whole takes as long as the slowest, within a fixed time. Raises
-        Unavailable when a partition can't be read to its end within it.
+        One consumer reads all partitions within a fixed time. Raises Unavailable when a partition can't be read to its
+        end by then.
         """
         wanted = set(lanes)
         consumer = Consumer(
             {
                 **self._options,
-                # A copy in the reader's own rack may lag behind the leader.
+                # A follower in the reader's own rack may lag behind the leader.
                 "client.rack": "",
                 "group.id": "outbox-relay-state",
                 "enable.auto.commit": False,
@@ -158,9 +158,9 @@ class StateTopic:
     def _extents(
         self, lanes: Collection[int], *, decided: bool
     ) -> tuple[dict[int, int], dict[int, int], list[Undecided]]:
-        """Return where each partition begins and ends, and those whose end is not decided in time.
+        """Return the first and end offsets of each partition, and the partitions that are not decided in time.
 
-        A partition that was waited for in vain is not waited for again: a worker's other lanes stand still meanwhile.
+        Does not wait again for a partition that was undecided last time: a worker's other lanes stand still meanwhile.
         """
         offsets = Offsets(self._options)
         partitions = [Partition(self.name, lane) for lane in lanes]
@@ -174,7 +174,7 @@ class StateTopic:
         return _by_lane(low), _by_lane(ends), undecided
 
     def _last_values(self, consumer: Consumer, low: Mapping[int, int], ends: Mapping[int, int]) -> dict[int, bytes]:
-        """Return the last committed record of each partition before its end; a partition without one is left out."""
+        """Return the last committed record of each partition before its end; partitions without one are omitted."""
         deadline = time.monotonic() + _READ_SECONDS
         values: dict[int, bytes] = {}
         unread = {lane: end for lane, end in ends.items() if low[lane] < end}
@@ -189,7 +189,7 @@ class StateTopic:
     def _read_to_ends(
         self, consumer: Consumer, starts: Mapping[int, int], ends: Mapping[int, int], deadline: float
     ) -> dict[int, bytes]:
-        """Read the partitions from ``starts`` until the end of each is passed; return the last record of each."""
+        """Return the last record of each partition, reading from ``starts`` to the end of each."""
         consumer.assign([TopicPartition(self.name, lane, start) for lane, start in starts.items()])
         values: dict[int, bytes] = {}
         unread = set(starts)
@@ -223,7 +223,7 @@ class StateTopic:
                 self.name, lanes, replication_factor=self._replication, config={**_STATE_CONFIG, **_STATE_TUNING}
             )
             try:
-                # Without a limit of its own the client waits a minute for a controller that has just died.
+                # Without an explicit timeout the client waits a minute for a controller that has just died.
                 created = admin.create_topics([topic], operation_timeout=_READ_SECONDS, request_timeout=_READ_SECONDS)
                 created[self.name].result()
             except KafkaException as error:

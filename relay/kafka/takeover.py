@@ -1,17 +1,16 @@
-"""Taking lanes over from whoever may have written them in transactions. The order of the steps is the protocol.
+"""Takes lanes over from relays that may have written them in transactions. The order of the steps is the protocol.
 
 1. The lane was acquired in Postgres: its epoch is ours; its row still names the former holder's transactional ids.
 2. Those ids are fenced (once for all lanes of a former holder), and with them those of the worker that wrote the last
-   marker, if it is another one: a failover may have lost what the row said. Nothing of it can be committed after that.
-   A row that names nobody was released, and its last batch settled before that: if the marker is ahead of it, the row
-   is from before its writer took the lane, and the writer is fenced too.
-3. The lane's marker is read, up to a high watermark that is decided.
-4. One Postgres transaction checks the epoch again, compares marker and ``last_batch`` (see marker.py), settles the rows
-   that the marker names, and writes our own ids into the row. Only then the lane is published.
+marker, if it is another one: a failover may have lost an update of the row. They can commit nothing after that. A row
+that names no id was released after its last batch was settled: if the marker is ahead of it, the row is from before the
+marker's writer took the lane, and the writer is fenced too. 3. The lane's marker is read, up to a high watermark that
+is decided. 4. One Postgres transaction checks the epoch again, compares marker and ``last_batch`` (see marker.py),
+settles the rows that the marker names, and writes our own ids into the row. Only then is the lane published.
 
-Why it holds: whoever can write a lane writes under the ids that the lane's row names. The fence comes after the
-acquire. A former holder that comes back after it initializes its ids again, reads the leases after that, and finds the
-lane gone; one from before the fence can commit nothing any more, and what it had committed is in the marker.
+Why it holds: a lane is only ever written under the ids that its row names, and the fence comes after the acquire. A
+former holder that comes back after the fence initializes its ids again, then reads the leases, and finds the lane gone;
+one from before the fence can't commit any more, and what it had committed is in the marker.
 
 | crash or pause                             | outcome                                                                 |
 |--------------------------------------------|-------------------------------------------------------------------------|
@@ -37,34 +36,34 @@ from relay.marker import Identity, Marker, StateLost, resume
 from relay.ports import IdBusy, LaneBusy, LaneLost, TakeoverStore, Unavailable
 
 PRODUCERS = 2
-"""Producers of a worker that take turns; each has an id of its own."""
+"""The number of a worker's producers, which alternate; each has its own id."""
 
 
 @dataclass(frozen=True, slots=True)
 class TakenOver:
-    """The lanes that may be published from now on, with the marker of each; and those that may not, with the reason."""
+    """The lanes that may be published from now on, with their markers; and those that may not, with the reasons."""
 
     markers: Mapping[int, tuple[Marker | None, Identity]] = field(default_factory=dict)
     failed: Mapping[int, OutboxError] = field(default_factory=dict)
 
 
 def own_ids(base: str) -> list[str]:
-    """Return the transactional ids of a worker whose lanes' rows name ``base``."""
+    """Return the transactional ids of a worker whose lanes' rows have ``base``."""
     return [f"{base}.{number}" for number in range(PRODUCERS)]
 
 
 def ids_to_fence(named: str, lane: int, name: str) -> list[str]:
-    """Return the transactional ids under which a lane may have been written whose row names ``named``."""
+    """Return the transactional ids under which a lane may have been written, if its row has ``named``."""
     return [f"{name}.relay.{lane}"] if named == LEGACY_ID else own_ids(named)
 
 
 class Takeover:
-    """Takes lanes over. ``own_base`` is what the lanes' rows are to name, None for a worker without transactions.
+    """Takes lanes over. ``own_base`` is written into the lanes' rows; None for a worker without transactions.
 
-    ``fence`` is given one transactional id; see fencing.py. ``name`` is the outbox's. ``abandoned`` are bases that this
-    process used before: their producers are gone, so nothing that was not decided can be committed under them, but by
-    an EndTxn that is on its way. What that one could commit has its markers in the lanes' partitions, where it is read
-    as undecided until it is. So they need no fence, which they may not get for as long as a broker is away.
+    ``fence`` takes one transactional id; see fencing.py. ``name`` is the outbox's. ``abandoned`` are bases that this
+    process used before: their producers are gone, so only an EndTxn in flight could still commit under them. That
+    transaction has records in the lanes' partitions, which are undecided until it ends. So these ids need no fence,
+    which could fail as long as a broker is unavailable.
     """
 
     def __init__(
@@ -85,14 +84,14 @@ class Takeover:
         self._own_bases = {own_base, *abandoned}
 
     def take_over(self, leases: Sequence[Lease]) -> TakenOver:
-        """Take these lanes over. Raises Unavailable when a server is away: then all is to be done again."""
+        """Take over these lanes. Raises Unavailable when a server is unavailable; the call must then be repeated."""
         identity, lost = self._store.identity(leases)
         failed: dict[int, OutboxError] = dict(lost)
         left = [lease for lease in leases if lease.lane not in failed]
         if identity is None or not left:
             return TakenOver({}, failed)
-        # Not needed for safety: a zombie, an outbox that took this name, or the relay of a primary from before a
-        # failover need not fence the rightful relay, again and again.
+        # Not needed for safety: it prevents a zombie, another outbox with this name, or a relay of the primary from
+        # before a failover from repeatedly fencing the rightful relay.
         seen, left = self._rightful(left, identity, failed)
         failed |= self._fence_former(left, seen)
         left = [lease for lease in left if lease.lane not in failed]
@@ -113,7 +112,7 @@ class Takeover:
         return TakenOver(markers, failed)
 
     def adopt(self, lease: Lease, marker: Marker | None) -> tuple[Marker | None, Identity] | OutboxError:
-        """Settle one lane by its marker; return the error that concerns this lane alone, if there is one."""
+        """Settle one lane by its marker. Returns the error if it concerns only this lane."""
         try:
             return self._store.adopt(lease, marker, self._own_base)
         except (LaneBusy, LaneLost, StateLost, SchemaError) as error:
@@ -122,7 +121,7 @@ class Takeover:
     def _rightful(
         self, leases: Sequence[Lease], identity: Identity, failed: dict[int, OutboxError]
     ) -> tuple[Mapping[int, Marker | None], list[Lease]]:
-        """Return the last marker of each lane, and the lanes whose marker does not forbid to go on."""
+        """Return the last marker of each lane, and the lanes that their markers allow to go on."""
         seen = self._state.read([lease.lane for lease in leases], decided=False)
         failed |= seen.problems
         for lane, marker in seen.markers.items():
@@ -133,9 +132,9 @@ class Takeover:
         return seen.markers, [lease for lease in leases if lease.lane not in failed]
 
     def _fence_former(self, leases: Sequence[Lease], seen: Mapping[int, Marker | None]) -> dict[int, OutboxError]:
-        """Fence each id once; return the lanes that could not be, because of an id that others do not share.
+        """Fence each id once. Returns the lanes with an id that could not be fenced.
 
-        Raise Unavailable when the first one fails: the brokers are away. One that is busy says nothing of others.
+        Raises Unavailable when the first id fails: the brokers are unavailable. A busy id says nothing about others.
         """
         ids: dict[str, list[int]] = {}
         for lease in leases:
@@ -156,9 +155,10 @@ class Takeover:
 
 
 def _may_have_written(lease: Lease, marker: Marker | None) -> set[str]:
-    """Return which workers may still have a transaction with events of the lane open, by what lanes' rows name."""
+    """Return the bases of the workers that may still have an open transaction with events of the lane."""
     writer = None if marker is None else marker.writer
     if lease.former_id is None:
-        # Whoever releases a lane settles it first. So a marker ahead of the row is of a worker that the row forgot.
+        # A lane is settled before it is released. So a marker ahead of the row is from a worker that the row does not
+        # name.
         return set() if marker is None or writer is None or marker.batch == lease.last_batch else {writer}
     return {lease.former_id} if writer is None else {lease.former_id, writer}

@@ -1,4 +1,4 @@
-"""Which topics can be written to. What concerns a whole topic is the topic's state, and no event's fault.
+"""Tracks which topics can be written to. A problem of a whole topic does not count as a failure of its events.
 
 | topic                                  | what follows                                                               |
 |----------------------------------------|----------------------------------------------------------------------------|
@@ -12,9 +12,9 @@
 | without an answer                      | early, or it would take its whole time from other topics each time         |
 | usable again                           | its events are read from the lowest id                                     |
 
-Messages without an answer say nothing by themselves: a turn may be too large, and the brokers slow or away. A topic is
-stalled where the metadata says why, or where none of its messages was acknowledged while others' were. One that
-acknowledged some is late, and a smaller turn helps it.
+Unacknowledged messages alone prove nothing: the turn may be too large, or the brokers slow or unavailable. A topic is
+stalled if the metadata shows why, or if none of its messages was acknowledged while others' were. If some were, the
+topic is late, and a smaller turn helps.
 """
 
 from __future__ import annotations
@@ -44,21 +44,22 @@ log = structlog.get_logger("relay")
 _METADATA_SECONDS: Final = 10.0
 _FIRST_WAIT_SECONDS: Final = 1.0
 _LONGEST_WAIT_SECONDS: Final = 60.0
-# A look at the metadata costs the other topics next to nothing.
+# Reading the metadata costs the other topics next to nothing.
 _LONGEST_LOOK_SECONDS: Final = 5.0
-# How much of the time that it has waited a turn with a stalled topic may take, and how long it may take at least.
+# The time limit of a turn with a stalled topic: this part of the time that the topic has waited, and at least one
+# second.
 _TRIAL_PART: Final = 1 / 6
 _TRIAL_SECONDS: Final = 1.0
-# Other topics wait while it is asked what is the matter with one.
+# Other topics wait while the metadata about one is requested.
 _LOOK_SECONDS: Final = 2.0
 
 
 @dataclass(slots=True)
 class _Unusable:
-    """Why a topic can't be written to, and when it is tried again.
+    """Why a topic can't be written to, and when it is retried.
 
-    ``stalled``: its messages have no answer. Then it is looked at first, after ``look_seconds``; ``cleared``: nothing
-    was found against it, and the next turn tries it.
+    ``stalled``: its messages are not acknowledged. Then its metadata is checked first, after ``look_seconds``;
+    ``cleared``: the check found no problem, and the next turn tries the topic.
     """
 
     reason: str
@@ -71,10 +72,10 @@ class _Unusable:
 
 @dataclass(frozen=True, slots=True)
 class Unanswered:
-    """What became of a topic's messages in a turn that ran out of time.
+    """A topic's unacknowledged messages in a turn that ran out of time.
 
-    ``partitions`` are those of messages without an answer, as far as they are known; ``silent``: none of the topic's
-    messages was acknowledged; ``alone``: nor was one of any other topic.
+    ``partitions`` are those of unacknowledged messages, as far as known; ``silent``: none of the topic's messages was
+    acknowledged; ``alone``: nor was any message of another topic.
     """
 
     partitions: frozenset[int] = frozenset()
@@ -83,9 +84,9 @@ class Unanswered:
 
 
 class Topics:
-    """The topics that events go to. Safe to use from threads.
+    """The topics that events go to. Thread-safe.
 
-    ``create``: make a topic that is missing, with ``partitions`` and ``replication``; -1 leaves them to the broker.
+    ``create``: create missing topics, with ``partitions`` and ``replication``; -1 leaves them to the broker.
     ``clock`` returns seconds, and decides when an unusable topic is tried again.
     """
 
@@ -111,9 +112,9 @@ class Topics:
         self._lock = threading.Lock()
 
     def require(self, topic: str) -> None:
-        """Return when the topic can be written to, as far as is known.
+        """Check that the topic can be written to, as far as is known.
 
-        Raise TopicUnusable, without asking the broker each time, or Unavailable when no broker answers.
+        Raises TopicUnusable, without a request to the broker each time, or Unavailable when no broker answers.
         """
         if topic in self._known and not self._unusable:
             return
@@ -124,7 +125,7 @@ class Topics:
             if topic in self._known:
                 return
             try:
-                # All topics and not this one: asking for one by name could make the broker create it.
+                # All topics, not only this one: a request by name could make the broker create it.
                 names = set(self._admin.list_topics(timeout=_METADATA_SECONDS).topics)
             except KafkaException as error:
                 raise BrokerUnavailable(f"Kafka, asking for its topics: {text_of(error)}") from error
@@ -140,28 +141,28 @@ class Topics:
                 self._known |= {topic}
 
     def paused(self) -> frozenset[str]:
-        """Return the topics that are not to be tried now."""
+        """Return the topics that must not be tried now."""
         if not self._unusable:
             return frozenset()
         with self._lock:
             return frozenset(topic for topic, state in self._unusable.items() if self._waits(topic, state))
 
     def reasons(self) -> Mapping[str, str]:
-        """Return why topics can't be written to."""
+        """Return the topics that can't be written to, with the reasons."""
         with self._lock:
             return {topic: state.reason for topic, state in self._unusable.items()}
 
     def refused(self, topic: str, reason: str) -> None:
-        """Record that the broker takes nothing for the topic."""
+        """Record that the broker refuses messages to the topic."""
         with self._lock:
             self._refuse(topic, reason)
 
     def stalled(self, unanswered: Mapping[str, Unanswered], seconds: float, *, trial: bool = False) -> list[str]:
-        """Return those of the topics that hold a turn up for themselves; they are unusable from now on.
+        """Return the topics that delay the turn by themselves, and mark them unusable.
 
-        The others are late: it is the turn that was too large, or the brokers that are slow or away. ``seconds`` is how
-        long the turn could wait; to look takes a part of that at most. ``trial``: it had less time than others, because
-        of topics that are tried. So nothing is said of the rest.
+        The others are late because the turn was too large, or the brokers are slow or unavailable. ``seconds`` is how
+        long the turn could wait; the check takes at most a part of that. ``trial``: the turn had less time because it
+        tried stalled topics, so only those are judged.
         """
         with self._lock:
             if trial:
@@ -182,14 +183,14 @@ class Topics:
                 elif what.silent and not what.alone:
                     reasons[topic] = _SILENT.format(topic=topic)
                 elif known is not None:
-                    # It takes messages, and is to have the time for it that others have.
+                    # It takes messages, and gets as much time as others again.
                     self._usable(topic)
             for topic, reason in reasons.items():
                 self._refuse(topic, reason, stalled=True)
             return list(reasons)
 
     def trial_seconds(self, topics: Collection[str]) -> float | None:
-        """Return how long a turn with these topics may wait for acknowledgements; None: as long as others."""
+        """Return how long a turn with these topics may wait for acknowledgements; None for no special limit."""
         if not self._unusable:
             return None
         with self._lock:
@@ -205,9 +206,9 @@ class Topics:
                 self._usable(topic)
 
     def forbidden(self, topics: Collection[str]) -> list[str]:
-        """Return those of the topics to which this user may not write, as far as the broker says.
+        """Return the topics to which this user may not write, as far as the broker says.
 
-        They are unusable from now on. For errors that do not name the topic, as those of AddPartitionsToTxn.
+        Marks them unusable. For errors that do not name the topic, such as those of AddPartitionsToTxn.
         """
         if not topics:
             return []
@@ -229,12 +230,12 @@ class Topics:
         return found
 
     def forget(self) -> None:
-        """Ask the broker again next time: after a failure, a topic may have gone."""
+        """Make the next ``require`` ask the broker: after a failure, a topic may be gone."""
         with self._lock:
             self._known = frozenset()
 
     def _waits(self, topic: str, state: _Unusable) -> bool:
-        """Return whether it is too early to try the topic, or would be in vain."""
+        """Return whether it is too early, or useless, to try the topic."""
         now = self._clock()
         if now < state.again_at:
             return True
@@ -249,9 +250,9 @@ class Topics:
         return True
 
     def _blocked(self, unanswered: Mapping[str, Unanswered], seconds: float) -> dict[str, str] | None:
-        """Return why topics take no messages, as far as the metadata says; None when no broker answers."""
+        """Return why topics take no messages, as far as the metadata shows; None when no broker answers."""
         try:
-            # All topics and not these: asking for one by name could make the broker create it.
+            # All topics, not only these: a request by name could make the broker create one.
             found = self._admin.list_topics(timeout=seconds)
         except KafkaException:
             return None
@@ -266,7 +267,7 @@ class Topics:
     def _lack(
         self, topic: str, found: TopicMetadata, brokers: Collection[int], what: Unanswered, seconds: float
     ) -> str | None:
-        """Return what partitions of the topic lack: those of messages without an answer, or any of them."""
+        """Return what partitions of the topic lack: those of unacknowledged messages, or all if these are not known."""
         partitions = [found.partitions[n] for n in what.partitions if n in found.partitions]
         partitions = partitions or list(found.partitions.values())
         leaderless = [partition.id for partition in partitions if partition.leader not in brokers]
@@ -279,7 +280,8 @@ class Topics:
         if needed is not None:
             under_min_isr = [partition.id for partition in under_replicated if len(partition.isrs) < needed]
         else:
-            # No right to read the topic's settings. Nothing but these waits, so they are what it waits for.
+            # No right to read the topic's settings. If messages to these partitions alone are unacknowledged, they are
+            # the cause.
             under_min_isr = [partition.id for partition in under_replicated]
             if what.alone or not what.partitions or len(under_min_isr) < len(partitions):
                 return None
@@ -288,7 +290,7 @@ class Topics:
         return f"topic {topic!r} has too few replicas in sync for {_partitions(under_min_isr)}: a broker is away"
 
     def _min_in_sync(self, topic: str, seconds: float) -> int | None:
-        """Return the topic's min.insync.replicas; None when the broker does not tell."""
+        """Return the topic's min.insync.replicas; None if it can't be read."""
         resource = ConfigResource(ConfigResource.Type.TOPIC, topic)
         try:
             config = self._admin.describe_configs([resource], request_timeout=seconds)[resource].result()
@@ -303,7 +305,7 @@ class Topics:
     def _refuse(self, topic: str, reason: str, *, stalled: bool = False) -> TopicUnusable:
         state = self._unusable.get(topic)
         wait = _FIRST_WAIT_SECONDS if state is None else min(state.wait_seconds * 2, _LONGEST_WAIT_SECONDS)
-        # What a stalled topic lacks may change while it waits: that is not said again and again.
+        # A stalled topic's reason may change while it waits: it is not logged again.
         if state is None or (state.reason != reason and not (state.stalled and stalled)):
             log.error("topic can't be written to; its events wait", topic=topic, reason=reason)
         self._unusable[topic] = _Unusable(reason, wait, self._clock() + wait, stalled)
@@ -312,7 +314,7 @@ class Topics:
     def _create_topic(self, topic: str) -> None:
         new = NewTopic(topic, num_partitions=self._partitions, replication_factor=self._replication)
         try:
-            # Without a limit of its own the client waits a minute for a controller that has just died.
+            # Without an explicit timeout the client waits a minute for a controller that has just died.
             created = self._admin.create_topics(
                 [new], operation_timeout=_METADATA_SECONDS, request_timeout=_METADATA_SECONDS
             )

@@ -1,10 +1,10 @@
-"""The transactional Publisher: a turn is one Kafka transaction (KIP-98), with a marker for each lane that is in it.
+"""The transactional Publisher: a turn is one Kafka transaction (KIP-98), with a marker for each of its lanes.
 
-Two producers take turns, with a transactional id each. A commit is answered when it is decided; its markers are
-written to the partitions after that, and until then the same producer's next transaction is told
-CONCURRENT_TRANSACTIONS and waits 20 ms and more. The other producer's is not. Readers see the turns in order all the
-same: a turn's events stand behind those of the turn before in every partition, and a read_committed reader passes none
-that is undecided.
+Two producers alternate, each with its own transactional id. A commit is acknowledged when it is decided; its control
+records are written to the partitions after that, and until then the same producer's next transaction gets
+CONCURRENT_TRANSACTIONS and waits 20 ms or more. The other producer's does not. Readers still see the turns in order: in
+every partition a turn's events are behind those of the turn before, and a read_committed reader does not pass an
+undecided transaction.
 
 | crash point                               | recovery                                                            |
 |-------------------------------------------|---------------------------------------------------------------------|
@@ -29,13 +29,13 @@ that is undecided.
 | the state topic lost records              | the lane stops with StateLost; the others go on                     |
 
 A producer is used again only after a clean commit, and a turn begins only after the one before was committed cleanly.
-An EndTxn that librdkafka sent twice (an answer was lost) could arrive late and end the producer's *next* transaction in
-the middle, because brokers do not bump the epoch with each transaction for this client (KIP-890 part 2). librdkafka
-repeats EndTxn after ``retry.backoff.ms`` (less 20 % jitter) at least, so a commit that took less time sent it once; and
-its statistics count the requests, as a second witness, which is heard after a turn and before the next one. A commit is
-clean when it raised nothing, was faster than that, and no more EndTxn were counted than there were commits. After
-anything else both producers are thrown away, their ids are initialized again, and only then it is read from Postgres
-which lanes are still ours, and their markers.
+An EndTxn that librdkafka sent twice (a response was lost) could arrive late and end the producer's *next* transaction
+in the middle, because brokers do not bump the epoch with each transaction for this client (KIP-890 part 2). librdkafka
+repeats EndTxn after at least ``retry.backoff.ms`` (less 20 % jitter), so a commit that took less time sent it once; as
+a second check, its statistics count the requests, and are read after a turn and before the next one. A commit is clean
+if it raised nothing, was faster than that, and no more EndTxn were counted than there were commits. Otherwise both
+producers are discarded, their ids are initialized again, and only then are our remaining lanes read from Postgres, and
+their markers from Kafka.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ _ABORT_SECONDS: Final = 2.0
 
 
 class TransactionFigures:
-    """What the transactions of this process took. Times in seconds; the last 10,000 commits."""
+    """Figures of this process's transactions. Times are in seconds, of the last 10,000 commits."""
 
     def __init__(self) -> None:
         self.commits = 0
@@ -102,7 +102,8 @@ class TransactionFigures:
         return {
             "transactions": self.commits,
             "producers_renewed": self.renewed,
-            # Well above 1: it is repeated with CONCURRENT_TRANSACTIONS while the markers of the last one are written.
+            # Well above 1 if it is repeated for CONCURRENT_TRANSACTIONS while the last transaction's control records
+            # are written.
             "add_partitions_requests_per_transaction": round(self.add_partitions / max(self.commits, 1), 2),
             "commit_ms_p50": round(times[len(times) // 2] * 1000, 2) if times else 0.0,
             "commit_ms_p99": round(times[len(times) * 99 // 100] * 1000, 2) if times else 0.0,
@@ -110,7 +111,7 @@ class TransactionFigures:
 
 
 class _TransactionalProducer(BatchProducer):
-    """A sender with its transactional id, and the witnesses of whether its commits were clean."""
+    """A producer with its transactional id that checks whether its commits were clean."""
 
     def __init__(self, options: Mapping[str, Any], figures: TransactionFigures, *args: Any, **more: Any) -> None:
         self.ends = 0
@@ -130,7 +131,7 @@ class _TransactionalProducer(BatchProducer):
 
 
 class _NotConfirmed(Exception):
-    """The turn must not be committed: lanes of it are not ours any more, say."""
+    """The turn must not be committed: for example, some of its lanes are not ours any more."""
 
     def __init__(self, lanes: Mapping[int, OutboxError]) -> None:
         super().__init__(lanes)
@@ -139,7 +140,7 @@ class _NotConfirmed(Exception):
 
 @dataclass(slots=True)
 class _Joined:
-    """A lane that was taken over: the last batch that is on Kafka."""
+    """A lane that was taken over, with its last batch on Kafka."""
 
     batch: int
     epoch: int
@@ -149,9 +150,9 @@ class _Joined:
 class TransactionalPublisher:
     """A worker's transactional producers. See ports.Publisher for the contract.
 
-    options are librdkafka's, from config.producer_options; ``base_id`` is what the lanes' rows name; ``lanes`` is how
-    many partitions the state topic needs. Making it fences what this worker's former publisher may have left open.
-    Raises Unavailable (IdBusy: with another ``base_id`` it would not) or ConfigurationError.
+    options are librdkafka's, from config.producer_options; ``base_id`` is written into the lanes' rows; ``lanes`` is
+    the number of partitions that the state topic needs. The constructor fences this worker's former publisher. Raises
+    Unavailable (IdBusy, which another ``base_id`` avoids) or ConfigurationError.
     """
 
     def __init__(
@@ -204,7 +205,7 @@ class TransactionalPublisher:
             raise
 
     def join(self, leases: Sequence[Lease]) -> Mapping[int, OutboxError]:
-        """Take lanes over; write the first marker of those that never had one."""
+        """Take over lanes; write the first marker of those that never had one."""
         taken = self._takeover.take_over(leases)
         failed = dict(taken.failed)
         self._state.require(self._lanes)
@@ -223,7 +224,7 @@ class TransactionalPublisher:
         return failed
 
     def publish(self, batches: Batches, confirm: Confirm | None = None) -> Sent:
-        """Send the events and a marker for each lane in one transaction, and commit it once that is confirmed."""
+        """Send the events and a marker for each lane in one transaction, and commit it after ``confirm``."""
         if (unfit := self._unfit()) is not None:
             return unfit
         sender = self._senders[self._turn % len(self._senders)]
@@ -249,16 +250,16 @@ class TransactionalPublisher:
         return self._aborted(sender, failure, blamed)
 
     def paused(self) -> frozenset[Kind]:
-        """Return the kinds of events whose topics can't be written to for now."""
+        """Return the kinds of events whose topics can't be written to at present."""
         return frozenset().union(*(sender.paused() for sender in self._senders))
 
     def serve(self) -> None:
-        """Serve librdkafka's callbacks, its statistics above all."""
+        """Serve librdkafka's callbacks, mainly its statistics."""
         for sender in self._senders:
             sender.serve()
 
     def close(self) -> None:
-        """Drop the producers. An open transaction is ended by the next init of its id."""
+        """Discard the producers. The next init of an id ends its open transaction."""
         if not self._closed:
             self._closed = True
             for sender in self._senders:
@@ -271,7 +272,7 @@ class TransactionalPublisher:
         failpoint("txn.begun")
         sender.send(batches, deadline)
         if not sender.anything_sent:
-            # Nothing has left this process: there is nothing to end on the broker either.
+            # Nothing was sent, so there is nothing to end on the broker.
             sender.producer.abort_transaction()
             return Completed(
                 {lane: Receipt(refused, left_out=lane in sender.left_out) for lane, refused in sender.refused.items()}
@@ -282,8 +283,9 @@ class TransactionalPublisher:
             if len(sent) < len(batches[lane]) and any(not claim.has_row for claim in batches[lane])
         ]
         if gaps:
-            # A marker vouches for events without a row only up to its position, and an event that is not sent is a
-            # gap in that. So nothing of the lane is published: the source gives all of it rows, and it comes again.
+            # For events without a row, a marker says only that everything up to its position is published, and an event
+            # that is not sent would be a gap. So nothing of the lane is published: the source writes rows for all of
+            # it, and it comes again.
             self._abort(sender)
             return Completed({lane: Receipt(needs_rows=True) for lane in gaps}, publisher_unusable=True)
         numbers = {lane: self._joined[lane].batch + 1 for lane, sent in sender.sent.items() if sent}
@@ -308,10 +310,10 @@ class TransactionalPublisher:
         return Completed(receipts, publisher_unusable=sender.suspicious)
 
     def _unfit(self) -> Sent | None:
-        """Return the result of a turn that can't be begun: closed, or a commit was not clean, as is known by now."""
+        """Return the result of a turn that can't begin: this is closed, or an earlier commit was not clean."""
         if self._closed:
             return Failed(Unavailable("this publisher is closed"))
-        # Statistics of the last turns may be there only now.
+        # Statistics of the last turns may arrive only now.
         self.serve()
         if any(sender.suspicious for sender in self._senders):
             self._figures.renewed += 1
@@ -319,9 +321,9 @@ class TransactionalPublisher:
         return None
 
     def _init(self, sender: _TransactionalProducer) -> IdBusy | None:
-        """Begin with an id; return what keeps the broker from lending it."""
+        """Initialize a producer's id. Returns the error if the id is still busy."""
         doing = "beginning with this worker's transactional.id"
-        # A topic that takes no messages may keep a transaction from being ended too: new ids are better than waiting.
+        # A topic that takes no messages may also keep a transaction from ending: new ids are better than waiting.
         busy_seconds = BUSY_SECONDS if self._topics.reasons() else _INIT_SECONDS
         try:
             initialize(sender.producer, _INIT_SECONDS, busy_seconds)
@@ -345,7 +347,7 @@ class TransactionalPublisher:
         )
 
     def _first_markers(self, new: Mapping[int, Identity], leases: Mapping[int, Lease]) -> dict[int, Marker]:
-        """Write empty markers, so that from the first event on, a missing one means that something was lost."""
+        """Write empty markers, so that from the first event on a missing marker means lost data."""
         markers = {
             lane: Marker(1, leases[lane].epoch, identity.system_identifier, identity.timeline, writer=self._base_id)
             for lane, identity in new.items()
@@ -353,7 +355,7 @@ class TransactionalPublisher:
         sender = self._senders[self._turn % len(self._senders)]
         try:
             sender.producer.begin_transaction()
-            # No event is under way, so this may take longer than a turn: the topic may have been made a moment ago.
+            # No event is in flight, so this may take longer than a turn: the topic may have just been created.
             self._commit(sender, markers, time.monotonic() + max(self._delivery_seconds, _INIT_SECONDS))
         except KafkaException as error:
             raise self._explained(error, "writing the lanes' first markers") from error
@@ -399,19 +401,19 @@ class TransactionalPublisher:
         self._abort(sender)
         code = error.args[0].code()
         if code == KafkaError._FATAL and sender.fatal is not None:
-            # What made it fatal says more: a fence, mostly.
+            # The cause of the fatal error says more: mostly a fence.
             return self._explained(KafkaException(sender.fatal), "publishing"), ()
         if code == KafkaError.TOPIC_AUTHORIZATION_FAILED and (forbidden := self._forbidden(sender)) is not None:
             return forbidden, ()
         if sender.failed:
-            # The failed messages say more than the transaction that failed because of them.
+            # The errors of messages say more than the transaction's, which they caused.
             failure, blamed = sender.failure(self._delivery_seconds)
             if isinstance(failure, BatchRefused | TopicUnusable):
                 return failure, blamed
         return self._explained(error, "publishing"), ()
 
     def _forbidden(self, sender: _TransactionalProducer) -> TopicUnusable | None:
-        """Ask which topics of the turn are forbidden, for an error of AddPartitionsToTxn: the messages name none."""
+        """Return the error for forbidden topics of the turn, after an error of AddPartitionsToTxn, which names none."""
         topics = sender.forbidden_topics()
         if not topics:
             return None
@@ -435,7 +437,7 @@ class TransactionalPublisher:
         return BrokerUnavailable(f"Kafka, {doing}: {text_of(error)}")
 
     def _abort(self, sender: _TransactionalProducer) -> None:
-        """Let readers go on now instead of at the next take-over. The producers are thrown away in any case."""
+        """Abort, so that readers go on now and not at the next take-over. The producers are discarded in any case."""
         sender.producer.purge()
         with contextlib.suppress(KafkaException):
             sender.producer.abort_transaction(_ABORT_SECONDS)
@@ -443,7 +445,7 @@ class TransactionalPublisher:
 
 
 def reached(claims: Sequence[Claim], sent: Sequence[Claim]) -> WalPosition | None:
-    """Return where the last event stands before the first that was not sent."""
+    """Return the position of the last event before the first that was not sent."""
     if len(sent) == len(claims):
         return claims[-1].at
     last = None

@@ -1,1 +1,1 @@
-"""What operators do to an outbox, and what it looks at for them."""
+"""Operator actions on an outbox, and checks of its state."""

@@ -1,4 +1,4 @@
-"""What a person does with events that failed: look, try again, give up. The relay's own side is failures.py."""
+"""Operator actions on failed events: list, retry, discard. The relay's own part is retries.py."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import Any, Final, LiteralString, TypeVar
 import psycopg
 from psycopg import errors, sql
 from psycopg.rows import dict_row
-from psycopg.types.json import Jsonb
 
 from outbox.errors import OutboxError
 from outbox.event import DEAD_LETTER
 from relay.database import unavailable_on_error
+from relay.operations.audit import note
+from relay.statements import names_of
 
 _LIST: Final = """
 SELECT * FROM (
@@ -50,11 +51,11 @@ SELECT count(*) FROM {events}
 _CHOSEN: Final = """(%(ids)s::uuid[] IS NULL OR {of}.event_id = ANY(%(ids)s::uuid[]))
    AND (%(type)s::text IS NULL OR {of}.aggregate_type = %(type)s)"""
 
-# Which rows of a table a command is about. Each is read in pieces, in the order of the primary key.
+# The rows that a command selects from a table, read in batches in the order of the primary key.
 _DEAD: Final = "{dead_letters} AS r WHERE {chosen}"
 _WAITING: Final = """{failures} AS r WHERE {chosen} AND r.next_attempt_at < 'infinity'
    AND EXISTS (SELECT FROM {events} AS e WHERE e.lane = r.lane AND e.id = r.id)"""
-# Only one that will not be due before a batch is over (see _LIMITS): a relay may be sending one that is.
+# Only events that are not due before a batch ends (see _LIMITS): a relay may be sending one that is due.
 _WAITING_LONGER: Final = """{failures} AS r WHERE {chosen}
    AND r.next_attempt_at > clock_timestamp() + interval '5 seconds'
    AND EXISTS (SELECT FROM {events} AS e WHERE e.lane = r.lane AND e.id = r.id)"""
@@ -69,7 +70,7 @@ SELECT r.lane, r.id, r.event_id::text FROM {rows} AND (r.lane, r.id) > (%(lane)s
 _COUNT: Final = "SELECT count(*) FROM {rows}"
 
 # Under its old id, so that it comes before the later events of its key; and in failures, so that those wait for it (a
-# copy for a dead-letter topic holds nobody up), and so that the relay looks for it below where it has got to.
+# copy for a dead-letter topic blocks nothing), and so that the relay looks for it below its current position.
 _PUT_BACK: Final = """
 WITH gone AS (
     DELETE FROM {dead_letters} WHERE lane = %(lane)s AND id = ANY(%(rows)s::bigint[]) RETURNING *),
@@ -115,7 +116,7 @@ WITH gone AS (
               last_error),
 {kept}"""
 
-# The whole event, so that a mistake can be mended. It had its place in a row, so it has one in this row too.
+# The whole event, so that a mistake can be undone. It fitted into a row, so it fits into this one too.
 _KEPT: Final = """kept AS (
     INSERT INTO {audit} (what, why, details)
     SELECT 'discard', %(why)s, jsonb_build_object(
@@ -129,27 +130,25 @@ _KEPT: Final = """kept AS (
       FROM gone ORDER BY id)
 SELECT event_id::text, event_type FROM gone ORDER BY id"""
 
-# A batch holds rows that relays may want to settle: not for long. Below the server's deadlock_timeout, so that it is
-# always the batch that gives way, and not a relay.
+# A batch locks rows that relays may want to settle, so it must be short. Below the server's deadlock_timeout, so that
+# in a deadlock the batch fails, not a relay.
 _LIMITS: Final = """
 SELECT set_config('statement_timeout', '2s', true), set_config('lock_timeout', '500ms', true),
        set_config('idle_in_transaction_session_timeout', '2s', true)"""
 
 BATCH: Final = 1000
-"""Failed events that one transaction retries or discards at most."""
+"""The most failed events that one transaction retries or discards."""
 _QUICK_SECONDS: Final = 0.5
 
 _Done = TypeVar("_Done")
 
-_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%s, %s, %s)"
-
 
 class NoSuchFailure(OutboxError):
-    """There is no failed event of that description."""
+    """No failed event matches."""
 
 
 class FailuresLocked(OutboxError):
-    """Some failed events are held by another transaction and were left as they are. ``event_ids`` names them."""
+    """Some failed events are locked by another transaction and were left as they are. ``event_ids`` names them."""
 
     def __init__(self, event_ids: Sequence[str]) -> None:
         shown = ", ".join(event_ids[:5]) + (", …" if len(event_ids) > 5 else "")
@@ -162,18 +161,18 @@ class FailuresLocked(OutboxError):
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Which failed events: by event id, by aggregate type, or all of them when neither is given."""
+    """Selects failed events: by event id, by aggregate type, or all if neither is given."""
 
     event_ids: Sequence[str] | None = None
     aggregate_type: str | None = None
 
     def bound(self) -> dict[str, Any]:
-        """Return the values that the statements bind."""
+        """Return the statements' parameters."""
         return {"ids": list(self.event_ids) if self.event_ids else None, "type": self.aggregate_type}
 
 
 class Batches(list[_Done]):
-    """What a command did, and in ``locked`` the event ids that it could not have."""
+    """The results of a command, and in ``locked`` the event ids that it could not lock."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -187,17 +186,16 @@ _DISCARDED: Final = (("dead", _DEAD), ("waiting", _WAITING_LONGER), ("without_ev
 class DeadLetters:
     """The failed events of one outbox. ``connection`` is in autocommit.
 
-    All raise Unavailable when Postgres is away and SchemaError without the tables or the rights.
+    All methods raise Unavailable when Postgres can't be reached, and SchemaError without the tables or the rights.
     """
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection
-        names = ("events", "failures", "dead_letters", "audit")
-        self._names: dict[str, sql.Composable] = {name: sql.Identifier(schema, name) for name in names}
+        self._names = names_of(schema)
         self._names["kept"] = sql.SQL(_KEPT).format(**self._names)
 
     def list(self, selection: Selection, limit: int = 100) -> Sequence[dict[str, Any]]:
-        """Return up to ``limit`` failed events, the oldest failure first; no payloads."""
+        """Return up to ``limit`` failed events without payloads, oldest failure first."""
         with unavailable_on_error("listing failures"):
             return self._run(_LIST, selection.bound() | {"limit": limit})
 
@@ -216,7 +214,7 @@ class DeadLetters:
             return failure | (event[0] if event else {}) | {"events_behind_it": behind[0]["count"]}
 
     def count(self, selection: Selection, *, discard: bool) -> dict[str, int]:
-        """Return how many events ``discard``, or else ``retry``, would take; changes nothing."""
+        """Return how many events ``discard``, or else ``retry``, would affect."""
         with unavailable_on_error("counting failures"):
             return {
                 name: int(self._run(_COUNT, selection.bound(), rows=self._rows(rows))[0]["count"])
@@ -226,10 +224,10 @@ class DeadLetters:
     def retry(
         self, selection: Selection, *, batch: int = BATCH, progress: Callable[[int], None] | None = None
     ) -> Batches[str]:
-        """Retry events now; dead ones return to the outbox, in their old place. Return their event ids.
+        """Retry events now; dead letters return to their old place in the outbox. Returns their event ids.
 
-        Up to ``batch`` events are one transaction, with a line in ``audit``; ``progress`` is called with the number of
-        events done after each. A run that is killed has done whole batches, and the next run goes on with the rest.
+        Each transaction takes up to ``batch`` events and writes a row to ``audit``; then ``progress`` is called with
+        the number of events done. A killed run has done whole batches, and the next run does the rest.
         """
         done: Batches[str] = Batches()
         bound = selection.bound()
@@ -238,11 +236,11 @@ class DeadLetters:
             found = self._run(query, {"lane": lane, "rows": ids, "copy": DEAD_LETTER})
             event_ids = [row["event_id"] for row in found]
             if event_ids:
-                self._audit("retry", None, {"event_ids": event_ids})
+                note(self._connection, self._names, "retry", None, {"event_ids": event_ids})
             return event_ids
 
         with unavailable_on_error("retrying failures"):
-            # The waiting ones first: those that are put back wait too, and are due already.
+            # Waiting events first: dead letters that are put back become waiting events that are due.
             for (_, rows), query in zip(_RETRIED, (_HURRY, _PUT_BACK), strict=True):
                 for ids in self._batches(rows, bound, partial(again, query=query), batch, done.locked):
                     done.extend(ids)
@@ -259,10 +257,10 @@ class DeadLetters:
         batch: int = BATCH,
         progress: Callable[[int], None] | None = None,
     ) -> Batches[dict[str, Any]]:
-        """Delete failed events for good, in batches as ``retry`` does. Returns the id and type of what was deleted.
+        """Delete failed events for good, in batches as ``retry`` does. Returns the ids and types of the deleted events.
 
-        ``audit`` keeps who and why, and the whole event, or with ``keep_payload=False`` all but its payload and
-        headers. An event that is due within five seconds is left alone: a relay may be sending it.
+        ``audit`` keeps who, why, and the whole event, or with ``keep_payload=False`` all but its payload and headers.
+        An event that is due within five seconds is left alone: a relay may be sending it.
         """
         done: Batches[dict[str, Any]] = Batches()
         bound = selection.bound()
@@ -287,16 +285,16 @@ class DeadLetters:
         most: int,
         locked: MutableSequence[str],
     ) -> Iterator[Sequence[_Done]]:
-        """Change the rows in transactions of up to ``most``; give what each changed.
+        """Change the rows in transactions of up to ``most``. Yields the results of each.
 
-        A batch that can't have a row's lock, or takes too long, is tried again with half of the rows. One row that
-        stays locked goes to ``locked``, and is passed over.
+        A batch that can't lock a row, or takes too long, is retried with half of the rows. A single row that stays
+        locked is added to ``locked`` and skipped.
         """
         picked = self._rows(rows)
         lane, last = -1, -1
         quick, suspects = most, 0
         while True:
-            # Half of those among which one is locked, until it is found.
+            # While looking for a locked row, half of the rows that may be it.
             limit = min(max(suspects // 2, 1), quick) if suspects else quick
             found = self._run(_PICK, bound | {"lane": lane, "id": last, "limit": limit}, rows=picked)
             if not found:
@@ -330,9 +328,6 @@ class DeadLetters:
     def _rows(self, rows: LiteralString) -> sql.Composed:
         chosen = sql.SQL(_CHOSEN).format(of=sql.Identifier("r"))
         return sql.SQL(rows).format(**self._names, chosen=chosen)
-
-    def _audit(self, what: str, why: str | None, details: dict[str, Any]) -> None:
-        self._connection.execute(sql.SQL(_AUDIT).format(**self._names), (what, why, Jsonb(details)))
 
     def _run(self, query: LiteralString, values: dict[str, Any], **names: sql.Composable) -> Sequence[dict[str, Any]]:
         with self._connection.cursor(row_factory=dict_row) as cursor:

@@ -1,4 +1,4 @@
-"""The lanes that an operator's command holds, beside running relays."""
+"""The lanes that an operator's command holds while relays are running."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UPDATE {lanes} AS l SET lease_until = clock_timestamp() + make_interval(secs => 
   FROM unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS mine(lane, epoch)
  WHERE l.lane = mine.lane AND l.epoch = mine.epoch"""
 
-# The row goes on naming whom to fence.
+# The row still names the ids to fence.
 _LET_GO: Final = """
 UPDATE {lanes} AS l SET owner = NULL, lease_until = '-infinity'
   FROM unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS mine(lane, epoch)
@@ -30,19 +30,19 @@ UPDATE {lanes} AS l SET owner = NULL, lease_until = '-infinity'
 
 
 class LaneBusy(OutboxError):
-    """Another relay or another reconcile has the lane, or took it meanwhile."""
+    """Another relay or another reconcile has the lane, or has taken it meanwhile."""
 
 
 def taken(lane: int) -> LaneBusy:
-    """Return the error for a lane whose epoch has moved on."""
+    """Return the error for a lane whose epoch has changed."""
     return LaneBusy(f"lane {lane} was taken by somebody else meanwhile; run this again")
 
 
 class Holding:
-    """The lanes that reconcile holds: their epochs, and who wrote them before. Renews their leases meanwhile.
+    """The lanes that reconcile holds: their epochs and former writers. A thread renews their leases.
 
-    Whether a lane is still held, each statement that matters checks by itself. Those that are held at the end, after an
-    error, are let go of; their rows go on naming whom to fence.
+    Each statement that matters checks by itself whether its lane is still held. Lanes that are held at the end, after
+    an error, are released; their rows still name the ids to fence.
     """
 
     def __init__(self, connect: Callable[[], psycopg.Connection[Any]], names: Mapping[str, sql.Composable]) -> None:
@@ -61,7 +61,7 @@ class Holding:
     def __exit__(self, *_: object) -> None:
         self._stop.set()
         self._thread.join()
-        # A lease that is not let go of runs out.
+        # A lease that is not released expires.
         with contextlib.suppress(Unavailable):
             self._execute(_LET_GO)
 
@@ -90,7 +90,7 @@ class Holding:
 
     def _keep_renewing(self) -> None:
         while not self._stop.wait(_RENEW_SECONDS):
-            # The next one, with a new connection, is in time for the lease.
+            # The next renewal, on a new connection, still comes before the lease expires.
             with contextlib.suppress(Unavailable):
                 self._execute(_RENEW)
 

@@ -1,22 +1,22 @@
-"""When marker and table contradict each other: look at the topics themselves, and begin anew from what they hold.
+"""Repairs lanes whose marker and table contradict each other, from the contents of their topics.
 
-A lane that stopped with StateLost does not know which of its rows are on Kafka. The topics do: every event carries its
-id. So the rows of such lanes are looked up in their topics (read_committed, from shortly before the oldest of them was
-written, each topic once for all lanes); those found are settled, and a fresh marker is written. Events that Kafka has
-and Postgres has lost are beyond this: they were published, and their business rows are gone. So are events whose
-messages the topic's retention has deleted: they would be published again.
+For a lane that stopped with StateLost, it is unknown which of its rows are on Kafka. The topics tell: every event
+carries its id. So the rows of such lanes are looked up in their topics (read_committed, from shortly before the oldest
+row was written, each topic once for all lanes); those found are settled, and a new marker is written. Two cases can't
+be repaired. Events that Kafka has and Postgres has lost: they were published, and their business rows are gone. And
+events whose messages the topic's retention has deleted: they are published again.
 
-A lane that stopped with UndecidedTransaction waits for the end of a transaction that its broker forgot (KAFKA-20734).
+A lane that stopped with UndecidedTransaction waits for the end of a transaction that its broker has lost (KAFKA-20734).
 It is aborted, in the lane's partition of the state topic and in the events' partitions, if the outbox still has the
-rows of what is hidden there: they are published again. Otherwise nothing is done, for those events would be lost.
+rows of the hidden events: they are published again. Otherwise nothing is done, because those events would be lost.
 
-Of events from the WAL the marker says how far they are published; that is carried over, as far as this server's history
-goes with the marker's. An event without a row that both have is so known to be published, or comes from the stream.
-Where no marker is left, events without a row that the last batch had may be published again.
+For events from the WAL, the old marker's position is carried over, up to the point where this server's history and the
+marker's diverge. An event without a row before that position is published; one behind it comes from the stream. If no
+marker is left, the last batch's events without a row may be published again.
 
-It may run beside relays: it holds the lanes that it is about, and no others. Each is taken in Postgres (epoch), then
-the transactional.id that its row names is fenced; reconcile's own is in the row before its markers are written. The
-rows are listed in a temporary table: connect to the server itself, not to a pooler.
+Relays may keep running: it holds only the lanes that it repairs. Each is taken in Postgres (epoch), then the
+transactional.id in its row is fenced; reconcile's own id is in the row before its markers are written. The rows are
+listed in a temporary table: connect to the server itself, not to a pooler.
 
 | killed                                    | what follows                                                   |
 |-------------------------------------------|----------------------------------------------------------------|
@@ -32,7 +32,6 @@ rows are listed in a temporary table: connect to the server itself, not to a poo
 
 from __future__ import annotations
 
-import datetime as dt
 import uuid
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -41,35 +40,29 @@ from typing import Any, Final, NamedTuple
 import psycopg
 from confluent_kafka import KafkaException, Producer
 from psycopg import errors, sql
-from psycopg.types.json import Jsonb
 
-from outbox.errors import OutboxError, SchemaError
-from outbox.event import DEAD_LETTER, REPLAY
-from relay.database import FURTHER, TIMELINE, unavailable_on_error
+from outbox.errors import SchemaError
+from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.kafka.client import silent, text_of
 from relay.kafka.fencing import fence, short_lived_options
-from relay.kafka.hanging import abort_command, abort_hanging, read_command
-from relay.kafka.offsets import Offsets, Partition, Undecided
-from relay.kafka.routing import NoRoute, Router
+from relay.kafka.offsets import Undecided
+from relay.kafka.routing import Router
 from relay.kafka.state_topic import MarkersRead, StateTopic
 from relay.kafka.takeover import ids_to_fence, own_ids
 from relay.marker import Marker, StateLost, resume
+from relay.operations.audit import note
+from relay.operations.hidden_events import HangingPartition, HiddenEvents
 from relay.operations.holding import LEASE_SECONDS, Holding, LaneBusy, taken
-from relay.operations.topic_scan import Seen, behind, committed_since
-from relay.ports import Claim, Unavailable, UndecidedTransaction
+from relay.operations.lane_rows import LaneRows
+from relay.ports import Unavailable, UndecidedTransaction
 from relay.position import WalPosition, up_to
-from relay.statements import position
+from relay.statements import names_of, position
 from relay.wal.replication import Replication, lsn_text
 
 _LOCK_SECONDS: Final = 10
-_MARGIN: Final = dt.timedelta(hours=1)
-"""The relay stamps messages with its own clock, rows have the database's."""
-_SAME_CLOCK_MS: Final = 2000
 _KAFKA_SECONDS: Final = 30.0
-_SETTLE_ROWS: Final = 10_000
 _AUDIT_IDS: Final = 1000
-_NAMED: Final = 10
 
 _LANES: Final = """
 SELECT lane, last_batch, (SELECT system_identifier::text FROM pg_control_system()),
@@ -77,19 +70,13 @@ SELECT lane, last_batch, (SELECT system_identifier::text FROM pg_control_system(
        (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint
   FROM {lanes} ORDER BY lane"""
 
-_COUNT: Final = "SELECT lane, count(*) FROM {events} WHERE lane = ANY(%s::smallint[]) GROUP BY lane"
-
-# LIMIT keeps the planner from joining the other way around, here and in _SETTLE; see relay.statements.
+# LIMIT prevents the planner from reversing the join; see relay.statements.
 _GONE: Final = """
 SELECT count(*)
   FROM unnest(%(ids)s::bigint[], %(event_ids)s::uuid[]) AS named(id, event_id)
   LEFT JOIN LATERAL (SELECT true AS there FROM {events} AS e
                       WHERE e.lane = %(lane)s AND e.id = named.id AND e.event_id = named.event_id LIMIT 1) AS e ON true
  WHERE e.there IS NULL"""
-
-_KINDS: Final = """
-SELECT aggregate_type, coalesce(headers ? %(dead)s, false), min(created_at)
-  FROM {events} WHERE lane = ANY(%(lanes)s::smallint[]) GROUP BY 1, 2"""
 
 _TAKE: Final = """
 UPDATE {lanes} SET owner = 'reconcile', epoch = epoch + 1, protocol_epoch = epoch + 1,
@@ -104,56 +91,10 @@ UPDATE {lanes} AS l SET transactional_id = %(own)s,
  WHERE l.lane = mine.lane AND l.epoch = mine.epoch
 RETURNING l.lane"""
 
-_KEEP: Final = """
-UPDATE {lanes} SET lease_until = clock_timestamp() + make_interval(secs => %(lease)s)
- WHERE lane = %(lane)s AND epoch = %(epoch)s RETURNING 1"""
-
-_LIST: Final = (
-    "DROP TABLE IF EXISTS pg_temp.outbox_reconcile",
-    """CREATE TEMPORARY TABLE outbox_reconcile (
-           lane smallint NOT NULL, id bigint NOT NULL, event_id uuid NOT NULL, mark text NOT NULL,
-           found boolean NOT NULL DEFAULT false)""",
-    """INSERT INTO pg_temp.outbox_reconcile (lane, id, event_id, mark)
-       SELECT lane, id, event_id, coalesce(nullif(headers ->> %(replay)s, ''), headers ->> %(dead)s, '')
-         FROM {events} WHERE lane = ANY(%(lanes)s::smallint[])""",
-    "CREATE INDEX ON pg_temp.outbox_reconcile (event_id)",
-    "CREATE INDEX ON pg_temp.outbox_reconcile (lane, id)",
-    "ANALYZE pg_temp.outbox_reconcile",
-)
-
-_NOTE: Final = """
-UPDATE pg_temp.outbox_reconcile AS r SET found = true
-  FROM unnest(%s::uuid[], %s::text[]) AS seen(event_id, mark)
- WHERE r.event_id = seen.event_id AND r.mark = seen.mark AND NOT r.found"""
-
-_HELD: Final = """
-SELECT seen.event_id::text, r.lane FROM unnest(%s::uuid[], %s::text[]) AS seen(event_id, mark)
-  JOIN pg_temp.outbox_reconcile AS r ON r.event_id = seen.event_id AND r.mark = seen.mark"""
-
-_FOUND: Final = "SELECT lane, count(*) FROM pg_temp.outbox_reconcile WHERE found GROUP BY lane"
-
-_FOUND_IDS: Final = "SELECT event_id::text FROM pg_temp.outbox_reconcile WHERE found AND lane = %s ORDER BY id LIMIT %s"
-
-_SETTLE: Final = """
-WITH picked AS (SELECT id, event_id FROM pg_temp.outbox_reconcile
-                 WHERE found AND lane = %(lane)s AND id > %(after)s ORDER BY id LIMIT %(rows)s),
-     deleted AS (DELETE FROM {events} WHERE ctid = ANY(ARRAY(
-         SELECT e.place
-           FROM picked AS p
-          CROSS JOIN LATERAL (SELECT e.ctid AS place FROM {events} AS e
-                               WHERE e.lane = %(lane)s AND e.id = p.id AND e.event_id = p.event_id LIMIT 1) AS e))),
-     failed AS MATERIALIZED (
-         SELECT p.id FROM picked AS p
-          CROSS JOIN LATERAL (SELECT FROM {failures} AS f WHERE f.lane = %(lane)s AND f.id = p.id LIMIT 1) AS f),
-     forgotten AS (DELETE FROM {failures} AS f USING failed AS p WHERE f.lane = %(lane)s AND f.id = p.id)
-SELECT max(id) FROM picked"""
-
 _DONE: Final = """
 UPDATE {lanes} SET last_batch = %(batch)s, owner = NULL, lease_until = '-infinity', transactional_id = NULL,
        {further}
  WHERE lane = %(lane)s AND epoch = %(epoch)s RETURNING 1"""
-
-_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%s, %s, %s)"
 
 
 class _Lane(NamedTuple):
@@ -163,16 +104,12 @@ class _Lane(NamedTuple):
     insert_lsn: int
 
 
-class WouldLoseEvents(OutboxError):
-    """To abort what hangs would lose events: the outbox has their rows no more."""
-
-
 @dataclass(frozen=True, slots=True)
 class LaneState:
-    """One lane, as table, marker and topics show it.
+    """The state of one lane in table, marker and topics.
 
-    ``problem`` is why a relay would stop on it, None when it would not. ``rows`` are in the outbox; of those, ``found``
-    are on Kafka already (looked up only when there is a problem).
+    ``problem`` is why a relay would stop on it, or None. ``rows`` are in the outbox; of those, ``found`` are on Kafka
+    already (looked up only if there is a problem).
     """
 
     lane: int
@@ -184,47 +121,13 @@ class LaneState:
 
     @property
     def next_batch(self) -> int:
-        """The batch number to begin anew from: beyond any that either side knows."""
+        """The batch number to start again from: above the last batch of both sides."""
         return max(self.last_batch or 0, self.marker_batch or 0) + 1
 
 
 @dataclass(frozen=True, slots=True)
-class HangingPartition:
-    """A partition that waits for the end of a transaction: for long enough to say so.
-
-    ``events`` may belong to that transaction, by their time; ``held`` of them still have their row in the outbox, and
-    ``missing`` are those that have none, the first of many. ``read`` shows them, ``command`` aborts the transaction,
-    whoever began it: both are of Kafka's distribution.
-    """
-
-    topic: str
-    partition: int
-    stable: int
-    end: int
-    events: int
-    held: int
-    command: str
-    read: str
-    missing: Sequence[str] = ()
-
-    @property
-    def way_out(self) -> str:
-        """Return what a person can do about events that have no row any more."""
-        named = " ".join(f"--event-id {event_id}" for event_id in self.missing[:_NAMED])
-        rest = self.events - self.held - len(self.missing[:_NAMED])
-        more = f" (and {rest} more, see `outbox relay reconcile --json`)" if rest else ""
-        return (
-            f"Kafka has {self.events - self.held} events that no reader in read_committed sees, and the outbox has "
-            f"them no more. 1. Save them: {self.read} > saved. 2. Make sure that no program has the transaction open, "
-            f"and end it: {self.command}. 3. Send them again: with relay.archive_days, outbox replay {named}{more}; "
-            "else write what was saved anew, under the same event ids. They come after the later events of their keys. "
-            "4. If a lane has stopped: `outbox relay reconcile --apply` again"
-        )
-
-
-@dataclass(frozen=True, slots=True)
 class Findings:
-    """What a look at the lanes and the topics showed."""
+    """The state of the lanes and the topics."""
 
     lanes: Sequence[LaneState]
     hanging: Sequence[HangingPartition]
@@ -236,9 +139,11 @@ class Findings:
 
 
 class Reconciler:
-    """Compares and, if told to, repairs. ``client_options`` are for reading, ``producer_options`` the relay's own.
+    """Compares lanes with their topics, and repairs them. ``client_options`` are for readers, ``producer_options`` the
+    relay's.
 
-    ``replicate`` is asked only after a failover, and only when events came from the WAL: where did the timelines part?
+    ``replicate`` is called only after a failover, and only for events from the WAL, to find where the timelines
+    diverged.
     """
 
     def __init__(
@@ -256,23 +161,22 @@ class Reconciler:
         self._connection = connect()
         self._name = name
         self._own = f"{name}.relay.reconcile-{uuid.uuid4()}"
-        self._router = router
         self._state = state
         self._client = dict(client_options)
         self._producer = dict(producer_options)
         self._replicate = replicate
         self._ended: dict[int, int] | None = None
-        tables = ("events", "lanes", "failures", "audit")
-        self._names: dict[str, sql.Composable] = {table: sql.Identifier(schema, table) for table in tables}
-        self._names["timeline"], self._names["further"] = sql.SQL(TIMELINE), sql.SQL(FURTHER)
+        self._names = names_of(schema)
+        self._rows = LaneRows(self._connection, self._names, router, self._client)
+        self._hidden = HiddenEvents(self._rows, router, state, self._client, self._producer)
 
     def look(self, lanes: Collection[int] | None = None, *, search: bool = True) -> Findings:
-        """Compare every lane, or these; with ``search``, look the rows of those with a problem up in their topics.
+        """Compare all lanes, or these; with ``search``, look up the rows of lanes with a problem in their topics.
 
-        Raises Unavailable when Postgres or Kafka is away, SchemaError on a standby.
+        Raises Unavailable when Postgres or Kafka can't be reached, SchemaError on a standby.
         """
         states = self._compared(self._chosen(lanes))
-        undecided = self._undecided()
+        undecided = self._hidden.undecided()
         hidden = {found.partition.number: found for found in undecided if found.partition.topic == self._state.name}
         for lane, found in hidden.items():
             if lane in states:
@@ -280,25 +184,27 @@ class Reconciler:
                     self._state.name, lane, found.stable, found.end, self._state.decide_seconds
                 )
                 states[lane] = replace(states[lane], problem=str(problem))
-        hanging = self._examine(undecided)[0] if undecided else []
+        hanging = self._hidden.examine(undecided, list(self._lanes()))[0] if undecided else []
         broken = [lane for lane, state in states.items() if state.problem is not None]
         if broken and search:
-            self._list_rows(broken)
+            self._rows.list_rows(broken)
             stuck = {found.topic for found in hanging}
-            self._search({topic: since for topic, since in self._topics(broken).items() if topic not in stuck})
-            for lane, count in self._found().items():
+            self._rows.search(
+                {topic: since for topic, since in self._rows.topics(broken).items() if topic not in stuck}
+            )
+            for lane, count in self._rows.found().items():
                 states[lane] = replace(states[lane], found=count)
         return Findings(list(states.values()), hanging)
 
     def repair(self, findings: Findings, reason: str) -> list[LaneState]:
-        """Fence the lanes that have a problem, settle what stands on Kafka, write fresh markers.
+        """Fence the lanes that have a problem, settle their events that are on Kafka, and write new markers.
 
-        Returns these lanes as they are now. Raises LaneBusy when somebody took one meanwhile, WouldLoseEvents when what
-        hangs can't be aborted without loss, and SchemaError without the rights of the tables' owner; running it again
-        is safe.
+        Returns the new state of these lanes. Raises LaneBusy when another process took one meanwhile, WouldLoseEvents
+        when a hanging transaction can't be aborted without loss, and SchemaError without the rights of the tables'
+        owner; it is safe to run it again.
         """
         broken = {state.lane: state for state in findings.problems}
-        # The line in the audit first: whoever may not write it shall not begin.
+        # The audit first: without the right to write it, nothing is changed.
         self._audit(broken.values(), findings.hanging, reason)
         if not broken and not findings.hanging:
             return []
@@ -306,7 +212,7 @@ class Reconciler:
         with Holding(self._connect, self._names) as holding:
             self._take(holding, broken)
             failpoint("reconcile.taken")
-            # All before the first look: an open transaction of one lane hides what another has committed behind it.
+            # All before the search: an open transaction of one lane hides what another has committed behind it.
             self._fence(holding, broken)
             failpoint("reconcile.fenced")
             return self._repair(holding, broken, reason)
@@ -316,32 +222,32 @@ class Reconciler:
         self._connection.close()
 
     def _repair(self, holding: Holding, broken: dict[int, LaneState], reason: str) -> list[LaneState]:
-        undecided = self._undecided()
+        undecided = self._hidden.undecided()
         events = [found for found in undecided if found.partition.topic != self._state.name]
         if events:
             broken |= self._decide_events(holding, undecided, events)
         if not broken:
             return []
-        self._list_rows(list(holding.epochs))
-        self._search(self._topics(list(holding.epochs)))
+        self._rows.list_rows(list(holding.epochs))
+        self._rows.search(self._rows.topics(list(holding.epochs)))
         failpoint("reconcile.searched")
-        found = self._found()
+        found = self._rows.found()
         self._audit_found(found, reason)
         for lane in broken:
-            self._settle(holding, lane)
+            self._rows.settle(lane, holding.epochs[lane])
         failpoint("reconcile.settled")
-        # Now, and not before: while the lane's partition is undecided no relay goes on with it. What is on Kafka is
-        # settled, so one that does goes on with what is not.
+        # Not earlier: no relay goes on with a lane while its partition is undecided. What is on Kafka is settled by
+        # now, so a relay that goes on publishes only the rest.
         state = [
             found
             for found in undecided
             if found.partition.topic == self._state.name and found.partition.number in holding.epochs
         ]
-        self._abort(holding, state)
+        self._hidden.abort(holding.former(), state)
         failpoint("reconcile.decided")
         fresh = self._write_markers(holding, broken)
         failpoint("reconcile.marked")
-        rows = self._count(list(broken))
+        rows = self._rows.count(list(broken))
         for lane, marker in fresh.items():
             self._release(holding, lane, marker)
         return [
@@ -370,7 +276,7 @@ class Reconciler:
 
     def _compared(self, lanes: Sequence[int]) -> dict[int, LaneState]:
         states: dict[int, LaneState] = {}
-        rows = self._count(lanes)
+        rows = self._rows.count(lanes)
         left = list(lanes)
         while left:
             seen = self._lanes()
@@ -378,7 +284,8 @@ class Reconciler:
             compared = {lane: self._compare(lane, seen[lane], read) for lane in left}
             now = self._lanes()
             for lane, (marker, problem) in compared.items():
-                # A relay at work moves both; only what stands still can contradict.
+                # A running relay changes both sides; only a lane that did not change meanwhile can have a
+                # contradiction.
                 if problem is None or now[lane].last_batch == seen[lane].last_batch:
                     batch = marker.batch if marker is not None else None
                     states[lane] = LaneState(lane, seen[lane].last_batch, batch, problem, rows.get(lane, 0))
@@ -386,7 +293,7 @@ class Reconciler:
         return dict(sorted(states.items()))
 
     def _compare(self, lane: int, seen: _Lane, read: MarkersRead) -> tuple[Marker | None, str | None]:
-        """Return the marker, and why a relay would stop on the lane."""
+        """Return the marker, and why a relay would stop on the lane, if it would."""
         if lane in read.problems:
             return None, str(read.problems[lane])
         marker = read.markers[lane]
@@ -414,11 +321,11 @@ class Reconciler:
         """Return how many of the rows that a marker names are not in the outbox."""
         named = marker.rows
         values = {"lane": lane, "ids": [id_ for id_, _ in named], "event_ids": [event_id for _, event_id in named]}
-        [(gone,)] = self._run(_GONE, values, "looking for the marker's rows")
+        [(gone,)] = self._rows.run(_GONE, values, "looking for the marker's rows")
         return int(gone)
 
     def _end_of(self, timeline: int, seen: _Lane) -> int | None:
-        """Return where a timeline ended in this server's history; None when it is its own, or none of its history."""
+        """Return where a timeline ended in this server's history; None if it is the current one, or not in it."""
         if timeline == seen.timeline:
             return None
         if self._ended is None:
@@ -430,159 +337,33 @@ class Reconciler:
         return self._ended.get(timeline)
 
     def _published(self, marker: Marker | None, seen: _Lane) -> WalPosition | None:
-        """Return up to where this server's stream is on Kafka, if the marker says more than ``lanes`` can know."""
+        """Return the position up to which this server's stream is on Kafka, if the marker proves one."""
         if marker is None or marker.stream is None or marker.system_identifier != seen.system:
             return None
-        # On the same timeline, this server may be an older copy of itself: its WAL then says other things there now.
+        # On the same timeline, this server may be an older copy of itself, whose WAL differs from there on.
         end = self._end_of(marker.timeline, seen)
         if end is None:
             return None
         return up_to(marker.stream, end)
 
-    # -- the rows, and what of them is on Kafka
-
-    def _count(self, lanes: Collection[int]) -> dict[int, int]:
-        return dict(self._run(_COUNT, (list(lanes),), "counting events"))
-
-    def _list_rows(self, lanes: Collection[int]) -> None:
-        """List the rows of these lanes in the temporary table, in the server's memory or on its disk."""
-        values = {"lanes": list(lanes), "replay": REPLAY, "dead": DEAD_LETTER}
-        with unavailable_on_error("listing events"), self._connection.transaction():
-            for statement in _LIST:
-                self._connection.execute(
-                    sql.SQL(statement).format(**self._names), values if "%(" in statement else None
-                )
-
-    def _topics(self, lanes: Collection[int]) -> dict[str, int]:
-        """Return the topics of these lanes' rows, and from when on (milliseconds) each is to be read."""
-        oldest: dict[str, dt.datetime] = {}
-        values = {"lanes": list(lanes), "dead": DEAD_LETTER}
-        for aggregate_type, dead, created_at in self._run(_KINDS, values, "reading the kinds of events"):
-            headers = {DEAD_LETTER: ""} if dead else None
-            try:
-                topic = self._router.topic(Claim(0, "", aggregate_type, "", "", "", None, headers))
-            except NoRoute:
-                continue
-            oldest[topic] = min(oldest.get(topic, created_at), created_at)
-        return {topic: int((since - _MARGIN).timestamp() * 1000) for topic, since in oldest.items()}
-
-    def _search(self, topics: Mapping[str, int]) -> None:
-        """Note which of the listed rows stand on Kafka.
-
-        A replay, or a copy for a dead-letter topic, has its event's id too, and is told from it by its header.
-        """
-        for seen in committed_since(self._client, topics):
-            keys = _keys(seen)
-            if keys:
-                self._run(_NOTE, _columns(keys), "noting what stands on Kafka")
-
-    def _found(self) -> dict[int, int]:
-        return dict(self._run(_FOUND, (), "counting what stands on Kafka"))
-
-    # -- what hangs
-
-    def _undecided(self) -> list[Undecided]:
-        """Return the partitions of the outbox's topics that stay undecided. Waits for those that are."""
-        try:
-            offsets = Offsets(self._client)
-            topics = {topic for topic in offsets.topics() if self._router.may_write(topic)} | {self._state.name}
-            return offsets.await_decided(offsets.high(offsets.partitions(topics)), self._state.decide_seconds)
-        except KafkaException as error:
-            raise Unavailable(f"Kafka, asking for what is undecided: {text_of(error)}") from error
-
-    def _examine(self, undecided: Sequence[Undecided]) -> tuple[list[HangingPartition], set[int]]:
-        """Return the events' partitions that hang with what the outbox has of them, and the lanes of those rows.
-
-        The events of a transaction are written before its markers, by one process. So where a lane's partition hangs
-        too, what came later than the markers there belongs to others. Otherwise a transaction has as long as its
-        time-out.
-        """
-        markers = [found for found in undecided if found.partition.topic == self._state.name]
-        events = [found for found in undecided if found.partition.topic != self._state.name]
-        if not events:
-            return [], set()
-        self._list_rows(list(self._lanes()))
-        timeout = int(self._producer.get("transaction.timeout.ms", 60_000))
-        last = max(
-            (seen.milliseconds + _SAME_CLOCK_MS for group in behind(self._client, markers) for seen in group),
-            default=None,
-        )
-        bounds: dict[Partition, int] = {}
-        counts: dict[Partition, tuple[int, int]] = {found.partition: (0, 0) for found in events}
-        missing: dict[Partition, list[str]] = {found.partition: [] for found in events}
-        lanes: set[int] = set()
-        for group in behind(self._client, events):
-            for seen in group:
-                # The first record that is undecided belongs to what hangs.
-                bound = last if last is not None and seen.milliseconds <= last else seen.milliseconds + timeout
-                bounds.setdefault(seen.partition, bound)
-            hidden = [seen for seen in group if seen.event_id and seen.milliseconds <= bounds[seen.partition]]
-            keys = _keys(hidden)
-            held = dict(self._run(_HELD, _columns(keys), "looking for the rows of what hangs"))
-            lanes.update(held.values())
-            for seen in hidden:
-                of, there = counts[seen.partition]
-                counts[seen.partition] = (of + 1, there + (seen.event_id in held))
-                if seen.event_id not in held and len(missing[seen.partition]) < _AUDIT_IDS:
-                    missing[seen.partition].append(seen.event_id or "")
-        return [
-            HangingPartition(
-                *found.partition,
-                found.stable,
-                found.end,
-                *counts[found.partition],
-                self._command(found),
-                read_command(self._servers, found),
-                missing[found.partition],
-            )
-            for found in events
-        ], lanes
+    # -- hanging transactions
 
     def _decide_events(
         self, holding: Holding, undecided: Sequence[Undecided], events: Sequence[Undecided]
     ) -> dict[int, LaneState]:
-        """Abort what hangs in the events' partitions, if it can be published again; return the lanes it is of."""
-        hanging, lanes = self._examine(undecided)
-        topics = self._topics(list(holding.epochs))
-        # What another program has open in a topic that is not looked at here is not this one's business.
+        """Abort hanging transactions in partitions of events that can be published again. Returns their lanes."""
+        hanging, lanes = self._hidden.examine(undecided, list(self._lanes()))
+        topics = self._rows.topics(list(holding.epochs))
+        # Ignore transactions of other programs in topics that the held lanes do not need.
         hanging = [found for found in hanging if found.held or found.topic in topics]
         ours = {(found.topic, found.partition) for found in hanging}
-        lost = [found for found in hanging if found.held < found.events]
-        if lost:
-            raise WouldLoseEvents(
-                "; ".join(
-                    f"{found.topic!r} partition {found.partition}: of {found.events} events that wait behind offset "
-                    f"{found.stable} for the end of a transaction, the outbox has {found.held} rows only"
-                    for found in lost
-                )
-                + ". To abort it loses those that are in it and not in the outbox, so nothing was done. "
-                + "; ".join(f"{found.topic!r} partition {found.partition}: {found.way_out}" for found in lost)
-            )
+        self._hidden.require_rows(hanging)
         more = sorted(lanes - holding.epochs.keys())
         states = self._compared(more)
         self._take(holding, more)
         self._fence(holding, more)
-        self._abort(holding, [found for found in events if found.partition in ours])
+        self._hidden.abort(holding.former(), [found for found in events if found.partition in ours])
         return states
-
-    def _abort(self, holding: Holding, hanging: Sequence[Undecided]) -> None:
-        left = abort_hanging(self._producer, self._client, holding.former(), hanging)
-        for found in left:
-            raise UndecidedTransaction(
-                f"Kafka: {found.partition.topic!r} partition {found.partition.number} still waits, at offset "
-                f"{found.stable}, for the end of a transaction of another producer than the lanes' rows name. If a "
-                f"program has it open, end that, or wait for its time-out; else abort it: {self._command(found)}",
-                *found.partition,
-                found.stable,
-                found.end,
-            )
-
-    def _command(self, found: Undecided) -> str:
-        return abort_command(self._servers, found)
-
-    @property
-    def _servers(self) -> str:
-        return self._client.get("bootstrap.servers", "…")
 
     # -- holding lanes
 
@@ -607,27 +388,13 @@ class Reconciler:
         for transactional_id in sorted(holding.former(lanes)):
             fence(self._producer, transactional_id, _KAFKA_SECONDS, _KAFKA_SECONDS)
 
-    def _settle(self, holding: Holding, lane: int) -> None:
-        """Under the lane's row, and only while the lane is still ours: a marker that came after would be a lie."""
-        epoch = holding.epochs[lane]
-        after: int | None = 0
-        while after is not None:
-            with unavailable_on_error(f"settling lane {lane}"), self._connection.transaction():
-                self._connection.execute("SET LOCAL idle_in_transaction_session_timeout = '10s'")
-                values = {"lane": lane, "epoch": epoch, "lease": LEASE_SECONDS, "after": after, "rows": _SETTLE_ROWS}
-                held = self._connection.execute(sql.SQL(_KEEP).format(**self._names), values).fetchone()
-                if held is None:
-                    raise taken(lane)
-                [(after,)] = self._connection.execute(sql.SQL(_SETTLE).format(**self._names), values).fetchall()
-            failpoint("reconcile.settling")
-
     def _write_markers(self, holding: Holding, lanes: Mapping[int, LaneState]) -> dict[int, Marker]:
-        """Write a fresh marker for each lane, in one transaction, and see that it is there."""
+        """Write a new marker for each lane in one transaction, and verify it by reading."""
         fresh: dict[int, Marker] = {}
         for last in (False, False, True):
             producer = self._producer_of_own()
-            # After our own init_transactions, and before anything is written under this id: whoever takes a lane from
-            # now on fences it.
+            # After our own init_transactions, and before anything is written under this id: the next holder of a lane
+            # fences it.
             epochs = holding.epochs
             mine = {
                 "own": self._own,
@@ -635,7 +402,7 @@ class Reconciler:
                 "lanes": list(lanes),
                 "epochs": [epochs[lane] for lane in lanes],
             }
-            kept = {lane for (lane,) in self._run(_OWN, mine, "checking the lanes")}
+            kept = {lane for (lane,) in self._rows.run(_OWN, mine, "checking the lanes")}
             for lane in sorted(lanes.keys() - kept):
                 raise taken(lane)
             fresh = self._fresh(holding, lanes)
@@ -647,7 +414,7 @@ class Reconciler:
                 producer.commit_transaction(_KAFKA_SECONDS)
                 break
             except KafkaException as error:
-                # A relay that was just taking a lane over may fence us once; it finds its epoch over, and stays away.
+                # A relay that was taking over a lane may fence us once; it then finds that its epoch is over.
                 if last:
                     raise Unavailable(f"Kafka, writing fresh markers: {text_of(error)}") from error
             finally:
@@ -659,7 +426,7 @@ class Reconciler:
 
     def _producer_of_own(self) -> Producer:
         try:
-            # One of the ids that whoever takes the lane over fences.
+            # One of the ids that the next holder fences.
             producer = Producer(short_lived_options(self._producer, own_ids(self._own)[0]), logger=silent())
             producer.init_transactions(_KAFKA_SECONDS)
         except KafkaException as error:
@@ -667,7 +434,7 @@ class Reconciler:
         return producer
 
     def _fresh(self, holding: Holding, lanes: Mapping[int, LaneState]) -> dict[int, Marker]:
-        """Return the markers to begin anew from. Of what has no row, the last one's events stay known by their ids."""
+        """Return the new markers. They keep the ids of the last marker's events without a row."""
         read = self._state.read(lanes)
         for problem in read.problems.values():
             if isinstance(problem, UndecidedTransaction):
@@ -675,7 +442,7 @@ class Reconciler:
         seen = self._lanes()
         fresh: dict[int, Marker] = {}
         for lane, state in lanes.items():
-            # The others are fenced: the marker that is there now is the last that one of them has written.
+            # Former writers are fenced: no marker of theirs can follow this one.
             last = read.markers.get(lane)
             here = seen[lane]
             names: list[tuple[int, str]] = []
@@ -694,7 +461,7 @@ class Reconciler:
 
     def _release(self, holding: Holding, lane: int, fresh: Marker) -> None:
         values = {"lane": lane, "epoch": holding.epochs[lane], "batch": fresh.batch, **position(fresh.stream)}
-        if not self._run(_DONE, values, f"releasing lane {lane}"):
+        if not self._rows.run(_DONE, values, f"releasing lane {lane}"):
             raise taken(lane)
         holding.done(lane)
 
@@ -707,33 +474,15 @@ class Reconciler:
                 self._note("reconcile", reason, details)
             if hanging and not states:
                 found = [f"{part.topic} partition {part.partition} at {part.stable}" for part in hanging]
-                self._connection.execute(
-                    sql.SQL(_AUDIT).format(**self._names), ("reconcile", reason, Jsonb({"hanging": found}))
-                )
+                self._note("reconcile", reason, {"hanging": found})
 
     def _audit_found(self, found: Mapping[int, int], reason: str) -> None:
-        """Note what is going to be settled: the first of each lane by name, the others by their number."""
+        """Record what will be settled: the number for each lane, and the first event ids."""
         with unavailable_on_error("writing the audit"), self._connection.transaction():
             for lane, count in sorted(found.items()):
-                ids = [event_id for (event_id,) in self._run(_FOUND_IDS, (lane, _AUDIT_IDS), "reading what is found")]
+                ids = self._rows.found_ids(lane, _AUDIT_IDS)
                 details = {"lane": lane, "settled": count, "event_ids_on_kafka": ids}
-                self._connection.execute(
-                    sql.SQL(_AUDIT).format(**self._names), ("reconcile settles", reason, Jsonb(details))
-                )
+                self._note("reconcile settles", reason, details)
 
     def _note(self, what: str, reason: str, details: Mapping[str, object]) -> None:
-        self._connection.execute(sql.SQL(_AUDIT).format(**self._names), (what, reason, Jsonb(details)))
-
-    def _run(self, statement: str, values: Any, doing: str) -> list[Any]:
-        with unavailable_on_error(doing), self._connection.cursor() as cursor:
-            cursor.execute(sql.SQL(statement).format(**self._names), values)
-            return cursor.fetchall() if cursor.description else []
-
-
-def _keys(seen: Sequence[Seen]) -> list[tuple[str, str]]:
-    """Return event id and mark of each record that has an event's id, each pair once."""
-    return sorted({(found.event_id, found.mark) for found in seen if found.event_id is not None})
-
-
-def _columns(keys: Sequence[tuple[str, str]]) -> tuple[list[str], list[str]]:
-    return [event_id for event_id, _ in keys], [mark for _, mark in keys]
+        note(self._connection, self._names, what, reason, details)

@@ -1,4 +1,4 @@
-"""Free one lane by hand, whatever its lease says."""
+"""Frees one lane by hand, whatever its lease."""
 
 from __future__ import annotations
 
@@ -7,10 +7,11 @@ from typing import Any, Final
 
 import psycopg
 from psycopg import sql
-from psycopg.types.json import Jsonb
 
 from outbox.errors import SchemaError
 from relay.database import unavailable_on_error
+from relay.operations.audit import note
+from relay.statements import names_of
 
 _LANE: Final = """
 SELECT owner, lease_until::text,
@@ -18,28 +19,26 @@ SELECT owner, lease_until::text,
        lease_until >= clock_timestamp()
   FROM {lanes} WHERE lane = %s FOR UPDATE"""
 
-# The epoch too: a relay that still holds it must not settle or renew. The row goes on naming whom to fence.
+# The epoch too: a relay that still holds the lane must not settle or renew. The row still names the ids to fence.
 _RELEASE: Final = """
 UPDATE {lanes} SET owner = NULL, epoch = epoch + 1, protocol_epoch = epoch + 1, lease_until = '-infinity'
  WHERE lane = %s"""
 
-_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES ('release', %s, %s)"
-
 
 @dataclass(frozen=True, slots=True)
 class Freed:
-    """Who held the lane, and until when by its lease."""
+    """The former holder of the lane, and the end of its lease."""
 
     owner: str | None
     lease_until: str
 
 
 def release_lane(connection: psycopg.Connection[Any], schema: str, lane: int, reason: str) -> Freed | None:
-    """Free a lane, with a line in the audit; return who held it, None when it was free already.
+    """Free a lane, and record that in the audit. Returns its former holder, or None if it was free already.
 
-    Raises SchemaError when there is no such lane, Unavailable when Postgres is away or the row stays locked.
+    Raises SchemaError when there is no such lane, Unavailable when Postgres can't be reached or the row stays locked.
     """
-    names = {table: sql.Identifier(schema, table) for table in ("lanes", "audit")}
+    names = names_of(schema)
     with unavailable_on_error(f"releasing lane {lane}"), connection.transaction():
         connection.execute("SET LOCAL lock_timeout = '10s'")
         row = connection.execute(sql.SQL(_LANE).format(**names), (lane,)).fetchone()
@@ -49,6 +48,6 @@ def release_lane(connection: psycopg.Connection[Any], schema: str, lane: int, re
         if not held:
             return None
         details = {"lane": lane, "owner": owner, "lease_until": lease_until, "lease_seconds_left": seconds}
-        connection.execute(sql.SQL(_AUDIT).format(**names), (reason, Jsonb(details)))
+        note(connection, names, "release", reason, details)
         connection.execute(sql.SQL(_RELEASE).format(**names), (lane,))
     return Freed(owner, lease_until)

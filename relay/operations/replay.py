@@ -1,7 +1,7 @@
-"""Sending archived events once more: a new delivery of the same event id, marked by the header ``outbox-replay``.
+"""Sends archived events again: a new delivery of the same event id, marked by the header ``outbox-replay``.
 
-Consumers that dedup by event id pass it by; those that were wrong and have forgotten their ids apply it again.
-The events go through the outbox like any other, under new row ids, in their old order.
+Consumers that dedup by event id skip it; those whose ids were deleted, to apply the events again, apply it. The events
+go through the outbox like any other, under new row ids, in their old order.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any, Final, LiteralString
 import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
-from psycopg.types.json import Jsonb
 
 from outbox.event import MAX_EVENT_BYTES, REPLAY
 from relay.database import unavailable_on_error
+from relay.operations.audit import note
+from relay.statements import names_of
 
 _MARK_ROOM: Final = 200
 
-# An event that was replayed before is in the archive twice: it goes out once, in the place that it had at first, also
-# where only its replay lies within the range.
+# An event that was replayed before is in the archive twice: it is sent once, in its original order, even if only its
+# replay is in the range.
 _CHOSEN: Final = """
 chosen AS (
     SELECT DISTINCT ON (event_id) *, (SELECT min(p.id) FROM {published} AS p WHERE p.event_id = a.event_id) AS place,
@@ -56,12 +57,10 @@ sent AS (
       FROM chosen WHERE fits ORDER BY place RETURNING 1)
 SELECT count(*) AS events FROM sent"""
 
-_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES ('replay', %s, %s)"
-
 
 @dataclass(frozen=True, slots=True)
 class ReplaySelection:
-    """Which archived events: all conditions that are given must hold. ``until`` is exclusive; times have a zone."""
+    """Selects archived events that meet all given conditions. ``until`` is exclusive; times have a zone."""
 
     since: dt.datetime | None = None
     until: dt.datetime | None = None
@@ -74,23 +73,21 @@ class ReplaySelection:
 class Replay:
     """Replays from the archive of one outbox. ``connection`` is in autocommit.
 
-    Raises Unavailable when Postgres is away and SchemaError without the tables or the rights.
+    Raises Unavailable when Postgres can't be reached, and SchemaError without the tables or the rights.
     """
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection
-        self._names: dict[str, sql.Composable] = {
-            name: sql.Identifier(schema, name) for name in ("events", "published", "audit")
-        }
+        self._names = names_of(schema)
         self._names["chosen"] = sql.SQL(_CHOSEN).format(**self._names)
 
     def count(self, chosen: ReplaySelection) -> dict[str, Any]:
-        """Return what a replay would send: events, keys, topics, first and last time; ``too_large`` are left out."""
+        """Return what a replay would send: events, keys, topics, first and last time; and the number ``too_large``."""
         with unavailable_on_error("counting archived events"):
             return self._run(_COUNT, chosen)
 
     def send(self, chosen: ReplaySelection, reason: str | None) -> int:
-        """Put the events into the outbox once more; gives how many. What was asked for is kept in ``audit``."""
+        """Insert the events into the outbox again. Returns their number. Records the selection in ``audit``."""
         with unavailable_on_error("replaying"), self._connection.transaction():
             events: int = self._run(_REPLAY, chosen)["events"]
             details = {"events": events} | {
@@ -98,7 +95,7 @@ class Replay:
                 for name, value in self._bound(chosen).items()
                 if value is not None and name not in {"limit", "mark"}
             }
-            self._connection.execute(sql.SQL(_AUDIT).format(**self._names), (reason, Jsonb(details)))
+            note(self._connection, self._names, "replay", reason, details)
         return events
 
     def _run(self, query: LiteralString, chosen: ReplaySelection) -> dict[str, Any]:

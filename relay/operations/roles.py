@@ -1,4 +1,4 @@
-"""The rights that each kind of role needs, and no more, as SQL. docs/operations/migrations.md explains them."""
+"""The minimal rights of each kind of role, as SQL. docs/operations/migrations.md explains them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outbox.errors import ConfigurationError
 
 
 class Kind(StrEnum):
-    """What a role is for."""
+    """The purpose of a role."""
 
     WRITER = "writer"
     RELAY = "relay"
@@ -31,7 +31,7 @@ EVENT_COLUMNS: Final = (
     "headers",
     "created_at",
 )
-"""What a writer gives. ``from_relay`` is not among them: with it a row may pose as a dead letter's copy."""
+"""The columns that a writer sets, without ``from_relay``: with it a row could pose as a dead letter's copy."""
 
 _TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
     Kind.RELAY: (
@@ -57,13 +57,13 @@ _TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
             "SELECT, INSERT, UPDATE, DELETE",
             ("groups", "offsets", "processed_messages", "dead_letters", "losses", "reservations", "checkpoints"),
         ),
-        # To forget ids there; a task's ids come through the table that it is a partition of.
+        # To delete expired ids there; a task inserts ids through the parent table.
         ("SELECT, DELETE", ("processed_messages_default",)),
         ("SELECT, INSERT", ("audit",)),
     ),
 }
 
-# The function has other arguments from Postgres 17 on. It is granted to everybody by default.
+# The function's arguments differ since Postgres 17. By default everybody may execute it.
 _EMIT: Final = """DO {tag}
 DECLARE
     emit regprocedure;
@@ -81,11 +81,10 @@ _TAG: Final = "$outbox$"
 def grants(
     roles: Sequence[tuple[Kind, str]], schema: str, consumer_schema: str, *, wal: bool, messages: bool
 ) -> Iterator[str]:
-    """Return the statements for roles that exist, each of a kind.
+    """Yield the statements for existing roles, each of a kind.
 
-    ``wal`` is for a relay with source=wal. With ``messages``, the writers and relays among the roles may write messages
-    into the WAL, and nobody else may (the statement is for a superuser). Raises ConfigurationError for a name that
-    can't be.
+    ``wal`` is for a relay with source=wal. With ``messages``, only the writers and relays among the roles may write
+    messages into the WAL (the statement needs a superuser). Raises ConfigurationError for an invalid name.
     """
     for kind, role in roles:
         yield from _of(kind, role, consumer_schema if kind is Kind.CONSUMER else schema, wal=wal)
@@ -103,7 +102,7 @@ def _of(kind: Kind, role: str, schema: str, *, wal: bool) -> Iterator[str]:
     if kind is Kind.WRITER:
         events = sql.Identifier(schema, "events")
         columns = sql.SQL(", ").join(map(sql.Identifier, EVENT_COLUMNS))
-        # A right on the whole table would be one on every column.
+        # A right on the whole table includes every column.
         yield sql.SQL("REVOKE INSERT ON {events} FROM {role}").format(events=events, **names).as_string()
         yield (
             sql.SQL("GRANT INSERT ({columns}) ON {events} TO {role}")

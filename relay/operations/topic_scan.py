@@ -1,4 +1,4 @@
-"""What stands in the outbox's topics, read from the topics themselves."""
+"""Reads the records of the outbox's topics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _WAIT_SECONDS: Final = 0.2
 
 
 class Seen(NamedTuple):
-    """One record. ``mark`` tells a replay or a dead-letter copy from the event itself, which has the same id."""
+    """One record. ``mark`` distinguishes a replay or a dead-letter copy from its event, which has the same id."""
 
     partition: Partition
     offset: int
@@ -31,9 +31,9 @@ class Seen(NamedTuple):
 
 
 def committed_since(options: Mapping[str, str], since: Mapping[str, int]) -> Iterator[Sequence[Seen]]:
-    """Yield the committed records of each topic, in groups, from a time (milliseconds) until its present end.
+    """Yield the committed records of each topic, in groups, from a time (milliseconds) up to its current end.
 
-    A topic that does not exist has none. Raises Unavailable when one can't be read to its end.
+    Ignores topics that do not exist. Raises Unavailable when one can't be read to its end.
     """
     try:
         offsets = Offsets(options)
@@ -41,10 +41,10 @@ def committed_since(options: Mapping[str, str], since: Mapping[str, int]) -> Ite
         starts: dict[Partition, int] = {}
         for topic, milliseconds in since.items():
             partitions = offsets.partitions({topic})
-            # Open transactions included: a committed event may stand behind one.
+            # Including open transactions: a committed event may be behind one.
             ends |= offsets.high(partitions)
             starts |= offsets.since(partitions, milliseconds)
-        # A negative offset says that nothing is as young as that.
+        # A negative offset means that all records are older.
         starts = {found: start for found, start in starts.items() if 0 <= start < ends[found]}
         yield from _read(options, starts, ends, isolation="read_committed")
     except KafkaException as error:
@@ -52,7 +52,7 @@ def committed_since(options: Mapping[str, str], since: Mapping[str, int]) -> Ite
 
 
 def behind(options: Mapping[str, str], undecided: Collection[Undecided]) -> Iterator[Sequence[Seen]]:
-    """Yield all records from where each partition is undecided to its end, those of open transactions among them."""
+    """Yield all records from where each partition is undecided to its end, including those of open transactions."""
     try:
         starts = {found.partition: found.stable for found in undecided}
         ends = {found.partition: found.end for found in undecided}
@@ -69,7 +69,7 @@ def _read(
     consumer = Consumer(
         {
             **options,
-            # A copy in the reader's own rack may lag behind the leader.
+            # A follower in the reader's own rack may lag behind the leader.
             "client.rack": "",
             "group.id": "outbox-reconcile",
             "enable.auto.commit": False,
@@ -119,7 +119,7 @@ def _seen(partition: Partition, message: Message) -> Seen:
 
 
 def _uuid(text: str) -> str | None:
-    """Return the id as Postgres takes it; None for a message that is not the outbox's."""
+    """Return the id in Postgres's form; None for a message that is not the outbox's."""
     try:
         return str(uuid.UUID(text))
     except ValueError:

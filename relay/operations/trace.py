@@ -19,6 +19,7 @@ from psycopg.rows import dict_row
 
 from relay.database import unavailable_on_error
 from relay.operations.topic_scan import committed_since
+from relay.statements import names_of
 
 _STATEMENT_SECONDS: Final = 30
 _MOST_BEFORE: Final = 10_000
@@ -107,7 +108,7 @@ def find(connection: psycopg.Connection[Any], schema: str, event_id: UUID) -> Ev
 
     In one snapshot: an event that moves from one table to the next meanwhile is seen in one of them.
     """
-    names = _names(schema)
+    names = names_of(schema)
     bound = {"event_id": event_id, "most": _MOST_BEFORE}
     with unavailable_on_error("looking for the event"), connection.cursor(row_factory=dict_row) as cursor:
         with connection.transaction():
@@ -138,7 +139,7 @@ def of_key(
     with unavailable_on_error("looking for the key's events"), connection.cursor(row_factory=dict_row) as cursor:
         with connection.transaction():
             cursor.execute(_LIMIT, (f"{_STATEMENT_SECONDS}s",))
-            rows = cursor.execute(sql.SQL(_OF_KEY).format(**_names(schema)), bound).fetchall()
+            rows = cursor.execute(sql.SQL(_OF_KEY).format(**names_of(schema)), bound).fetchall()
     return [{name: value for name, value in row.items() if name != "id"} for row in rows]
 
 
@@ -176,8 +177,3 @@ def written_at(event_id: UUID) -> dt.datetime | None:
     if event_id.version != 7:
         return None
     return dt.datetime.fromtimestamp((event_id.int >> 80) / 1000, dt.UTC)
-
-
-def _names(schema: str) -> dict[str, sql.Composable]:
-    tables = ("events", "lanes", "failures", "dead_letters", "published")
-    return {name: sql.Identifier(schema, name) for name in tables}

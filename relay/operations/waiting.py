@@ -1,4 +1,4 @@
-"""Wait until what is in the outbox has left it: for scripts that go on with what the relays have published."""
+"""Waits until the outbox's events are published, for scripts that need them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ import psycopg
 from psycopg import sql
 
 from relay.database import unavailable_on_error
+from relay.statements import names_of
 
-# By the primary key, lane by lane, however many rows there are.
+# By the primary key, lane by lane, whatever the number of rows.
 _LAST: Final = """
 SELECT l.lane, (SELECT id FROM {events} AS e WHERE e.lane = l.lane ORDER BY id DESC LIMIT 1) FROM {lanes} AS l"""
 
@@ -27,12 +28,12 @@ _LONGEST_PAUSE_SECONDS: Final = 0.5
 
 
 def wait_until_published(connection: psycopg.Connection[Any], schema: str, seconds: float) -> int:
-    """Wait until every event that is committed now has left the outbox; return how many have not after ``seconds``.
+    """Wait until every event committed by now has left the outbox. Returns how many have not after ``seconds``.
 
-    An event leaves it when it is published, or a dead letter. Events that are written meanwhile are not waited for.
-    Raises Unavailable when Postgres is away, SchemaError without the tables.
+    An event leaves it when it is published or becomes a dead letter. Does not wait for events that are written
+    meanwhile. Raises Unavailable when Postgres can't be reached, SchemaError without the tables.
     """
-    names = {table: sql.Identifier(schema, table) for table in ("events", "lanes")}
+    names = names_of(schema)
     deadline, pause = time.monotonic() + seconds, _FIRST_PAUSE_SECONDS
     with unavailable_on_error("waiting for events to be published"):
         last = {lane: id_ for lane, id_ in connection.execute(sql.SQL(_LAST).format(**names)) if id_ is not None}

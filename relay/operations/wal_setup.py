@@ -1,4 +1,4 @@
-"""Set the WAL up as the outbox's source, take it down, and move lanes between the sources. For people, not for relays.
+"""Operator actions: set up the WAL as the outbox's source, take it down, and move lanes between the sources.
 
 | killed while                     | what is there                    | what to do                                   |
 |----------------------------------|----------------------------------|----------------------------------------------|
@@ -21,13 +21,14 @@ from typing import Any, Final, LiteralString
 
 import psycopg
 from psycopg import errors, sql
-from psycopg.types.json import Jsonb
 
 from outbox._message import message_prefix
 from outbox.errors import OutboxError, SchemaError
 from relay.config import SourceKind
-from relay.database import TIMELINE, unavailable_on_error
+from relay.database import unavailable_on_error
+from relay.operations.audit import note
 from relay.ports import Unavailable
+from relay.statements import names_of
 from relay.wal.replication import lsn_text
 from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, not_set_up, slot_fault
 
@@ -49,33 +50,34 @@ SELECT %(slot)s::text, %(publication)s::text, %(version)s, c.system_identifier::
        timeline = excluded.timeline, opened_xid = excluded.opened_xid,
        flushed_lsn = excluded.flushed_lsn, flushed_at = clock_timestamp()"""
 
-# The slot is kept, and with it what is known of the lanes' places. Rows of transactions that are open yet may have been
-# written while they were not published: lanes read the table until these have ended.
+# The slot is kept, and with it the lanes' positions. Open transactions may have written rows while the publication was
+# missing: lanes read the table until these have ended.
 _BOOK_KEPT: Final = """
 UPDATE {streams} SET publication = %(publication)s::text, publication_version = %(version)s, timeline = {timeline},
        opened_xid = pg_current_xact_id()::text::bigint
  WHERE slot = %(slot)s::text"""
 
-# A relay that had looked at its lanes before must look again: the epoch is over.
+# Relays must read the state of their lanes again, so the epoch ends.
 _READ_THE_TABLE: Final = """
 UPDATE {lanes} SET streaming = false, epoch = epoch + 1, protocol_epoch = epoch + 1, owner = NULL,
        lease_until = '-infinity'
  WHERE source = 'wal'"""
 
-# Of every lane, also one that is polled: a new slot gives nothing that is older, and a place in the WAL of the server
-# that the tables were moved from would have all events up to it passed by.
+# Of every lane, also one that is polled: a new slot has no older events, and a position from the WAL of another server
+# (the tables may have been moved) would skip all events up to it.
 _FORGET_PLACES: Final = "UPDATE {lanes} SET commit_lsn = NULL, commit_number = NULL WHERE commit_lsn IS NOT NULL"
 
-# What is known of the lane's place in the stream stays true, and what has no row must not be published again.
-# Owners see it when they renew: they settle what is under way and let go. Nobody's epoch ends, so nothing is repeated.
+# The lane's position in the stream stays valid, so events without a row are not published again. Owners see the change
+# when they renew: they settle what is in flight and release the lane. No epoch ends, so nothing is repeated.
 _TO_WAL: Final = """
 UPDATE {lanes} SET source = 'wal', streaming = false WHERE source <> 'wal'"""
 _TO_POLLING: Final = "UPDATE {lanes} SET source = 'polling' WHERE source <> 'polling'"
 
 _LANES: Final = """
-SELECT lane, source, streaming, owner, epoch, commit_lsn FROM {lanes} ORDER BY lane"""
+SELECT lane, source, streaming, owner, commit_lsn FROM {lanes} ORDER BY lane"""
 
-# Transactions that were open when another one, which is over now, drew its id. Of another database only if it says so.
+# Transactions that were open when another one, which has ended, drew its id; without those known to be in another
+# database.
 _OPEN_BEFORE: Final = """
 SELECT coalesce('server process ' || a.pid, 'prepared transaction ' || quote_literal(p.gid), 'transaction ' || x.xid)
   FROM pg_snapshot_xip(pg_current_snapshot()) AS x (xid)
@@ -84,14 +86,13 @@ SELECT coalesce('server process ' || a.pid, 'prepared transaction ' || quote_lit
  WHERE x.xid < %(xid)s::text::xid8 AND coalesce(a.datname, p.database, current_database()) = current_database()
  ORDER BY x.xid"""
 
-# pgoutput's message: M, flags (1: of a transaction), where it stands, and the prefix that ends with a zero byte.
+# pgoutput's message: M, flags (1: transactional), its LSN, and the prefix, which ends with a zero byte.
 _UNREAD: Final = """
 SELECT count(*) FILTER (WHERE substr(data, 1, 2) = '\\x4d01'::bytea
                           AND substr(data, 11, octet_length(%(prefix)s::bytea)) = %(prefix)s::bytea)
   FROM pg_logical_slot_peek_binary_changes(%(slot)s::text, NULL, NULL, 'proto_version', '1',
                                            'publication_names', %(publications)s::text, 'messages', 'true')"""
 
-_AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%s, %s, %s)"
 
 _OUTBOXES: Final = """
 SELECT n.nspname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
@@ -99,7 +100,7 @@ SELECT n.nspname FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnames
    AND has_table_privilege(c.oid, 'SELECT')
    AND EXISTS (SELECT FROM pg_attribute AS a WHERE a.attrelid = c.oid AND a.attname = 'publication_version')"""
 
-# A publication of that name that no checkpoint knows, and that is not one of our table alone.
+# A publication of that name that is in no checkpoint and does not publish exactly our table.
 _FOREIGN: Final = """
 SELECT 1 FROM pg_publication AS p
  WHERE p.pubname = %(publication)s::text
@@ -118,24 +119,23 @@ _LOCK: Final = "SELECT pg_advisory_xact_lock(hashtextextended('outbox cdc ' || %
 
 
 class CdcRefused(OutboxError):
-    """It can't be done as things are; the error says what to do first. Nothing was changed."""
+    """The operation is not possible in the current state; the error says what to do first. Nothing was changed."""
 
 
 @dataclass(frozen=True, slots=True)
 class LaneState:
-    """Where one lane's events come from. ``commit_lsn`` is where the last one stands that came from the stream."""
+    """The source of one lane's events. ``commit_lsn`` is the position of the last one from the stream."""
 
     lane: int
     source: str
     streaming: bool
     owner: str | None
-    epoch: int
     commit_lsn: int | None
 
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """What `outbox cdc status` shows. ``problem`` is None when the stream is whole."""
+    """The state that `outbox cdc status` shows. ``problem`` is None if the stream has no gap."""
 
     slot: SlotState
     lanes: list[LaneState]
@@ -143,28 +143,25 @@ class Status:
 
 
 class Cdc:
-    """``connection`` is in autocommit. All raise Unavailable when Postgres is away, SchemaError without rights."""
+    """``connection`` is in autocommit. Methods raise Unavailable without Postgres, SchemaError without rights."""
 
     def __init__(self, connection: psycopg.Connection[Any], names: SlotNames) -> None:
         self._connection = connection
         self._names = names
         self._slot = Slot(connection, names)
-        self._tables: dict[str, sql.Composable] = {
-            name: sql.Identifier(names.schema, name) for name in ("events", "lanes", "streams", "audit")
-        }
-        self._tables["timeline"] = sql.SQL(TIMELINE)
+        self._tables = names_of(names.schema)
         self._tables["publication"] = sql.Identifier(names.publication)
 
     def status(self) -> Status:
-        """Look at slot, checkpoint and lanes."""
+        """Return the state of slot, checkpoint and lanes."""
         state = self._slot.look()
         problem = find_problem(state, self._names)
         return Status(state, self._lanes(), None if problem is None else str(problem))
 
     def setup(self) -> bool:
-        """Make publication, slot and checkpoint; say whether anything was to be done. Raises CdcRefused.
+        """Create publication, slot and checkpoint. Returns whether there was anything to do. Raises CdcRefused.
 
-        Makes nothing anew that there is: see ``repair``.
+        Does not replace existing ones: see ``repair``.
         """
         state = self._slot.look()
         self._require_server(state)
@@ -184,11 +181,11 @@ class Cdc:
         return True
 
     def repair(self, reason: str, *, lose_messages: bool = False) -> bool:
-        """Make every lane read the table once before it streams again; return whether the slot was kept.
+        """Make every lane read the table once before it streams again. Returns whether the slot was kept.
 
-        It is when it gives all that it had to, and only the publication was at fault. Otherwise it is made anew, and
-        events without a row (``transport="message"``) that are in it still are lost. With ``lose_messages`` it is made
-        anew whatever is in it. Raises CdcRefused when there are such events, or it can't be seen that there are none.
+        It is kept if it has no gap and only the publication was at fault. Otherwise it is replaced, and events without
+        a row (``transport="message"``) that are still in it are lost. Raises CdcRefused if there are such events, or if
+        that can't be determined; with ``lose_messages`` the slot is replaced in any case.
         """
         state = self._slot.look()
         self._require_server(state)
@@ -216,7 +213,7 @@ class Cdc:
         return False
 
     def drop(self) -> None:
-        """Drop slot, publication and checkpoint. Raises CdcRefused while lanes are read from the WAL."""
+        """Drop the slot, publication and checkpoint. Raises CdcRefused while lanes are read from the WAL."""
         state = self._slot.look()
         self._require_primary(state)
         if any(lane.source == "wal" for lane in self._lanes()):
@@ -232,11 +229,11 @@ class Cdc:
     def switch(
         self, to: SourceKind, *, wait_seconds: float = 60.0, leave_messages: bool = False, reason: str | None = None
     ) -> bool:
-        """Move every lane to a source; say whether any was at another. Relays follow within seconds.
+        """Switch every lane to a source. Returns whether any was on another. Relays follow within seconds.
 
-        To polling, once the stream has given every event without a row that was written before, be it by a transaction
-        that is still open; or at once with ``leave_messages``: they wait in the slot then, and are lost if it is.
-        Raises CdcRefused when the stream is not whole, or does not get there within ``wait_seconds`` (to polling).
+        To polling: first waits until every event without a row that was written before is published, including those of
+        open transactions. With ``leave_messages`` it does not wait: such events stay in the slot, and are lost if it
+        is. Raises CdcRefused when the stream has a gap, or when the wait takes longer than ``wait_seconds``.
         """
         state = self._slot.look()
         self._require_primary(state)
@@ -257,7 +254,7 @@ class Cdc:
             return [LaneState(*row) for row in self._connection.execute(self._query(_LANES)).fetchall()]
 
     def _await_messages(self, state: SlotState, seconds: float) -> None:
-        """Wait until relays have published every event without a row that is written by now."""
+        """Wait until relays have published every event without a row that was written by now."""
         deadline = time.monotonic() + seconds
         with unavailable_on_error("drawing a transaction id"):
             row = self._connection.execute("SELECT pg_current_xact_id()::text").fetchone()
@@ -265,7 +262,7 @@ class Cdc:
         target: int | None = None
         while True:
             self._require_messages(state)
-            # Where an event comes in the stream is decided when its transaction is committed, and not when it writes.
+            # An event's position in the stream is determined when its transaction commits, not when it writes.
             waits_for = self._open_before(row[0]) if target is None else None
             if waits_for is None and target is None:
                 target = self._slot.look().current_lsn
@@ -279,7 +276,7 @@ class Cdc:
                         else f"the slot stands at {lsn_text(state.confirmed_lsn or 0)}, and not at {lsn_text(target)}"
                     )
                 )
-            # Nothing else might move the slot past the target for as long as the heartbeats pause.
+            # Without a heartbeat nothing else might move the slot past the target.
             self._slot.heartbeat(0)
             time.sleep(0.2)
             state = self._slot.look()
@@ -302,7 +299,7 @@ class Cdc:
 
     @staticmethod
     def _require_primary(state: SlotState) -> None:
-        # From Postgres 16 on a standby would make a slot, which nobody reads there and which keeps WAL for ever.
+        # Since Postgres 16 a standby would create a slot, which no relay reads there and which keeps WAL for ever.
         if state.recovering:
             raise CdcRefused("this server is a standby: run this on the primary, or promote this one first")
 
@@ -324,7 +321,7 @@ class Cdc:
             )
 
     def _require_only_slot(self, state: SlotState) -> None:
-        # A second one would leave the first to keep WAL for ever.
+        # With a second slot, the first would keep WAL for ever.
         if not state.known:
             with unavailable_on_error("looking at the checkpoint"):
                 query = self._query("SELECT slot FROM {streams} WHERE slot <> %(slot)s::text")
@@ -383,8 +380,8 @@ class Cdc:
                 self._connection.execute(_LOCK, bound)
                 if not self._slot.look().publishes:
                     self._connection.execute(self._query("DROP PUBLICATION IF EXISTS {publication}"))
-                    # No more than says which row it is: the rest is read from there. A generated column like the lane
-                    # can be published from Postgres 18 on; before, the relay computes it from the key.
+                    # Only the columns that identify a row: the relay reads the rest from the table. Generated columns
+                    # like the lane can be published since Postgres 18; before, the relay computes it from the key.
                     generated = self._connection.info.server_version >= _GENERATED_FROM
                     columns = "(id, lane)" if generated else "(id, aggregate_type, aggregate_id)"
                     self._connection.execute(
@@ -399,22 +396,22 @@ class Cdc:
             ) from error
 
     def _readable(self) -> bool:
-        # Up to Postgres 17 a slot can't be read past a place where its publication was not there.
+        # Up to Postgres 17 a slot can't be read past a point where its publication did not exist.
         if self._connection.info.server_version >= _ABSENT_FROM:
             return True
         return self._unread(self._names.publication) is not None
 
     def _messages(self, state: SlotState, *, lose_messages: bool) -> int | None:
-        """Count the events without a row that the slot would give; None when that can't be seen."""
+        """Return the number of events without a row in the slot; None if it can't be determined."""
         if not state.there or state.wal_status == "lost":
             return 0
         try:
-            # Without a publication there are no rows to be read. Postgres up to 15 wants one.
+            # Without a publication, no rows have to be read. Postgres up to 15 requires one.
             found = self._unread("")
             return self._unread(self._names.publication) if found is None else found
         except (Unavailable, SchemaError):
             if lose_messages:
-                # Then the count is for the audit only. A time-out, say, must not stand in the way for good.
+                # Then the count is only for the audit: a timeout must not prevent the repair.
                 return None
             raise
 
@@ -433,7 +430,7 @@ class Cdc:
         return int(row[0])
 
     def _make_slot(self) -> None:
-        # A failover slot is kept on standbys too, from Postgres 17 on.
+        # Since Postgres 17, a failover slot is synchronized to standbys.
         failover = self._connection.info.server_version >= _FAILOVER_FROM
         query: LiteralString = "SELECT pg_create_logical_replication_slot(%(slot)s::text, 'pgoutput')"
         if failover:
@@ -458,7 +455,7 @@ class Cdc:
 
     def _note(self, what: str, why: str | None, **more: int | None) -> None:
         details = {"slot": self._names.slot, "publication": self._names.publication} | more
-        self._connection.execute(self._query(_AUDIT), (what, why, Jsonb(details)))
+        note(self._connection, self._tables, what, why, details)
 
     def _bound(self) -> dict[str, Any]:
         return {"slot": self._names.slot, "publication": self._names.publication, "schema": self._names.schema}

@@ -1,1 +1,1 @@
-"""The table as the source: a worker reads the rows of its lanes, and deletes what is published."""
+"""The table as the source: a worker reads the rows of its lanes, and deletes published ones."""

@@ -1,4 +1,4 @@
-"""At-most-once: the rows are gone, durably, before they are sent. What is not acknowledged then may be lost.
+"""At-most-once: rows are deleted, durably, before they are sent. Events that Kafka does not acknowledge may be lost.
 
 | what happens                                  | what follows                                                      |
 |-----------------------------------------------|-------------------------------------------------------------------|
@@ -31,7 +31,7 @@ class AtMostOnceSource:
     """A polling source whose events leave the table when they are read. See ports.Source for the contract.
 
     ``on_lost`` is called with a lane and the number of events that may not have reached Kafka. Refused ones become dead
-    letters at once. The polling source must not read ahead: what is read is deleted.
+    letters at once. The polling source must not read ahead, because rows are deleted when they are read.
     """
 
     def __init__(
@@ -50,11 +50,11 @@ class AtMostOnceSource:
 
     @property
     def store(self) -> TakeoverStore:
-        """What takes lanes over in the database."""
+        """The database's side of taking lanes over."""
         return self._source.store
 
     def hold(self, lease: Lease) -> None:
-        """Begin to read a lane."""
+        """Start reading a lane."""
         self._source.hold(lease)
 
     def drop(self, lane: int) -> None:
@@ -62,12 +62,12 @@ class AtMostOnceSource:
         self._source.drop(lane)
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
-        """Return the lowest events of these lanes, which are deleted by now."""
+        """Return the lowest events of these lanes, after deleting their rows."""
         fetched = self._source.fetch(limits)
         settlement = self._source.settlement
         for lane, claims in fetched.batches.items():
             settlement.lanes[lane].pending = UnsettledBatch(claims, claims=claims)
-        # Before the answer, which may be lost while the rows are gone.
+        # Set before the result arrives, which may be lost although the rows are deleted.
         self._sent = {lane: len(claims) for lane, claims in fetched.batches.items()}
         failed = settlement.settle(list(fetched.batches))
         batches = {lane: claims for lane, claims in fetched.batches.items() if lane not in failed}
@@ -75,18 +75,18 @@ class AtMostOnceSource:
         return Fetched(batches, {**fetched.failed, **failed})
 
     def go_on_without(self, lanes: Collection[int]) -> None:
-        """Do nothing: the rows of a lane wait for nobody."""
+        """Do nothing: rows of different lanes do not wait for each other."""
 
     def confirm(self, deadline: float) -> dict[int, OutboxError]:  # noqa: ARG002
-        """Return nothing: a fetch has settled the turn before when it returns."""
+        """Return no failures: a fetch settles the turn before."""
         return {}
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
-        """Do not return events of these kinds."""
+        """Do not fetch events of these kinds."""
         self._source.leave_out(kinds)
 
     def settle(self, receipts: Mapping[int, Receipt]) -> Mapping[int, OutboxError]:
-        """Keep what was refused, count what was lost: the rows are gone already."""
+        """Keep refused events as dead letters, and count lost ones: their rows are deleted already."""
         sent, self._sent = self._sent, {}
         for lane, receipt in receipts.items():
             count = sent.pop(lane, 0)
@@ -96,7 +96,7 @@ class AtMostOnceSource:
                     with unavailable_on_error(f"keeping dead letters of lane {lane}"):
                         self._failures.bury(self._source.connection, lane, refused)
                 except (Unavailable, SchemaError):
-                    # Their rows are gone, and nobody else has them.
+                    # Their rows are deleted, so they are lost.
                     self._on_lost(lane, count - len(receipt.results) + len(refused))
                     self._lose(sent)
                     raise
@@ -108,7 +108,7 @@ class AtMostOnceSource:
         return {}
 
     def flush(self, lanes: Collection[int]) -> Mapping[int, OutboxError]:  # noqa: ARG002
-        """Return nothing: what was read is settled."""
+        """Return no failures: events are settled when they are read."""
         return {}
 
     def wait(self, lanes: Collection[int], seconds: float, stop: threading.Event) -> bool:

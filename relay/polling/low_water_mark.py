@@ -1,23 +1,23 @@
-"""Above which id a lane's rows have to be looked for. No I/O.
+"""The id above which a lane's rows have to be read. No I/O.
 
-Deleted rows leave dead index entries at the low end. Postgres steps over them quickly unless some old snapshot (a
-forgotten session, a long dump) forbids it to forget them; then each read would visit them all. So reads start above a
-low-water mark, which rises to an id M only when no transaction can still commit an id up to M:
+Deleted rows leave dead index entries at the low end. Postgres skips them quickly unless an old snapshot (a forgotten
+session, a long dump) keeps it from removing them; then each read would visit them all. So reads start above a low-water
+mark, which rises to an id M only when no transaction can still commit an id up to M:
 
-1. M is the last id settled, or the last one there while a key waits; some seconds pass (``_SETTLE_SECONDS``), in which
-   every INSERT that had drawn an id up to M got its transaction id; then a transaction id of our own is drawn, X. (A
-   snapshot's xmax would not do: it is the last completed id plus one, and transactions beyond it may be running
-   already.)
-2. Once the snapshot's xmin has reached X, all those transactions have ended.
-3. A read after that, still from the old mark, found nothing to publish up to M.
+1. M is the last id settled, or the lane's last id while a key waits; some seconds pass (``_SETTLE_SECONDS``), in which
+every INSERT that had drawn an id up to M gets its transaction id; then we draw a transaction id X of our own. (A
+snapshot's xmax would not do: it is the last completed id plus one, and transactions beyond it may already be running.)
+2. Once the snapshot's xmin has reached X, all those transactions have ended. 3. A read after that, still from the old
+mark, found nothing to publish up to M.
 
-A snapshot held by a reader has no transaction id and does not hold the mark back; a forgotten writer does, as it must.
-(An INSERT that stands still for longer than the wait in 1, between drawing its id and writing, as in a BEFORE trigger
-that sleeps, is found by the full sweep every ``_SWEEP_SECONDS``.)
+A reader's snapshot has no transaction id and does not hold back the mark; a forgotten writer does, as it must. (The
+full sweep every ``_SWEEP_SECONDS`` finds the row of an INSERT that takes longer than the wait in 1 between drawing its
+id and writing, as in a BEFORE trigger that sleeps.)
 
-Steps 1 and 2 are taken for all lanes of a worker together: one transaction id a round, whatever the number of lanes.
-Rows whose key waits for a failed event may lie below the mark. When such a failure is gone, the mark is lowered to its
-id: what may go now has higher ones. A failure that stays, however often it is tried, or a new one, frees nothing.
+Steps 1 and 2 are done for all lanes of a worker together: one transaction id a round, whatever the number of lanes.
+Rows whose key waits for a failed event may be below the mark. When such a failure is gone, the mark is lowered to its
+id, because the rows that it blocked have higher ids. A failure that stays, however often it is retried, or a new one,
+frees no rows.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _SWEEP_SECONDS: Final = 60.0
 
 @dataclass(frozen=True, slots=True)
 class Marks:
-    """Where one read starts: the id above which each lane is read. ``final`` says that step 2 was over before it."""
+    """The id above which a read starts in each lane. ``final``: step 2 was complete before the read."""
 
     above: dict[int, int]
     final: bool
@@ -56,18 +56,18 @@ class LowWaterMarks:
         self._swept_at = clock()
 
     def reset(self, lane: int) -> None:
-        """Read the lane from its lowest id again."""
+        """Make the next read start from the lane's lowest id."""
         for known in (self._marks, self._settled, self._candidates):
             known.pop(lane, None)
 
     def lower(self, lane: int, id_: int) -> None:
-        """Read the lane from behind this id again."""
+        """Make the next read start no higher than after this id."""
         if lane in self._marks:
             self._marks[lane] = min(self._marks[lane], id_)
         self._candidates.pop(lane, None)
 
     def start(self, lanes: Collection[int], *, draw_xid: Callable[[], int], xmin: Callable[[], int]) -> Marks:
-        """Return where a read of these lanes starts. Asks the database at most once a second."""
+        """Return where a read of these lanes starts. Queries the database at most once a second."""
         now = self._clock()
         if now - self._swept_at >= _SWEEP_SECONDS:
             self._swept_at = now
@@ -89,16 +89,12 @@ class LowWaterMarks:
             del self._candidates[lane]
 
     def settled(self, lane: int, last: int) -> None:
-        """Record the last id that was settled."""
+        """Record the last id that was settled, or the lane's last id if rows wait: the mark may rise to it."""
         self._settled[lane] = max(last, self._settled.get(lane, LOWEST))
-
-    def there(self, lane: int, last: int) -> None:
-        """Record the last id of a lane with rows that wait: the mark may rise to it without settling it."""
-        self.settled(lane, last)
 
     def _look(self, now: float, draw_xid: Callable[[], int], xmin: Callable[[], int]) -> None:
         if self._ended and (not self._candidates or now - self._candidates_at >= _SWEEP_SECONDS):
-            # Everyone has risen, or lanes that are not read hold the round up.
+            # All marks have risen, or lanes that are not read delay the round.
             self._candidates, self._ended = {}, False
         if not self._candidates:
             self._candidates = {n: last for n, last in self._settled.items() if last > self._marks.get(n, LOWEST)}

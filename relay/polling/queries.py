@@ -1,4 +1,4 @@
-"""The statements that read ``events``, and those that take lanes over. No I/O."""
+"""The statements that read ``events`` and take over lanes. No I/O."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ from typing import Any, Final, LiteralString
 import psycopg
 from psycopg import sql
 
-from relay.database import TIMELINE
 from relay.statements import array, names_of
 
 # In the order of Claim's fields.
@@ -17,17 +16,18 @@ id, event_id::text, aggregate_type, aggregate_id, event_type,
        to_char(created_at AT TIME ZONE 'UTC', 'YYYY-MM-DD"T"HH24:MI:SS.US"Z"'),
        coalesce(payload_bytes, convert_to(payload::text, 'UTF8')), headers"""
 
-# What an event takes in memory. Only of a compressed payload it has to be unpacked to be known; jsonb that is not
-# compressed is about as long as its text.
+# An event's size in memory. Only a compressed payload has to be unpacked for it; uncompressed jsonb is about as long as
+# its text.
 SIZE: Final = """CASE WHEN pg_column_compression(payload) IS NULL THEN coalesce(pg_column_size(payload), 0)
                       ELSE octet_length(payload::text) END
                  + coalesce(octet_length(payload_bytes), 0) + coalesce(pg_column_size(headers), 0)"""
 
-# The turn before, which is settled a moment later, is left out; rows behind its last one need no look at the list.
+# Without the rows of the turn before, which are not settled yet; rows behind its last one need no check against the
+# list.
 _THERE: Final = """lane = {lane} AND id > {above} AND (id > {after} OR id <> ALL(%(pending)s::bigint[]))"""
 
-# As many as fit into the bytes, and one at least. The limit is worked out over narrow rows first. Dead rows before the
-# first one, which a held xmin keeps, are passed here and not again by the read.
+# As many as fit into the bytes, and at least one. The number is computed over narrow rows first. Dead rows before the
+# first one, which an old snapshot keeps, are skipped here and not again by the read.
 _FITTING: Final = """(SELECT greatest(1, count(*) FILTER (WHERE total <= %(max_bytes)s)) AS fitting, count(*) AS there,
                           coalesce(max(total) FILTER (WHERE total <= %(max_bytes)s), min(total), 0) AS bytes,
                           min(id) AS first
@@ -35,8 +35,8 @@ _FITTING: Final = """(SELECT greatest(1, count(*) FILTER (WHERE total <= %(max_b
                              FROM (SELECT id, {size} AS size FROM {events} AS e WHERE {conditions}
                                     ORDER BY id LIMIT {most}) AS sized) AS summed)"""
 
-# Lane after lane, until the turn is full. Of a lane with events for which there is no room one row says so: without an
-# id, behind all others.
+# Lane after lane, until the turn is full. A lane with events but no room is reported by one row without an id, behind
+# all others.
 _READ: Final = """
 SELECT e.*, l.lane
   FROM (SELECT *, sum(bytes) OVER (ROWS UNBOUNDED PRECEDING) AS running
@@ -50,8 +50,8 @@ SELECT e.*, l.lane
       ORDER BY id LIMIT l.fitting) AS e ON true
  WHERE e.id IS NOT NULL OR (l.there > 0 AND l.running > %(turn_bytes)s)"""
 
-# Without the events that have failed, and without those of a key of which an earlier one has failed. The hash is what
-# the index has (keys can be too long for one).
+# Without events that have failed, and without later events of their keys. The hash matches the index (keys can be too
+# long for one).
 _NOT_BLOCKED: Final = """ AND NOT EXISTS (SELECT FROM {failures} AS f WHERE f.lane = %(lane)s AND f.id = e.id)
    AND (NOT EXISTS (SELECT FROM {failures} AS f
                      WHERE f.lane = %(lane)s AND f.aggregate_type = e.aggregate_type
@@ -59,7 +59,7 @@ _NOT_BLOCKED: Final = """ AND NOT EXISTS (SELECT FROM {failures} AS f WHERE f.la
                        AND f.aggregate_id = e.aggregate_id AND f.id < e.id AND f.blocks)
         OR e.headers ? %(copy)s)"""
 
-# Without those whose topic can't be written to now. A copy for a dead-letter topic has a topic of its own.
+# Without events whose topic can't be written to now. A copy for a dead-letter topic has a topic of its own.
 _NOT_LEFT_OUT: Final = """ AND NOT EXISTS (
        SELECT FROM unnest(%(left_types)s::text[], %(left_copies)s::boolean[]) AS o(kind, copy)
         WHERE o.kind = e.aggregate_type AND o.copy = coalesce(e.headers ? %(copy)s, false))"""
@@ -68,7 +68,7 @@ _READ_SKIP_BLOCKED: Final = """
 SELECT {columns}, NULL, lane FROM {events} AS e WHERE {conditions}
  ORDER BY id LIMIT (SELECT fitting FROM {fitting} AS f)"""
 
-# Those that have failed and are due, of each key the first. They may lie below the mark, if they were put back.
+# Failed events that are due, the first of each key. They may be below the mark if they were put back.
 _READ_DUE: Final = """
 SELECT {columns}, NULL, lane
   FROM {events} AS e
@@ -84,8 +84,8 @@ SELECT {columns}, NULL, lane
               ORDER BY f.next_attempt_at, f.id LIMIT %(due)s))
  ORDER BY id"""
 
-# The lowest ids of the lane's failures, and how many there are. With the last id of the lane: up to it, rows that wait
-# need not be looked at with each read. See low_water_mark.py.
+# The lowest ids of the lane's failures, and their number. And the last id of the lane: the mark may rise to it, so that
+# waiting rows are not visited by each read. See low_water_mark.py.
 _FAILURES: Final = """
 SELECT f.*, (SELECT id FROM {events} AS e WHERE e.lane = f.lane ORDER BY id DESC LIMIT 1)
   FROM (SELECT l.lane, count(*), sum(f.id)::text,
@@ -93,7 +93,7 @@ SELECT f.*, (SELECT id FROM {events} AS e WHERE e.lane = f.lane ORDER BY id DESC
           FROM unnest(%(lanes)s::smallint[]) AS l(lane) JOIN {failures} AS f ON f.lane = l.lane
          GROUP BY l.lane) AS f"""
 
-# By id and event id: after a restore an id may have been given to another event. LIMIT and ctid as in settlement.
+# By id and event id: after a restore another event may have the id. LIMIT and ctid as in relay.statements.
 _SETTLE_MARKER: Final = """
 WITH gone AS (
     DELETE FROM {events} WHERE ctid = ANY(ARRAY(
@@ -126,14 +126,14 @@ _ADOPTED: Final = """
 UPDATE {lanes} SET last_batch = coalesce(%(batch)s, last_batch), transactional_id = %(own_id)s, {further}
  WHERE lane = %(lane)s"""
 
-# For transactions of several statements, which hold the lane's row.
+# For multi-statement transactions, which lock the lane's row.
 _SEVERAL: Final = "SELECT {synchronous}, set_config('idle_in_transaction_session_timeout', %(ttl_ms)s, true)"
 
 DRAW_XID: Final = "SELECT pg_current_xact_id()::text::bigint"
 XMIN: Final = "SELECT pg_snapshot_xmin(pg_current_snapshot())::text::bigint"
 
-# Looks again only when some transaction has ended since: the snapshot is another one then. The pause between two looks
-# grows with what one costs, so that looking takes a thirtieth of the time at most. Comparing snapshots costs next to
+# Checks for events only if a transaction has ended since the last check, which changes the snapshot. The pause between
+# two checks grows with their cost, so that they take at most a thirtieth of the time. Comparing snapshots costs next to
 # nothing, so the first commit after a rest is noticed at once.
 _WATCH: Final = """
 DECLARE
@@ -163,11 +163,11 @@ END"""
 
 
 class Queries:
-    """The statements of one outbox, with its names put in. For the source, and for the tests that guard their plans."""
+    """The statements of one outbox, for the source and for the tests of their plans."""
 
     def __init__(self, schema: str, *, archive: bool = False) -> None:
         names = names_of(schema)
-        names["columns"], names["size"], names["timeline"] = sql.SQL(COLUMNS), sql.SQL(SIZE), sql.SQL(TIMELINE)
+        names["columns"], names["size"] = sql.SQL(COLUMNS), sql.SQL(SIZE)
 
         def query(text: LiteralString, **more: sql.Composable) -> sql.Composed:
             return sql.SQL(text).format(**names, **more)
@@ -201,7 +201,7 @@ class Queries:
     def watch(
         self, connection: psycopg.Connection[Any], above: Mapping[int, int], seconds: float, step_seconds: float
     ) -> str:
-        """Return a statement that ends when one of these lanes has an event above its mark, or after ``seconds``."""
+        """Return a statement that ends once one of these lanes has an event above its mark, or after ``seconds``."""
         body = sql.SQL(_WATCH).format(
             events=self._events,
             seconds=sql.Literal(seconds),

@@ -1,10 +1,10 @@
-"""What to read of a worker's lanes, and what the answers say about the next read.
+"""Decides what to read of a worker's lanes, and learns from the results.
 
 Keys that wait
-    A lane with rows in ``failures`` is read by statements of its own, which leave out the events whose key waits (see
-    retries.py). Events that are due again come by themselves, in turns with batches of the others: one at first, and
-    twice as many after each turn in which all of them could be published. A worker without failures pays nothing for
-    this but a look at an empty table each second.
+    A lane with rows in ``failures`` is read by statements of its own, which omit the events whose key waits (see
+    retries.py). Due events are read separately, alternating with batches of the others: one at first, and twice as many
+    after each turn in which all of them were published. For a worker without failures this costs only a query of an
+    empty table each second.
 """
 
 from __future__ import annotations
@@ -26,27 +26,27 @@ from relay.statements import array
 _LOOK_SECONDS: Final = 1.0
 _BUSY_SECONDS: Final = 1.0
 _LANE_BYTES: Final = 1 << 20
-# Of many lanes with events of this size, a few are read at a time: to know how much fits, each has to be unpacked.
+# If many lanes have events of this size, a few are read at a time: each event has to be unpacked to compute what fits.
 _LARGE_BYTES: Final = 64 << 10
-# Up to so many events in hand, a prepared plan is as quick as one of its own; see Read.
+# Up to this many events in hand, a prepared plan is as fast as a custom one; see Read.
 _MANY: Final = 100
 _MOST_DUE: Final = 500
 
 
 class _Failures(NamedTuple):
-    """The failures of a lane: how many, their ids' sum, and the lowest ids."""
+    """The failures of a lane: their number, the sum of their ids, and the lowest ids."""
 
     size: int
     total: str
     lowest: Sequence[int]
 
     def freed_by(self, now: _Failures | None) -> int | None:
-        """Return an id behind which rows may go that waited before, if ``now`` is what is left; None if none may."""
+        """Return an id behind which waiting rows may go now, if ``now`` is what is left; None if there are none."""
         if now is None:
             return self.lowest[0]
         gone = set(self.lowest) - set(now.lowest)
         if gone:
-            # Or new ones took their places in the list; then this reads too much, once.
+            # Or new ones displaced them in the list; then this reads too much once.
             return min(gone)
         if self.size == len(self.lowest) or (self.size, self.total) == (now.size, now.total):
             return None
@@ -55,12 +55,12 @@ class _Failures(NamedTuple):
 
 @dataclass(slots=True)
 class _Lane:
-    """What is known of one lane besides what is to be settled."""
+    """The reader's state of one lane."""
 
     known: bool = False
-    """Whether the lane's failures have been looked at since it is held, or since one was recorded."""
+    """Whether the lane's failures have been read since it was held, and since one was recorded."""
     failures: _Failures | None = None
-    """What the lane's failures look like; a change of it is a change of what waits. None: there are none."""
+    """The lane's failures at the last look, to detect changes; None if there are none."""
     due: int = 1
     due_next: bool = True
     reading_due: bool = False
@@ -69,7 +69,7 @@ class _Lane:
 
 
 class LaneReader:
-    """The lanes of a worker, as they are read: low-water marks, failures, sizes. A turn has ``turn_bytes`` at most."""
+    """The reading state of a worker's lanes: low-water marks, failures, sizes. A turn has at most ``turn_bytes``."""
 
     def __init__(self, session: Session, queries: Queries, turn_bytes: int) -> None:
         self._session = session
@@ -84,7 +84,7 @@ class LaneReader:
         self.left_out: frozenset[Kind] = frozenset()
 
     def hold(self, lane: int) -> None:
-        """Begin to read a lane."""
+        """Start reading a lane."""
         self._lanes[lane] = _Lane()
         self._marks.reset(lane)
 
@@ -96,20 +96,20 @@ class LaneReader:
         """Do not read events of these kinds from now on."""
         self.left_out = kinds
         for lane in self._lanes:
-            # What was left out lies below the mark by now.
+            # Omitted events are below the mark by now.
             self._marks.reset(lane)
 
     def read_all_again(self, lane: int) -> None:
-        """Read the lane from its lowest id, and look for failures first."""
+        """Make the next read look for failures first, and start from the lane's lowest id."""
         self.look_again(lane)
         self._marks.reset(lane)
 
     def look_again(self, lane: int) -> None:
-        """Look for failures of the lane before it is read again."""
+        """Make the next read look for failures of the lane first."""
         self._lanes[lane].known = False
 
     def may_become_due(self, lanes: Collection[int]) -> bool:
-        """Return whether events of these lanes wait, of which only a read shows that they may go."""
+        """Return whether these lanes have waiting events that only a read shows to be due."""
         return bool(self.left_out) or any(self.has_failures(lane) for lane in lanes)
 
     def above(self, lanes: Collection[int]) -> dict[int, int]:
@@ -117,7 +117,7 @@ class LaneReader:
         return {lane: self._marks.above(lane) for lane in lanes}
 
     def is_busy(self, lane: int) -> bool:
-        """Return whether the lane has had events just now."""
+        """Return whether the lane has had events recently."""
         return time.monotonic() < self._lanes[lane].busy_until
 
     def note_busy(self, lanes: Collection[int]) -> None:
@@ -129,18 +129,18 @@ class LaneReader:
     # What to read
 
     def turn_lanes(self, limits: Mapping[int, int]) -> list[int]:
-        """Return the lanes to read now: all, or while events are huge, as many as a turn has room for, in turns."""
+        """Return the lanes to read now: all, or, while events are huge, as many as a turn has room for, in rotation."""
         lanes = sorted(limits)
         most = max(self._turn_bytes // _LANE_BYTES, 1)
         if not self._crowded or len(lanes) <= most:
             return lanes
         start = self._rotation % len(lanes)
         self._rotation += most
-        # What is pending goes with its lane's turn.
+        # Pending rows are settled with their lane's turn.
         return sorted((lanes + lanes)[start : start + most])
 
     def reads(self, limits: Mapping[int, int], in_hand: Mapping[int, Sequence[Claim]]) -> list[Read]:
-        """Return the statements that read these lanes; ``in_hand`` is what must not be read again."""
+        """Return the statements that read these lanes; ``in_hand`` are events that must not be read again."""
         lanes = list(limits)
         marks = self._marks.start(lanes, draw_xid=self._draw_xid, xmin=self._xmin)
         after = {lane: claims[-1].position for lane, claims in in_hand.items() if claims}
@@ -154,7 +154,7 @@ class LaneReader:
             common["copy"] = DEAD_LETTER
         common["turn_bytes"] = self._turn_bytes
         plain = [lane for lane in lanes if self._lanes[lane].failures is None]
-        # Lanes for which the last turn had no room come first.
+        # Lanes without room in the last turn come first.
         plain.sort(key=lambda lane: (lane < self._first, lane))
         reads = []
         if plain:
@@ -172,7 +172,7 @@ class LaneReader:
             if state.failures is None:
                 continue
             values = {"lane": lane, "copy": DEAD_LETTER, **common}
-            # Of due events it is not worked out how many fit.
+            # For due events, what fits is not computed in advance.
             values["due"] = self._rows(lane, min(state.due, limits[lane]), share // 2)
             values |= {"above": marks.above[lane], "after": after.get(lane, marks.above[lane])}
             values["limit"] = self._rows(lane, limits[lane], share)
@@ -184,21 +184,21 @@ class LaneReader:
         return reads
 
     def _rows(self, lane: int, limit: int, share: int) -> int:
-        """Return how many rows to ask for: what is read beyond the bytes that fit was read in vain."""
+        """Return how many rows to request: rows beyond the bytes that fit would be read in vain."""
         size = self._lanes[lane].row_bytes
         return limit if size < 4096 else max(min(limit, int(2 * share / size)), 1)
 
     def worth_reading_ahead(self, batches: Mapping[int, Sequence[Claim]], limits: Mapping[int, int]) -> bool:
-        """Return whether there is a backlog, and no lane whose failures the next turn has to know first."""
+        """Return whether there is a backlog, and no lane whose failures must be known before the next turn."""
         return any(
             2 * len(batch) > limits[lane] or sum(_size(claim) for claim in batch[:1]) * len(batch) > _LANE_BYTES
             for lane, batch in batches.items()
         ) and all(self._lanes[lane].failures is None for lane in limits)
 
-    # What the answers say
+    # What the results say
 
     def collect(self, reads: Sequence[Read]) -> list[Claim]:
-        """Return the events of statements whose answers are there; note what they say about the marks."""
+        """Return the events that statements have read, and update the marks."""
         claims: list[Claim] = []
         due: set[int] = set()
         for read in reads:
@@ -230,7 +230,7 @@ class LaneReader:
         return claims
 
     def note_sizes(self, batches: Mapping[int, Sequence[Claim]]) -> None:
-        """Record how large the events of a turn are, and which lanes had some."""
+        """Record the sizes of a turn's events, and which lanes had some."""
         self.note_busy(batches)
         total = 0
         for lane, batch in batches.items():
@@ -243,12 +243,12 @@ class LaneReader:
             self._crowded = False
 
     def note_settled(self, lane: int, batch: UnsettledBatch) -> None:
-        """Record what was settled: the mark may rise to it."""
+        """Record settled rows: the mark may rise to them."""
         if batch.rows:
             self._marks.settled(lane, max(claim.position for claim in batch.rows))
 
     def note_due(self, lane: int, *, refused: bool) -> None:
-        """Record whether due events could be published that a turn has tried: with the next one, try one or more."""
+        """Record whether a turn could publish the due events: this decides how many the next one tries."""
         state = self._lanes[lane]
         if state.reading_due:
             state.due = 1 if refused else min(state.due * 2, _MOST_DUE)
@@ -260,30 +260,30 @@ class LaneReader:
         return self._lanes[lane].failures is not None
 
     def look_for_failures(self, lanes: Collection[int]) -> set[int]:
-        """Return those of the lanes that have failures now."""
+        """Return which of these lanes have failures now."""
         with unavailable_on_error(f"looking for failures of {lanes_text(lanes)}"):
             self._session.free()
             return {row[0] for row in self._failures_of(lanes)}
 
     def looks(self, lanes: Collection[int]) -> Collection[int]:
-        """Return the lanes whose failures have to be looked at with this turn."""
+        """Return the lanes whose failures have to be read in this turn."""
         if self.must_look():
             self._looked_at = time.monotonic()
             return list(self._lanes)
         return [lane for lane in lanes if self._lanes[lane].failures is not None]
 
     def must_look(self) -> bool:
-        """Return whether it is time to look at the failures of all lanes."""
+        """Return whether it is time to read the failures of all lanes."""
         return time.monotonic() - self._looked_at >= _LOOK_SECONDS
 
     def look_first(self) -> None:
-        """Look at the failures of lanes of which they are not known: they decide by which statement a lane is read."""
+        """Read failures of lanes where they are not known: they decide which statement reads the lane."""
         unknown = [lane for lane, state in self._lanes.items() if not state.known]
         if unknown:
             self.note_failures(self._failures_of(unknown), unknown)
 
     def note_failures(self, rows: Sequence[Any] | None, lanes: Collection[int]) -> None:
-        """Take the answer of a look at the ``failures`` of these lanes."""
+        """Record the result of reading the ``failures`` of these lanes."""
         if rows is None:
             return
         found = {row[0]: _Failures(*row[1:-1]) for row in rows}
@@ -291,11 +291,11 @@ class LaneReader:
             state = self._lanes[lane]
             before, state.failures, state.known = state.failures, found.get(lane), True
             if before is not None and (freed := before.freed_by(state.failures)) is not None:
-                # What waited may go now, and lies below the mark.
+                # Rows that waited may go now, and are below the mark.
                 self._marks.lower(lane, freed)
         for row in rows:
             if row[-1] is not None and row[0] in self._lanes:
-                self._marks.there(row[0], row[-1])
+                self._marks.settled(row[0], row[-1])
 
     def _failures_of(self, lanes: Collection[int]) -> list[Any]:
         return self._session.connection.execute(self._queries.failures, {"lanes": list(lanes)}).fetchall()

@@ -1,6 +1,6 @@
-"""The connection of a polling source: one thing is under way on it at a time, in the background perhaps.
+"""The connection of a polling source. It does one thing at a time, possibly in the background:
 
-That is either the settlement of the turn before (see settlement.py), or the read of the next turn.
+the settlement of the turn before (see settlement.py), or the read of the next turn.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from relay.statements import KEEP_TO_THE_INDEX
 
 @dataclass(slots=True)
 class Read:
-    """One statement that reads. ``due`` names the lane whose due events it reads.
+    """One reading statement. ``due`` is the lane whose due events it reads, if it does.
 
-    ``many`` says that the list of events that are in hand is long. Only a plan that is made for this list looks rows up
-    in it by their hash; one that fits any list compares each row with all of it.
+    ``many``: the list of events in hand is long. Only a custom plan looks up rows in the list by hash; a generic plan
+    compares each row with the whole list.
     """
 
     query: sql.Composed
@@ -46,9 +46,9 @@ class Read:
 
 @dataclass(slots=True)
 class ReadAhead:
-    """A read that is under way while the turn before, ``in_hand``, is published.
+    """A read in progress while the turn before, ``in_hand``, is published.
 
-    It is the next turn only if all of that one was published: events that were not come first.
+    It is the next turn only if all of ``in_hand`` was published: other events come first.
     """
 
     reads: Sequence[Read]
@@ -58,10 +58,10 @@ class ReadAhead:
 
 
 class Session:
-    """One connection, in autocommit. ``settlement`` is what settles over it, ``ahead`` what is read meanwhile.
+    """One connection, in autocommit. ``settlement`` settles on it; ``ahead`` is the read in progress, if any.
 
-    ``connect`` makes a fresh connection. ``pooled``: it is one behind PgBouncer in transaction mode, where no session
-    state is used and no plan is kept.
+    ``connect`` opens a new connection. ``pooled``: it goes through PgBouncer in transaction mode, so session state and
+    prepared plans are not used.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class Session:
     ) -> None:
         self._queries = queries
         self.connection = connect()
-        """For what is done while nothing is under way; see ``free``."""
+        """Use it only while nothing is in progress; see ``free``."""
         try:
             set_json_loads(orjson.loads, self.connection)
             with unavailable_on_error("beginning a session"):
@@ -97,26 +97,26 @@ class Session:
         self.ahead: ReadAhead | None = None
         self._failed_behind: dict[int, OutboxError] = {}
 
-    # What is under way
+    # What is in progress
 
     def end_settling(self, deadline: float | None = None) -> None:
-        """Wait until the turn before is settled, if that is under way. The lanes for which it has failed are kept."""
+        """Wait until the turn before is settled, if that is in progress. Remembers the lanes that have failed."""
         self._failed_behind |= self.settlement.end(deadline)
 
     def finish_settling(self) -> dict[int, OutboxError]:
-        """Wait for the turn before to be settled, if that is under way; return the lanes for which it has failed."""
+        """Wait until the turn before is settled, if that is in progress. Returns the lanes for which it has failed."""
         self.end_settling()
         failed, self._failed_behind = self._failed_behind, {}
         return failed
 
     def failed_of(self, lanes: Collection[int]) -> dict[int, OutboxError]:
-        """Return those of the lanes for which settling in the background has failed; the others are kept."""
+        """Return which of these lanes could not be settled in the background; others are still remembered."""
         failed = {lane: error for lane, error in self._failed_behind.items() if lane in lanes}
         self._failed_behind = {lane: error for lane, error in self._failed_behind.items() if lane not in failed}
         return failed
 
     def free(self) -> None:
-        """Free the connection. What was read ahead is let go of, and read again."""
+        """Free the connection. Events that were read ahead are discarded, and read again."""
         self.end_settling()
         ahead, self.ahead = self.ahead, None
         if ahead is not None:
@@ -134,9 +134,9 @@ class Session:
             yield
 
     def settle_with(self, lane: int, doing: str, more: Callable[[], None]) -> OutboxError | None:
-        """Settle what is pending of a lane, and do more in the same transaction; return the reason if it is not held.
+        """Settle what is pending of a lane, and call ``more`` in the same transaction.
 
-        Then nothing was done.
+        Returns the reason if the lane is not held; then nothing was done.
         """
         settlement = self.settlement
         asked_at = time.monotonic()
@@ -145,7 +145,7 @@ class Session:
             settlement.send(cursor, [lane], in_transaction=True)
             if cursor.rowcount:
                 more()
-        # Not before the commit: what is rolled back prolongs no lease.
+        # Not before the commit: a rollback would not renew the lease.
         with unavailable_on_error(doing):
             return settlement.answered(cursor, [lane], asked_at).get(lane)
 
@@ -156,7 +156,7 @@ class Session:
         return int(row[0])
 
     def close(self) -> None:
-        """Close the connection, and break off what is under way."""
+        """Close the connection, interrupting what is in progress."""
         self.ahead = None
         self.settlement.background.close()
         self.connection.close()
@@ -164,17 +164,17 @@ class Session:
     # Reading
 
     def send(self, reads: Sequence[Read], looks: Collection[int]) -> psycopg.Cursor[Any] | None:
-        """Execute statements that read, and one that looks at the failures of lanes; return the cursor of that one."""
+        """Execute reading statements, and one that reads the failures of ``looks``, whose cursor it returns."""
         for read in reads:
             read.cursor = self.connection.cursor(binary=True, row_factory=_claim_row)
-            # A statement that is not prepared has a plan of its own.
+            # A statement that is not prepared gets a custom plan.
             read.cursor.execute(read.query, read.values, prepare=not self.pooled and not read.many)
         if not looks:
             return None
         return self.connection.execute(self._queries.failures, {"lanes": list(looks)})
 
     def read(self, reads: Sequence[Read], looks: Collection[int]) -> list[Any] | None:
-        """Execute these statements in one round trip and receive their rows; return what ``looks`` has found."""
+        """Execute these statements in one round trip and receive their rows. Returns the failures of ``looks``."""
         with self.connection.pipeline() as pipeline:
             looking = self.send(reads, looks)
             pipeline.sync()
@@ -182,8 +182,8 @@ class Session:
         return looking.fetchall() if looking is not None else None
 
     def read_pooled(self, reads: Sequence[Read], looks: Collection[int]) -> list[Any] | None:
-        """Do the same behind a pooler."""
-        # A pipeline: few round trips; SET LOCAL's reach ends with the transaction.
+        """Do the same as ``read``, behind a pooler."""
+        # A pipeline saves round trips; SET LOCAL ends with the transaction.
         with self.connection.pipeline(), self.connection.transaction():
             self.connection.execute(KEEP_TO_THE_INDEX, {"local": True})
             looking = self.send(reads, looks)
@@ -191,7 +191,7 @@ class Session:
         return looking.fetchall() if looking is not None else None
 
     def read_ahead(self, ahead: ReadAhead) -> None:
-        """Begin to read in the background. Nothing else may use the connection meanwhile."""
+        """Start to read in the background. Nothing else may use the connection meanwhile."""
         self.ahead = ahead
         self.settlement.background.start(lambda: self._read_all(ahead.reads))
 
@@ -201,7 +201,7 @@ class Session:
             try:
                 self.send(reads, ())
             except psycopg.OperationalError as error:
-                # A pipeline that is left with an error logs one of its own: a warning at every stop.
+                # psycopg logs a warning when an exception leaves a pipeline block, which would happen at every stop.
                 lost = error
         if lost is not None:
             raise lost
@@ -209,7 +209,7 @@ class Session:
 
 
 def receive(reads: Sequence[Read]) -> None:
-    """Receive the rows of statements that were sent."""
+    """Receive the rows of executed statements."""
     for read in reads:
         assert read.cursor is not None
         read.rows = read.cursor.fetchall()

@@ -1,28 +1,28 @@
 """Source over ``outbox.events``: the lanes of a worker, read by polling, settled row by row.
 
-Every read starts from the lowest id that may still be unpublished, not from the last one seen: a transaction that drew
-a low id and committed late is found by the next read. A row leaves by DELETE, so there is no position to keep.
+Every read starts from the lowest id that may still be unpublished, not from the last one seen: so the next read finds
+the rows of a transaction that drew a low id and committed late. Published rows are deleted, so there is no position to
+keep.
 
-One round trip a turn: a statement that reads all lanes, and the one that settles the turn before (settlement.py), whose
-commit makes what was read durable and whose leases say of which lanes it may be published. They are two transactions of
-one session, so nothing can crash in between unnoticed. Behind a pooler a session is no proof of that: there the rows
-that were read are looked at once more by the statement that settles.
+A turn takes one round trip: a statement that reads all lanes, and the one that settles the turn before (settlement.py).
+The commit of the latter makes the rows that were read durable, and its result tells which lanes are still held and may
+be published. They are two transactions of one session, so a crash of the server in between is noticed. Behind a pooler
+it is not: there the settling statement checks the rows once more.
 
-Postgres works while Kafka is waited for (background.py), in one of three ways:
+Postgres works while the relay waits for Kafka (background.py), in one of three ways:
 
-- While a backlog is drained, the next turn's rows are read while this turn's are published. They are settled against in
-  the same way: the statement that settles comes after their read.
-- At-least-once, while two turns are not more than a batch, the turn before is settled while this one is published. Then
-  another statement says, after the read, of which lanes the leases hold, and that all WAL of that moment is flushed:
-  what was read can't be lost any more. It is waited for a little, as it is flushed by the commits of others and by the
-  WAL writer; then, or where a standby has to have it as well, the statement that settles comes first after all.
-- Exactly-once, while no backlog is drained, the turn before is settled while this one is sent. The Kafka transaction is
-  committed after ``confirm``: when the statement's answer is there. It says of which lanes the leases hold, and its
-  commit makes durable what was read.
+- While a backlog is drained, the next turn's rows are read while this turn's are published. They are checked in the
+same way: the settling statement comes after their read. - At-least-once, while two turns are at most a batch, the turn
+before is settled while this one is published. Then another statement after the read checks which leases are valid, and
+that all WAL up to that moment is flushed, so that the rows that were read can't be lost. It waits briefly, because
+commits of other sessions and the WAL writer flush the WAL. If that takes too long, or if a synchronous standby must
+have the WAL as well, the settling statement comes first after all. - Exactly-once, while no backlog is drained, the
+turn before is settled while this one is sent. The Kafka transaction is committed after ``confirm``, when the settling
+statement is done: its result tells which leases are valid, and its commit makes the rows that were read durable.
 
 Waiting
-    An idle worker leaves one statement with the server, which looks every few milliseconds whether any transaction has
-    committed, by comparing snapshots, and only then for events. So an event is noticed within milliseconds, at a few
+    An idle worker runs one long statement on the server. Every few milliseconds it compares snapshots to see whether
+    any transaction has committed, and only then looks for events. So an event is noticed within milliseconds, at a few
     statements a second. Behind a pooler it would keep a server connection busy; there the client polls instead.
 """
 
@@ -49,18 +49,19 @@ from relay.settlement import RENEW_PART, Settlement, UnsettledBatch, by_lane, la
 
 _WAIT_SECONDS: Final = 0.2
 _CLIENT_STEP_SECONDS: Final = 0.002
-# How long it is waited for a flush by others, how often it is looked for, and when it is tried again after that was in
-# vain: nobody else may be writing.
+# How long to wait for a flush by other sessions, how often to check for it, and when to try again after it did not
+# come: no other session may be writing.
 _FLUSH_SECONDS: Final = 0.005
 _FLUSH_STEP_SECONDS: Final = 0.0003
 _FLUSH_AGAIN_SECONDS: Final = 1.0
-# A turn may hold this much of payloads and headers. With the driver's and librdkafka's copies it is in memory thrice.
+# The most payloads and headers in a turn. With the driver's and librdkafka's copies they take three times as much
+# memory.
 TURN_BYTES: Final = 16 << 20
-# With this many lanes, a turn's statement settles all of them, whether they had events lately or not.
+# Up to this many lanes, a turn's statement settles all of them, whether or not they had events recently.
 _FEW_LANES: Final = 16
 
-# Whatever is visible was written to the WAL before: only with synchronous_commit = off it may not be flushed yet. Once
-# what is there now is, so is all that was read before.
+# Visible rows are in the WAL, but with synchronous_commit = off it may not be flushed. Once the WAL up to this position
+# is flushed, so are all rows that were read before.
 _WRITTEN: Final = """
 SELECT pg_current_wal_insert_lsn()::text, pg_current_wal_flush_lsn() >= pg_current_wal_insert_lsn(),
        current_setting('synchronous_standby_names') = ''"""
@@ -71,9 +72,9 @@ _FLUSHED: Final = "SELECT pg_current_wal_flush_lsn() >= %(lsn)s::pg_lsn"
 class PollingSource:
     """The rows of a worker's lanes. Holds one connection, in autocommit. See ports.Source for the contract.
 
-    ``connect`` makes a fresh connection. With ``archive`` published events are kept in ``published``. ``watch_seconds``
-    is how often an idle worker's statement looks, inside the server, whether anything was committed; 0 lets the client
-    poll instead, as behind PgBouncer in transaction mode, where no session state is used and no plan is kept.
+    ``connect`` opens a new connection. With ``archive`` published events are kept in ``published``. ``watch_seconds``
+    is how often an idle worker's statement checks, inside the server, whether anything was committed; with 0 the client
+    polls instead, as it does behind PgBouncer in transaction mode.
     """
 
     def __init__(
@@ -110,12 +111,12 @@ class PollingSource:
 
     @property
     def connection(self) -> psycopg.Connection[Any]:
-        """The connection, with nothing under way on it."""
+        """The connection, with nothing in progress on it."""
         self.session.free()
         return self._connection
 
     def hold(self, lease: Lease) -> None:
-        """Begin to read a lane."""
+        """Start reading a lane."""
         self.settlement.hold(lease)
         self.reader.hold(lease.lane)
 
@@ -158,30 +159,30 @@ class PollingSource:
         if settling or unconfirmed:
             self.settlement.begin(settling or unconfirmed)
         elif self._overlaps and self.reader.worth_reading_ahead(batches, limits) and not failed:
-            # Lanes that have joined since are read with the others from now on.
+            # Includes lanes that have joined since.
             with unavailable_on_error("reading ahead"):
                 self._read_ahead({lane: limits[lane] for lane in self.reader.turn_lanes(limits)}, batches)
         return Fetched(batches, failed, settling=settling, unconfirmed=bool(unconfirmed))
 
     def confirm(self, deadline: float) -> dict[int, OutboxError]:
-        """Wait until the turn before is settled, and with it these leases are checked and what was read is durable.
+        """Wait until the turn before is settled; then the leases are checked and the rows that were read are durable.
 
-        Lanes that have no events in this turn do not take it back: of those ``settle`` says what has failed.
+        Returns failures only for lanes with events in this turn; ``settle`` returns those of other lanes.
         """
         self.session.end_settling(deadline)
         return self.session.failed_of(self._unconfirmed)
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
-        """Do not return events of these kinds: their topics can't be written to."""
+        """Do not fetch events of these kinds: their topics can't be written to."""
         if kinds != self.reader.left_out:
             self.session.free()
             self.reader.leave_out(kinds)
 
     def go_on_without(self, lanes: Collection[int]) -> None:
-        """Do nothing: the rows of a lane wait for nobody."""
+        """Do nothing: rows of different lanes do not wait for each other."""
 
     def settle(self, receipts: Mapping[int, Receipt]) -> dict[int, OutboxError]:
-        """Record what was published: it goes with the next fetch. Refused events are recorded at once."""
+        """Remember published events, which the next fetch settles. Refused events are recorded at once."""
         failed = self.session.finish_settling()
         for lane, receipt in receipts.items():
             refused = refused_of(receipt)
@@ -207,7 +208,7 @@ class PollingSource:
         return failed | self.settlement.settle(unsettled)
 
     def wait(self, lanes: Collection[int], seconds: float, stop: threading.Event) -> bool:
-        """Wait until these lanes may have events, for ``seconds`` at most; return whether a fetch is worth it."""
+        """Wait until these lanes may have events, for at most ``seconds``. Returns whether a fetch is worth it."""
         if not lanes:
             stop.wait(seconds)
             return False
@@ -271,22 +272,23 @@ class PollingSource:
         if settled:
             failed = self.settlement.answered(settling, settled, asked_at)
             failpoint("batch.settled")
-        # Lanes that nobody expected to have events.
+        # Lanes that were not expected to have events.
         late = {claim.lane for claim in claims} - set(settled)
         if late:
             failed |= self.settlement.settle(sorted(late))
         return claims, failed
 
     def _read_and_check(self, limits: Mapping[int, int]) -> tuple[list[Claim], dict[int, OutboxError], Collection[int]]:
-        """Read, and see that it may be published before the turn before is settled; return the lanes of that one.
+        """Read, and check whether the events may be published before the turn before is settled.
 
-        Where it may not, that turn is settled at once, and what was read is durable by its commit.
+        Returns the lanes of that turn, to be settled meanwhile. If they may not, it is settled at once, which makes the
+        events durable.
         """
         unsettled = self.settlement.unsettled
         in_hand = self._in_hand()
         claims = self._read_only(limits, in_hand)
         batches = by_lane(claims)
-        # What a crash may repeat of a lane stays a batch.
+        # A crash may repeat at most a batch of a lane.
         small = all(len(batch) + len(in_hand.get(lane, ())) <= limits[lane] for lane, batch in batches.items())
         small = small and not self.reader.worth_reading_ahead(batches, limits)
         if claims and small and (lost := self._check(batches.keys())) is not None:
@@ -297,20 +299,20 @@ class PollingSource:
     def _read_before_settling(
         self, limits: Mapping[int, int]
     ) -> tuple[list[Claim], dict[int, OutboxError], Collection[int]]:
-        """Read, and return the lanes to be settled before these events are committed.
+        """Read. Returns also the lanes to settle before these events are committed in Kafka.
 
-        None in a backlog: the next turn's rows are read meanwhile, and the turn before is settled at once.
+        None in a backlog: there the turn before is settled at once, so that the next turn's rows can be read meanwhile.
         """
         claims = self._read_only(limits, self._in_hand())
         batches = by_lane(claims)
-        # What is pending of a lane that was given up is its marker's to settle, when it is taken over again.
+        # A lane that was given up is settled by its marker when it is taken over again.
         settled = sorted(batches.keys() | (set(self.settlement.unsettled) & limits.keys()))
         if claims and not self.reader.worth_reading_ahead(batches, limits):
             return claims, {}, settled
         return claims, self.settlement.settle(settled), ()
 
     def _in_hand(self) -> dict[int, Sequence[Claim]]:
-        """Return the rows that are published and not yet settled, by lane."""
+        """Return the published but unsettled rows, by lane."""
         return {lane: self.settlement.lanes[lane].pending.rows for lane in self.settlement.unsettled}
 
     def _read_only(self, limits: Mapping[int, int], in_hand: Mapping[int, Sequence[Claim]]) -> list[Claim]:
@@ -322,7 +324,7 @@ class PollingSource:
         return claims
 
     def _check(self, lanes: Collection[int]) -> dict[int, OutboxError] | None:
-        """Return which of these lanes are another relay's now; None if Postgres may still lose what was read."""
+        """Return the lanes that another relay has taken; None if Postgres may still lose the rows that were read."""
         with self._connection.pipeline():
             written = self._connection.execute(_WRITTEN)
             holding = self._connection.execute(*self.settlement.still_held(lanes))
@@ -344,7 +346,7 @@ class PollingSource:
         return self.settlement.lost_of(lanes, holding.fetchall())
 
     def _settle_after(self, ahead: ReadAhead, limits: Mapping[int, int]) -> tuple[list[Claim], dict[int, OutboxError]]:
-        """Take what was read ahead, and settle the turn before: its commit comes after that read."""
+        """Return the events that were read ahead, and settle the turn before: its commit comes after that read."""
         claims = [claim for claim in self._finish(ahead) if claim.lane in limits]
         settled = sorted({claim.lane for claim in claims} | set(self.settlement.unsettled))
         failed: dict[int, OutboxError] = {}
@@ -353,7 +355,7 @@ class PollingSource:
         return claims, failed
 
     def _expects(self, lane: int) -> bool:
-        """Return whether to settle the lane in the same round trip as it is read."""
+        """Return whether to settle the lane in the same round trip in which it is read."""
         return (
             len(self.settlement.lanes) <= _FEW_LANES
             or bool(self.settlement.lanes[lane].pending)
@@ -370,15 +372,15 @@ class PollingSource:
 
     def _read_ahead(self, limits: Mapping[int, int], in_hand: Mapping[int, Sequence[Claim]]) -> None:
         if self.reader.must_look():
-            # The next turn has to look at the failures.
+            # The next turn has to read the failures.
             return
         self.session.read_ahead(ReadAhead(self.reader.reads(limits, in_hand), list(limits), in_hand))
 
     def _comes_next(self, ahead: ReadAhead, lanes: Collection[int]) -> bool:
-        """Return whether what was read ahead is the next turn of these lanes, or of some of them.
+        """Return whether the events that were read ahead are the next turn of these lanes, or of some of them.
 
-        Not when a lane is gone or must not be published now, and not when an event of the turn in hand was not
-        published: the broker has refused the batch, or the event's topic can't be written to. It is read again, and
+        They are not if a lane is gone or must not be published now, nor if an event of the turn in hand was not
+        published because the broker refused the batch or the topic can't be written to: that event is read again, and
         comes first.
         """
         pending = self.settlement.lanes
@@ -397,7 +399,7 @@ class PollingSource:
         self._on_settled(lane, pending)
 
     def _settle_with(self, lane: int, refused: Sequence[tuple[Claim, str]]) -> OutboxError | None:
-        """Settle what is pending of a lane, and record what was refused in the same transaction."""
+        """Settle what is pending of a lane, and record refused events in the same transaction."""
         dead: list[Claim] = []
         error = self.session.settle_with(
             lane,
@@ -413,7 +415,7 @@ class PollingSource:
 
 
 def refused_of(receipt: Receipt) -> list[tuple[Claim, str]]:
-    """Return the events of a receipt that can't be published as they are, with the reasons."""
+    """Return the refused events of a receipt, with the reasons."""
     refused = []
     for claim, outcome in receipt.results:
         match outcome:

@@ -1,4 +1,4 @@
-"""The database's side of taking lanes over whose events are rows; see kafka/takeover.py."""
+"""The database's side of taking over lanes whose events are rows; see kafka/takeover.py."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ class RowTakeover:
         self._identity: Identity | None = None
 
     def lane_count(self) -> int:
-        """Return how many lanes the outbox has."""
+        """Return the number of lanes of the outbox."""
         self._session.free()
         with unavailable_on_error("counting lanes"):
             return self._session.number(self._queries.lane_count)
 
     def identity(self, leases: Sequence[Lease]) -> tuple[Identity | None, dict[int, OutboxError]]:
-        """Return which Postgres this is, and the lanes that have another owner already. None when all of them have."""
+        """Return this Postgres's identity, and the lanes that have another owner. No identity if all of them have."""
         self._session.free()
         with unavailable_on_error("looking at the lanes"):
             rows = self._connection.execute(
@@ -51,11 +51,11 @@ class RowTakeover:
         return self._identity, lost
 
     def adopt(self, lease: Lease, marker: Marker | None, own_id: str | None) -> tuple[Marker | None, Identity]:
-        """Settle what the lane's last marker says is on Kafka, if the epoch still holds, before anything is fetched.
+        """Settle the rows that the lane's last marker names, if the epoch is still ours, before anything is fetched.
 
-        Write ``own_id`` into the lane's row in the same transaction: from its commit on whoever takes the lane over
-        fences it. None for a worker without transactions. Return the marker to go on from (None: there has never been
-        one) and which database this is. Raise LaneLost, or StateLost when marker and table contradict each other.
+        Writes ``own_id`` into the lane's row in the same transaction: from its commit on, the next holder fences it.
+        None for a worker without transactions. Returns the marker to go on from (None: there has never been one) and
+        the database's identity. Raises LaneLost, or StateLost when marker and table contradict each other.
         """
         lane, epoch = lease.lane, lease.epoch
         held_lane = self._settlement.lanes[lane]
@@ -79,7 +79,8 @@ class RowTakeover:
                 )
             batch, stream = last_batch, None
             if adopted is not None and adopted.batch != last_batch:
-                # On another timeline the same place can be another event's. The marker's own are known by their ids.
+                # On another timeline another event can have the same position. The marker's own events are known by
+                # their ids.
                 stream = adopted.stream if adopted.timeline == timeline else None
                 batch = adopted.batch
                 self._settle_marker(lane, last_batch, adopted)
@@ -94,11 +95,11 @@ class RowTakeover:
         return adopted, Identity(system_identifier, timeline)
 
     def _is_ours(self, held: SettledLane, marker: Marker | None, own_id: str | None) -> bool:
-        """Return whether there is nothing to take over: the publisher was made again, and all of the lane is settled.
+        """Return whether there is nothing to take over: only the publisher is new, and all of the lane is settled.
 
-        The row names us and has the marker's batch: the last statement over it has found or written that. That the
-        epoch still holds was read by ``identity`` after the producers had been initialized again: whoever takes the
-        lane later fences them. A turn that fails would otherwise cost a transaction for each lane of the worker.
+        The row names us and has the marker's batch: the last statement on it has found or written that. ``identity``
+        has checked the epoch after the producers were initialized again: a later holder fences them. Without this, a
+        failed turn would cost a transaction for each lane of the worker.
         """
         return (
             own_id is not None
@@ -118,7 +119,7 @@ class RowTakeover:
             self._queries.settle_marker, {"lane": lane, "ids": ids, "event_ids": [text for _, text in rows]}
         ).fetchone()
         if last_batch is not None and gone is not None and gone[0] != len(ids):
-            # They were durable before they were published, and nobody else settles them.
+            # They were durable before they were published, and no other relay settles them.
             raise StateLost(
                 f"lane {lane}: Kafka holds batch {adopted.batch} with {len(ids)} events, of which Postgres has "
                 f"only {gone[0]}: it has lost commits (a restore, or a failover to a standby that was behind), "

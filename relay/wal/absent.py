@@ -1,4 +1,4 @@
-"""Lanes that are ours and can't be taken over, for long: the others must not wait for them."""
+"""Lanes that are ours and can't be taken over for long: the others must not wait for them."""
 
 from __future__ import annotations
 
@@ -20,17 +20,16 @@ log = structlog.get_logger("relay")
 
 
 class AbsentLanes:
-    """Keeps lanes that are ours and can't be taken over (their state is lost, say) from holding up the others.
+    """Keeps lanes that are ours and can't be taken over (for example with a lost state) from delaying the others.
 
-    There is one stream: what is not done with in one channel is held, keeps the slot where it is, and at last
-    fills the stream. So such a lane is put into the state ``table``, durably, and what the stream gives of its
-    rows is let go of, as in that state: they are in the table, and leave it only when they are settled. That holds
-    before the lane is taken over too: what its former holder has published is settled by the marker then, by its
-    ids, and everything else is read from the table.
+    There is one stream: unfinished events of one channel are held, keep the slot from advancing, and finally fill the
+    stream. So such a lane is put into the state ``table``, durably, and its rows in the stream are dropped, as in that
+    state: they stay in the table until they are settled. That is correct before the lane is taken over, too: then the
+    marker settles what its former holder has published, by ids, and everything else is read from the table.
 
-    An event without a row is not let go of. It is in the WAL alone, and a transaction that is not decided yet may
-    have published it: to write it into the table could double it. So the slot stays in front of the first one of
-    such a lane, and the others go on until the stream holds as much as it may.
+    An event without a row is not dropped. It is only in the WAL, and an undecided transaction may have published it, so
+    writing it into the table could duplicate it. So the slot stays before the first such event, and the other lanes go
+    on until the stream is full.
     """
 
     def __init__(
@@ -43,10 +42,10 @@ class AbsentLanes:
         self._queries = queries
         self._stream = stream
         self.numbers: Collection[int] = ()
-        """The lanes that the others are not to wait for."""
+        """The lanes that the others must not wait for."""
 
     def see_to(self, present: Collection[int]) -> None:
-        """Leave them to the table, as far as that loses nothing. ``present`` are lanes that were read just now."""
+        """Move absent lanes to the table, as far as nothing is lost. ``present`` are lanes that were just read."""
         for number in present:
             self._lanes[number].absent = False
         absent = [number for number in self.numbers if number in self._lanes and number not in present]
@@ -55,18 +54,19 @@ class AbsentLanes:
         self._stream.begin_without(absent)
         for number in absent:
             channel = self._stream.channel(number)
-            # What is published must be settled before the lane changes its state; the loop sees to that first.
+            # Published events must be settled before the lane changes its state; the loop does that first.
             if channel is not None and not self._settlement.lanes[number].pending and self._leave(number, channel):
                 self._let_go_of_rows(channel)
 
     def _leave(self, number: int, channel: Channel) -> bool:
-        """Put an absent lane into the state ``table``; return whether it is, now or since before."""
+        """Put an absent lane into the state ``table``. Returns whether it is in that state."""
         lane = self._lanes[number]
         if lane.absent:
             return True
         with unavailable_on_error(f"noting the state of lane {number}"):
             row = self._connection.execute(self._queries.leave_unlocked, lane.key).fetchone()
-        # None: locked, or another relay's. The stream holds what it gives for the lane, and this is tried again.
+        # None: the row is locked, or another relay has the lane. The stream holds the lane's events, and this is
+        # retried.
         if row is not None:
             lane.absent, lane.state, lane.batch = True, InTable(), ()
             channel.rewind((-1, -1), ())
@@ -75,7 +75,7 @@ class AbsentLanes:
         return row is not None
 
     def _let_go_of_rows(self, channel: Channel) -> None:
-        """Let go of rows that are visible, up to the first event without a row."""
+        """Drop visible rows, up to the first event without a row."""
         while claims := channel.take(DROPPED_AT_ONCE):
             snapshot = current_snapshot(self._connection)
             kept = [n for n, claim in enumerate(claims) if not claim.has_row or not _is_visible(snapshot, claim)]

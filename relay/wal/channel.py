@@ -1,4 +1,4 @@
-"""One lane's part of the stream: what was read for it and is not settled yet."""
+"""One lane's part of the stream: its unsettled events."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Position = tuple[int, int]
 
 
 class ChannelSession(Protocol):
-    """What a channel knows of the session that reads for it."""
+    """The part of a session that its channels use."""
 
     running: threading.Event
     error: Exception | None
@@ -22,19 +22,19 @@ class ChannelSession(Protocol):
     ends: Mapping[int, int]
 
     def told_up_to(self, lsn: int) -> bool:
-        """Return whether all lanes have settled all that stands before ``lsn``, and have it found out if unknown."""
+        """Return whether all lanes have settled everything before ``lsn``; if unknown, make the session find out."""
         ...
 
     def freed(self, claims: Sequence[Claim]) -> None:
-        """Record that these are held no more."""
+        """Record that these events are no longer held."""
         ...
 
 
 class Channel:
-    """One lane's part of a session: what was read for it and is not settled yet, in commit order.
+    """One lane's part of a session: its unsettled events, in commit order.
 
-    ``resume`` is the last position (commit_lsn, number) that is done with already, and ``repeated`` are the ids of
-    events without a row behind it that are. The session's thread puts, the lane's thread does the rest.
+    ``resume`` is the last finished position (commit_lsn, number), and ``repeated`` are the ids of finished events
+    without a row behind it. The session's thread calls ``put``, the lane's thread everything else.
     """
 
     def __init__(self, session: ChannelSession, resume: Position, repeated: Collection[str]) -> None:
@@ -50,31 +50,31 @@ class Channel:
 
     @property
     def running(self) -> bool:
-        """Return whether the stream is being read: who read it before does so no more."""
+        """Return whether the session reads the stream: no other reader does any more."""
         return self._session.running.is_set()
 
     @property
     def read_lsn(self) -> int:
-        """Up to where the stream was read and shared out."""
+        """The position up to which the stream was read and distributed to the channels."""
         return self._session.read_lsn
 
     def settled_up_to(self, lsn: int) -> bool:
-        """Return whether all lanes have settled all that stands before ``lsn``, and have it found out if unknown."""
+        """Return whether all lanes have settled everything before ``lsn``; if unknown, make the session find out."""
         return self._session.told_up_to(lsn)
 
     def ended(self, timeline: int) -> int | None:
-        """Where another timeline ended in the history of this server; None when it is none of that, or goes on."""
+        """Return where another timeline ended in this server's history; None if it is not in it, or has not ended."""
         return self._session.ends.get(timeline)
 
     def check(self) -> None:
-        """Raise what ended the session, if it has ended."""
+        """Raise the error that ended the session, if it has ended."""
         if self._session.error is not None:
             raise self._session.error
 
     def wants(self, claim: Claim) -> bool:
         """Return whether the event is new to this lane."""
         assert claim.at is not None
-        # A row may bear the id of an event that was published before: a replay does.
+        # A row may have the event id of one that was published before: a replay does.
         return claim.at[:2] > self._resume and (claim.has_row or claim.event_id not in self._repeated)
 
     def put(self, claims: Sequence[Claim]) -> None:
@@ -89,7 +89,7 @@ class Channel:
         return bool(self._waiting)
 
     def take(self, limit: int) -> list[Claim]:
-        """Return the next events in order, up to ``limit``. Raises what ended the session."""
+        """Return the next events in order, up to ``limit``. Raises the error that ended the session."""
         with self._lock:
             self.check()
             claims = [self._waiting.popleft() for _ in range(min(limit, len(self._waiting)))]
@@ -103,7 +103,7 @@ class Channel:
         return claims
 
     def put_back(self, claims: Sequence[Claim]) -> None:
-        """Put back the last events that were taken: they come again."""
+        """Put back the last events that were taken, so that they come again."""
         with self._lock:
             while claims:
                 claim = self._taken.pop()
@@ -112,7 +112,7 @@ class Channel:
                     return
 
     def rewind(self, resume: Position, repeated: Collection[str]) -> None:
-        """Begin again with the first event that is not done with."""
+        """Start again with the first unfinished event."""
         with self._lock:
             self._resume = max(self._resume, resume)
             self._repeated |= frozenset(repeated)
@@ -123,10 +123,10 @@ class Channel:
         self._session.freed(popped)
 
     def done(self, claims: Sequence[Claim]) -> None:
-        """Record that these are settled, durably; of those that were recorded before, nothing.
+        """Record that these are durably settled. Ignores those that were recorded before.
 
-        A lane's events can be settled twice: when another lane of their turn was suspected, and with the turn itself. A
-        note about one that is gone would stay for ever, and keep this from the short way.
+        A lane's events can be settled twice: when another lane of their turn was suspected, and with the turn itself.
+        An entry for one that is gone would stay for ever, and prevent the fast path.
         """
         with self._lock:
             held = self._taken or self._waiting

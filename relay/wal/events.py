@@ -1,4 +1,4 @@
-"""The events in what a slot gives: rows of ``events`` by their ids, and messages that are events. No I/O."""
+"""The events in a slot's messages: rows of ``events`` by their ids, and logical decoding messages. No I/O."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from relay.wal.replication import lsn_text
 from relay.wal.slot import NO_TRANSACTION, REPAIR, Snapshot, heartbeat_prefix
 
 UNREADABLE: Final = "unreadable-message"
-"""The aggregate type of what some other program wrote under our prefix. It becomes a dead letter."""
+"""The aggregate type of an unreadable message under our prefix. It becomes a dead letter."""
 
-# Begins no message.
+# No message begins with it.
 _NEVER: Final = b"\0"
-# What a dead letter keeps of something unreadable, which may be of any size: a row takes a million bytes.
+# A dead letter keeps this much of an unreadable message, which may have any size: a row takes a million bytes.
 _UNREADABLE_BYTES: Final = 990_000
 
 
 class EventReader:
-    """Takes the messages of a slot, in order. ``new`` are the events in them that the lanes' channels want.
+    """Reads a slot's messages in order. ``new`` are the events in them that the lanes' channels want.
 
-    ``takes_messages``: whether messages in the WAL are events; if not, they become dead letters. ``end`` is where the
-    last transaction ended, and when it was committed.
+    ``takes_messages``: whether logical decoding messages are events; if not, they become dead letters. ``end`` is where
+    the last transaction ended, and when it was committed.
     """
 
     def __init__(self, schema: str, channels: Mapping[int, Channel], lanes: int, *, takes_messages: bool) -> None:
@@ -40,7 +40,7 @@ class EventReader:
         self._takes_messages = takes_messages
         self._prefix = _message.message_prefix(schema)
         self._heartbeat_prefix = heartbeat_prefix(schema)
-        # The transaction that is being read, and how many of its events have been.
+        # The current transaction, and the number of its events so far.
         self._transaction: Begin | None = None
         self._number = 0
         self._columns: _Columns | None = None
@@ -61,10 +61,10 @@ class EventReader:
     def begin(
         self, events_oid: int | None, opened_xid: int, check: Callable[[], None], snapshot: Callable[[], Snapshot]
     ) -> None:
-        """Record what the server says of the outbox before anything is read.
+        """Record the server's data about the outbox before anything is read.
 
-        ``check`` is called when the server describes the table, and raises when what it does not give can be missing.
-        Rows of transactions before ``opened_xid`` may lack columns: all of them are in the table.
+        ``check`` is called when the server describes the table, and raises if events may be missing. Rows of
+        transactions before ``opened_xid`` may lack columns: all of them are in the table.
         """
         self._events_oid, self._opened_xid = events_oid, opened_xid
         self._check, self._snapshot = check, snapshot
@@ -72,7 +72,7 @@ class EventReader:
     def read(self, messages: Sequence[bytes]) -> None:
         """Read these messages."""
         for data in messages:
-            # In one loop: nearly all of a stream's work is here.
+            # One loop, because nearly all of a stream's work is done here.
             named = two_numbers(data, self._head)
             if named is None:
                 self._take(data)
@@ -80,7 +80,7 @@ class EventReader:
                 self._add(_named(named[0], self._next()), named[1])
 
     def size(self, claims: Sequence[Claim], overhead: int) -> int:
-        """Return how much memory these take, about: a row's content is not here, what has no row is whole."""
+        """Return about how much memory these take: only events without a row have their content here."""
         size = len(claims) * overhead
         if self._message_count:
             size += sum(len(claim.value) for claim in claims if claim.value is not None)
@@ -99,16 +99,16 @@ class EventReader:
             case Relation() as relation_:
                 self._relation(relation_)
             case _:
-                # Types and origins say nothing about events, and the publication has inserts only.
+                # Types and origins are not needed, and the publication has only inserts.
                 pass
 
     def _relation(self, relation: Relation) -> None:
         if relation.oid != self._events_oid:
-            # Somebody has added a table to the publication. Names say nothing: these are of the time of writing.
+            # A table was added to the publication. Names do not identify a table: they are from the time of writing.
             self._other_oids.add(relation.oid)
             return
-        # The server describes the table again when the publication was changed: what was written meanwhile may be
-        # missing, and what comes now must not pass it by.
+        # The server describes the table again after a change of the publication: rows written meanwhile may be missing,
+        # and later ones must not overtake them.
         self._check()
         self._columns, self._lacking, self._head = None, None, _NEVER
         try:
@@ -122,8 +122,8 @@ class EventReader:
         if relation in self._other_oids:
             return
         if self._lacking is not None and self._transaction is not None:
-            # Written before the slot was set up or the publication repaired: no lane streams before it has read all
-            # such rows from the table.
+            # Written before the slot was set up or the publication repaired: lanes read all such rows from the table
+            # before they stream.
             if self._described.full(self._transaction.xid) < self._opened_xid:
                 return
             raise self._lacking
@@ -134,7 +134,7 @@ class EventReader:
 
     def _message(self, message: Message) -> None:
         if not message.transactional and message.prefix in {self._heartbeat_prefix, self._prefix}:
-            # What comes next begins here.
+            # The next record begins here.
             self.end = message.lsn, None
         if message.prefix != self._prefix:
             return
@@ -143,7 +143,7 @@ class EventReader:
             assert self._transaction is not None
             committed = self._transaction.committed_at.isoformat(timespec="microseconds").replace("+00:00", "Z")
         else:
-            # The last byte of its record: the next one may be a transaction's commit.
+            # The last byte of its record, as the next record may be a transaction's commit.
             at, committed = WalPosition(message.lsn - 1, 1, NO_TRANSACTION), ""
         self._message_count += 1
         number = -self._message_count
@@ -173,11 +173,11 @@ class EventReader:
 
 
 class _Columns:
-    """Where the columns of ``events`` are in a row of the stream. Raises SchemaError when one is not."""
+    """The positions of the columns of ``events`` in a row of the stream. Raises SchemaError when one is missing."""
 
     def __init__(self, relation: Relation) -> None:
         places = {column.name: number for number, column in enumerate(relation.columns)}
-        # Generated columns are sent from Postgres 18 on.
+        # Generated columns are sent since Postgres 18.
         needed = ("id", "lane") if "lane" in places else ("id", "aggregate_type", "aggregate_id")
         for name in needed:
             if name not in places:
@@ -187,10 +187,10 @@ class _Columns:
                 )
         self._id, *self._key = (places[name] for name in needed)
         self.two_numbers = [column.name for column in relation.columns] == ["id", "lane"]
-        """Whether a row is its id and its lane, and nothing else."""
+        """Whether a row has only its id and its lane."""
 
     def claim(self, row: Sequence[Value], at: WalPosition, lanes: int) -> tuple[Claim, int]:
-        """Return an event that has its row's id and its place alone, and its lane: the row has the rest."""
+        """Return an event with only its row's id and its position, and its lane: the row has the rest."""
         values: Sequence[Any] = row
         if len(self._key) == 1:
             lane = int(values[self._key[0]])

@@ -1,4 +1,4 @@
-"""Reading the lanes that stream: what is in the events that the stream has announced is read from their rows."""
+"""Reads the lanes that stream: the contents of events that the stream announces are read from their rows."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _MOST_ROWS: Final = 50_000
 
 
 class StreamReader:
-    """Reads turns from the stream. ``settling`` takes what can't be read."""
+    """Reads turns from the stream. ``settling`` takes unreadable events."""
 
     def __init__(
         self,
@@ -46,12 +46,12 @@ class StreamReader:
         self._connection = table.connection
         self._settlement = table.settlement
         self._turn_bytes = table.turn_bytes
-        # Cursors return rows and no claims here: the place in the stream is still to be added.
+        # Cursors return rows, not claims: the position in the stream is added later.
         self._rows = self._connection.cursor(binary=True, row_factory=tuple_row)
         self._first = 0
 
     def read(self, limits: Mapping[int, int], failed: dict[int, OutboxError]) -> dict[int, Sequence[Claim]]:
-        """Settle what is pending, and return the next events of these lanes; ``failed`` gets those that are lost."""
+        """Settle what is pending, and return the next events of these lanes; adds lost lanes to ``failed``."""
         announced = self._announced(limits)
         batches: dict[int, Sequence[Claim]] = {}
         with unavailable_on_error(f"reading {lanes_text(limits)}"):
@@ -67,16 +67,16 @@ class StreamReader:
 
             each(self._lanes, [number for number in announced if number not in lost], failed, fill)
             for number in lost.keys() & announced.keys():
-                # The lane's row is locked, say. What was announced comes again.
+                # For example, the lane's row is locked. The announced events come again.
                 self._put_back(self._lanes[number], announced[number])
         if batches:
             failpoint("batch.fetched")
         return batches
 
     def _announced(self, limits: Mapping[int, int]) -> dict[int, Sequence[Claim]]:
-        """Take the next events of each lane; of as many lanes as a turn has room for, by the size of their last ones.
+        """Take the next events of as many lanes as a turn has room for, estimated by the size of their last events.
 
-        Each lane gives one event at least, however large. So with large ones the lanes take turns.
+        Each of them gives at least one event, however large. So with large events the lanes alternate.
         """
         announced: dict[int, Sequence[Claim]] = {}
         expected = 0.0
@@ -92,7 +92,7 @@ class StreamReader:
                 expected += lane.row_bytes
         share = self._turn_bytes // max(len(announced), 1)
         for number, claims in announced.items():
-            # Rows are cut where they are read; what has none is here already.
+            # Rows are limited when they are read; events without a row are in memory already.
             before = 0
             for n, claim in enumerate(claims):
                 if before > share:
@@ -107,10 +107,10 @@ class StreamReader:
     def _read(
         self, announced: Mapping[int, Sequence[Claim]]
     ) -> tuple[dict[int, dict[int, Sequence[Any]]], dict[int, int], dict[int, OutboxError]]:
-        """Settle what is pending, and return those of the rows that are there, by lane and id.
+        """Settle what is pending, and return the existing rows, by lane and id.
 
-        Where there is nothing to settle, this reads only: what comes from the WAL is durable, and a commit could wait
-        for a standby.
+        If there is nothing to settle, this only reads: events from the WAL are durable, and a commit could wait for a
+        standby.
         """
         settled = sorted({*self._settlement.unsettled, *filter(self._settlement.prolongs, announced)})
         checked = [lane for lane in announced if lane not in set(settled)]
@@ -147,25 +147,25 @@ class StreamReader:
         cuts: dict[int, int] = {}
         for row in found:
             lane = row[8]
-            # What goes with this turn was still there when it was read.
+            # Rows that this turn settles were still there when they were read.
             if row[0] not in going[lane]:
                 rows.setdefault(lane, {})[row[0]] = row
             if row[9] is not None:
                 cuts[lane] = row[9]
         return rows, cuts, failed
 
-    def _filled(  # noqa: C901  one event after the other, and all that each can be
+    def _filled(  # noqa: C901  one loop over all cases of an event
         self, lane: StreamLane, announced: Sequence[Claim], rows: dict[int, Sequence[Any]], cut: int | None
     ) -> Sequence[Claim]:
-        """Return what can be published, up to the first that is not visible yet. Those that are gone are done with."""
+        """Return the events to publish, up to the first that is not visible yet. Those without their rows are done."""
         channel, number_of_lane = lane.channel, lane.lease.lane
         assert channel is not None
         if cut is not None:
-            # The others did not fit.
+            # The rest did not fit.
             channel.put_back(announced[cut:])
             announced = announced[:cut]
         if len(rows) == len(announced):
-            # All are there, and none is announced twice.
+            # All rows exist, and none is announced twice.
             return [Claim._make((*rows[claim.position][:8], claim.at, number_of_lane)) for claim in announced]
         kept: list[Claim] = []
         gone: list[Claim] = []
@@ -200,7 +200,7 @@ class StreamReader:
         lane.channel.put_back(claims)
 
     def _note_size(self, lane: StreamLane, asked: int) -> None:
-        """Ask for as many rows next time as fit into the bytes by the size of these."""
+        """Adapt the number of rows of the next turn to the size of these."""
         if not lane.batch:
             return
         total = sum(len(claim.value) if claim.value is not None else 0 for claim in lane.batch)
@@ -210,7 +210,7 @@ class StreamReader:
             lane.rows = max(min(lane.rows * 4, fitting, _MOST_ROWS), 1)
 
     def _look_again(self, lane: StreamLane, claims: Sequence[Claim]) -> tuple[AbstractSet[int], Snapshot]:
-        """Return those whose rows are there now, and a snapshot that is as old."""
+        """Return the events whose rows exist now, and a snapshot of the same moment."""
         ids = array([claim.position for claim in claims if claim.has_row])
         row = self._connection.execute(self._queries.which, {"next_ids": ids, **lane.key}).fetchone()
         if row is None:

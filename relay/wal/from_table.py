@@ -1,4 +1,4 @@
-"""Reading the lanes that are in the table, and their way back into the stream. See source.py."""
+"""Reads the lanes in the state ``table``, and returns them to the stream. See source.py."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from relay.wal.settling import StreamSettling
 from relay.wal.slot import current_snapshot
 
 DROPPED_AT_ONCE: Final = 5000
-"""How many events of the stream are taken at a time whose rows are in the table."""
+"""How many events of the stream are dropped at a time, whose rows are in the table."""
 
 
 class TableReader:
-    """Reads turns from the table. ``leaves_out`` says that events of some kinds stay there."""
+    """Reads turns from the table. ``leaves_out``: events of some kinds stay there."""
 
     def __init__(
         self,
@@ -41,7 +41,7 @@ class TableReader:
         self.leaves_out = False
 
     def read(self, limits: Mapping[int, int], failed: dict[int, OutboxError]) -> dict[int, Sequence[Claim]]:
-        """Settle what is pending, and return the next events of these lanes; ``failed`` gets those that fail."""
+        """Settle what is pending, and return the next events of these lanes; adds lanes that fail to ``failed``."""
         left = each(self._lanes, limits, failed, self._make_room)
         fetched = self._table.fetch({number: limits[number] for number in left})
         failed |= fetched.failed
@@ -56,10 +56,10 @@ class TableReader:
         return {number: batch for number, batch in batches.items() if number in set(ours)}
 
     def _stays(self, lane: StreamLane, channel: Channel, rows: Sequence[Claim], limit: int) -> bool:
-        """Change the lane's state where these rows of it allow that; return whether they may be published."""
+        """Change the lane's state if its rows allow that. Returns whether they may be published."""
         number = lane.lease.lane
         if self._table.reader.has_failures(number) or self.leaves_out:
-            # Events stay in the table, and others must not wait for them.
+            # Some events stay in the table, and others must not wait for them.
             lane.state = InTable()
             return True
         match lane.state:
@@ -70,7 +70,7 @@ class TableReader:
             case CatchingUp(horizon):
                 if rows and rows[0].position <= horizon:
                     return True
-                # What was read just now comes again, from the stream; or after what hides below the mark.
+                # The rows just read come again from the stream, or after rows that may be below the mark.
                 if self._states.ask(lane, self._queries.any_up_to, id=horizon)[0]:
                     self._table.reader.read_all_again(number)
                 else:
@@ -82,17 +82,17 @@ class TableReader:
                 assert_never(lane.state)
 
     def _make_room(self, lane: StreamLane, channel: Channel) -> None:
-        """Take from the stream what need not be kept."""
+        """Drop what need not be kept from the stream."""
         if isinstance(lane.state, CatchingUp):
-            # The next session begins when all lanes have joined it: the others must not wait for our table.
+            # A session starts when all lanes have joined: the others must not wait for our table.
             channel.check()
         else:
             self._drop(lane, channel)
 
     def _nearly_empty(self, lane: StreamLane, rows: Sequence[Claim], limit: int) -> bool:
-        """Return whether the table has little beside these. What is kept from then on takes room in the stream.
+        """Return whether the table has few other rows. Events kept from then on take room in the stream.
 
-        Fewer rows than were asked for prove nothing: large ones are read by their bytes.
+        Fewer rows than requested prove nothing: large ones are limited by their bytes.
         """
         if len(rows) >= limit:
             return False
@@ -100,10 +100,10 @@ class TableReader:
         return bool(len(rows) + self._states.ask(lane, self._queries.more, id=last, most=limit)[0] < limit)
 
     def _catch_up(self, lane: StreamLane, channel: Channel, state: InTable) -> None:
-        """Stop dropping, if the stream is ours and has been read nearly to its end.
+        """Stop dropping, if our session reads the stream and has nearly reached its end.
 
-        Ours: whoever read it before may have dropped what nobody has published. To its end: until a slot that was not
-        read for long has given all that, events go out of the table at once.
+        Our session: an earlier reader may have dropped unpublished events. Nearly its end: while a slot that was not
+        read for long catches up, events are published from the table without delay.
         """
         if not channel.running:
             return
@@ -115,7 +115,7 @@ class TableReader:
             lane.state = CatchingUp(int(self._states.ask(lane, self._queries.highest_id)[0]))
 
     def _drop(self, lane: StreamLane, channel: Channel) -> None:
-        """Let go of events whose rows are in the table for all to see; write those that have no row there."""
+        """Drop events whose rows are visible in the table; write events without a row into the table."""
         claims = channel.take(DROPPED_AT_ONCE)
         if not claims:
             return

@@ -1,4 +1,4 @@
-"""A lane of the source over the WAL: where its events come from, and what is under way. See source.py."""
+"""A lane of the WAL source: where its events come from, and its current batch. See source.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from relay.ports import Claim, LaneLost
 from relay.wal.channel import Channel
 from relay.wal.queries import StreamQueries
 
-# Rows are asked for by their ids, before anything is known of their size.
+# Rows are requested by their ids before anything is known about their size.
 _FIRST_ROWS: Final = 64
 _FIRST_PAUSE_SECONDS: Final = 0.005
 _LAST_PAUSE_SECONDS: Final = 0.1
@@ -32,9 +32,9 @@ class Streaming:
 
 @dataclass(frozen=True, slots=True)
 class InTable:
-    """They come from the table; what the stream gives of them is dropped.
+    """The lane's events come from the table; those in the stream are dropped.
 
-    ``target_lsn`` is up to where the stream must have been read before the lane may catch up, once that is known.
+    ``target_lsn`` is the position up to which the stream must be read before the lane may catch up, once it is known.
     """
 
     target_lsn: int | None = None
@@ -42,7 +42,7 @@ class InTable:
 
 @dataclass(frozen=True, slots=True)
 class CatchingUp:
-    """They come from the table up to ``horizon``, an id; what the stream gives is kept, and comes after that."""
+    """The lane's events come from the table up to the id ``horizon``, and then from the stream."""
 
     horizon: int
 
@@ -53,12 +53,12 @@ LaneState = Streaming | InTable | CatchingUp
 
 @dataclass(slots=True)
 class StreamLane:
-    """One lane. It begins in the table: what ``lanes.streaming`` says is read when it joins the stream."""
+    """One lane. It starts in the table: ``lanes.streaming`` is read when it joins the stream."""
 
     lease: Lease
     marker: Marker | None = None
     unplaced: bool = False
-    # Events without a row that are published, and whose place may not be settled.
+    # Published events without a row whose position may not be settled.
     published: list[str] = field(default_factory=list)
     channel: Channel | None = None
     state: LaneState = field(default_factory=InTable)
@@ -76,35 +76,35 @@ class StreamLane:
 
     @property
     def key(self) -> dict[str, int]:
-        """What statements bind that concern the lane for as long as it is ours."""
+        """The parameters of statements that apply to the lane only while it is ours."""
         return {"lane": self.lease.lane, "epoch": self.lease.epoch}
 
 
 class Pauses:
-    """How long to wait for what is not visible yet, and between two looks at a table: longer each time."""
+    """Growing waits: until a row is visible, and between two reads of a table."""
 
     def __init__(self) -> None:
         self._visibility = _FIRST_PAUSE_SECONDS
         self._step = _FIRST_PAUSE_SECONDS
 
     def reset(self) -> None:
-        """Begin with short ones: something has come."""
+        """Start with short waits again, because events have come."""
         self._visibility = self._step = _FIRST_PAUSE_SECONDS
 
     def wait_for_visibility(self) -> None:
-        """Sleep. With synchronous replication it may take as long as a standby is away."""
+        """Sleep. With synchronous replication, rows may stay invisible as long as a standby is unavailable."""
         time.sleep(self._visibility)
         self._visibility = min(self._visibility * 2, _LAST_PAUSE_SECONDS)
 
     def step(self, seconds: float) -> float:
-        """Return how long to wait before a table is looked at again, ``seconds`` at most."""
+        """Return how long to wait before a table is read again, at most ``seconds``."""
         step = min(self._step, seconds)
         self._step = min(self._step * 2, seconds)
         return step
 
 
 class LaneStates:
-    """What the database knows of the lanes' states. ``table`` reads their rows, on the same connection."""
+    """Reads and writes the lanes' states in the database. ``table`` reads their rows, on the same connection."""
 
     def __init__(self, table: PollingSource, queries: StreamQueries) -> None:
         self._table = table
@@ -112,7 +112,7 @@ class LaneStates:
         self._connection = table.connection
 
     def ask(self, lane: StreamLane, query: sql.Composed, **more: int) -> Any:
-        """Return the only row of a statement about a lane."""
+        """Return the only row of a query about a lane."""
         with unavailable_on_error(f"looking at lane {lane.lease.lane}"):
             row = self._connection.execute(query, lane.key | more).fetchone()
         assert row is not None
@@ -126,24 +126,24 @@ class LaneStates:
             raise self.lost(lane)
 
     def enter_stream(self, lane: StreamLane) -> None:
-        """Go on with the stream, durably. Raises LaneLost."""
+        """Switch the lane to the stream, durably. Raises LaneLost."""
         self.change(lane, self._queries.set_streaming, streaming=True)
         lane.state = Streaming()
         failpoint("stream.entered")
 
     def leave_stream(self, lane: StreamLane) -> None:
-        """Go on with the table, durably. Raises LaneLost."""
+        """Switch the lane to the table, durably. Raises LaneLost."""
         self.change(lane, self._queries.set_streaming, streaming=False)
         lane.state = InTable()
         failpoint("stream.left")
 
     def flush(self, lane: StreamLane) -> None:
-        """Settle what is pending of a lane. Raises what is wrong with it."""
+        """Settle what is pending of a lane. Raises the lane's error."""
         for error in self._table.flush([lane.lease.lane]).values():
             raise error
 
     def lost(self, lane: StreamLane) -> LaneLost:
-        """Return the error of a lane that is another relay's now."""
+        """Return the error for a lane that another relay has taken."""
         return self._table.settlement.lost(lane.lease.lane)
 
 
@@ -153,7 +153,7 @@ def each(
     failed: dict[int, OutboxError],
     step: Callable[[StreamLane, Channel], None],
 ) -> list[int]:
-    """Take a step with each of these lanes; return those that are not lost, by what is in ``failed`` then."""
+    """Call ``step`` with each of these lanes, adding lost ones to ``failed``. Returns those not in ``failed``."""
     for number in numbers:
         lane = lanes[number]
         assert lane.channel is not None

@@ -1,8 +1,8 @@
 """The lane of a key, as Postgres computes it for ``events.lane``: pgoutput does not send generated columns.
 
-(It can from Postgres 18 on, if a publication asks for it; older ones can't.) The hash is Postgres' own for text
-(``hashtextextended``: Bob Jenkins' lookup3 with a 64-bit seed, on the bytes of the text). A relay compares a few values
-with the server's before it trusts these.
+(Postgres 18 can, if the publication has that option.) The hash is Postgres's own for text (``hashtextextended``: Bob
+Jenkins' lookup3 with a 64-bit seed, on the bytes of the text). A relay compares a few values with the server's before
+it trusts these.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def hash_text(text: str, seed: int) -> int:
         x, y, z = _WORDS.unpack_from(data, at)
         a, b, c = _mix((a + x) & _MASK, (b + y) & _MASK, (c + z) & _MASK)
     x, y, z = _WORDS.unpack(data[whole:].ljust(12, b"\0"))
-    # The last word leaves its lowest byte to the length, which is in all three already.
+    # The lowest byte of the last word is reserved for the length, which is in all three already.
     a, b, c = (a + x) & _MASK, (b + y) & _MASK, (c + (z << 8)) & _MASK
     c = ((c ^ b) - _rotated(b, 14)) & _MASK
     a = ((a ^ c) - _rotated(c, 11)) & _MASK

@@ -3,8 +3,8 @@
 Layouts: https://www.postgresql.org/docs/current/protocol-logicalrep-message-formats.html. Numbers are big-endian, text
 is UTF-8 and ends with a zero byte, an LSN is a 64-bit byte position in the WAL, times count microseconds since 2000.
 
-Every byte string gives one message or PgOutputError. Messages that refer to a relation name it by its oid only; the
-Relation message that describes it comes before, and again whenever the table was altered.
+Every byte string is one message or raises PgOutputError. Messages refer to a relation only by its oid; the Relation
+message that describes it comes before, and again whenever the table was altered.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ _UINT64: Final = struct.Struct(">Q")
 
 
 class PgOutputError(OutboxError):
-    """The bytes are no message of pgoutput's protocol version 1."""
+    """The bytes are not a message of pgoutput's protocol version 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unchanged:
-    """The value of a column that is stored out of line (TOAST) and was not changed: the server does not send it."""
+    """An unchanged value that is stored out of line (TOAST), which the server does not send."""
 
 
 UNCHANGED: Final = Unchanged()
 
 Value = bytes | Unchanged | None
-"""A column's value: its text in the server's encoding (or binary form, if that was asked for); None is NULL."""
+"""A column's value: its text in the server's encoding (or its binary form, if requested); None is NULL."""
 
 
 @dataclass(frozen=True, slots=True)
 class Begin:
-    """A transaction begins. ``final_lsn`` is where its commit record stands, ``committed_at`` when it was committed."""
+    """A transaction begins. ``final_lsn`` is where its commit record is, ``committed_at`` the commit time."""
 
     final_lsn: int
     committed_at: dt.datetime
@@ -80,7 +80,7 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Relation:
-    """What a table looks like from here on. Generated columns are among them only if the publication has them."""
+    """The definition of a table from here on. It includes generated columns only if the publication has them."""
 
     oid: int
     schema: str
@@ -101,7 +101,7 @@ class Type:
 class Insert(NamedTuple):
     """A row was inserted: one value for each column of the relation.
 
-    A tuple and not a dataclass: nearly all messages of a stream are this.
+    A tuple, not a dataclass: nearly all messages of a stream are inserts.
     """
 
     relation: int
@@ -110,7 +110,7 @@ class Insert(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """A row was updated. ``old`` is its key, or the whole row, or None, as the replica identity has it."""
+    """A row was updated. ``old`` is its key, the whole row, or None, depending on the replica identity."""
 
     relation: int
     old: Sequence[Value] | None
@@ -138,7 +138,7 @@ class Truncate:
 class Message:
     """Bytes that a transaction wrote with pg_logical_emit_message.
 
-    A message that is not ``transactional`` comes at once, outside of any Begin and Commit.
+    A message that is not ``transactional`` comes immediately, outside of any Begin and Commit.
     """
 
     transactional: bool
@@ -152,7 +152,7 @@ Decoded = Begin | Commit | Origin | Relation | Type | Insert | Update | Delete |
 
 
 def decode(data: bytes) -> Decoded:
-    """Read one message. Raises PgOutputError for anything that is not one, whole, with nothing behind it."""
+    """Return the decoded message. Raises PgOutputError for anything but exactly one message."""
     if not data:
         raise PgOutputError("pgoutput: an empty message")
     kind = data[:1]
@@ -178,7 +178,7 @@ def decode(data: bytes) -> Decoded:
 
 
 class _Reader:
-    """A position in a message. Raises struct.error or ValueError at its end."""
+    """Reads a message from a position. Raises struct.error or ValueError at its end."""
 
     __slots__ = ("at", "data")
 
@@ -238,7 +238,7 @@ _INSERT_HEAD: Final = struct.Struct(">cIch")
 
 
 def _whole_insert(data: bytes) -> Insert | None:
-    """Read an Insert in one loop, without calls; None when there is more to it: the reader knows it all."""
+    """Return an Insert, read in one loop without calls; None for the forms that only the reader handles."""
     size, unpack = len(data), _INT32.unpack_from
     if size < _INSERT_HEAD.size:
         return None
@@ -269,14 +269,14 @@ def _whole_insert(data: bytes) -> Insert | None:
 
 
 def insert_head(relation: int, columns: int) -> bytes:
-    """Return how every Insert of a table begins whose first column is text and not NULL; for ``two_numbers``."""
+    """Return the first bytes of a table's Inserts whose first column is text and not NULL; for ``two_numbers``."""
     return _INSERT_HEAD.pack(b"I", relation, b"N", columns) + b"t"
 
 
 def two_numbers(data: bytes, head: bytes) -> tuple[int, int] | None:
-    """Read an Insert of two columns that are numbers; None for anything else, which ``decode`` knows.
+    """Return the values of an Insert with two numeric columns; None for anything else, which ``decode`` handles.
 
-    That is nearly all of a stream in which a row is named and no more, so it has a way of its own.
+    Nearly all messages are of this form if the publication has only ids and lanes, so it has a fast path.
     """
     start = len(head) + 4
     if data[: len(head)] != head or len(data) < start:

@@ -1,4 +1,4 @@
-"""The statements of the source over the WAL. No I/O."""
+"""The statements of the WAL source. No I/O."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Final, LiteralString
 
 from psycopg import sql
 
-from relay.database import FURTHER, TIMELINE
 from relay.polling.queries import COLUMNS, SIZE
 from relay.statements import names_of
 
@@ -20,7 +19,7 @@ _SET_STREAMING: Final = """
 UPDATE {lanes} SET streaming = %(streaming)s WHERE lane = %(lane)s AND epoch = %(epoch)s
 RETURNING lane, set_config('synchronous_commit', 'on', true)"""
 
-# Without waiting for a lock on the row: the other lanes would wait as well.
+# Does not wait for a lock on the row, because the other lanes would wait as well.
 _LEAVE_UNLOCKED: Final = """
 UPDATE {lanes} SET streaming = false
  WHERE lane = (SELECT lane FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s FOR NO KEY UPDATE SKIP LOCKED)
@@ -48,8 +47,8 @@ SELECT ARRAY(SELECT id FROM {events} WHERE lane = %(lane)s AND id = ANY(%(next_i
        pg_current_snapshot()::text
   FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s"""
 
-# Of each lane as many as fit into the bytes, and one at least; ``cut`` is the number of the first that does not fit.
-# OFFSET 0 keeps the planner from joining the other way around, which compares each row of the table with each id.
+# Of each lane as many rows as fit into the bytes, and at least one; ``cut`` is the number of the first that does not
+# fit. OFFSET 0 prevents the planner from reversing the join, which would compare each row of the table with each id.
 _READ: Final = """
 SELECT e.*, s.lane, s.cut
   FROM (SELECT *, min(n) FILTER (WHERE before >= %(max_bytes)s) OVER (PARTITION BY lane) AS cut
@@ -72,11 +71,10 @@ RETURNING id"""
 
 
 class StreamQueries:
-    """The statements over one outbox, with its names put in."""
+    """The statements on one outbox."""
 
     def __init__(self, schema: str) -> None:
         names = names_of(schema)
-        names["timeline"], names["further"] = sql.SQL(TIMELINE), sql.SQL(FURTHER)
         names["columns"] = sql.SQL(COLUMNS.replace("id, event_id", "e.id, e.event_id", 1))
         names["size"] = sql.SQL(SIZE)
 

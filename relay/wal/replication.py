@@ -1,8 +1,8 @@
-"""Transport of logical replication over psycopg's public API: one slot, read as ``pgoutput``, told how far it was used.
+"""Logical replication over psycopg's public API: reads one slot as ``pgoutput``, and sends feedback.
 
-The connection is in COPY BOTH mode once it has started, which psycopg leaves to its low-level functions
+Once started, the connection is in COPY BOTH mode, for which psycopg has only low-level functions
 (``pgconn.get_copy_data``, ``put_copy_data``). Protocol:
-https://www.postgresql.org/docs/current/protocol-replication.html. Everything here is used from one thread.
+https://www.postgresql.org/docs/current/protocol-replication.html. Not thread-safe.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ _DATA_HEADER: Final = 25
 _DATA, _ALIVE = b"wk"
 _POSTGRES_EPOCH: Final = 946_684_800
 
-# What the text of a value looks like is the session's business. Feedback goes out each second: a server with a shorter
-# time-out than that would end the stream each time.
+# The text form of values depends on session settings. Feedback is sent every second: a server with a shorter timeout
+# would always end the stream.
 _SETTINGS: Final = (
     "SET datestyle = 'ISO'; SET timezone = 'UTC'; SET bytea_output = 'hex'; SET client_encoding = 'UTF8'; "
     "SET statement_timeout = 0; SET wal_sender_timeout = '60s'"
@@ -58,19 +58,19 @@ class SlotInUse(Unavailable):
 
 @dataclass(frozen=True, slots=True)
 class Switch:
-    """Where a timeline ended, because a standby was promoted there."""
+    """The end of a timeline, where a standby was promoted."""
 
     timeline: int
     lsn: int
 
 
 def lsn_text(lsn: int) -> str:
-    """Return a position in the WAL as Postgres writes it: ``16/B374D848``."""
+    """Return a position in the WAL in Postgres's form: ``16/B374D848``."""
     return f"{lsn >> 32:X}/{lsn & 0xFFFFFFFF:X}"
 
 
 def parse_lsn(text: str) -> int:
-    """Read what ``lsn_text`` writes. Raises ValueError."""
+    """Return the position in a text like ``lsn_text``'s. Raises ValueError."""
     high, _, low = text.partition("/")
     return int(high, 16) << 32 | int(low, 16)
 
@@ -92,14 +92,14 @@ class Replication:
                 **NOTICE_DEAD_HOSTS,
             )
         self._pgconn = self._connection.pgconn
-        # Not select(), which takes no descriptor above 1023; a relay with many lanes has more.
+        # Not select(), which takes no descriptor above 1023; a relay can have more.
         self._arrived, self._ready = select.poll(), select.poll()
         self._arrived.register(self._connection.fileno(), select.POLLIN)
         self._ready.register(self._connection.fileno(), select.POLLIN | select.POLLOUT)
         self.position = 0
-        """How far the server has read its WAL for us, and sent what was in it."""
+        """The position up to which the server has read its WAL for us, and sent its contents."""
         self.reply_wanted = False
-        """Whether the server has asked for feedback at once."""
+        """Whether the server has requested immediate feedback."""
         try:
             self._command(_SETTINGS)
         except BaseException:
@@ -120,7 +120,7 @@ class Replication:
         return [Switch(int(line[1]), parse_lsn(line[2])) for line in lines if line is not None]
 
     def start(self, slot: str, publication: str) -> None:
-        """Begin to stream from the slot's confirmed position. Raises SlotInUse while another connection does."""
+        """Start streaming from the slot's confirmed position. Raises SlotInUse while another connection reads it."""
         options = sql.SQL("proto_version '1', publication_names {}, messages 'true'").format(
             sql.Literal(sql.Identifier(publication).as_string(self._connection))
         )
@@ -128,12 +128,12 @@ class Replication:
         self._command(command.as_string(self._connection), ExecStatus.COPY_BOTH)
 
     def read(self, limit: int) -> list[bytes]:
-        """Return up to ``limit`` of the messages that have arrived, in pgoutput's form; does not wait."""
+        """Return up to ``limit`` messages that have arrived, in pgoutput's form, without waiting."""
         take = self._pgconn.get_copy_data
         messages: list[bytes] = []
         last = b""
         with self._explained():
-            # What was read before may be there still, whole; the socket then says nothing.
+            # Complete messages may still be in libpq's buffer, and then the socket is not readable.
             self._pgconn.consume_input()
             while len(messages) < limit:
                 size, data = take(1)
@@ -154,7 +154,7 @@ class Replication:
         return messages
 
     def wait(self, seconds: float) -> bool:
-        """Wait until something has arrived; say whether it has."""
+        """Wait until data has arrived. Returns whether it has."""
         return bool(self._arrived.poll(seconds * 1000))
 
     def feedback(self, flushed: int) -> None:
@@ -163,7 +163,7 @@ class Replication:
         with self._explained():
             self._pgconn.put_copy_data(_FEEDBACK.pack(b"r", flushed, flushed, flushed, now, 0))
             while self._pgconn.flush():
-                # The server is not reading, because it is writing: what it writes has to go somewhere.
+                # The server does not read while it writes, so its data has to be consumed.
                 self._pgconn.consume_input()
                 self._ready.poll(1000)
         self.reply_wanted = False
@@ -206,7 +206,7 @@ class Replication:
                 if isinstance(error, errors.UndefinedObject) and "publication" in text:
                     need = _NEEDS["publication"]
                 raise SchemaError(f"Postgres, replication: {text}: {need}") from error
-            # Before the connection stands there is no SQLSTATE to go by.
+            # There is no SQLSTATE before the connection is established.
             if "replication" in text.lower() and ("permission" in text or "superuser" in text):
                 raise SchemaError(f"Postgres, replication: {text}: {_NEEDS['permission']}") from error
             raise DatabaseUnavailable(f"Postgres at {display_url(self._url)}, replication: {text}") from error

@@ -1,8 +1,8 @@
-"""The stream of events out of the WAL: one slot, read by one thread, shared out to the lanes in commit order.
+"""The stream of events from the WAL: one thread reads one slot, and distributes events to the lanes in commit order.
 
-A relay that reads the WAL holds all lanes or none. Each lane has a Channel, which holds what was read for it until it
-is settled; the server is told to forget the WAL only up to where every lane has settled everything.
-What is held is bounded: when the lanes are behind, reading stops, and feedback goes on.
+A relay that reads the WAL holds all lanes or none. Each lane has a Channel, which holds its events until they are
+settled; the slot is advanced only up to the position before which every lane has settled everything. The number of held
+events is bounded: when the lanes are behind, reading stops, and feedback goes on.
 
 | what happens                             | what follows                                                            |
 |------------------------------------------|-------------------------------------------------------------------------|
@@ -25,8 +25,8 @@ What is held is bounded: when the lanes are behind, reading stops, and feedback 
 | another timeline that left ours before   | stop: this server does not have what was published                      |
 | where we were                            |                                                                         |
 
-The feedback never goes by the positions of keepalives. An outbox without events would hold the WAL of all others so:
-when nothing is under way, a heartbeat is written (``pg_logical_emit_message``), and its arrival moves the position.
+Feedback never uses the positions of keepalives. So an idle outbox would retain the WAL of all other writers: when no
+event is in flight, a heartbeat is written (``pg_logical_emit_message``), and its arrival advances the position.
 """
 
 from __future__ import annotations
@@ -64,28 +64,28 @@ _SAY_SECONDS: Final = 60.0
 _ENDS: Final = 1000
 Connect = Callable[[], psycopg.Connection[Any]]
 PublishedPosition = tuple[int, int]
-"""What a marker vouches for: a timeline, and the position on it up to which its lane is published."""
+"""What a marker proves: a timeline, and the position on it up to which its lane is published."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamLimits:
-    """How much is held at most, and after how many seconds of rest a heartbeat is written."""
+    """The most events and bytes that are held, and the idle seconds after which a heartbeat is written."""
 
     max_events: int = 30_000
     max_bytes: int = 64 * 1024 * 1024
     heartbeat_seconds: float = 10.0
     messages: bool = True
-    """Whether messages in the WAL are events. Any role of the database can write one."""
+    """Whether logical decoding messages are events. By default any role of the database can write one."""
     refuses_messages: bool = False
-    """Whether that they are not is meant: they become dead letters, also where some were published before."""
+    """Whether ``messages`` is false on purpose: they become dead letters even if some were published before."""
 
 
 class Stream:
-    """What a relay that reads the WAL shares among its lanes. Safe to use from their threads.
+    """The stream that a relay reads from the WAL for all its lanes. Thread-safe.
 
-    ``leases`` are all lanes of the outbox. ``replicate`` makes a replication connection, ``connect`` a plain one.
-    A session begins when every lane has joined: by then each has fenced its predecessor. Or when ``begin_without``
-    names those that can't be taken over: what is read for them is held until they join, or let go of by the source.
+    ``leases`` are all lanes of the outbox. ``replicate`` opens a replication connection, ``connect`` a plain one. A
+    session starts when every lane has joined: by then each has fenced its predecessor. Or when ``begin_without`` names
+    the lanes that can't be taken over: their events are held until they join, or dropped by the source.
     """
 
     def __init__(
@@ -109,10 +109,10 @@ class Stream:
         timeline: int,
         published: PublishedPosition | None = None,
     ) -> Channel:
-        """Return the lane's channel, from behind ``resume`` on. Raises Unavailable when the stream is closed.
+        """Return the lane's channel, with events after ``resume``. Raises Unavailable when the stream is closed.
 
-        ``timeline`` is that of the server which the lane asks: it must be the one that is read. ``published`` is
-        what the lane's marker says: a server without it is not the one that was read.
+        ``timeline`` is that of the server that the lane is connected to: it must be that of the stream. ``published``
+        is the position in the lane's marker: a server without it is not the one that was read.
         """
         with self._lock:
             if self._closed:
@@ -122,19 +122,19 @@ class Stream:
             return self._session.join(lane, resume, repeated, timeline, published)
 
     def begin_without(self, lanes: Collection[int]) -> None:
-        """Begin, if nobody but these lanes has not joined. Their channels hold all that the stream gives for them."""
+        """Start, if all other lanes have joined. These lanes' channels hold all their events."""
         with self._lock:
             if self._session is not None:
                 self._session.begin_without(lanes)
 
     def channel(self, lane: int) -> Channel | None:
-        """Return the lane's channel if the stream is being read, also that of a lane which has not joined."""
+        """Return the lane's channel if the stream is being read, even if the lane has not joined."""
         with self._lock:
             session = self._session
         return None if session is None else session.channel(lane)
 
     def wait(self, lanes: Collection[int], seconds: float) -> bool:
-        """Wait until one of the lanes has something to take, or the session has ended; return whether that is so."""
+        """Wait until one of the lanes has events, or the session has ended. Returns whether that is so."""
         with self._lock:
             session = self._session
         if session is None:
@@ -142,12 +142,12 @@ class Stream:
         return session.wait(lanes, seconds)
 
     def absent(self) -> Collection[int]:
-        """Return the lanes that have not joined: before they have, nothing is read."""
+        """Return the lanes that have not joined: until they have, nothing is read."""
         with self._lock:
             return () if self._session is None else self._session.absent()
 
     def close(self) -> None:
-        """Confirm to the server what was settled, and release the slot. Safe to call twice."""
+        """Send the last feedback, and release the slot. Safe to call twice."""
         with self._lock:
             self._closed = True
             session = self._session
@@ -156,7 +156,7 @@ class Stream:
 
 
 class _Session:
-    """One replication connection's life, in a thread. ``error`` is what ended it."""
+    """The lifetime of one replication connection, in a thread. ``error`` is what ended it."""
 
     def __init__(
         self,
@@ -173,10 +173,10 @@ class _Session:
         self._limits = limits
         self._thread = threading.Thread(target=self._run, name="stream", daemon=True)
         self._channels: dict[int, Channel] = {}
-        # Those that have a channel and did not ask for it.
+        # Lanes that have a channel but have not joined.
         self._not_joined: set[int] = set()
         self._resume_lsn = 0
-        # Asked for when a lane needs it only: the file of a timeline's history may be gone.
+        # Requested only when a lane needs it: the timeline's history file may be gone.
         self._asks_history = False
         self.ends: Mapping[int, int] = {}
         self._timeline: int | None = None
@@ -191,7 +191,7 @@ class _Session:
         self.error: Exception | None = None
 
         self._events = EventReader(names.schema, self._channels, len(leases), takes_messages=limits.messages)
-        # Ends of transactions, each with how many events every channel had been given by then.
+        # Ends of transactions, each with the number of events that every channel had received by then.
         self._ends: deque[tuple[int, dt.datetime | None, tuple[int, ...]]] = deque()
         self._told = 0
         self._asked = 0
@@ -202,7 +202,7 @@ class _Session:
         self, lane: int, resume: Position, repeated: Collection[str], timeline: int, published: PublishedPosition | None
     ) -> Channel:
         if timeline != (self._timeline or timeline):
-            # After a failover a connection can still hang on the old server. What it has read may be lost.
+            # After a failover a connection can still be open to the old server, whose data may be lost.
             self.error = Unavailable(f"the stream is one of timeline {self._timeline}, Postgres is on {timeline} now")
             self._stopping.set()
             raise self.error
@@ -241,7 +241,7 @@ class _Session:
         return self._channels.get(lane) if self.running.is_set() else None
 
     def freed(self, claims: Sequence[Claim]) -> None:
-        """Record that these are held no more."""
+        """Record that these events are no longer held."""
         if claims:
             with self._room:
                 self._held_bytes -= self._events.size(claims, _OVERHEAD_BYTES)
@@ -259,7 +259,7 @@ class _Session:
             return self._anything(lanes)
 
     def _anything(self, lanes: Collection[int]) -> bool:
-        # A lane that is not read now may have something for long.
+        # Only these lanes: one that is not being read may have events for long.
         channels = [self._channels[lane] for lane in lanes if lane in self._channels]
         return self.error is not None or any(channel.waiting for channel in channels)
 
@@ -268,7 +268,7 @@ class _Session:
         return self._told >= lsn
 
     def stop(self) -> None:
-        """End, after a last feedback."""
+        """End the session after a last feedback."""
         self._stopping.set()
         if self._thread.is_alive():
             self._thread.join(_CLOSE_SECONDS)
@@ -296,9 +296,9 @@ class _Session:
                 self._arrived.notify_all()
 
     def _start(self, slot: Slot, replication: Replication) -> None:
-        """See that the stream is whole, and begin; end whoever reads the slot still. Our lanes were its lanes."""
+        """Check the stream, and start reading; end a former reader of the slot, whose lanes are ours now."""
         slot.check(slot.look())
-        # Its samples are not text in every encoding; by now it is UTF8.
+        # After the check that the encoding is UTF8: the samples are not valid in every encoding.
         slot.check_hash()
         self._check_messages(slot.look())
         deadline = time.monotonic() + _TAKE_OVER_SECONDS
@@ -331,7 +331,7 @@ class _Session:
         failpoint("stream.started")
 
     def _check_messages(self, state: SlotState) -> None:
-        """Raise ConfigurationError where messages were published before, and would be dead letters from now on."""
+        """Raise ConfigurationError if messages were published before, but would become dead letters from now on."""
         if self._limits.messages or self._limits.refuses_messages or state.message_at is None:
             return
         raise ConfigurationError(
@@ -343,8 +343,8 @@ class _Session:
     def _await_all(self, slot: Slot) -> None:
         """After a failover, wait for the lanes that have not joined.
 
-        Only their markers know up to where they were published on the old timeline. Once the new one is noted, nothing
-        compares it with what is published any more.
+        Only their markers have the positions up to which they were published on the old timeline. Once the new timeline
+        is recorded, it is no longer compared with them.
         """
         if not self._not_joined or slot.look().timeline == self._timeline:
             return
@@ -376,7 +376,7 @@ class _Session:
         return False
 
     def _say_what_is_held(self) -> None:
-        """Log which lanes keep the others waiting, if nothing moves: what is settled elsewhere makes no room then."""
+        """Log the lanes that delay the others, if nothing is settled for long."""
         now = time.monotonic()
         if self._full_since is None or self._held_events != self._full_events:
             self._full_since, self._full_events = now, self._held_events
@@ -392,7 +392,7 @@ class _Session:
     # Reading
 
     def _read(self, replication: Replication) -> bool:
-        """Read what has arrived and hand it on; say whether there was anything."""
+        """Read the messages that have arrived, and distribute them. Returns whether there were any."""
         messages = replication.read(_READ)
         self._events.read(messages)
         self._hand_on()
@@ -411,18 +411,18 @@ class _Session:
                 self._arrived.notify_all()
         end, self._events.end = self._events.end, None
         if end is not None:
-            # The last of the ends that were read at once will do. Events of the transaction behind it are counted
-            # with it, so it may be told a little later than it could.
+            # Of the ends that were read at once, the last is enough. It includes the events of the transaction behind
+            # it, so it may be confirmed a little later than possible.
             counts = tuple(channel.put_count for channel in self._channels.values())
             if len(self._ends) >= _ENDS:
-                # One lane is behind and the others are not. To tell later ends alone loses nothing.
+                # One lane is far behind the others. Confirming only later ends loses nothing.
                 self._ends.pop()
             self._ends.append((*end, counts))
 
     # Feedback
 
     def _report(self, slot: Slot, replication: Replication) -> None:
-        """Record up to where every lane has settled everything: first in the table, then on the server."""
+        """Record the position up to which every lane has settled everything: first in the table, then on the server."""
         flushed, at = self._told, None
         done = tuple(channel.done_count for channel in self._channels.values())
         while self._ends and all(map(int.__ge__, done, self._ends[0][2])):
@@ -443,5 +443,5 @@ class _Session:
             self._moved_at = now
             slot.heartbeat(self._told)
         elif self._told < self._asked <= self.read_lsn and not self._ends:
-            # A lane waits to know, and nothing else would move the position.
+            # A lane waits for the answer, and nothing else would advance the position.
             slot.heartbeat(0)

@@ -1,6 +1,6 @@
-"""What becomes of a batch of the stream: settled by row and position, or left to the table.
+"""Settles batches of the stream by row and position, or moves them to the table.
 
-The table takes what can't be published as it is. For that an event without a row is given one; see ``outbox._message``.
+Events that can't be published as they are move to the table. For that, events without a row get one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from relay.wal.queries import StreamQueries
 
 
 class StreamSettling:
-    """Settles what came from the stream. ``on_dead`` is called with a lane and an event that is a dead letter now."""
+    """Settles events from the stream. ``on_dead`` is called with a lane and an event that is a dead letter now."""
 
     def __init__(
         self, table: PollingSource, queries: StreamQueries, failures: Failures, on_dead: Callable[[int, Claim], None]
@@ -37,10 +37,10 @@ class StreamSettling:
         self._on_dead = on_dead
 
     def settle(self, lane: StreamLane, batch: Sequence[Claim], receipt: Receipt) -> OutboxError | None:
-        """Record what became of a batch; return what is wrong with the lane, if anything is.
+        """Record the result of a batch. Returns the lane's error, if it has one.
 
-        Refused events, and with them the lane, go over to the table. So does a batch of which the publisher has
-        published nothing because it can't be published as it is.
+        Refused events move the lane to the table. So does a batch of which the publisher has published nothing because
+        it can't be published as it is.
         """
         number = lane.lease.lane
         settlement = self._settlement.lanes[number]
@@ -66,7 +66,7 @@ class StreamSettling:
                     break
                 reached = claim.at
             settlement.pending = UnsettledBatch.of(receipt, reached)
-        # What is not known to be published comes again. What is has to be done with before that.
+        # Events not known to be published come again. The published ones have to be settled before that.
         failed = self._settlement.settle([number]) if settlement.pending else {}
         if lane.channel is not None:
             lane.channel.rewind((-1, -1), ())
@@ -80,7 +80,7 @@ class StreamSettling:
         published: set[int],
         refused: list[tuple[Claim, str]],
     ) -> OutboxError | None:
-        """Settle what is published, record what is refused, and leave the rest of the batch to the table."""
+        """Settle published events, record refused ones, and leave the rest of the batch to the table."""
         number = lane.lease.lane
         left = [claim for claim in batch if not claim.has_row and claim.position not in published]
         dead: list[Claim] = []
@@ -105,14 +105,14 @@ class StreamSettling:
         return None
 
     def bury(self, lane: StreamLane, channel: Channel, claim: Claim) -> None:
-        """Keep what can't be read as a dead letter."""
+        """Keep an unreadable event as a dead letter."""
         self.write_to_table(lane, [claim])
         channel.done([claim])
 
     def write_to_table(self, lane: StreamLane, claims: Sequence[Claim]) -> None:
-        """Give events without a row one, and note that the stream is used up to the last of the claims.
+        """Write rows for events without one, and advance the lane's position to the last of the claims.
 
-        What is pending must have been settled.
+        Pending events must have been settled before.
         """
         number = lane.lease.lane
         unreadable: list[Claim] = []
@@ -133,9 +133,9 @@ class StreamSettling:
     def _settle_with(
         self, lane: StreamLane, pending: UnsettledBatch, doing: str, more: Callable[[], None]
     ) -> OutboxError | None:
-        """Settle, and do more in the same transaction. Return what is wrong with the lane, if it is not held.
+        """Settle ``pending``, and call ``more`` in the same transaction. Returns the error if the lane is not held.
 
-        Where that fails nothing of it stays pending: a place must not be settled without what goes with it.
+        If that fails, ``pending`` is discarded: its position must not be settled without the rest.
         """
         settled = self._settlement.lanes[lane.lease.lane]
         before, settled.pending = settled.pending, pending

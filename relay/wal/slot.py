@@ -1,9 +1,10 @@
-"""The replication slot and its checkpoint, which the outbox keeps (``streams``): is the stream whole?
+"""The replication slot and its checkpoint in the outbox (``streams``), and the check that the stream has no gap.
 
-The checkpoint says how far the stream was used (``flushed_lsn``); it is written before the server is told. So the
-slot's own position is never above it, unless somebody moved the slot or made it anew. The publication's version is in
-the checkpoint too: inserts that were not published for a moment are missing in the stream without a word (a server from
-18 on only warns when a publication is missing, https://www.postgresql.org/docs/18/release-18.html).
+The checkpoint has the position up to which the stream was used (``flushed_lsn``); it is written before the slot is
+advanced. So the slot's own position is never above it, unless the slot was advanced or recreated by another client. The
+checkpoint also has the publication's version: inserts that were unpublished even for a moment are silently missing in
+the stream (since version 18 a server only warns when a publication is missing,
+https://www.postgresql.org/docs/18/release-18.html).
 """
 
 from __future__ import annotations
@@ -19,9 +20,10 @@ from psycopg import sql
 from outbox import _message
 from outbox.errors import ConfigurationError, SchemaError
 from relay.config import Settings
-from relay.database import TIMELINE, unavailable_on_error
+from relay.database import unavailable_on_error
 from relay.lease import Lease
 from relay.ports import DatabaseUnavailable, StreamLost
+from relay.statements import names_of
 from relay.wal.lane_hash import SAMPLES, lane_of
 from relay.wal.replication import Replication, lsn_text
 
@@ -32,17 +34,17 @@ REPAIR: Final = (
 )
 
 _WAL_REMOVED: Final = "WAL that was not read is dropped (see max_slot_wal_keep_size)"
-# What pg_replication_slots.invalidation_reason says, from Postgres 17 on.
+# Values of pg_replication_slots.invalidation_reason, since Postgres 17.
 _INVALIDATED: Final = {
     "idle_timeout": "nobody read it for longer than idle_replication_slot_timeout",
     "wal_level_insufficient": "wal_level was not logical for a time",
     "rows_removed": "rows of the catalog that it needed are removed (on a standby: see hot_standby_feedback)",
 }
 
-# An outbox at rest writes no heartbeat for less WAL than this: each would be more WAL, to be archived for ever.
+# An idle outbox writes no heartbeat for less WAL than this: each would add WAL to be archived, for ever.
 IDLE_BYTES: Final = 16 * 1024
 
-# Changes with the publication, and when it is made anew. NULL when it does not have the table.
+# Changes when the publication is changed or recreated. NULL if it does not have the table.
 _VERSION: Final = """
 (SELECT concat_ws('.', p.oid, p.xmin, r.oid, r.xmin)
    FROM pg_publication AS p JOIN pg_publication_rel AS r ON r.prpubid = p.oid
@@ -50,7 +52,7 @@ _VERSION: Final = """
 
 _LOOK: Final = """
 SELECT current_setting('wal_level') AS wal_level, current_setting('server_encoding') AS encoding,
-       b.slot IS NOT NULL AS known, b.system_identifier, b.timeline, b.flushed_lsn, b.flushed_at, b.message_at,
+       b.slot IS NOT NULL AS known, b.system_identifier, b.timeline, b.flushed_lsn, b.message_at,
        b.publication_version, {version} AS publication_version_now,
        (SELECT p.pubinsert AND NOT (p.pubupdate OR p.pubdelete OR p.pubtruncate) AND r.prqual IS NULL
                AND (SELECT array_agg(a.attname::text ORDER BY a.attname) FROM pg_attribute AS a
@@ -81,7 +83,7 @@ _HASH: Final = """
 SELECT abs(mod(hashtextextended(k.id, hashtextextended(k.kind, 0)), %(modulo)s::bigint))::int
   FROM unnest(%(kinds)s::text[], %(ids)s::text[]) WITH ORDINALITY AS k(kind, id, n) ORDER BY k.n"""
 
-# Whose lanes these are decides; a relay that slept must not end the one that reads in its place.
+# Only the holder of the lanes: a relay that slept must not end its successor's session.
 _HOLDS: Final = """
 (SELECT count(*) FROM {lanes} AS l JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS mine(lane, epoch)
                       ON mine.lane = l.lane AND mine.epoch = l.epoch) = %(count)s"""
@@ -90,7 +92,7 @@ _TERMINATE: Final = """
 SELECT pg_terminate_backend(active_pid) FROM pg_replication_slots
  WHERE slot_name = %(slot)s::text AND active_pid IS NOT NULL AND {holds}"""
 
-# Synchronous: the server must not be told to forget what this checkpoint could forget.
+# Synchronous: the slot must not be advanced beyond a checkpoint that a crash could lose.
 _NOTE: Final = """
 UPDATE {streams} SET flushed_lsn = %(lsn)s, flushed_at = coalesce(%(at)s, clock_timestamp()),
        message_at = CASE WHEN %(messages)s THEN clock_timestamp() ELSE message_at END
@@ -106,13 +108,13 @@ SELECT pg_logical_emit_message(false, %(prefix)s, '')
  WHERE pg_current_wal_insert_lsn() - '0/0'::pg_lsn > %(lsn)s::numeric + %(bytes)s"""
 
 NO_TRANSACTION: Final = 0
-"""The id of none: what has it is visible at once."""
+"""The transaction id of events outside of transactions, which are visible at once."""
 
 _SNAPSHOT: Final = "SELECT pg_current_snapshot()::text"
 
 
 class SlotState(NamedTuple):
-    """What server and checkpoint say about the slot. LSNs are byte positions; None without a slot, or a checkpoint."""
+    """The slot's state in server and checkpoint. LSNs are byte positions; None without a slot, or a checkpoint."""
 
     wal_level: str
     encoding: str
@@ -120,7 +122,6 @@ class SlotState(NamedTuple):
     system_identifier: str | None
     timeline: int | None
     flushed_lsn: int | None
-    flushed_at: dt.datetime | None
     message_at: dt.datetime | None
     publication_version: str | None
     publication_version_now: str | None
@@ -146,17 +147,17 @@ class SlotState(NamedTuple):
 
     @property
     def retained_bytes(self) -> int:
-        """WAL that the server keeps for the slot."""
+        """Bytes of WAL that the server keeps for the slot."""
         return 0 if self.restart_lsn is None else max(self.current_lsn - self.restart_lsn, 0)
 
     @property
     def lag_bytes(self) -> int:
-        """WAL behind what the slot has been told."""
+        """Bytes of WAL after the slot's confirmed position."""
         return 0 if self.confirmed_lsn is None else max(self.current_lsn - self.confirmed_lsn, 0)
 
     @property
     def lag_seconds(self) -> float:
-        """Age of the last thing that was told; 0 when nothing of weight was written since."""
+        """The age of the last confirmed position; 0 if little WAL was written since."""
         return 0.0 if self.lag_bytes <= IDLE_BYTES else max(self.flushed_seconds_ago or 0.0, 0.0)
 
 
@@ -170,19 +171,18 @@ class SlotNames:
 
 
 def slot_names(settings: Settings) -> SlotNames:
-    """Return the names that these settings have."""
+    """Return the names in these settings."""
     return SlotNames(settings.db_schema, settings.wal.slot, settings.wal.publication)
 
 
 class Slot:
-    """The slot's statements, over one connection in autocommit. Raises Unavailable or SchemaError as any of them."""
+    """The slot's statements, on one connection in autocommit. All methods raise Unavailable or SchemaError."""
 
     def __init__(self, connection: psycopg.Connection[Any], names: SlotNames, leases: Sequence[Lease] = ()) -> None:
         self._connection = connection
         self._names = names
-        tables: dict[str, sql.Composable] = {name: sql.Identifier(names.schema, name) for name in ("lanes", "streams")}
+        tables = names_of(names.schema)
         tables["version"] = sql.SQL(_VERSION)
-        tables["timeline"] = sql.SQL(TIMELINE)
         tables["holds"] = sql.SQL(_HOLDS).format(**tables)
         self._look, self._terminate, self._note, self._held, self._timeline = (
             sql.SQL(text).format(**tables) for text in (_LOOK, _TERMINATE, _NOTE, _HELD, _TIMELINE)
@@ -197,12 +197,13 @@ class Slot:
         }
 
     def look(self) -> SlotState:
-        """Return what server and checkpoint say."""
+        """Return the slot's state in the server and the checkpoint."""
         state = self._look_once()
         if (state.confirmed_lsn or 0) <= (state.flushed_lsn or 0):
             return state
-        # The checkpoint is read in a snapshot, the slot as it is now: a relay may have written and told in between.
-        # Then the checkpoint of a second look has reached the slot of the first.
+        # The checkpoint is read in a snapshot, the slot as it is now: a relay may have written the checkpoint and
+        # advanced the slot in between. Then the checkpoint of a second look has reached the slot's position of the
+        # first.
         again = self._look_once()
         if (again.flushed_lsn or 0) < (state.confirmed_lsn or 0):
             return state
@@ -215,17 +216,17 @@ class Slot:
         return SlotState(*row)
 
     def check(self, state: SlotState) -> None:
-        """Raise unless the stream is whole: StreamLost, SchemaError when a person has to set something up first."""
+        """Raise StreamLost if the stream has a gap, SchemaError if an operator has to set something up first."""
         problem = find_problem(state, self._names)
         if problem is not None:
             raise problem
 
     def check_timeline(self, state: SlotState, replication: Replication, resume_lsn: int) -> None:
-        """Raise StreamLost when this server is another one, or left our history before what is published.
+        """Raise StreamLost if this is another server, or its timeline left ours before the last published event.
 
         Raises Unavailable when the two connections lead to different servers.
 
-        ``resume_lsn`` is the furthest position that any lane or marker has. Notes a new timeline that did not.
+        ``resume_lsn`` is the furthest position of all lanes and markers. Records a new timeline that has everything.
         """
         identity, now = replication.identify()
         if identity != state.system_identifier:
@@ -239,7 +240,8 @@ class Slot:
             )
         if now == state.timeline:
             return
-        # Two of them are where a commit's record begins. One that begins where we parted is not in this history.
+        # Two of these are where a commit record begins. A record that begins where the timelines diverged is not in
+        # this history.
         furthest = max(state.flushed_lsn or 0, (state.settled_lsn or 0) + 1, resume_lsn + 1)
         left = [switch.lsn for switch in replication.switches(now) if switch.timeline == state.timeline]
         if not left or left[0] < furthest:
@@ -254,7 +256,7 @@ class Slot:
             self._connection.execute(self._timeline, {"timeline": now, **self._bound})
 
     def check_hash(self) -> None:
-        """Raise ConfigurationError when this server gives a key another lane than lane_hash does."""
+        """Raise ConfigurationError if this server computes another lane for a key than lane_hash."""
         kinds, ids = zip(*SAMPLES, strict=True)
         modulo = 1 << 30
         with unavailable_on_error("comparing hashes"):
@@ -270,9 +272,10 @@ class Slot:
             self._connection.execute(self._terminate, self._bound)
 
     def note(self, flushed_lsn: int, at: dt.datetime | None, *, messages: bool) -> None:
-        """Write down how far the stream is used, durably. Raises StreamLost when the publication has changed.
+        """Record durably how far the stream is used. Raises StreamLost when the publication has changed.
 
-        ``at`` is when what ends there was committed (now, if None). Raises Unavailable when the lanes are not ours.
+        ``at`` is the commit time of the last transaction (now, if None). Raises Unavailable when the lanes are not
+        ours.
         """
         values = {"lsn": flushed_lsn, "at": at, "messages": messages, **self._bound}
         with unavailable_on_error("noting how far the stream is used"):
@@ -284,7 +287,7 @@ class Slot:
     def hold(self) -> None:
         """Raise Unavailable when the lanes are not ours any more, or the server shuts down.
 
-        A server that does waits for its walsenders, and they wait for feedback that may never come.
+        A server that shuts down waits for its walsenders, and they wait for feedback that may never come.
         """
         with unavailable_on_error("looking at the lanes"):
             row = self._connection.execute(self._held, self._bound).fetchone()
@@ -292,7 +295,7 @@ class Slot:
             raise DatabaseUnavailable("the stream's lanes are another relay's now")
 
     def snapshot(self) -> Snapshot:
-        """Take a snapshot."""
+        """Return the current snapshot."""
         return current_snapshot(self._connection)
 
     def heartbeat(self, told_lsn: int) -> None:
@@ -308,7 +311,7 @@ def heartbeat_prefix(schema: str) -> str:
 
 
 def find_problem(state: SlotState, names: SlotNames) -> Exception | None:
-    """Return why the stream can't be relied on; None when it can."""
+    """Return why the stream may have a gap; None if it has none."""
     slot, publication = names.slot, names.publication
     setting_up = not_set_up(state, slot)
     if setting_up is not None:
@@ -324,7 +327,7 @@ def find_problem(state: SlotState, names: SlotNames) -> Exception | None:
 
 
 def slot_fault(state: SlotState, names: SlotNames) -> str | None:
-    """Return why the slot does not give all that it had to; None when it does, whatever became of the publication."""
+    """Return why the slot may have a gap; None if it has none. Ignores the publication."""
     slot = names.slot
     if not state.there:
         return (
@@ -355,7 +358,7 @@ def slot_fault(state: SlotState, names: SlotNames) -> str | None:
 
 
 def not_set_up(state: SlotState, slot: str) -> str | None:
-    """Return what has to be set up before there can be a stream; None when all is."""
+    """Return what has to be set up before the stream can be read; None if nothing."""
     if state.wal_level != "logical":
         return f"wal_level is {state.wal_level!r}: set wal_level = logical and restart Postgres, or use source=polling"
     if state.encoding != "UTF8":
@@ -366,7 +369,7 @@ def not_set_up(state: SlotState, slot: str) -> str | None:
 
 
 def current_snapshot(connection: psycopg.Connection[Any]) -> Snapshot:
-    """Take a snapshot."""
+    """Return the current snapshot."""
     with unavailable_on_error("taking a snapshot"):
         row = connection.execute(_SNAPSHOT).fetchone()
     assert row is not None
@@ -374,7 +377,7 @@ def current_snapshot(connection: psycopg.Connection[Any]) -> Snapshot:
 
 
 class Snapshot:
-    """Which transactions are visible, from pg_current_snapshot's text."""
+    """The visible transactions, from pg_current_snapshot's text."""
 
     def __init__(self, text: str) -> None:
         xmin, xmax, running = text.split(":")
@@ -383,7 +386,8 @@ class Snapshot:
 
     def full(self, xid: int) -> int:
         """Return the 64-bit id of the transaction with this 32-bit id."""
-        # The epoch that brings it nearest: a transaction that is decoded now is less than 2^31 others old.
+        # The epoch that brings it nearest to xmax: a transaction that is being decoded is at most 2^31 transactions
+        # old.
         return self._xmax + ((xid - self._xmax + (1 << 31)) % (1 << 32)) - (1 << 31)
 
     def sees(self, xid: int) -> bool:

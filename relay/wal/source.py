@@ -1,10 +1,10 @@
-"""Source over the WAL: the lanes of a worker from the stream; from the table where the stream can't serve one.
+"""The WAL source: reads a worker's lanes from the stream, or from the table where the stream can't serve a lane.
 
-The stream says which events there are, and in which order; what is in them is read from their rows. So an event of the
-stream is published only when Postgres shows it: its row is there (or, without a row, its transaction is visible). A
-commit stands in the WAL before it is visible, and with synchronous replication for as long as no standby has it: until
-then a failover could undo it. A row that is not there although its transaction is visible has been published, or taken
-away. So what the stream repeats, and what was published from the table, goes out once.
+The stream has the events and their order; their contents are read from their rows. So an event of the stream is
+published only when it is visible in Postgres: its row exists (or, without a row, its transaction is visible). A commit
+is in the WAL before it is visible, and with synchronous replication it stays invisible until a standby has it: until
+then a failover could undo it. A row that does not exist although its transaction is visible has been published, or
+deleted. So events that the stream repeats, or that were published from the table, are sent once.
 
 | state     | events come from                       | events of the stream are                                       |
 |-----------|----------------------------------------|----------------------------------------------------------------|
@@ -14,10 +14,10 @@ away. So what the stream repeats, and what was published from the table, goes ou
 | catching  | the table, up to the highest id that   | kept; the first of them follows when the table has nothing up  |
 | up        | was visible when dropping stopped      | to that id                                                     |
 
-A lane is in ``table`` after a switch from polling, after the slot was made anew, and while it has failures: events of
-a key that waits stay in the table, and go out from there, with the attempts, the backoff and the dead letters of
-polling. ``lanes.streaming`` says which it is and is written, durably, before the first event is dropped and after the
-last was caught up with; so whoever takes the lane over goes on in the same state.
+A lane is in ``table`` after a switch from polling, after the slot was recreated, and while it has failures: events of a
+key that waits stay in the table, and are published from there, with the attempts, the backoff and the dead letters of
+polling. ``lanes.streaming`` has the state, and is written durably before the first event is dropped and after the lane
+has caught up, so the next holder of the lane goes on in the same state.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ _SAY_SECONDS: Final = 10.0
 class StreamSource:
     """The lanes of a worker that reads the WAL. See ports.Source for the contract.
 
-    What comes from the table is read by a polling source, on the same connection. ``stream`` is the one of these lanes.
+    A polling source reads the table, on the same connection. ``stream`` is that of these lanes.
     """
 
     def __init__(self, connect: Any, schema: str, failures: Failures, *, stream: Stream, on_dead: Any, **options: Any):
@@ -91,31 +91,31 @@ class StreamSource:
 
     @property
     def store(self) -> StreamSource:
-        """Itself: it takes lanes over as well."""
+        """This source, which also takes lanes over."""
         return self
 
     def lane_count(self) -> int:
-        """Return how many lanes the outbox has."""
+        """Return the number of lanes of the outbox."""
         return self._table.store.lane_count()
 
     def identity(self, leases: Sequence[Lease]) -> tuple[Identity | None, dict[int, OutboxError]]:
-        """Return which Postgres this is, and the lanes that have another owner."""
+        """Return this Postgres's identity, and the lanes that have another owner."""
         return self._table.store.identity(leases)
 
     def adopt(self, lease: Lease, marker: Marker | None, own_id: str | None) -> tuple[Marker | None, Identity]:
-        """Settle what the marker names, and go on in the stream behind it."""
+        """Settle the rows that the marker names, and go on in the stream behind it."""
         adopted, identity = self._table.store.adopt(lease, marker, own_id)
         lane = self._lanes[lease.lane]
         lane.marker = adopted
         lane.unplaced = adopted is not None and adopted.stream is not None and adopted.timeline != identity.timeline
-        # Whatever was taken from it is read again behind the marker.
+        # Events that were taken from the channel are read again, from behind the marker.
         lane.channel, lane.batch = None, ()
         if not lane.streaming:
             lane.state = InTable()
         return adopted, identity
 
     def hold(self, lease: Lease) -> None:
-        """Begin to read a lane."""
+        """Start reading a lane."""
         self._table.hold(lease)
         self._lanes[lease.lane] = StreamLane(lease)
 
@@ -125,33 +125,33 @@ class StreamSource:
         self._lanes.pop(lane, None)
 
     def confirm(self, deadline: float) -> dict[int, OutboxError]:  # noqa: ARG002
-        """Return nothing: a fetch has settled the turn before when it returns."""
+        """Return no failures: a fetch settles the turn before."""
         return {}
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
-        """Do not return events of these kinds; in the stream they are known only once they are read."""
+        """Do not fetch events of these kinds; in the stream a kind is known only after reading."""
         self._table.leave_out(kinds)
         self._table_reader.leaves_out = bool(kinds)
 
     def go_on_without(self, lanes: Collection[int]) -> None:
-        """Leave these lanes to the table, as far as that loses nothing; see AbsentLanes."""
+        """Leave these lanes to the table, as far as nothing is lost; see AbsentLanes."""
         self._absent.numbers = lanes
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
         """Settle what is pending and return the next events.
 
-        ``known`` is False while the stream is not read yet: other lanes have not joined it.
+        ``known`` is False while the stream is not read yet, because other lanes have not joined it.
         """
         self._fetched_at = time.monotonic()
         try:
             return self._fetch(limits)
         except Exception:
-            # The stream may have ended while Postgres and Kafka are well: what is published must not be sent again.
+            # The stream may have ended while Postgres and Kafka work: published events must not be sent again.
             self.flush(list(self._lanes))
             raise
 
     def settle(self, receipts: Mapping[int, Receipt]) -> dict[int, OutboxError]:
-        """Record what was published. Refused events, and with them the lane, go over to the table.
+        """Record published events. Refused events move the lane to the table.
 
         So does a batch of which the publisher has published nothing because it can't be published as it is.
         """
@@ -178,7 +178,7 @@ class StreamSource:
             stop.wait(seconds)
             return False
         if any(not self._lanes[lane].streaming for lane in lanes):
-            # What the table has at last, a read only shows.
+            # Only a read shows what the table has.
             self._stream.wait(lanes, self._pauses.step(seconds))
             return True
         return self._stream.wait(lanes, seconds) or time.monotonic() - self._fetched_at >= _LOOK_SECONDS
@@ -218,7 +218,7 @@ class StreamSource:
         return Fetched(batches, failed, known or bool(batches))
 
     def _say_who_is_absent(self) -> None:
-        """Log which lanes the stream waits for, now and then: until then only tables are read."""
+        """Log from time to time the lanes that the stream waits for: until they join, only tables are read."""
         now = time.monotonic()
         absent = self._stream.absent()
         if absent and now - self._warned_at >= _SAY_SECONDS:
@@ -226,7 +226,7 @@ class StreamSource:
             log.warning("the stream is not read before all lanes have joined it", absent=lanes_text(absent))
 
     def _look_for_trouble(self, numbers: Collection[int]) -> None:
-        """See which lanes have failures, now and then: a person may put a dead letter back."""
+        """Check from time to time which lanes have failures: an operator may retry a dead letter."""
         now = time.monotonic()
         self._troubled = set()
         if numbers and now - self._looked_at >= _LOOK_SECONDS:
@@ -234,14 +234,14 @@ class StreamSource:
             self._troubled = self._table.reader.look_for_failures(numbers)
 
     def _leave_where_needed(self, lane: StreamLane, channel: Channel) -> None:
-        """Read a lane from the table that has failures, or of which the table has what the stream did not give."""
+        """Switch a lane to the table if it has failures, or if the stream has skipped an event of it."""
         if lane.streaming and (lane.lease.lane in self._troubled or self._skipped_by_stream(lane, channel)):
             self._leave_stream(lane, channel)
 
     def _skipped_by_stream(self, lane: StreamLane, channel: Channel) -> bool:
-        """Return whether the table has an event that the stream has not given. It never should; then the table is read.
+        """Return whether the stream has skipped an event of the table, which should never happen.
 
-        Such an event would wait for ever, and nobody would know.
+        Without this check, such an event would wait for ever, unnoticed.
         """
         now = time.monotonic()
         if now - lane.swept_at < _SWEEP_SECONDS:
@@ -283,7 +283,8 @@ class StreamSource:
             resume = (-1, -1) if commit_lsn is None else (commit_lsn, commit_number)
             repeated = lane.published
             if lane.marker is not None:
-                # Of what stands behind the marker's own position, the rows are settled; the others have only their ids.
+                # Of published events behind the marker's position, those with rows are settled; the others are known by
+                # ids.
                 repeated = [event_id for _, event_id in lane.marker.without_row]
             published = None
             if lane.marker is not None and lane.marker.stream is not None:
@@ -294,11 +295,11 @@ class StreamSource:
         return failed
 
     def _place(self, lane: StreamLane, channel: Channel) -> None:
-        """After a failover, write down up to where the marker says the lane is on Kafka, as soon as that can be known.
+        """After a failover, record the marker's position of the lane, as soon as it is known to be valid here.
 
-        ``adopt`` could not: it did not know how much of the old timeline is in this server's history, which the stream
-        looks at. Before the next batch, because its marker takes the place of the one that names the events without a
-        row: from then on only the place says that they are published.
+        ``adopt`` could not: only the stream finds out how much of the old timeline is in this server's history. It must
+        be before the next batch, whose marker replaces the one that names the events without a row: from then on only
+        the position tells that they are published.
         """
         if not lane.unplaced:
             return
@@ -326,9 +327,9 @@ class StreamSource:
 
 
 def _of_rows(lane: StreamLane, receipt: Receipt) -> Receipt:
-    """Return what a receipt says of rows. It may tell again of events without a row: a channel joined later must know.
+    """Return a receipt with only the events that have rows, and remember the others for a channel that is joined later.
 
-    A channel that is joined knows; to be told of what it no longer holds would stay with it.
+    A joined channel already knows them.
     """
     if all(claim.has_row for claim, _ in receipt.results):
         return receipt

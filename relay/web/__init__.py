@@ -1,1 +1,1 @@
-"""What a relay shows over HTTP."""
+"""The relay's HTTP endpoints."""

@@ -1,4 +1,4 @@
-"""What a relay shows to Prometheus: base units, one prefix, no ids or keys as labels."""
+"""The relay's Prometheus metrics: base units, one prefix, no ids or keys as labels."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from relay.wal.slot import Slot, SlotNames, SlotState, find_problem
 log = structlog.get_logger("relay")
 
 _MEBI: Final = 1 << 20
-# A look that takes longer than this has told nothing for too long.
+# A slot's state that is older than this counts as unknown.
 _STALE_SECONDS: Final = 60.0
 
 _LIMIT: Final = "SELECT set_config('statement_timeout', '5s', true)"
@@ -31,17 +31,17 @@ _BOOK: Final = "SELECT slot, publication FROM {streams} ORDER BY created_at DESC
 def slot_metrics(
     state: SlotState | None, limit_bytes: int, looked_at: float, *, healthy: bool
 ) -> Iterator[GaugeMetricFamily]:
-    """Return the metrics of a slot; without a state, whether it is healthy and when that was read."""
+    """Yield the metrics of a slot; without a state, only whether it is healthy and when that was read."""
 
     def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
         return GaugeMetricFamily(f"outbox_slot_{name}", text, value=value)
 
     yield gauge(
         "healthy",
-        "0 when events may have passed the slot by, or nobody knows: see `outbox cdc status`.",
+        "0 when the slot may have missed events, or its state is unknown: see `outbox cdc status`.",
         healthy,
     )
-    yield gauge("last_look_timestamp_seconds", "When all this was read from the server.", looked_at)
+    yield gauge("last_look_timestamp_seconds", "When the slot's state was last read from the server.", looked_at)
     if state is None:
         return
     safe = -1 if state.safe_wal_bytes is None else state.safe_wal_bytes
@@ -55,15 +55,15 @@ def slot_metrics(
     )
     yield gauge("safe_wal_bytes", "WAL that may be written before the slot is lost; -1 without a limit.", safe)
     yield gauge("lag_bytes", "WAL behind the position that the slot has confirmed.", state.lag_bytes)
-    yield gauge("lag_seconds", "Age of the last thing that the slot has confirmed; 0 at rest.", state.lag_seconds)
+    yield gauge("lag_seconds", "Age of the last position that the slot has confirmed; 0 when idle.", state.lag_seconds)
 
 
 class SlotWatch:
-    """Looks at the replication slot, whoever reads it: a standby, and a relay that polls, see a disk fill up too.
+    """Monitors the replication slot, whoever reads it: idle and polling relays also notice a disk that fills up.
 
-    ``look`` is to be called from time to time, from one thread. It takes no lock that others wait for, writes nothing,
-    and so waits for no standby. ``limit_bytes`` of WAL kept for the slot are worth waking somebody for. With
-    ``by_checkpoint`` the slot is the one that the outbox has a checkpoint of, and nothing is shown while there is none.
+    Call ``look`` from time to time, from one thread. It blocks no other session, and writes nothing, so it does not
+    wait for a standby. More than ``limit_bytes`` of retained WAL is an alert. With ``by_checkpoint`` the slot is the
+    one in the outbox's checkpoint, and there are no metrics without a checkpoint.
     """
 
     def __init__(
@@ -87,10 +87,10 @@ class SlotWatch:
         registry.register(self)
 
     def look(self) -> None:
-        """Read slot and checkpoint once. Raises Unavailable or SchemaError."""
+        """Read the slot and the checkpoint. Raises Unavailable or SchemaError."""
         try:
             with self._connect() as connection:
-                # Reads of their own: the second look at a slot must see what was written since the first.
+                # READ COMMITTED: the second look at a slot must see what was written since the first.
                 connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
                 with unavailable_on_error("looking at the slot"), connection.transaction():
                     connection.execute(_LIMIT)
@@ -105,11 +105,11 @@ class SlotWatch:
         self._tell(self._names.slot if names is None else names.slot)
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Nothing is asked of a server when this is registered."""
+        """Return nothing, so that registering this needs no server."""
         return iter(())
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Return what the last look has found; how old that is is among it."""
+        """Return the result of the last look, with its time."""
         if self._state is None and self._by_checkpoint:
             return iter(())
         healthy = self._healthy and time.monotonic() - self._looked < _STALE_SECONDS
@@ -139,9 +139,9 @@ class SlotWatch:
 
 
 class RelayMetrics:
-    """Shows what a worker's lanes wait for, whether it is ready, and what is wrong with its topics.
+    """The metrics of a worker's health and of its topics.
 
-    ``hanging`` returns in how many partitions a transaction hangs.
+    ``hanging`` returns the number of partitions in which a transaction hangs.
     """
 
     def __init__(
@@ -157,11 +157,11 @@ class RelayMetrics:
         registry.register(self)
 
     def describe(self) -> Iterator[GaugeMetricFamily]:
-        """Return nothing: names are not looked for before they are collected."""
+        """Return nothing, so that registering this collects nothing."""
         return iter(())
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Return the worker's health as it is now; every reason is there, those that nothing waits for with 0."""
+        """Yield the worker's current health, with every reason, also those without a wait."""
         health = self._health()
         yield GaugeMetricFamily("outbox_relay_ready", "1 when /readyz answers 200.", value=health.ready)
         yield GaugeMetricFamily("outbox_relay_lanes", "Lanes that this worker holds.", value=health.lanes)
@@ -182,8 +182,8 @@ class RelayMetrics:
         yield seconds
         upkeep = GaugeMetricFamily(
             "outbox_relay_upkeep_wait_seconds",
-            "How long something that a relay does beside publishing has failed: slot (a look at it), archive, "
-            "transactions (a look for those that hang).",
+            "How long a task besides publishing has been failing: slot (its check), archive, "
+            "transactions (the search for hanging ones).",
             labels=["task"],
         )
         for task, failing in health.upkeep.items():
@@ -196,6 +196,6 @@ class RelayMetrics:
         )
         yield GaugeMetricFamily(
             "outbox_relay_partitions_hanging",
-            "Partitions in which a transaction hangs: readers in read_committed see nothing behind it.",
+            "Partitions in which a transaction hangs: read_committed readers see nothing behind it.",
             value=self._hanging(),
         )

@@ -26,8 +26,10 @@ from relay.cli.app import app
 from relay.config import Delivery, SourceKind, load
 from relay.database import Connector
 from relay.lease import Lease
-from relay.operations import doctor
-from relay.operations.doctor import EXPLAINED, Level, _identity, examine
+from relay.operations import doctor_kafka
+from relay.operations.doctor import EXPLAINED, examine
+from relay.operations.doctor_postgres import check_ids
+from relay.operations.findings import Level
 from relay.operations.roles import Kind, grants
 from relay.operations.wal_setup import Cdc
 from relay.polling.source import PollingSource
@@ -60,7 +62,7 @@ def test_brokers_that_can_lose_the_end_of_a_transaction_are_named(outbox_postgre
     given = settings(outbox_postgres, outbox_kafka, delivery="exactly-once", name=outbox_kafka.name("outbox"))
     assert found(given)["Kafka's version"][0] is Level.OK
     # As if this broker had the setting that tells a newer one.
-    monkeypatch.setattr(doctor, "_SINCE_4_3", "log.dirs")
+    monkeypatch.setattr(doctor_kafka, "_SINCE_4_3", "log.dirs")
     level, text = found(given)["Kafka's version"]
     assert level is Level.WARNING
     assert "KAFKA-20734" in text
@@ -180,7 +182,7 @@ def test_ids_that_sessions_take_in_blocks(outbox_postgres, outbox_kafka):
 
 def test_an_archive_that_is_too_large_to_look_through_is_left_out(outbox_postgres, outbox_kafka, monkeypatch):
     monkeypatch.setattr(
-        "relay.operations.doctor._ARCHIVE_TIMEOUT", "SELECT set_config('statement_timeout', '50ms', true)"
+        "relay.operations.doctor_postgres._ARCHIVE_TIMEOUT", "SELECT set_config('statement_timeout', '50ms', true)"
     )
     with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
         connection.execute("CREATE TABLE slow AS SELECT 1")
@@ -191,7 +193,7 @@ def test_an_archive_that_is_too_large_to_look_through_is_left_out(outbox_postgre
             # Whoever reads it waits, as for a large one.
             connection.execute("LOCK TABLE outbox.published IN ACCESS EXCLUSIVE MODE")
             with Connector(outbox_postgres.url, "test")() as reader:
-                findings = list(_identity(reader, settings(outbox_postgres, outbox_kafka)))
+                findings = list(check_ids(reader, settings(outbox_postgres, outbox_kafka)))
     assert findings == []
 
 
@@ -299,7 +301,7 @@ def test_topics_that_may_not_be_written_to(outbox_postgres, guarded_kafka):
 
 
 def test_servers_that_are_away_are_findings_and_not_tracebacks(monkeypatch):
-    monkeypatch.setattr("relay.operations.doctor._SECONDS", 2.0)
+    monkeypatch.setattr("relay.operations.doctor_kafka._SECONDS", 2.0)
     given = load(database_url="postgresql://u@127.0.0.1:1/db", kafka={"bootstrap.servers": "127.0.0.1:1"})
     findings = found(given)
     assert findings["Postgres"][0] is Level.FAILURE

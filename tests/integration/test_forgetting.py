@@ -18,7 +18,8 @@ from typer.testing import CliRunner
 from outbox._app import migrate as db
 from relay.cli.app import app
 from relay.config import load
-from relay.operations.doctor import Level, examine
+from relay.operations.doctor import examine
+from relay.operations.findings import Level
 from relay.operations.roles import Kind, grants
 from spark_jobs.errors import ConsumerUnavailable
 from spark_jobs.postgres.group_store import Store

@@ -14,8 +14,9 @@ from relay.kafka import open_transactions
 from relay.kafka.hanging import abort_hanging
 from relay.kafka.offsets import Offsets
 from relay.kafka.open_transactions import OpenTransactions, TransactionWatch, Whose
-from relay.operations import doctor
-from relay.operations.doctor import Level, examine
+from relay.operations import doctor_kafka
+from relay.operations.doctor import examine
+from relay.operations.findings import Finding, Level
 from relay.ports import BrokerUnavailable
 
 __all__ = ["hanging", "unverified"]
@@ -60,7 +61,7 @@ def test_a_relay_says_what_hangs_in_a_topic_of_events_and_is_not_ready(hanging, 
     assert len(logged(relay, '"a transaction hangs')) == 2
 
 
-def examined(outbox, **more) -> dict[str, doctor.Finding]:
+def examined(outbox, **more) -> dict[str, Finding]:
     settings = load(
         database_url=outbox.url,
         name=outbox.name,
@@ -72,7 +73,7 @@ def examined(outbox, **more) -> dict[str, doctor.Finding]:
 
 @pytest.mark.parametrize("delivery", ["at-least-once", "exactly-once"])
 def test_the_doctor_names_what_hangs_and_the_way_out(hanging, monkeypatch, delivery):
-    monkeypatch.setattr(doctor, "_UNMOVED_SECONDS", 0.5)
+    monkeypatch.setattr(doctor_kafka, "_UNMOVED_SECONDS", 0.5)
     assert examined(hanging, delivery=delivery)["open transactions"].level is Level.OK
     hanging.hang(state=False)
     about = [f"topic {topic} partition 1, transaction" for topic in hanging.topics]
@@ -92,7 +93,7 @@ def test_the_doctor_names_what_hangs_and_the_way_out(hanging, monkeypatch, deliv
 
 
 def test_the_doctor_looks_at_the_state_topic_too_and_tells_another_programs_transaction(hanging, monkeypatch):
-    monkeypatch.setattr(doctor, "_UNMOVED_SECONDS", 0.5)
+    monkeypatch.setattr(doctor_kafka, "_UNMOVED_SECONDS", 0.5)
     hanging.hang()
     other = Producer(
         {"bootstrap.servers": hanging.kafka.bootstrap_servers, "transactional.id": hanging.kafka.name("other")}

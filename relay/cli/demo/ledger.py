@@ -1,4 +1,4 @@
-"""The demo's ledger: what the shop committed, what Kafka holds, what the sink applied. All from the data."""
+"""The demo's ledger: counts what the shop committed, what Kafka holds, and what the sink applied."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ SELECT coalesce(sum(committed), 0)::bigint,
 
 @dataclass(frozen=True, slots=True)
 class Reconciliation:
-    """Source against sink, row by row. ``published`` counts messages on the topic, repeats included."""
+    """The comparison of source and sink, row by row. ``published`` counts messages on the topic, including repeats."""
 
     committed: int
     published: int
@@ -52,7 +52,7 @@ class Reconciliation:
         )
 
     def line(self) -> str:
-        """The result in one line, as a person reads it."""
+        """Return the result as one readable line."""
         repeats = self.published - self.committed
         shown = f"{self.committed}+{repeats}" if repeats > 0 else str(self.published)
         text = (
@@ -64,13 +64,13 @@ class Reconciliation:
         return text
 
     def as_dict(self) -> dict[str, int | bool]:
-        """The same for a program."""
+        """Return the result for JSON."""
         return {**asdict(self), "clean": self.clean}
 
 
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """One look at the whole road."""
+    """The figures at one moment."""
 
     committed: int
     published: int
@@ -80,7 +80,7 @@ class Sight:
 
 
 class Ledger:
-    """Reads the figures. ``sink`` is the sink's table, as (schema, name)."""
+    """Reads the figures. ``sink`` is the sink's table as (schema, name)."""
 
     def __init__(self, url: str, kafka: dict[str, str], topic: str, sink: tuple[str, str]) -> None:
         from confluent_kafka import Consumer
@@ -98,7 +98,7 @@ class Ledger:
         )
 
     def look(self) -> Sight:
-        """Take the figures for the panel. A table that is not there yet counts as empty."""
+        """Return the figures for the panel. A missing table counts as empty."""
         committed = self._count(sql.SQL("SELECT sum(seq) FROM shop.orders"), "shop.orders")
         applied = self._count(
             sql.SQL("SELECT sum(events_applied) FROM {}").format(self._sink), self._sink.as_string(self._connection)
@@ -126,7 +126,7 @@ class Ledger:
         return total
 
     def reconcile(self) -> Reconciliation:
-        """Hold source and sink against each other, in one statement over one snapshot."""
+        """Compare source and sink in one statement over one snapshot."""
         row = self._connection.execute(sql.SQL(_RECONCILE).format(sink=self._sink)).fetchone()
         assert row is not None
         committed, applied, lost, twice, disorder, differing, phantom = row

@@ -1,4 +1,4 @@
-"""What the demo shows: a live panel on a terminal, plain lines elsewhere (on stderr: stdout holds the result)."""
+"""The demo's output: a live panel on a terminal, else plain lines (on stderr: stdout is for the result)."""
 
 from __future__ import annotations
 
@@ -19,24 +19,24 @@ from relay.cli.demo.ledger import Sight
 
 
 class Panel(Protocol):
-    """Shows what the demo does."""
+    """Shows the demo's progress."""
 
     def say(self, text: str) -> None:
-        """Something happened."""
+        """Show a line of text."""
         ...
 
     def update(self, sight: Sight, states: Mapping[str, str]) -> None:
-        """New figures, and the state of each process."""
+        """Show new figures, and the state of each process."""
         ...
 
     def result(self, line: str, *, clean: bool, seconds: float) -> None:
-        """The reconciliation."""
+        """Show the reconciliation."""
         ...
 
 
 @contextmanager
 def open_panel(*, live: bool) -> Iterator[Panel]:
-    """Return the panel for a terminal, or the plain one."""
+    """Open the panel for a terminal, or the plain one."""
     if not live:
         yield _Plain()
         return
@@ -72,7 +72,7 @@ class _Plain:
 
 
 class _Live:
-    """Figures as bars that grow towards what is committed, the processes, and the last things that happened."""
+    """Figures as bars relative to the committed count, the processes, and the last lines of text."""
 
     def __init__(self) -> None:
         self._started = time.monotonic()

@@ -1,8 +1,8 @@
-"""``outbox demo``: the main job end to end on real services, with two kills on the way.
+"""``outbox demo``: the whole pipeline on real services, with two kills.
 
 A shop commits orders and events to Postgres, a relay process publishes them to Kafka, a Spark process applies them to a
-table. Midway the relay and the Spark driver are each killed (kill -9) and started again. At the end the shop's rows and
-the sink's are held against each other.
+table. Midway the relay and the Spark driver are each killed (kill -9) and started again. At the end the shop's rows are
+compared with the sink's.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ STALL_SECONDS: Final = 90.0
 
 
 class DemoFailed(OutboxError):
-    """A part of the demo ended by itself, or nothing moved any more."""
+    """A process of the demo failed, or the demo made no progress."""
 
 
 @dataclass(eq=False)
 class Child:
-    """One process of the demo, with its output in a file. It ends when the demo does, even by kill -9."""
+    """One process of the demo, which logs to a file. It ends when the demo does, even by kill -9."""
 
     name: str
     command: list[str]
@@ -55,7 +55,7 @@ class Child:
 
     @property
     def log(self) -> Path:
-        """Where its output goes."""
+        """Return the file that its output goes to."""
         return self.folder / f"{self.name}.log"
 
     def start(self) -> None:
@@ -67,14 +67,14 @@ class Child:
         self.process = Supervised(self.command, log=self.log, env={**os.environ, **self.env})
 
     def kill(self) -> None:
-        """End it with kill -9, as a crash would."""
+        """Kill it by SIGKILL, like a crash."""
         if self.process is not None:
             self.process.signal(signal.SIGKILL)
             self.process.wait(30)
             self.killed = True
 
     def finish(self, seconds: float) -> None:
-        """Ask it to end; after ``seconds`` end it."""
+        """Send it SIGTERM, and kill it after ``seconds``."""
         if self.process is None or not self.process.running:
             return
         self.process.signal(signal.SIGTERM)
@@ -82,7 +82,7 @@ class Child:
             self.kill()
 
     def check(self) -> None:
-        """Raise DemoFailed with the end of its log when it has ended with an error."""
+        """Raise DemoFailed with the end of its log if it has ended with an error."""
         if self.process is None or self.killed or self.process.running:
             return
         self.process.wait(5)
@@ -91,7 +91,7 @@ class Child:
             raise DemoFailed(f"{self.name} ended with status {status}:\n{self.tail()}")
 
     def tail(self, lines: int = 25) -> str:
-        """The end of its log."""
+        """Return the end of its log."""
         return "\n".join(line[:300] for line in self.log.read_text(errors="replace").splitlines()[-lines:])
 
     @property
@@ -110,9 +110,9 @@ def demo(
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live panel.")] = False,
     kill: Annotated[bool, typer.Option("--kill/--no-kill", help="Kill the relay and the Spark job midway.")] = True,
 ) -> None:
-    """Show the whole road on real services, with a crash of the relay and of the Spark job on the way."""
+    """Show the whole pipeline on real services, with a crash of the relay and of the Spark job."""
     started = time.monotonic()
-    # As for Ctrl-C: the stack below ends the processes and drops what was made.
+    # Like Ctrl-C: the stack below ends the processes and drops what the demo created.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     live = sys.stdout.isatty() and not plain and not as_json
     with ExitStack() as stack:
@@ -130,7 +130,7 @@ def demo(
 
 
 class _Demo:
-    """The parts, and the order in which they are set going, killed and ended."""
+    """Starts, kills and ends the processes."""
 
     def __init__(
         self, panel: Panel, stack: ExitStack, events: int, seconds: float | None, rate: float | None, kill: bool
@@ -181,7 +181,7 @@ class _Demo:
             shop += ["--seconds", str(self._seconds)]
         if self._rate is not None:
             shop += ["--rate", str(self._rate)]
-        # Small rounds, so that there is a middle for the kill to happen in.
+        # Small rounds, so that the kill happens between two of many.
         rounds = ["--max-records", str(max(200, self._events // 20))]
         consume = ["consume", "spark_jobs.order_totals:job", "--continuous", "--topic", self._topic, *rounds]
         return (
@@ -191,7 +191,7 @@ class _Demo:
         )
 
     def _drive(self, ledger: Ledger, shop: Child, relay: Child, spark: Child) -> Sight:
-        """Watch until all is applied; kill each of the two once on the way."""
+        """Watch until all events are applied, and kill relay and Spark driver once each meanwhile."""
         moved_at, last = time.monotonic(), None
         to_kill = {relay: KILL_RELAY_AT, spark: KILL_SPARK_AT} if self._kill else {}
         while True:
@@ -199,7 +199,7 @@ class _Demo:
             self._panel.update(sight, self._states(shop, relay, spark))
             for child in (shop, relay, spark):
                 child.check()
-            # The shop may close early (--seconds): then what it has committed is all there will be.
+            # The shop may close early (--seconds): no more events will follow then.
             expected = self._events if shop.running else sight.committed
             for child, share in list(to_kill.items()):
                 moved = sight.published if child is relay else sight.applied
@@ -230,7 +230,7 @@ class _Demo:
 
 
 def _services() -> tuple[str, str]:
-    """Return database URL and bootstrap servers: those in the environment, or the sandbox's."""
+    """Return the database URL and bootstrap servers: those in the environment, or the sandbox's."""
     from relay.config import check_environment
 
     check_environment()
@@ -246,7 +246,7 @@ def _services() -> tuple[str, str]:
 
 @contextmanager
 def _own_database(url: str, name: str) -> Iterator[str]:
-    """A database for this run alone, dropped at its end."""
+    """Create a database for this run, dropped at its end."""
     import psycopg
     from psycopg import sql
 
@@ -261,7 +261,7 @@ def _own_database(url: str, name: str) -> Iterator[str]:
 
 @contextmanager
 def _own_topic(kafka: dict[str, str], topic: str) -> Iterator[None]:
-    """The topic of this run, deleted at its end."""
+    """Create a topic for this run, deleted at its end."""
     from confluent_kafka.admin import AdminClient
     from confluent_kafka.cimpl import NewTopic
 
@@ -281,7 +281,7 @@ def _migrate(url: str) -> None:
 
 
 def _shop() -> Path:
-    """Where the example shop is: beside the packages in a checkout, inside the library in an installed wheel."""
+    """Return the example shop's folder: beside the packages in a checkout, inside the library in an installed wheel."""
     import outbox
 
     package = Path(outbox.__file__).parent

@@ -1,0 +1,300 @@
+"""The doctor's checks of Kafka: brokers, topics, and transactions."""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+from confluent_kafka import KafkaError, KafkaException, TopicCollection
+from confluent_kafka.admin import AclOperation, AdminClient, ConfigResource  # type: ignore[attr-defined]
+
+from outbox._app.settings import client_options
+from relay.config import Delivery, Settings, delivery_seconds, state_topic_name
+from relay.kafka.client import silent
+from relay.kafka.open_transactions import OpenTransaction, OpenTransactions, Whose
+from relay.operations.findings import Finding, Level
+from relay.parts import build_router
+
+_SECONDS: Final = 10.0
+# A relay's own transactions take milliseconds.
+_UNMOVED_SECONDS: Final = 5.0
+_DAY_MS: Final = 86_400_000
+# No request returns a broker's version. A setting that is new in 4.3 shows whether it is older.
+_SINCE_4_3: Final = "cordoned.log.dirs"
+_Config = Callable[[str], str]
+
+
+def check_kafka(
+    settings: Settings, options: Mapping[str, str], lanes: int, consumed: Sequence[str]
+) -> Iterator[Finding]:
+    """Check the brokers, the topics, and the transactions open in them."""
+    admin = AdminClient(dict(client_options(settings)), logger=silent())
+    metadata = admin.list_topics(timeout=_SECONDS)
+    brokers = len(metadata.brokers)
+    yield Finding(Level.OK, "Kafka", f"{brokers} broker{'s' if brokers != 1 else ''} at {settings.require_kafka()}")
+    if brokers < 3:
+        yield Finding(
+            Level.WARNING,
+            "Kafka brokers",
+            f"with {brokers} there are fewer than 3 copies of an event: losing a disk loses what was acknowledged",
+            "run three brokers or more, with min.insync.replicas=2",
+        )
+
+    def config(kind: Any, name: str) -> _Config:
+        resource = ConfigResource(kind, name)
+        entries = admin.describe_configs([resource], request_timeout=_SECONDS)[resource].result()
+        return lambda entry: str(entries[entry].value)
+
+    yield from _topics(settings, admin, metadata, consumed, config)
+    yield from _open_transactions(settings, options)
+    if settings.delivery is Delivery.EXACTLY_ONCE:
+        yield from _transactions(settings, options, lanes, admin, metadata, config)
+        if state_topic_name(settings) in metadata.topics:
+            yield from _may_write(admin, state_topic_name(settings))
+
+
+def _topics(
+    settings: Settings,
+    admin: AdminClient,
+    metadata: Any,
+    consumed: Sequence[str],
+    config: Callable[[Any, str], _Config],
+) -> Iterator[Finding]:
+    for aggregate_type, route in sorted((settings.routes or {}).items()):
+        topic = metadata.topics.get(route.topic)
+        if topic is None:
+            level = Level.OK if settings.create_topics else Level.FAILURE
+            do = (
+                ""
+                if settings.create_topics
+                else "create it, or set OUTBOX_CREATE_TOPICS=true; if it is there, grant DESCRIBE on it"
+            )
+            yield Finding(level, f"topic {route.topic}", f"does not exist yet ({aggregate_type})", do)
+            continue
+        yield from _may_write(admin, route.topic)
+        try:
+            yield from _topic(route.topic, topic, config(ConfigResource.Type.TOPIC, route.topic))
+        except KafkaException as error:
+            # A relay does not need this right on the topics of events.
+            if error.args[0].code() != KafkaError.TOPIC_AUTHORIZATION_FAILED:
+                raise
+            yield Finding(
+                Level.WARNING,
+                f"topic {route.topic}, settings",
+                "these credentials may not read its settings, so they were not looked at",
+                "grant DESCRIBE_CONFIGS on the topic, or run this with other credentials",
+            )
+    for name in sorted(_dead_letter_topics(settings)):
+        if name in metadata.topics:
+            yield from _may_write(admin, name)
+    for name in consumed:
+        if name in metadata.topics:
+            yield from _remembered(name, settings.consumer.keep_days, config(ConfigResource.Type.TOPIC, name))
+
+
+def _remembered(name: str, keep_days: int, config: _Config) -> Iterator[Finding]:
+    """Check whether messages can outlive their remembered ids: a re-read would make dead letters of them."""
+    if config("cleanup.policy") == "compact":
+        kept, ms = "its messages for as long as they are the last of their keys", -1
+    else:
+        ms = int(config("retention.ms"))
+        kept = "every message" if ms < 0 else f"messages for {ms / _DAY_MS:g} days"
+    if 0 <= ms <= keep_days * _DAY_MS:
+        return
+    yield Finding(
+        Level.WARNING,
+        f"topic {name}, ids",
+        f"it keeps {kept}, ids are remembered for {keep_days} days: going back further makes dead letters of what is "
+        "forgotten, instead of applying it twice",
+        "raise consumer.keep_days above the topic's retention.ms and the longest outage of a relay, or lower "
+        "retention.ms",
+    )
+
+
+def _open_transactions(settings: Settings, options: Mapping[str, str]) -> Iterator[Finding]:
+    """Find transactions that do not move: read_committed readers see nothing behind them."""
+    timeout = int(options.get("transaction.timeout.ms", 60_000)) / 1000
+    may_write = build_router(settings).may_write
+    transactions = OpenTransactions(client_options(settings), may_write, state_topic_name(settings), timeout)
+    found = transactions.examine(transactions.unmoved(_UNMOVED_SECONDS))
+    for each in found:
+        yield _open_transaction(each, transactions.limit(each.whose))
+    if not found:
+        yield Finding(Level.OK, "open transactions", "none stands still in the outbox's topics")
+
+
+def _open_transaction(found: OpenTransaction, limit: float) -> Finding:
+    age = None if found.since is None else time.time() - found.since
+    since = "" if found.since is None else f", since {dt.datetime.fromtimestamp(found.since, dt.UTC).isoformat()}"
+    whose = {
+        Whose.AN_OUTBOX: " of a relay",
+        Whose.ANOTHER: " of another program",
+        Whose.UNKNOWN: " (whose it is and since when, its first record tells: grant READ on the topic)",
+    }[found.whose]
+    topic, partition = found.undecided.partition
+    about = f"topic {topic} partition {partition}, transaction"
+    text = (
+        f"readers in read_committed wait at offset {found.undecided.stable}, of {found.undecided.end}, for the end of "
+        f"a transaction{whose}{since}; "
+    )
+    if age is not None and age >= limit:
+        return Finding(
+            Level.FAILURE,
+            about,
+            f"{text}it has outlasted its time-out: a broker has lost its end (KAFKA-20734), or no coordinator answers",
+            "`outbox relay reconcile` says how many events are in it and whether the outbox still has their rows, and "
+            "what ends it",
+        )
+    return Finding(
+        Level.WARNING,
+        about,
+        f"{text}it did not move within {_UNMOVED_SECONDS:g} s",
+        f"look again in {limit - (age or 0.0):.0f} s: if it is at the same offset then, run `outbox relay reconcile`",
+    )
+
+
+def _dead_letter_topics(settings: Settings) -> set[str]:
+    given = [settings.failures.dead_letter_topic]
+    given += [route.dead_letter_topic for route in (settings.routes or {}).values()]
+    return {topic for topic in given if topic is not None}
+
+
+def _may_write(admin: AdminClient, name: str) -> Iterator[Finding]:
+    """Check whether the credentials may write to a topic, as far as the broker reports it."""
+    described = admin.describe_topics(
+        TopicCollection([name]), include_authorized_operations=True, request_timeout=_SECONDS
+    )[name].result()
+    operations = described.authorized_operations
+    if operations and AclOperation.WRITE not in operations:
+        yield Finding(
+            Level.FAILURE,
+            f"topic {name}, rights",
+            f"these credentials may not write to it, only {', '.join(sorted(each.name for each in operations))}",
+            "grant WRITE on the topic to the relay's user",
+        )
+
+
+def _transactions(
+    settings: Settings,
+    options: Mapping[str, str],
+    lanes: int,
+    admin: AdminClient,
+    metadata: Any,
+    config: Callable[[Any, str], _Config],
+) -> Iterator[Finding]:
+    try:
+        yield from _brokers(admin, metadata)
+        yield from _transaction_timeout(settings, options, metadata, config)
+    except KafkaException as error:
+        # A relay does not need this right.
+        if error.args[0].code() != KafkaError.CLUSTER_AUTHORIZATION_FAILED:
+            raise
+        yield Finding(
+            Level.WARNING,
+            "Kafka's settings",
+            "these credentials may not read the brokers' settings, so neither their version nor "
+            "transaction.max.timeout.ms was looked at",
+            "grant DESCRIBE_CONFIGS on the cluster, or run this with other credentials",
+        )
+    state = state_topic_name(settings)
+    found = metadata.topics.get(state)
+    if found is None:
+        yield Finding(Level.OK, f"state topic {state}", "does not exist yet; the relay creates it, compacted")
+        return
+    yield from _topic(state, found, config(ConfigResource.Type.TOPIC, state))
+    if len(found.partitions) < lanes:
+        yield Finding(
+            Level.OK,
+            f"state topic {state}",
+            f"{len(found.partitions)} partitions, {lanes} lanes: the relay adds some",
+        )
+    for name, wanted in (("cleanup.policy", "compact"), ("unclean.leader.election.enable", "false")):
+        value = config(ConfigResource.Type.TOPIC, state)(name)
+        if value != wanted:
+            yield Finding(
+                Level.FAILURE, f"state topic {state}", f"{name}={value} could lose markers", f"set {name}={wanted}"
+            )
+
+
+def _transaction_timeout(
+    settings: Settings, options: Mapping[str, str], metadata: Any, config: Callable[[Any, str], _Config]
+) -> Iterator[Finding]:
+    """Check whether the brokers allow the relay's transaction timeout."""
+    broker = str(next(iter(metadata.brokers)))
+    limit = int(config(ConfigResource.Type.BROKER, broker)("transaction.max.timeout.ms"))
+    asked = int(options["transaction.timeout.ms"])
+    if asked > limit:
+        yield Finding(
+            Level.FAILURE,
+            "transaction.timeout.ms",
+            f"{asked} is above the broker's transaction.max.timeout.ms of {limit}: no transaction can begin",
+            f"{_lower_timeout(settings, limit)}, or raise the broker's limit",
+        )
+
+
+def _lower_timeout(settings: Settings, limit: int) -> str:
+    """Return what to lower so that a transaction's timeout fits the broker's limit."""
+    if "transaction.timeout.ms" in settings.kafka:
+        return "lower kafka.transaction.timeout.ms"
+    # The timeout is three times that of a batch, which is two thirds of the lease unless it is given.
+    if delivery_seconds(settings) < settings.relay.lease_seconds * 2 / 3:
+        return f"it is three times the delivery timeout: set kafka.delivery.timeout.ms to {limit // 3} or less"
+    return f"it is twice the lease: set OUTBOX_RELAY__LEASE_SECONDS to {limit // 2000} or less"
+
+
+def _brokers(admin: AdminClient, metadata: Any) -> Iterator[Finding]:
+    """Warn of brokers that can lose the end of a transaction (KAFKA-20734)."""
+    resources = [ConfigResource(ConfigResource.Type.BROKER, str(broker)) for broker in sorted(metadata.brokers)]
+    answers = admin.describe_configs(resources, request_timeout=_SECONDS)
+    newer = [resource.name for resource, answer in answers.items() if _SINCE_4_3 in answer.result()]
+    if newer:
+        yield Finding(
+            Level.WARNING,
+            "Kafka's version",
+            f"broker {', '.join(sorted(newer))} is 4.3 or newer (it has the setting {_SINCE_4_3}; which release it is, "
+            "brokers do not tell): 4.3.1 and 4.4.0 can lose the markers of a transaction when a broker restarts "
+            "(KAFKA-20734), and readers in read_committed then wait for its end for good",
+            "run 4.2.1, or a release whose notes name KAFKA-20734 as fixed; where it has happened, the lane stops, and "
+            "`outbox relay reconcile` names the partition",
+        )
+    else:
+        yield Finding(Level.OK, "Kafka's version", f"older than 4.3 (no broker has the setting {_SINCE_4_3})")
+
+
+def _topic(name: str, topic: Any, config: _Config) -> Iterator[Finding]:
+    copies = min(len(partition.replicas) for partition in topic.partitions.values())
+    required = int(config("min.insync.replicas"))
+    said = f"{len(topic.partitions)} partitions, {copies} replicas, min.insync.replicas={required}"
+    if copies == 1 or required == 1:
+        yield Finding(
+            Level.WARNING,
+            f"topic {name}",
+            f"{said}: an acknowledged event stands on one disk",
+            "replication factor 3 and min.insync.replicas=2",
+        )
+    elif required >= copies:
+        yield Finding(
+            Level.WARNING,
+            f"topic {name}",
+            f"{said}: one broker that is away stops publishing",
+            "min.insync.replicas one below the replication factor",
+        )
+    else:
+        yield Finding(Level.OK, f"topic {name}", said)
+    if config("unclean.leader.election.enable") == "true":
+        yield Finding(
+            Level.FAILURE,
+            f"topic {name}",
+            "unclean.leader.election.enable=true: acknowledged events can be lost",
+            "set it to false",
+        )
+    policy = config("cleanup.policy")
+    if "compact" in policy and not name.endswith(".relay.state"):
+        yield Finding(
+            Level.WARNING,
+            f"topic {name}",
+            f"cleanup.policy={policy}: of the events of a key only the last is kept",
+            "fine for snapshots of state, not for events",
+        )

@@ -1,0 +1,169 @@
+"""The rows of lanes, and which of them are on Kafka. For reconcile.py.
+
+The rows are listed in a temporary table, so the connection must not go through a pooler.
+"""
+
+import datetime as dt
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, Final
+
+import psycopg
+from psycopg import sql
+
+from outbox.event import DEAD_LETTER, REPLAY
+from relay.database import unavailable_on_error
+from relay.failpoints import failpoint
+from relay.kafka.routing import NoRoute, Router
+from relay.operations.holding import LEASE_SECONDS, taken
+from relay.operations.topic_scan import Seen, committed_since
+from relay.ports import Claim
+
+_MARGIN: Final = dt.timedelta(hours=1)
+"""Messages have the relay's clock, rows the database's."""
+_SETTLE_ROWS: Final = 10_000
+
+_COUNT: Final = "SELECT lane, count(*) FROM {events} WHERE lane = ANY(%s::smallint[]) GROUP BY lane"
+
+_KINDS: Final = """
+SELECT aggregate_type, coalesce(headers ? %(dead)s, false), min(created_at)
+  FROM {events} WHERE lane = ANY(%(lanes)s::smallint[]) GROUP BY 1, 2"""
+
+_KEEP: Final = """
+UPDATE {lanes} SET lease_until = clock_timestamp() + make_interval(secs => %(lease)s)
+ WHERE lane = %(lane)s AND epoch = %(epoch)s RETURNING 1"""
+
+_LIST: Final = (
+    "DROP TABLE IF EXISTS pg_temp.outbox_reconcile",
+    """CREATE TEMPORARY TABLE outbox_reconcile (
+           lane smallint NOT NULL, id bigint NOT NULL, event_id uuid NOT NULL, mark text NOT NULL,
+           found boolean NOT NULL DEFAULT false)""",
+    """INSERT INTO pg_temp.outbox_reconcile (lane, id, event_id, mark)
+       SELECT lane, id, event_id, coalesce(nullif(headers ->> %(replay)s, ''), headers ->> %(dead)s, '')
+         FROM {events} WHERE lane = ANY(%(lanes)s::smallint[])""",
+    "CREATE INDEX ON pg_temp.outbox_reconcile (event_id)",
+    "CREATE INDEX ON pg_temp.outbox_reconcile (lane, id)",
+    "ANALYZE pg_temp.outbox_reconcile",
+)
+
+_NOTE: Final = """
+UPDATE pg_temp.outbox_reconcile AS r SET found = true
+  FROM unnest(%s::uuid[], %s::text[]) AS seen(event_id, mark)
+ WHERE r.event_id = seen.event_id AND r.mark = seen.mark AND NOT r.found"""
+
+_HELD: Final = """
+SELECT seen.event_id::text, r.lane FROM unnest(%s::uuid[], %s::text[]) AS seen(event_id, mark)
+  JOIN pg_temp.outbox_reconcile AS r ON r.event_id = seen.event_id AND r.mark = seen.mark"""
+
+_FOUND: Final = "SELECT lane, count(*) FROM pg_temp.outbox_reconcile WHERE found GROUP BY lane"
+
+_FOUND_IDS: Final = "SELECT event_id::text FROM pg_temp.outbox_reconcile WHERE found AND lane = %s ORDER BY id LIMIT %s"
+
+# LIMIT prevents the planner from reversing the join; see relay.statements.
+_SETTLE: Final = """
+WITH picked AS (SELECT id, event_id FROM pg_temp.outbox_reconcile
+                 WHERE found AND lane = %(lane)s AND id > %(after)s ORDER BY id LIMIT %(rows)s),
+     deleted AS (DELETE FROM {events} WHERE ctid = ANY(ARRAY(
+         SELECT e.place
+           FROM picked AS p
+          CROSS JOIN LATERAL (SELECT e.ctid AS place FROM {events} AS e
+                               WHERE e.lane = %(lane)s AND e.id = p.id AND e.event_id = p.event_id LIMIT 1) AS e))),
+     failed AS MATERIALIZED (
+         SELECT p.id FROM picked AS p
+          CROSS JOIN LATERAL (SELECT FROM {failures} AS f WHERE f.lane = %(lane)s AND f.id = p.id LIMIT 1) AS f),
+     forgotten AS (DELETE FROM {failures} AS f USING failed AS p WHERE f.lane = %(lane)s AND f.id = p.id)
+SELECT max(id) FROM picked"""
+
+
+class LaneRows:
+    """Looks up the rows of lanes in their topics, and settles those that are on Kafka.
+
+    ``client_options`` are for readers. Raises Unavailable when Postgres or Kafka can't be reached.
+    """
+
+    def __init__(
+        self,
+        connection: psycopg.Connection[Any],
+        names: Mapping[str, sql.Composable],
+        router: Router,
+        client_options: Mapping[str, str],
+    ) -> None:
+        self._connection = connection
+        self._names = names
+        self._router = router
+        self._client = client_options
+
+    def count(self, lanes: Collection[int]) -> dict[int, int]:
+        """Return the number of rows of each of these lanes."""
+        return dict(self.run(_COUNT, (list(lanes),), "counting events"))
+
+    def list_rows(self, lanes: Collection[int]) -> None:
+        """Write the rows of these lanes into the temporary table, which the server keeps in memory or on disk."""
+        values = {"lanes": list(lanes), "replay": REPLAY, "dead": DEAD_LETTER}
+        with unavailable_on_error("listing events"), self._connection.transaction():
+            for statement in _LIST:
+                self._connection.execute(
+                    sql.SQL(statement).format(**self._names), values if "%(" in statement else None
+                )
+
+    def topics(self, lanes: Collection[int]) -> dict[str, int]:
+        """Return the topics of these lanes' rows, each with the time (milliseconds) from which it must be read."""
+        oldest: dict[str, dt.datetime] = {}
+        values = {"lanes": list(lanes), "dead": DEAD_LETTER}
+        for aggregate_type, dead, created_at in self.run(_KINDS, values, "reading the kinds of events"):
+            headers = {DEAD_LETTER: ""} if dead else None
+            try:
+                topic = self._router.topic(Claim(0, "", aggregate_type, "", "", "", None, headers))
+            except NoRoute:
+                continue
+            oldest[topic] = min(oldest.get(topic, created_at), created_at)
+        return {topic: int((since - _MARGIN).timestamp() * 1000) for topic, since in oldest.items()}
+
+    def search(self, topics: Mapping[str, int]) -> None:
+        """Mark the listed rows that are on Kafka.
+
+        A replay, or a copy for a dead-letter topic, has the same id as its event, and is distinguished by its header.
+        """
+        for seen in committed_since(self._client, topics):
+            keys = _keys(seen)
+            if keys:
+                self.run(_NOTE, _columns(keys), "noting what stands on Kafka")
+
+    def found(self) -> dict[int, int]:
+        """Return the number of listed rows of each lane that are on Kafka."""
+        return dict(self.run(_FOUND, (), "counting what stands on Kafka"))
+
+    def found_ids(self, lane: int, most: int) -> list[str]:
+        """Return the event ids of the first listed rows of a lane that are on Kafka."""
+        return [event_id for (event_id,) in self.run(_FOUND_IDS, (lane, most), "reading what is found")]
+
+    def held(self, seen: Sequence[Seen]) -> dict[str, int]:
+        """Return the event ids of those records that have a listed row, each with the row's lane."""
+        return dict(self.run(_HELD, _columns(_keys(seen)), "looking for the rows of what hangs"))
+
+    def settle(self, lane: int, epoch: int) -> None:
+        """Settle a lane's rows that are on Kafka, under its row lock and only while it is still ours."""
+        after: int | None = 0
+        while after is not None:
+            with unavailable_on_error(f"settling lane {lane}"), self._connection.transaction():
+                self._connection.execute("SET LOCAL idle_in_transaction_session_timeout = '10s'")
+                values = {"lane": lane, "epoch": epoch, "lease": LEASE_SECONDS, "after": after, "rows": _SETTLE_ROWS}
+                held = self._connection.execute(sql.SQL(_KEEP).format(**self._names), values).fetchone()
+                if held is None:
+                    raise taken(lane)
+                [(after,)] = self._connection.execute(sql.SQL(_SETTLE).format(**self._names), values).fetchall()
+            failpoint("reconcile.settling")
+
+    def run(self, statement: str, values: Any, doing: str) -> list[Any]:
+        """Return the rows of a statement, if it returns any."""
+        with unavailable_on_error(doing), self._connection.cursor() as cursor:
+            cursor.execute(sql.SQL(statement).format(**self._names), values)
+            return cursor.fetchall() if cursor.description else []
+
+
+def _keys(seen: Sequence[Seen]) -> list[tuple[str, str]]:
+    """Return the distinct event ids and marks of the records that have an event id."""
+    return sorted({(found.event_id, found.mark) for found in seen if found.event_id is not None})
+
+
+def _columns(keys: Sequence[tuple[str, str]]) -> tuple[list[str], list[str]]:
+    return [event_id for event_id, _ in keys], [mark for _, mark in keys]
