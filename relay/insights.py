@@ -30,7 +30,7 @@ SELECT l.lane, l.owner, l.source, l.streaming, l.epoch, l.last_batch,
        CASE WHEN isfinite(l.lease_until)
             THEN extract(epoch FROM l.lease_until - clock_timestamp())::float8 END AS lease_seconds,
        (SELECT count(*) FROM (SELECT FROM {events} AS e WHERE e.lane = l.lane
-                               ORDER BY e.id LIMIT %(most)s) AS some) AS events,
+                               ORDER BY e.id LIMIT %(most)s) AS counted) AS events,
        (SELECT extract(epoch FROM clock_timestamp() - e.created_at)::float8 FROM {events} AS e
          WHERE e.lane = l.lane ORDER BY e.id LIMIT 1) AS oldest_seconds
   FROM {lanes} AS l ORDER BY l.lane"""

@@ -31,7 +31,7 @@ _LIMIT: Final = "SELECT set_config('statement_timeout', %s, true)"
 _WAITING: Final = """
 SELECT e.lane, e.id, e.event_id, e.aggregate_type, e.aggregate_id, e.event_type, e.created_at,
        (SELECT count(*) FROM (SELECT FROM {events} AS b WHERE b.lane = e.lane AND b.id < e.id
-                               LIMIT %(most)s) AS some) AS before,
+                               LIMIT %(most)s) AS counted) AS before,
        CASE WHEN l.lease_until >= clock_timestamp() THEN l.owner END AS owner,
        f.attempts, f.last_error, f.last_failed_at,
        CASE WHEN isfinite(f.next_attempt_at) THEN f.next_attempt_at END AS next_attempt_at

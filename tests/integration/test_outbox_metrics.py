@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import urllib.request
 
 import psycopg
@@ -39,14 +40,16 @@ class Scraped:
 
 
 @pytest.fixture
-def scraped(outbox_relay, order):
+def scraped(outbox_relay, outbox_kafka, order):
     """Two relays that run, each with a port for its metrics."""
     ports = free_ports(2)
+    small = outbox_kafka.create_topic(outbox_kafka.name("small"), 1, {"max.message.bytes": "20000"})
     relays = [
         outbox_relay(
             relay__metrics_address=f"127.0.0.1:{port}",
             relay__lease_seconds=2,
-            routes=json.dumps({order[0]: {"topic": order[1]}}),
+            routes=json.dumps({order[0]: {"topic": order[1]}, "Small": {"topic": small}}),
+            failures__max_attempts=1,
         )
         for port in ports
     ]
@@ -87,11 +90,11 @@ def test_figures_of_two_relays_add_up(scraped, outbox_postgres, order):
     assert found.each("outbox_lanes_unheld") == [0.0]
 
 
-def test_dead_letters_and_keys_that_wait_for_them(scraped, outbox_postgres, outbox_kafka, order):
+def test_dead_letters_and_keys_that_wait_for_them(scraped, outbox_postgres):
     found, _ = scraped
     url = outbox_postgres.url
     with psycopg.connect(url) as connection:
-        Outbox().add_many(connection, [Event(order[0], f"k{n}", "T", b"x" * 999_000) for n in range(2)])
+        Outbox().add_many(connection, [Event("Small", f"k{n}", "T", os.urandom(30_000)) for n in range(2)])
     dead = 'outbox_relay_events_total{result="dead"}'
     wait_until(lambda: found.sum(dead) == 2, what="the dead letters")
     wait_until(lambda: found.each("outbox_dead_letters") == [2.0], what="the look that sees them")
