@@ -55,6 +55,7 @@ from relay.ports import (
     Publisher,
     Receipt,
     Result,
+    Sent,
     Source,
     Unavailable,
     Unconfirmed,
@@ -72,6 +73,13 @@ class Observer(Protocol):
 
     def published(self, count: int) -> None:
         """Report that ``count`` events were acknowledged."""
+        ...
+
+    def turn(self, events: int, read_seconds: float, publish_seconds: float, settle_seconds: float) -> None:
+        """Report how long a turn of this many events took.
+
+        Reading includes settling the turn before, where both are one statement.
+        """
         ...
 
     def refused(self, lane: int, claim: Claim, reason: str) -> None:
@@ -215,7 +223,9 @@ class WorkerLoop:
             return False
         source.leave_out(self._publisher.paused())
         source.go_on_without(self._absent())
+        began = time.monotonic()
         fetched = source.fetch(limits)
+        read_seconds = time.monotonic() - began
         self._sizes.note_taken(limits.keys(), fetched.batches)
         fine = limits.keys() - fetched.failed.keys()
         if not fetched.unconfirmed:
@@ -225,11 +235,15 @@ class WorkerLoop:
             if fetched.known:
                 self._succeeded(fine)
             return False
-        self._publish(self._publisher, source, fetched, fine)
+        began = time.monotonic()
+        sent = self._publisher.publish(fetched.batches, source.confirm if fetched.unconfirmed else None)
+        published = time.monotonic()
+        self._conclude(sent, source, fetched, fine)
+        count = sum(map(len, fetched.batches.values()))
+        self._observer.turn(count, read_seconds, published - began, time.monotonic() - published)
         return True
 
-    def _publish(self, publisher: Publisher, source: Source, fetched: Fetched, fine: Collection[int]) -> None:
-        sent = publisher.publish(fetched.batches, source.confirm if fetched.unconfirmed else None)
+    def _conclude(self, sent: Sent, source: Source, fetched: Fetched, fine: Collection[int]) -> None:
         match sent:
             case Unconfirmed(lanes, publisher_unusable):
                 # Lanes that are still ours are read again.

@@ -78,6 +78,23 @@ class Components:
     """Waits other than those of lanes, found by the upkeep tasks."""
     figures: Callable[[], Mapping[str, float]] = dict
     """Figures for the last line of the log."""
+    meter: Meter | None = None
+
+
+class Meter(Protocol):
+    """Counts what the worker's loop reports, for the metrics. Must not raise and must not wait."""
+
+    def events(self, result: str, count: int) -> None:
+        """Count events: published, refused, dead or lost."""
+        ...
+
+    def turn(self, events: int, stages: Mapping[str, float]) -> None:
+        """Record a turn of this many events, and how many seconds each of its stages took."""
+        ...
+
+    def lanes_lost(self, count: int) -> None:
+        """Count lanes that another relay has taken."""
+        ...
 
 
 class Events(Protocol):
@@ -98,26 +115,42 @@ class _Log:
     The reason of a lane's wait is logged once, and again every minute.
     """
 
-    def __init__(self, health: WorkerHealth) -> None:
+    def __init__(self, health: WorkerHealth, meter: Meter | None) -> None:
         self.count = 0
         self._health = health
+        self._meter = meter
         self._said: dict[int, tuple[str, float]] = {}
 
     def published(self, count: int) -> None:
         self.count += count
+        self._counted("published", count)
+
+    def turn(self, events: int, read_seconds: float, publish_seconds: float, settle_seconds: float) -> None:
+        if self._meter is not None:
+            stages = {"read": read_seconds, "publish": publish_seconds, "settle": settle_seconds}
+            self._meter.turn(events, stages)
+
+    def _counted(self, result: str, count: int) -> None:
+        if self._meter is not None:
+            self._meter.events(result, count)
 
     def refused(self, lane: int, claim: Claim, reason: str) -> None:
+        self._counted("refused", 1)
         log.warning("event refused", lane=lane, **_shown(claim), reason=reason)
 
     def dead(self, lane: int, claim: Claim) -> None:
+        self._counted("dead", 1)
         log.error("event is a dead letter now; see `outbox dead-letters show`", lane=lane, **_shown(claim))
 
     def lost(self, lane: int, count: int) -> None:
+        self._counted("lost", count)
         log.error("events may be lost, as at-most-once allows", lane=lane, events=count)
 
     def unavailable(self, lanes: Collection[int], error: Exception, wait_seconds: float) -> None:
         if isinstance(error, LaneLost):
             self._forget(lanes)
+            if self._meter is not None:
+                self._meter.lanes_lost(len(lanes))
             log.warning("lane lost", lanes=_listed(lanes), error=str(error))
             return
         seconds = self._health.waits(lanes, error)
@@ -192,7 +225,7 @@ class _WorkerThread(threading.Thread):
         super().__init__(name="worker", daemon=True)
         self.stopping = threading.Event()
         self.error: BaseException | None = None
-        self.observer = _Log(health)
+        self.observer = _Log(health, components.meter)
         self.loop = WorkerLoop(
             lambda: components.source(self.observer),
             components.publisher,

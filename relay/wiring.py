@@ -40,6 +40,7 @@ from relay.wal.session import Stream, StreamLimits
 from relay.wal.slot import slot_names
 from relay.wal.source import StreamSource
 from relay.web.metrics import RelayMetrics, SlotWatch
+from relay.web.outbox_metrics import OutboxWatch, TurnMetrics
 
 log = structlog.get_logger("relay")
 
@@ -65,6 +66,11 @@ def build(settings: Settings) -> Supervisor:
     registry = CollectorRegistry()
     transactions = _transactions(settings) if exact else None
     upkeep = _upkeep(settings, connect, registry)
+    meter = None
+    if settings.relay.metrics_address is not None:
+        meter = TurnMetrics(registry)
+        outbox = OutboxWatch(connect, slot_names(settings), instance, registry)
+        upkeep.append(MaintenanceTask("backlog", outbox.look, _WATCH_SECONDS))
     if transactions is not None:
         upkeep.append(MaintenanceTask("transactions", transactions.look, _TRANSACTIONS_SECONDS))
     relay = Supervisor(
@@ -87,6 +93,7 @@ def build(settings: Settings) -> Supervisor:
             upkeep=upkeep,
             besides=tuple if transactions is None else transactions.waits,
             figures=figures.summary if exact else dict,
+            meter=meter,
         )
     )
     RelayMetrics(relay.health, topics.reasons, int if transactions is None else transactions.hanging, registry)

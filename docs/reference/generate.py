@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import ast
+import datetime as dt
 import importlib
 import inspect
 import pkgutil
@@ -33,8 +34,10 @@ from outbox.errors import OutboxError
 from relay.cli.assembly import assemble
 from relay.config import RouteSettings, Settings
 from relay.health import Health, Reason
+from relay.insights import OutboxState
 from relay.wal.slot import SlotState
 from relay.web.metrics import RelayMetrics, slot_metrics
+from relay.web.outbox_metrics import TurnMetrics, outbox_metrics
 from spark_jobs import settings as consumers
 from spark_jobs.admin.dead_letters import REASONS
 from spark_jobs.driver.planner import Extent
@@ -192,6 +195,9 @@ def metrics_page() -> str:
     """Return the page of all metrics of relays and consumers: names, types, labels, meanings."""
     relays = RelayMetrics(lambda: Health(True, 1, (), {"slot": 0.0}), list, int, CollectorRegistry())
     slot = slot_metrics(SlotState(**dict.fromkeys(SlotState._fields, 0)), 1, 0.0, healthy=True)
+    turns = CollectorRegistry()
+    TurnMetrics(turns)
+    outbox = OutboxState(dt.datetime.now(dt.UTC), 0, True, None, 0, 0, 0, 0, 0, (), (), None)
     reasons = [[f"`{reason.value}`", text] for reason, text in members(Reason)]
     return _page(
         "Metrics",
@@ -201,7 +207,12 @@ def metrics_page() -> str:
         relay](../operations/relay.md#what-to-watch), [the slot](../operations/wal.md#what-to-watch), [dead letters and
         consumers](../operations/dead-letters.md#watch).
         """,
-        "## Relays\n\n" + _metrics(relays.collect()),
+        "## Relays\n\n"
+        + _metrics(relays.collect())
+        + "\nWhat a process has done since it started:\n\n"
+        + _metrics(turns.collect()),
+        "## The outbox\n\nShown by the relay that holds the first lane, so that a sum over relays is right.\n\n"
+        + _metrics(outbox_metrics(outbox)),
         "### Reasons\n\nValues of the label `reason`: what the lanes wait for.\n\n" + _table(["reason", ""], reasons),
         "## The replication slot\n\nEvery relay shows these: one that polls, once a slot is set up.\n\n"
         + _metrics(slot),

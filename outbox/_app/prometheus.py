@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import orjson
-from prometheus_client import CollectorRegistry, make_wsgi_app
+from prometheus_client import CollectorRegistry, disable_created_metrics, make_wsgi_app
 
 from outbox.errors import ConfigurationError
 
@@ -46,6 +46,8 @@ def serve(
     Raises ConfigurationError, naming the setting, when it can't listen there.
     """
     host, _, port = address.rpartition(":")
+    # Else each counter would have a second series, with the time at which it was made.
+    disable_created_metrics()  # type: ignore[no-untyped-call]
     metrics = make_wsgi_app(registry)
 
     def application(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:

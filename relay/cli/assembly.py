@@ -23,6 +23,8 @@ _OLD: Final = frozenset({"failures"})
 """Former names, which still work but are hidden; now `dead-letters`."""
 
 _COMMANDS: Final = {
+    "status": "relay.cli.status",
+    "trace": "relay.cli.trace",
     "doctor": "relay.cli.doctor",
     "replay": "relay.cli.failures",
     "consume": "spark_jobs.cli.consume",

@@ -23,6 +23,7 @@ class Seen(NamedTuple):
     """One record. ``mark`` distinguishes a replay or a dead-letter copy from its event, which has the same id."""
 
     partition: Partition
+    offset: int
     milliseconds: int
     event_id: str | None
     mark: str
@@ -97,6 +98,7 @@ def _seen(partition: Partition, message: Message) -> Seen:
     value = message.value()
     return Seen(
         partition,
+        message.offset() or 0,
         message.timestamp()[1],
         _uuid(_text(headers.get(CE_ID))),
         _text(headers.get(REPLAY) or headers.get(DEAD_LETTER)),

@@ -182,7 +182,7 @@ class RelayMetrics:
         yield seconds
         upkeep = GaugeMetricFamily(
             "outbox_relay_upkeep_wait_seconds",
-            "How long a task besides publishing has been failing: slot (its check), archive, "
+            "How long a task besides publishing has been failing: slot (its check), backlog (its count), archive, "
             "transactions (the search for hanging ones).",
             labels=["task"],
         )

@@ -295,9 +295,13 @@ class Watcher:
     seen: list[str] = field(default_factory=list)
     waits: list[float] = field(default_factory=list)
     errors: dict[int, int] = field(default_factory=dict)
+    turns: list[int] = field(default_factory=list)
 
     def published(self, count: int) -> None:
         self.seen.append(f"published {count}")
+
+    def turn(self, events: int, *_: float) -> None:
+        self.turns.append(events)
 
     def refused(self, lane: int, item: Claim, reason: str) -> None:
         self.seen.append(f"refused {lane}/{item.position} {reason}")

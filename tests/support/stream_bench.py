@@ -219,6 +219,8 @@ class Seen:
     def unavailable(self, lanes: Collection[int], error: Exception, wait_seconds: float) -> None:
         self.errors.append((lanes, error))
 
+    def turn(self, *_: float) -> None: ...
+
     def recovered(self, lanes: Collection[int]) -> None: ...
 
 

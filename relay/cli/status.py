@@ -1,0 +1,293 @@
+"""``outbox status``: what waits, who works on it, how far the consumers are, and what needs a person."""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Annotated, Any, Final
+
+import typer
+
+from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, table_console
+from outbox.errors import ConfigurationError, OutboxError
+from relay.config import load
+from relay.insights import COUNTED
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from rich.console import RenderableType
+
+    from relay.insights import OutboxState
+    from spark_jobs.admin.status import GroupState
+
+_KAFKA_SECONDS: Final = 5.0
+_FEW_LANES: Final = 16
+"""So many lanes have a row each; of more only those that something is the matter with, and a sum."""
+
+
+@failing_clearly
+def status(
+    database_url: DatabaseUrl = None,
+    sink_url: Annotated[
+        str | None, typer.Option("--sink-url", help="The consumers' database; without it, the same one.")
+    ] = None,
+    watch: Annotated[
+        float | None, typer.Option("--watch", min=0.2, help="Look again after so many seconds, until Ctrl-C.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show the backlog and its age, lanes and relays, the slot, and each consumer group's lag and dead letters.
+
+    What a person should look at is named below it; the exit status is 1 then. With --watch it also shows rates.
+    """
+    with _looking(database_url, sink_url) as look:
+        sight = look()
+        if watch is None:
+            _print(sight, as_json=as_json)
+            if sight.problems:
+                raise typer.Exit(1)
+        elif as_json:
+            while True:
+                _print(sight, as_json=True)
+                time.sleep(watch)
+                sight = look(sight)
+        else:
+            _watch(look, sight, watch)
+
+
+class _Sight:
+    """One look at everything. What could not be read says why instead."""
+
+    def __init__(
+        self,
+        outbox: OutboxState | None,
+        groups: Sequence[GroupState],
+        unseen: Mapping[str, str],
+        before: _Sight | None,
+    ) -> None:
+        self.outbox = outbox
+        self.groups = groups
+        self.unseen = unseen
+        self.written, self.published = _rates(outbox, before.outbox if before else None)
+
+    @property
+    def problems(self) -> list[str]:
+        """Return what a person should look at."""
+        found = [f"{what} can't be seen: {why}" for what, why in self.unseen.items()]
+        found += self.outbox.problems() if self.outbox else []
+        return [*found, *(problem for group in self.groups for problem in group.problems())]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same for a program."""
+        outbox = asdict(self.outbox) if self.outbox else None
+        if outbox is not None:
+            outbox |= {"written_per_second": self.written, "gone_per_second": self.published}
+        return {
+            "outbox": outbox,
+            "groups": [asdict(group) for group in self.groups],
+            "unseen": dict(self.unseen),
+            "problems": self.problems,
+        }
+
+
+def _rates(now: OutboxState | None, before: OutboxState | None) -> tuple[float | None, float | None]:
+    """Return the rows written and taken out a second. None when there is nothing to compare with."""
+    if now is None or before is None or now.written is None or before.written is None:
+        return None, None
+    seconds = (now.at - before.at).total_seconds()
+    assert now.gone is not None
+    assert before.gone is not None
+    # A server that crashed begins its statistics anew.
+    if seconds <= 0 or now.written < before.written or now.gone < before.gone:
+        return None, None
+    return (now.written - before.written) / seconds, (now.gone - before.gone) / seconds
+
+
+@contextmanager
+def _looking(database_url: str | None, sink_url: str | None) -> Iterator[Callable[..., _Sight]]:
+    """Return what takes a look. Sessions stay open between two looks, and are opened again after an error."""
+    from outbox._app.settings import client_options
+    from relay.database import Connector
+    from relay.insights import look
+    from relay.wal.slot import slot_names
+    from spark_jobs.admin import status as consumers
+    from spark_jobs.driver.kafka_admin import KafkaView
+    from spark_jobs.postgres.errors import connect
+
+    settings = load(database_url=database_url)
+    connector = Connector(settings.require_database(), "outbox status")
+    sink = sink_url or settings.require_database()
+    kafka: KafkaView | None = None
+    open_now: dict[str, Any] = {}
+
+    def session(name: str, opening: Callable[[], Any]) -> Any:
+        if name not in open_now or open_now[name].closed:
+            open_now[name] = opening()
+        return open_now[name]
+
+    def take(before: _Sight | None = None) -> _Sight:
+        nonlocal kafka
+        unseen: dict[str, str] = {}
+        outbox: OutboxState | None = None
+        groups: Sequence[GroupState] = ()
+        try:
+            outbox = look(session("outbox", connector), slot_names(settings))
+        except OutboxError as error:
+            unseen["the outbox"] = str(error)
+        try:
+            kafka = kafka or KafkaView(client_options(settings), seconds=_KAFKA_SECONDS)
+            opened = session("sink", lambda: connect(sink, "outbox status"))
+            groups, away = consumers.look(opened, settings.consumer_schema, kafka)
+            if away is not None:
+                unseen["Kafka"] = away
+        except ConfigurationError:
+            raise
+        except OutboxError as error:
+            if not _without_consumers(error):
+                unseen["the consumers"] = str(error)
+        return _Sight(outbox, groups, unseen, before)
+
+    try:
+        yield take
+    finally:
+        for one in open_now.values():
+            one.close()
+
+
+def _without_consumers(error: OutboxError) -> bool:
+    """Return whether this database simply has no tables of consumers: a service's own, for example."""
+    import psycopg
+
+    return isinstance(error.__cause__, psycopg.errors.UndefinedTable)
+
+
+def _watch(look: Callable[..., _Sight], sight: _Sight, seconds: float) -> None:
+    from rich.live import Live
+
+    console = table_console()
+    with Live(_rendered(sight), console=console, auto_refresh=False, screen=console.is_terminal) as live:
+        try:
+            while True:
+                time.sleep(seconds)
+                sight = look(sight)
+                live.update(_rendered(sight), refresh=True)
+        except KeyboardInterrupt:
+            return
+
+
+def _print(sight: _Sight, *, as_json: bool) -> None:
+    if as_json:
+        print_json(sight.as_dict())
+    else:
+        table_console().print(_rendered(sight))
+
+
+def _rendered(sight: _Sight) -> RenderableType:
+    from rich.console import Group
+    from rich.text import Text
+
+    parts: list[RenderableType] = []
+    if sight.outbox is not None:
+        parts += [_backlog(sight.outbox, sight), _relays(sight.outbox), _lanes(sight.outbox)]
+        if (slot := sight.outbox.slot) is not None:
+            parts.append(
+                Text(
+                    f"slot {slot.slot}: {_bytes(slot.retained_bytes)} of WAL kept, {_bytes(slot.lag_bytes)} behind "
+                    f"({_age(slot.lag_seconds)}), {'read' if slot.active else 'nobody reads it'}"
+                )
+            )
+    if sight.groups:
+        parts.append(_groups(sight.groups))
+    if sight.problems:
+        parts += [Text(f"! {problem}", style="bold yellow") for problem in sight.problems]
+    else:
+        parts.append(Text("nothing needs attention", style="green"))
+    return Group(*parts)
+
+
+def _backlog(outbox: OutboxState, sight: _Sight) -> RenderableType:
+    from rich.text import Text
+
+    about = "" if outbox.exact else "about "
+    text = f"backlog {about}{outbox.backlog:,} events"
+    if outbox.oldest_seconds is not None:
+        text += f", the oldest {_age(outbox.oldest_seconds)} old"
+    if sight.written is not None and sight.published is not None:
+        text += f"   written {sight.written:,.0f}/s, published {sight.published:,.0f}/s"
+    return Text(text, style="bold")
+
+
+def _relays(outbox: OutboxState) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("relay", "state", "source", "version", "lanes", "heartbeat", box=None, pad_edge=False)
+    for relay in outbox.relays:
+        state = "running" if relay.alive else "gone"
+        lanes = f"{len(relay.lanes)}" if len(relay.lanes) > _FEW_LANES else ", ".join(map(str, relay.lanes)) or "-"
+        cells = (relay.instance, state, relay.source, relay.version, lanes, f"{_age(relay.heartbeat_seconds)} ago")
+        table.add_row(*map(Text, cells))
+    return table if outbox.relays else Text("no relay has run here lately")
+
+
+def _lanes(outbox: OutboxState) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    shown = outbox.lanes
+    if len(shown) > _FEW_LANES:
+        # Those that nobody holds, and then those that have waited for longest.
+        by_age = sorted(shown, key=lambda one: (one.held, -(one.oldest_seconds or 0.0)))
+        shown = sorted(by_age[:_FEW_LANES], key=lambda one: one.lane)
+    table = Table("lane", "events", "oldest", "held by", "source", box=None, pad_edge=False)
+    for lane in shown:
+        events = f"{lane.events:,}" + ("" if lane.events < COUNTED else " or more")
+        oldest = "-" if lane.oldest_seconds is None else _age(lane.oldest_seconds)
+        source = f"{lane.source}, streaming" if lane.streaming else lane.source
+        owner = lane.owner if lane.owner and lane.held else "-"
+        table.add_row(*map(Text, (str(lane.lane), events, oldest, owner, source)))
+    table.columns[1].justify = table.columns[2].justify = "right"
+    left = len(outbox.lanes) - len(shown)
+    if not left:
+        return table
+    from rich.console import Group
+
+    held = sum(lane.held for lane in outbox.lanes)
+    return Group(table, Text(f"{left} more lanes; {held} of {len(outbox.lanes)} are held"))
+
+
+def _groups(groups: Sequence[GroupState]) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    heads = ("group", "partitions", "lag", "behind open", "applied", "duplicates", "dead letters", "moved at")
+    table = Table(*heads, box=None, pad_edge=False)
+    for column in table.columns[1:7]:
+        column.justify = "right"
+    for group in groups:
+        counts = (group.partitions, group.lag, group.pinned, group.applied, group.duplicates, group.dead_letters)
+        moved = "-" if group.moved_at is None else f"{group.moved_at.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S} UTC"
+        cells = (group.group, *("?" if count is None else f"{count:,}" for count in counts), moved)
+        table.add_row(*map(Text, cells))
+    return table
+
+
+def _age(seconds: float) -> str:
+    """Return a time span with one digit where that says something."""
+    if seconds < 10:
+        return f"{max(seconds, 0.0):.1f} s"
+    for size, name in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
+def _bytes(count: int) -> str:
+    for size, name in ((1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= size:
+            return f"{count / size:.1f} {name}"
+    return f"{count} bytes"

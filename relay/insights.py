@@ -1,0 +1,225 @@
+"""What stands in the outbox now: for `outbox status`, so that whoever shows it says the same. Reads, and locks nothing.
+
+A backlog of millions is not counted row by row: each lane is counted up to a limit, along its primary key, and what is
+beyond comes from the planner's statistics. ``exact`` says which of both a number is.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import dict_row
+
+from relay.database import unavailable_on_error
+from relay.statements import KEEP_TO_THE_INDEX, names_of
+from relay.wal.slot import Slot, SlotNames, SlotState, find_problem
+
+COUNTED: Final = 10_000
+"""Rows that are counted in each lane, and of failures and dead letters each; more are estimated."""
+_STATEMENT_SECONDS: Final = 10
+
+_LIMIT: Final = "SELECT set_config('statement_timeout', %s, true)"
+
+_LANES: Final = """
+SELECT l.lane, l.owner, l.source, l.streaming, l.epoch, l.last_batch,
+       CASE WHEN isfinite(l.lease_until)
+            THEN extract(epoch FROM l.lease_until - clock_timestamp())::float8 END AS lease_seconds,
+       (SELECT count(*) FROM (SELECT FROM {events} AS e WHERE e.lane = l.lane
+                               ORDER BY e.id LIMIT %(most)s) AS counted) AS events,
+       (SELECT extract(epoch FROM clock_timestamp() - e.created_at)::float8 FROM {events} AS e
+         WHERE e.lane = l.lane ORDER BY e.id LIMIT 1) AS oldest_seconds
+  FROM {lanes} AS l ORDER BY l.lane"""
+
+_RELAYS: Final = """
+SELECT instance, version, source, started_at, alive_until > clock_timestamp() AS alive,
+       extract(epoch FROM clock_timestamp() - heartbeat_at)::float8 AS heartbeat_seconds
+  FROM {relays} ORDER BY instance"""
+
+# The planner's own way: rows per page when the table was last analyzed, times the pages of now.
+_REST: Final = """
+SELECT clock_timestamp() AS at, s.n_tup_ins AS written, s.n_tup_del AS gone,
+       CASE WHEN c.relpages > 0 AND c.reltuples >= 0
+            THEN c.reltuples / c.relpages * (pg_relation_size(c.oid) / current_setting('block_size')::int)
+            END::float8 AS estimate,
+       (SELECT count(*) FROM (SELECT FROM {failures} WHERE isfinite(next_attempt_at) LIMIT %(most)s) AS f) AS retrying,
+       (SELECT count(*) FROM (SELECT FROM {failures} WHERE NOT isfinite(next_attempt_at) AND blocks
+                               LIMIT %(most)s) AS f) AS blocking,
+       (SELECT count(*) FROM (SELECT FROM {dead_letters} LIMIT %(most)s) AS d) AS dead_letters
+  FROM pg_class AS c LEFT JOIN pg_stat_user_tables AS s ON s.relid = c.oid
+ WHERE c.oid = to_regclass(%(events)s)"""
+
+_STREAM: Final = "SELECT slot, publication FROM {streams} ORDER BY created_at DESC LIMIT 1"
+
+
+@dataclass(frozen=True, slots=True)
+class LaneState:
+    """One lane.
+
+    owner           the relay that holds it, or held it last; None when it was let go of.
+    lease_seconds   for how long it still holds it; negative when the lease has run out, None when there is none.
+    events          rows that wait in it, at most COUNTED.
+    oldest_seconds  the age of the first of them; None without any.
+    """
+
+    lane: int
+    owner: str | None
+    source: str
+    streaming: bool
+    epoch: int
+    last_batch: int | None
+    lease_seconds: float | None
+    events: int
+    oldest_seconds: float | None
+
+    @property
+    def held(self) -> bool:
+        """Return whether a relay holds the lane."""
+        return self.owner is not None and (self.lease_seconds or 0.0) > 0
+
+
+@dataclass(frozen=True, slots=True)
+class RelayState:
+    """A relay that runs or ran lately. ``lanes`` are those that it holds now."""
+
+    instance: str
+    version: str
+    source: str
+    started_at: dt.datetime
+    alive: bool
+    heartbeat_seconds: float
+    lanes: Sequence[int] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SlotLook:
+    """The replication slot. ``problem`` says why the stream can't be relied on; None when it can."""
+
+    slot: str
+    retained_bytes: int
+    lag_bytes: int
+    lag_seconds: float
+    active: bool
+    problem: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class OutboxState:
+    """The outbox at one moment, by the database's clock.
+
+    backlog         rows that wait to be published; ``exact`` when they were counted.
+    oldest_seconds  the age of the oldest first row of a lane; None without any.
+    retrying        events that were refused and wait for another attempt.
+    dead_letters    events that wait for a person; ``blocking`` of them hold back later events of their keys. Of each
+                    of the three at most COUNTED are counted.
+    written, gone   rows written and taken out since the server's statistics began: two looks give the rates.
+    slot            None while the outbox has none.
+    """
+
+    at: dt.datetime
+    backlog: int
+    exact: bool
+    oldest_seconds: float | None
+    retrying: int
+    dead_letters: int
+    blocking: int
+    written: int | None
+    gone: int | None
+    lanes: Sequence[LaneState]
+    relays: Sequence[RelayState]
+    slot: SlotLook | None
+
+    def problems(self, standing_seconds: float = 60.0) -> list[str]:
+        """Return what a person should look at; nothing when all is as it should be.
+
+        standing_seconds   an event that is older than this, and that nothing else explains, stands still.
+        """
+        found = []
+        idle = [lane for lane in self.lanes if not lane.held]
+        waiting = [lane.lane for lane in idle if lane.events]
+        if not any(relay.alive for relay in self.relays):
+            found.append("no relay is running" + (f", and {self.backlog:,} events wait" if self.backlog else ""))
+        elif waiting:
+            found.append(f"events wait in lanes that no relay holds: {_few(waiting)}")
+        elif (
+            self.oldest_seconds is not None
+            and self.oldest_seconds > standing_seconds
+            and not self.retrying
+            and not self.blocking
+        ):
+            slow = [lane.lane for lane in self.lanes if (lane.oldest_seconds or 0.0) > standing_seconds]
+            found.append(f"the oldest event has waited for {self.oldest_seconds:.0f} s (lanes {_few(slow)})")
+        if self.retrying:
+            found.append(f"{self.retrying:,} events were refused and are tried again: `outbox dead-letters list`")
+        if self.dead_letters:
+            held = f", {self.blocking:,} of them hold back their keys" if self.blocking else ""
+            found.append(f"{self.dead_letters:,} dead letters{held}: `outbox dead-letters list`")
+        if self.slot is not None and self.slot.problem is not None:
+            found.append(self.slot.problem)
+        return found
+
+
+def look(connection: psycopg.Connection[Any], names: SlotNames) -> OutboxState:
+    """Read the outbox's state, in one snapshot. Raises Unavailable, and SchemaError without the tables or a right."""
+    schema = names.schema
+    tables = names_of(schema)
+    bound = {"most": COUNTED, "events": sql.Identifier(schema, "events").as_string(None)}
+
+    with unavailable_on_error("looking at the outbox"), connection.cursor(row_factory=dict_row) as cursor:
+
+        def read(text: str) -> list[dict[str, Any]]:
+            return cursor.execute(sql.SQL(text).format(**tables), bound).fetchall()
+
+        with connection.transaction():
+            cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
+            cursor.execute(_LIMIT, (f"{_STATEMENT_SECONDS}s",))
+            cursor.execute(KEEP_TO_THE_INDEX, {"local": True})
+            lanes = [LaneState(**row) for row in read(_LANES)]
+            relays = [RelayState(**row) for row in read(_RELAYS)]
+            (rest,) = read(_REST)
+            streams = read(_STREAM)
+    held: dict[str | None, list[int]] = {}
+    for lane in lanes:
+        if lane.held:
+            held.setdefault(lane.owner, []).append(lane.lane)
+    counted = sum(lane.events for lane in lanes)
+    exact = all(lane.events < COUNTED for lane in lanes)
+    return OutboxState(
+        at=rest["at"],
+        backlog=counted if exact else max(counted, int(rest["estimate"] or 0)),
+        exact=exact,
+        oldest_seconds=max((lane.oldest_seconds for lane in lanes if lane.oldest_seconds is not None), default=None),
+        retrying=rest["retrying"],
+        dead_letters=rest["dead_letters"],
+        blocking=rest["blocking"],
+        written=rest["written"],
+        gone=rest["gone"],
+        lanes=lanes,
+        relays=[replace(relay, lanes=tuple(held.get(relay.instance, ()))) for relay in relays],
+        slot=_slot(connection, names, streams),
+    )
+
+
+def _slot(connection: psycopg.Connection[Any], names: SlotNames, streams: Sequence[dict[str, Any]]) -> SlotLook | None:
+    if not streams:
+        return None
+    mine = replace(names, slot=streams[0]["slot"], publication=streams[0]["publication"])
+    state: SlotState = Slot(connection, mine).look()
+    problem = find_problem(state, mine)
+    return SlotLook(
+        slot=mine.slot,
+        retained_bytes=state.retained_bytes,
+        lag_bytes=state.lag_bytes,
+        lag_seconds=state.lag_seconds,
+        active=state.active_pid is not None,
+        problem=None if problem is None else str(problem),
+    )
+
+
+def _few(lanes: Sequence[int]) -> str:
+    shown = ", ".join(map(str, lanes[:8]))
+    return shown if len(lanes) <= 8 else f"{shown} and {len(lanes) - 8} more"

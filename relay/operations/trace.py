@@ -1,0 +1,179 @@
+"""Where one event is, on the relay's side: in the outbox, on its way, dead, or published. For `outbox trace`.
+
+An event is in one of three tables at a time: ``events``, which it leaves in the transaction that moves it on, the dead
+letters, or the archive. Without an archive a published event leaves no row, and its topic has to be looked through.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from uuid import UUID
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import dict_row
+
+from relay.database import unavailable_on_error
+from relay.operations.topic_scan import committed_since
+from relay.statements import names_of
+
+_STATEMENT_SECONDS: Final = 30
+_MOST_BEFORE: Final = 10_000
+# The broker's clock and the database's need not agree.
+_MARGIN_MILLISECONDS: Final = 60_000
+
+_LIMIT: Final = "SELECT set_config('statement_timeout', %s, true)"
+
+_WAITING: Final = """
+SELECT e.lane, e.id, e.event_id, e.aggregate_type, e.aggregate_id, e.event_type, e.created_at,
+       (SELECT count(*) FROM (SELECT FROM {events} AS b WHERE b.lane = e.lane AND b.id < e.id
+                               LIMIT %(most)s) AS counted) AS before,
+       CASE WHEN l.lease_until >= clock_timestamp() THEN l.owner END AS owner,
+       f.attempts, f.last_error, f.last_failed_at,
+       CASE WHEN isfinite(f.next_attempt_at) THEN f.next_attempt_at END AS next_attempt_at
+  FROM {events} AS e LEFT JOIN {lanes} AS l ON l.lane = e.lane
+  LEFT JOIN {failures} AS f ON f.lane = e.lane AND f.id = e.id
+ WHERE e.event_id = %(event_id)s LIMIT 1"""
+
+_DEAD: Final = """
+SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, attempts, last_error, dead_at
+  FROM {dead_letters} WHERE event_id = %(event_id)s LIMIT 1"""
+
+_PUBLISHED: Final = """
+SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, published_at, topic, partition,
+       "offset"
+  FROM {published} WHERE event_id = %(event_id)s ORDER BY published_at LIMIT 1"""
+
+# The newest of a key, wherever they are. The archive's index is over the key's hash, and so is a lane.
+_OF_KEY: Final = """
+SELECT * FROM (
+    (SELECT event_id, event_type, created_at, id, 'waiting' AS state FROM {events}
+      WHERE aggregate_type = %(kind)s AND aggregate_id = %(key)s ORDER BY id DESC LIMIT %(limit)s)
+    UNION ALL
+    (SELECT event_id, event_type, created_at, id, 'dead' FROM {dead_letters}
+      WHERE aggregate_type = %(kind)s AND aggregate_id = %(key)s ORDER BY id DESC LIMIT %(limit)s)
+    UNION ALL
+    (SELECT event_id, event_type, created_at, id, 'published' FROM {published}
+      WHERE aggregate_type = %(kind)s AND aggregate_id = %(key)s
+        AND hashtextextended(aggregate_id, 0) = hashtextextended(%(key)s, 0) ORDER BY id DESC LIMIT %(limit)s)) AS found
+ ORDER BY id DESC LIMIT %(limit)s"""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a message stands in Kafka. ``at`` is its timestamp."""
+
+    topic: str
+    partition: int
+    offset: int
+    at: dt.datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """An event, and the state of the table that has it: waiting, dead, published; unknown without a row.
+
+    before           rows that are before it in its lane, at most 10,000; only while it waits.
+    owner            the relay that holds its lane; only while it waits.
+    attempts         how often Kafka has refused it.
+    next_attempt_at  None when it is not to be tried again by itself.
+    published_at     by the database's clock, when Kafka's acknowledgement was written down.
+    place            None where the archive does not know it: it was settled from a marker after a crash.
+    """
+
+    event_id: UUID
+    state: str
+    lane: int | None = None
+    id: int | None = None
+    aggregate_type: str | None = None
+    aggregate_id: str | None = None
+    event_type: str | None = None
+    created_at: dt.datetime | None = None
+    before: int | None = None
+    owner: str | None = None
+    attempts: int = 0
+    last_error: str | None = None
+    next_attempt_at: dt.datetime | None = None
+    dead_at: dt.datetime | None = None
+    published_at: dt.datetime | None = None
+    place: Place | None = None
+
+
+def find(connection: psycopg.Connection[Any], schema: str, event_id: UUID) -> Event:
+    """Return what the outbox's tables know of an event. Raises Unavailable, and SchemaError.
+
+    In one snapshot: an event that moves from one table to the next meanwhile is seen in one of them.
+    """
+    names = names_of(schema)
+    bound = {"event_id": event_id, "most": _MOST_BEFORE}
+    with unavailable_on_error("looking for the event"), connection.cursor(row_factory=dict_row) as cursor:
+        with connection.transaction():
+            cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
+            cursor.execute(_LIMIT, (f"{_STATEMENT_SECONDS}s",))
+            waiting, dead, published = (
+                cursor.execute(sql.SQL(text).format(**names), bound).fetchone()
+                for text in (_WAITING, _DEAD, _PUBLISHED)
+            )
+    if waiting is not None:
+        last = waiting.pop("last_failed_at")
+        waiting["attempts"] = waiting["attempts"] or 0
+        return Event(state="waiting" if last is None else "refused", **waiting)
+    if dead is not None:
+        return Event(state="dead", **dead)
+    if published is not None:
+        topic, partition, offset = (published.pop(name) for name in ("topic", "partition", "offset"))
+        place = None if topic is None else Place(topic, partition, offset)
+        return Event(state="published", place=place, **published)
+    return Event(event_id, "unknown")
+
+
+def of_key(
+    connection: psycopg.Connection[Any], schema: str, aggregate_type: str, aggregate_id: str, limit: int
+) -> list[dict[str, Any]]:
+    """Return the newest events of a key, the newest first: event_id, event_type, created_at, state."""
+    bound = {"kind": aggregate_type, "key": aggregate_id, "limit": limit}
+    with unavailable_on_error("looking for the key's events"), connection.cursor(row_factory=dict_row) as cursor:
+        with connection.transaction():
+            cursor.execute(_LIMIT, (f"{_STATEMENT_SECONDS}s",))
+            rows = cursor.execute(sql.SQL(_OF_KEY).format(**names_of(schema)), bound).fetchall()
+    return [{name: value for name, value in row.items() if name != "id"} for row in rows]
+
+
+def search(
+    options: Mapping[str, str], topics: Sequence[str], event_id: UUID, since: dt.datetime, seconds: float
+) -> tuple[list[Place], bool]:
+    """Look through topics for an event; return where it stands, repeats included, and whether all was looked through.
+
+    since     when it was written, by any clock that is right to a minute.
+    seconds   how long this may take.
+
+    Raises Unavailable where a topic can't be read.
+    """
+    start = int(since.timestamp() * 1000) - _MARGIN_MILLISECONDS
+    wanted, found = str(event_id), []
+    deadline = time.monotonic() + seconds
+    for seen in committed_since(options, dict.fromkeys(topics, start)):
+        found += [
+            Place(
+                one.partition.topic,
+                one.partition.number,
+                one.offset,
+                dt.datetime.fromtimestamp(one.milliseconds / 1000, dt.UTC),
+            )
+            for one in seen
+            if one.event_id == wanted and not one.mark
+        ]
+        if time.monotonic() > deadline:
+            return found, False
+    return found, True
+
+
+def written_at(event_id: UUID) -> dt.datetime | None:
+    """Return the time in an id (UUIDv7, RFC 9562 5.7: Unix milliseconds in 48 bits); None for one without."""
+    if event_id.version != 7:
+        return None
+    return dt.datetime.fromtimestamp((event_id.int >> 80) / 1000, dt.UTC)

@@ -1,0 +1,125 @@
+"""Metrics of the work and of what is left: what a relay's turns do, and the backlog of the whole outbox."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.core import GaugeMetricFamily
+
+from relay import insights
+from relay.database import Connector
+from relay.insights import OutboxState
+from relay.wal.slot import SlotNames
+
+_STALE_SECONDS: Final = 60.0
+_SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
+_EVENTS: Final = (1, 3, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000)
+
+
+class TurnMetrics:
+    """What this process has done; see supervisor.Meter. Counts begin anew with each process."""
+
+    def __init__(self, registry: CollectorRegistry) -> None:
+        self._events = Counter(
+            "outbox_relay_events",
+            "Events, by what became of them: published, refused (tried again), dead (a dead letter now), lost (with "
+            "at-most-once). One that is refused several times counts each time.",
+            ["result"],
+            registry=registry,
+        )
+        for result in ("published", "refused", "dead", "lost"):
+            self._events.labels(result)
+        self._turns = Histogram(
+            "outbox_relay_turn_events", "How many events a turn sent.", buckets=_EVENTS, registry=registry
+        )
+        self._stages = Histogram(
+            "outbox_relay_turn_seconds",
+            "How long a stage of a turn took: read (with settling the turn before, where both are one statement), "
+            "publish (up to Kafka's acknowledgement, or the commit of its transaction), settle.",
+            ["stage"],
+            buckets=_SECONDS,
+            registry=registry,
+        )
+        for stage in ("read", "publish", "settle"):
+            self._stages.labels(stage)
+        self._lost = Counter("outbox_relay_lanes_lost", "Lanes that another relay has taken.", registry=registry)
+        self._last = Gauge(
+            "outbox_relay_last_turn_timestamp_seconds", "When the last turn ended; 0 before.", registry=registry
+        )
+
+    def events(self, result: str, count: int) -> None:
+        """Count events."""
+        self._events.labels(result).inc(count)
+
+    def turn(self, events: int, stages: Mapping[str, float]) -> None:
+        """Record a turn."""
+        self._turns.observe(events)
+        for stage, seconds in stages.items():
+            self._stages.labels(stage).observe(seconds)
+        self._last.set(time.time())
+
+    def lanes_lost(self, count: int) -> None:
+        """Count lanes that another relay has taken."""
+        self._lost.inc(count)
+
+
+def outbox_metrics(state: OutboxState) -> Iterator[GaugeMetricFamily]:
+    """Yield the metrics of an outbox's state."""
+
+    def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
+        return GaugeMetricFamily(f"outbox_{name}", text, value=value)
+
+    yield gauge(
+        "backlog_events",
+        f"Events that wait to be published: counted up to {insights.COUNTED:,} in a lane, beyond that estimated.",
+        state.backlog,
+    )
+    yield gauge(
+        "backlog_oldest_age_seconds",
+        "Age of the event that has waited for longest; 0 without any.",
+        state.oldest_seconds or 0.0,
+    )
+    yield gauge("events_retrying", "Events that were refused and are tried again.", state.retrying)
+    yield gauge("dead_letters", "Events that wait for a person.", state.dead_letters)
+    yield gauge("dead_letters_blocking", "Those of them that hold back later events of their keys.", state.blocking)
+    yield gauge("lanes", "Lanes of the outbox.", len(state.lanes))
+    yield gauge("lanes_unheld", "Lanes that no relay holds.", sum(not lane.held for lane in state.lanes))
+    yield gauge("relays_alive", "Relays that are running.", sum(relay.alive for relay in state.relays))
+    yield gauge("last_look_timestamp_seconds", "When all this was read from Postgres.", state.at.timestamp())
+
+
+class OutboxWatch:
+    """Looks at the outbox from time to time, and shows what it has found while this relay holds the first lane.
+
+    Every relay sees the same backlog; were each to show it, a sum over relays would count it as often.
+    """
+
+    def __init__(self, connect: Connector, names: SlotNames, instance: str, registry: CollectorRegistry) -> None:
+        self._connect = connect
+        self._names = names
+        self._instance = instance
+        self._state: OutboxState | None = None
+        self._looked = 0.0
+        registry.register(self)
+
+    def look(self) -> None:
+        """Read the state of the outbox. Raises Unavailable or SchemaError."""
+        with self._connect() as connection:
+            self._state = insights.look(connection, self._names)
+        self._looked = time.monotonic()
+
+    def describe(self) -> Iterator[GaugeMetricFamily]:
+        """Return nothing, so that registering this collects nothing."""
+        return iter(())
+
+    def collect(self) -> Iterator[GaugeMetricFamily]:
+        """Yield what the last look has found; nothing when that is long ago, or another relay's to show."""
+        state = self._state
+        if state is None or time.monotonic() - self._looked > _STALE_SECONDS:
+            return
+        first = next(iter(state.lanes), None)
+        if first is not None and first.held and first.owner == self._instance:
+            yield from outbox_metrics(state)

@@ -1,0 +1,145 @@
+"""Where one message is, on the consumers' side: applied, dead, or still to come. For `outbox trace`."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+from uuid import UUID
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import dict_row
+
+from spark_jobs.postgres.errors import clear_errors
+from spark_jobs.postgres.tables import DAY_OF_ID
+
+_STATEMENT_SECONDS: Final = 30
+_LIMIT: Final = "SELECT set_config('statement_timeout', %s, true)"
+
+# By the primary key, in the one partition of the id's day.
+_APPLIED: Final = """
+SELECT grp, seen_at FROM {processed_messages} AS p, (SELECT %(message_id)s::uuid AS message_id) AS wanted
+ WHERE p.message_id = %(message_id)s AND p.day = {day}"""
+
+_DEAD: Final = """
+SELECT id, grp, topic, part, message_offset, reason, state, attempts, error, died_at
+  FROM {dead_letters} WHERE message_id = %(message_id)s ORDER BY id"""
+
+_EXTERNAL: Final = """
+SELECT grp, name, state, attempts, last_error, reserved_at, settled_at
+  FROM {reservations} WHERE message_id = %(message_id)s ORDER BY id"""
+
+_GROUPS: Final = "SELECT grp, topic, part, next_offset, updated_at FROM {offsets} ORDER BY grp, topic, part"
+
+
+@dataclass(frozen=True, slots=True)
+class Letter:
+    """A dead letter of the message. ``state``: dead, or retry while it is to be tried again."""
+
+    id: int
+    reason: str
+    state: str
+    attempts: int
+    error: str
+    died_at: dt.datetime
+
+
+@dataclass(frozen=True, slots=True)
+class External:
+    """An effect outside of the database that the message has asked for."""
+
+    name: str
+    state: str
+    attempts: int
+    last_error: str | None
+    reserved_at: dt.datetime
+    settled_at: dt.datetime | None
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTrace:
+    """What one group has done with the message.
+
+    state        applied: its effect is in the sink. dead: a dead letter. waiting: the group has not come to it.
+                 passed: the group is beyond it and remembers no id of it, as with OffsetsOnly, or when the id is of a
+                 day that is forgotten, or when the transform or ``types`` left it out. unknown: nobody knows the place.
+    applied_at   when the transaction of its effect began.
+    behind       offsets between the group and the message, while it waits.
+    """
+
+    group: str
+    state: str
+    applied_at: dt.datetime | None = None
+    behind: int | None = None
+    letter: Letter | None = None
+    external: Sequence[External] = ()
+
+
+def find(
+    connection: psycopg.Connection[Any],
+    schema: str,
+    message_id: UUID,
+    places: Sequence[tuple[str, int, int]],
+    topics: Sequence[str],
+) -> list[GroupTrace]:
+    """Return what each group that reads the message's topic has done with it.
+
+    places   where the message stands, as (topic, partition, offset); more than one after a repeat.
+    topics   where it would stand while it does not yet; groups of these are waiting.
+
+    Raises ConsumerUnavailable, and SchemaError without the tables.
+    """
+    names: dict[str, sql.Composable] = {
+        name: sql.Identifier(schema, name) for name in ("processed_messages", "dead_letters", "reservations", "offsets")
+    }
+    names["day"] = sql.SQL(DAY_OF_ID.replace("message_id", "wanted.message_id"))
+    bound = {"message_id": message_id}
+    with clear_errors("looking for the message"), connection.cursor(row_factory=dict_row) as cursor:
+        with connection.transaction():
+            cursor.execute(_LIMIT, (f"{_STATEMENT_SECONDS}s",))
+            applied, dead, external, offsets = (
+                cursor.execute(sql.SQL(text).format(**names), bound).fetchall()
+                for text in (_APPLIED, _DEAD, _EXTERNAL, _GROUPS)
+            )
+    seen = {row["grp"]: row["seen_at"] for row in applied}
+    letters = {row["grp"]: row for row in dead}
+    calls: dict[str, list[External]] = {}
+    for row in external:
+        calls.setdefault(row.pop("grp"), []).append(External(**row))
+    wanted = {*topics, *(topic for topic, _, _ in places)}
+    groups = sorted({row["grp"] for row in offsets if row["topic"] in wanted} | set(seen) | set(letters) | set(calls))
+    return [_of_group(group, seen, letters, offsets, places, calls.get(group, ())) for group in groups]
+
+
+def topics(connection: psycopg.Connection[Any], schema: str) -> list[str]:
+    """Return the topics that groups read. Raises ConsumerUnavailable, and SchemaError without the tables."""
+    query = sql.SQL("SELECT DISTINCT topic FROM {} ORDER BY topic").format(sql.Identifier(schema, "offsets"))
+    with clear_errors("looking for the topics"):
+        return [topic for (topic,) in connection.execute(query)]
+
+
+def _of_group(
+    group: str,
+    seen: dict[str, dt.datetime],
+    letters: dict[str, dict[str, Any]],
+    offsets: Sequence[dict[str, Any]],
+    places: Sequence[tuple[str, int, int]],
+    external: Sequence[External],
+) -> GroupTrace:
+    if group in letters:
+        row = letters[group]
+        letter = Letter(*(row[name] for name in ("id", "reason", "state", "attempts", "error", "died_at")))
+        return GroupTrace(group, "dead", seen.get(group), letter=letter, external=external)
+    if group in seen:
+        return GroupTrace(group, "applied", seen[group], external=external)
+    next_offsets = {(row["topic"], row["part"]): row["next_offset"] for row in offsets if row["grp"] == group}
+    there = [(offset, next_offsets.get((topic, part))) for topic, part, offset in places]
+    if not there:
+        return GroupTrace(group, "unknown", external=external)
+    for offset, reached in there:
+        if reached is not None and reached > offset:
+            return GroupTrace(group, "passed", external=external)
+    behind = [offset - reached for offset, reached in there if reached is not None]
+    return GroupTrace(group, "waiting", behind=min(behind, default=None), external=external)

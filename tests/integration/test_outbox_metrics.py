@@ -1,0 +1,101 @@
+"""The backlog and a relay's work in its metrics: over real HTTP, from two relays at a time."""
+
+from __future__ import annotations
+
+import json
+import os
+import urllib.request
+
+import psycopg
+import pytest
+from support import drained, order, wait_until
+
+from outbox import Event, Outbox
+from outbox.sandbox._ports import free_ports
+
+__all__ = ["order"]
+
+EVENTS = 25_000
+
+
+class Scraped:
+    """What both relays show, added up as Prometheus' ``sum`` does. One that shows no such metric adds nothing."""
+
+    def __init__(self, ports: list[int]) -> None:
+        self._ports = ports
+
+    def each(self, name: str) -> list[float]:
+        found = []
+        for port in self._ports:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as answer:
+                    lines = answer.read().decode().splitlines()
+            except OSError:
+                continue
+            found += [float(line.rsplit(" ", 1)[1]) for line in lines if line.rsplit(" ", 1)[0] == name]
+        return found
+
+    def sum(self, name: str) -> float:
+        return sum(self.each(name))
+
+
+@pytest.fixture
+def scraped(outbox_relay, outbox_kafka, order):
+    """Two relays that run, each with a port for its metrics."""
+    ports = free_ports(2)
+    small = outbox_kafka.create_topic(outbox_kafka.name("small"), 1, {"max.message.bytes": "20000"})
+    relays = [
+        outbox_relay(
+            relay__metrics_address=f"127.0.0.1:{port}",
+            relay__lease_seconds=2,
+            routes=json.dumps({order[0]: {"topic": order[1]}, "Small": {"topic": small}}),
+            failures__max_attempts=1,
+        )
+        for port in ports
+    ]
+    found = Scraped(ports)
+    wait_until(lambda: found.each("outbox_relay_lanes") == [2.0, 2.0], what="the lanes to be shared out")
+    wait_until(lambda: found.each("outbox_lanes") == [4.0], what="the first look at the outbox")
+    return found, relays
+
+
+def add(url: str, kind: str, count: int, **payload: str) -> None:
+    with psycopg.connect(url) as connection:
+        Outbox().add_many(connection, [Event(kind, f"k{n}", "T", payload or {"n": n}) for n in range(count)])
+
+
+def test_figures_of_two_relays_add_up(scraped, outbox_postgres, order):
+    found, relays = scraped
+    url = outbox_postgres.url
+    add(url, order[0], EVENTS)
+    drained(url)
+    published = 'outbox_relay_events_total{result="published"}'
+    wait_until(lambda: found.sum(published) == EVENTS, what="the counters")
+    assert all(one > 0 for one in found.each(published))
+    assert found.sum("outbox_relay_turn_events_sum") == EVENTS
+    turns = found.sum("outbox_relay_turn_events_count")
+    for stage in ("read", "publish", "settle"):
+        assert found.sum(f'outbox_relay_turn_seconds_count{{stage="{stage}"}}') == turns > 0
+    assert found.sum('outbox_relay_turn_seconds_sum{stage="publish"}') > 0
+    assert not found.each("outbox_relay_events_created")
+    # An event without a route stays, and is tried again: one relay shows it, whoever holds its lane.
+    add(url, "Nobody", 3)
+    wait_until(lambda: found.each("outbox_backlog_events") == [3.0], what="the backlog")
+    assert found.sum("outbox_backlog_oldest_age_seconds") > 0
+    assert found.sum("outbox_relays_alive") == 2
+    # The other one shows the outbox when the first is gone, and the lanes that it has taken from it.
+    relays[0].kill()
+    wait_until(lambda: found.each("outbox_relays_alive") == [1.0], what="the other relay to show the outbox")
+    assert found.each("outbox_backlog_events") == [3.0]
+    assert found.each("outbox_lanes_unheld") == [0.0]
+
+
+def test_dead_letters_and_keys_that_wait_for_them(scraped, outbox_postgres):
+    found, _ = scraped
+    url = outbox_postgres.url
+    with psycopg.connect(url) as connection:
+        Outbox().add_many(connection, [Event("Small", f"k{n}", "T", os.urandom(30_000)) for n in range(2)])
+    dead = 'outbox_relay_events_total{result="dead"}'
+    wait_until(lambda: found.sum(dead) == 2, what="the dead letters")
+    wait_until(lambda: found.each("outbox_dead_letters") == [2.0], what="the look that sees them")
+    assert found.each("outbox_dead_letters_blocking") == [2.0]

@@ -1,0 +1,209 @@
+"""``outbox status``: what waits, who works on it, how far the consumers are, and what needs a person."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from typing import Any
+
+import psycopg
+import pytest
+from counting import Counting
+from support import drained, look_up, order, wait_until
+from typer.testing import CliRunner
+
+from outbox import Event, Outbox
+from outbox._app import migrate
+from relay.cli.app import app
+from relay.insights import COUNTED
+
+__all__ = ["order"]
+
+
+class Status:
+    """The command, over one database."""
+
+    def __init__(self, *options: str) -> None:
+        self._options = options
+
+    def run(self, *options: str) -> tuple[int, str]:
+        result = CliRunner().invoke(app, ["status", *self._options, *options])
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return result.exit_code, result.stdout
+
+    def look(self, *options: str) -> dict[str, Any]:
+        code, text = self.run("--json", *options)
+        found: dict[str, Any] = json.loads(text)
+        assert code == (1 if found["problems"] else 0)
+        return found
+
+
+@pytest.fixture
+def status(outbox_postgres, outbox_kafka, monkeypatch):
+    monkeypatch.setenv("OUTBOX_DATABASE_URL", outbox_postgres.url)
+    monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", outbox_kafka.bootstrap_servers)
+    return Status()
+
+
+def add(url: str, kind: str, count: int) -> None:
+    with psycopg.connect(url) as connection:
+        Outbox().add_many(connection, [Event(kind, f"k{n}", "T", {"n": n}) for n in range(count)])
+
+
+def test_an_outbox_that_nobody_reads_and_then_somebody(status, outbox_postgres, outbox_relay, order):
+    url = outbox_postgres.url
+    found = status.look()
+    assert found["problems"] == ["no relay is running"]
+    add(url, order[0], 1_000)
+    found = status.look()
+    outbox = found["outbox"]
+    assert found["problems"] == ["no relay is running, and 1,000 events wait"]
+    assert (outbox["backlog"], outbox["exact"], outbox["relays"]) == (1_000, True, [])
+    assert sum(lane["events"] for lane in outbox["lanes"]) == 1_000
+    assert 0 < outbox["oldest_seconds"] < 60
+    relay = outbox_relay(relay__lease_seconds=5)
+    drained(url)
+    found = status.look()
+    outbox = found["outbox"]
+    assert found["problems"] == []
+    assert (outbox["backlog"], outbox["oldest_seconds"]) == (0, None)
+    (one,) = outbox["relays"]
+    assert (one["alive"], one["lanes"], one["source"]) == (True, [0, 1, 2, 3], "polling")
+    assert {lane["owner"] for lane in outbox["lanes"]} == {one["instance"]}
+    assert all(0 < lane["lease_seconds"] <= 5 for lane in outbox["lanes"])
+    # Killed: its lanes are nobody's when the leases have run out, which the next one waits for.
+    relay.kill()
+    wait_until(lambda: "no relay is running" in status.look()["problems"], what="the relay to be missed")
+    code, text = status.run()
+    assert code == 1
+    assert "backlog 0 events" in text
+    assert "! no relay is running" in text
+    assert "gone" in text
+
+
+def test_events_that_were_refused(status, outbox_postgres, outbox_kafka, outbox_relay):
+    """Too large for their topic: dead at once, and later ones of their keys wait."""
+    url = outbox_postgres.url
+    small = outbox_kafka.create_topic(outbox_kafka.name("small"), 1, {"max.message.bytes": "20000"})
+    with psycopg.connect(url) as connection:
+        Outbox().add_many(connection, [Event("Order", f"k{n}", "T", os.urandom(30_000)) for n in range(3)])
+    outbox_relay(routes=json.dumps({"Order": {"topic": small}}), failures__max_attempts=1)
+
+    def dead() -> bool:
+        return bool(status.look()["outbox"]["dead_letters"] == 3)
+
+    wait_until(dead, what="the dead letters")
+    assert "3 dead letters, 3 of them hold back their keys: `outbox dead-letters list`" in status.look()["problems"]
+
+
+def test_a_backlog_is_counted_up_to_a_limit_and_then_estimated(status, outbox_postgres):
+    """A million rows cost what some ten thousand do: what is read is bounded in each lane."""
+    url = outbox_postgres.url
+    with psycopg.connect(url, autocommit=True) as connection:
+        connection.execute(
+            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type)"
+            " SELECT 'Order', 'k' || n, 'T' FROM generate_series(1, 200000) AS n"
+        )
+        connection.execute("ANALYZE outbox.events")
+    outbox = status.look()["outbox"]
+    assert (outbox["exact"], [lane["events"] for lane in outbox["lanes"]]) == (False, [COUNTED] * 4)
+    assert 190_000 <= outbox["backlog"] <= 210_000
+    with psycopg.connect(url) as connection:
+        before = connection.execute("SELECT idx_tup_read FROM pg_stat_user_indexes WHERE indexrelname = 'events_pkey'")
+        ((read,),) = before.fetchall()
+    status.look()
+
+    def more() -> int:
+        query = "SELECT idx_tup_read, seq_scan FROM pg_stat_user_indexes JOIN pg_stat_user_tables USING (relid)"
+        ((now, _),) = look_up(url, f"{query} WHERE indexrelname = 'events_pkey'")
+        return int(now) - read
+
+    wait_until(lambda: more() > 0, what="the statistics of the last look")
+    assert more() <= 2 * 4 * (COUNTED + 10)
+    assert "about 2" in status.run()[1]
+
+
+def test_groups_and_their_lag(status, outbox_postgres, outbox_kafka):
+    """Of a group that stands behind Kafka's end, has dead letters, and a partition whose topic is gone."""
+    url = outbox_postgres.url
+    migrate.upgrade_consumer(url)
+    topic = outbox_kafka.create_topic(outbox_kafka.name("orders"), 2)
+    from confluent_kafka import Producer
+    from confluent_kafka.admin import AdminClient
+
+    producer = Producer({"bootstrap.servers": outbox_kafka.bootstrap_servers})
+    for number in range(1_000):
+        producer.produce(topic, b"{}", partition=number % 2)
+    assert producer.flush(30) == 0
+    admin = AdminClient({"bootstrap.servers": outbox_kafka.bootstrap_servers})
+    from confluent_kafka import TopicCollection
+
+    described = admin.describe_topics(TopicCollection([topic]))[topic].result()
+    topic_id = str(described.topic_id)
+    with psycopg.connect(url) as connection:
+        connection.execute("INSERT INTO consumer.groups (grp, owner) VALUES ('totals', 'me')")
+        insert = (
+            "INSERT INTO consumer.offsets (grp, topic, topic_id, part, next_offset, generation, applied, duplicates)"
+            " VALUES ('totals', %s, %s, %s, %s, 1, %s, 2)"
+        )
+        connection.execute(insert, (topic, topic_id, 0, 500, 498))
+        connection.execute(insert, (topic, topic_id, 1, 100, 98))
+    (group,) = status.look()["groups"]
+    assert (group["group"], group["partitions"], group["lag"], group["pinned"]) == ("totals", 2, 400, 0)
+    assert (group["applied"], group["duplicates"], group["dead_letters"], group["losses"]) == (596, 4, 0, 0)
+    with psycopg.connect(url) as connection:
+        connection.execute(insert, ("gone", topic_id, 0, 7, 7))
+        connection.execute(
+            "INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_headers,"
+            " message_time, reason, error) VALUES ('totals', %s, 'id', 0, 3, '[]', now(), 'failed', 'why')",
+            (topic,),
+        )
+    found = status.look()
+    assert found["groups"][0]["dead_letters"] == 1
+    problems = [problem for problem in found["problems"] if problem.startswith("group totals: ")]
+    assert len(problems) == 2
+    assert problems[0].startswith("group totals: gone-0: ")
+    assert problems[1] == "group totals: 1 dead letters: `outbox dead-letters list --side consumer`"
+    assert "totals" in status.run()[1]
+
+
+def test_what_can_not_be_seen_says_why_and_hides_nothing_else(status, outbox_postgres, monkeypatch, outbox_kafka):
+    monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", "127.0.0.1:1")
+    migrate.upgrade_consumer(outbox_postgres.url)
+    with psycopg.connect(outbox_postgres.url) as connection:
+        connection.execute("INSERT INTO consumer.groups (grp, owner) VALUES ('g', 'me')")
+        connection.execute(
+            "INSERT INTO consumer.offsets (grp, topic, topic_id, part, next_offset, generation)"
+            " VALUES ('g', 't', 'x', 0, 5, 1)"
+        )
+    found = status.look()
+    assert found["outbox"]["backlog"] == 0
+    assert "Kafka" in found["unseen"]
+    (group,) = found["groups"]
+    assert (group["lag"], group["partitions"]) == (None, 1)
+    # A database without an outbox: the consumers' side is shown.
+    with psycopg.connect(outbox_postgres.url) as connection:
+        connection.execute("DROP SCHEMA outbox CASCADE")
+    found = status.look()
+    assert found["outbox"] is None
+    assert "outbox db upgrade" in found["unseen"]["the outbox"]
+    assert [group["group"] for group in found["groups"]] == ["g"]
+
+
+def test_watching_keeps_its_sessions(outbox_postgres, outbox_kafka):
+    """Two sessions for as long as it runs, and rates from the second look on."""
+    with Counting(outbox_postgres.url) as counting:
+        environment = os.environ | {
+            "OUTBOX_DATABASE_URL": counting.url,
+            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka.bootstrap_servers,
+        }
+        command = [sys.executable, "-m", "relay.cli", "status", "--watch", "0.2", "--json"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+            assert process.stdout is not None
+            looks = [json.loads(process.stdout.readline()) for _ in range(5)]
+            process.terminate()
+        assert counting.opened == 2
+    assert looks[0]["outbox"]["written_per_second"] is None
+    assert looks[4]["outbox"]["written_per_second"] == 0.0
