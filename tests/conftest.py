@@ -138,7 +138,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 def group(nodeid: str) -> str:
     """Return which group a test belongs to. One process runs all tests of a group, one after the other.
 
-    spark    every test of that folder: a Spark session is the most expensive thing here, and takes all processors.
+    spark    the tests of that folder, in two halves: a Spark session is the most expensive thing here, and one process
+             with all of them would go on for long after the others.
     kit      tests of the test kit and of the wheel, which start and end servers of their own and need no others.
     Each test of the protocol's model is a group of its own: they come last, need nothing but a processor, and one
     process would go on with them long after the others had ended. Otherwise, the tests of one file are a group.
@@ -147,7 +148,7 @@ def group(nodeid: str) -> str:
     if path.name == "test_protocol_model.py":
         return nodeid
     if path.parent.name == "spark":
-        return "spark"
+        return "spark, to i" if path.name < "test_j" else "spark, from j"
     if path.name == "test_wheel.py" or path.name.startswith("test_sandbox_"):
         return "kit"
     return str(path)
