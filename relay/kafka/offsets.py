@@ -9,7 +9,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple, cast
 
-from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import OFFSET_INVALID, IsolationLevel, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
 from relay.kafka.client import silent
@@ -113,11 +113,19 @@ class Offsets:
             for asked_partition, answer in answers.items():
                 partition = Partition(asked_partition.topic, asked_partition.partition)
                 try:
-                    found[partition] = answer.result().offset
+                    offset = answer.result().offset
                 except KafkaException as error:
                     if error.args[0].code() not in _STALE:
                         raise
                     stale = error
+                    continue
+                if offset == OFFSET_INVALID:
+                    # A broker ended before it had answered for this partition, and librdkafka gives no error. Taken
+                    # for a number, it would be an end before everything, markers included.
+                    text = f"no answer for {partition.topic} partition {partition.number}"
+                    stale = KafkaException(KafkaError(KafkaError.OFFSET_NOT_AVAILABLE, text))
+                else:
+                    found[partition] = offset
             left -= found.keys()
             if stale is None:
                 continue

@@ -12,7 +12,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any, Final
 
-from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
+from confluent_kafka import OFFSET_INVALID, Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec  # type: ignore[attr-defined]
 
 from spark_jobs.driver.planner import Extent
@@ -277,7 +277,16 @@ def _keep_refusal(refusals: deque[KafkaError], error: KafkaError) -> None:
 
 
 def _offsets(answers: Mapping[Any, Future[Any]]) -> dict[Partition, int]:
-    return {(at.topic, at.partition): answer.result().offset for at, answer in answers.items()}
+    """Return the offsets that were asked for. Raises KafkaException.
+
+    Where a broker ends before it has answered for a partition, librdkafka gives OFFSET_INVALID, and no error. Taken for
+    a number that is an end before everything, and a loss of the whole log.
+    """
+    found = {(at.topic, at.partition): answer.result().offset for at, answer in answers.items()}
+    for (topic, part), offset in found.items():
+        if offset == OFFSET_INVALID:
+            raise KafkaException(KafkaError(KafkaError.OFFSET_NOT_AVAILABLE, f"no answer for {topic}-{part}"))
+    return found
 
 
 def _code(error: KafkaException) -> int | None:
