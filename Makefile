@@ -83,7 +83,7 @@ docs: $(VENV)-docs/.installed-lock docs-reference  ## the documentation as a sit
 	cp README.md CONTRIBUTING.md build/docs/pages
 	cp spark_jobs/order_totals.py build/docs/pages/spark_jobs
 	cp docs/zensical.toml build/docs
-	find docs -name '*.md' -exec cp --parents {} build/docs/pages \;
+	find docs \( -name "*.md" -o -name "*.yaml" \) -exec cp --parents {} build/docs/pages \;
 	$(VENV)-docs/bin/zensical build --strict --config-file build/docs/zensical.toml
 
 lint: $(VENV)/.installed  ## ruff, mypy --strict, import rules

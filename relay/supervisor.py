@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final, Protocol
 
 import structlog
@@ -79,6 +79,8 @@ class Components:
     figures: Callable[[], Mapping[str, float]] = dict
     """Figures for the last line of the log."""
     meter: Meter | None = None
+    about: Mapping[str, object] = field(default_factory=dict)
+    """What the relay has been told, for the first line of the log."""
 
 
 class Meter(Protocol):
@@ -305,7 +307,12 @@ class Supervisor:
 
         Returns the number of lanes whose batch in flight was abandoned: 0 for a clean stop.
         """
-        log.info("relay started", instance=self._components.instance, version=self._components.version)
+        log.info(
+            "relay started",
+            instance=self._components.instance,
+            version=self._components.version,
+            **self._components.about,
+        )
         done = threading.Event()
         for upkeep in self._components.upkeep:
             _UpkeepThread(upkeep, done, self._health).start()

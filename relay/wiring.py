@@ -16,6 +16,7 @@ from prometheus_client import CollectorRegistry
 from outbox import __version__
 from outbox._app.prometheus import serve
 from outbox._app.settings import client_options
+from outbox.urls import display_url
 from relay.archive import Retention
 from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options, state_topic_name
 from relay.database import Connector
@@ -94,12 +95,27 @@ def build(settings: Settings) -> Supervisor:
             besides=tuple if transactions is None else transactions.waits,
             figures=figures.summary if exact else dict,
             meter=meter,
+            about=_about(settings),
         )
     )
     RelayMetrics(relay.health, topics.reasons, int if transactions is None else transactions.hanging, registry)
     if settings.relay.metrics_address is not None:
         serve(settings.relay.metrics_address, registry, health=relay.health)
     return relay
+
+
+def _about(settings: Settings) -> dict[str, object]:
+    """Return what decides where events go and what is promised of them. No addresses with credentials in them."""
+    routes = settings.routes or {}
+    return {
+        "name": settings.name,
+        "delivery": str(settings.delivery),
+        "source": str(settings.source),
+        "database": display_url(settings.require_database()),
+        "brokers": settings.require_kafka(),
+        "topics": sorted({route.topic for route in routes.values()}) or settings.topic_template,
+        "create_topics": settings.create_topics,
+    }
 
 
 class _Wal:

@@ -209,7 +209,7 @@ def metrics_page() -> str:
         """,
         "## Relays\n\n"
         + _metrics(relays.collect())
-        + "\nWhat a process has done since it started:\n\n"
+        + "\n\nWhat a process has done since it started:\n\n"
         + _metrics(turns.collect()),
         "## The outbox\n\nShown by the relay that holds the first lane, so that a sum over relays is right.\n\n"
         + _metrics(outbox_metrics(outbox)),
@@ -252,7 +252,10 @@ def _metrics(families: Iterable[Metric]) -> str:
     rows = []
     for family in families:
         name = family.name + ("_total" if family.type == "counter" else "")
-        labels = ", ".join(f"`{label}`" for label in getattr(family, "_labelnames", ()))
+        named = getattr(family, "_labelnames", None) or {
+            label: None for sample in family.samples for label in sample.labels if label != "le"
+        }
+        labels = ", ".join(f"`{label}`" for label in named)
         rows.append([f"`{name}`", family.type, labels, _markdown(family.documentation)])
     return _table(["metric", "type", "labels", ""], rows)
 

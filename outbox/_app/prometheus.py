@@ -41,7 +41,9 @@ def serve(
     setting: str = "OUTBOX_RELAY__METRICS_ADDRESS",
     health: Callable[[], Readiness] | None = None,
 ) -> threading.Thread:
-    """Serve metrics at ``host:port`` from a thread of its own; with ``health``, also ``/readyz``.
+    """Serve metrics and ``/livez`` at ``host:port`` from a thread of its own; with ``health``, also ``/readyz``.
+
+    ``/livez`` answers as long as the process does: whatever it waits for, a restart would not mend it.
 
     Raises ConfigurationError, naming the setting, when it can't listen there.
     """
@@ -51,6 +53,9 @@ def serve(
     metrics = make_wsgi_app(registry)
 
     def application(environ: WSGIEnvironment, start: StartResponse) -> Iterable[bytes]:
+        if environ["PATH_INFO"] == "/livez":
+            start("200 OK", [("Content-Type", "text/plain")])
+            return [b"alive\n"]
         if health is None or environ["PATH_INFO"] != "/readyz":
             shown: Iterable[bytes] = metrics(environ, start)
             return shown

@@ -56,7 +56,7 @@ def trace(
     if as_json:
         print_json(found.as_dict())
     else:
-        _show(found)
+        show(found)
     if not found.known:
         raise typer.Exit(1)
 
@@ -85,7 +85,7 @@ def _list(settings: Settings, aggregate: str, limit: int, *, as_json: bool) -> N
         typer.echo("no events: those that are published leave no row where relay.archive_days is 0")
 
 
-class _Found:
+class Found:
     """Everything that is known of an event.
 
     whole   whether all topics were looked through to their ends, where that was needed.
@@ -121,14 +121,14 @@ def _met(group: GroupTrace) -> bool:
     return group.state in {"applied", "dead"} or bool(group.external)
 
 
-def _find(settings: Settings, event_id: UUID, named: Sequence[str], seconds: float, sink: str) -> _Found:
+def _find(settings: Settings, event_id: UUID, named: Sequence[str], seconds: float, sink: str) -> Found:
     from relay.database import Connector
     from relay.operations.trace import find
     from spark_jobs.admin import trace as consumers
     from spark_jobs.postgres.errors import connect
 
     with Connector(settings.require_database(), "outbox trace")() as connection:
-        found = _Found(find(connection, settings.db_schema, event_id))
+        found = Found(find(connection, settings.db_schema, event_id))
     event = found.event
     topics = list(named) or _topics(settings, event)
     try:
@@ -147,7 +147,7 @@ def _find(settings: Settings, event_id: UUID, named: Sequence[str], seconds: flo
     return found
 
 
-def _search(found: _Found, settings: Settings, topics: Sequence[str], seconds: float) -> None:
+def _search(found: Found, settings: Settings, topics: Sequence[str], seconds: float) -> None:
     """Look for the event on Kafka where no table says where it is."""
     from outbox._app.settings import client_options
     from relay.operations.trace import search, written_at
@@ -184,7 +184,8 @@ def _without_consumers(error: OutboxError) -> bool:
     return isinstance(error.__cause__, psycopg.errors.UndefinedTable)
 
 
-def _show(found: _Found) -> None:
+def show(found: Found) -> None:
+    """Print the way of an event as a tree."""
     from rich.text import Text
     from rich.tree import Tree
 
@@ -198,7 +199,7 @@ def _show(found: _Found) -> None:
     table_console().print(tree)
 
 
-def _relay_side(found: _Found) -> list[str]:
+def _relay_side(found: Found) -> list[str]:
     event = found.event
     lines = []
     if event.created_at is not None:
@@ -231,7 +232,7 @@ def _holder(event: Event) -> str:
     return "and no relay holds the lane" if event.owner is None else f"relay {event.owner} holds the lane"
 
 
-def _consumers_side(found: _Found) -> list[str]:
+def _consumers_side(found: Found) -> list[str]:
     event = found.event
     published = event.published_at or next((place.at for place in found.places if place.at), None)
     lines = []

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import urllib.error
 import urllib.request
 
 import psycopg
 import pytest
-from support import drained, order, wait_until
+from support import drained, logged, order, wait_until
 
 from outbox import Event, Outbox
 from outbox.sandbox._ports import free_ports
@@ -99,3 +100,35 @@ def test_dead_letters_and_keys_that_wait_for_them(scraped, outbox_postgres):
     wait_until(lambda: found.sum(dead) == 2, what="the dead letters")
     wait_until(lambda: found.each("outbox_dead_letters") == [2.0], what="the look that sees them")
     assert found.each("outbox_dead_letters_blocking") == [2.0]
+
+
+def test_a_relay_says_what_it_is_and_that_it_lives(outbox_postgres, outbox_kafka, outbox_relay):
+    """Whatever it waits for, it is alive: a restart would mend nothing. No credentials in the log."""
+    (port,) = free_ports(1)
+    relay = outbox_relay(
+        relay__metrics_address=f"127.0.0.1:{port}",
+        relay__lease_seconds=2,
+        delivery="exactly-once",
+        name=outbox_kafka.name("outbox"),
+        routes=json.dumps({"B": {"topic": "b"}, "A": {"topic": "a"}}),
+    )
+    (line,) = wait_until(lambda: logged(relay, "relay started"), what="the first line")
+    assert (line["delivery"], line["source"], line["topics"]) == ("exactly-once", "polling", ["a", "b"])
+    assert line["brokers"] == outbox_kafka.bootstrap_servers
+    assert line["database"].startswith("127.0.0.1:")
+    assert "@" not in line["database"]
+
+    def answers(path: str) -> tuple[int, bytes]:
+        try:
+            with urllib.request.urlopen(f"http://127.0.0.1:{port}{path}", timeout=30) as answer:
+                return answer.status, answer.read()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read()
+
+    wait_until(lambda: answers("/readyz")[0] == 200, what="the relay to be ready")
+    assert answers("/livez") == (200, b"alive\n")
+    with psycopg.connect(outbox_postgres.url) as other:
+        other.execute("LOCK TABLE outbox.lanes")
+        wait_until(lambda: answers("/readyz")[0] == 503, what="the relay to stand still", seconds=120)
+        assert answers("/livez") == (200, b"alive\n")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import configparser
+import datetime as dt
 import importlib
 import inspect
 import json
@@ -16,6 +17,7 @@ import shlex
 import subprocess
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from uuid import UUID
 
 import pytest
 import sqlalchemy as sa
@@ -23,9 +25,12 @@ import typer
 from docs_support import DOCS, ROOT, Block, blocks, generator, inline
 from typer.core import TyperGroup
 
+from relay.cli import trace
 from relay.cli.app import app
 from relay.cli.demo.ledger import Reconciliation
 from relay.config import Settings, load
+from relay.operations.trace import Event, Place
+from spark_jobs.admin.trace import GroupTrace
 from spark_jobs.postgres.tables import consumer_tables
 
 RUN = {
@@ -323,6 +328,35 @@ def test_output_is_what_is_printed():
     (figures,) = [block for block in blocks("text") if block.page == "README.md"]
     committed, published, repeats, *rest = map(int, re.findall(r"\d+", figures.text))
     assert figures.text == Reconciliation(committed, published + repeats, *rest, 0, 0).line() + "\n"
-    # Usage lines, which are compared with the command line as a whole page.
-    assert {block.page for block in blocks("text")} == {"README.md", "docs/reference/cli.md"}
+    # Usage lines, which are compared with the command line as a whole page; and an event's way, which is below.
+    assert {block.page for block in blocks("text")} == {
+        "README.md",
+        "docs/operations/relay.md",
+        "docs/reference/cli.md",
+    }
     assert (DOCS / "reference" / "cli.md").read_text() == generator.cli_page()
+
+
+def test_the_way_of_an_event_is_what_is_printed(capsys):
+    (shown,) = [block for block in blocks("text") if block.page == "docs/operations/relay.md"]
+    written = dt.datetime(2026, 11, 23, 9, 15, 4, 128_000, dt.UTC)
+    published = written + dt.timedelta(milliseconds=7)
+    place = Place("order-events", 1, 4711)
+    event = Event(
+        UUID(re.findall(r"event (\S+)", shown.text)[0]),
+        "published",
+        lane=2,
+        aggregate_type="Order",
+        aggregate_id="17",
+        event_type="order.placed",
+        created_at=written,
+        published_at=published,
+        place=place,
+    )
+    found = trace.Found(event)
+    found.groups = [
+        GroupTrace("totals", "applied", published + dt.timedelta(milliseconds=36)),
+        GroupTrace("shipping", "waiting", behind=12),
+    ]
+    trace.show(found)
+    assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == shown.text.splitlines()
