@@ -41,8 +41,8 @@ class Scraped:
 
 
 @pytest.fixture
-def scraped(outbox_relay, outbox_kafka, order):
-    """Two relays that run, each with a port for its metrics."""
+def scraped(request, outbox_relay, outbox_kafka, order):
+    """Two relays that run, each with a port for its metrics; they try an event that is refused so many times."""
     ports = free_ports(2)
     small = outbox_kafka.create_topic(outbox_kafka.name("small"), 1, {"max.message.bytes": "20000"})
     relays = [
@@ -50,7 +50,7 @@ def scraped(outbox_relay, outbox_kafka, order):
             relay__metrics_address=f"127.0.0.1:{port}",
             relay__lease_seconds=2,
             routes=json.dumps({order[0]: {"topic": order[1]}, "Small": {"topic": small}}),
-            failures__max_attempts=1,
+            failures__max_attempts=request.param,
         )
         for port in ports
     ]
@@ -65,6 +65,7 @@ def add(url: str, kind: str, count: int, **payload: str) -> None:
         Outbox().add_many(connection, [Event(kind, f"k{n}", "T", payload or {"n": n}) for n in range(count)])
 
 
+@pytest.mark.parametrize("scraped", [1_000], indirect=True)
 def test_figures_of_two_relays_add_up(scraped, outbox_postgres, order):
     found, relays = scraped
     url = outbox_postgres.url
@@ -91,6 +92,7 @@ def test_figures_of_two_relays_add_up(scraped, outbox_postgres, order):
     assert found.each("outbox_lanes_unheld") == [0.0]
 
 
+@pytest.mark.parametrize("scraped", [1], indirect=True)
 def test_dead_letters_and_keys_that_wait_for_them(scraped, outbox_postgres):
     found, _ = scraped
     url = outbox_postgres.url
@@ -115,7 +117,7 @@ def test_a_relay_says_what_it_is_and_that_it_lives(outbox_postgres, outbox_kafka
     (line,) = wait_until(lambda: logged(relay, "relay started"), what="the first line")
     assert (line["delivery"], line["source"], line["topics"]) == ("exactly-once", "polling", ["a", "b"])
     assert line["brokers"] == outbox_kafka.bootstrap_servers
-    assert line["database"].startswith("127.0.0.1:")
+    assert line["database"].startswith("postgresql://127.0.0.1:")
     assert "@" not in line["database"]
 
     def answers(path: str) -> tuple[int, bytes]:
