@@ -368,7 +368,7 @@ def in_tasks(
     with _MAKING:
         environment[_OWN_WORKERS] = pool
         try:
-            return rows.mapInArrow(function, schema)
+            return rows.mapInArrow(functools.partial(task.in_worker, function), schema)
         finally:
             del environment[_OWN_WORKERS]
 

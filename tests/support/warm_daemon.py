@@ -13,6 +13,7 @@ import os
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 os.environ["JE_ARROW_MALLOC_CONF"] = "background_thread:false"
 
+import gc
 import importlib
 from pathlib import Path
 
@@ -29,6 +30,10 @@ for _name in (
     ),
 ):
     importlib.import_module(_name)
+
+# Each worker looks through its memory once before it begins, and need not look through this.
+gc.collect()
+gc.freeze()
 
 # Only Linux tells.
 if (_threads := Path("/proc/self/task")).exists():

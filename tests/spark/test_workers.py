@@ -1,0 +1,33 @@
+"""The Python workers that run the consumer's tasks, and nothing else."""
+
+from __future__ import annotations
+
+import gc
+import os
+
+import pyarrow as pa
+import pytest
+
+from spark_jobs.spark import rows
+
+pytestmark = pytest.mark.spark
+
+
+@pytest.mark.parametrize("pool", ["read", "apply"])
+def test_what_is_loaded_is_kept_out_of_garbage_collections(spark, pool):
+    """Spark collects after each task: that would look through every module, and cost more than a small task itself."""
+
+    def look(batches):
+        for batch in batches:
+            yield pa.RecordBatch.from_pydict(
+                {"pid": [os.getpid()], "frozen": [gc.get_freeze_count()], "tracked": [len(gc.get_objects())]}
+            )
+            assert batch.num_rows
+
+    made = rows.in_tasks(spark.range(2).coalesce(1), look, "pid long, frozen long, tracked long", pool=pool)
+    for _ in range(3):
+        (found,) = made.collect()
+        assert found.pid != os.getpid()
+        assert found.frozen > 50_000
+        # What a task itself makes is collected as ever.
+        assert found.tracked < found.frozen
