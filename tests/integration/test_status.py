@@ -207,3 +207,46 @@ def test_watching_keeps_its_sessions(outbox_postgres, outbox_kafka):
         assert counting.opened == 2
     assert looks[0]["outbox"]["written_per_second"] is None
     assert looks[4]["outbox"]["written_per_second"] == 0.0
+
+
+def test_watching_without_a_terminal_prints_each_look(outbox_postgres, outbox_kafka):
+    environment = os.environ | {
+        "OUTBOX_DATABASE_URL": outbox_postgres.url,
+        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka.bootstrap_servers,
+        "PYTHONUNBUFFERED": "1",
+    }
+    command = [sys.executable, "-m", "relay.cli", "status", "--watch", "0.2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        found = []
+        while sum(line.startswith("backlog") for line in found) < 3:
+            found.append(process.stdout.readline())
+            assert found[-1]
+        process.terminate()
+    assert found[0] == "! no relay is running\n"
+
+
+def test_what_needs_a_person_is_seen_on_a_small_terminal(outbox_postgres, outbox_kafka):
+    """Sixteen lanes take more lines than there are."""
+    import pty
+    import termios
+
+    url = outbox_postgres.url
+    with psycopg.connect(url) as connection:
+        connection.execute("INSERT INTO outbox.lanes (lane) SELECT generate_series(4, 15)")
+    environment = os.environ | {
+        "OUTBOX_DATABASE_URL": url,
+        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka.bootstrap_servers,
+        "TERM": "xterm",
+    }
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (12, 100))
+    command = [sys.executable, "-m", "relay.cli", "status", "--watch", "60"]
+    with subprocess.Popen(command, stdout=theirs, env=environment) as process:
+        os.close(theirs)
+        shown = b""
+        while b"backlog" not in shown:
+            shown += os.read(ours, 4096)
+        process.terminate()
+        os.close(ours)
+    assert b"! no relay is running" in shown
