@@ -161,6 +161,10 @@ class OutboxState:
         if self.dead_letters:
             held = f", {self.blocking:,} of them hold back their keys" if self.blocking else ""
             found.append(f"{self.dead_letters:,} dead letters{held}: `outbox dead-letters list`")
+        elif self.blocking:
+            found.append(
+                f"{self.blocking:,} keys wait for dead letters that somebody has deleted: `outbox dead-letters list`"
+            )
         if self.slot is not None and self.slot.problem is not None:
             found.append(self.slot.problem)
         return found
