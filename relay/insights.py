@@ -53,6 +53,9 @@ SELECT clock_timestamp() AS at, s.n_tup_ins AS written, s.n_tup_del AS gone,
   FROM pg_class AS c LEFT JOIN pg_stat_user_tables AS s ON s.relid = c.oid
  WHERE c.oid = to_regclass(%(events)s)"""
 
+_HOLDS_FIRST: Final = """
+SELECT coalesce(owner = %(instance)s AND lease_until > clock_timestamp(), false) FROM {lanes} ORDER BY lane LIMIT 1"""
+
 _STREAM: Final = "SELECT slot, publication FROM {streams} ORDER BY created_at DESC LIMIT 1"
 
 
@@ -158,14 +161,36 @@ class OutboxState:
         if self.dead_letters:
             held = f", {self.blocking:,} of them hold back their keys" if self.blocking else ""
             found.append(f"{self.dead_letters:,} dead letters{held}: `outbox dead-letters list`")
+        elif self.blocking:
+            found.append(
+                f"{self.blocking:,} keys wait for dead letters that somebody has deleted: `outbox dead-letters list`"
+            )
         if self.slot is not None and self.slot.problem is not None:
             found.append(self.slot.problem)
         return found
 
 
 def look(connection: psycopg.Connection[Any], names: SlotNames) -> OutboxState:
-    """Read the outbox's state, in one snapshot. Raises Unavailable, and SchemaError without the tables or a right."""
-    schema = names.schema
+    """Read the outbox's state. Raises Unavailable, and SchemaError without the tables or a right."""
+    state = look_at_tables(connection, names.schema)
+    with unavailable_on_error("looking for a stream"):
+        query = sql.SQL(_STREAM).format(**names_of(names.schema))
+        stream = connection.execute(query).fetchone()
+    if stream is None:
+        return state
+    return replace(state, slot=_slot(connection, replace(names, slot=stream[0], publication=stream[1])))
+
+
+def holds_first_lane(connection: psycopg.Connection[Any], schema: str, instance: str) -> bool:
+    """Return whether a relay holds the first lane. Raises Unavailable or SchemaError."""
+    with unavailable_on_error("looking at the first lane"):
+        query = sql.SQL(_HOLDS_FIRST).format(**names_of(schema))
+        row = connection.execute(query, {"instance": instance}).fetchone()
+    return row is not None and bool(row[0])
+
+
+def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxState:
+    """Read the outbox's state without the slot, in one snapshot. Raises Unavailable or SchemaError."""
     tables = names_of(schema)
     bound = {"most": COUNTED, "events": sql.Identifier(schema, "events").as_string(None)}
 
@@ -181,7 +206,6 @@ def look(connection: psycopg.Connection[Any], names: SlotNames) -> OutboxState:
             lanes = [LaneState(**row) for row in read(_LANES)]
             relays = [RelayState(**row) for row in read(_RELAYS)]
             (rest,) = read(_REST)
-            streams = read(_STREAM)
     held: dict[str | None, list[int]] = {}
     for lane in lanes:
         if lane.held:
@@ -200,18 +224,15 @@ def look(connection: psycopg.Connection[Any], names: SlotNames) -> OutboxState:
         gone=rest["gone"],
         lanes=lanes,
         relays=[replace(relay, lanes=tuple(held.get(relay.instance, ()))) for relay in relays],
-        slot=_slot(connection, names, streams),
+        slot=None,
     )
 
 
-def _slot(connection: psycopg.Connection[Any], names: SlotNames, streams: Sequence[dict[str, Any]]) -> SlotLook | None:
-    if not streams:
-        return None
-    mine = replace(names, slot=streams[0]["slot"], publication=streams[0]["publication"])
-    state: SlotState = Slot(connection, mine).look()
-    problem = find_problem(state, mine)
+def _slot(connection: psycopg.Connection[Any], names: SlotNames) -> SlotLook:
+    state: SlotState = Slot(connection, names).look()
+    problem = find_problem(state, names)
     return SlotLook(
-        slot=mine.slot,
+        slot=names.slot,
         retained_bytes=state.retained_bytes,
         lag_bytes=state.lag_bytes,
         lag_seconds=state.lag_seconds,

@@ -70,7 +70,7 @@ def build(settings: Settings) -> Supervisor:
     meter = None
     if settings.relay.metrics_address is not None:
         meter = TurnMetrics(registry)
-        outbox = OutboxWatch(connect, slot_names(settings), instance, registry)
+        outbox = OutboxWatch(connect, settings.db_schema, instance, registry)
         upkeep.append(MaintenanceTask("backlog", outbox.look, _WATCH_SECONDS))
     if transactions is not None:
         upkeep.append(MaintenanceTask("transactions", transactions.look, _TRANSACTIONS_SECONDS))

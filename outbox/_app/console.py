@@ -57,6 +57,11 @@ def print_json(values: Mapping[str, Any], *, indented: bool = False) -> None:
     typer.echo(orjson.dumps(values, option=orjson.OPT_INDENT_2 if indented else None).decode())
 
 
+def printable(text: str) -> str:
+    """Return a text with control characters escaped, so that what others wrote can't affect a terminal."""
+    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
 def table_console() -> Console:
     """Return a console for tables, 200 columns wide when the output is not a terminal."""
     from rich.console import Console

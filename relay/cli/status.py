@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, table_console
+from outbox._app.console import (
+    AsJson,
+    DatabaseUrl,
+    failing_clearly,
+    print_json,
+    printable,
+    table_console,
+)
 from outbox.errors import ConfigurationError, OutboxError
 from relay.config import load
 from relay.insights import COUNTED
@@ -42,7 +49,8 @@ def status(
 ) -> None:
     """Show the backlog and its age, lanes and relays, the slot, and each consumer group's lag and dead letters.
 
-    What a person should look at is named below it; the exit status is 1 then. With --watch it also shows rates.
+    What a person should look at is named below it; the exit status is 1 then. With --watch that comes first, and there
+    are rates.
     """
     with _looking(database_url, sink_url) as look:
         sight = look()
@@ -169,12 +177,21 @@ def _watch(look: Callable[..., _Sight], sight: _Sight, seconds: float) -> None:
     from rich.live import Live
 
     console = table_console()
-    with Live(_rendered(sight), console=console, auto_refresh=False, screen=console.is_terminal) as live:
+    if not console.is_terminal:
+        # Live would print what it shows at the end alone.
+        while True:
+            console.print(_rendered(sight, problems_first=True))
+            time.sleep(seconds)
+            sight = look(sight)
+    # A terminal may be too small for everything: what needs a person comes first.
+    with Live(
+        _rendered(sight, problems_first=True), console=console, auto_refresh=False, screen=console.is_terminal
+    ) as live:
         try:
             while True:
                 time.sleep(seconds)
                 sight = look(sight)
-                live.update(_rendered(sight), refresh=True)
+                live.update(_rendered(sight, problems_first=True), refresh=True)
         except KeyboardInterrupt:
             return
 
@@ -183,10 +200,10 @@ def _print(sight: _Sight, *, as_json: bool) -> None:
     if as_json:
         print_json(sight.as_dict())
     else:
-        table_console().print(_rendered(sight))
+        table_console().print(_rendered(sight, problems_first=False))
 
 
-def _rendered(sight: _Sight) -> RenderableType:
+def _rendered(sight: _Sight, *, problems_first: bool) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
@@ -202,11 +219,9 @@ def _rendered(sight: _Sight) -> RenderableType:
             )
     if sight.groups:
         parts.append(_groups(sight.groups))
-    if sight.problems:
-        parts += [Text(f"! {problem}", style="bold yellow") for problem in sight.problems]
-    else:
-        parts.append(Text("nothing needs attention", style="green"))
-    return Group(*parts)
+    problems = [Text(f"! {printable(problem)}", style="bold yellow") for problem in sight.problems]
+    problems = problems or [Text("nothing needs attention", style="green")]
+    return Group(*problems, *parts) if problems_first else Group(*parts, *problems)
 
 
 def _backlog(outbox: OutboxState, sight: _Sight) -> RenderableType:
@@ -230,7 +245,7 @@ def _relays(outbox: OutboxState) -> RenderableType:
         state = "running" if relay.alive else "gone"
         lanes = f"{len(relay.lanes)}" if len(relay.lanes) > _FEW_LANES else ", ".join(map(str, relay.lanes)) or "-"
         cells = (relay.instance, state, relay.source, relay.version, lanes, f"{_age(relay.heartbeat_seconds)} ago")
-        table.add_row(*map(Text, cells))
+        table.add_row(*(Text(printable(cell)) for cell in cells))
     return table if outbox.relays else Text("no relay has run here lately")
 
 
@@ -249,7 +264,7 @@ def _lanes(outbox: OutboxState) -> RenderableType:
         oldest = "-" if lane.oldest_seconds is None else _age(lane.oldest_seconds)
         source = f"{lane.source}, streaming" if lane.streaming else lane.source
         owner = lane.owner if lane.owner and lane.held else "-"
-        table.add_row(*map(Text, (str(lane.lane), events, oldest, owner, source)))
+        table.add_row(*map(Text, (str(lane.lane), events, oldest, printable(owner), source)))
     table.columns[1].justify = table.columns[2].justify = "right"
     left = len(outbox.lanes) - len(shown)
     if not left:
@@ -271,7 +286,7 @@ def _groups(groups: Sequence[GroupState]) -> RenderableType:
     for group in groups:
         counts = (group.partitions, group.lag, group.pinned, group.applied, group.duplicates, group.dead_letters)
         moved = "-" if group.moved_at is None else f"{group.moved_at.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S} UTC"
-        cells = (group.group, *("?" if count is None else f"{count:,}" for count in counts), moved)
+        cells = (printable(group.group), *("?" if count is None else f"{count:,}" for count in counts), moved)
         table.add_row(*map(Text, cells))
     return table
 

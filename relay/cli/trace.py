@@ -10,7 +10,14 @@ from uuid import UUID
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, table_console
+from outbox._app.console import (
+    AsJson,
+    DatabaseUrl,
+    failing_clearly,
+    print_json,
+    printable,
+    table_console,
+)
 from outbox.errors import ConfigurationError, OutboxError
 from relay.config import Settings, load
 
@@ -78,7 +85,8 @@ def _list(settings: Settings, aggregate: str, limit: int, *, as_json: bool) -> N
 
     table = Table("event", "type", "written", "state", box=None, pad_edge=False)
     for row in rows:
-        table.add_row(*map(Text, (str(row["event_id"]), row["event_type"], _time(row["created_at"]), row["state"])))
+        cells = (str(row["event_id"]), printable(row["event_type"]), _time(row["created_at"]), row["state"])
+        table.add_row(*map(Text, cells))
     if rows:
         table_console().print(table)
     else:
@@ -136,30 +144,43 @@ def _find(settings: Settings, event_id: UUID, named: Sequence[str], seconds: flo
             schema = settings.consumer_schema
             # Of an event without a row nobody knows the topic: it is looked for where groups read.
             topics = topics or (consumers.topics(connection, schema) if event.aggregate_type is None else [])
-            _search(found, settings, topics, seconds)
+            _search(found, settings, topics, seconds, from_the_beginning=bool(named))
             places = [(place.topic, place.partition, place.offset) for place in found.places]
             found.groups = consumers.find(connection, schema, event_id, places, topics)
     except OutboxError as error:
         if not _without_consumers(error):
             found.unseen.append(str(error))
         if not found.searched:
-            _search(found, settings, topics, seconds)
+            _search(found, settings, topics, seconds, from_the_beginning=bool(named))
     return found
 
 
-def _search(found: Found, settings: Settings, topics: Sequence[str], seconds: float) -> None:
-    """Look for the event on Kafka where no table says where it is."""
+def _search(
+    found: Found, settings: Settings, topics: Sequence[str], seconds: float, *, from_the_beginning: bool
+) -> None:
+    """Look for the event on Kafka where no table says where it is.
+
+    from_the_beginning   also of topics whose messages are of any time, as nothing says when the event was written.
+    """
     from outbox._app.settings import client_options
     from relay.operations.trace import search, written_at
 
     found.searched = True
     event = found.event
     since = event.created_at or written_at(event.event_id)
-    if found.places or event.state not in {"published", "unknown"} or not topics or since is None:
+    if found.places or event.state not in {"published", "unknown"}:
+        return
+    if since is None and from_the_beginning:
+        since = dt.datetime.fromtimestamp(0, dt.UTC)
+    if not topics or since is None:
+        found.whole = False
+        why = "there is no time in its id" if topics else "nothing says which topic it belongs to"
+        found.unseen.append(f"no topic was looked through, as {why}: name one with --topic")
         return
     try:
         found.places, found.whole = search(client_options(settings), topics, event.event_id, since, seconds)
     except OutboxError as error:
+        found.whole = False
         found.unseen.append(str(error))
 
 
@@ -193,9 +214,9 @@ def show(found: Found) -> None:
     title = f"event {event.event_id}"
     if event.event_type is not None:
         title += f"  {event.event_type} of {event.aggregate_type} {event.aggregate_id}"
-    tree = Tree(Text(title, style="bold"))
+    tree = Tree(Text(printable(title), style="bold"))
     for line in [*_relay_side(found), *_consumers_side(found), *(f"! {text}" for text in found.unseen)]:
-        tree.add(Text(line))
+        tree.add(Text(printable(line)))
     table_console().print(tree)
 
 
@@ -223,7 +244,7 @@ def _relay_side(found: Found) -> list[str]:
     if event.state == "unknown" and not found.places:
         lines.append(
             "the outbox has no row of it"
-            + ("" if found.whole else "; the topics were not read to their ends: --seconds")
+            + ("" if found.whole or found.unseen else "; the topics were not read to their ends: --seconds")
         )
     return lines
 

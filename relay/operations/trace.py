@@ -25,6 +25,7 @@ _STATEMENT_SECONDS: Final = 30
 _MOST_BEFORE: Final = 10_000
 # The broker's clock and the database's need not agree.
 _MARGIN_MILLISECONDS: Final = 60_000
+_AHEAD_SECONDS: Final = 86_400.0
 
 _LIMIT: Final = "SELECT set_config('statement_timeout', %s, true)"
 
@@ -153,7 +154,7 @@ def search(
 
     Raises Unavailable where a topic can't be read.
     """
-    start = int(since.timestamp() * 1000) - _MARGIN_MILLISECONDS
+    start = max(int(since.timestamp() * 1000) - _MARGIN_MILLISECONDS, 0)
     wanted, found = str(event_id), []
     deadline = time.monotonic() + seconds
     for seen in committed_since(options, dict.fromkeys(topics, start)):
@@ -173,7 +174,10 @@ def search(
 
 
 def written_at(event_id: UUID) -> dt.datetime | None:
-    """Return the time in an id (UUIDv7, RFC 9562 5.7: Unix milliseconds in 48 bits); None for one without."""
-    if event_id.version != 7:
+    """Return the time in an id (UUIDv7, RFC 9562 5.7: Unix milliseconds in 48 bits); None for one without.
+
+    Of a time that has yet to come, as the 48 bits may say, somebody has made the id up: there is none in it.
+    """
+    if event_id.version != 7 or (seconds := (event_id.int >> 80) / 1000) > time.time() + _AHEAD_SECONDS:
         return None
-    return dt.datetime.fromtimestamp((event_id.int >> 80) / 1000, dt.UTC)
+    return dt.datetime.fromtimestamp(seconds, dt.UTC)

@@ -12,7 +12,6 @@ from prometheus_client.core import GaugeMetricFamily
 from relay import insights
 from relay.database import Connector
 from relay.insights import OutboxState
-from relay.wal.slot import SlotNames
 
 _STALE_SECONDS: Final = 60.0
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -94,21 +93,23 @@ def outbox_metrics(state: OutboxState) -> Iterator[GaugeMetricFamily]:
 class OutboxWatch:
     """Looks at the outbox from time to time, and shows what it has found while this relay holds the first lane.
 
-    Every relay sees the same backlog; were each to show it, a sum over relays would count it as often.
+    Every relay sees the same backlog; were each to show it, a sum over relays would count it as often. Nor does each
+    count the rows: behind an old snapshot the dead ones cost as much, which many relays must not pay at the same time.
     """
 
-    def __init__(self, connect: Connector, names: SlotNames, instance: str, registry: CollectorRegistry) -> None:
+    def __init__(self, connect: Connector, schema: str, instance: str, registry: CollectorRegistry) -> None:
         self._connect = connect
-        self._names = names
+        self._schema = schema
         self._instance = instance
         self._state: OutboxState | None = None
         self._looked = 0.0
         registry.register(self)
 
     def look(self) -> None:
-        """Read the state of the outbox. Raises Unavailable or SchemaError."""
+        """Read the state of the outbox, if it is ours to show. Raises Unavailable or SchemaError."""
         with self._connect() as connection:
-            self._state = insights.look(connection, self._names)
+            ours = insights.holds_first_lane(connection, self._schema, self._instance)
+            self._state = insights.look_at_tables(connection, self._schema) if ours else None
         self._looked = time.monotonic()
 
     def describe(self) -> Iterator[GaugeMetricFamily]:

@@ -28,7 +28,7 @@ from psycopg.types.json import Jsonb
 
 from spark_jobs.driver.kafka_admin import KafkaView, TopicMissing
 from spark_jobs.driver.planner import Extent
-from spark_jobs.errors import ConsumerError, ConsumerUnavailable
+from spark_jobs.errors import ConsumerError, ConsumerUnavailable, NotAuthorized
 from spark_jobs.model import LossKind, Partition, Stored
 from spark_jobs.postgres.connections import process_name
 from spark_jobs.postgres.errors import clear_errors
@@ -227,7 +227,7 @@ class Offsets:
             try:
                 survey = self._kafka.survey(topics, high_watermarks=True)
                 ids, extents = survey.ids, survey.extents
-            except ConsumerUnavailable as error:
+            except (ConsumerUnavailable, NotAuthorized) as error:
                 away = str(error)
         return [
             Group(

@@ -5,13 +5,23 @@ from __future__ import annotations
 import datetime as dt
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import psycopg
+from psycopg import sql
 
-from spark_jobs.admin.offsets import Offsets
+from spark_jobs.admin.offsets import Group, Offsets
 from spark_jobs.driver.kafka_admin import KafkaView
+from spark_jobs.errors import ConsumerUnavailable, NotAuthorized
+from spark_jobs.model import Partition
+from spark_jobs.postgres.errors import clear_errors
 from spark_jobs.postgres.progress import progress
+
+STANDING: Final = dt.timedelta(minutes=5)
+"""A group that has moved nothing for so long stands still, if messages that are as old wait for it."""
+
+_NOW: Final = "SELECT clock_timestamp()"
+_STUCK: Final = "SELECT grp, count(*) FROM {reservations} WHERE state = 'stuck' GROUP BY grp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +32,10 @@ class GroupState:
     pinned          offsets that wait behind a transaction that is open; None while Kafka is away.
     applied, duplicates, dead   messages since the group began.
     dead_letters    those that wait for a person now; ``retrying`` are tried again in the next round.
+    stuck           calls to other systems that wait for a person.
     moved_at        when an offset was moved last.
+    standing        offsets that have waited for STANDING, while the group has moved nothing for as long; None while
+                    Kafka is away.
     losses          what Kafka lost before the group read it, and nobody has accepted.
     troubles        why partitions can't go on, each with its name.
     """
@@ -39,13 +52,23 @@ class GroupState:
     dead: int
     dead_letters: int
     retrying: int
+    stuck: int
     moved_at: dt.datetime | None
+    standing: int | None
     losses: int
     troubles: Sequence[str]
 
     def problems(self) -> list[str]:
         """Return what a person should look at; nothing when all is as it should be."""
         found = [f"group {self.group}: {trouble}" for trouble in self.troubles]
+        if self.standing:
+            minutes = int(STANDING.total_seconds() / 60)
+            found.append(
+                f"group {self.group}: {self.standing:,} offsets wait, and it has moved nothing for {minutes} minutes: "
+                "is a consumer running?"
+            )
+        if self.stuck:
+            found.append(f"group {self.group}: {self.stuck:,} calls are stuck: `outbox external list`")
         if self.losses:
             found.append(f"group {self.group}: {self.losses} losses that nobody has accepted: `outbox offsets show`")
         if self.dead_letters:
@@ -63,7 +86,17 @@ def look(connection: psycopg.Connection[Any], schema: str, kafka: KafkaView) -> 
     rows: dict[str, list[Mapping[str, Any]]] = {}
     for row in progress(connection, schema):
         rows.setdefault(row["grp"], []).append(row)
+    with clear_errors("looking for stuck calls"):
+        reservations = sql.Identifier(schema, "reservations")
+        stuck = dict(connection.execute(sql.SQL(_STUCK).format(reservations=reservations)).fetchall())
+        ((now,),) = connection.execute(_NOW).fetchall()
     groups, away = Offsets(connection, schema, kafka).show()
+    standing: Mapping[str, int] = {}
+    if away is None:
+        try:
+            standing = _standing(groups, now - STANDING, kafka)
+        except (ConsumerUnavailable, NotAuthorized) as error:
+            away = str(error)
     found = []
     for group in groups:
         # A group may have been taken over, or forgotten, between the two reads.
@@ -83,9 +116,38 @@ def look(connection: psycopg.Connection[Any], schema: str, kafka: KafkaView) -> 
                 dead=sum(row["dead"] for row in parts),
                 dead_letters=sum(row["dead_letters"] for row in parts),
                 retrying=sum(row["retrying"] for row in parts),
+                stuck=stuck.get(group.group, 0),
                 moved_at=max((row["updated_at"] for row in parts), default=None),
+                standing=None if away else standing.get(group.group, 0),
                 losses=len(group.losses),
                 troubles=[f"{one.topic}-{one.part}: {one.trouble}" for one in group.positions if one.trouble],
             )
         )
     return found, away
+
+
+def _standing(groups: Sequence[Group], since: dt.datetime, kafka: KafkaView) -> dict[str, int]:
+    """Return how many offsets of before a time wait for each group that has moved nothing since then."""
+    behind: dict[str, dict[Partition, tuple[int, int]]] = {}
+    for group in groups:
+        moved = [one.updated_at for one in group.positions if one.updated_at is not None]
+        if not moved or max(moved) > since:
+            continue
+        behind[group.group] = {
+            (one.topic, one.part): (max(one.next_offset or 0, one.first or 0), one.end)
+            for one in group.positions
+            if one.lag and one.end is not None
+        }
+    asked = {partition for partitions in behind.values() for partition in partitions}
+    if not asked:
+        return {}
+    first_newer = kafka.at_time(asked, since)
+    return {
+        group: sum(max(0, _older(first_newer[at], end) - begin) for at, (begin, end) in partitions.items())
+        for group, partitions in behind.items()
+    }
+
+
+def _older(first_newer: int | None, end: int) -> int:
+    """Return the end of the messages that are older than the first newer one: all, where there is none."""
+    return end if first_newer is None else min(first_newer, end)

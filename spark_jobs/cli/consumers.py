@@ -13,6 +13,7 @@ from outbox._app.console import (
     SinkUrl,
     failing_clearly,
     print_json,
+    printable,
     require_choice,
     require_reason,
     table_console,
@@ -72,11 +73,11 @@ def list_dead_letters(
         print_json({"dead_letters": rows})
         return
     for row in rows:
-        key = "" if row["key"] is None else f"  key {_printable(row['key'])}"
+        key = "" if row["key"] is None else f"  key {printable(row['key'])}"
         attempts = f"{row['attempts']} attempt{'s' if row['attempts'] > 1 else ''}"
         typer.echo(
             f"{row['id']}  {row['group']}  {_at(row)}{key}  {row['reason']}, {row['state']}, {attempts}: "
-            f"{_printable(row['error'])}"
+            f"{printable(row['error'])}"
         )
     if len(rows) == limit:
         typer.echo(f"no more than {limit} are shown; see --limit")
@@ -222,8 +223,3 @@ def _at(row: dict[str, Any]) -> str:
 
 def _messages(count: int) -> str:
     return f"{count:,} message{'' if count == 1 else 's'}"
-
-
-def _printable(text: str) -> str:
-    """Return a message's text with control characters escaped, so that it can't affect a terminal."""
-    return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)

@@ -117,7 +117,19 @@ def _maps(values: pa.MapArray) -> pa.Array:
     kind = values.type
     lists = values.cast(pa.list_(pa.struct([("key", kind.key_type), ("value", kind.item_type)])))
     names, items = lists.flatten().flatten()
-    return _listed(lists, _joined(json_text(names), ":", pc.fill_null(json_text(items), "null")), "{", "}")
+    return _listed(lists, _joined(_names(names), ":", pc.fill_null(json_text(items), "null")), "{", "}")
+
+
+def _names(keys: pa.Array) -> pa.Array:
+    """Return a map's keys as JSON texts, which the names in an object have to be, whatever the keys' type."""
+    import pyarrow as pa
+
+    kind = keys.type
+    if pa.types.is_string(kind):
+        return _strings(keys)
+    if pa.types.is_integer(kind) or pa.types.is_boolean(kind) or pa.types.is_decimal(kind):
+        return _quoted(keys.cast(pa.string()))
+    raise TypeError(f"a map's keys of {kind} have no counterpart in JSON")
 
 
 def _listed(lists: pa.ListArray, items: pa.Array, opening: str, closing: str) -> pa.Array:

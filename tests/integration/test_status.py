@@ -207,3 +207,93 @@ def test_watching_keeps_its_sessions(outbox_postgres, outbox_kafka):
         assert counting.opened == 2
     assert looks[0]["outbox"]["written_per_second"] is None
     assert looks[4]["outbox"]["written_per_second"] == 0.0
+
+
+def test_watching_without_a_terminal_prints_each_look(outbox_postgres, outbox_kafka):
+    environment = os.environ | {
+        "OUTBOX_DATABASE_URL": outbox_postgres.url,
+        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka.bootstrap_servers,
+        "PYTHONUNBUFFERED": "1",
+    }
+    command = [sys.executable, "-m", "relay.cli", "status", "--watch", "0.2"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+        assert process.stdout is not None
+        found = []
+        while sum(line.startswith("backlog") for line in found) < 3:
+            found.append(process.stdout.readline())
+            assert found[-1]
+        process.terminate()
+    assert found[0] == "! no relay is running\n"
+
+
+def test_what_needs_a_person_is_seen_on_a_small_terminal(outbox_postgres, outbox_kafka):
+    """Sixteen lanes take more lines than there are."""
+    import pty
+    import termios
+
+    url = outbox_postgres.url
+    with psycopg.connect(url) as connection:
+        connection.execute("INSERT INTO outbox.lanes (lane) SELECT generate_series(4, 15)")
+    environment = os.environ | {
+        "OUTBOX_DATABASE_URL": url,
+        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka.bootstrap_servers,
+        "TERM": "xterm",
+    }
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (12, 100))
+    command = [sys.executable, "-m", "relay.cli", "status", "--watch", "60"]
+    with subprocess.Popen(command, stdout=theirs, env=environment) as process:
+        os.close(theirs)
+        shown = b""
+        while b"backlog" not in shown:
+            shown += os.read(ours, 4096)
+        process.terminate()
+        os.close(ours)
+    assert b"! no relay is running" in shown
+
+
+def test_a_group_that_nobody_runs(status, outbox_postgres, outbox_kafka):
+    """It has moved nothing for ten minutes. A message of just now may wait for a moment; an old one has waited."""
+    import time
+
+    from confluent_kafka import Producer, TopicCollection
+    from confluent_kafka.admin import AdminClient
+
+    url = outbox_postgres.url
+    migrate.upgrade_consumer(url)
+    topic = outbox_kafka.create_topic(outbox_kafka.name("orders"), 2)
+    admin = AdminClient({"bootstrap.servers": outbox_kafka.bootstrap_servers})
+    topic_id = str(admin.describe_topics(TopicCollection([topic]))[topic].result().topic_id)
+    producer = Producer({"bootstrap.servers": outbox_kafka.bootstrap_servers})
+    old = int(time.time() * 1000) - 600_000
+    for part, times in ((0, [old] * 3), (1, [old] * 2 + [old + 600_000] * 5)):
+        for at in times:
+            producer.produce(topic, b"{}", partition=part, timestamp=at)
+    assert producer.flush(30) == 0
+    with psycopg.connect(url) as connection:
+        connection.execute("INSERT INTO consumer.groups (grp, owner) VALUES ('totals', 'me')")
+        for part, at in ((0, 3), (1, 2)):
+            connection.execute(
+                "INSERT INTO consumer.offsets (grp, topic, topic_id, part, next_offset, generation, updated_at)"
+                " VALUES ('totals', %s, %s, %s, %s, 1, now() - interval '10 minutes')",
+                (topic, topic_id, part, at),
+            )
+
+    def of_the_group() -> list[str]:
+        return [problem for problem in status.look()["problems"] if problem.startswith("group totals: ")]
+
+    assert of_the_group() == []
+    with psycopg.connect(url) as connection:
+        connection.execute("UPDATE consumer.offsets SET next_offset = next_offset - 1")
+    (problem,) = of_the_group()
+    assert problem == ("group totals: 2 offsets wait, and it has moved nothing for 5 minutes: is a consumer running?")
+    with psycopg.connect(url) as connection:
+        connection.execute("UPDATE consumer.offsets SET updated_at = now() WHERE part = 0")
+    assert of_the_group() == []
+    with psycopg.connect(url) as connection:
+        connection.execute(
+            "INSERT INTO consumer.reservations (grp, name, message_id, topic, part, message_offset, state, request)"
+            " VALUES ('totals', 'mail', gen_random_uuid(), %s, 0, 1, 'stuck', '{}')",
+            (topic,),
+        )
+    assert of_the_group() == ["group totals: 1 calls are stuck: `outbox external list`"]

@@ -77,6 +77,33 @@ def test_a_task_writes_what_spark_writes(spark, chance):
                 assert json.loads(ours, parse_float=Decimal) == json.loads(theirs, parse_float=Decimal)
 
 
+@pytest.mark.parametrize(
+    ("kind", "keys"),
+    [
+        ("int", [0, -(2**31), 7]),
+        ("bigint", [0, -(2**63), 2**63 - 1]),
+        ("boolean", [True, False]),
+        ("decimal(20,0)", [Decimal(0), Decimal(2**64 - 1)]),
+    ],
+)
+def test_keys_of_a_map_that_are_no_texts(spark, kind, keys):
+    """Protobuf has maps with such keys. In JSON the names in an object are texts."""
+    kind_of_map = f"map<{kind}, string>"
+    frame = spark.createDataFrame([({key: f"{key}" for key in keys},), ({},), (None,)], f"m {kind_of_map}")
+    assert spark_rows._in_postgres(frame.schema["m"].dataType) == "jsonb"
+    copied, _ = spark_rows.copyable(frame)
+    by_task = json_text(frame.toArrow().combine_chunks().column("m").chunk(0)).to_pylist()
+    by_spark = copied.toArrow().column("m").to_pylist()
+    assert by_task[1:] == by_spark[1:] == ["{}", None]
+    assert json.loads(by_task[0]) == json.loads(by_spark[0])
+
+
+def test_keys_of_a_map_that_only_spark_writes(spark):
+    """Of days, for example, it writes the numbers."""
+    frame = spark.createDataFrame([], "d map<date, string>, b map<binary, string>, x map<double, string>")
+    assert [spark_rows._in_postgres(one.dataType) for one in frame.schema] == [None] * 3
+
+
 SCHEMA = (
     "id string NOT NULL, customer struct<id: int, name: string, vip: boolean>, "
     "lines array<struct<sku: string, cents: bigint, at: timestamp>>, rates map<string, double>"

@@ -159,3 +159,22 @@ def test_types_without_json(kind):
     for within in (kind, pa.list_(kind), pa.struct([("a", kind)]), pa.map_(pa.string(), kind)):
         assert not has_json(within)
     assert has_json(pa.list_(pa.string()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "keys", "names"),
+    [
+        (pa.int32(), [0, -(2**31)], ["0", "-2147483648"]),
+        (pa.bool_(), [True, False], ["true", "false"]),
+        (pa.decimal128(20, 0), [Decimal(2**64 - 1)], ["18446744073709551615"]),
+    ],
+)
+def test_names_in_an_object_are_texts_whatever_the_keys_of_a_map_are(kind, keys, names):
+    (text,) = json_text(pa.array([[(key, 1) for key in keys]], pa.map_(kind, pa.int64()))).to_pylist()
+    assert list(json.loads(text)) == names
+
+
+@pytest.mark.parametrize("kind", [pa.date32(), pa.binary(), pa.float64(), pa.timestamp("us")])
+def test_keys_of_a_map_of_which_spark_makes_something_else(kind):
+    assert not has_json(pa.map_(kind, pa.int64()))
+    assert not has_json(pa.struct([("m", pa.list_(pa.map_(kind, pa.int64())))]))
