@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -28,12 +29,17 @@ _LIMIT: Final = "SELECT set_config('statement_timeout', %s, true)"
 _LANES: Final = """
 SELECT l.lane, l.owner, l.source, l.streaming, l.epoch, l.last_batch,
        CASE WHEN isfinite(l.lease_until)
-            THEN extract(epoch FROM l.lease_until - clock_timestamp())::float8 END AS lease_seconds,
+            THEN extract(epoch FROM l.lease_until - clock_timestamp())::float8 END AS lease_seconds
+  FROM {lanes} AS l ORDER BY l.lane"""
+
+# While an old transaction keeps dead rows, this passes all of them.
+_WAITING: Final = """
+SELECT l.lane,
        (SELECT count(*) FROM (SELECT FROM {events} AS e WHERE e.lane = l.lane
                                ORDER BY e.id LIMIT %(most)s) AS counted) AS events,
        (SELECT extract(epoch FROM clock_timestamp() - e.created_at)::float8 FROM {events} AS e
          WHERE e.lane = l.lane ORDER BY e.id LIMIT 1) AS oldest_seconds
-  FROM {lanes} AS l ORDER BY l.lane"""
+  FROM {lanes} AS l"""
 
 _RELAYS: Final = """
 SELECT instance, version, source, started_at, alive_until > clock_timestamp() AS alive,
@@ -76,8 +82,8 @@ class LaneState:
     epoch: int
     last_batch: int | None
     lease_seconds: float | None
-    events: int
-    oldest_seconds: float | None
+    events: int = 0
+    oldest_seconds: float | None = None
 
     @property
     def held(self) -> bool:
@@ -114,7 +120,8 @@ class SlotLook:
 class OutboxState:
     """The outbox at one moment, by the database's clock.
 
-    backlog         rows that wait to be published; ``exact`` when they were counted.
+    backlog         rows that wait to be published; ``exact`` when all of them were counted.
+    counted         whether counting them ended in time; if not, lanes show no events and nobody knows their age.
     oldest_seconds  the age of the oldest first row of a lane; None without any.
     retrying        events that were refused and wait for another attempt.
     dead_letters    events that wait for a person; ``blocking`` of them hold back later events of their keys. Of each
@@ -126,6 +133,7 @@ class OutboxState:
     at: dt.datetime
     backlog: int
     exact: bool
+    counted: bool
     oldest_seconds: float | None
     retrying: int
     dead_letters: int
@@ -142,6 +150,11 @@ class OutboxState:
         standing_seconds   an event that is older than this, and that nothing else explains, stands still.
         """
         found = []
+        if not self.counted:
+            found.append(
+                f"the waiting events could not be counted within {_STATEMENT_SECONDS} s, so nobody knows their age: is "
+                "a transaction open for long (pg_stat_activity.xact_start), and keeps dead rows?"
+            )
         idle = [lane for lane in self.lanes if not lane.held]
         waiting = [lane.lane for lane in idle if lane.events]
         if not any(relay.alive for relay in self.relays):
@@ -206,16 +219,23 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
             lanes = [LaneState(**row) for row in read(_LANES)]
             relays = [RelayState(**row) for row in read(_RELAYS)]
             (rest,) = read(_REST)
+            # Last, so that all else is known where this takes too long.
+            waiting: dict[int, dict[str, Any]] | None = None
+            with suppress(psycopg.errors.QueryCanceled), connection.transaction():
+                waiting = {row["lane"]: row for row in read(_WAITING)}
+    if waiting is not None:
+        lanes = [replace(lane, **waiting[lane.lane]) for lane in lanes if lane.lane in waiting]
     held: dict[str | None, list[int]] = {}
     for lane in lanes:
         if lane.held:
             held.setdefault(lane.owner, []).append(lane.lane)
     counted = sum(lane.events for lane in lanes)
-    exact = all(lane.events < COUNTED for lane in lanes)
+    exact = waiting is not None and all(lane.events < COUNTED for lane in lanes)
     return OutboxState(
         at=rest["at"],
         backlog=counted if exact else max(counted, int(rest["estimate"] or 0)),
         exact=exact,
+        counted=waiting is not None,
         oldest_seconds=max((lane.oldest_seconds for lane in lanes if lane.oldest_seconds is not None), default=None),
         retrying=rest["retrying"],
         dead_letters=rest["dead_letters"],

@@ -197,7 +197,7 @@ def metrics_page() -> str:
     slot = slot_metrics(SlotState(**dict.fromkeys(SlotState._fields, 0)), 1, 0.0, healthy=True)
     turns = CollectorRegistry()
     TurnMetrics(turns)
-    outbox = OutboxState(dt.datetime.now(dt.UTC), 0, True, None, 0, 0, 0, 0, 0, (), (), None)
+    outbox = OutboxState(dt.datetime.now(dt.UTC), 0, True, True, None, 0, 0, 0, 0, 0, (), (), None)
     reasons = [[f"`{reason.value}`", text] for reason, text in members(Reason)]
     return _page(
         "Metrics",

@@ -46,7 +46,8 @@ _TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT, INSERT, DELETE", ("events",)),
         ("SELECT, DELETE", ("dead_letters",)),
         ("SELECT, INSERT, UPDATE, DELETE", ("failures",)),
-        ("SELECT", ("published",)),
+        # For `outbox status` and `outbox trace`.
+        ("SELECT", ("published", "lanes", "relays", "streams")),
         ("SELECT, INSERT", ("audit",)),
     ),
     Kind.PAGE: (

@@ -44,7 +44,11 @@ class TurnMetrics:
         )
         for stage in ("read", "publish", "settle"):
             self._stages.labels(stage)
-        self._lost = Counter("outbox_relay_lanes_lost", "Lanes that another relay has taken.", registry=registry)
+        self._lost = Counter(
+            "outbox_relay_lanes_lost",
+            "Lanes that were another relay's by the time that a turn of them was settled.",
+            registry=registry,
+        )
         self._last = Gauge(
             "outbox_relay_last_turn_timestamp_seconds", "When the last turn ended; 0 before.", registry=registry
         )
@@ -76,11 +80,12 @@ def outbox_metrics(state: OutboxState) -> Iterator[GaugeMetricFamily]:
         f"Events that wait to be published: counted up to {insights.COUNTED:,} in a lane, beyond that estimated.",
         state.backlog,
     )
-    yield gauge(
-        "backlog_oldest_age_seconds",
-        "Age of the event that has waited for longest; 0 without any.",
-        state.oldest_seconds or 0.0,
-    )
+    if state.counted:
+        yield gauge(
+            "backlog_oldest_age_seconds",
+            "Age of the event that has waited for longest; 0 without any, and left out while counting takes too long.",
+            state.oldest_seconds or 0.0,
+        )
     yield gauge("events_retrying", "Events that were refused and are tried again.", state.retrying)
     yield gauge("dead_letters", "Events that wait for a person.", state.dead_letters)
     yield gauge("dead_letters_blocking", "Those of them that hold back later events of their keys.", state.blocking)

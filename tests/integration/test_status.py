@@ -16,6 +16,7 @@ from typer.testing import CliRunner
 
 from outbox import Event, Outbox
 from outbox._app import migrate
+from relay import insights
 from relay.cli.app import app
 from relay.insights import COUNTED
 
@@ -297,3 +298,19 @@ def test_a_group_that_nobody_runs(status, outbox_postgres, outbox_kafka):
             (topic,),
         )
     assert of_the_group() == ["group totals: 1 calls are stuck: `outbox external list`"]
+
+
+def test_a_backlog_that_can_not_be_counted_in_time_hides_nothing_else(
+    status, outbox_postgres, outbox_relay, order, monkeypatch
+):
+    """As while an old transaction keeps millions of dead rows, which every count has to pass."""
+    outbox_relay()
+    wait_until(lambda: status.look()["problems"] == [], what="the relay")
+    monkeypatch.setattr(insights, "_STATEMENT_SECONDS", 1)
+    monkeypatch.setattr(insights, "_WAITING", "SELECT lane, pg_sleep(60), NULL FROM {lanes}")
+    found = status.look()
+    outbox = found["outbox"]
+    assert (outbox["counted"], outbox["exact"], outbox["oldest_seconds"]) == (False, False, None)
+    assert [lane["owner"] for lane in outbox["lanes"]] == [outbox["relays"][0]["instance"]] * 4
+    (problem,) = found["problems"]
+    assert problem.startswith("the waiting events could not be counted within 1 s")

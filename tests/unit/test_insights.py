@@ -13,6 +13,7 @@ STATE = OutboxState(
     at=NOW,
     backlog=3,
     exact=True,
+    counted=True,
     oldest_seconds=4_000.0,
     retrying=0,
     dead_letters=0,
