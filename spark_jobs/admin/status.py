@@ -1,4 +1,4 @@
-"""What each consumer group has done and what it waits for: for `outbox status`. Reads, and locks nothing."""
+"""Read the state of each consumer group, for `outbox status`. Read-only, and without locks."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from spark_jobs.postgres.progress import progress
 class GroupState:
     """A consumer group, over all of its partitions.
 
-    lag             offsets that a read_committed reader could have and the group has not; None while Kafka is away.
-    pinned          offsets that wait behind a transaction that is open; None while Kafka is away.
-    applied, duplicates, dead   messages since the group began.
-    dead_letters    those that wait for a person now; ``retrying`` are tried again in the next round.
-    moved_at        when an offset was moved last.
-    losses          what Kafka lost before the group read it, and nobody has accepted.
-    troubles        why partitions can't go on, each with its name.
+    lag             offsets that a read_committed reader could read and the group has not; None while Kafka is
+                    unavailable.
+    pinned          offsets behind an open transaction; None while Kafka is unavailable.
+    applied, duplicates, dead   the number of messages since the group began.
+    dead_letters    dead letters that wait for an operator; ``retrying`` are retried in the next round.
+    moved_at        when an offset was last moved.
+    losses          how many losses of messages, before the group read them, no operator has accepted yet.
+    troubles        why partitions can't go on, each with the partition's name.
     """
 
     group: str
@@ -44,7 +45,7 @@ class GroupState:
     troubles: Sequence[str]
 
     def problems(self) -> list[str]:
-        """Return what a person should look at; nothing when all is as it should be."""
+        """Return the problems that need an operator; empty if there are none."""
         found = [f"group {self.group}: {trouble}" for trouble in self.troubles]
         if self.losses:
             found.append(f"group {self.group}: {self.losses} losses that nobody has accepted: `outbox offsets show`")
@@ -56,9 +57,9 @@ class GroupState:
 
 
 def look(connection: psycopg.Connection[Any], schema: str, kafka: KafkaView) -> tuple[list[GroupState], str | None]:
-    """Return the groups, and why Kafka's figures are missing, if they are.
+    """Return the groups, and why Kafka's figures are missing; None if they are not.
 
-    Raises ConsumerUnavailable when Postgres is away, SchemaError without the tables or a right.
+    Raises ConsumerUnavailable if Postgres is unavailable, SchemaError if tables or rights are missing.
     """
     rows: dict[str, list[Mapping[str, Any]]] = {}
     for row in progress(connection, schema):
