@@ -60,13 +60,13 @@ class PartitionAttempts:
     @property
     def put_aside_behind(self) -> bool:
         """Return whether tasks apply what they read. A transform must not see those messages."""
-        return self._context.late.columns is not None
+        return self._context.task_decoder.columns is not None
 
     def attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
         """Apply the ranges once; see Attempts."""
         context = self._context
-        if context.late.columns is not None:
-            return self._attempt_reading(context.late.columns, span, state, generation)
+        if context.task_decoder.columns is not None:
+            return self._attempt_reading(context.task_decoder.columns, span, state, generation)
         source = context.source(span, state.put_aside())
         rows = spark.shaped(source.rows, self._job)
         tasks = source.tasks(rows)
@@ -90,7 +90,7 @@ class PartitionAttempts:
         """
         from pyspark.sql import Row
 
-        plan = replace(self._context.plan(span, state, generation, columns), late=self._context.late)
+        plan = replace(self._context.plan(span, state, generation, columns), decoder=self._context.task_decoder)
         if self._few(span) and (read := self._read_here(plan)) is not None:
             return reported(Row(**row) for row in self._run_here(plan, read))
         told = reported(self._context.by_ranges(span, functools.partial(task.run_with, plan), task.REPORT).collect())

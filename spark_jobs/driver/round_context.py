@@ -23,7 +23,7 @@ from spark_jobs.sink import GroupStore, Sinks
 from spark_jobs.spark import errors as failures
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import partition as task
-from spark_jobs.task.partition import Late, TaskPlan
+from spark_jobs.task.partition import TaskDecoder, TaskPlan
 from spark_jobs.task.reader import RangeReader, ReaderSettings
 
 if TYPE_CHECKING:
@@ -143,9 +143,9 @@ class RoundContext:
         self._slow: dict[Partition, int] = {}
 
     @functools.cached_property
-    def late(self) -> Late:
+    def task_decoder(self) -> TaskDecoder:
         """Return the decoder with which tasks turn messages into rows."""
-        return spark.late(self.job)
+        return spark.task_decoder(self.job)
 
     def begin(self) -> None:
         """Begin a round: forget what was suspect or slow some rounds ago, and inspect the sink's table again."""
@@ -202,11 +202,11 @@ class RoundContext:
 
     def source(self, span: Span, without: spark.Offsets) -> spark.Source:
         """Return the ranges' messages as Spark rows, except those at the offsets in ``without``."""
-        return spark.of_ranges(self.session, self.job, self.late, span.ranges, without, self._patient())
+        return spark.of_ranges(self.session, self.job, self.task_decoder, span.ranges, without, self._patient())
 
     def letters(self, letters: Sequence[Retried]) -> DataFrame:
         """Return dead letters that are retried as Spark rows."""
-        return spark.of_letters(self.session, self.job, self.late, letters).rows
+        return spark.of_letters(self.session, self.job, self.task_decoder, letters).rows
 
     def by_ranges(self, span: Span, do: OfRange, schema: str) -> DataFrame:
         """Return the results of a function for each range, with one task per range."""

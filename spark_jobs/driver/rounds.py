@@ -271,7 +271,7 @@ class Rounds:
         most = self._job.max_dead + 1
         places: Iterable[Any]
         without = state.put_aside()
-        find = functools.partial(_behind_in, self._context.late.incoming, keys, dict(span.ranges), without)
+        find = functools.partial(_behind_in, self._context.task_decoder.incoming, keys, dict(span.ranges), without)
         if self._context.short(span):
             with kept(self._context.reading.tasks) as reader:
                 found_here = [
@@ -299,7 +299,7 @@ class Rounds:
             for partition, range_ in narrow.items():
                 for messages in reader.range(partition, range_):
                     numbers = [n for n, at in enumerate(messages.offsets) if (*partition, at) in culprits]
-                    for raw in self._context.late.incoming.raw(messages.only(numbers)):
+                    for raw in self._context.task_decoder.incoming.raw(messages.only(numbers)):
                         place = (*partition, raw.offset)
                         found[place] = Letter(
                             culprits[place], raw.message_id, raw.key, raw.value, raw.headers, raw.time

@@ -37,7 +37,7 @@ from spark_jobs.payloads.json_output import has_json
 from spark_jobs.spark.errors import UNDECODED
 from spark_jobs.task import partition as task
 from spark_jobs.task.incoming import Incoming, Messages
-from spark_jobs.task.partition import Late
+from spark_jobs.task.partition import TaskDecoder
 from spark_jobs.task.reader import ReaderSettings
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class Source:
 def of_ranges(
     session: SparkSession,
     job: ConsumerJob,
-    late: Late,
+    decoder: TaskDecoder,
     ranges: Mapping[Partition, Range],
     without: Offsets,
     settings: ReaderSettings,
@@ -128,17 +128,17 @@ def of_ranges(
     partitions = sorted(ranges)
     left_out = {partition: frozenset(without.get(partition, ())) for partition in partitions}
     leaf = _leaf(session, len(partitions))
-    read = functools.partial(task.read_range, late, dict(ranges), left_out, partitions, settings)
+    read = functools.partial(task.read_range, decoder, dict(ranges), left_out, partitions, settings)
     rows = in_tasks(leaf, functools.partial(task.of_number, read), _schema(job), pool="read")
     return Source(decoded(rows, job), leaf, partitions)
 
 
-def of_letters(session: SparkSession, job: ConsumerJob, late: Late, letters: Sequence[Retried]) -> Source:
+def of_letters(session: SparkSession, job: ConsumerJob, decoder: TaskDecoder, letters: Sequence[Retried]) -> Source:
     """Return dead letters that are retried, all in one task and in their order."""
     leaf = _leaf(session, 1)
     by_partition = groupby(letters, lambda letter: letter.place[:2])
     parts = [_messages(topic, part, list(some)) for (topic, part), some in by_partition]
-    made = functools.partial(task.of_number, functools.partial(task.read_letters, late, parts))
+    made = functools.partial(task.of_number, functools.partial(task.read_letters, decoder, parts))
     return Source(decoded(in_tasks(leaf, made, _schema(job), pool="read"), job), leaf, ())
 
 
@@ -204,10 +204,10 @@ def traces(job: ConsumerJob) -> bool:
 
 def _planned(job: ConsumerJob) -> tuple[StructType, Plan] | None:
     """Return the payload's fields and the plan that reads them in the task; None if the job's decoder needs Spark."""
-    return job.decoder.late()
+    return job.decoder.task_plan()
 
 
-def late(job: ConsumerJob) -> Late:
+def task_decoder(job: ConsumerJob) -> TaskDecoder:
     """Return how a task turns Kafka's messages into rows."""
     job.payload_columns()
     chosen = None if job.types is None else tuple(job.types)
@@ -216,10 +216,10 @@ def late(job: ConsumerJob) -> Late:
     incoming = Incoming(chosen, ids_from(job.strategy), traced)
     kind = arrow_type(_schema(job))
     if found is None:
-        return Late(kind, None, incoming, None)
+        return TaskDecoder(kind, None, incoming, None)
     fields, plan = found
     plan()  # Raises here what would otherwise fail in every task.
-    return Late(kind, plan, incoming, _columns(job, fields, traced=traced))
+    return TaskDecoder(kind, plan, incoming, _columns(job, fields, traced=traced))
 
 
 def _columns(job: ConsumerJob, fields: StructType, *, traced: bool) -> Mapping[str, str] | None:

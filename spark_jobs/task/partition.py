@@ -77,7 +77,7 @@ BEHIND: Final = "an earlier message of its key is a dead letter"
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
+class TaskDecoder:
     """Turns messages that a task has read itself into rows.
 
     kind      the rows' columns, as an Arrow struct: those of META and of the trace; then the payload's and PROBLEM, or
@@ -172,7 +172,7 @@ class TaskPlan:
     suspects  partitions that had repeats recently.
     lenient   partitions with a value that does not fit its column.
     slow      partitions whose rows could not be copied directly into the sink's table recently.
-    late      decodes the messages, for a task that reads Kafka and applies what it reads.
+    decoder   decodes the messages, for a task that reads Kafka and applies what it reads.
     behind    what such a task puts aside in addition to ``dead``: messages that nothing has read before it.
     tasks     the partition of each Spark task, for rows that Spark has processed.
     here      whether the driver does the task's work, in the session that it has.
@@ -187,7 +187,7 @@ class TaskPlan:
     suspects: frozenset[Partition] = frozenset()
     lenient: frozenset[Partition] = frozenset()
     slow: frozenset[Partition] = frozenset()
-    late: Late | None = None
+    decoder: TaskDecoder | None = None
     behind: Behind | None = None
     tasks: Mapping[int, Partition] = field(default_factory=dict)
     here: bool = False
@@ -247,7 +247,7 @@ def of_number(do: Callable[[int], Iterator[pa.RecordBatch]], batches: Iterable[p
 
 
 def read_range(
-    late: Late,
+    decoder: TaskDecoder,
     ranges: Mapping[Partition, Range],
     without: Mapping[Partition, frozenset[int]],
     partitions: Sequence[Partition],
@@ -260,12 +260,12 @@ def read_range(
     """
     partition = partitions[number]
     with kept(settings) as reader:
-        yield from late.decoding(reader.range(partition, ranges[partition], without[partition]))
+        yield from decoder.decoding(reader.range(partition, ranges[partition], without[partition]))
 
 
-def read_letters(late: Late, parts: Sequence[Messages], _number: int) -> Iterator[pa.RecordBatch]:
+def read_letters(decoder: TaskDecoder, parts: Sequence[Messages], _number: int) -> Iterator[pa.RecordBatch]:
     """Return the rows of dead letters that are retried."""
-    return late.decoding(parts)
+    return decoder.decoding(parts)
 
 
 def with_reader(
@@ -314,7 +314,7 @@ def run_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages
 
     Unlike ``run``, it also moves the offset over a range without messages, because here their absence is proved.
     """
-    assert plan.late is not None
+    assert plan.decoder is not None
     try:
         with stopping(_where(plan, partition)):
             # Before the transaction: Kafka may be slow, and the partition's offset must not be locked meanwhile.
@@ -323,20 +323,20 @@ def run_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages
         return report(partition, stop.outcome, 0, 0, stop.detail)
     parts = messages if first is None else itertools.chain([first], messages)
     aside: list[Letter] = []
-    rows = plan.late.copyable(_ahead(plan, parts, aside))
+    rows = plan.decoder.copyable(_ahead(plan, parts, aside))
     share = 0 if plan.behind is None else plan.behind.share
     return _run(plan, partition, Feed(plan.required, rows, plan.max_dead, aside, share), messages)
 
 
 def _ahead(plan: TaskPlan, parts: Iterable[Messages], aside: list[Letter]) -> Iterator[Messages]:
     """Return the messages that are not behind a dead letter, and add the others to ``aside``. Raises Culprits."""
-    assert plan.late is not None
+    assert plan.decoder is not None
     for messages in parts:
         if plan.behind is None:
             yield messages
             continue
         most = plan.max_dead + 1 - len(aside)
-        taken, behind = plan.behind.divided(plan.late.incoming.chosen(messages), most, plan.late.incoming)
+        taken, behind = plan.behind.divided(plan.decoder.incoming.chosen(messages), most, plan.decoder.incoming)
         aside += behind
         if len(aside) > plan.max_dead:
             raise Culprits([letter.culprit for letter in aside])
