@@ -1,7 +1,7 @@
-"""What stands in the outbox now: for `outbox status`, so that whoever shows it says the same. Reads, and locks nothing.
+"""Read the current state of the outbox, for `outbox status` and the metrics. Read-only, and without locks.
 
-A backlog of millions is not counted row by row: each lane is counted up to a limit, along its primary key, and what is
-beyond comes from the planner's statistics. ``exact`` says which of both a number is.
+A backlog of millions is not counted row by row: each lane is counted up to a limit, along its primary key, and the rest
+is estimated from the planner's statistics. ``exact`` tells whether the backlog was counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from relay.statements import KEEP_TO_THE_INDEX, names_of
 from relay.wal.slot import Slot, SlotNames, SlotState, find_problem
 
 COUNTED: Final = 10_000
-"""Rows that are counted in each lane, and of failures and dead letters each; more are estimated."""
+"""How many rows are counted in each lane, of failures, and of dead letters. A larger backlog is estimated."""
 _STATEMENT_SECONDS: Final = 10
 
 _LIMIT: Final = "SELECT set_config('statement_timeout', %s, true)"
@@ -46,7 +46,7 @@ SELECT instance, version, source, started_at, alive_until > clock_timestamp() AS
        extract(epoch FROM clock_timestamp() - heartbeat_at)::float8 AS heartbeat_seconds
   FROM {relays} ORDER BY instance"""
 
-# The planner's own way: rows per page when the table was last analyzed, times the pages of now.
+# The planner's own estimate: rows per page at the last ANALYZE, times the current number of pages.
 _REST: Final = """
 SELECT clock_timestamp() AS at, s.n_tup_ins AS written, s.n_tup_del AS gone,
        CASE WHEN c.relpages > 0 AND c.reltuples >= 0
@@ -69,10 +69,10 @@ _STREAM: Final = "SELECT slot, publication FROM {streams} ORDER BY created_at DE
 class LaneState:
     """One lane.
 
-    owner           the relay that holds it, or held it last; None when it was let go of.
-    lease_seconds   for how long it still holds it; negative when the lease has run out, None when there is none.
-    events          rows that wait in it, at most COUNTED.
-    oldest_seconds  the age of the first of them; None without any.
+    owner           the relay that holds it, or held it last; None if it was released.
+    lease_seconds   the remaining time of the lease; negative after it has expired, None if there is none.
+    events          the rows that wait in it, counted up to COUNTED.
+    oldest_seconds  the age of the first of these; None if there are none.
     """
 
     lane: int
@@ -93,7 +93,7 @@ class LaneState:
 
 @dataclass(frozen=True, slots=True)
 class RelayState:
-    """A relay that runs or ran lately. ``lanes`` are those that it holds now."""
+    """A relay that is running or ran recently. ``lanes`` are those that it holds now."""
 
     instance: str
     version: str
@@ -106,7 +106,7 @@ class RelayState:
 
 @dataclass(frozen=True, slots=True)
 class SlotLook:
-    """The replication slot. ``problem`` says why the stream can't be relied on; None when it can."""
+    """The replication slot. ``problem`` says why the stream can't be relied on; None if it can."""
 
     slot: str
     retained_bytes: int
@@ -124,10 +124,10 @@ class OutboxState:
     counted         whether counting them ended in time; if not, lanes show no events and nobody knows their age.
     oldest_seconds  the age of the oldest first row of a lane; None without any.
     retrying        events that were refused and wait for another attempt.
-    dead_letters    events that wait for a person; ``blocking`` of them hold back later events of their keys. Of each
-                    of the three at most COUNTED are counted.
-    written, gone   rows written and taken out since the server's statistics began: two looks give the rates.
-    slot            None while the outbox has none.
+    dead_letters    events that wait for an operator; ``blocking`` of them hold back later events of their keys. Each
+                    of these three figures is counted up to COUNTED.
+    written, gone   rows inserted and deleted since the server's statistics began: two readings give the rates.
+    slot            None if the outbox has none.
     """
 
     at: dt.datetime
@@ -145,9 +145,9 @@ class OutboxState:
     slot: SlotLook | None
 
     def problems(self, standing_seconds: float = 60.0) -> list[str]:
-        """Return what a person should look at; nothing when all is as it should be.
+        """Return the problems that need an operator; empty if there are none.
 
-        standing_seconds   an event that is older than this, and that nothing else explains, stands still.
+        standing_seconds  an event that is older than this is a problem, unless another problem explains its age.
         """
         found = []
         if not self.counted:

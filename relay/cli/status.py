@@ -1,4 +1,4 @@
-"""``outbox status``: what waits, who works on it, how far the consumers are, and what needs a person."""
+"""``outbox status``: the backlog, lanes, relays and consumer groups, and the problems that need an operator."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 _KAFKA_SECONDS: Final = 5.0
 _FEW_LANES: Final = 16
-"""So many lanes have a row each; of more only those that something is the matter with, and a sum."""
+"""How many lanes are shown with a row each: if there are more, those without a holder or with the oldest events."""
 
 
 @failing_clearly
@@ -68,7 +68,7 @@ def status(
 
 
 class _Sight:
-    """One look at everything. What could not be read says why instead."""
+    """One reading of the outbox and the groups. ``unseen`` says what could not be read, and why."""
 
     def __init__(
         self,
@@ -84,13 +84,13 @@ class _Sight:
 
     @property
     def problems(self) -> list[str]:
-        """Return what a person should look at."""
+        """Return the problems that need an operator."""
         found = [f"{what} can't be seen: {why}" for what, why in self.unseen.items()]
         found += self.outbox.problems() if self.outbox else []
         return [*found, *(problem for group in self.groups for problem in group.problems())]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the same for a program."""
+        """Return the same data for ``--json``."""
         outbox = asdict(self.outbox) if self.outbox else None
         if outbox is not None:
             outbox |= {"written_per_second": self.written, "gone_per_second": self.published}
@@ -103,13 +103,13 @@ class _Sight:
 
 
 def _rates(now: OutboxState | None, before: OutboxState | None) -> tuple[float | None, float | None]:
-    """Return the rows written and taken out a second. None when there is nothing to compare with."""
+    """Return the rows inserted and deleted per second; None without an earlier reading to compare with."""
     if now is None or before is None or now.written is None or before.written is None:
         return None, None
     seconds = (now.at - before.at).total_seconds()
     assert now.gone is not None
     assert before.gone is not None
-    # A server that crashed begins its statistics anew.
+    # After a crash the server's statistics start again from zero.
     if seconds <= 0 or now.written < before.written or now.gone < before.gone:
         return None, None
     return (now.written - before.written) / seconds, (now.gone - before.gone) / seconds
@@ -117,7 +117,7 @@ def _rates(now: OutboxState | None, before: OutboxState | None) -> tuple[float |
 
 @contextmanager
 def _looking(database_url: str | None, sink_url: str | None) -> Iterator[Callable[..., _Sight]]:
-    """Return what takes a look. Sessions stay open between two looks, and are opened again after an error."""
+    """Yield a function that reads everything. Sessions stay open between readings, and are reopened after an error."""
     from outbox._app.settings import client_options
     from relay.database import Connector
     from relay.insights import look
@@ -167,7 +167,7 @@ def _looking(database_url: str | None, sink_url: str | None) -> Iterator[Callabl
 
 
 def _without_consumers(error: OutboxError) -> bool:
-    """Return whether this database simply has no tables of consumers: a service's own, for example."""
+    """Return whether this database has no consumer tables, as a service's own database, for example."""
     import psycopg
 
     return isinstance(error.__cause__, psycopg.errors.UndefinedTable)
@@ -255,7 +255,7 @@ def _lanes(outbox: OutboxState) -> RenderableType:
 
     shown = outbox.lanes
     if len(shown) > _FEW_LANES:
-        # Those that nobody holds, and then those that have waited for longest.
+        # Lanes without a holder come first, then those with the oldest events.
         by_age = sorted(shown, key=lambda one: (one.held, -(one.oldest_seconds or 0.0)))
         shown = sorted(by_age[:_FEW_LANES], key=lambda one: one.lane)
     table = Table("lane", "events", "oldest", "held by", "source", box=None, pad_edge=False)
@@ -292,7 +292,7 @@ def _groups(groups: Sequence[GroupState]) -> RenderableType:
 
 
 def _age(seconds: float) -> str:
-    """Return a time span with one digit where that says something."""
+    """Return a time span as text, with a decimal below ten seconds."""
     if seconds < 10:
         return f"{max(seconds, 0.0):.1f} s"
     for size, name in ((86_400, "d"), (3_600, "h"), (60, "min")):

@@ -1,4 +1,4 @@
-"""``outbox trace``: the way of one event, from the row that was written to what each consumer group did with it."""
+"""``outbox trace``: follow one event from its row in the outbox to what each consumer group did with it."""
 
 from __future__ import annotations
 
@@ -94,10 +94,10 @@ def _list(settings: Settings, aggregate: str, limit: int, *, as_json: bool) -> N
 
 
 class Found:
-    """Everything that is known of an event.
+    """Everything that is known about an event.
 
-    whole   whether all topics were looked through to their ends, where that was needed.
-    unseen  why something could not be looked at.
+    whole   whether all topics were read to their ends, if a search was needed.
+    unseen  the errors of what could not be read.
     """
 
     def __init__(self, event: Event) -> None:
@@ -110,11 +110,11 @@ class Found:
 
     @property
     def known(self) -> bool:
-        """Return whether there is any trace of it."""
+        """Return whether there is any trace of the event."""
         return self.event.state != "unknown" or bool(self.places) or any(_met(group) for group in self.groups)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return the same for a program."""
+        """Return the same data for ``--json``."""
         event = {name: value for name, value in asdict(self.event).items() if name != "place"}
         return {
             "event": event,
@@ -142,7 +142,7 @@ def _find(settings: Settings, event_id: UUID, named: Sequence[str], seconds: flo
     try:
         with connect(sink, "outbox trace") as connection:
             schema = settings.consumer_schema
-            # Of an event without a row nobody knows the topic: it is looked for where groups read.
+            # The topic of an event without a row is unknown, so the topics that groups read are searched.
             topics = topics or (consumers.topics(connection, schema) if event.aggregate_type is None else [])
             _search(found, settings, topics, seconds, from_the_beginning=bool(named))
             places = [(place.topic, place.partition, place.offset) for place in found.places]
@@ -185,7 +185,7 @@ def _search(
 
 
 def _topics(settings: Settings, event: Event) -> list[str]:
-    """Return where the event belongs; of one without a row, every topic that is named in the routes."""
+    """Return the event's topic; for an event without a row, all topics that the routes name."""
     from relay.kafka.routing import NoRoute
     from relay.parts import build_router
 
@@ -199,14 +199,14 @@ def _topics(settings: Settings, event: Event) -> list[str]:
 
 
 def _without_consumers(error: OutboxError) -> bool:
-    """Return whether this database simply has no tables of consumers."""
+    """Return whether this database has no consumer tables."""
     import psycopg
 
     return isinstance(error.__cause__, psycopg.errors.UndefinedTable)
 
 
 def show(found: Found) -> None:
-    """Print the way of an event as a tree."""
+    """Print the path of an event as a tree."""
     from rich.text import Text
     from rich.tree import Tree
 

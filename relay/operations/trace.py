@@ -1,7 +1,7 @@
-"""Where one event is, on the relay's side: in the outbox, on its way, dead, or published. For `outbox trace`.
+"""Find one event on the relay's side: waiting, refused, dead, or published. For `outbox trace`.
 
-An event is in one of three tables at a time: ``events``, which it leaves in the transaction that moves it on, the dead
-letters, or the archive. Without an archive a published event leaves no row, and its topic has to be looked through.
+An event is in one table at a time: in ``events``, the dead letters, or the archive. One transaction moves it from one
+to another. Without an archive a published event leaves no row, and its topic has to be searched.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from relay.statements import names_of
 
 _STATEMENT_SECONDS: Final = 30
 _MOST_BEFORE: Final = 10_000
-# The broker's clock and the database's need not agree.
+# The clocks of the broker and the database may differ.
 _MARGIN_MILLISECONDS: Final = 60_000
 _AHEAD_SECONDS: Final = 86_400.0
 
@@ -49,7 +49,7 @@ SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at,
        "offset"
   FROM {published} WHERE event_id = %(event_id)s ORDER BY published_at LIMIT 1"""
 
-# The newest of a key, wherever they are. The archive's index is over the key's hash, and so is a lane.
+# The newest events of a key in all three tables. The archive's index is on the hash of the key.
 _OF_KEY: Final = """
 SELECT * FROM (
     (SELECT event_id, event_type, created_at, id, 'waiting' AS state FROM {events}
@@ -66,7 +66,7 @@ SELECT * FROM (
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a message stands in Kafka. ``at`` is its timestamp."""
+    """The position of a message in Kafka. ``at`` is its timestamp."""
 
     topic: str
     partition: int
@@ -76,14 +76,14 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event, and the state of the table that has it: waiting, dead, published; unknown without a row.
+    """An event and its state: waiting, refused, dead or published; unknown if no table has it.
 
-    before           rows that are before it in its lane, at most 10,000; only while it waits.
+    before           the number of rows before it in its lane, counted up to 10,000; only while it waits.
     owner            the relay that holds its lane; only while it waits.
-    attempts         how often Kafka has refused it.
-    next_attempt_at  None when it is not to be tried again by itself.
-    published_at     by the database's clock, when Kafka's acknowledgement was written down.
-    place            None where the archive does not know it: it was settled from a marker after a crash.
+    attempts         how often it was refused.
+    next_attempt_at  None if it is not retried automatically.
+    published_at     when Kafka's acknowledgement was recorded, by the database's clock.
+    place            None if the archive has no place, because the event was settled from a marker after a crash.
     """
 
     event_id: UUID
@@ -105,9 +105,9 @@ class Event:
 
 
 def find(connection: psycopg.Connection[Any], schema: str, event_id: UUID) -> Event:
-    """Return what the outbox's tables know of an event. Raises Unavailable, and SchemaError.
+    """Return what the outbox's tables contain about an event. Raises Unavailable, and SchemaError.
 
-    In one snapshot: an event that moves from one table to the next meanwhile is seen in one of them.
+    The tables are read in one snapshot, so an event that is moved from one to another meanwhile is not missed.
     """
     names = names_of(schema)
     bound = {"event_id": event_id, "most": _MOST_BEFORE}
@@ -135,7 +135,7 @@ def find(connection: psycopg.Connection[Any], schema: str, event_id: UUID) -> Ev
 def of_key(
     connection: psycopg.Connection[Any], schema: str, aggregate_type: str, aggregate_id: str, limit: int
 ) -> list[dict[str, Any]]:
-    """Return the newest events of a key, the newest first: event_id, event_type, created_at, state."""
+    """Return the newest events of a key, newest first: event_id, event_type, created_at, state."""
     bound = {"kind": aggregate_type, "key": aggregate_id, "limit": limit}
     with unavailable_on_error("looking for the key's events"), connection.cursor(row_factory=dict_row) as cursor:
         with connection.transaction():
@@ -147,12 +147,12 @@ def of_key(
 def search(
     options: Mapping[str, str], topics: Sequence[str], event_id: UUID, since: dt.datetime, seconds: float
 ) -> tuple[list[Place], bool]:
-    """Look through topics for an event; return where it stands, repeats included, and whether all was looked through.
+    """Search topics for an event. Return its places, repeats included, and whether the topics were read to their ends.
 
-    since     when it was written, by any clock that is right to a minute.
-    seconds   how long this may take.
+    since     when the event was written, by any clock that is right to a minute.
+    seconds   how long the search may take.
 
-    Raises Unavailable where a topic can't be read.
+    Raises Unavailable if a topic can't be read.
     """
     start = max(int(since.timestamp() * 1000) - _MARGIN_MILLISECONDS, 0)
     wanted, found = str(event_id), []

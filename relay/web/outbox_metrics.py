@@ -1,4 +1,4 @@
-"""Metrics of the work and of what is left: what a relay's turns do, and the backlog of the whole outbox."""
+"""The metrics of a relay's turns, and of the state of the whole outbox."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _EVENTS: Final = (1, 3, 10, 30, 100, 300, 1_000, 3_000, 10_000, 30_000)
 
 
 class TurnMetrics:
-    """What this process has done; see supervisor.Meter. Counts begin anew with each process."""
+    """The metrics of this process's turns; see supervisor.Meter. Counters start at zero with each process."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
         self._events = Counter(
@@ -96,7 +96,7 @@ def outbox_metrics(state: OutboxState) -> Iterator[GaugeMetricFamily]:
 
 
 class OutboxWatch:
-    """Looks at the outbox from time to time, and shows what it has found while this relay holds the first lane.
+    """Reads the state of the outbox from time to time, and exposes it while this relay holds the first lane.
 
     Every relay sees the same backlog; were each to show it, a sum over relays would count it as often. Nor does each
     count the rows: behind an old snapshot the dead ones cost as much, which many relays must not pay at the same time.
@@ -122,7 +122,7 @@ class OutboxWatch:
         return iter(())
 
     def collect(self) -> Iterator[GaugeMetricFamily]:
-        """Yield what the last look has found; nothing when that is long ago, or another relay's to show."""
+        """Yield the metrics of the last reading; none if it is stale, or if another relay holds the first lane."""
         state = self._state
         if state is None or time.monotonic() - self._looked > _STALE_SECONDS:
             return

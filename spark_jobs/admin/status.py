@@ -1,4 +1,4 @@
-"""What each consumer group has done and what it waits for: for `outbox status`. Reads, and locks nothing."""
+"""Read the state of each consumer group, for `outbox status`. Read-only, and without locks."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class GroupState:
     troubles: Sequence[str]
 
     def problems(self) -> list[str]:
-        """Return what a person should look at; nothing when all is as it should be."""
+        """Return the problems that need an operator; empty if there are none."""
         found = [f"group {self.group}: {trouble}" for trouble in self.troubles]
         if self.standing:
             minutes = int(STANDING.total_seconds() / 60)
@@ -79,9 +79,9 @@ class GroupState:
 
 
 def look(connection: psycopg.Connection[Any], schema: str, kafka: KafkaView) -> tuple[list[GroupState], str | None]:
-    """Return the groups, and why Kafka's figures are missing, if they are.
+    """Return the groups, and why Kafka's figures are missing; None if they are not.
 
-    Raises ConsumerUnavailable when Postgres is away, SchemaError without the tables or a right.
+    Raises ConsumerUnavailable if Postgres is unavailable, SchemaError if tables or rights are missing.
     """
     rows: dict[str, list[Mapping[str, Any]]] = {}
     for row in progress(connection, schema):

@@ -1,4 +1,4 @@
-"""Where one message is, on the consumers' side: applied, dead, or still to come. For `outbox trace`."""
+"""Find one message on the consumers' side: applied, dead, or waiting. For `outbox trace`."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ _GROUPS: Final = "SELECT grp, topic, part, next_offset, updated_at FROM {offsets
 
 @dataclass(frozen=True, slots=True)
 class Letter:
-    """A dead letter of the message. ``state``: dead, or retry while it is to be tried again."""
+    """A dead letter of the message. ``state`` is dead, or retry once a retry has been requested."""
 
     id: int
     reason: str
@@ -48,7 +48,7 @@ class Letter:
 
 @dataclass(frozen=True, slots=True)
 class External:
-    """An effect outside of the database that the message has asked for."""
+    """An external effect that was requested for the message."""
 
     name: str
     state: str
@@ -62,11 +62,11 @@ class External:
 class GroupTrace:
     """What one group has done with the message.
 
-    state        applied: its effect is in the sink. dead: a dead letter. waiting: the group has not come to it.
-                 passed: the group is beyond it and remembers no id of it, as with OffsetsOnly, or when the id is of a
-                 day that is forgotten, or when the transform or ``types`` left it out. unknown: nobody knows the place.
+    state        applied: its effect is in the sink. dead: it is a dead letter. waiting: the group has not reached it.
+                 passed: the group is past it and has no record of its id: with OffsetsOnly, after the ids of its day
+                 were deleted, or if the transform or ``types`` left it out. unknown: its place is not known.
     applied_at   when the transaction of its effect began.
-    behind       offsets between the group and the message, while it waits.
+    behind       the offsets between the group's position and the message, while it waits.
     """
 
     group: str
@@ -86,10 +86,10 @@ def find(
 ) -> list[GroupTrace]:
     """Return what each group that reads the message's topic has done with it.
 
-    places   where the message stands, as (topic, partition, offset); more than one after a repeat.
-    topics   where it would stand while it does not yet; groups of these are waiting.
+    places   the message's places, as (topic, partition, offset); several if it was repeated.
+    topics   the topics in which it may appear; their groups are included too.
 
-    Raises ConsumerUnavailable, and SchemaError without the tables.
+    Raises ConsumerUnavailable; or SchemaError if tables are missing.
     """
     names: dict[str, sql.Composable] = {
         name: sql.Identifier(schema, name) for name in ("processed_messages", "dead_letters", "reservations", "offsets")
@@ -114,7 +114,7 @@ def find(
 
 
 def topics(connection: psycopg.Connection[Any], schema: str) -> list[str]:
-    """Return the topics that groups read. Raises ConsumerUnavailable, and SchemaError without the tables."""
+    """Return the topics that groups read. Raises ConsumerUnavailable; or SchemaError if tables are missing."""
     query = sql.SQL("SELECT DISTINCT topic FROM {} ORDER BY topic").format(sql.Identifier(schema, "offsets"))
     with clear_errors("looking for the topics"):
         return [topic for (topic,) in connection.execute(query)]

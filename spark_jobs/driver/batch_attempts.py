@@ -1,29 +1,29 @@
-"""Rounds with ``atomic="batch"``: executors stage rows, one transaction of the driver applies all partitions at once.
+"""Rounds with ``atomic="batch"``: executors stage rows, and one transaction of the driver applies all partitions.
 
-| step | where     | what                                                                                     |
-|------|-----------|------------------------------------------------------------------------------------------|
-| 1    | executors | rows into a staging table of this round, each attempt of a task under a name of its own  |
-| 2    | driver    | BEGIN; all offsets move; the rows of the attempts that reported are counted; dedup       |
-| 3    | executors | only with a shuffle: the transform, over what is no repeat, into a second table          |
-| 4    | driver    | counts; the effect; COMMIT; the round's tables are dropped                               |
+| step | where     | what                                                                                    |
+|------|-----------|-----------------------------------------------------------------------------------------|
+| 1    | executors | copy rows into a staging table of this round, each attempt of a task under its own name |
+| 2    | driver    | BEGIN; move all offsets; count the rows of the attempts that reported; dedup            |
+| 3    | executors | only with a shuffle: transform the messages that are not repeats, into a second table   |
+| 4    | driver    | write the counts; run the effect; COMMIT; drop the round's tables                       |
 
-| crash point                         | result                                                                       |
-|-------------------------------------|------------------------------------------------------------------------------|
-| a task before or after its COMMIT   | Spark tries again under another name; what the first one left is never read  |
-| a task that nobody waits for writes | into a table that nobody reads; once that is dropped, its COPY fails         |
-| the driver before COMMIT            | rolled back, offsets too; the next one stages anew and drops what is left    |
-| COMMIT sent, answer lost            | the next round reads the offsets, which have moved                           |
-| the driver before it drops tables   | the next one does, with its first round                                      |
-| a table is locked (pg_dump, a task) | it is left to the next round, or to the next driver                          |
-| Postgres crashes                    | a staging table is unlogged and empty then; the count differs: tried again   |
-| the group was taken over            | before a table is made: Fenced; after that no offset moves: Fenced           |
-| a younger driver drops it meanwhile | the tasks' COPY fails, or the count differs; then the next attempt is Fenced |
+| crash point                         | result                                                                         |
+|-------------------------------------|--------------------------------------------------------------------------------|
+| a task before or after its COMMIT   | Spark retries it under another name; the first attempt's rows are never read   |
+| an abandoned task writes            | into a table that is never read; once that is dropped, its COPY fails          |
+| the driver before COMMIT            | rolled back, offsets too; the next one stages again and drops what is left     |
+| COMMIT sent, answer lost            | the next round reads the offsets, which have moved                             |
+| the driver before it drops tables   | the next driver drops them in its first round                                  |
+| a table is locked (pg_dump, a task) | it is left to the next round, or to the next driver                            |
+| Postgres crashes                    | staging tables are unlogged, so they are empty; the count differs: tried again |
+| the group was taken over            | before a table is created: Fenced; after that no offset moves: Fenced          |
+| a newer driver drops it meanwhile   | the tasks' COPY fails, or the count differs; then the next attempt is Fenced   |
 
-A table for each round, because rows that were deleted stay until VACUUM has seen them, which it can't while somebody's
-old transaction is open: then each round would read past those of all rounds before. A table takes some 30 rows of the
-catalogs instead, as the temporary table ``batch`` of any transaction does, and autovacuum keeps up with these. The
-first is made in a transaction that holds the group's row, the second while the round's transaction holds the offsets',
-so a driver that is superseded leaves none that its successor does not find.
+Each round has its own table. In a shared one, deleted rows would stay until VACUUM removes them, which it can't while
+any old transaction is open, so each round would read past the rows of all earlier rounds. A new table costs some 30
+rows in the catalogs instead, as does the temporary table ``batch`` of each transaction, and autovacuum keeps up.
+The first table is created in a transaction that holds the group's row, the second while the round's transaction holds
+the offsets, so a superseded driver leaves no table that its successor does not find.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame
 
 _REPORT: Final = "staged_by string, rows long, size long, culprits string, broken string"
-# Tables of a round and of no other: who holds one is a task that nobody waits for, or reads them all, as pg_dump does.
+# Each table belongs to one round: what holds a lock on it is an abandoned task, or reads all tables, as pg_dump does.
 _PATIENCE: Final = "SET LOCAL lock_timeout = '200ms'"
-# A message is one row there: no transform has seen it.
+# Each message is one row here, because the transform has not run yet.
 _READ: Final = """
 CREATE TEMPORARY TABLE outbox_batch_read ON COMMIT DROP AS
 SELECT message_topic, message_part, message_offset FROM batch"""
@@ -96,7 +96,7 @@ class _StagePlan:
 
 @dataclass(frozen=True, slots=True)
 class _Staged:
-    """What the executors staged: under which names, how many rows, and how many bytes these took in memory."""
+    """What the executors staged: under which names, how many rows, and their size in memory in bytes."""
 
     table: sql.Identifier
     names: list[str]
@@ -107,7 +107,7 @@ class _Staged:
 class BatchAttempts:
     """Applies the ranges of a round in one transaction of the driver; see Attempts.
 
-    put_aside_behind  a transform must not see the messages behind dead letters: they are looked for beforehand.
+    put_aside_behind  a transform must not see the messages behind dead letters, so they are looked for beforehand.
     """
 
     each_alone: Final = False
@@ -135,7 +135,7 @@ class BatchAttempts:
         try:
             return self._apply(rows, span, state, generation, {})
         except Stop as stop:
-            # One transaction, one answer: the first partition gives it, the others are tried again with it.
+            # One transaction has one outcome: the first partition reports it, and the others are tried again with it.
             told = dict.fromkeys(span.ranges, Told("culprits", detail="[]"))
             return told | {min(span.ranges): Told(stop.outcome, detail=stop.detail)}
 
@@ -161,7 +161,7 @@ class BatchAttempts:
         generation: int,
         retried: Mapping[Place, Wish],
     ) -> dict[Partition, Told]:
-        """Stage, then apply. Returns what became of each partition. Raises Stop."""
+        """Stage, then apply. Returns the report on each partition. Raises Stop."""
         self._prepare(generation)
         try:
             return self._staged_and_applied(rows, span, state, generation, retried)
@@ -181,12 +181,12 @@ class BatchAttempts:
         shuffled = self._job.transform is not None and spark.moves_rows(result, messages)
         if shuffled:
             self._check_shuffled(result)
-        # With a shuffle only who the messages are: that is what dedup needs, and their content is read again.
+        # With a shuffle only the columns of META are staged: dedup needs no others, and the content is read again.
         first = messages.select(*META, PROBLEM) if shuffled else result
         first, columns = spark.copyable(first)
         most = max(self._job.max_dead, len(retried))
         staged = self._stage_first(messages, first, columns, generation, most)
-        # With a shuffle the effect is for what it leaves; see _transformed.
+        # With a shuffle the effect applies to the transform's result; see _transformed.
         effect = "" if shuffled else self._sinks.effect(columns, placed=True)
         sink = replace(self._sinks.prepared({}, generation), columns=columns, effect=effect)
         with stopping("the round"), sink.transaction("the round", NO_INPUT, most=most, here=True) as into:
@@ -218,7 +218,7 @@ class BatchAttempts:
             _count(into, span, state, read, fresh)
             if fresh:
                 applying.apply()
-        # One average for all topics of the round. With a shuffle what was staged are not the messages.
+        # One average for all topics of the round. With a shuffle there is none: the staged rows have no content.
         average = 0 if shuffled or not staged.rows else staged.size / staged.rows
         return {
             partition: Told(
@@ -231,7 +231,7 @@ class BatchAttempts:
         }
 
     def _transformed(self, cursor: psycopg.Cursor[Any], rows: DataFrame, sink: PostgresSink, most: int) -> Applying:
-        """Run the transform over what is fresh, and put its result in the place of the messages."""
+        """Run the transform over the messages that are not repeats, and replace them in ``batch`` by its result."""
         result, columns = spark.copyable(spark.shaped(rows, self._job))
         staged = self._stage(result, columns, sink.generation, (), most, ask=False)
         upsert = self._job.effect if isinstance(self._job.effect, Upsert) else None
@@ -251,7 +251,7 @@ class BatchAttempts:
     def _require_all(self, rows: DataFrame, messages: int) -> None:
         """Raise ConsumerUnavailable unless the transform has read all messages whose ids are about to be remembered.
 
-        Of what is there now still it has: compaction takes messages away and brings none back.
+        If they are all there now, the transform has read them all: compaction removes messages and brings none back.
         """
         if self._context.reading.compacted(self._job.topics) and (left := rows.count()) != messages:
             raise ConsumerUnavailable(
@@ -268,7 +268,7 @@ class BatchAttempts:
         self._effect_after(spark.copyable(result)[1])
 
     def _effect_after(self, columns: Mapping[str, str]) -> Any:
-        """Return the effect for what a shuffle has left. Its rows may still be messages, and then have their order."""
+        """Return the effect for the rows after a shuffle. They may still be messages, and then have an order."""
         effect = self._job.effect
         needed = PLACED | {"message_key"} if isinstance(effect, Upsert) and effect.deletes else PLACED
         return self._sinks.effect(columns, placed=set(columns) >= needed, shuffled=True)
@@ -276,7 +276,7 @@ class BatchAttempts:
     def _stage_first(
         self, messages: DataFrame, rows: DataFrame, columns: Mapping[str, str], generation: int, most: int
     ) -> _Staged:
-        """Stage what the round's transaction begins with, made of ``messages``. Raises Stop, and Undecoded."""
+        """Stage the rows that the round's transaction begins with, made from ``messages``. Raises Stop or Undecoded."""
         with stopping("the round"), translated("the round"):
             staged = self._stage(rows, columns, generation, self._job.reducing.required, most, ask=True)
         if not staged.names:
@@ -301,17 +301,18 @@ class BatchAttempts:
         *,
         ask: bool,
     ) -> _Staged:
-        """Stage rows. Raises Culprits for messages, and Broken for rows of no one message, that can't be applied.
+        """Stage rows. Raises Culprits for messages that can't be applied, and Broken for rows of no single message.
 
-        ask  make no table when the group is somebody else's now: Fenced. Not to be asked, from this other session,
-             while the round's transaction has the offsets: who takes the group over has its row, and waits for them.
+        ask  whether to raise Fenced, and create no table, if the group has been taken over. Must be False while the
+             round's transaction holds the offsets: this is another session, and it would wait for a driver that takes
+             the group over, which holds the group's row and waits for the offsets.
         """
         table = f"{self._stem()}_{generation}_{uuid.uuid4().hex[:12]}"
         fields = sql.SQL(", ").join(
             sql.SQL("{} {}").format(sql.Identifier(name), sql.SQL(kind)) for name, kind in textual(columns).items()
         )
         named = sql.Identifier(self._schema, table)
-        # Before it is there: where COMMIT gets no answer, it may be.
+        # Recorded before the table exists: if COMMIT gets no answer, it may have been created.
         self._made.append(named)
         with self._postgres.transaction() as connection:
             if ask:
@@ -337,7 +338,7 @@ class BatchAttempts:
         )
 
     def _prepare(self, generation: int) -> None:
-        """Drop what older generations of the group have left."""
+        """Drop the staging tables that older generations of the group have left."""
         if self._prepared == generation:
             return
         with self._postgres.transaction() as connection:
@@ -351,15 +352,15 @@ class BatchAttempts:
             self._prepared = generation
 
     def _drop_made(self) -> None:
-        """Drop what this driver has staged, whatever became of the round."""
+        """Drop the tables that this driver has staged, whatever the outcome of the round."""
         self._made[:] = [table for table in self._made if not self._drop(table)]
 
     def _drop(self, table: sql.Identifier) -> bool:
-        """Drop a staging table. False when that has to be tried again: it is no reason for a round to fail."""
+        """Drop a staging table. False if that must be tried again: a round does not fail because of it."""
         try:
             with self._postgres.transaction() as connection:
                 connection.execute(_PATIENCE)
-                # The driver whose it is may be dropping it too.
+                # The driver that created it may be dropping it at the same time.
                 connection.execute(sql.SQL("DROP TABLE IF EXISTS {}").format(table))
         except (psycopg.Error, ConsumerUnavailable):
             return False
@@ -388,9 +389,9 @@ def _count(
 
 
 def _taken(applying: Applying, messages: set[Place], repeats: Offsets) -> set[Place]:
-    """Return which messages were repeats or were kept by a transform.
+    """Return the messages that were repeats or that the transform kept.
 
-    Of rows that do not say which messages they are made of, all of these or none.
+    Rows that do not name their messages stand for all messages: if there is any such row, all were kept, else none.
     """
     if not messages:
         return messages
@@ -401,7 +402,7 @@ def _taken(applying: Applying, messages: set[Place], repeats: Offsets) -> set[Pl
 
 
 def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """COPY one partition's rows under a name that no other attempt has; the function of mapInArrow."""
+    """COPY one partition's rows under a name that only this attempt uses; the function of mapInArrow."""
     import pyarrow as pa
 
     name = uuid.uuid4().hex
@@ -427,10 +428,10 @@ def _stage(plan: _StagePlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.
             if found:
                 cursor.connection.rollback()
     except Culprits as error:
-        # More than may become dead letters: what comes after them was not read.
+        # More than may become dead letters. The rows after them were not read.
         found = list(error.found)
     except Broken as error:
-        # Another try of the task would find the same: the driver is to say so.
+        # A retry of the task would fail in the same way, so the driver raises the error.
         broken = str(error)
     except psycopg.errors.UndefinedTable as error:
         raise ConsumerUnavailable(f"{plan.table} is gone: a younger driver has dropped it") from error

@@ -1,4 +1,4 @@
-"""Attempts at a round in which each partition is a transaction of its own, in the task that has its rows."""
+"""Attempts that apply each partition in its own transaction, in the task that has its rows."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ if TYPE_CHECKING:
 
 
 class Attempts(Protocol):
-    """How a round's ranges are applied; ``rounds`` decides what follows from what an attempt says.
+    """How the ranges of a round are applied; ``rounds`` decides what follows from the outcomes.
 
-    each_alone       what it says of a partition is true of that one, and not of the whole round.
-    put_aside_behind its tasks see Kafka's messages, and put aside those behind dead letters of earlier rounds.
+    each_alone        whether an outcome concerns its partition alone, and not the whole round.
+    put_aside_behind  whether the tasks read Kafka's messages, and put aside those behind dead letters of earlier
+                      rounds.
     """
 
     @property
@@ -39,16 +40,16 @@ class Attempts(Protocol):
     def put_aside_behind(self) -> bool: ...
 
     def attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
-        """Apply the ranges once. Raises Undecoded, and what Spark's errors are understood as."""
+        """Apply the ranges once. Raises Undecoded, and the errors that Spark's are translated into."""
         ...
 
     def attempt_retry(self, letters: Sequence[Retried], state: State, generation: int) -> Told:
-        """Apply dead letters once, all of them in one transaction."""
+        """Apply dead letters once, all in one transaction."""
         ...
 
 
 class PartitionAttempts:
-    """Applies each partition in a transaction of its own."""
+    """Applies each partition in its own transaction."""
 
     each_alone: Final = True
 
@@ -58,14 +59,14 @@ class PartitionAttempts:
 
     @property
     def put_aside_behind(self) -> bool:
-        """Return whether tasks apply what they have read; what a transform sees must be without those messages."""
-        return self._context.late.columns is not None
+        """Return whether tasks apply what they read. A transform must not see those messages."""
+        return self._context.task_decoder.columns is not None
 
     def attempt(self, span: Span, state: State, generation: int) -> dict[Partition, Told]:
         """Apply the ranges once; see Attempts."""
         context = self._context
-        if context.late.columns is not None:
-            return self._attempt_reading(context.late.columns, span, state, generation)
+        if context.task_decoder.columns is not None:
+            return self._attempt_reading(context.task_decoder.columns, span, state, generation)
         source = context.source(span, state.put_aside())
         rows = spark.shaped(source.rows, self._job)
         tasks = source.tasks(rows)
@@ -74,7 +75,7 @@ class PartitionAttempts:
         applied = spark.in_tasks(rows, lambda batches: task.run(plan, task_input.from_spark(batches)), task.REPORT)
         told = reported(applied.collect())
         if not tasks:
-            # Spark saw that nothing gets through the transform, and has run nothing.
+            # Spark saw that no row passes the transform, and ran no task.
             context.require_decoded(source.rows)
             return dict.fromkeys(span.ranges, Told("nothing"))
         _require_reports(span, told)
@@ -83,13 +84,13 @@ class PartitionAttempts:
     def _attempt_reading(
         self, columns: Mapping[str, str], span: Span, state: State, generation: int
     ) -> dict[Partition, Told]:
-        """Let each task read its range itself; or, of few messages, do here what the tasks would do.
+        """Have each task read its range itself or, if there are few messages, do the tasks' work in the driver.
 
-        Raises ConsumerUnavailable where a task has not reported: nothing else says what became of its range.
+        Raises ConsumerUnavailable if a task has not reported: nothing else shows whether its range was applied.
         """
         from pyspark.sql import Row
 
-        plan = replace(self._context.plan(span, state, generation, columns), late=self._context.late)
+        plan = replace(self._context.plan(span, state, generation, columns), decoder=self._context.task_decoder)
         if self._few(span) and (read := self._read_here(plan)) is not None:
             return reported(Row(**row) for row in self._run_here(plan, read))
         told = reported(self._context.by_ranges(span, functools.partial(task.run_with, plan), task.REPORT).collect())
@@ -97,7 +98,7 @@ class PartitionAttempts:
         return told
 
     def _read_here(self, plan: TaskPlan) -> Mapping[Partition, TaskInput[Messages]] | None:
-        """Read the ranges. None where tasks should: the messages are large, or one of several ranges can't be read."""
+        """Read the ranges. None if tasks should: the messages are large, or one of several ranges can't be read."""
         try:
             return task.read_here(plan, self._context.reading.tasks)
         except TooMuch:
@@ -109,14 +110,14 @@ class PartitionAttempts:
 
     @staticmethod
     def _run_here(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) -> list[dict[str, Any]]:
-        """Do what tasks would do. Raises what Spark's errors would be taken for."""
+        """Do the tasks' work in the driver. Raises EffectFailed for an error, as for one that Spark raises."""
         try:
             return task.run_here(plan, read)
         except Exception as error:
             raise EffectFailed(f"the driver can't run the job: {shown(error)}") from error
 
     def _few(self, span: Span) -> bool:
-        """Return whether a Spark job would cost more than what it does. Functions of the job's own run in executors."""
+        """Return whether starting Spark tasks would cost more than their work. Custom effects run in executors."""
         return isinstance(self._job.effect, str | Insert | Upsert) and self._context.short(span)
 
     def attempt_retry(self, letters: Sequence[Retried], state: State, generation: int) -> Told:
@@ -132,7 +133,7 @@ class PartitionAttempts:
             rows, lambda batches: task.run_retry(plan, ids, task_input.from_spark(batches)), task.REPORT
         ).collect()
         if not reports:
-            # Spark saw that there are no rows: all were filtered, and are settled all the same.
+            # Spark saw that the transform filters all rows, and ran no task. The letters are resolved all the same.
             self._context.require_decoded(self._context.letters(letters))
             (made,) = task.run_retry(plan, ids, task_input.in_memory(()))
             reports = [Row(**made.to_pylist()[0])]
@@ -141,14 +142,14 @@ class PartitionAttempts:
 
 
 def _require_reports(span: Span, told: Mapping[Partition, Told]) -> None:
-    """Raise ConsumerUnavailable where a task has not reported: nothing else says what became of its range."""
+    """Raise ConsumerUnavailable if a task has not reported: nothing else shows whether its range was applied."""
     silent = sorted(span.ranges.keys() - told.keys())
     if silent and not any(one.outcome in ENDING for one in told.values()):
         raise ConsumerUnavailable(f"a task did not report what became of {silent[0]}; the range is read again")
 
 
 def reported(reports: Iterable[Row]) -> dict[Partition, Told]:
-    """Return what an attempt's tasks reported, by partition. Raises EffectFailed when two name one partition."""
+    """Return the reports of an attempt's tasks by partition. Raises EffectFailed if two tasks name the same one."""
     told: dict[Partition, Told] = {}
     for row in reports:
         partition = (row.topic, row.part)

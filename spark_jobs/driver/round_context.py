@@ -1,4 +1,4 @@
-"""What a round works with, however it applies its ranges: the group's books, its messages, and what it knows so far."""
+"""What rounds of both kinds work with: the group's store, its messages, and the state of the round."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from spark_jobs.sink import GroupStore, Sinks
 from spark_jobs.spark import errors as failures
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import partition as task
-from spark_jobs.task.partition import Late, TaskPlan
+from spark_jobs.task.partition import TaskDecoder, TaskPlan
 from spark_jobs.task.reader import RangeReader, ReaderSettings
 
 if TYPE_CHECKING:
@@ -33,24 +33,24 @@ if TYPE_CHECKING:
     OfRange = Callable[[RangeReader, Partition], Iterator[pa.RecordBatch]]
 
 SUSPECT_ROUNDS: Final = 5
-"""Repeats come in bursts: a partition that had one goes the slower way for that many rounds. So does one whose rows
-could not go straight into the sink's table."""
+"""For how many rounds a partition takes the slower way after it had a repeat, because repeats come in bursts. The same
+holds after its rows could not be copied directly into the sink's table."""
 ENDING: Final[dict[str, type[ConsumerError]]] = {
     "fenced": Fenced,
     "broken": EffectFailed,
     "moved": ConsumerUnavailable,
     **task.FAILURES,
 }
-"""The outcomes after which no attempt of this round is made any more, with what they are raised as; fencing first."""
+"""The outcomes that end a round, and the errors that are raised for them; fencing first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
     """How Kafka is read.
 
-    compacted  says whether messages of these topics may go away between two reads.
+    compacted  returns whether messages of these topics may disappear between two reads.
     tasks      the settings of the tasks' readers.
-    few        up to so many offsets, the driver does a round itself: starting Spark's tasks takes longer than that.
+    few        up to this many offsets, the driver does a round itself: starting Spark's tasks would take longer.
     """
 
     compacted: Callable[[Sequence[str]], bool]
@@ -60,20 +60,20 @@ class Reading:
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """The ranges of a round, and for each where Kafka's log ended when it was planned."""
+    """The ranges of a round, and for each the end of Kafka's log when the round was planned."""
 
     ranges: Mapping[Partition, Range]
     log_ends: Mapping[Partition, int]
 
     def only(self, partitions: Iterable[Partition]) -> Span:
-        """The same for some of the partitions."""
+        """Return the span of some of the partitions."""
         wanted = set(partitions)
         return replace(self, ranges={partition: span for partition, span in self.ranges.items() if partition in wanted})
 
 
 @dataclass(frozen=True, slots=True)
 class Told:
-    """What an attempt says of a partition; see task.REPORT."""
+    """An attempt's report on one partition; see task.REPORT."""
 
     outcome: str
     read: int = 0
@@ -85,10 +85,10 @@ class Told:
 
 @dataclass
 class Counts:
-    """What a round did. read = applied + duplicates + dead, but for what another attempt had applied before.
+    """The figures of a round. read = applied + duplicates + dead, except for ranges that had been applied before.
 
-    left   there may be more dead letters to try again.
-    sizes  of each topic the rows that were read, and the bytes that they took.
+    left   whether there may be more dead letters to retry.
+    sizes  the number of rows read from each topic, and their size in bytes.
     """
 
     read: int = 0
@@ -101,11 +101,11 @@ class Counts:
 
 @dataclass
 class State:
-    """What a round knows so far.
+    """The state of a round.
 
-    dead      messages that are put aside with their ranges.
-    standing  keys of dead letters of earlier rounds, where the tasks themselves put aside what is behind them.
-    behind    how many messages they have put aside so.
+    dead      messages that are stored as dead letters with their ranges.
+    standing  keys of dead letters of earlier rounds, if the tasks put aside the messages behind them.
+    behind    how many messages the tasks have put aside in this way.
     lenient   partitions with a value that does not fit its column.
     """
 
@@ -127,7 +127,7 @@ class State:
 
 
 class RoundContext:
-    """What attempts and the round around them share."""
+    """What a round and its attempts share."""
 
     def __init__(
         self, session: SparkSession, job: ConsumerJob, reading: Reading, store: GroupStore, sinks: Sinks
@@ -138,17 +138,17 @@ class RoundContext:
         self.store = store
         self.sinks = sinks
         self.not_here: Mapping[Partition, int] = {}
-        """Up to these offsets the driver reads nothing itself: a message there may have ended the one before."""
+        """The driver itself reads nothing before these offsets: a message there may have killed an earlier driver."""
         self._suspects: dict[Partition, int] = {}
         self._slow: dict[Partition, int] = {}
 
     @functools.cached_property
-    def late(self) -> Late:
-        """Return how tasks make rows of messages."""
-        return spark.late(self.job)
+    def task_decoder(self) -> TaskDecoder:
+        """Return the decoder with which tasks turn messages into rows."""
+        return spark.task_decoder(self.job)
 
     def begin(self) -> None:
-        """Begin a round: what was suspect some rounds ago is no more, and the sink's table may be another one."""
+        """Begin a round: forget what was suspect or slow some rounds ago, and inspect the sink's table again."""
         self._suspects, self._slow = (
             {partition: left - 1 for partition, left in known.items() if left > 1}
             for known in (self._suspects, self._slow)
@@ -157,15 +157,15 @@ class RoundContext:
 
     @property
     def suspicious(self) -> bool:
-        """Return whether any partition had repeats lately."""
+        """Return whether any partition had repeats recently."""
         return bool(self._suspects)
 
     def suspect(self, partition: Partition) -> None:
-        """Expect further repeats of a partition that had one."""
+        """Expect more repeats in a partition that had one."""
         self._suspects[partition] = SUSPECT_ROUNDS
 
     def slow_down(self, partitions: Iterable[Partition]) -> None:
-        """Send the rows of these partitions through ``batch``. Perhaps because the sink's table is another one now."""
+        """Send the rows of these partitions through ``batch``, and inspect the sink's table again: it may be new."""
         self.sinks.look_again()
         self._slow |= dict.fromkeys(partitions, SUSPECT_ROUNDS)
 
@@ -185,7 +185,7 @@ class RoundContext:
         )
 
     def _shares(self, span: Span, state: State) -> task.Behind | None:
-        """Return what tasks put aside themselves, and no more over all of them than the round may have."""
+        """Return what each task may put aside by itself: in sum, no more than ``max_dead`` still allows."""
         if not state.standing or not span.ranges:
             return None
         by_topic: dict[str, set[bytes]] = {}
@@ -195,21 +195,21 @@ class RoundContext:
         return task.Behind(by_topic, left // len(span.ranges))
 
     def short(self, span: Span) -> bool:
-        """Return whether the driver may read the ranges: few messages, of which none may have ended it before."""
+        """Return whether the driver may read the ranges: few messages, and none that may have killed a driver."""
         if any(one.start < self.not_here.get(partition, 0) for partition, one in span.ranges.items()):
             return False
         return sum(one.end - one.start for one in span.ranges.values()) <= self.reading.few
 
     def source(self, span: Span, without: spark.Offsets) -> spark.Source:
-        """Return the ranges' messages as rows of Spark, ``without`` those at these offsets."""
-        return spark.of_ranges(self.session, self.job, self.late, span.ranges, without, self._patient())
+        """Return the ranges' messages as Spark rows, except those at the offsets in ``without``."""
+        return spark.of_ranges(self.session, self.job, self.task_decoder, span.ranges, without, self._patient())
 
     def letters(self, letters: Sequence[Retried]) -> DataFrame:
-        """Return dead letters that are tried again as rows of Spark."""
-        return spark.of_letters(self.session, self.job, self.late, letters).rows
+        """Return dead letters that are retried as Spark rows."""
+        return spark.of_letters(self.session, self.job, self.task_decoder, letters).rows
 
     def by_ranges(self, span: Span, do: OfRange, schema: str) -> DataFrame:
-        """Return what a function makes of each range, one task for each."""
+        """Return the results of a function for each range, with one task per range."""
         partitions = sorted(span.ranges)
         run = functools.partial(task.with_reader, do, partitions, self._patient())
         return spark.by_ranges(self.session, len(partitions), run, schema)
@@ -220,7 +220,7 @@ class RoundContext:
         return replace(settings, patience_seconds=at_most(settings.patience_seconds))
 
     def undecoded(self, rows: DataFrame) -> list[Culprit]:
-        """Find the decoded rows that say why they are none."""
+        """Return the messages of the rows that could not be decoded."""
         from pyspark.sql import functions as F  # noqa: N812
 
         problem = F.substring(PROBLEM, 1, LONGEST_ERROR)
@@ -233,9 +233,10 @@ class RoundContext:
         return [Culprit((row[0], row[1], row[2]), "undecodable", row[3]) for row in found]
 
     def require_decoded(self, rows: DataFrame) -> None:
-        """Raise Undecoded where rows do not decode that nobody has read, because Spark saw that none gets through.
+        """Raise Undecoded if one of these rows does not decode.
 
-        With an empty table on the other side of a join, for example, there is nothing left to run.
+        For rows that Spark has not read because it saw that none passes the transform: if the table on the other side
+        of a join is empty, for example, there is nothing to run.
         """
         if self.undecoded(rows):
             raise failures.Undecoded

@@ -1,21 +1,22 @@
-"""One round: ranges of messages into the sink, whatever is wrong with some of them.
+"""Apply the ranges of one round to the sink, and make dead letters of the messages that can't be applied.
 
-An attempt is one Spark action. It applies what it can, or names what it can't; then the messages that were named are
-read once more, whole, and the next attempt of those ranges puts them aside in the transaction that moves the offsets.
+An attempt is one Spark action. It applies a range, or names the messages that can't be applied. The driver reads these
+again in full, and the next attempt at their ranges stores them in the transaction that moves the offsets.
 
-| an attempt says   | then                                                                                      |
-|-------------------|-------------------------------------------------------------------------------------------|
-| applied, already  | the range is done                                                                         |
-| nothing           | it held markers only, or all was filtered: the driver steps over it, dead letters and all |
-| (no word)         | Spark has dropped the plan, whose rows a transform filters: the same, unless a row of     |
-|                   | these ranges does not decode                                                              |
-| culprits          | they become dead letters; with keep_order the later messages of their keys do too         |
-| roundabout        | again, through ``batch`` instead of straight into the sink's table                        |
-| uncopyable        | again, the lenient way, which names culprits                                              |
-| fenced, broken    | the job ends, after the others have been counted                                          |
-| moved             | a task that the driver had given up on committed after all: the round is planned anew     |
-| one of FAILURES   | nothing of the range was applied: the others are counted, then the runner tries again     |
-| (Undecoded)       | a row that does not decode stood before a transform: the rows that don't are looked for   |
+| outcome          | what follows                                                                            |
+|------------------|-----------------------------------------------------------------------------------------|
+| applied, already | the range is done                                                                       |
+| nothing          | no row came (only transaction markers, or all rows were filtered): the driver moves the |
+|                  | offset, and stores the range's dead letters with it                                     |
+| (no report)      | Spark ran no task, because it saw that the transform filters all rows: as for nothing,  |
+|                  | unless a row of these ranges does not decode                                            |
+| culprits         | they become dead letters; with keep_order the later messages of their keys do too       |
+| roundabout       | tried again, through ``batch`` instead of directly into the sink's table                |
+| uncopyable       | tried again in the lenient way, which names culprits                                    |
+| fenced, broken   | the job ends, after the other partitions have been counted                              |
+| moved            | a task that the driver had given up on committed after all: the round is planned again  |
+| one of FAILURES  | nothing of the range was applied: the others are counted, then the runner tries again   |
+| (Undecoded)      | a row that does not decode reached a transform: the driver looks for all such rows      |
 """
 
 from __future__ import annotations
@@ -50,15 +51,15 @@ if TYPE_CHECKING:
     from spark_jobs.task.incoming import Incoming
 
 RETRIED_AT_ONCE: Final = 100
-"""Dead letters in one transaction; the driver holds them whole, so not too many."""
+"""How many dead letters are retried in one transaction. Limited, because the driver holds them in memory in full."""
 FAILED_ALONE: Final = 3
-"""So many dead letters may end the effect in one round, each tried alone: then new messages come first."""
+"""How many dead letters may fail in one round when each is tried alone. After that, new messages come first."""
 _PLACES: Final = "topic string, partition int, offset long"
 _AGAIN: Final = frozenset({"roundabout", "uncopyable", "culprits"})
 
 
 class Rounds:
-    """Applies rounds, by attempts of a kind."""
+    """Applies rounds, by attempts of one kind."""
 
     def __init__(self, context: RoundContext, attempts: Attempts) -> None:
         self._context = context
@@ -70,8 +71,8 @@ class Rounds:
     def apply(self, span: Span, generation: int) -> Counts:
         """Apply the ranges.
 
-        Raises Fenced, EffectFailed, BadMessage and SparkLost, which end the job. Whatever else it raises may pass: the
-        classes of task.FAILURES, WorkerLost, and psycopg's errors where the driver's own session fails.
+        Raises Fenced, EffectFailed, BadMessage and SparkLost, which end the job. All other errors may be temporary: the
+        classes of task.FAILURES, WorkerLost, and psycopg's errors if the driver's own session fails.
         """
         with failures.understood():
             job_groups.show(self._context.session, self._job.group, job_groups.described(span.ranges))
@@ -92,10 +93,10 @@ class Rounds:
         return state.counts
 
     def retry(self, generation: int) -> Counts:
-        """Apply the dead letters that somebody asked to have tried again, in their order, in one transaction.
+        """Apply the dead letters for which a retry was requested, in their order, in one transaction.
 
-        Where that ends the effect without a word about which it was, in ever fewer at once. What was dead already must
-        not keep the group from its new messages: after a few such letters the others are for the next round.
+        If the effect fails without naming a message, smaller groups are tried. Dead letters must not keep the group
+        from its new messages: after a few that fail alone, the others are left to the next round.
         """
         with failures.understood():
             job_groups.show(self._context.session, self._job.group, "dead letters that are tried again")
@@ -131,9 +132,9 @@ class Rounds:
         return counts
 
     def _retry(self, letters: Sequence[Retried], generation: int, counts: Counts) -> list[tuple[Retried, Culprit]]:
-        """Try dead letters once. Returns those that failed again; when there are none, all of them are settled.
+        """Try dead letters once. Returns those that failed again; if there are none, all of them are resolved.
 
-        Raises EffectFailed when nobody knows which it is: then nothing was applied.
+        Raises EffectFailed if the failing message is not known: then nothing was applied.
         """
         at = {one.place: one for one in letters}
         try:
@@ -157,7 +158,7 @@ class Rounds:
         return [(at[culprit.place], culprit) for culprit in found]
 
     def _try(self, span: Span, state: State, generation: int) -> tuple[dict[Partition, Told] | None, list[Culprit]]:
-        """Return what was told, and the culprits. Nothing is told when a row that does not decode ended the attempt."""
+        """Return the reports and the culprits. The reports are None if a row that does not decode ended the attempt."""
         try:
             with failures.understood():
                 told = self._attempts.attempt(span, state, generation)
@@ -181,7 +182,7 @@ class Rounds:
         culprits: Sequence[Culprit],
         generation: int,
     ) -> list[Partition]:
-        """Count what is done; give the partitions that have to be tried again. Raises what ends the job."""
+        """Count the ranges that are done, and return the partitions to try again. Raises errors that end the round."""
         if told is None:
             return list(span.ranges)
         for partition, one in told.items():
@@ -198,7 +199,7 @@ class Rounds:
         return again
 
     def _raise(self, told: Mapping[Partition, Told], culprits: Sequence[Culprit]) -> None:
-        """Raise what an attempt says, fencing first."""
+        """Raise the error that an attempt reported, fencing first; or BadMessage if the job halts at culprits."""
         for outcome, kind in ENDING.items():
             for one in told.values():
                 if one.outcome == outcome:
@@ -241,7 +242,7 @@ class Rounds:
             self._count_dead(state, partition)
 
     def _put_aside(self, state: State, span: Span, culprits: Sequence[Culprit]) -> None:
-        """Read the culprits whole, and with keep_order what comes after them."""
+        """Read the culprits in full and, with keep_order, the later messages of their keys."""
         if any(culprit.place in state.dead for culprit in culprits):
             raise EffectFailed(f"{culprits[0].place} was named again after it had been taken out: {culprits[0].error}")
         self._check_number(state, len(culprits), culprits[0].error)
@@ -250,27 +251,27 @@ class Rounds:
         if self._job.keep_order:
             keys: dict[tuple[str, bytes], Place | None] = {}
             for place, letter in sorted(letters.items(), reverse=True):
-                # What is behind a standing one its task has named already.
+                # For keys in ``standing``, the tasks have already put the later messages aside.
                 if letter.key is not None and (place[0], letter.key) not in state.standing:
                     keys[place[0], letter.key] = place
             self._put_behind(state, span, keys)
 
     def _stand_behind(self, state: State, span: Span, keys: Mapping[tuple[str, bytes], None]) -> None:
-        """Put aside what is behind dead letters of earlier rounds; or leave that to tasks that see Kafka's messages."""
+        """Put aside what is behind dead letters of earlier rounds, unless tasks that read Kafka's messages do it."""
         if self._attempts.put_aside_behind:
             state.standing = frozenset(keys)
         else:
-            # A transform must not see these messages: they are looked for beforehand.
+            # A transform must not see these messages, so they are looked for beforehand.
             self._put_behind(state, span, keys)
 
     def _put_behind(self, state: State, span: Span, keys: Mapping[tuple[str, bytes], Place | None]) -> None:
-        """Find the messages of these keys; of one with a place those that come after it."""
+        """Put the messages of these keys aside; of a key with a place, only those that come after it."""
         if not keys:
             return
         most = self._job.max_dead + 1
         places: Iterable[Any]
         without = state.put_aside()
-        find = functools.partial(_behind_in, self._context.late.incoming, keys, dict(span.ranges), without)
+        find = functools.partial(_behind_in, self._context.task_decoder.incoming, keys, dict(span.ranges), without)
         if self._context.short(span):
             with kept(self._context.reading.tasks) as reader:
                 found_here = [
@@ -280,7 +281,7 @@ class Rounds:
                 ]
             places = itertools.chain.from_iterable(found_here)
         else:
-            # Not before: messages in front of the dead letter must not use the limit up.
+            # Limited only after filtering: messages before the dead letter must not use up the limit.
             places = self._context.by_ranges(span, find, _PLACES).limit(most).collect()
         found = {place: Culprit(place, "behind", task.BEHIND) for place in map(tuple, places)}
         if found:
@@ -288,7 +289,7 @@ class Rounds:
             state.dead |= self._read_whole(span, found)
 
     def _read_whole(self, span: Span, culprits: Mapping[Place, Culprit]) -> dict[Place, Letter]:
-        """Read messages from Kafka once more, with everything that they consist of."""
+        """Read messages from Kafka again, with all of their parts."""
         narrow: dict[Partition, Range] = {}
         for topic, part in {place[:2] for place in culprits}:
             offsets = [place[2] for place in culprits if place[:2] == (topic, part)]
@@ -298,7 +299,7 @@ class Rounds:
             for partition, range_ in narrow.items():
                 for messages in reader.range(partition, range_):
                     numbers = [n for n, at in enumerate(messages.offsets) if (*partition, at) in culprits]
-                    for raw in self._context.late.incoming.raw(messages.only(numbers)):
+                    for raw in self._context.task_decoder.incoming.raw(messages.only(numbers)):
                         place = (*partition, raw.offset)
                         found[place] = Letter(
                             culprits[place], raw.message_id, raw.key, raw.value, raw.headers, raw.time
@@ -336,7 +337,7 @@ def _not_deterministic() -> EffectFailed:
 
 
 def _behind(letters: Sequence[Retried], failed: Sequence[Culprit]) -> list[Culprit]:
-    """Return the letters that come after one of their key which failed."""
+    """Return the letters that come after a failed one of the same key."""
     at = {one.place: one for one in letters}
     first = {culprit.place: at[culprit.place] for culprit in failed}
     found = []

@@ -37,7 +37,7 @@ from outbox.event import (
 from outbox.tables import DEFAULT_SCHEMA
 from spark_jobs.dedup.strategies import identifier
 from spark_jobs.errors import JobError
-from spark_jobs.payloads.decoding import Decoder, LateDecoder, decoder_of
+from spark_jobs.payloads.decoding import Decoder, TaskReadable, decoder_of
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame
@@ -191,10 +191,10 @@ class Traced:
                 raise JobError(f"Traced: the payload has a field {name} itself")
         return (*inner, TRACEPARENT, TRACESTATE)
 
-    def late(self) -> tuple[StructType, Plan] | None:
-        """Return the payload's fields and plan; a task adds the two columns itself. See LateDecoder."""
+    def task_plan(self) -> tuple[StructType, Plan] | None:
+        """Return the payload's fields and plan; a task adds the two columns itself. See TaskReadable."""
         decoder = decoder_of(self.schema)
-        return decoder.late() if isinstance(decoder, LateDecoder) else None
+        return decoder.task_plan() if isinstance(decoder, TaskReadable) else None
 
     def decode(self, rows: DataFrame) -> DataFrame:
         """Add the columns."""

@@ -58,10 +58,10 @@ class Decoder(Protocol):
 
 
 @runtime_checkable
-class LateDecoder(Protocol):
+class TaskReadable(Protocol):
     """A decoder that can also run in the task itself, which saves sending the rows through Spark."""
 
-    def late(self) -> tuple[StructType, Plan] | None:
+    def task_plan(self) -> tuple[StructType, Plan] | None:
         """Return the fields and the plan; None if only Spark can decode this. Raises JobError."""
         ...
 
@@ -74,7 +74,7 @@ class Raw:
         """Return ``payload``."""
         return ("payload",)
 
-    def late(self) -> tuple[StructType, Plan] | None:
+    def task_plan(self) -> tuple[StructType, Plan] | None:
         """Return the field and the plan."""
         from pyspark.sql.types import BinaryType, StructType
 
@@ -116,8 +116,8 @@ class _Planned(ABC):
         fields = self._fields
         return ("payload",) if fields is None else tuple(fields.fieldNames())
 
-    def late(self) -> tuple[StructType, Plan] | None:
-        """Return the fields and the plan; None for VARIANT, which only Spark can parse. See LateDecoder."""
+    def task_plan(self) -> tuple[StructType, Plan] | None:
+        """Return the fields and the plan; None for VARIANT, which only Spark can parse. See TaskReadable."""
         fields = self._fields
         return None if fields is None else (fields, self._plan)
 

@@ -1,8 +1,8 @@
-"""Nested Arrow values as the JSON text that Spark's ``to_json`` writes, a column at a time, for jsonb.
+"""Write nested Arrow values as the JSON text of Spark's ``to_json``, one column at a time, for jsonb.
 
-Fields that are NULL are left out of structs and stay in arrays and maps; bytes are base64; times are ISO 8601 with
-microseconds, in UTC; NaN and the infinities are texts, because JSON has no number for them. Spark prints some doubles
-with more digits than needed, and large ones with an exponent; what is written here is the shortest text for the value.
+NULLs are left out of structs but kept in arrays and maps; bytes are base64; times are ISO 8601 with microseconds, in
+UTC; NaN and the infinities are strings, because JSON has no numbers for them. Spark writes some doubles with more
+digits than needed, and large ones with an exponent; this module writes the shortest text of each value.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import orjson
 if TYPE_CHECKING:
     import pyarrow as pa
 
-# Of what JSON wants escaped, only these two are common; a column with any other goes through orjson.
+# Quotes and backslashes are escaped with Arrow. A column with control characters, which are rare, goes through orjson.
 _CONTROL: Final = "[\\x00-\\x1f]"
 # A double that Arrow prints as a whole number.
 _WHOLE: Final = "^-?[0-9]+$"
@@ -96,8 +96,8 @@ def _objects(values: pa.StructArray) -> pa.Array:
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    # flatten() and not field(): a struct that is NULL may have values in its fields. Each has its comma before it, and
-    # the first one goes: Arrow's own way of leaving out NULLs drops a row in which all are.
+    # flatten() and not field(): a struct that is NULL may have values in its fields. Each field is written with a comma
+    # before it, and the first comma is removed: if Arrow skipped the NULLs, it would drop a row that has only NULLs.
     fields = [
         pc.fill_null(_joined(f",{orjson.dumps(field.name).decode()}:", json_text(column)), "")
         for field, column in zip(values.type, values.flatten(), strict=True)
@@ -133,12 +133,12 @@ def _names(keys: pa.Array) -> pa.Array:
 
 
 def _listed(lists: pa.ListArray, items: pa.Array, opening: str, closing: str) -> pa.Array:
-    """Return the items of each list as one text. ``items`` are those of all lists, one after the other."""
+    """Return the items of each list as one text. ``items`` has the items of all lists, one list after the other."""
     import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    # Not the offsets of ``lists``: a list that is NULL may have items, and a slice has those of the whole.
+    # Not the offsets of ``lists``: a list that is NULL may have items, and a slice has the offsets of the whole array.
     lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
     offsets = pa.array(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
     texts = pc.binary_join(pa.ListArray.from_arrays(offsets, pc.fill_null(items, "null")), ",")

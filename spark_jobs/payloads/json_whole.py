@@ -24,7 +24,7 @@ from pyspark.sql import types as t
 from spark_jobs.payloads.reading import Policy
 
 Finish = Callable[[pa.Array], pa.Array]
-"""From the parsed texts to the column. Raises pa.ArrowInvalid for a batch that must be read by json_columns."""
+"""Converts parsed texts to a column. Raises pa.ArrowInvalid for a batch that must be read by json_columns."""
 
 _KINDS: Final[dict[type[t.DataType], pa.DataType]] = {
     t.StringType: pa.string(),
@@ -39,8 +39,8 @@ _KINDS: Final[dict[type[t.DataType], pa.DataType]] = {
 }
 # From here on a double can't represent every integer.
 WHOLE_DOUBLE: Final = 2.0**53
-# The forms that Arrow reads in the same way as json_text. Without the first and the last years, in which an offset may
-# lead beyond the range of Python's datetime.
+# The forms that Arrow reads in the same way as json_text. The first and last years are excluded: with an offset, a time
+# in them may be beyond the range of Python's datetime.
 _YEAR: Final = r"(0[1-9]\d\d|[1-8]\d{3}|9[0-8]\d\d)"
 _DAY: Final = rf"^{_YEAR}-\d\d-\d\d$"
 _TIME: Final = rf"^{_YEAR}-\d\d-\d\d[T ]\d\d:\d\d:\d\d(\.\d{{1,6}})?(Z|[+-]\d\d:\d\d)$"
@@ -50,7 +50,7 @@ _TRIES: Final = 3
 
 
 class WholeReader:
-    """Reads batches by a declared schema. After three batches in a row that it could not read it stops trying."""
+    """Reads batches with a declared schema. After three unreadable batches in a row, it stops trying."""
 
     def __init__(self, declared: t.StructType, policy: Policy, kinds: Sequence[pa.DataType]) -> None:
         self._declared = declared
@@ -68,7 +68,7 @@ class WholeReader:
         return WholeReader(declared, policy, known) if kinds and len(known) == len(kinds) else None
 
     def read(self, values: pa.Array) -> tuple[list[pa.Array], set[int]] | None:
-        """Read payloads. Null, for a tombstone, gives null in all columns.
+        """Read payloads. A null payload, which is a tombstone, has null in all columns.
 
         Returns the columns, and the numbers of the rows that must be read one by one; None if the batch can't be read
         here.
@@ -148,8 +148,8 @@ def _finished(column: pa.Array, kind: t.DataType, *, inside: bool) -> pa.Array:
 
 def _doubtful(column: pa.Array) -> Any:
     """Return a mask of the doubles that may have replaced another number."""
-    # The negation includes NaN and Infinity, which Arrow accepts and JSON does not. And -0: as -0.0 it keeps its sign,
-    # as -0 it is the integer 0.
+    # The negation includes NaN and Infinity, which Arrow accepts and JSON does not. -0 is doubtful too: as -0.0 it
+    # keeps its sign, as -0 it is the integer 0.
     numbers = pc.fill_null(column, 1.0).to_numpy(zero_copy_only=False)
     return ~(np.abs(numbers) < WHOLE_DOUBLE) | (np.signbit(numbers) & (numbers == 0))
 

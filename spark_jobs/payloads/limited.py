@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
-from spark_jobs.payloads.decoding import PROBLEM, Decoder, LateDecoder, Plan
+from spark_jobs.payloads.decoding import PROBLEM, Decoder, Plan, TaskReadable
 from spark_jobs.payloads.reading import ManyReader, Problem, Reader
 
 if TYPE_CHECKING:
@@ -41,9 +41,9 @@ class Limited:
         decoded = self.decoder.decode(rows)
         return decoded.withColumn(PROBLEM, F.coalesce(F.col(_TOO_LARGE), F.col(PROBLEM))).drop(_TOO_LARGE)
 
-    def late(self) -> tuple[StructType, Plan] | None:
-        """Return the decoder's fields and plan; see LateDecoder."""
-        found = self.decoder.late() if isinstance(self.decoder, LateDecoder) else None
+    def task_plan(self) -> tuple[StructType, Plan] | None:
+        """Return the decoder's fields and plan; see TaskReadable."""
+        found = self.decoder.task_plan() if isinstance(self.decoder, TaskReadable) else None
         return None if found is None else (found[0], _LimitedPlan(found[1], self.most))
 
 

@@ -1,16 +1,17 @@
-"""Kafka's messages as rows of Spark: for jobs whose transform, nested fields or ids need Spark to look at them.
+"""Kafka's messages as Spark rows, for jobs whose transform, nested fields or ids need Spark.
 
-Each task reads one partition's range itself, with ``task.reader``, and decodes it; what follows in the plan is Spark's.
-Two Python workers take part in such a task, and each needs its own proof that nothing is missing:
+Each task reads one partition's range itself, with ``task.reader``, and decodes it; Spark runs the rest of the plan.
+Two Python workers take part in such a task, and each needs its own proof that its input is complete:
 
-| who              | reads                             | the proof that it was all                                   |
-|------------------|-----------------------------------|-------------------------------------------------------------|
-| the reading one  | its number, which names the range | the mark for the end of its input, and exactly one number   |
-| ... and then     | the range, from Kafka             | the reader's (``task.reader``); without it the task fails   |
-| the applying one | what Spark makes of the rows      | the mark for the end of its input; Spark leaves it out when |
-|                  |                                   | the reading one, or the transform, has failed               |
+| worker      | reads                             | the proof that nothing is missing                              |
+|-------------|-----------------------------------|----------------------------------------------------------------|
+| reading     | its number, which names the range | the mark for the end of its input, and exactly one number      |
+|             | the range, from Kafka             | the reader's (``task.reader``); without it the task fails      |
+| applying    | what Spark makes of the rows      | the mark for the end of its input, which Spark leaves out when |
+|             |                                   | the reading worker or the transform has failed                 |
 
-Which task has which range is known from the partitions of the plan's leaf: a plan that keeps them has moved no rows.
+Which task has which range is known from the partitions of the plan's leaf: a plan with the same partitions has moved no
+rows.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from spark_jobs.payloads.json_output import has_json
 from spark_jobs.spark.errors import UNDECODED
 from spark_jobs.task import partition as task
 from spark_jobs.task.incoming import Incoming, Messages
-from spark_jobs.task.partition import Late
+from spark_jobs.task.partition import TaskDecoder
 from spark_jobs.task.reader import ReaderSettings
 
 if TYPE_CHECKING:
@@ -48,9 +49,9 @@ _EPOCH: Final = dt.datetime(1970, 1, 1, tzinfo=dt.UTC)
 _AS_ONE: Final = "declare atomic='batch'"
 _MOVING: Final = ("Exchange", "Coalesce", "CartesianProduct", "Union", "CollectLimit", "TakeOrdered", "GlobalLimit")
 _OWN_WORKERS: Final = "OUTBOX_CONSUMER_TASKS"
-# The environment is all threads' of the driver, and is read while the function is wrapped.
+# All threads of the driver share the environment, and it is read while the function is wrapped.
 _MAKING: Final = threading.Lock()
-# META's types as Spark spells them: in the binary format they are told by nothing but their place.
+# META's types as Spark spells them. They must be exactly these: the binary format identifies columns by position only.
 _META_KINDS: Final = {
     name: {"uuid": "string", "text": "string", "integer": "int", "timestamptz": "timestamp"}.get(kind, kind)
     for name, kind in META.items()
@@ -60,10 +61,10 @@ _SYSTEM: Final = frozenset({"ctid", "tableoid", "xmin", "xmax", "cmin", "cmax"})
 # A line of a plan: three characters for each level, whether it runs as generated code, and the node's name.
 _NODE: Final = re.compile(r"^((?:[ :]  )*(?:[+:]- )?)[\s*()\d]*(\w+)")
 _NUMBER: Final = f"{OWN}task"
-"""The one column of a plan's leaf: the task's number. A plan that shows it has our messages in it."""
+"""The only column of a plan's leaf: the task's number. A plan that contains it contains our messages."""
 _UNREAD: Final = f"{OWN}unread"
 _KAFKA: Final = "key binary, value binary, headers array<struct<key: string, value: binary>>"
-"""What a decoder of the user's gets, beside the columns of META."""
+"""The columns that a user's decoder gets in addition to those of META."""
 _PLAIN: Final = {
     "string": "text",
     "bigint": "bigint",
@@ -80,15 +81,15 @@ _PLAIN: Final = {
 }
 
 Offsets = Mapping[Partition, Sequence[int]]
-"""Of messages that are left out, by partition: there may be as many as a round has."""
+"""The offsets of messages to leave out, by partition. There may be as many as a round has messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Source:
     """Decoded rows of messages: the payload's columns, those of META, and PROBLEM.
 
-    leaf        of the rows' plan.
-    partitions  which Kafka partition each task has, in the order of the tasks; none for dead letters.
+    leaf        the leaf of the rows' plan.
+    partitions  the Kafka partition of each task, in the order of the tasks; empty for dead letters.
     """
 
     rows: DataFrame
@@ -96,14 +97,14 @@ class Source:
     partitions: Sequence[Partition]
 
     def tasks(self, rows: DataFrame) -> dict[int, Partition]:
-        """Return which task has which partition of ``rows``, which were made of these: each the whole range of one.
+        """Return which task has which partition of ``rows``, which were made from this source.
 
-        Raises JobError where that is not so. A plan does not show everything that moves rows, so this looks at what
-        Spark is going to run. Two tasks with rows of one partition would be a loss: the first moves the offset, and the
-        other one finds its range applied already.
+        Raises JobError unless each task has the whole range of one partition. A plan does not show everything that
+        moves rows, so this inspects what Spark is going to run. If two tasks had rows of one partition, rows would be
+        lost: the first task moves the offset, and the second finds its range already applied.
         """
         here, there = (_parts(one) for one in (rows, self.leaf))
-        # Without any task there are no rows: Spark saw that all of them are filtered.
+        # No tasks: Spark saw that all rows are filtered.
         if here.isEmpty():
             return {}
         if not here.equals(there):
@@ -118,41 +119,41 @@ class Source:
 def of_ranges(
     session: SparkSession,
     job: ConsumerJob,
-    late: Late,
+    decoder: TaskDecoder,
     ranges: Mapping[Partition, Range],
     without: Offsets,
     settings: ReaderSettings,
 ) -> Source:
-    """Return the messages of the ranges, ``without`` those at these offsets, one task for each partition."""
+    """Return the messages of the ranges, except those at the offsets in ``without``, with one task per partition."""
     partitions = sorted(ranges)
     left_out = {partition: frozenset(without.get(partition, ())) for partition in partitions}
     leaf = _leaf(session, len(partitions))
-    read = functools.partial(task.read_range, late, dict(ranges), left_out, partitions, settings)
+    read = functools.partial(task.read_range, decoder, dict(ranges), left_out, partitions, settings)
     rows = in_tasks(leaf, functools.partial(task.of_number, read), _schema(job), pool="read")
     return Source(decoded(rows, job), leaf, partitions)
 
 
-def of_letters(session: SparkSession, job: ConsumerJob, late: Late, letters: Sequence[Retried]) -> Source:
-    """Return dead letters that are tried again, all in one task and in their order."""
+def of_letters(session: SparkSession, job: ConsumerJob, decoder: TaskDecoder, letters: Sequence[Retried]) -> Source:
+    """Return dead letters that are retried, all in one task and in their order."""
     leaf = _leaf(session, 1)
     by_partition = groupby(letters, lambda letter: letter.place[:2])
     parts = [_messages(topic, part, list(some)) for (topic, part), some in by_partition]
-    made = functools.partial(task.of_number, functools.partial(task.read_letters, late, parts))
+    made = functools.partial(task.of_number, functools.partial(task.read_letters, decoder, parts))
     return Source(decoded(in_tasks(leaf, made, _schema(job), pool="read"), job), leaf, ())
 
 
 def by_ranges(
     session: SparkSession, count: int, do: Callable[[int], Iterator[pa.RecordBatch]], schema: str
 ) -> DataFrame:
-    """Return what a function makes of each number below ``count``, one task for each."""
+    """Return the results of a function for each number below ``count``, with one task per number."""
     return in_tasks(_leaf(session, count), functools.partial(task.of_number, do), schema)
 
 
 def _leaf(session: SparkSession, tasks: int) -> DataFrame:
-    """Return a row for each of so many tasks: its number.
+    """Return one row per task: the task's number.
 
-    Made of an RDD that is there, because the partitions of a plan can be compared with those of another one only if
-    both have the same RDD below, and each planning of ``range`` makes another.
+    It is made from an existing RDD. The partitions of two plans can be compared only if both are built on the same RDD,
+    and each planning of ``range`` would create another one.
     """
     from pyspark.sql import DataFrame as Classic
 
@@ -174,12 +175,12 @@ def _messages(topic: str, part: int, letters: Sequence[Retried]) -> Messages:
 
 
 def _parts(rows: DataFrame) -> Any:
-    """Return the partitions of what Spark is going to run, as Java's list."""
+    """Return the partitions of what Spark is going to run, as a Java list."""
     return rows._jdf.queryExecution().toRdd().toJavaRDD().partitions()  # noqa: SLF001
 
 
 def _schema(job: ConsumerJob) -> StructType:
-    """Return the columns that the reading worker makes."""
+    """Return the columns that the reading worker produces."""
     from pyspark.sql.types import DataType, StringType, StructType
 
     names = _META_KINDS | (_TRACE if traces(job) else {})
@@ -197,17 +198,17 @@ def _schema(job: ConsumerJob) -> StructType:
 
 
 def traces(job: ConsumerJob) -> bool:
-    """Return whether a task adds the columns of a trace; a decoder of the user's has Traced itself to do it."""
+    """Return whether a task adds the columns of a trace. For a user's decoder, Traced adds them itself."""
     return isinstance(job.schema, Traced) and _planned(job) is not None
 
 
 def _planned(job: ConsumerJob) -> tuple[StructType, Plan] | None:
-    """Return the payload's fields and what reads them in the task; None where the job's decoder works in Spark."""
-    return job.decoder.late()
+    """Return the payload's fields and the plan that reads them in the task; None if the job's decoder needs Spark."""
+    return job.decoder.task_plan()
 
 
-def late(job: ConsumerJob) -> Late:
-    """Return how a task makes rows of Kafka's messages."""
+def task_decoder(job: ConsumerJob) -> TaskDecoder:
+    """Return how a task turns Kafka's messages into rows."""
     job.payload_columns()
     chosen = None if job.types is None else tuple(job.types)
     found = _planned(job)
@@ -215,16 +216,16 @@ def late(job: ConsumerJob) -> Late:
     incoming = Incoming(chosen, ids_from(job.strategy), traced)
     kind = arrow_type(_schema(job))
     if found is None:
-        return Late(kind, None, incoming, None)
+        return TaskDecoder(kind, None, incoming, None)
     fields, plan = found
-    plan()  # What can't work is an error here, and not of every task.
-    return Late(kind, plan, incoming, _columns(job, fields, traced=traced))
+    plan()  # Raises here what would otherwise fail in every task.
+    return TaskDecoder(kind, plan, incoming, _columns(job, fields, traced=traced))
 
 
 def _columns(job: ConsumerJob, fields: StructType, *, traced: bool) -> Mapping[str, str] | None:
-    """Return the columns of ``batch`` with their types in Postgres; None where Spark has to look at the rows first.
+    """Return the columns of ``batch`` with their Postgres types; None if Spark has to process the rows first.
 
-    That is for a transform, for types whose JSON only Spark writes, and for ids made of decoded columns.
+    That is so with a transform, with types whose JSON only Spark writes, and with ids made from decoded columns.
     """
     types = {field.name: _in_postgres(field.dataType) for field in fields.fields}
     if job.transform is not None or None in types.values() or _by_columns(job):
@@ -235,7 +236,7 @@ def _columns(job: ConsumerJob, fields: StructType, *, traced: bool) -> Mapping[s
 
 
 def _in_postgres(kind: DataType) -> str | None:
-    """Return the type in Postgres of what a task copies itself; None where it can't."""
+    """Return the Postgres type of a column that a task can copy itself; None for any other."""
     plain = _plain(kind.simpleString())
     nested = plain is None and "variant" not in kind.simpleString() and has_json(arrow_type(kind))
     return "jsonb" if nested else plain
@@ -246,7 +247,7 @@ def _by_columns(job: ConsumerJob) -> bool:
 
 
 def decoded(rows: DataFrame, job: ConsumerJob) -> DataFrame:
-    """Return what a reading worker has made as the payload's columns, those of META, and PROBLEM."""
+    """Return the reading worker's rows with the payload's columns, those of META, and PROBLEM."""
     from pyspark.sql import functions as F  # noqa: N812  the name everybody knows it by
 
     if _UNREAD in rows.columns:
@@ -263,7 +264,7 @@ def decoded(rows: DataFrame, job: ConsumerJob) -> DataFrame:
 
 
 def ids_from(strategy: Strategy) -> Literal["headers", "content", "columns", "place"]:
-    """Return what the messages' ids are made of; see Incoming."""
+    """Return what the messages' ids are made from; see Incoming."""
     match strategy:
         case Fingerprint():
             return "columns" if strategy.decoded else "content"
@@ -274,16 +275,16 @@ def ids_from(strategy: Strategy) -> Literal["headers", "content", "columns", "pl
 
 
 def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
-    """Apply the job's transform to decoded rows. Raises JobError for one that would break the promise.
+    """Apply the job's transform to decoded rows. Raises JobError for one that would break exactly-once.
 
-    A row with a PROBLEM must not meet the transform, which would take its NULLs for values or filter it away without a
-    word: the whole range fails with UNDECODED in the error instead, and the driver takes the row out.
+    A row with a PROBLEM must not reach the transform, which would take its NULLs for values or silently filter it out.
+    Instead, the whole range fails with UNDECODED in the error, and the driver takes the row out.
     """
     from pyspark.sql import functions as F  # noqa: N812
 
     if job.transform is None:
         return rows
-    # rand() keeps Spark from moving the transform's filters below this: only what is deterministic may be moved.
+    # rand() keeps Spark from moving the transform's filters below this: it moves them past deterministic columns only.
     fail = F.raise_error(F.concat(F.lit(f"{UNDECODED} "), F.rand().cast("string")))
     guarded = rows.withColumn(
         "message_topic", F.when(F.col(PROBLEM).isNull(), F.col("message_topic")).otherwise(fail)
@@ -304,25 +305,25 @@ def shaped(rows: DataFrame, job: ConsumerJob) -> DataFrame:
 
 
 def moves_rows(rows: DataFrame, source: DataFrame) -> bool:
-    """Return whether rows are in other partitions than in ``source``, or may be.
+    """Return whether rows are, or may be, in other partitions than in ``source``.
 
-    That is after a shuffle, and for rows that were made anew (``toPandas``, ``rdd``, ``checkpoint``), of which the plan
-    does not say where they come from.
+    That is so after a shuffle, and for rows that were created anew (``toPandas``, ``rdd``, ``checkpoint``): their plan
+    does not show where they come from.
     """
     here, there = (one._jdf.queryExecution().analyzed().collectLeaves() for one in (rows, source))  # noqa: SLF001
     return not here.equals(there) or _shuffles(rows)
 
 
 def _shuffles(rows: DataFrame) -> bool:
-    """Return whether the plan has a shuffle, or anything else that brings messages' rows into other partitions.
+    """Return whether the plan has a shuffle, or anything else that moves messages' rows to other partitions.
 
-    A table that is sent whole to all tasks leaves the rows that it is joined with where they are, however it was made
-    itself; unless it was made of the messages, whose rows would meet those of all partitions in it.
+    A join with a broadcast table leaves the messages' rows where they are, however the table was made; unless it was
+    made from the messages, because then it contains rows of all partitions.
     """
     plan = rows._jdf.queryExecution().executedPlan().toString()  # noqa: SLF001  the only way to see it
     within: int | None = None
     for line in plan.splitlines():
-        # The nodes' names only: a column may be called ExchangeRate.
+        # Only the names of nodes count: a column may be called ExchangeRate.
         if not (found := _NODE.match(line)):
             continue
         depth, node = len(found[1]), found[2]
@@ -334,7 +335,7 @@ def _shuffles(rows: DataFrame) -> bool:
         if node == "BroadcastExchange":
             within = depth
         elif node == "ReusedExchange" and "], BroadcastExchange " in line:
-            # It stands, whole, in another place of the plan.
+            # The broadcast itself is in another place of the plan.
             continue
         elif any(sign in node for sign in _MOVING):
             return True
@@ -342,7 +343,7 @@ def _shuffles(rows: DataFrame) -> bool:
 
 
 def require_one_task(rows: DataFrame) -> None:
-    """Raise JobError where dead letters that are tried again, in one transaction, would not be in one task."""
+    """Raise JobError if dead letters that are retried in one transaction would be in several tasks."""
     if rows._jdf.queryExecution().toRdd().getNumPartitions() > 1:  # noqa: SLF001
         raise JobError(
             "transform: it spreads dead letters that are tried again over several tasks, but they are one transaction; "
@@ -357,12 +358,12 @@ def in_tasks(
     *,
     pool: Literal["apply", "read"] = "apply",
 ) -> DataFrame:
-    """Return what a function makes of the rows of each task, in Python workers that run nothing else.
+    """Return the results of a function for the rows of each task, in Python workers that run nothing else.
 
-    Each of them keeps its session in the sink, or its Kafka client, and Spark gives a task the one that has been idle
-    for longest. Beside a transform in Python, which has workers of its own in the same tasks, all would get their turn
-    and have both in the end. Spark keeps workers apart by their environments: of each ``pool`` there are no more than
-    tasks at a time.
+    Each worker keeps its session in the sink, or its Kafka client, and Spark gives a task the worker that has been idle
+    for the longest time. If a transform in Python shared these workers, every one of them would have both in the end.
+    Spark keeps workers with different environments apart, so a ``pool`` has no more workers than there are tasks at a
+    time.
     """
     environment = rows.sparkSession.sparkContext.environment
     with _MAKING:
@@ -374,14 +375,14 @@ def in_tasks(
 
 
 def _plain(kind: str) -> str | None:
-    """The type in Postgres of what is no nested value; None for those."""
+    """Return the Postgres type of a Spark type; None for a nested type, or one without a counterpart."""
     return kind.replace("decimal", "numeric") if kind.startswith("decimal(") else _PLAIN.get(kind)
 
 
 def copyable(rows: DataFrame) -> tuple[DataFrame, dict[str, str]]:
-    """Return the rows in a form that COPY takes, and the columns of ``batch`` with their types in Postgres.
+    """Return the rows in a form that COPY accepts, and the columns of ``batch`` with their Postgres types.
 
-    Nested values and VARIANT become jsonb. Raises JobError for a type that has no counterpart.
+    Nested values and VARIANT become jsonb. Raises JobError for a type without a counterpart.
     """
     from pyspark.sql import functions as F  # noqa: N812
 
@@ -410,7 +411,7 @@ def copyable(rows: DataFrame) -> tuple[DataFrame, dict[str, str]]:
         else:
             raise JobError(f"column {name}: {kind} has no counterpart in Postgres; cast it in the transform")
         if name == "message_tombstone":
-            # A row that a join has added is none; and NULL is neither what is passed over nor what is not.
+            # A row that a join added is not a tombstone. NULL would match neither a condition nor its opposite.
             column = F.coalesce(column, F.lit(False))
         picked.append(column.alias(name))
     return rows.select(*picked), types

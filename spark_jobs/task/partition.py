@@ -1,19 +1,20 @@
-"""One Kafka partition, one Postgres transaction: fence, copy, dedup, count, apply, commit.
+"""Apply one Kafka partition in one Postgres transaction: fence, copy, dedup, count, apply, commit.
 
-The books are written before the effect: a function that ends the transaction, which it must not, commits them with it.
+Offsets, ids and counts are written before the effect runs: if the effect's function commits the transaction, which it
+must not do, they are committed with it.
 
 | crash point                                          | result                                                       |
 |------------------------------------------------------|--------------------------------------------------------------|
 | before COMMIT                                        | rolled back; the retry reads the same range                  |
-| COMMIT sent, answer lost; or killed right after it   | the retry finds next_offset at or behind end: applied        |
+| COMMIT sent, answer lost; or killed right after it   | the retry finds next_offset at or past the end: applied      |
 | two attempts at once (speculation, a lost executor)  | the second waits for the offsets row, then finds it moved    |
 | the group was taken over meanwhile                   | the generation differs: nothing is written, Fenced           |
-| a zombie past the take-over                          | the same; the take-over itself waits for a running COMMIT    |
-| a message is at fault                                | rolled back and named; the driver runs the range without it  |
+| a zombie after the take-over                         | the same; the take-over itself waits for a running COMMIT    |
+| a message can't be applied                           | rolled back and named; the driver runs the range without it  |
 | something upstream fails: the rows end too early     | InputCut, rolled back; the retry reads the same range        |
 
-What a report names is bounded: a partition that has more culprits than ``max_dead`` names one more than that, and reads
-no further.
+The number of culprits in a report is bounded: if a partition has more than ``max_dead``, the report names one more than
+that, and the task reads no further.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ if TYPE_CHECKING:
     from spark_jobs.task.incoming import Incoming, Messages
 
 REPORT: Final = "topic string, part int, outcome string, read long, size long, fresh long, behind long, detail string"
-"""What a task tells the driver, as Spark DDL. ``behind`` are messages that were not applied but put aside (see Behind);
-``size`` is what the rows took in memory, in bytes.
+"""The columns of a task's report to the driver, as Spark DDL. ``behind`` is the number of messages that were put aside
+instead of applied (see Behind); ``size`` is the rows' size in memory, in bytes.
 
 outcome: applied, already; nothing (no row came: the driver moves the offset); fenced, broken (both end the job); moved
-(plan again); and what makes the driver run the range once more: roundabout (not straight into the sink's table),
-uncopyable (needs the lenient way), culprits (detail names them, as JSON). The others are of FAILURES: another try may
-work, and the driver decides when."""
+(plan again); and those after which the driver runs the range again: roundabout (not directly into the sink's table),
+uncopyable (in the lenient way), culprits (``detail`` names them, as JSON). The others are in FAILURES: a retry may
+succeed, and the driver decides when."""
 
 FAILURES: Final[Mapping[str, type[ConsumerError]]] = {
     "denied": NotAuthorized,
@@ -71,23 +72,23 @@ FAILURES: Final[Mapping[str, type[ConsumerError]]] = {
     "interrupted": Interrupted,
     "unavailable": ConsumerUnavailable,
 }
-"""Why a range could not be applied this time, by outcome. A subclass is reported as the class that is named here."""
+"""The errors for which a range could not be applied this time, by outcome. A subclass is reported as the class here."""
 
 
 BEHIND: Final = "an earlier message of its key is a dead letter"
-"""Why a message is put aside that nothing is the matter with."""
+"""The error of a message that is put aside although nothing is wrong with it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Late:
-    """How a task makes rows of messages that it has read itself.
+class TaskDecoder:
+    """Turns messages that a task has read itself into rows.
 
     kind      the rows' columns, as an Arrow struct: those of META and of the trace; then the payload's and PROBLEM, or
               Kafka's key, value and headers, and why a message can't be read.
-    plan      gives the reader of payloads; None for a decoder of the user's, which reads Kafka's columns in Spark.
-    incoming  what is taken, and as what.
-    columns   of ``batch``, with their types in Postgres: nested values are JSON text there. None where Spark has to
-              look at the rows before.
+    plan      returns the reader of payloads; None for a user's decoder, which reads Kafka's columns in Spark.
+    incoming  selects the messages and makes their columns of META.
+    columns   the columns of ``batch`` with their Postgres types, with nested values as JSON text; None if Spark has to
+              process the rows first.
     """
 
     kind: pa.StructType
@@ -96,7 +97,7 @@ class Late:
     columns: Mapping[str, str] | None
 
     def copyable(self, parts: Iterable[Messages]) -> Iterator[pa.RecordBatch]:
-        """Return the messages' rows in the form that COPY takes."""
+        """Return the messages' rows in the form that COPY accepts."""
         import pyarrow as pa
 
         from spark_jobs.payloads.json_output import json_text
@@ -106,7 +107,7 @@ class Late:
             yield pa.RecordBatch.from_arrays(fields, names=batch.schema.names)
 
     def decoding(self, parts: Iterable[Messages]) -> Iterator[pa.RecordBatch]:
-        """Return the messages' rows in the form that Spark takes."""
+        """Return the messages' rows in the form that Spark accepts."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -130,21 +131,21 @@ class Late:
 
 @dataclass(frozen=True, slots=True)
 class Behind:
-    """Which messages go behind a dead letter that stands since an earlier round, with ``keep_order``.
+    """Which messages wait behind a dead letter of an earlier round, with ``keep_order``.
 
-    The task finds them as it reads, and puts them aside in the transaction that applies the others: so the range is
-    read once. Its share is what it may put aside by itself; all tasks' shares together are what ``max_dead`` leaves.
-    A range with more of them is not applied: they are culprits, and the driver counts them over all partitions.
+    The task finds them as it reads, and puts them aside in the transaction that applies the others, so the range is
+    read only once. A task may put ``share`` messages aside by itself; in sum, the shares are what ``max_dead`` still
+    allows. A range with more is not applied: its messages are culprits, and the driver counts those of all partitions.
 
-    keys   of the dead letters, by their topics.
-    share  of each range.
+    keys   the keys of the dead letters, by topic.
+    share  how many messages of each range the task may put aside by itself.
     """
 
     keys: Mapping[str, AbstractSet[bytes]]
     share: int
 
     def divided(self, messages: Messages, most: int, incoming: Incoming) -> tuple[Messages, list[Letter]]:
-        """Return the messages that are not behind, and those that are: at most so many."""
+        """Return the messages that are not behind a dead letter, and at most ``most`` of those that are."""
         keys = self.keys.get(messages.topic, frozenset())
         behind = [number for number, key in enumerate(messages.keys) if key in keys]
         if not behind:
@@ -170,14 +171,14 @@ class TaskPlan:
 
     sink      where the rows go.
     required  columns that may not be NULL.
-    dead      messages to put aside with the range; they are not among the rows.
-    suspects  partitions that had repeats lately.
+    dead      messages to store as dead letters with the range; they are not among the rows.
+    suspects  partitions that had repeats recently.
     lenient   partitions with a value that does not fit its column.
-    slow      partitions that found something the matter on the short way into the sink.
-    late      how to decode, for a task that reads Kafka and applies what it has read.
-    behind    what such a task puts aside, beside ``dead``: it sees these messages for the first time.
-    tasks     which of Spark's tasks has which partition, for rows that Spark has looked at.
-    here      the driver does it itself, on the session that it has.
+    slow      partitions whose rows could not be copied directly into the sink's table recently.
+    decoder   decodes the messages, for a task that reads Kafka and applies what it reads.
+    behind    what such a task puts aside in addition to ``dead``: messages that nothing has read before it.
+    tasks     the partition of each Spark task, for rows that Spark has processed.
+    here      whether the driver does the task's work, in the session that it has.
     """
 
     sink: Sink
@@ -189,13 +190,13 @@ class TaskPlan:
     suspects: frozenset[Partition] = frozenset()
     lenient: frozenset[Partition] = frozenset()
     slow: frozenset[Partition] = frozenset()
-    late: Late | None = None
+    decoder: TaskDecoder | None = None
     behind: Behind | None = None
     tasks: Mapping[int, Partition] = field(default_factory=dict)
     here: bool = False
 
     def partition(self) -> Partition:
-        """Return the partition of the task of Spark's that asks; where there is one range, it is that one's."""
+        """Return the partition of the current Spark task; or of the range, if there is only one."""
         if len(self.ranges) == 1:
             (partition,) = self.ranges
             return partition
@@ -210,7 +211,7 @@ class TaskPlan:
         return frozenset(letter.culprit.place[2] for letter in self.dead.get(partition, ()))
 
     def way(self, partition: Partition) -> Way:
-        """Return how a partition's rows are taken in."""
+        """Return how a partition's rows are loaded."""
         return Way(partition in self.suspects, partition in self.lenient, partition not in self.slow)
 
 
@@ -245,13 +246,13 @@ def in_worker(
 def run(plan: TaskPlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
     """Apply one partition's rows and report; the function of mapInArrow.
 
-    Failures are reported and not raised, as far as they are understood here: an error of Spark's would end the tasks of
-    all other partitions, and say less.
+    Known failures are reported instead of raised: an error in Spark would end the tasks of all other partitions, and
+    carry less information.
     """
     first = next((batch for batch in batches if batch.num_rows), None)
     partition = plan.partition()
     if first is None:
-        # The partition's range held only transaction markers, or the transform let nothing of it through.
+        # The range has only transaction markers, or the transform has filtered all of its rows.
         yield report(partition, "nothing", 0, 0, "")
         return
     named = ("message_topic", "message_part")
@@ -260,7 +261,7 @@ def run(plan: TaskPlan, batches: TaskInput[pa.RecordBatch]) -> Iterator[pa.Recor
 
 
 def of_number(do: Callable[[int], Iterator[pa.RecordBatch]], batches: Iterable[pa.RecordBatch]) -> Iterator[Any]:
-    """Do what a task is for whose input is its number; the function of mapInArrow. Raises InputCut."""
+    """Call a function with the task's number, its only input; the function of mapInArrow. Raises InputCut."""
     numbers = [number for batch in from_spark(batches) for number in batch.column(0).to_pylist()]
     if len(numbers) != 1:
         raise InputCut(f"a task got {len(numbers)} numbers of ranges instead of one; nothing was committed")
@@ -268,25 +269,25 @@ def of_number(do: Callable[[int], Iterator[pa.RecordBatch]], batches: Iterable[p
 
 
 def read_range(
-    late: Late,
+    decoder: TaskDecoder,
     ranges: Mapping[Partition, Range],
     without: Mapping[Partition, frozenset[int]],
     partitions: Sequence[Partition],
     settings: ReaderSettings,
     number: int,
 ) -> Iterator[pa.RecordBatch]:
-    """Return the rows of one partition's range, ``without`` the messages at these offsets. Raises what the reader does.
+    """Return the rows of one partition's range, except the messages at the offsets in ``without``.
 
-    An end without an error says that Kafka has proved the range to be whole.
+    Raises the reader's errors. An end without an error means that the reader has proved the range to be complete.
     """
     partition = partitions[number]
     with kept(settings) as reader:
-        yield from late.decoding(reader.range(partition, ranges[partition], without[partition]))
+        yield from decoder.decoding(reader.range(partition, ranges[partition], without[partition]))
 
 
-def read_letters(late: Late, parts: Sequence[Messages], _number: int) -> Iterator[pa.RecordBatch]:
-    """Return the rows of dead letters that are tried again."""
-    return late.decoding(parts)
+def read_letters(decoder: TaskDecoder, parts: Sequence[Messages], _number: int) -> Iterator[pa.RecordBatch]:
+    """Return the rows of dead letters that are retried."""
+    return decoder.decoding(parts)
 
 
 def with_reader(
@@ -295,27 +296,27 @@ def with_reader(
     settings: ReaderSettings,
     number: int,
 ) -> Iterator[pa.RecordBatch]:
-    """Do something with one partition and this process's reader."""
+    """Call a function with this process's reader and one partition."""
     with kept(settings) as reader:
         yield from do(reader, partitions[number])
 
 
 def run_with(plan: TaskPlan, reader: RangeReader, partition: Partition) -> Iterator[pa.RecordBatch]:
-    """Read a partition's range from Kafka, apply it, report."""
+    """Read a partition's range from Kafka, apply it, and report."""
     yield run_range(plan, partition, reader.range(partition, plan.ranges[partition], plan.without(partition)))
 
 
 def read_here(plan: TaskPlan, settings: ReaderSettings) -> dict[Partition, TaskInput[Messages]]:
-    """Read all ranges, for run_here. Raises TooMuch."""
+    """Read all ranges for run_here. Raises TooMuch."""
     without = {partition: plan.without(partition) for partition in plan.ranges}
     with kept(settings) as reader:
         return reader.whole(plan.ranges, without)
 
 
 def run_here(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) -> list[dict[str, Any]]:
-    """Do what tasks would do, one range after the other, and return the rows of REPORT.
+    """Do the tasks' work in this process, one range after the other, and return the rows of REPORT.
 
-    Raises the first error when all have been tried: one range must not hold the others up.
+    Raises the first error once all ranges have been tried: one range must not hold up the others.
     """
     plan = replace(plan, here=True)
     rows: list[dict[str, Any]] = []
@@ -331,33 +332,33 @@ def run_here(plan: TaskPlan, read: Mapping[Partition, TaskInput[Messages]]) -> l
 
 
 def run_range(plan: TaskPlan, partition: Partition, messages: TaskInput[Messages]) -> pa.RecordBatch:
-    """Apply a partition's range, read from Kafka by the caller, and return the report.
+    """Apply a partition's range, which the caller reads from Kafka, and return the report.
 
-    Unlike ``run`` it moves the offset over a range without any message too: that there is none is proved here.
+    Unlike ``run``, it also moves the offset over a range without messages, because here their absence is proved.
     """
-    assert plan.late is not None
+    assert plan.decoder is not None
     try:
         with stopping(_where(plan, partition)):
-            # Before the transaction: Kafka may make it wait, and the partition's offset must not be locked meanwhile.
+            # Before the transaction: Kafka may be slow, and the partition's offset must not be locked meanwhile.
             first = next(messages, None)
     except Stop as stop:
         return report(partition, stop.outcome, 0, 0, stop.detail)
     parts = messages if first is None else itertools.chain([first], messages)
     aside: list[Letter] = []
-    rows = plan.late.copyable(_ahead(plan, parts, aside))
+    rows = plan.decoder.copyable(_ahead(plan, parts, aside))
     share = 0 if plan.behind is None else plan.behind.share
     return _run(plan, partition, Feed(plan.required, rows, plan.max_dead, aside, share), messages)
 
 
 def _ahead(plan: TaskPlan, parts: Iterable[Messages], aside: list[Letter]) -> Iterator[Messages]:
-    """Return the messages that no dead letter stands before, and add the others to ``aside``. Raises Culprits."""
-    assert plan.late is not None
+    """Return the messages that are not behind a dead letter, and add the others to ``aside``. Raises Culprits."""
+    assert plan.decoder is not None
     for messages in parts:
         if plan.behind is None:
             yield messages
             continue
         most = plan.max_dead + 1 - len(aside)
-        taken, behind = plan.behind.divided(plan.late.incoming.chosen(messages), most, plan.late.incoming)
+        taken, behind = plan.behind.divided(plan.decoder.incoming.chosen(messages), most, plan.decoder.incoming)
         aside += behind
         if len(aside) > plan.max_dead:
             raise Culprits([letter.culprit for letter in aside])
@@ -379,7 +380,7 @@ def _run(plan: TaskPlan, partition: Partition, feed: Feed, source: TaskInput[Any
 
 
 def _of_one(partition: Partition, names: Sequence[str], batches: Iterable[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """Return the batches. Raises Broken at a row of another partition, whose own task would find itself without it."""
+    """Return the batches. Raises Broken at a row of another partition, because the task of that one would miss it."""
     import pyarrow.compute as pc
 
     for batch in batches:
@@ -398,7 +399,7 @@ def run_retry(
 ) -> Iterator[pa.RecordBatch]:
     """Apply dead letters that are retried, all of them in one transaction; the function of mapInArrow.
 
-    retried  the dead letters by their messages' places. Those without a row were filtered: they are settled too.
+    retried  the dead letters by their messages' places. Those without a row were filtered; they are resolved too.
     """
     feed = Feed(plan.required, batches, plan.max_dead)
     outcome, fresh, detail = "applied", 0, ""
@@ -430,11 +431,11 @@ def report(
 
 
 class Feed:
-    """The partition's batches as they go by: counted, and without the rows that can't be applied; those are named.
+    """Iterates over a partition's batches: counts the rows, and takes out and names those that can't be applied.
 
-    max_dead  as soon as there are more of these than that, Culprits is raised: what follows need not be read.
-    aside     messages that are not among the rows, filled as the batches go by; see Behind. ``share`` of them may be
-              put aside without asking.
+    max_dead  Culprits is raised as soon as there are more of them than this: the rest need not be read.
+    aside     messages that are not among the rows, added during the iteration; see Behind. ``share`` of them may be
+              put aside without asking the driver.
     """
 
     def __init__(
@@ -455,7 +456,7 @@ class Feed:
 
     @property
     def found(self) -> list[Culprit]:
-        """The messages that can't be applied."""
+        """Return the messages that can't be applied."""
         return list(self._found.values())
 
     def __iter__(self) -> Iterator[pa.RecordBatch]:
@@ -464,7 +465,7 @@ class Feed:
                 yield self._checked(batch)
 
     def whole(self) -> Iterator[pa.RecordBatch]:
-        """Return the batches. Raises Culprits at their end when there are any."""
+        """Return the batches. Raises Culprits at the end if there are any."""
         yield from self
         more = [letter.culprit for letter in self.aside] if len(self.aside) > self._share else []
         if found := [*self.found, *more]:
@@ -529,12 +530,12 @@ def _where(plan: TaskPlan, partition: Partition) -> str:
 
 
 def _apply(plan: TaskPlan, partition: Partition, feed: Feed, batches: TaskInput[Any]) -> int | None:
-    """Apply a partition's rows. Returns the number of fresh ones, None when the range was applied before."""
+    """Apply a partition's rows. Returns the number of fresh ones, or None if the range was applied before."""
     where = _where(plan, partition)
     span = plan.ranges[partition]
     with stopping(where), plan.sink.transaction(where, batches, most=plan.max_dead, here=plan.here) as into:
         if not into.move(partition, span, plan.log_ends.get(partition)):
-            # Not committed, because the input is not read.
+            # Rolled back, because COMMIT requires that the input was read to its end.
             into.rollback()
             return None
         fresh = into.remember(feed.whole(), plan.way(partition))
@@ -560,7 +561,7 @@ def _apply_retried(plan: TaskPlan, retried: Mapping[Place, Wish], feed: Feed, ba
 
 
 class stopping:  # noqa: N801  reads as what it does
-    """Turns what ends a transaction into a Stop, where it is understood. ``where`` begins what people read."""
+    """Turns the known errors that end a transaction into a Stop. ``where`` is the start of the error's text."""
 
     def __init__(self, where: str) -> None:
         self._where = where
@@ -589,7 +590,7 @@ class stopping:  # noqa: N801  reads as what it does
 
 
 def step_over(plan: TaskPlan, partitions: Sequence[Partition]) -> None:
-    """Move over ranges in which there was nothing to apply, in one transaction; their dead letters go aside with it."""
+    """Move the offsets over ranges with nothing to apply, and store their dead letters, in one transaction."""
     where = "stepping over what holds nothing to apply"
     with stopping(where), plan.sink.transaction(where, NO_INPUT, most=0, here=True) as into:
         for partition in sorted(partitions):

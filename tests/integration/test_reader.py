@@ -15,7 +15,7 @@ import psutil
 import pytest
 from confluent_kafka import Producer, TopicPartition
 from confluent_kafka.admin import AdminClient
-from range_support import MESSAGES, PART, late_job, offsets, send, settings, span
+from range_support import MESSAGES, PART, offsets, send, settings, span, task_decoder
 from raw_kafka import produce
 
 from outbox.sandbox.kafka import KafkaCluster
@@ -201,7 +201,7 @@ def test_header_names_that_are_no_text(opened, outbox_kafka):
     assert part.headers == [UNREADABLE, [("ce_id", b"0")]] * 200
     # Whatever the job's types and strategy are: what nobody can know the type of is not left out without a word.
     for types, ids, count in ((None, "headers", 400), (("order",), "headers", 200), (("order",), "content", 200)):
-        taken = late_job(types, ids)
+        taken = task_decoder(types, ids)
         (rows,) = taken.decoding([part])
         problems = [one for one in rows.column(PROBLEM).to_pylist() if one == "the name of a header is not UTF-8"]
         assert (rows.num_rows, len(problems)) == (count, 200)

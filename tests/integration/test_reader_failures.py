@@ -12,7 +12,7 @@ import pytest
 from confluent_kafka import Producer
 from consumer_group import ConsumerGroup
 from kafka_proxy import FETCH, KafkaProxy, delay_response, edit_response
-from range_support import MESSAGES, PART, late_job, offsets, send, settings, span
+from range_support import MESSAGES, PART, offsets, send, settings, span, task_decoder
 
 from outbox.sandbox.kafka import KafkaCluster
 from outbox.testing.fixtures import Topics
@@ -55,9 +55,9 @@ def sink(outbox_postgres) -> ConsumerGroup:
 
 def apply(group: ConsumerGroup, made: RangeReader, topic: str, name: str = "t") -> dict[str, Any]:
     """Let a task apply the whole topic, and return its report. The group's own name of the topic is ``t``."""
-    job = late_job()
+    decoder = task_decoder()
     effect = "INSERT INTO seen SELECT n, message_offset FROM batch ORDER BY message_offset"
-    plan = group.plan(PART, 0, MESSAGES, job.columns, effect, late=job)
+    plan = group.plan(PART, 0, MESSAGES, decoder.columns, effect, decoder=decoder)
     parts = made.range((topic, PART), span(0, MESSAGES))
     (row,) = task.run_range(plan, (name, PART), parts).to_pylist()
     return dict(row)
@@ -135,8 +135,10 @@ def test_kafka_that_stays_away_in_the_middle(between, sink):
 def test_a_task_moves_the_group_behind_what_was_aborted(between, sink, aborted):
     """In front of a long stretch without messages: the next range begins behind it. Another try finds it applied."""
     made = RangeReader(settings(between[0].bootstrap_servers))
-    job = late_job()
-    plan = sink.plan(PART, 0, 5, job.columns, "INSERT INTO seen SELECT n, message_offset FROM batch", late=job)
+    decoder = task_decoder()
+    plan = sink.plan(
+        PART, 0, 5, decoder.columns, "INSERT INTO seen SELECT n, message_offset FROM batch", decoder=decoder
+    )
     said = []
     for _ in range(2):
         (row,) = task.run_range(plan, ("t", PART), made.range((aborted, PART), span(0, 5))).to_pylist()

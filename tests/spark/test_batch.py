@@ -102,7 +102,7 @@ def test_what_is_left_out_of_a_range_are_these_messages_and_no_others(bench, spa
     expected = [(0, offset) for offset in range(1, 1_000, 2)] + [(1, offset) for offset in range(1_000) if offset != 7]
     job = sums(bench)
     reading = ReaderSettings({"bootstrap.servers": bench.topics.bootstrap_servers}, job.group)
-    source = rows.of_ranges(spark, job, rows.late(job), whole, out, reading)
+    source = rows.of_ranges(spark, job, rows.task_decoder(job), whole, out, reading)
     # In their partitions, and in their order.
     assert list(source.tasks(source.rows).values()) == sorted(whole)
     assert [tuple(row) for row in source.rows.select("message_part", "message_offset").collect()] == expected

@@ -290,8 +290,8 @@ def failing(error: str) -> Any:
         def decode(self, rows: Any) -> Any:
             return Json("n int").decode(rows)
 
-        def late(self) -> Any:
-            fields, _ = Json("n int").late()
+        def task_plan(self) -> Any:
+            fields, _ = Json("n int").task_plan()
 
             def made() -> Any:
                 def one(value: bytes, header: bytes | None) -> Any:

@@ -213,16 +213,16 @@ def traced() -> list[tuple]:
 @pytest.mark.parametrize("schema", [None, Traced(None), Traced("n int")], ids=["bytes", "traced bytes", "traced"])
 def test_the_task_reads_bytes_and_traces_as_spark_does(spark, schema):
     job = ConsumerJob("g", ["t"], Insert("a"), schema=schema, max_payload_bytes=100)
-    late = spark_rows.late(job)
+    decoder = spark_rows.task_decoder(job)
     names = [*job.payload_columns(), *META, PROBLEM]
     rows = spark.createDataFrame(traced(), KAFKA).coalesce(1)
     expected = job.decoder.decode(by_spark(rows, job)).select(*names).toArrow().to_pylist()
     by_task = [
-        row for batch in late.decoding([read(traced()[:300]), read(traced()[300:])]) for row in batch.to_pylist()
+        row for batch in decoder.decoding([read(traced()[:300]), read(traced()[300:])]) for row in batch.to_pylist()
     ]
     assert [{name: row[name] for name in names} for row in by_task] == expected
-    assert late.columns is not None
-    assert set(late.columns) == set(names) - {PROBLEM}
+    assert decoder.columns is not None
+    assert set(decoder.columns) == set(names) - {PROBLEM}
     if schema is not None:
         assert {row["traceparent"] for row in by_task} == {None, HOP.decode(), ORIGIN.decode()}
         assert {row["tracestate"] for row in by_task} == {None, "vendor=1,other=2", "x" * 512}

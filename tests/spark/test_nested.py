@@ -140,7 +140,7 @@ def test_a_job_with_nested_fields_has_the_same_rows_whoever_writes_them(bench, e
         producer.poll(0)
     assert producer.flush(60) == 0
     straight = ConsumerJob("straight", (bench.topic,), Insert("orders"), schema=SCHEMA, setup=SETUP)
-    assert spark_rows.late(straight).columns is not None
+    assert spark_rows.task_decoder(straight).columns is not None
     totals = bench.once(straight)
     assert (totals.applied, totals.dead) == (EACH - 2, 2)
     dead = (
@@ -186,11 +186,11 @@ def test_letters_of_nested_jobs_are_tried_again_by_spark(bench):
 
 def test_rows_for_spark_stay_nested(bench):
     """Of the same plan: only what is copied becomes text."""
-    late = spark_rows.late(ConsumerJob("g", (bench.topic,), Insert("orders"), schema=SCHEMA))
-    assert late.columns is not None
-    assert {name: kind for name, kind in late.columns.items() if kind == "jsonb"}.keys() == {
+    decoder = spark_rows.task_decoder(ConsumerJob("g", (bench.topic,), Insert("orders"), schema=SCHEMA))
+    assert decoder.columns is not None
+    assert {name: kind for name, kind in decoder.columns.items() if kind == "jsonb"}.keys() == {
         "customer",
         "lines",
         "rates",
     }
-    assert [pa.types.is_nested(one.type) for one in late.kind if one.name in {"customer", PROBLEM}] == [True, False]
+    assert [pa.types.is_nested(one.type) for one in decoder.kind if one.name in {"customer", PROBLEM}] == [True, False]

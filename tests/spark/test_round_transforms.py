@@ -187,7 +187,7 @@ def test_a_task_has_the_rows_of_one_partition_whatever_a_transform_does(bench, s
     reading = ReaderSettings({"bootstrap.servers": bench.topics.bootstrap_servers}, "g")
 
     def read():
-        return spark_rows.of_ranges(spark, bench.job, spark_rows.late(bench.job), whole, {}, reading)
+        return spark_rows.of_ranges(spark, bench.job, spark_rows.task_decoder(bench.job), whole, {}, reading)
 
     source = read()
     rows = source.rows

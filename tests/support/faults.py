@@ -89,8 +89,8 @@ def reading(passed: Callable[[Any], Any]) -> Any:
         def decode(self, rows: Any) -> Any:
             return Json("n int").decode(rows)
 
-        def late(self) -> Any:
-            fields, plan = Json("n int").late()
+        def task_plan(self) -> Any:
+            fields, plan = Json("n int").task_plan()
 
             def made() -> Any:
                 read = plan()

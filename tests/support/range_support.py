@@ -47,8 +47,8 @@ def send(servers: str, topic: str, values: list[bytes | None], **options: Any) -
     assert producer.flush(60) == 0
 
 
-def late_job(types: tuple[str, ...] | None = None, ids: Any = "headers") -> task.Late:
-    """Return how one field is read, as rows.late() would; that asks Spark for what the schema means."""
+def task_decoder(types: tuple[str, ...] | None = None, ids: Any = "headers") -> task.TaskDecoder:
+    """Return how one field is read, as rows.task_decoder() would; that asks Spark for what the schema means."""
     kinds = {
         "integer": pa.int32(),
         "bigint": pa.int64(),
@@ -58,4 +58,4 @@ def late_job(types: tuple[str, ...] | None = None, ids: Any = "headers") -> task
     meta = [(name, kinds.get(kind, pa.string())) for name, kind in META.items()]
     kind = pa.struct([*meta, ("n", pa.int32()), (PROBLEM, pa.string())])
     declared = StructType([StructField("n", IntegerType())])
-    return task.Late(kind, lambda: JsonReader(declared, Policy()), Incoming(types, ids), {"n": "integer"} | META)
+    return task.TaskDecoder(kind, lambda: JsonReader(declared, Policy()), Incoming(types, ids), {"n": "integer"} | META)

@@ -389,12 +389,12 @@ class Declared:
     def decode(self, rows: DataFrame) -> DataFrame:
         raise AssertionError("it is done in the task")
 
-    def late(self) -> tuple[t.StructType, Plan]:
+    def task_plan(self) -> tuple[t.StructType, Plan]:
         return self._fields, lambda: self._make(self._fields, Policy())
 
 
 def limited(decoder: Any, **declared: Any) -> tuple[t.StructType, Any]:
-    found = ConsumerJob("g", ["t"], "SELECT 1", schema=decoder, **declared).decoder.late()
+    found = ConsumerJob("g", ["t"], "SELECT 1", schema=decoder, **declared).decoder.task_plan()
     assert found is not None
     return found[0], found[1]()
 
@@ -423,5 +423,5 @@ def test_the_limit_is_above_what_kafka_takes_by_default():
 
 
 def test_a_decoder_that_works_in_spark_only_still_does():
-    assert ConsumerJob("g", ["t"], "SELECT 1", schema="variant").decoder.late() is None
-    assert ConsumerJob("g", ["t"], "SELECT 1", schema=Traced("variant")).decoder.late() is None
+    assert ConsumerJob("g", ["t"], "SELECT 1", schema="variant").decoder.task_plan() is None
+    assert ConsumerJob("g", ["t"], "SELECT 1", schema=Traced("variant")).decoder.task_plan() is None
