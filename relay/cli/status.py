@@ -149,14 +149,15 @@ def _looking(database_url: str | None, sink_url: str | None) -> Iterator[Callabl
         try:
             kafka = kafka or KafkaView(client_options(settings), seconds=_KAFKA_SECONDS)
             opened = session("sink", lambda: connect(sink, "outbox status"))
-            groups, away = consumers.look(opened, settings.consumer_schema, kafka)
-            if away is not None:
-                unseen["Kafka"] = away
+            # Somebody who names a sink expects consumers there.
+            if sink_url is not None or consumers.has_tables(opened, settings.consumer_schema):
+                groups, away = consumers.look(opened, settings.consumer_schema, kafka)
+                if away is not None:
+                    unseen["Kafka"] = away
         except ConfigurationError:
             raise
         except OutboxError as error:
-            if not _without_consumers(error):
-                unseen["the consumers"] = str(error)
+            unseen["the consumers"] = str(error)
         return _Sight(outbox, groups, unseen, before)
 
     try:
@@ -164,13 +165,6 @@ def _looking(database_url: str | None, sink_url: str | None) -> Iterator[Callabl
     finally:
         for one in open_now.values():
             one.close()
-
-
-def _without_consumers(error: OutboxError) -> bool:
-    """Return whether this database has no consumer tables, as a service's own database, for example."""
-    import psycopg
-
-    return isinstance(error.__cause__, psycopg.errors.UndefinedTable)
 
 
 def _watch(look: Callable[..., _Sight], sight: _Sight, seconds: float) -> None:

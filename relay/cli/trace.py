@@ -59,7 +59,7 @@ def trace(
         wanted = UUID(event_id)
     except ValueError:
         raise ConfigurationError(f"{event_id!r} is not an event's id: that is a UUID") from None
-    found = _find(settings, wanted, topic or [], seconds, sink_url or settings.require_database())
+    found = _find(settings, wanted, topic or [], seconds, sink_url)
     if as_json:
         print_json(found.as_dict())
     else:
@@ -129,10 +129,11 @@ def _met(group: GroupTrace) -> bool:
     return group.state in {"applied", "dead"} or bool(group.external)
 
 
-def _find(settings: Settings, event_id: UUID, named: Sequence[str], seconds: float, sink: str) -> Found:
+def _find(settings: Settings, event_id: UUID, named: Sequence[str], seconds: float, sink_url: str | None) -> Found:
     from relay.database import Connector
     from relay.operations.trace import find
     from spark_jobs.admin import trace as consumers
+    from spark_jobs.admin.status import has_tables
     from spark_jobs.postgres.errors import connect
 
     with Connector(settings.require_database(), "outbox trace")() as connection:
@@ -140,16 +141,18 @@ def _find(settings: Settings, event_id: UUID, named: Sequence[str], seconds: flo
     event = found.event
     topics = list(named) or _topics(settings, event)
     try:
-        with connect(sink, "outbox trace") as connection:
+        with connect(sink_url or settings.require_database(), "outbox trace") as connection:
             schema = settings.consumer_schema
+            if sink_url is None and not has_tables(connection, schema):
+                _search(found, settings, topics, seconds, from_the_beginning=bool(named))
+                return found
             # The topic of an event without a row is unknown, so the topics that groups read are searched.
             topics = topics or (consumers.topics(connection, schema) if event.aggregate_type is None else [])
             _search(found, settings, topics, seconds, from_the_beginning=bool(named))
             places = [(place.topic, place.partition, place.offset) for place in found.places]
             found.groups = consumers.find(connection, schema, event_id, places, topics)
     except OutboxError as error:
-        if not _without_consumers(error):
-            found.unseen.append(str(error))
+        found.unseen.append(str(error))
         if not found.searched:
             _search(found, settings, topics, seconds, from_the_beginning=bool(named))
     return found
@@ -196,13 +199,6 @@ def _topics(settings: Settings, event: Event) -> list[str]:
         return [router.route(event.aggregate_type).topic]
     except NoRoute:
         return []
-
-
-def _without_consumers(error: OutboxError) -> bool:
-    """Return whether this database has no consumer tables."""
-    import psycopg
-
-    return isinstance(error.__cause__, psycopg.errors.UndefinedTable)
 
 
 def show(found: Found) -> None:

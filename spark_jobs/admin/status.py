@@ -78,6 +78,17 @@ class GroupState:
         return found
 
 
+def has_tables(connection: psycopg.Connection[Any], schema: str) -> bool:
+    """Return whether the database has consumer tables in this schema. A service's own database has none.
+
+    Raises ConsumerUnavailable.
+    """
+    with clear_errors("looking for the consumers' tables"):
+        name = sql.Identifier(schema, "groups").as_string(connection)
+        ((found,),) = connection.execute("SELECT to_regclass(%s) IS NOT NULL", (name,)).fetchall()
+    return bool(found)
+
+
 def look(connection: psycopg.Connection[Any], schema: str, kafka: KafkaView) -> tuple[list[GroupState], str | None]:
     """Return the groups, and why Kafka's figures are missing; None if they are not.
 

@@ -193,6 +193,18 @@ def test_what_can_not_be_seen_says_why_and_hides_nothing_else(status, outbox_pos
     assert [group["group"] for group in found["groups"]] == ["g"]
 
 
+def test_a_sink_that_is_named_and_has_no_consumers(status, outbox_postgres):
+    """Without --sink-url a database may have none; a schema of which only a part is there is no such database."""
+    url = outbox_postgres.url
+    with psycopg.connect(url) as connection:
+        connection.execute("DROP TABLE consumer.losses")
+    assert "outbox db upgrade --consumer" in status.look()["unseen"]["the consumers"]
+    with psycopg.connect(url) as connection:
+        connection.execute("DROP SCHEMA consumer CASCADE")
+    assert status.look()["unseen"] == {}
+    assert "outbox db upgrade --consumer" in status.look("--sink-url", url)["unseen"]["the consumers"]
+
+
 def test_watching_keeps_its_sessions(outbox_postgres, outbox_kafka):
     """Two sessions for as long as it runs, and rates from the second look on."""
     with Counting(outbox_postgres.url) as counting:
