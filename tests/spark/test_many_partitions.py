@@ -151,8 +151,10 @@ def test_64_partitions_take_a_session_for_each_core_and_two_more(bench: Bench, t
     [(pids,)] = bench.rows("SELECT count(DISTINCT pid) FROM seen")
     assert 1 <= pids <= CORES
     assert sessions.most <= CORES + 2
-    assert pids + 2 <= len(sessions.seen) <= CORES + 2
-    assert {name for _, name in sessions.seen} == {"outbox driver many", "outbox watch many", "outbox consumer many"}
+    names = {name for _, name in sessions.seen}
+    # The watch begins to look after some seconds, and a run may be over by then.
+    assert names | {"outbox watch many"} == {"outbox driver many", "outbox watch many", "outbox consumer many"}
+    assert pids + len(names) - 1 <= len(sessions.seen) <= CORES + 2
 
 
 def take_turns(spans: Spans, topics: Mapping[Partition, range]) -> None:
