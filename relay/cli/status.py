@@ -147,10 +147,10 @@ def _looking(database_url: str | None, sink_url: str | None) -> Iterator[Callabl
         except OutboxError as error:
             unseen["the outbox"] = str(error)
         try:
-            kafka = kafka or KafkaView(client_options(settings), seconds=_KAFKA_SECONDS)
             opened = session("sink", lambda: connect(sink, "outbox status"))
             # Somebody who names a sink expects consumers there.
             if sink_url is not None or consumers.has_tables(opened, settings.consumer_schema):
+                kafka = kafka or KafkaView(client_options(settings), seconds=_KAFKA_SECONDS)
                 groups, away = consumers.look(opened, settings.consumer_schema, kafka)
                 if away is not None:
                     unseen["Kafka"] = away

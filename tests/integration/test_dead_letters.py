@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from uuid import UUID
 
 import psycopg
 import pytest
@@ -14,10 +15,14 @@ from support import backlog, wait_until
 from typer.testing import CliRunner
 
 from outbox import Event, Outbox
+from outbox.errors import SchemaError
+from relay import insights
 from relay.cli.app import app
 from relay.kafka.routing import Router
+from relay.operations import trace
 from relay.operations.dead_letters import Selection
 from relay.polling import low_water_mark
+from relay.wal.slot import SlotNames
 
 __all__ = ["lane"]
 
@@ -296,10 +301,21 @@ def test_an_operator_needs_no_more_than_the_docs_grant(lane):
                 "DELETE FROM outbox.audit",
                 "UPDATE outbox.audit SET why = NULL",
                 "DELETE FROM outbox.published",
-                "SELECT * FROM outbox.lanes",
+                "UPDATE outbox.lanes SET owner = NULL",
+                "DELETE FROM outbox.relays",
             ):
                 with pytest.raises(psycopg.errors.InsufficientPrivilege):
                     operator.execute(refused)
+        # What `outbox status` and `outbox trace` read.
+        names = SlotNames("outbox", "slot", "publication")
+        with psycopg.connect(as_operator["OUTBOX_DATABASE_URL"], autocommit=True) as operator:
+            assert insights.look(operator, names).backlog == 0
+            assert trace.find(operator, "outbox", UUID(ids[2])).state == "published"
+            for table in ("lanes", "relays", "streams"):
+                lane.admin.execute(f"REVOKE SELECT ON outbox.{table} FROM {role}")
+                with pytest.raises(SchemaError, match=f"permission denied for table {table}"):
+                    insights.look(operator, names)
+                lane.admin.execute(f"GRANT SELECT ON outbox.{table} TO {role}")
         lane.admin.execute(sql.SQL("REVOKE SELECT ON outbox.dead_letters FROM {}").format(sql.Identifier(role)))
         assert "permission denied" in outbox(lane, "failures", "list", env=as_operator, status=1)
     finally:
