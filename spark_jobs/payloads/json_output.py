@@ -73,6 +73,19 @@ def has_json(kind: pa.DataType) -> bool:
     return True
 
 
+def offsets_of(lists: pa.ListArray) -> pa.Array:
+    """Return the offsets of the lists in ``lists.flatten()``.
+
+    Not the array's own offsets: a list that is NULL may have items, and a slice has the offsets of the whole array.
+    """
+    import numpy as np
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
+    return pa.array(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
+
+
 def _quoted(texts: pa.Array, after: str = "") -> pa.Array:
     return _joined('"', texts, f'{after}"')
 
@@ -134,12 +147,8 @@ def _names(keys: pa.Array) -> pa.Array:
 
 def _listed(lists: pa.ListArray, items: pa.Array, opening: str, closing: str) -> pa.Array:
     """Return the items of each list as one text. ``items`` has the items of all lists, one list after the other."""
-    import numpy as np
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    # Not the offsets of ``lists``: a list that is NULL may have items, and a slice has the offsets of the whole array.
-    lengths = pc.fill_null(pc.list_value_length(lists), 0).to_numpy(zero_copy_only=False)
-    offsets = pa.array(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
-    texts = pc.binary_join(pa.ListArray.from_arrays(offsets, pc.fill_null(items, "null")), ",")
+    texts = pc.binary_join(pa.ListArray.from_arrays(offsets_of(lists), pc.fill_null(items, "null")), ",")
     return pc.if_else(lists.is_valid(), _joined(opening, texts, closing), pa.scalar(None, pa.string()))

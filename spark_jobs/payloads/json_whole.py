@@ -21,6 +21,7 @@ import pyarrow.compute as pc
 from pyarrow import json as arrow_json
 from pyspark.sql import types as t
 
+from spark_jobs.payloads.json_output import offsets_of
 from spark_jobs.payloads.reading import Policy
 
 Finish = Callable[[pa.Array], pa.Array]
@@ -133,9 +134,7 @@ def _finished(column: pa.Array, kind: t.DataType, *, inside: bool) -> pa.Array:
     """Convert a parsed column to its declared type. Raises pa.ArrowInvalid."""
     if isinstance(kind, t.ArrayType):
         items = _finished(column.flatten(), kind.elementType, inside=True)
-        lengths = pc.fill_null(pc.list_value_length(column), 0).to_numpy(zero_copy_only=False)
-        offsets = pa.array(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
-        return pa.ListArray.from_arrays(offsets, items, mask=column.is_null())
+        return pa.ListArray.from_arrays(offsets_of(column), items, mask=column.is_null())
     if isinstance(kind, t.StructType):
         parts = zip(column.flatten(), kind.fields, strict=True)
         inner = [_finished(part, one.dataType, inside=True) for part, one in parts]
