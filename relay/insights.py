@@ -17,14 +17,12 @@ from psycopg import sql
 from psycopg.rows import dict_row
 
 from relay.database import unavailable_on_error
-from relay.statements import KEEP_TO_THE_INDEX, names_of
-from relay.wal.slot import Slot, SlotNames, SlotState, find_problem
+from relay.statements import KEEP_TO_THE_INDEX, STATEMENT_LIMIT, names_of
+from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, names_in_checkpoint
 
 COUNTED: Final = 10_000
 """How many rows are counted in each lane, of failures, and of dead letters. A larger backlog is estimated."""
 _STATEMENT_SECONDS: Final = 10
-
-_LIMIT: Final = "SELECT set_config('statement_timeout', %s, true)"
 
 _LANES: Final = """
 SELECT l.lane, l.owner, l.source, l.streaming, l.epoch, l.last_batch,
@@ -61,8 +59,6 @@ SELECT clock_timestamp() AS at, s.n_tup_ins AS written, s.n_tup_del AS gone,
 
 _HOLDS_FIRST: Final = """
 SELECT coalesce(owner = %(instance)s AND lease_until > clock_timestamp(), false) FROM {lanes} ORDER BY lane LIMIT 1"""
-
-_STREAM: Final = "SELECT slot, publication FROM {streams} ORDER BY created_at DESC LIMIT 1"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,11 +183,8 @@ def look(connection: psycopg.Connection[Any], names: SlotNames) -> OutboxState:
     """Read the outbox's state. Raises Unavailable, and SchemaError without the tables or a right."""
     state = look_at_tables(connection, names.schema)
     with unavailable_on_error("looking for a stream"):
-        query = sql.SQL(_STREAM).format(**names_of(names.schema))
-        stream = connection.execute(query).fetchone()
-    if stream is None:
-        return state
-    return replace(state, slot=_slot(connection, replace(names, slot=stream[0], publication=stream[1])))
+        known = names_in_checkpoint(connection, names)
+    return state if known is None else replace(state, slot=_slot(connection, known))
 
 
 def holds_first_lane(connection: psycopg.Connection[Any], schema: str, instance: str) -> bool:
@@ -214,7 +207,7 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
 
         with connection.transaction():
             cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
-            cursor.execute(_LIMIT, (f"{_STATEMENT_SECONDS}s",))
+            cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
             cursor.execute(KEEP_TO_THE_INDEX, {"local": True})
             lanes = [LaneState(**row) for row in read(_LANES)]
             relays = [RelayState(**row) for row in read(_RELAYS)]

@@ -178,9 +178,7 @@ def _watch(look: Callable[..., _Sight], sight: _Sight, seconds: float) -> None:
             time.sleep(seconds)
             sight = look(sight)
     # A terminal may be too small for everything: what needs a person comes first.
-    with Live(
-        _rendered(sight, problems_first=True), console=console, auto_refresh=False, screen=console.is_terminal
-    ) as live:
+    with Live(_rendered(sight, problems_first=True), console=console, auto_refresh=False, screen=True) as live:
         try:
             while True:
                 time.sleep(seconds)

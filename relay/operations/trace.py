@@ -19,15 +19,13 @@ from psycopg.rows import dict_row
 
 from relay.database import unavailable_on_error
 from relay.operations.topic_scan import committed_since
-from relay.statements import names_of
+from relay.statements import STATEMENT_LIMIT, names_of
 
 _STATEMENT_SECONDS: Final = 30
 _MOST_BEFORE: Final = 10_000
 # The clocks of the broker and the database may differ.
 _MARGIN_MILLISECONDS: Final = 60_000
 _AHEAD_SECONDS: Final = 86_400.0
-
-_LIMIT: Final = "SELECT set_config('statement_timeout', %s, true)"
 
 _WAITING: Final = """
 SELECT e.lane, e.id, e.event_id, e.aggregate_type, e.aggregate_id, e.event_type, e.created_at,
@@ -114,7 +112,7 @@ def find(connection: psycopg.Connection[Any], schema: str, event_id: UUID) -> Ev
     with unavailable_on_error("looking for the event"), connection.cursor(row_factory=dict_row) as cursor:
         with connection.transaction():
             cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
-            cursor.execute(_LIMIT, (f"{_STATEMENT_SECONDS}s",))
+            cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
             waiting, dead, published = (
                 cursor.execute(sql.SQL(text).format(**names), bound).fetchone()
                 for text in (_WAITING, _DEAD, _PUBLISHED)
@@ -139,7 +137,7 @@ def of_key(
     bound = {"kind": aggregate_type, "key": aggregate_id, "limit": limit}
     with unavailable_on_error("looking for the key's events"), connection.cursor(row_factory=dict_row) as cursor:
         with connection.transaction():
-            cursor.execute(_LIMIT, (f"{_STATEMENT_SECONDS}s",))
+            cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
             rows = cursor.execute(sql.SQL(_OF_KEY).format(**names_of(schema)), bound).fetchall()
     return [{name: value for name, value in row.items() if name != "id"} for row in rows]
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import datetime as dt
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import psycopg
@@ -78,6 +78,8 @@ SELECT current_setting('wal_level') AS wal_level, current_setting('server_encodi
   FROM (SELECT 1) AS one
   LEFT JOIN {streams} AS b ON b.slot = %(slot)s::text
   LEFT JOIN pg_replication_slots AS s ON s.slot_name = %(slot)s::text"""
+
+_CHECKPOINT: Final = "SELECT slot, publication FROM {streams} ORDER BY created_at DESC LIMIT 1"
 
 _HASH: Final = """
 SELECT abs(mod(hashtextextended(k.id, hashtextextended(k.kind, 0)), %(modulo)s::bigint))::int
@@ -173,6 +175,12 @@ class SlotNames:
 def slot_names(settings: Settings) -> SlotNames:
     """Return the names in these settings."""
     return SlotNames(settings.db_schema, settings.wal.slot, settings.wal.publication)
+
+
+def names_in_checkpoint(connection: psycopg.Connection[Any], names: SlotNames) -> SlotNames | None:
+    """Return the slot and publication of the outbox's newest checkpoint; None without one. Raises psycopg's errors."""
+    row = connection.execute(sql.SQL(_CHECKPOINT).format(streams=sql.Identifier(names.schema, "streams"))).fetchone()
+    return None if row is None else replace(names, slot=row[0], publication=row[1])
 
 
 class Slot:

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 import psycopg
 import structlog
 from prometheus_client import CollectorRegistry
 from prometheus_client.core import GaugeMetricFamily
-from psycopg import sql
 
 from relay.database import Connector, unavailable_on_error
 from relay.health import Health, Reason
-from relay.wal.slot import Slot, SlotNames, SlotState, find_problem
+from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, names_in_checkpoint
 
 log = structlog.get_logger("relay")
 
@@ -24,8 +22,6 @@ _MEBI: Final = 1 << 20
 _STALE_SECONDS: Final = 60.0
 
 _LIMIT: Final = "SELECT set_config('statement_timeout', '5s', true)"
-
-_CHECKPOINT: Final = "SELECT slot, publication FROM {streams} ORDER BY created_at DESC LIMIT 1"
 
 
 def slot_metrics(
@@ -94,7 +90,7 @@ class SlotWatch:
                 connection.isolation_level = psycopg.IsolationLevel.READ_COMMITTED
                 with unavailable_on_error("looking at the slot"), connection.transaction():
                     connection.execute(_LIMIT)
-                    names = self._find(connection)
+                    names = names_in_checkpoint(connection, self._names) if self._by_checkpoint else self._names
                     state = None if names is None else Slot(connection, names).look()
         except BaseException:
             self._healthy = False
@@ -114,14 +110,6 @@ class SlotWatch:
             return iter(())
         healthy = self._healthy and time.monotonic() - self._looked < _STALE_SECONDS
         return slot_metrics(self._state, self._limit, self._looked_at, healthy=healthy)
-
-    def _find(self, connection: psycopg.Connection[Any]) -> SlotNames | None:
-        if not self._by_checkpoint:
-            return self._names
-        row = connection.execute(
-            sql.SQL(_CHECKPOINT).format(streams=sql.Identifier(self._names.schema, "streams"))
-        ).fetchone()
-        return None if row is None else replace(self._names, slot=row[0], publication=row[1])
 
     def _tell(self, slot: str) -> None:
         retained = 0 if self._state is None else self._state.retained_bytes
