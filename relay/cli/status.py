@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any, Final
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Annotated, Final
 
 import typer
 
@@ -19,19 +17,16 @@ from outbox._app.console import (
     printable,
     table_console,
 )
-from outbox.errors import ConfigurationError, OutboxError
 from relay.config import load
 from relay.insights import COUNTED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from rich.console import RenderableType
 
     from relay.insights import OutboxState
+    from relay.pipeline.overview import Overview
     from spark_jobs.admin.status import GroupState
 
-_KAFKA_SECONDS: Final = 5.0
 _FEW_LANES: Final = 16
 """How many lanes are shown with a row each: if there are more, those without a holder or with the oldest events."""
 
@@ -52,8 +47,10 @@ def status(
     What a person should look at is named below it; the exit status is 1 then. With --watch that comes first, and there
     are rates.
     """
-    with _looking(database_url, sink_url) as look:
-        sight = look()
+    from relay.pipeline.overview import looking
+
+    with looking(load(database_url=database_url), sink_url) as look:
+        sight = look(None)
         if watch is None:
             _print(sight, as_json=as_json)
             if sight.problems:
@@ -67,107 +64,7 @@ def status(
             _watch(look, sight, watch)
 
 
-class _Sight:
-    """One reading of the outbox and the groups. ``unseen`` says what could not be read, and why."""
-
-    def __init__(
-        self,
-        outbox: OutboxState | None,
-        groups: Sequence[GroupState],
-        unseen: Mapping[str, str],
-        before: _Sight | None,
-    ) -> None:
-        self.outbox = outbox
-        self.groups = groups
-        self.unseen = unseen
-        self.written, self.published = _rates(outbox, before.outbox if before else None)
-
-    @property
-    def problems(self) -> list[str]:
-        """Return the problems that need an operator."""
-        found = [f"{what} can't be seen: {why}" for what, why in self.unseen.items()]
-        found += self.outbox.problems() if self.outbox else []
-        return [*found, *(problem for group in self.groups for problem in group.problems())]
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return the same data for ``--json``."""
-        outbox = asdict(self.outbox) if self.outbox else None
-        if outbox is not None:
-            outbox |= {"written_per_second": self.written, "gone_per_second": self.published}
-        return {
-            "outbox": outbox,
-            "groups": [asdict(group) for group in self.groups],
-            "unseen": dict(self.unseen),
-            "problems": self.problems,
-        }
-
-
-def _rates(now: OutboxState | None, before: OutboxState | None) -> tuple[float | None, float | None]:
-    """Return the rows inserted and deleted per second; None without an earlier reading to compare with."""
-    if now is None or before is None or now.written is None or before.written is None:
-        return None, None
-    seconds = (now.at - before.at).total_seconds()
-    assert now.gone is not None
-    assert before.gone is not None
-    # After a crash the server's statistics start again from zero.
-    if seconds <= 0 or now.written < before.written or now.gone < before.gone:
-        return None, None
-    return (now.written - before.written) / seconds, (now.gone - before.gone) / seconds
-
-
-@contextmanager
-def _looking(database_url: str | None, sink_url: str | None) -> Iterator[Callable[..., _Sight]]:
-    """Yield a function that reads everything. Sessions stay open between readings, and are reopened after an error."""
-    from outbox._app.settings import client_options
-    from relay.database import Connector
-    from relay.insights import look
-    from relay.wal.slot import slot_names
-    from spark_jobs.admin import status as consumers
-    from spark_jobs.driver.kafka_admin import KafkaView
-    from spark_jobs.postgres.errors import connect
-
-    settings = load(database_url=database_url)
-    connector = Connector(settings.require_database(), "outbox status")
-    sink = sink_url or settings.require_database()
-    kafka: KafkaView | None = None
-    open_now: dict[str, Any] = {}
-
-    def session(name: str, opening: Callable[[], Any]) -> Any:
-        if name not in open_now or open_now[name].closed:
-            open_now[name] = opening()
-        return open_now[name]
-
-    def take(before: _Sight | None = None) -> _Sight:
-        nonlocal kafka
-        unseen: dict[str, str] = {}
-        outbox: OutboxState | None = None
-        groups: Sequence[GroupState] = ()
-        try:
-            outbox = look(session("outbox", connector), slot_names(settings))
-        except OutboxError as error:
-            unseen["the outbox"] = str(error)
-        try:
-            opened = session("sink", lambda: connect(sink, "outbox status"))
-            # Somebody who names a sink expects consumers there.
-            if sink_url is not None or consumers.has_tables(opened, settings.consumer_schema):
-                kafka = kafka or KafkaView(client_options(settings), seconds=_KAFKA_SECONDS)
-                groups, away = consumers.look(opened, settings.consumer_schema, kafka)
-                if away is not None:
-                    unseen["Kafka"] = away
-        except ConfigurationError:
-            raise
-        except OutboxError as error:
-            unseen["the consumers"] = str(error)
-        return _Sight(outbox, groups, unseen, before)
-
-    try:
-        yield take
-    finally:
-        for one in open_now.values():
-            one.close()
-
-
-def _watch(look: Callable[..., _Sight], sight: _Sight, seconds: float) -> None:
+def _watch(look: Callable[[Overview | None], Overview], sight: Overview, seconds: float) -> None:
     from rich.live import Live
 
     console = table_console()
@@ -188,14 +85,14 @@ def _watch(look: Callable[..., _Sight], sight: _Sight, seconds: float) -> None:
             return
 
 
-def _print(sight: _Sight, *, as_json: bool) -> None:
+def _print(sight: Overview, *, as_json: bool) -> None:
     if as_json:
         print_json(sight.as_dict())
     else:
         table_console().print(_rendered(sight, problems_first=False))
 
 
-def _rendered(sight: _Sight, *, problems_first: bool) -> RenderableType:
+def _rendered(sight: Overview, *, problems_first: bool) -> RenderableType:
     from rich.console import Group
     from rich.text import Text
 
@@ -216,7 +113,7 @@ def _rendered(sight: _Sight, *, problems_first: bool) -> RenderableType:
     return Group(*problems, *parts) if problems_first else Group(*parts, *problems)
 
 
-def _backlog(outbox: OutboxState, sight: _Sight) -> RenderableType:
+def _backlog(outbox: OutboxState, sight: Overview) -> RenderableType:
     from rich.text import Text
 
     about = "" if outbox.exact else "about "

@@ -30,6 +30,7 @@ from relay.cli.app import app
 from relay.cli.demo.ledger import Reconciliation
 from relay.config import Settings, load
 from relay.operations.trace import Event, Place
+from relay.pipeline.trace import Found
 from spark_jobs.admin.trace import GroupTrace
 from spark_jobs.postgres.tables import consumer_tables
 
@@ -38,6 +39,7 @@ RUN = {
     "docs/guides/writing-events.md": "tests/integration/test_writer_docs.py",
     "docs/guides/notebooks.md": "tests/spark/test_notebook_docs.py",
     "docs/guides/testing.md": "tests/integration/test_docs_blocks.py",
+    "docs/operations/page.md": "tests/integration/test_page_access.py",
 }
 """Pages whose Python is run as a whole elsewhere."""
 
@@ -353,7 +355,7 @@ def test_the_way_of_an_event_is_what_is_printed(capsys):
         published_at=published,
         place=place,
     )
-    found = trace.Found(event)
+    found = Found(event)
     found.groups = [
         GroupTrace("totals", "applied", published + dt.timedelta(milliseconds=36)),
         GroupTrace("shipping", "waiting", behind=12),

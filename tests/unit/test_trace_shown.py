@@ -8,9 +8,10 @@ from uuid import UUID
 import pytest
 from uuid_utils.compat import uuid4, uuid7
 
-from relay.cli.trace import Found, _search, show
+from relay.cli.trace import show
 from relay.config import Settings
 from relay.operations.trace import Event, written_at
+from relay.pipeline.trace import Found, _search
 
 
 def test_texts_of_others_can_neither_make_lines_nor_reach_the_terminal(capsys):

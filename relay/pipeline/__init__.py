@@ -1,0 +1,1 @@
+"""Views over both sides, relay and consumers: the only package of the relay, besides its commands, that knows both."""

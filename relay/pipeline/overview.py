@@ -1,0 +1,142 @@
+"""Read both sides of the pipeline at once: the outbox with its relays, and the consumers' groups in the sink.
+
+`outbox status` and the operations page show the same overview.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any, Final
+
+from outbox.errors import ConfigurationError, OutboxError
+
+if TYPE_CHECKING:
+    from relay.config import Settings
+    from relay.insights import OutboxState
+    from spark_jobs.admin.status import GroupState
+
+_KAFKA_SECONDS: Final = 5.0
+
+
+class Overview:
+    """One reading of the outbox and the groups.
+
+    unseen      what could not be read, and why.
+    written, published, applied   rows inserted and deleted, and messages applied by all groups, each per second since
+                                  the reading before; None without one.
+    """
+
+    def __init__(
+        self,
+        outbox: OutboxState | None,
+        groups: Sequence[GroupState],
+        unseen: Mapping[str, str],
+        before: Overview | None,
+    ) -> None:
+        self.outbox = outbox
+        self.groups = groups
+        self.unseen = unseen
+        self.at = time.monotonic()
+        self.written, self.published = _rates(outbox, before.outbox if before else None)
+        self.applied = _applied(self, before)
+
+    @property
+    def problems(self) -> list[str]:
+        """Return the problems that need an operator."""
+        found = [f"{what} can't be seen: {why}" for what, why in self.unseen.items()]
+        found += self.outbox.problems() if self.outbox else []
+        return [*found, *(problem for group in self.groups for problem in group.problems())]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same data for ``--json``."""
+        outbox = asdict(self.outbox) if self.outbox else None
+        if outbox is not None:
+            outbox |= {"written_per_second": self.written, "gone_per_second": self.published}
+        return {
+            "outbox": outbox,
+            "groups": [asdict(group) for group in self.groups],
+            "unseen": dict(self.unseen),
+            "problems": self.problems,
+        }
+
+
+def _rates(now: OutboxState | None, before: OutboxState | None) -> tuple[float | None, float | None]:
+    """Return the rows inserted and deleted per second; None without an earlier reading to compare with."""
+    if now is None or before is None or now.written is None or before.written is None:
+        return None, None
+    seconds = (now.at - before.at).total_seconds()
+    assert now.gone is not None
+    assert before.gone is not None
+    # After a crash the server's statistics start again from zero.
+    if seconds <= 0 or now.written < before.written or now.gone < before.gone:
+        return None, None
+    return (now.written - before.written) / seconds, (now.gone - before.gone) / seconds
+
+
+def _applied(now: Overview, before: Overview | None) -> float | None:
+    """Return the messages that all groups have applied per second; None without an earlier reading."""
+    if before is None or not before.groups or now.at <= before.at:
+        return None
+    counts = {group.group: group.applied for group in before.groups}
+    # A group that is new since then has no earlier count.
+    moved = sum(group.applied - counts[group.group] for group in now.groups if group.group in counts)
+    return max(moved, 0) / (now.at - before.at)
+
+
+@contextmanager
+def looking(settings: Settings, sink_url: str | None) -> Iterator[Callable[[Overview | None], Overview]]:
+    """Yield a function that reads everything, given the reading before, if there is one.
+
+    sink_url  the consumers' database; None: that of the outbox, where tables of consumers may or may not be.
+
+    Sessions stay open between readings, and are opened again after an error. Raises ConfigurationError.
+    """
+    from outbox._app.settings import client_options
+    from relay.database import Connector
+    from relay.insights import look
+    from relay.wal.slot import slot_names
+    from spark_jobs.admin import status as consumers
+    from spark_jobs.driver.kafka_admin import KafkaView
+    from spark_jobs.postgres.errors import connect
+
+    connector = Connector(settings.require_database(), "outbox status")
+    sink = sink_url or settings.require_database()
+    kafka: KafkaView | None = None
+    open_now: dict[str, Any] = {}
+
+    def session(name: str, opening: Callable[[], Any]) -> Any:
+        if name not in open_now or open_now[name].closed:
+            open_now[name] = opening()
+        return open_now[name]
+
+    def take(before: Overview | None) -> Overview:
+        nonlocal kafka
+        unseen: dict[str, str] = {}
+        outbox: OutboxState | None = None
+        groups: Sequence[GroupState] = ()
+        try:
+            outbox = look(session("outbox", connector), slot_names(settings))
+        except OutboxError as error:
+            unseen["the outbox"] = str(error)
+        try:
+            opened = session("sink", lambda: connect(sink, "outbox status"))
+            # Somebody who names a sink expects consumers there.
+            if sink_url is not None or consumers.has_tables(opened, settings.consumer_schema):
+                kafka = kafka or KafkaView(client_options(settings), seconds=_KAFKA_SECONDS)
+                groups, away = consumers.look(opened, settings.consumer_schema, kafka)
+                if away is not None:
+                    unseen["Kafka"] = away
+        except ConfigurationError:
+            raise
+        except OutboxError as error:
+            unseen["the consumers"] = str(error)
+        return Overview(outbox, groups, unseen, before)
+
+    try:
+        yield take
+    finally:
+        for one in open_now.values():
+            one.close()

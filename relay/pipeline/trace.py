@@ -1,0 +1,237 @@
+"""Follow one event through both sides of the pipeline: the outbox, Kafka, and each consumer group.
+
+`outbox trace` and the operations page show the same.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+from uuid import UUID
+
+from outbox.errors import OutboxError
+
+if TYPE_CHECKING:
+    from relay.config import Settings
+    from relay.operations.trace import Event, Place
+    from spark_jobs.admin.trace import GroupTrace
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One thing that happened to an event, or that it waits for.
+
+    state          good, bad or unknown.
+    milliseconds   since the step before it in time; None where that is not known.
+    """
+
+    title: str
+    state: str
+    at: dt.datetime | None = None
+    milliseconds: float | None = None
+    text: str = ""
+
+    def line(self) -> str:
+        """Return the step as one line of text."""
+        line = self.title if self.at is None else f"{self.title} {time_text(self.at)}"
+        if self.milliseconds is not None:
+            line += f", {self.milliseconds:,.0f} ms later"
+        return line + (f"{': ' if self.at is None else ', '}{self.text}" if self.text else "")
+
+
+class Found:
+    """Everything that is known about an event.
+
+    whole   whether all topics were read to their ends, if a search was needed.
+    unseen  the errors of what could not be read.
+    """
+
+    def __init__(self, event: Event) -> None:
+        self.event = event
+        self.places: Sequence[Place] = [] if event.place is None else [event.place]
+        self.groups: Sequence[GroupTrace] = ()
+        self.whole = True
+        self.searched = False
+        self.unseen: list[str] = []
+
+    @property
+    def known(self) -> bool:
+        """Return whether there is any trace of the event."""
+        return self.event.state != "unknown" or bool(self.places) or any(_met(group) for group in self.groups)
+
+    def steps(self) -> list[Step]:
+        """Return the event's way as far as it is known, from its writing to each consumer group."""
+        return [*_relay_side(self), *_consumers_side(self)]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Return the same data for ``--json``."""
+        event = {name: value for name, value in asdict(self.event).items() if name != "place"}
+        return {
+            "event": event,
+            "places": [asdict(place) for place in self.places],
+            "groups": [asdict(group) for group in self.groups],
+            "searched_to_the_end": self.whole,
+            "unseen": self.unseen,
+        }
+
+
+def _met(group: GroupTrace) -> bool:
+    return group.state in {"applied", "dead"} or bool(group.external)
+
+
+def find_event(settings: Settings, event_id: UUID, named: Sequence[str], seconds: float, sink_url: str | None) -> Found:
+    """Return everything that is known about an event.
+
+    named     topics to look through besides its own, if no table says where it is.
+    seconds   how long that may take.
+
+    Raises ConfigurationError, and the outbox's errors; what else can't be read is in ``unseen``.
+    """
+    from relay.database import Connector
+    from relay.operations.trace import find
+    from spark_jobs.admin import trace as consumers
+    from spark_jobs.admin.status import has_tables
+    from spark_jobs.postgres.errors import connect
+
+    with Connector(settings.require_database(), "outbox trace")() as connection:
+        found = Found(find(connection, settings.db_schema, event_id))
+    event = found.event
+    topics = list(named) or _topics(settings, event)
+    try:
+        with connect(sink_url or settings.require_database(), "outbox trace") as connection:
+            schema = settings.consumer_schema
+            if sink_url is None and not has_tables(connection, schema):
+                _search(found, settings, topics, seconds, from_the_beginning=bool(named))
+                return found
+            # The topic of an event without a row is unknown, so the topics that groups read are searched.
+            topics = topics or (consumers.topics(connection, schema) if event.aggregate_type is None else [])
+            _search(found, settings, topics, seconds, from_the_beginning=bool(named))
+            places = [(place.topic, place.partition, place.offset) for place in found.places]
+            found.groups = consumers.find(connection, schema, event_id, places, topics)
+    except OutboxError as error:
+        found.unseen.append(str(error))
+        if not found.searched:
+            _search(found, settings, topics, seconds, from_the_beginning=bool(named))
+    return found
+
+
+def _search(
+    found: Found, settings: Settings, topics: Sequence[str], seconds: float, *, from_the_beginning: bool
+) -> None:
+    """Look for the event on Kafka where no table says where it is.
+
+    from_the_beginning   also of topics whose messages are of any time, as nothing says when the event was written.
+    """
+    from outbox._app.settings import client_options
+    from relay.operations.trace import search, written_at
+
+    found.searched = True
+    event = found.event
+    since = event.created_at or written_at(event.event_id)
+    if found.places or event.state not in {"published", "unknown"}:
+        return
+    if since is None and from_the_beginning:
+        since = dt.datetime.fromtimestamp(0, dt.UTC)
+    if not topics or since is None:
+        found.whole = False
+        why = "there is no time in its id" if topics else "nothing says which topic it belongs to"
+        found.unseen.append(f"no topic was looked through, as {why}: name one with --topic")
+        return
+    try:
+        found.places, found.whole = search(client_options(settings), topics, event.event_id, since, seconds)
+    except OutboxError as error:
+        found.whole = False
+        found.unseen.append(str(error))
+
+
+def _topics(settings: Settings, event: Event) -> list[str]:
+    """Return the event's topic; for an event without a row, all topics that the routes name."""
+    from relay.kafka.routing import NoRoute
+    from relay.parts import build_router
+
+    router = build_router(settings)
+    if event.aggregate_type is None:
+        return sorted({route.topic for route in (settings.routes or {}).values()})
+    try:
+        return [router.route(event.aggregate_type).topic]
+    except NoRoute:
+        return []
+
+
+def _relay_side(found: Found) -> list[Step]:
+    event = found.event
+    steps = []
+    if event.created_at is not None:
+        steps.append(Step("written", "good", event.created_at, text=f"lane {event.lane}"))
+    match event.state:
+        case "waiting":
+            before = "10,000 or more" if event.before == 10_000 else f"{event.before:,}"
+            steps.append(Step("waits to be published", "unknown", text=f"{before} rows before it, {_holder(event)}"))
+        case "refused":
+            again = (
+                "by itself no more" if event.next_attempt_at is None else f"again at {time_text(event.next_attempt_at)}"
+            )
+            steps.append(Step(f"refused by Kafka {event.attempts} times, {again}", "bad", text=event.last_error or ""))
+        case "dead":
+            text = f"after {event.attempts} attempts: {event.last_error}"
+            steps.append(Step("a dead letter since", "bad", event.dead_at, text=text))
+        case "published":
+            took = _later(event.created_at, event.published_at)
+            steps.append(Step("published", "good", event.published_at, took))
+    for place in found.places:
+        text = f"{place.topic}-{place.partition} offset {place.offset}"
+        took = None if place.at is None else _later(event.created_at, place.at)
+        steps.append(Step("on Kafka", "good", place.at, took, text))
+    if event.state == "unknown" and not found.places:
+        more = "" if found.whole or found.unseen else "; the topics were not read to their ends: --seconds"
+        steps.append(Step(f"the outbox has no row of it{more}", "unknown"))
+    return steps
+
+
+def _holder(event: Event) -> str:
+    return "and no relay holds the lane" if event.owner is None else f"relay {event.owner} holds the lane"
+
+
+def _consumers_side(found: Found) -> list[Step]:
+    event = found.event
+    published = event.published_at or next((place.at for place in found.places if place.at), None)
+    steps = []
+    for group in found.groups:
+        if group.state == "unknown" and event.state == "unknown":
+            continue
+        name = f"group {group.group}:"
+        match group.state:
+            case "applied":
+                took = _later(published, group.applied_at)
+                steps.append(Step(f"{name} applied", "good", group.applied_at, took))
+            case "dead":
+                assert group.letter is not None
+                letter = group.letter
+                text = f"{letter.reason}, {letter.state}, {letter.attempts} attempts: {letter.error}"
+                steps.append(Step(f"{name} dead letter {letter.id} since", "bad", letter.died_at, text=text))
+            case "waiting":
+                text = "waits" if group.behind is None else f"waits, {group.behind:,} offsets before it"
+                steps.append(Step(f"{name} {text}", "unknown"))
+            case "passed":
+                text = (
+                    "is beyond it, and remembers no id of it: a transform or `types` left it out, or ids are not kept"
+                )
+                steps.append(Step(f"{name} {text}", "unknown"))
+            case _:
+                steps.append(Step(f"{name} not seen yet", "unknown"))
+        for one in group.external:
+            state = {"confirmed": "good", "stuck": "bad", "cancelled": "bad"}.get(one.state, "unknown")
+            title = f"{name} external {one.name}: {one.state}, {one.attempts} attempts"
+            steps.append(Step(title, state, text=one.last_error or ""))
+    return steps
+
+
+def time_text(time: dt.datetime | None) -> str:
+    """Return a time in UTC, with milliseconds."""
+    return "?" if time is None else f"{time.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S}.{time.microsecond // 1000:03} UTC"
+
+
+def _later(before: dt.datetime | None, after: dt.datetime | None) -> float | None:
+    return None if before is None or after is None else (after - before).total_seconds() * 1000
