@@ -12,7 +12,7 @@ MATRIX := $(OTHERS:%=$(VENV)-pyspark-%)
 
 .DEFAULT_GOAL := help
 .PHONY: help install demo test test-fast matrix $(OTHERS:%=matrix-%) chaos peers bench docs \
-	docs-reference lint lock clean
+	docs-reference screenshots lint lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -76,6 +76,10 @@ bench: $(VENV)/.installed  ## the relay beside Debezium and a bare loop, to buil
 docs-reference: $(VENV)/.installed  ## settings, commands, metrics and errors from the code, to docs/reference
 	$(BIN)/python docs/reference/generate.py
 
+screenshots: $(VENV)/.installed  ## the page's views as pictures, to docs/images; needs chromium
+	@mkdir -p docs/images
+	TEST_SCREENSHOTS=docs/images $(BIN)/python -m pytest -n 0 tests/spark/test_page.py
+
 # Pages as they lie in the repository, and the files that they link to.
 docs: $(VENV)-docs/.installed-lock docs-reference  ## the documentation as a site, to build/docs/site; warnings are errors
 	rm -rf build/docs
@@ -83,7 +87,7 @@ docs: $(VENV)-docs/.installed-lock docs-reference  ## the documentation as a sit
 	cp README.md CONTRIBUTING.md build/docs/pages
 	cp spark_jobs/order_totals.py build/docs/pages/spark_jobs
 	cp docs/zensical.toml build/docs
-	find docs \( -name "*.md" -o -name "*.yaml" \) -exec cp --parents {} build/docs/pages \;
+	find docs \( -name "*.md" -o -name "*.yaml" -o -name "*.png" \) -exec cp --parents {} build/docs/pages \;
 	$(VENV)-docs/bin/zensical build --strict --config-file build/docs/zensical.toml
 
 lint: $(VENV)/.installed  ## ruff, mypy --strict, import rules

@@ -71,3 +71,7 @@ class MessageError(OutboxError):
 
 class SchemaError(OutboxError):
     """The outbox's tables are missing or differ from what this version needs."""
+
+
+class NotFound(OutboxError):
+    """What an operator has named does not exist, or not any more."""

@@ -8,6 +8,7 @@ OUTBOX_CONFIG. An unknown name is an error in the environment and in the file: a
 
 from __future__ import annotations
 
+import ipaddress
 import os
 from collections.abc import Mapping
 from collections.abc import Set as AbstractSet
@@ -125,6 +126,82 @@ class FailureSettings(BaseModel):
     """The topic for a copy of each dead letter, with the error in its headers."""
 
 
+class Role(StrEnum):
+    """What a user of the page may do."""
+
+    READ_ONLY = "read-only"
+    """See everything that the page shows."""
+    ADMIN = "admin"
+    """Also retry, discard, pause and resume."""
+
+
+class Payloads(StrEnum):
+    """Whether the page shows payloads and headers."""
+
+    HIDDEN = "hidden"
+    SHOWN = "shown"
+
+
+class WebUserSettings(BaseModel):
+    """A user of the page."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    password_hash: str = Field(repr=False)
+    """What `outbox web --hash-password` prints."""
+    role: Role = Role.READ_ONLY
+    """``admin`` may also retry, discard, pause and resume."""
+
+
+class WebSettings(BaseModel):
+    """The operations page: ``outbox web``."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    address: str = Field("127.0.0.1:8722", pattern=r"^\S+:\d{1,5}$", description="host:port, such as 127.0.0.1:8722")
+    """Where the page is served. Any address but a loopback one needs users and TLS."""
+    origin: str | None = Field(
+        None, pattern=r"^https://[^/\s]+$", description="https:// and a host, such as https://outbox.example.com"
+    )
+    """The address that a proxy on this machine makes the page known by. Needs users."""
+    users: dict[str, WebUserSettings] = Field(default_factory=dict, repr=False)
+    """By name. Without any, the page is for whoever opens the link that is printed at the start."""
+    tls_certificate: str | None = None
+    """File of the certificate chain, in PEM."""
+    tls_key: str | None = None
+    """File of its private key, in PEM."""
+    payloads: Payloads = Payloads.HIDDEN
+    """Whether the page shows payloads and headers of events and messages."""
+    read_only: bool = False
+    """Offer no actions, whoever asks."""
+    refresh_seconds: float = Field(2.0, ge=0.2, le=60)
+    """How often the figures are read while somebody looks at them."""
+
+    @model_validator(mode="after")
+    def _checked(self) -> Self:
+        for given, missing in (("tls_certificate", "tls_key"), ("tls_key", "tls_certificate")):
+            if getattr(self, given) is not None and getattr(self, missing) is None:
+                raise conflict(("web", given), f"needs {missing} too")
+        if self.origin is not None and not self.users:
+            raise conflict(("web", "origin"), "makes the page known to others, so it needs web.users")
+        if not is_loopback(self.address) and not (self.users and self.tls_certificate):
+            raise conflict(
+                ("web", "address"),
+                f"must be a loopback address unless web.users, web.tls_certificate and web.tls_key are set; got "
+                f"{self.address!r}",
+            )
+        return self
+
+
+def is_loopback(address: str) -> bool:
+    """Return whether a ``host:port`` names this machine itself, by an address or as localhost."""
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class Settings(SharedSettings):
     """All settings of all commands. Raises ConfigurationError through ``load``."""
 
@@ -159,6 +236,7 @@ class Settings(SharedSettings):
     relay: RelaySettings = Field(default_factory=RelaySettings)
     failures: FailureSettings = Field(default_factory=FailureSettings)
     wal: WalSettings = Field(default_factory=WalSettings)
+    web: WebSettings = Field(default_factory=WebSettings)
 
     @field_validator("routes", mode="before")
     @classmethod

@@ -25,6 +25,7 @@ _OLD: Final = frozenset({"failures"})
 _COMMANDS: Final = {
     "status": "relay.cli.status",
     "trace": "relay.cli.trace",
+    "web": "relay.cli.web",
     "doctor": "relay.cli.doctor",
     "replay": "relay.cli.failures",
     "consume": "spark_jobs.cli.consume",

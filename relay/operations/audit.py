@@ -1,13 +1,20 @@
 """The audit: who has done what to an outbox, and why."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
 
 import psycopg
 from psycopg import sql
+from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
+from relay.database import unavailable_on_error
+from relay.statements import names_of
+
 _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%s, %s, %s)"
+_READ: Final = """
+SELECT id, at, who, what, why, details FROM {audit}
+ WHERE %(before)s::bigint IS NULL OR id < %(before)s ORDER BY id DESC LIMIT %(limit)s"""
 
 
 def note(
@@ -19,3 +26,15 @@ def note(
 ) -> None:
     """Write a line into the audit, in the caller's transaction. ``names`` are those of relay.statements.names_of."""
     connection.execute(sql.SQL(_AUDIT).format(**names), (what, why, Jsonb(details)))
+
+
+def read(
+    connection: psycopg.Connection[Any], schema: str, *, before: int | None = None, limit: int = 50
+) -> Sequence[Mapping[str, Any]]:
+    """Return lines of the audit, the newest first, from the one before the id ``before`` on.
+
+    Raises Unavailable, and SchemaError without the table or the right.
+    """
+    query = sql.SQL(_READ).format(**names_of(schema))
+    with unavailable_on_error("reading the audit"), connection.cursor(row_factory=dict_row) as cursor:
+        return cursor.execute(query, {"before": before, "limit": limit}).fetchall()

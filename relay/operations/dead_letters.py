@@ -12,7 +12,7 @@ import psycopg
 from psycopg import errors, sql
 from psycopg.rows import dict_row
 
-from outbox.errors import OutboxError
+from outbox.errors import NotFound, OutboxError
 from outbox.event import DEAD_LETTER
 from relay.database import unavailable_on_error
 from relay.operations.audit import note
@@ -143,7 +143,7 @@ _QUICK_SECONDS: Final = 0.5
 _Done = TypeVar("_Done")
 
 
-class NoSuchFailure(OutboxError):
+class NoSuchFailure(NotFound):
     """No failed event matches."""
 
 

@@ -25,7 +25,7 @@ from psycopg import sql
 from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
-from outbox.errors import ConfigurationError
+from outbox.errors import ConfigurationError, NotFound
 from spark_jobs.errors import ConsumerError
 from spark_jobs.letters import CONTENTS, DESCRIBED
 from spark_jobs.postgres.errors import clear_errors
@@ -106,7 +106,7 @@ _TIMEOUT: Final = "SELECT set_config('lock_timeout', '10s', true)"
 _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%(what)s, NULL, %(details)s)"
 
 
-class NoSuchDeadLetter(ConsumerError):
+class NoSuchDeadLetter(ConsumerError, NotFound):
     """There is no dead letter of that id."""
 
 

@@ -26,6 +26,7 @@ from psycopg import sql
 from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
+from outbox.errors import NotFound
 from spark_jobs.driver.kafka_admin import KafkaView, TopicMissing
 from spark_jobs.driver.planner import Extent
 from spark_jobs.errors import ConsumerError, ConsumerUnavailable, NotAuthorized
@@ -74,7 +75,7 @@ UPDATE {losses} SET accepted_at = now()
 _AUDIT: Final = "INSERT INTO {audit} (what, why, details) VALUES (%(what)s, %(why)s, %(details)s)"
 
 
-class NoSuchGroup(ConsumerError):
+class NoSuchGroup(ConsumerError, NotFound):
     """There is no group of that name, or the group has no such topic."""
 
 

@@ -19,6 +19,7 @@ from psycopg import sql
 from psycopg.rows import dict_row
 from psycopg.types.json import Jsonb
 
+from outbox.errors import NotFound
 from spark_jobs.errors import ConsumerError, storable
 from spark_jobs.external.state_machine import Answer, Change, Rules, Standing, Step, effect_failed, first_step, settle
 
@@ -151,7 +152,7 @@ _AT_ONCE: Final = 10_000
 SqlEffect = Callable[[psycopg.Cursor[Any]], None]
 
 
-class NoSuchReservation(ConsumerError):
+class NoSuchReservation(ConsumerError, NotFound):
     """There is no reservation with this id, or it is not in a state in which this can be done."""
 
 

@@ -1,0 +1,56 @@
+"""``outbox web``: serve the operations page."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any
+
+import typer
+
+from outbox._app.console import DatabaseUrl, failing_clearly
+from outbox.errors import ConfigurationError
+from relay.config import load
+
+
+@failing_clearly
+def web(
+    database_url: DatabaseUrl = None,
+    sink_url: Annotated[
+        str | None, typer.Option("--sink-url", help="The consumers' database; without it, the same one.")
+    ] = None,
+    address: Annotated[str | None, typer.Option("--address", help="OUTBOX_WEB__ADDRESS")] = None,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+    hash_password: Annotated[
+        bool, typer.Option("--hash-password", help="Ask for a password and print its hash for OUTBOX_WEB__USERS.")
+    ] = False,
+) -> None:
+    """Serve a page that shows the pipeline and lets an operator retry, discard, pause and resume.
+
+    On a loopback address it is for whoever opens the link that is printed, with a token in it. Any other address needs
+    users and TLS; see docs/operations/page.md.
+    """
+    try:
+        from relay.page.security import hash_password as hashed
+    except ModuleNotFoundError as error:
+        raise ConfigurationError("the page needs the extra: pip install 'outbox-kafka[web]'") from error
+    if hash_password:
+        typer.echo(hashed(typer.prompt("Password", hide_input=True, confirmation_prompt=True)))
+        return
+    given: dict[str, Any] = {"database_url": database_url}
+    if address is not None:
+        given["web"] = {"address": address}
+    from outbox._app import logs
+    from relay.page.server import PageServer
+
+    settings = load(**given)
+    logs.configure(settings.log_level, settings.log_format)
+    server = PageServer(settings, sink_url)
+
+    def announce() -> None:
+        # The token in it is the key to the page: for the terminal, not for the log.
+        typer.echo(f"the page is at {server.link}")
+        if open_browser:
+            import webbrowser
+
+            webbrowser.open(server.link)
+
+    server.run(announce)

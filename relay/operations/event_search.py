@@ -1,0 +1,157 @@
+"""Pages of events for an operator who looks through them, and the contents of one. Read-only.
+
+Pages go by keyset: the next one begins behind the last event of this one, however many there are before it.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final, LiteralString
+from uuid import UUID
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import dict_row
+
+from relay.database import unavailable_on_error
+from relay.statements import STATEMENT_LIMIT, names_of
+
+PAGE: Final = 50
+_STATEMENT_SECONDS: Final = 10
+
+# The newest of each lane, along the primary key; only these are sorted.
+_WAITING: Final = """
+SELECT e.* FROM {lanes} AS l
+ CROSS JOIN LATERAL (
+     SELECT e.id, e.lane, e.event_id, e.aggregate_type, e.aggregate_id, e.event_type, e.created_at,
+            e.created_at AS moved_at
+       FROM {events} AS e
+      WHERE e.lane = l.lane AND (%(id)s::bigint IS NULL OR e.id < %(id)s)
+        AND (%(type)s::text IS NULL OR e.aggregate_type = %(type)s)
+      ORDER BY e.id DESC LIMIT %(limit)s) AS e
+ ORDER BY e.id DESC LIMIT %(limit)s"""
+
+_DEAD: Final = """
+SELECT d.id, d.lane, d.event_id, d.aggregate_type, d.aggregate_id, d.event_type, d.created_at, d.dead_at AS moved_at
+  FROM {dead_letters} AS d
+ WHERE (%(at)s::timestamptz IS NULL OR (d.dead_at, d.id) < (%(at)s, %(id)s))
+   AND (%(type)s::text IS NULL OR d.aggregate_type = %(type)s)
+ ORDER BY d.dead_at DESC, d.id DESC LIMIT %(limit)s"""
+
+# One day's partition after the other, newest first: each is sorted as a whole, but not the archive.
+_PUBLISHED: Final = """
+SELECT p.id, p.lane, p.event_id, p.aggregate_type, p.aggregate_id, p.event_type, p.created_at,
+       p.published_at AS moved_at
+  FROM {published} AS p
+ WHERE (%(at)s::timestamptz IS NULL OR (p.published_at, p.id) < (%(at)s, %(id)s))
+   AND (%(type)s::text IS NULL OR p.aggregate_type = %(type)s)
+   AND p.published_at >= %(since)s
+ ORDER BY p.published_at DESC, p.id DESC LIMIT %(limit)s"""
+
+_CONTENTS: Final = """
+SELECT payload::text AS payload, payload_bytes, headers FROM {table} WHERE event_id = %(event_id)s LIMIT 1"""
+
+_TYPES: Final = """
+SELECT aggregate_type, count(*) AS events, min(created_at) AS oldest
+  FROM (SELECT aggregate_type, created_at FROM {events} LIMIT %(most)s) AS counted
+ GROUP BY aggregate_type ORDER BY aggregate_type"""
+_MOST_COUNTED: Final = 100_000
+
+
+class EventState(StrEnum):
+    """The table that an event is in."""
+
+    WAITING = "waiting"
+    PUBLISHED = "published"
+    DEAD = "dead"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The last event of a page. ``at`` is when it got into its table; None for waiting events, which go by id."""
+
+    id: int
+    at: dt.datetime | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """Events without contents, newest first, and where the next page begins; None after the last one."""
+
+    rows: Sequence[Mapping[str, Any]]
+    next: Position | None
+
+
+@dataclass(frozen=True, slots=True)
+class Contents:
+    """What an event says: JSON text or bytes or, for a tombstone, neither; and its headers."""
+
+    payload: str | None
+    payload_bytes: bytes | None
+    headers: Mapping[str, str] | None
+
+
+class EventSearch:
+    """The events of one outbox. ``connection`` is in autocommit.
+
+    All methods raise Unavailable when Postgres can't be reached or takes too long, and SchemaError without the tables
+    or the rights.
+    """
+
+    def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
+        self._connection = connection
+        self._names = names_of(schema)
+
+    def page(
+        self,
+        state: EventState,
+        aggregate_type: str | None = None,
+        after: Position | None = None,
+        *,
+        days: int = 1,
+        limit: int = PAGE,
+    ) -> Page:
+        """Return a page of events. ``days``: how far back to look among the published ones."""
+        bound: dict[str, Any] = {
+            "type": aggregate_type,
+            "id": None if after is None else after.id,
+            "at": None if after is None else after.at,
+            "limit": limit + 1,
+        }
+        query: LiteralString = {
+            EventState.WAITING: _WAITING,
+            EventState.PUBLISHED: _PUBLISHED,
+            EventState.DEAD: _DEAD,
+        }[state]
+        with unavailable_on_error("looking through the events"), self._connection.transaction():
+            if state is EventState.PUBLISHED:
+                ((now,),) = self._connection.execute("SELECT clock_timestamp()").fetchall()
+                bound["since"] = now - dt.timedelta(days=days)
+            rows = self._run(query, bound)
+        more, rows = len(rows) > limit, rows[:limit]
+        last = rows[-1] if rows else None
+        found = None
+        if more and last is not None:
+            found = Position(last["id"], None if state is EventState.WAITING else last["moved_at"])
+        return Page(rows, found)
+
+    def contents(self, event_id: UUID) -> Contents | None:
+        """Return what an event says; None if no table has it."""
+        with unavailable_on_error("reading an event"), self._connection.transaction():
+            for table in ("events", "dead_letters", "published"):
+                for row in self._run(_CONTENTS, {"event_id": event_id}, table=self._names[table]):
+                    return Contents(row["payload"], row["payload_bytes"], row["headers"])
+        return None
+
+    def waiting_types(self) -> Sequence[Mapping[str, Any]]:
+        """Return the aggregate types of waiting events, how many, and their oldest time; of the first 100,000 rows."""
+        with unavailable_on_error("counting the waiting events"), self._connection.transaction():
+            return self._run(_TYPES, {"most": _MOST_COUNTED})
+
+    def _run(self, query: LiteralString, values: dict[str, Any], **names: sql.Composable) -> list[dict[str, Any]]:
+        with self._connection.cursor(row_factory=dict_row) as cursor:
+            cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
+            return cursor.execute(sql.SQL(query).format(**{**self._names, **names}), values).fetchall()

@@ -1,0 +1,109 @@
+"""The page as an ASGI application."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from starlette.applications import Starlette
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response, StreamingResponse
+from starlette.routing import BaseRoute, Mount, Route
+from starlette.staticfiles import StaticFiles
+
+from outbox.errors import OutboxError
+from relay.config import load
+from relay.database import Connector
+from relay.page.page import Page
+from relay.page.sampling import Latency, Sampler
+from relay.page.security import Access, Guard, hosts_of
+from relay.page.sessions import Sessions
+from relay.page.views import audit, consumers, dead_letters, events, overview, relays, system, topics
+from relay.pipeline.consumers import Consumers
+from relay.pipeline.overview import looking
+
+if TYPE_CHECKING:
+    from relay.config import Settings
+    from relay.page.page import Controls
+
+_FOLDER = Path(__file__).parent
+_VIEWS = (overview, topics, events, dead_letters, relays, consumers, system, audit)
+
+
+def create_page(
+    access: Access,
+    settings: Settings | None = None,
+    *,
+    sink_url: str | None = None,
+    origins: Collection[str] = (),
+    controls: Controls | None = None,
+) -> Starlette:
+    """Return the operations page.
+
+    access     how it knows its users.
+    settings   the outbox's; None: from the environment and outbox.toml, as for every command.
+    sink_url   the consumers' database; None: that of the outbox.
+    origins    the addresses that it is reached by, such as http://127.0.0.1:8722; empty: a host application that mounts
+               it has checked the host of each request.
+    controls   what a demo offers to be killed and stopped.
+
+    A host application mounts it: ``Mount("/outbox", create_page(Access(authenticate=…)))``, and calls
+    ``app.state.page.close()`` when it ends. Each operator's action is written into the audit with the user's name.
+    Raises ConfigurationError.
+    """
+    settings = load() if settings is None else settings
+    outbox = Sessions(Connector(settings.require_database(), "outbox web"))
+    sink = Sessions(Consumers.connector(settings, sink_url))
+    consumers_side = Consumers(settings, sink)
+    look = partial(looking, settings, sink_url)
+    sampler = Sampler(look, partial(_latency, consumers_side), settings.web.refresh_seconds)
+    page = Page(settings, outbox, consumers_side, sampler, controls, sink_url)
+    page.on_close(sink.close)
+    page.on_close(outbox.close)
+
+    @asynccontextmanager
+    async def lifespan(_: Starlette) -> AsyncIterator[None]:
+        try:
+            yield
+        finally:
+            page.close()
+
+    routes: list[BaseRoute] = [route for view in _VIEWS for route in view.routes(page)]
+    app = Starlette(
+        routes=[
+            *routes,
+            Route("/live", _live(sampler)),
+            Mount("/static", StaticFiles(directory=_FOLDER / "static")),
+        ],
+        middleware=[Middleware(Guard, access=access, hosts=hosts_of(origins), origins=origins)],
+        exception_handlers={OutboxError: page.failed, Exception: page.broken, 404: page.not_found},
+        lifespan=lifespan,
+    )
+    app.state.page = page
+    # An address is one view's, and no other's with a slash behind it.
+    app.router.redirect_slashes = False
+    return app
+
+
+def _latency(side: Consumers) -> Latency | None:
+    if not side.exist():
+        return None
+    found = side.latencies()
+    return Latency(found[len(found) // 2], found[int(len(found) * 0.95)]) if found else None
+
+
+def _live(sampler: Sampler) -> Callable[[Request], Any]:
+    async def live(_: Request) -> Response:
+        """Send an event (server-sent events, WHATWG HTML 9.2) whenever there are new figures."""
+
+        async def lines() -> AsyncIterator[bytes]:
+            async for number in sampler.ticks():
+                yield f"id: {number}\ndata: new\n\n".encode()
+
+        return StreamingResponse(lines(), media_type="text/event-stream")
+
+    return live

@@ -1,0 +1,273 @@
+"""What all views share: settings, connections, templates, and the way in which an action is asked for and recorded."""
+
+from __future__ import annotations
+
+import datetime as dt
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+import orjson
+import psycopg
+import structlog
+from jinja2 import Environment, FileSystemLoader, StrictUndefined
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, RedirectResponse, Response
+
+from outbox import __version__
+from outbox._app.console import printable
+from outbox.errors import ConfigurationError, NotFound, OutboxError
+from relay.config import Payloads, Role, Settings
+from relay.operations.audit import note
+from relay.page.sampling import Sampler
+from relay.page.security import User, fields_of
+from relay.pipeline.consumers import Consumers
+from relay.statements import names_of
+
+log = structlog.get_logger("page")
+
+_NOTES: Final = 100
+_LONG: Final = 4_000
+
+NAVIGATION: Final = (
+    ("overview", "/", "Overview"),
+    ("topics", "/topics", "Topics"),
+    ("events", "/events", "Events"),
+    ("dead letters", "/dead-letters", "Dead letters"),
+    ("relays", "/relays", "Relays"),
+    ("wal", "/wal", "WAL"),
+    ("consumers", "/consumers", "Consumers"),
+    ("system", "/system", "System"),
+    ("audit", "/audit", "Audit"),
+)
+
+
+class Controls(Protocol):
+    """What a demo offers to be done to it. Each method returns what it did."""
+
+    def actions(self) -> Sequence[tuple[str, str]]:
+        """Return the name and the label of each action."""
+        ...
+
+    def run(self, name: str) -> str:
+        """Do it. Returns what was done, as a sentence."""
+        ...
+
+    def states(self) -> Mapping[str, str]:
+        """Return the state of each process."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The fields of a form that was sent."""
+
+    fields: Sequence[tuple[str, str]]
+
+    def get(self, name: str) -> str | None:
+        """Return a field's value without surrounding spaces; None if it is empty or missing."""
+        found = next((value.strip() for field, value in self.fields if field == name), "")
+        return found or None
+
+    def all(self, name: str) -> list[str]:
+        """Return all values of a field."""
+        return [value for field, value in self.fields if field == name]
+
+    def require(self, name: str, what: str) -> str:
+        """Return a field's value. Raises ConfigurationError if it is empty."""
+        found = self.get(name)
+        if found is None:
+            raise ConfigurationError(f"say {what}")
+        return found
+
+
+class Page:
+    """Renders views and carries out actions."""
+
+    def __init__(
+        self,
+        settings: Settings,
+        outbox: Callable[[], AbstractContextManager[psycopg.Connection[Any]]],
+        consumers: Consumers,
+        sampler: Sampler,
+        controls: Controls | None,
+        sink_url: str | None,
+    ) -> None:
+        self.sink_url = sink_url
+        self.settings = settings
+        self.schema = settings.db_schema
+        self.outbox = outbox
+        self.consumers = consumers
+        self.sampler = sampler
+        self.controls = controls
+        self.shows_payloads = settings.web.payloads is Payloads.SHOWN
+        self._closing = ExitStack()
+        self._notes: OrderedDict[str, str] = OrderedDict()
+        self._lock = threading.Lock()
+        self._templates = Environment(
+            loader=FileSystemLoader(Path(__file__).parent / "templates"),
+            autoescape=True,
+            undefined=StrictUndefined,
+            trim_blocks=True,
+            lstrip_blocks=True,
+        )
+        self._templates.filters.update(
+            show=_show, number=_number, age=age, bytes=bytes_text, time=time_text, ago=_ago, rate=_rate
+        )
+
+    def close(self) -> None:
+        """End the thread that reads the figures, and close the connections."""
+        self.sampler.close()
+        self._closing.close()
+
+    def on_close(self, close: Callable[[], None]) -> None:
+        """Call this when the page is closed."""
+        self._closing.callback(close)
+
+    def render(self, request: Request, template: str, status: int = 200, **values: Any) -> Response:
+        """Return a view as HTML."""
+        user: User = request.scope["outbox.user"]
+        values.setdefault("view", template.removesuffix(".html").replace("_", " "))
+        shown = self._templates.get_template(template).render(
+            base=request.scope.get("root_path", ""),
+            navigation=NAVIGATION,
+            user=user,
+            can_act=user.role is Role.ADMIN,
+            form_token=request.scope["outbox.form_token"],
+            note=self._note(request.query_params.get("note")),
+            version=__version__,
+            outbox_name=self.settings.name,
+            now=dt.datetime.now(dt.UTC),
+            **values,
+        )
+        return HTMLResponse(shown, status)
+
+    def action(self, act: Callable[[Request, Form], Response]) -> Callable[[Request], Awaitable[Response]]:
+        """Return an endpoint that passes on the fields that were sent. ``act`` runs in a thread and may wait."""
+
+        async def endpoint(request: Request) -> Response:
+            return await run_in_threadpool(act, request, Form(fields_of(await request.body())))
+
+        return endpoint
+
+    def confirm(self, request: Request, title: str, lines: Iterable[str], form: Form, button: str) -> Response:
+        """Ask before an action: show what it would do, and a form with the same fields that says yes."""
+        fields = [(name, value) for name, value in form.fields if name not in {"form_token", "confirmed"}]
+        return self.render(
+            request, "confirm.html", title=title, lines=list(lines), fields=fields, button=button, view=""
+        )
+
+    def done(self, request: Request, path: str, text: str) -> Response:
+        """Show another page with what was done."""
+        key = secrets.token_urlsafe(9)
+        with self._lock:
+            self._notes[key] = text
+            while len(self._notes) > _NOTES:
+                self._notes.popitem(last=False)
+        self.sampler.refresh()
+        separator = "&" if "?" in path else "?"
+        return RedirectResponse(f"{request.scope.get('root_path', '')}{path}{separator}note={key}", 303)
+
+    def audit(self, request: Request, what: str, why: str | None, details: Mapping[str, Any]) -> None:
+        """Write who is about to do what into the outbox's audit. Raises OutboxError: then nothing may be done.
+
+        The action itself leaves a line too, with what it changed; that one names the role of the database.
+        """
+        user: User = request.scope["outbox.user"]
+        with self.outbox() as connection:
+            note(connection, names_of(self.schema), f"page: {what}", why, {"user": user.name, **details})
+
+    def failed(self, request: Request, error: Exception) -> Response:
+        """Return an error as a view. Its text comes from us; it quotes no secrets."""
+        match error:
+            case ConfigurationError():
+                status = 400
+            case NotFound():
+                status = 404
+            case _:
+                # Servers that are away, tables or rights that are missing: somebody has to act elsewhere.
+                status = 503
+        return self.render(request, "error.html", status, text=str(error), view="")
+
+    def broken(self, request: Request, error: Exception) -> Response:
+        """Return a mistake of ours as a view. The log has the traceback; the error's text may quote data."""
+        log.error("a view failed", path=request.url.path, exc_info=error)
+        return self.render(request, "error.html", 500, text=f"{type(error).__name__}; see the log", view="")
+
+    def not_found(self, request: Request, _: Exception | None = None) -> Response:
+        """Return the answer to an address that is no page."""
+        return self.render(request, "error.html", 404, text="there is no such page", view="")
+
+    def read(self, reading: Callable[[], Any]) -> tuple[Any, str | None]:
+        """Return what ``reading`` returns, or None and the error's text: the rest of a view is still of use."""
+        try:
+            return reading(), None
+        except OutboxError as error:
+            return None, str(error)
+
+    def _note(self, key: str | None) -> str | None:
+        with self._lock:
+            return None if key is None else self._notes.get(key)
+
+
+def _show(value: object, most: int = _LONG) -> str:
+    """Return a value as text, control characters escaped and shortened."""
+    if value is None:
+        return "-"
+    if isinstance(value, dict | list):
+        value = orjson.dumps(value, default=str).decode()
+    text = str(value)
+    cut = text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"
+    # Lines stay lines: a payload is shown as it is.
+    return "\n".join(printable(line) for line in cut.split("\n"))
+
+
+def _number(value: float | None) -> str:
+    return "?" if value is None else f"{value:,.0f}"
+
+
+def _rate(value: float | None) -> str:
+    if value is None:
+        return "?"
+    return f"{value:,.0f}/s" if value >= 10 or value == 0 else f"{value:.1f}/s"
+
+
+def age(seconds: float | None) -> str:
+    """Return a time span as text, with a decimal below ten seconds."""
+    if seconds is None:
+        return "-"
+    if seconds < 1:
+        return f"{max(seconds, 0.0) * 1000:.0f} ms"
+    if seconds < 10:
+        return f"{seconds:.1f} s"
+    for size, name in ((86_400, "d"), (3_600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {name}"
+    return f"{seconds:.0f} s"
+
+
+def bytes_text(count: float | None) -> str:
+    """Return a size as text."""
+    if count is None:
+        return "?"
+    for size, name in ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB")):
+        if count >= size:
+            return f"{count / size:.1f} {name}"
+    return f"{count:.0f} bytes"
+
+
+def time_text(time: dt.datetime | None) -> str:
+    """Return a time in UTC, with milliseconds."""
+    if time is None:
+        return "-"
+    return f"{time.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S}.{time.microsecond // 1000:03}"
+
+
+def _ago(time: dt.datetime | None) -> str:
+    return "-" if time is None else f"{age((dt.datetime.now(dt.UTC) - time).total_seconds())} ago"

@@ -1,0 +1,207 @@
+"""Reads the pipeline's figures regularly, and keeps those of the last minutes for the charts."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from functools import partial
+from typing import Final
+
+import structlog
+
+from outbox.errors import OutboxError
+from relay.pipeline.overview import Overview
+
+log = structlog.get_logger("page")
+
+_IDLE_SECONDS: Final = 10.0
+"""How often the figures are read while nobody looks, so that the charts have a past."""
+_INTEREST_SECONDS: Final = 30.0
+_KEPT: Final = 450
+_RETRY_SECONDS: Final = 2.0
+
+Look = Callable[[Overview | None], Overview]
+
+
+@dataclass(frozen=True, slots=True)
+class Latency:
+    """Seconds from the writing of an event to its effect in the sink, of the newest that were applied."""
+
+    median: float
+    p95: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The figures of one moment, for the charts; None for what is not known. Rates are per second."""
+
+    at: float
+    backlog: int | None
+    oldest_seconds: float | None
+    written: float | None
+    published: float | None
+    applied: float | None
+    latency: Latency | None
+
+
+class Sampler:
+    """Reads in a thread of its own, from the first look on until ``close``.
+
+    looking   opens the function that reads an overview.
+    latency   reads the latency; it may fail without harm to the rest.
+    """
+
+    def __init__(
+        self,
+        looking: Callable[[], AbstractContextManager[Look]],
+        latency: Callable[[], Latency | None],
+        refresh_seconds: float,
+    ) -> None:
+        self._looking = looking
+        self._latency = latency
+        self._refresh = refresh_seconds
+        self._lock = threading.Condition()
+        self._samples: deque[Sample] = deque(maxlen=_KEPT)
+        self._latest: Overview | None = None
+        self._begun = self._sequence = 0
+        self._interest_until = 0.0
+        self._asked = 0
+        self._thread: threading.Thread | None = None
+        self._closed = False
+        self._listeners: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
+
+    def latest(self, seconds: float = 15.0) -> Overview | None:
+        """Return the newest overview. Waits for the first one, for at most so many seconds."""
+        self._begin()
+        with self._lock:
+            self._lock.wait_for(lambda: self._latest is not None or self._closed, seconds)
+            return self._latest
+
+    def samples(self) -> Sequence[Sample]:
+        """Return the samples of the last minutes, oldest first."""
+        with self._lock:
+            return list(self._samples)
+
+    def refresh(self) -> None:
+        """Read again now, because somebody has changed something, and wait for it."""
+        with self._lock:
+            if self._thread is None:
+                return
+            # One that is being read may be from before the change.
+            wanted = self._begun + 1
+            self._asked += 1
+            self._lock.notify_all()
+            self._lock.wait_for(lambda: self._sequence >= wanted or self._closed, self._refresh + 1)
+
+    async def ticks(self) -> AsyncIterator[int]:
+        """Yield a number each time there is a new overview, until ``close``."""
+        self._begin()
+        event = asyncio.Event()
+        listener = asyncio.get_running_loop(), event
+        with self._lock:
+            self._listeners.add(listener)
+        try:
+            while not self._closed:
+                self._begin()
+                yield self._sequence
+                await event.wait()
+                event.clear()
+        finally:
+            with self._lock:
+                self._listeners.discard(listener)
+
+    def end(self) -> None:
+        """Let the thread and all ``ticks`` end, without waiting for them. A signal handler may call it."""
+        self._closed = True
+        _wake(list(self._listeners))
+
+    def close(self) -> None:
+        """End the thread and wait for it."""
+        self.end()
+        with self._lock:
+            self._lock.notify_all()
+            thread = self._thread
+        if thread is not None:
+            thread.join()
+
+    def _begin(self) -> None:
+        with self._lock:
+            idle = time.monotonic() >= self._interest_until
+            self._interest_until = time.monotonic() + _INTEREST_SECONDS
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._run, name="page sampler", daemon=True)
+                self._thread.start()
+            elif idle:
+                self._asked += 1
+                self._lock.notify_all()
+
+    def _run(self) -> None:
+        while not self._closed:
+            try:
+                with self._looking() as look:
+                    self._sample_until_failure(look)
+            except OutboxError as error:
+                self._take(Overview(None, (), {"the pipeline": str(error)}, None))
+            except Exception as error:
+                # A page that shows old figures as new ones would be worse than one that says so.
+                log.exception("the figures can't be read")
+                self._take(Overview(None, (), {"the pipeline": f"{type(error).__name__}; see the log"}, None))
+            with self._lock:
+                self._lock.wait_for(lambda: self._closed, _RETRY_SECONDS)
+
+    def _sample_until_failure(self, look: Look) -> None:
+        before: Overview | None = None
+        while not self._closed:
+            with self._lock:
+                self._begun += 1
+                asked = self._asked
+            before = look(before)
+            self._take(before)
+            with self._lock:
+                watched = time.monotonic() < self._interest_until
+                seconds = self._refresh if watched else _IDLE_SECONDS
+                self._lock.wait_for(partial(self._is_due, asked), seconds)
+
+    def _is_due(self, asked: int) -> bool:
+        """Return whether somebody has asked for new figures since then, or for the end."""
+        return self._closed or self._asked != asked
+
+    def _take(self, overview: Overview) -> None:
+        latency = None
+        if not overview.unseen:
+            try:
+                latency = self._latency()
+            except OutboxError as error:
+                log.warning("the latency can't be read", error=str(error))
+        outbox = overview.outbox
+        sample = Sample(
+            at=time.time(),
+            backlog=None if outbox is None else outbox.backlog,
+            oldest_seconds=None if outbox is None else (outbox.oldest_seconds or 0.0),
+            written=overview.written,
+            published=overview.published,
+            applied=overview.applied,
+            latency=latency,
+        )
+        with self._lock:
+            self._latest = overview
+            self._sequence += 1
+            self._begun = max(self._begun, self._sequence)
+            self._samples.append(sample)
+            listeners = list(self._listeners)
+            self._lock.notify_all()
+        _wake(listeners)
+
+
+def _wake(listeners: Sequence[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+    for loop, event in listeners:
+        try:
+            loop.call_soon_threadsafe(event.set)
+        except RuntimeError:
+            # The loop has ended; its listener goes with it.
+            continue

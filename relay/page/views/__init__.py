@@ -1,0 +1,1 @@
+"""The views of the page, one module each: ``routes(page)`` returns what it serves."""

@@ -1,0 +1,65 @@
+"""Consumers: groups, their partitions with lag, and calls to other systems."""
+
+from __future__ import annotations
+
+from uuid import UUID
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from outbox.errors import ConfigurationError
+from relay.page.page import Form, Page
+
+_CALLS = 50
+
+
+def routes(page: Page) -> list[Route]:
+    """Return the routes of these views."""
+
+    def show(request: Request) -> Response:
+        overview = page.sampler.latest()
+        calls, unseen = page.read(lambda: page.consumers.stuck_calls(_CALLS))
+        return page.render(
+            request,
+            "consumers.html",
+            groups=[] if overview is None else overview.groups,
+            unseen={} if overview is None else overview.unseen,
+            calls=calls or ({}, []),
+            calls_unseen=unseen,
+        )
+
+    def group(request: Request) -> Response:
+        found, away = page.consumers.positions(request.path_params["group"])
+        return page.render(request, "consumer_group.html", view="consumers", group=found, away=away)
+
+    def retry(request: Request, form: Form) -> Response:
+        return _change(page, request, form, "retry")
+
+    def cancel(request: Request, form: Form) -> Response:
+        return _change(page, request, form, "cancel")
+
+    return [
+        Route("/consumers", show),
+        Route("/consumers/calls/retry", page.action(retry), methods=["POST"]),
+        Route("/consumers/calls/cancel", page.action(cancel), methods=["POST"]),
+        Route("/consumers/groups/{group:path}", group),
+    ]
+
+
+def _change(page: Page, request: Request, form: Form, what: str) -> Response:
+    try:
+        message_id = UUID(form.require("message_id", "which call"))
+    except ValueError:
+        raise ConfigurationError("that is not a message's id, which is a UUID") from None
+    group, name = form.require("group", "of which group"), form.require("name", "to which system")
+    reason = form.require("reason", "why: the audit keeps it") if what == "cancel" else form.get("reason")
+    if what == "cancel" and form.get("confirmed") is None:
+        lines = [f"The call {name} for message {message_id} would be cancelled", f"The reason: {reason}"]
+        return page.confirm(request, "Cancel a call", lines, form, "Cancel the call")
+    page.audit(request, f"{what} external call", reason, {"which": f"{group}/{name} {message_id}"})
+    if what == "cancel":
+        done, word = page.consumers.cancel_call(group, name, message_id, reason or ""), "cancelled"
+    else:
+        done, word = page.consumers.retry_call(group, name, message_id, reason), "tried again"
+    return page.done(request, "/consumers", f"the call will be {word}" if done else "the call is no longer stuck")

@@ -1,0 +1,110 @@
+"""Events: search and pages; and one event's way through the pipeline, with its contents."""
+
+from __future__ import annotations
+
+import datetime as dt
+from typing import Any
+from uuid import UUID
+
+from starlette.requests import Request
+from starlette.responses import RedirectResponse, Response
+from starlette.routing import Route
+
+from outbox.errors import ConfigurationError
+from relay.operations.event_search import EventSearch, EventState, Position
+from relay.operations.trace import of_key
+from relay.page.page import Page
+from relay.pipeline.trace import find_event
+
+_KEY_EVENTS = 200
+# A request waits for it; the command looks for longer.
+_SEARCH_SECONDS = 3.0
+
+
+def routes(page: Page) -> list[Route]:
+    """Return the routes of this view."""
+
+    def show(request: Request) -> Response:
+        asked = request.query_params
+        wanted = asked.get("q", "").strip()
+        kind = asked.get("type", "").strip() or None
+        state = _state(asked.get("state") or "waiting")
+        values: dict[str, Any] = {"q": wanted, "type": kind or "", "state": state, "states": list(EventState)}
+        if wanted and (event_id := _uuid(wanted)) is not None:
+            return RedirectResponse(f"{request.scope.get('root_path', '')}/events/{event_id}", 303)
+        with page.outbox() as connection:
+            if wanted:
+                aggregate_type, slash, key = wanted.partition("/")
+                if not (aggregate_type and slash and key):
+                    raise ConfigurationError(f"{wanted!r}: give an event's id, or TYPE/ID as in Order/order-17")
+                rows = of_key(connection, page.schema, aggregate_type, key, _KEY_EVENTS)
+                return page.render(request, "events.html", **values, key_rows=rows, rows=[], next=None)
+            found = EventSearch(connection, page.schema).page(
+                state, kind, _position(asked.get("id"), asked.get("at")), days=_days(asked.get("days"))
+            )
+        return page.render(
+            request,
+            "events.html",
+            **values,
+            key_rows=None,
+            rows=found.rows,
+            next=found.next,
+            days=asked.get("days", "1"),
+        )
+
+    def trace(request: Request) -> Response:
+        event_id = _uuid(request.path_params["event_id"])
+        if event_id is None:
+            raise ConfigurationError(f"{request.path_params['event_id']!r} is not an event's id: that is a UUID")
+        sink_url = page.sink_url
+        found = find_event(page.settings, event_id, [], _SEARCH_SECONDS, sink_url)
+        contents = None
+        if page.shows_payloads:
+            with page.outbox() as connection:
+                contents = EventSearch(connection, page.schema).contents(event_id)
+        return page.render(
+            request,
+            "event.html",
+            404 if not found.known else 200,
+            view="events",
+            found=found,
+            contents=contents,
+            shows_payloads=page.shows_payloads,
+        )
+
+    return [Route("/events", show), Route("/events/{event_id}", trace)]
+
+
+def _uuid(text: str) -> UUID | None:
+    try:
+        return UUID(text)
+    except ValueError:
+        return None
+
+
+def _state(text: str) -> EventState:
+    try:
+        return EventState(text)
+    except ValueError:
+        raise ConfigurationError(f"{text!r} is not a state of events: {', '.join(EventState)}") from None
+
+
+def _days(text: str | None) -> int:
+    if not text:
+        return 1
+    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:6]) <= 3650):
+        raise ConfigurationError(f"days must be a whole number from 1 to 3650, not {text!r}")
+    return int(text)
+
+
+def _position(number: str | None, at: str | None) -> Position | None:
+    if not number:
+        return None
+    try:
+        place = int(number)
+        when = None if not at else dt.datetime.fromisoformat(at)
+    except ValueError:
+        raise ConfigurationError("the address of the next page is damaged: begin with the first") from None
+    if not -(2**63) <= place < 2**63 or (when is not None and when.tzinfo is None):
+        raise ConfigurationError("the address of the next page is damaged: begin with the first")
+    return Position(place, when)

@@ -1,0 +1,76 @@
+"""System: sizes, dead rows, partitions, and the settings without secrets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from outbox._app.environment import variable
+from outbox.urls import display_url
+from relay.operations.sizes import server, table_sizes
+from relay.page.page import Page
+
+# Of Kafka's options only these are shown: others may hold credentials, under whatever name.
+_KAFKA_SHOWN: Final = frozenset(
+    {"bootstrap.servers", "security.protocol", "sasl.mechanism", "sasl.mechanisms", "linger.ms", "compression.type"}
+)
+
+
+def routes(page: Page) -> list[Route]:
+    """Return the routes of this view."""
+
+    def show(request: Request) -> Response:
+        with page.outbox() as connection:
+            about = server(connection)
+            tables = list(table_sizes(connection, page.schema))
+        return page.render(
+            request,
+            "system.html",
+            about=about,
+            tables=tables,
+            settings=list(shown_settings(page)),
+            consumer_tables=_consumer_tables(page),
+        )
+
+    return [Route("/system", show)]
+
+
+def _consumer_tables(page: Page) -> list[Mapping[str, Any]]:
+    if page.sink_url is not None:
+        return []
+    with page.outbox() as connection:
+        return list(table_sizes(connection, page.settings.consumer_schema))
+
+
+def shown_settings(page: Page) -> Iterator[tuple[str, str, bool]]:
+    """Yield each setting's variable, its value, and whether it differs from the default. Secrets only as "set"."""
+    settings = page.settings
+    yield from _of(settings, type(settings), ())
+
+
+def _of(model: BaseModel, kind: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[str, str, bool]]:
+    for name, field in kind.model_fields.items():
+        value = getattr(model, name)
+        here = (*path, "schema" if name == "db_schema" else name)
+        if isinstance(value, BaseModel):
+            yield from _of(value, type(value), here)
+            continue
+        changed = value != field.get_default(call_default_factory=True)
+        match name:
+            case "database_url":
+                shown = "-" if value is None else display_url(value)
+            case "kafka":
+                shown = ", ".join(
+                    f"{option}={text}" if option in _KAFKA_SHOWN else f"{option} is set"
+                    for option, text in sorted(value.items())
+                )
+            case "routes" if value:
+                shown = ", ".join(f"{kind} → {route.topic}" for kind, route in sorted(value.items()))
+            case _:
+                shown = str(value) if field.repr else ("set" if value else "-")
+        yield variable(here), "-" if shown in {"", "None"} else shown, changed

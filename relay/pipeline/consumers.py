@@ -1,0 +1,146 @@
+"""The consumers' side for the operations page: their groups, dead letters, reservations, latency and audit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, Final
+
+import orjson
+
+from outbox._app.settings import client_options
+
+if TYPE_CHECKING:
+    from uuid import UUID
+
+    import psycopg
+
+    from relay.config import Settings
+    from spark_jobs.admin.dead_letters import DeadLetters, Selection
+    from spark_jobs.admin.offsets import Group
+    from spark_jobs.admin.page import ConsumerPages, Filter
+    from spark_jobs.driver.kafka_admin import KafkaView
+    from spark_jobs.external.reservations import ReservationAdmin
+
+_KAFKA_SECONDS: Final = 5.0
+
+
+class Consumers:
+    """Opens the sink for one request at a time. ``session`` yields a connection to it, in autocommit."""
+
+    def __init__(self, settings: Settings, session: Callable[[], Any]) -> None:
+        self._settings = settings
+        self._session = session
+        self._kafka: KafkaView | None = None
+
+    @classmethod
+    def connector(cls, settings: Settings, sink_url: str | None) -> Callable[[], psycopg.Connection[Any]]:
+        """Return the function that opens a connection to the sink."""
+        from spark_jobs.postgres.errors import connect
+
+        url = sink_url or settings.require_database()
+        return lambda: connect(url, "outbox web")
+
+    def exist(self) -> bool:
+        """Return whether the database has the consumers' tables. Raises ConsumerUnavailable."""
+        from spark_jobs.admin.status import has_tables
+
+        with self._session() as connection:
+            return has_tables(connection, self._settings.consumer_schema)
+
+    @contextmanager
+    def pages(self) -> Iterator[ConsumerPages]:
+        """Yield the queries of the page."""
+        from spark_jobs.admin.page import ConsumerPages
+
+        with self._session() as connection:
+            yield ConsumerPages(connection, self._settings.consumer_schema)
+
+    @contextmanager
+    def dead_letters(self) -> Iterator[DeadLetters]:
+        """Yield the operator's actions on dead letters."""
+        from spark_jobs.admin.dead_letters import DeadLetters
+
+        with self._session() as connection:
+            yield DeadLetters(connection, self._settings.consumer_schema)
+
+    @contextmanager
+    def reservations(self) -> Iterator[ReservationAdmin]:
+        """Yield the operator's actions on calls to other systems."""
+        from spark_jobs.external.reservations import ReservationAdmin
+
+        with self._session() as connection:
+            yield ReservationAdmin(connection, self._settings.consumer_schema)
+
+    @staticmethod
+    def filter(kind: str | None, group: str | None, topic: str | None, cause: str | None) -> Filter:
+        """Return a filter of dead letters; None: any."""
+        from spark_jobs.admin.page import Filter
+
+        return Filter(kind, group, topic, cause)
+
+    def selection(self, chosen: Filter | Sequence[int]) -> tuple[Selection, bool]:
+        """Return the dead letters of a filter, or of these numbers, and whether there are more than are taken at once.
+
+        Raises ConsumerUnavailable and SchemaError.
+        """
+        from spark_jobs.admin import page
+        from spark_jobs.admin.dead_letters import Selection
+
+        if not isinstance(chosen, page.Filter):
+            return Selection(ids=chosen), False
+        with self.pages() as pages:
+            found = pages.selection(chosen)
+        return found, len(found.ids or ()) >= page.COUNTED
+
+    def dead_letter(self, number: int) -> dict[str, Any]:
+        """Return a dead letter in a readable form; ``value`` is text. Raises NoSuchDeadLetter."""
+        from spark_jobs.admin.dead_letters import readable
+
+        with self.dead_letters() as letters:
+            found = readable(letters.show(number))
+        if found["value_encoding"] == "json":
+            # A fragment of orjson's, as it stands in the message.
+            found["value"] = orjson.dumps(found["value"]).decode()
+        return found
+
+    def stuck_calls(self, most: int) -> tuple[Mapping[str, int], Sequence[Mapping[str, Any]]]:
+        """Return how many calls to other systems there are in each state, and the first of those that are stuck."""
+        from spark_jobs.external.reservations import Chosen
+
+        if not self.exist():
+            return {}, []
+        with self.reservations() as reservations:
+            return reservations.counts(Chosen()), reservations.find(Chosen(), most=most)
+
+    def retry_call(self, group: str, name: str, message_id: UUID, reason: str | None) -> bool:
+        """Have a stuck call made again. Returns whether it was stuck."""
+        from spark_jobs.external.reservations import Chosen
+
+        with self.reservations() as reservations:
+            return bool(reservations.retry(Chosen(group, name, [message_id]), why=reason))
+
+    def cancel_call(self, group: str, name: str, message_id: UUID, reason: str) -> bool:
+        """Have a stuck call cancelled. Returns whether it was stuck."""
+        from spark_jobs.external.reservations import Chosen
+
+        with self.reservations() as reservations:
+            return bool(reservations.cancel(Chosen(group, name, [message_id]), reason))
+
+    def positions(self, group: str) -> tuple[Group, str | None]:
+        """Return a group's partitions, and why Kafka's offsets are missing; None if they are not.
+
+        Raises NoSuchGroup, ConsumerUnavailable and SchemaError.
+        """
+        from spark_jobs.admin.offsets import Offsets
+        from spark_jobs.driver.kafka_admin import KafkaView
+
+        self._kafka = self._kafka or KafkaView(client_options(self._settings), seconds=_KAFKA_SECONDS)
+        with self._session() as connection:
+            groups, away = Offsets(connection, self._settings.consumer_schema, self._kafka).show(group)
+        return groups[0], away
+
+    def latencies(self) -> list[float]:
+        """Return seconds from writing to applying of the newest messages, sorted. Raises ConsumerUnavailable."""
+        with self.pages() as pages:
+            return list(pages.latencies())

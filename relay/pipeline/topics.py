@@ -1,0 +1,136 @@
+"""The topics that events go to, or may go to: with their routes, waiting events, and what Kafka says of them."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+
+from outbox._app.settings import client_options
+from relay.kafka.client import silent, text_of
+from relay.kafka.routing import NoRoute
+from relay.parts import build_router
+from relay.ports import BrokerUnavailable
+
+if TYPE_CHECKING:
+    from relay.config import Settings
+
+_SECONDS: Final = 5.0
+_EARLIEST: Final = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
+_LATEST: Final = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+
+
+@dataclass(frozen=True, slots=True)
+class TopicState:
+    """A topic.
+
+    types        the aggregate types that go there, as far as known: from the routes and from waiting events.
+    waiting      events that wait for it, of the first 100,000 rows of the outbox; ``oldest_at``: the first one's time.
+    partitions   None if there is no such topic.
+    first, end   the sums of the partitions' offsets; None if Kafka does not tell.
+    under_replicated, leaderless   partitions that lack a replica in sync, or a leader.
+    """
+
+    topic: str
+    types: Sequence[str]
+    on_failure: str | None
+    dead_letter_topic: str | None
+    waiting: int
+    oldest_at: dt.datetime | None
+    partitions: int | None = None
+    replicas: int | None = None
+    first: int | None = None
+    end: int | None = None
+    under_replicated: int = 0
+    leaderless: int = 0
+
+    @property
+    def problem(self) -> str | None:
+        """Return what is wrong with it; None if nothing is."""
+        if self.partitions is None:
+            return "does not exist" if self.waiting else None
+        if self.leaderless:
+            return f"{self.leaderless} partitions have no leader"
+        if self.under_replicated:
+            return f"{self.under_replicated} partitions lack replicas in sync"
+        return None
+
+
+def topics(settings: Settings, waiting: Sequence[Mapping[str, Any]]) -> tuple[list[TopicState], str | None]:
+    """Return the topics by name, and why Kafka's part is missing; None if it is not.
+
+    waiting   aggregate_type, events, oldest: EventSearch.waiting_types.
+
+    Topics that exist are listed if the routes or the template can lead to them.
+    """
+    router = build_router(settings)
+    types: dict[str, list[str]] = {}
+    for name in sorted({*(settings.routes or {}), *(row["aggregate_type"] for row in waiting)}):
+        try:
+            types.setdefault(router.route(name).topic, []).append(name)
+        except NoRoute:
+            types.setdefault("(no route)", []).append(name)
+    by_type = {row["aggregate_type"]: row for row in waiting}
+    away, there = None, {}
+    try:
+        there = _described(settings, types.keys(), router.may_write)
+    except BrokerUnavailable as error:
+        away = str(error)
+    found = []
+    for topic in sorted({*types, *there}):
+        rows = [by_type[name] for name in types.get(topic, ()) if name in by_type]
+        route = None
+        if topic in types and topic != "(no route)":
+            route = router.route(types[topic][0])
+        found.append(
+            TopicState(
+                topic,
+                types.get(topic, ()),
+                None if route is None else str(route.on_failure),
+                None if route is None else route.dead_letter_topic,
+                sum(row["events"] for row in rows),
+                min((row["oldest"] for row in rows), default=None),
+                **there.get(topic, {}),
+            )
+        )
+    return found, away
+
+
+def _described(settings: Settings, named: Collection[str], may_write: Any) -> dict[str, dict[str, Any]]:
+    try:
+        admin = AdminClient(dict(client_options(settings)), logger=silent())
+        # All topics, not only these: a request by name could make the broker create it.
+        cluster = admin.list_topics(timeout=_SECONDS)
+        ours = {name: found for name, found in cluster.topics.items() if name in named or may_write(name)}
+        parts = [TopicPartition(name, number) for name, found in ours.items() for number in found.partitions]
+        sums: dict[str, dict[str, int]] = {name: {} for name in ours}
+        for what, spec in (("first", _EARLIEST), ("end", _LATEST)):
+            if not parts:
+                continue
+            asked = admin.list_offsets(
+                dict.fromkeys(parts, spec), isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=_SECONDS
+            )
+            for part, future in asked.items():
+                try:
+                    offset = future.result().offset
+                except KafkaException:
+                    # A partition without a leader has no offsets now.
+                    continue
+                if offset >= 0:
+                    sums[part.topic][what] = sums[part.topic].get(what, 0) + offset
+    except KafkaException as error:
+        raise BrokerUnavailable(f"Kafka, asking for its topics: {text_of(error)}") from error
+    return {
+        name: {
+            "partitions": len(found.partitions),
+            "replicas": max((len(part.replicas) for part in found.partitions.values()), default=0),
+            "under_replicated": sum(len(part.isrs) < len(part.replicas) for part in found.partitions.values()),
+            "leaderless": sum(part.leader not in cluster.brokers for part in found.partitions.values()),
+            **sums[name],
+        }
+        for name, found in ours.items()
+    }

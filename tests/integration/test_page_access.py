@@ -1,0 +1,450 @@
+"""Who may see the operations page and act on it: over real HTTP, with what attackers and careless people send."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import json
+import os
+import signal
+import socket
+import ssl
+import subprocess
+import sys
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from typing import Any, Self
+from urllib.parse import quote
+
+import psycopg
+import pytest
+import uvicorn
+from docs_support import blocks
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from page_support import Answer, PageRun
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.routing import Mount
+from support import wait_until
+
+from outbox import Event, Outbox
+from outbox.errors import ConfigurationError
+from relay.config import Role, load
+from relay.page import Access, User, create_page
+from relay.page.security import hash_password
+
+PASSWORD = "pässwörd: with a colon"
+SECRET = "s3cret-in-a-payload"
+
+
+@pytest.fixture
+def environment(outbox_postgres, outbox_kafka, monkeypatch):
+    monkeypatch.setenv("OUTBOX_DATABASE_URL", outbox_postgres.url)
+    monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", outbox_kafka.bootstrap_servers)
+    return outbox_postgres.url
+
+
+@pytest.fixture
+def serve(environment) -> Iterator[Any]:
+    with contextlib.ExitStack() as stack:
+
+        def start(**web: Any) -> PageRun:
+            run = PageRun(**web)
+            stack.callback(run.close)
+            return run
+
+        yield start
+
+
+def users(role: str = "admin") -> dict[str, Any]:
+    return {"ann": {"password_hash": hash_password(PASSWORD), "role": role}}
+
+
+def basic(name: str, password: str) -> dict[str, str]:
+    return {"Authorization": "Basic " + base64.b64encode(f"{name}:{password}".encode()).decode()}
+
+
+def audit(url: str) -> list[Any]:
+    with psycopg.connect(url) as connection:
+        return connection.execute("SELECT what, who, details FROM outbox.audit ORDER BY id").fetchall()
+
+
+def failure(url: str) -> str:
+    """Write an event and make it a dead letter, as a relay would. Returns its id."""
+    with psycopg.connect(url) as connection:
+        event_id = str(Outbox().add(connection, Event("Order", "o1", "T", {"card": SECRET}, headers={"h": SECRET})))
+        connection.execute(
+            "WITH gone AS (DELETE FROM outbox.events RETURNING *) INSERT INTO outbox.dead_letters (lane, id, event_id, "
+            "aggregate_type, aggregate_id, event_type, payload, headers, created_at, attempts, last_error, "
+            "first_failed_at) SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, headers, "
+            "created_at, 3, 'refused', now() FROM gone"
+        )
+    return event_id
+
+
+def test_only_who_has_the_link_sees_the_page(serve, environment):
+    page = serve()
+    for path in ("/", "/events", "/live", "/static/page.js", "/nothing"):
+        found = page.ask(path)
+        assert (found.status, "open the link" in found.text) == (403, True), path
+    assert page.ask("/?token=wrong").status == 403
+    assert page.ask("/", headers={"Cookie": "outbox_page=" + "0" * 64}).status == 403
+    assert page.ask("/", headers={"Cookie": "outbox_page=ü"}).status == 403
+    page.sign_in()
+    found = page.ask("/")
+    assert found.status == 200
+    cookie = page.ask("/?" + page.link.partition("?")[2]).headers
+    assert cookie["location"] == "/"
+    assert all(part in cookie["set-cookie"] for part in ("HttpOnly", "SameSite=strict"))
+    headers = found.headers
+    policy = headers["content-security-policy"]
+    assert "default-src 'none'" in policy
+    assert "unsafe" not in policy
+    assert "frame-ancestors 'none'" in policy
+    assert (headers["x-content-type-options"], headers["cache-control"]) == ("nosniff", "no-store")
+    assert headers["x-frame-options"] == "DENY"
+    assert "server" not in headers
+    # No script, style or handler of its own in a view.
+    assert "<script>" not in found.text
+    assert "style=" not in found.text
+    assert " onclick" not in found.text
+    # A refusal has the headers too.
+    assert page.ask("/", headers={"Cookie": ""}).headers["x-frame-options"] == "DENY"
+    # What is behind a double slash is no other site.
+    token = page.link.partition("?")[2]
+    assert page.ask(f"//evil.example/?{token}").headers["location"] == "/"
+
+
+def test_only_the_hosts_that_it_is_known_by_are_answered(serve):
+    page = serve().sign_in()
+    port = page.address.rpartition(":")[2]
+    for host in (f"127.0.0.1:{port}", f"localhost:{port}", f"LOCALHOST:{port}", f"[::1]:{port}"):
+        assert page.ask("/events", headers={"Host": host}).status == 200, host
+    # A site whose name was made to lead here.
+    for host in (f"evil.example:{port}", "127.0.0.1", f"localhost:{port}.evil.example", f"127.0.0.1:{port}@evil", ""):
+        assert page.ask("/events", headers={"Host": host}).status in {400, 421}, host
+
+
+def test_an_action_needs_our_form_from_our_site(serve, environment):
+    page = serve().sign_in()
+    event_id = failure(environment)
+    path, fields = "/dead-letters/relay/retry", {"event_id": event_id, "form_token": page.form_token()}
+
+    def refused(answer: Answer, text: str) -> None:
+        assert (answer.status, text in answer.text) == (403, True), answer
+        assert audit(environment) == []
+
+    ours = f"http://{page.address}"
+    refused(page.ask(path, fields, {"Origin": "http://evil.example"}), "another site")
+    refused(page.ask(path, fields, {"Origin": "null"}), "another site")
+    refused(page.ask(path, fields, {"Origin": ""}), "another site")
+    refused(page.ask(path, fields, {"Origin": ours.replace("http", "https")}), "another site")
+    refused(page.ask(path, fields, {"Origin": ours, "Sec-Fetch-Site": "cross-site"}), "another site")
+    refused(page.ask(path, fields | {"form_token": "0" * 64}), "expired")
+    refused(page.ask(path, {"event_id": event_id}), "expired")
+    refused(page.ask(path, fields | {"form_token": "ü"}), "expired")
+    refused(page.ask(path, body=json.dumps(fields).encode(), headers={"Origin": ours}), "expired")
+    # In the address it is none of the form.
+    assert page.ask(f"{path}?form_token={page.form_token()}", {"event_id": event_id}).status == 403
+    # A link can't act, and only GET and POST are known.
+    assert page.ask(path).status in {400, 404, 405}
+    assert page.ask(path, method="DELETE").status == 405
+    assert page.ask(path, fields | {"x": "y" * 300_000}).status == 413
+    assert audit(environment) == []
+    found = page.ask(path, fields)
+    assert found.status == 303
+    assert "1 events will be tried again" in page.ask(found.headers["location"]).text
+    (first, second) = audit(environment)
+    assert (first[0], first[2]["user"], first[2]["which"]) == ("page: retry dead letters", "local", event_id)
+    assert (second[0], second[2]) == ("retry", {"event_ids": [event_id]})
+    assert first[1] == second[1]
+
+
+def test_users_have_names_passwords_and_roles(serve, environment):
+    page = serve(users=users() | {"bob": {"password_hash": hash_password("b")}})
+    found = page.ask("/")
+    assert (found.status, "token" in page.link) == (401, False)
+    assert found.headers["www-authenticate"].startswith("Basic ")
+    for wrong in (
+        basic("ann", "wrong"),
+        basic("ann", ""),
+        basic("nobody", PASSWORD),
+        basic("bob", PASSWORD),
+        {"Authorization": "Basic ///"},
+        {"Authorization": "Basic " + base64.b64encode(b"\xff\xfe").decode()},
+        {"Authorization": "Bearer " + PASSWORD.encode().hex()},
+        {"Cookie": "outbox_page=" + "0" * 64},
+    ):
+        assert page.ask("/", headers=wrong).status == 401, wrong
+    ann, bob = basic("ann", PASSWORD), basic("bob", "b")
+    assert "ann · admin" in page.ask("/", headers=ann).text
+    assert "bob · read-only" in page.ask("/", headers=bob).text
+    event_id = failure(environment)
+    shown = page.ask(f"/dead-letters/relay/{event_id}", headers=bob)
+    assert "Discard" not in shown.text
+    access = page.server.access
+    tokens = {
+        name: access.form_token(User(name, role)) for name, role in (("ann", Role.ADMIN), ("bob", Role.READ_ONLY))
+    }
+    path = "/dead-letters/relay/retry"
+    fields = {"event_id": event_id}
+    assert "role admin" in page.ask(path, fields | {"form_token": tokens["bob"]}, bob).text
+    # A form of one user is none of another's.
+    assert page.ask(path, fields | {"form_token": tokens["bob"]}, ann).status == 403
+    assert audit(environment) == []
+    assert page.ask(path, fields | {"form_token": tokens["ann"], "user": "bob", "who": "bob"}, ann).status == 303
+    assert [row[2].get("user") for row in audit(environment)] == ["ann", None]
+
+
+def test_read_only_for_everybody(serve, environment):
+    page = serve(read_only=True).sign_in()
+    event_id = failure(environment)
+    assert "local · read-only" in page.ask("/").text
+    fields = {"event_id": event_id, "form_token": page.form_token()}
+    assert page.ask("/dead-letters/relay/retry", fields).status == 403
+    assert audit(environment) == []
+
+
+def test_payloads_are_hidden_unless_somebody_wants_them(serve, environment):
+    event_id = failure(environment)
+    hidden, shown = serve(payloads="hidden").sign_in(), serve().sign_in()
+    paths = [f"/events/{event_id}", f"/dead-letters/relay/{event_id}", "/dead-letters", "/dead-letters/relay", "/audit"]
+    for path in paths:
+        assert SECRET not in hidden.ask(path).text, path
+    for path in paths[:2]:
+        assert shown.ask(path).text.count(SECRET) == 2, path
+    # The audit keeps what was discarded, with its contents.
+    fields = {"event_id": event_id, "reason": "gone", "confirmed": "yes"}
+    assert "1 events were discarded" in hidden.act("/dead-letters/relay/discard", **fields).text
+    assert SECRET not in hidden.ask("/audit").text
+    assert event_id in hidden.ask("/audit").text
+    assert SECRET in shown.ask("/audit").text
+
+
+def test_what_an_address_needs(environment, tmp_path):
+    hashed = hash_password("p")
+    one = {"ann": {"password_hash": hashed}}
+    pem = {"tls_certificate": "c.pem", "tls_key": "k.pem"}
+    for web, problem in (
+        ({"address": "0.0.0.0:8722"}, "must be a loopback address unless"),
+        ({"address": "192.0.2.1:8722", "users": one}, "must be a loopback address unless"),
+        ({"address": "10.0.0.1:1", **pem}, "must be a loopback address unless"),
+        ({"origin": "https://outbox.example.com"}, "needs web.users"),
+        ({"origin": "http://outbox.example.com", "users": one}, "must be https"),
+        ({"tls_certificate": "c.pem"}, "needs tls_key too"),
+        ({"address": "localhost"}, "must be host:port"),
+        ({"users": {"ann": {"password_hash": "x", "role": "root"}}}, "read-only or admin"),
+    ):
+        with pytest.raises(ConfigurationError, match=problem):
+            load(web=web)
+    for web, problem in (
+        ({"users": {"ann": {"password_hash": "plain text"}}}, "--hash-password"),
+        ({"users": one, **pem}, "TLS_CERTIFICATE"),
+        ({"users": one, **pem, "address": "nowhere.invalid:1"}, "OUTBOX_WEB__ADDRESS=nowhere.invalid:1"),
+        ({"address": "0.0.0.0:0", "users": one, **pem}, "OUTBOX_WEB__ORIGIN"),
+    ):
+        with pytest.raises(ConfigurationError, match=problem):
+            PageRun(**web)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        with pytest.raises(ConfigurationError, match=r"OUTBOX_WEB__ADDRESS=127\.0\.0\.1:.*in use"):
+            PageRun(address=f"127.0.0.1:{taken.getsockname()[1]}")
+
+
+def test_over_tls_with_a_name_of_a_proxy(serve, environment, tmp_path):
+    certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
+    subprocess.run(
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
+            *("-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)),
+        ],
+        check=True,
+        capture_output=True,
+    )
+    page = serve(users=users(), tls_certificate=str(certificate), tls_key=str(key), origin="https://outbox.example.com")
+    assert page.link == "https://outbox.example.com/"
+    port = page.port
+    context = ssl.create_default_context(cafile=str(certificate))
+    asked = urllib.request.Request(f"https://localhost:{port}/", headers=basic("ann", PASSWORD))
+    with urllib.request.urlopen(asked, context=context, timeout=30) as answer:
+        assert answer.headers["strict-transport-security"].startswith("max-age=")
+    asked.add_header("Host", "outbox.example.com")
+    with urllib.request.urlopen(asked, context=context, timeout=30) as answer:
+        assert answer.status == 200
+
+
+class Host:
+    """Another application that has mounted the page."""
+
+    def __init__(self, app: Starlette, page: Starlette) -> None:
+        self.page = page
+        self.server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, access_log=False))
+        self.thread = threading.Thread(target=self.server.run)
+
+    def __enter__(self) -> Self:
+        self.thread.start()
+        wait_until(lambda: self.server.started, what="the host to answer")
+        self.port = self.server.servers[0].sockets[0].getsockname()[1]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.page.state.page.close()
+        self.server.should_exit = True
+        self.thread.join(30)
+
+
+def test_mounted_in_an_application_that_knows_its_users(environment, serve):
+    def authenticate(request: Request) -> User | None:
+        name = request.headers.get("x-user")
+        return None if name is None else User(name, Role.ADMIN if name == "root" else Role.READ_ONLY)
+
+    mounted = create_page(Access(authenticate=authenticate), load(database_url=environment))
+    with Host(Starlette(routes=[Mount("/ops", mounted)]), mounted) as host:
+        page = serve()
+        page.address, page.port = f"127.0.0.1:{host.port}", host.port
+        assert page.ask("/ops/").status == 403
+        found = page.ask("/ops/", headers={"X-User": "eve"})
+        assert (found.status, "eve · read-only" in found.text) == (200, True)
+        assert 'href="/ops/static/page.css"' in found.text
+        assert 'data-base="/ops"' in found.text
+        for path in ("/topics", "/events", "/dead-letters", "/relays", "/wal", "/consumers", "/system", "/audit"):
+            assert page.ask(f"/ops{path}", headers={"X-User": "eve"}).status == 200, path
+        assert page.ask("/ops/static/page.js", headers={"X-User": "eve"}).status == 200
+        event_id = failure(environment)
+        token = page.ask(f"/ops/dead-letters/relay/{event_id}", headers={"X-User": "root"}).form_token
+        fields = {"event_id": event_id, "form_token": token}
+        found = page.ask("/ops/dead-letters/relay/retry", fields, {"X-User": "root"})
+        assert (found.status, found.headers["location"].partition("?")[0]) == (303, "/ops/dead-letters")
+        assert audit(environment)[0][2]["user"] == "root"
+
+
+def test_the_application_of_the_docs(environment, serve):
+    (block,) = [block for block in blocks("python") if block.page == "docs/operations/page.md"]
+    names: dict[str, Any] = {}
+    exec(compile(block.text, block.page, "exec"), names)
+    with Host(names["app"], names["page"]) as host:
+        page = serve()
+        page.address, page.port = f"127.0.0.1:{host.port}", host.port
+        assert page.ask("/outbox/").status == 403
+        assert "ann · read-only" in page.ask("/outbox/", headers={"X-Forwarded-User": "ann"}).text
+
+
+def test_new_figures_are_announced_and_end_with_the_page(serve, environment):
+    page = serve().sign_in()
+    asked = urllib.request.Request(f"http://{page.address}/live", headers={"Cookie": page.cookie})
+    with urllib.request.urlopen(asked, timeout=30) as answer:
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        numbers = []
+        while len(numbers) < 3:
+            line = answer.readline().decode().strip()
+            if line.startswith("id: "):
+                numbers.append(int(line[4:]))
+        assert numbers == sorted(set(numbers))
+        page.server.stop()
+        assert answer.read() is not None
+
+
+def test_postgres_is_away_for_a_while(private_postgres, serve, monkeypatch):
+    """A view says so instead of showing old figures as new ones, and is back by itself."""
+    from outbox._app.migrate import upgrade
+
+    server = private_postgres()
+    monkeypatch.setenv("OUTBOX_DATABASE_URL", server.url())
+    upgrade(server.url())
+    page = serve().sign_in()
+    assert "no relay is running" in page.ask("/").text
+    server.kill()
+    wait_until(lambda: "the outbox can&#39;t be seen" in page.ask("/").text, what="the page to notice")
+    found = page.ask("/events")
+    assert (found.status, "That did not work" in found.text) == (503, True)
+    server.start()
+    wait_until(lambda: "can&#39;t be seen" not in page.ask("/").text, what="the page to be back")
+    assert page.ask("/events").status == 200
+
+
+HOSTILE = ("%00", "\0", "../../etc/passwd", "9" * 30, "-1", "1e9", "2026-13-45", "{{7*7}}", "' OR 1=1 --", "\u202ex")
+TEXT = st.text(max_size=40) | st.sampled_from(HOSTILE)
+VIEWS = (
+    "/",
+    "/topics",
+    "/events",
+    "/dead-letters",
+    "/dead-letters/relay",
+    "/dead-letters/consumer",
+    "/audit",
+    "/live/x",
+)
+PARTS = ("/events/", "/dead-letters/relay/", "/dead-letters/consumer/", "/consumers/groups/", "/static/")
+NAMES = ("q", "type", "state", "id", "at", "days", "kind", "lane", "after", "before", "side", "note", "cause", "group")
+FIELDS = ("event_id", "number", "kind", "type", "state", "reason", "confirmed", "group", "name", "message_id", "cause")
+ACTIONS = (
+    *(f"dead-letters/{side}/{what}" for side in ("relay", "consumer") for what in ("retry", "discard")),
+    *("consumers/calls/retry", "consumers/calls/cancel", "demo"),
+)
+
+
+def test_no_address_breaks_it(serve):
+    page = serve().sign_in()
+
+    @settings(max_examples=250, suppress_health_check=list(HealthCheck))
+    @given(st.sampled_from([*VIEWS, *PARTS]), TEXT, st.dictionaries(st.sampled_from(NAMES), TEXT, max_size=4))
+    def look(path: str, text: str, query: dict[str, str]) -> None:
+        address = path + quote(text, safe="") if path in PARTS else path
+        asked = "&".join(f"{name}={quote(value, safe='')}" for name, value in query.items())
+        found = page.ask(f"{address}?{asked}")
+        # 503 is Postgres' or Kafka's, and both are there.
+        assert found.status in {200, 303, 400, 403, 404}, (address, asked, found.text)
+        assert "49" not in found.text or "{{7*7}}" not in found.text
+
+    look()
+
+
+def test_no_form_breaks_it(serve, environment):
+    page = serve().sign_in()
+    token = page.form_token()
+
+    @settings(max_examples=200, suppress_health_check=list(HealthCheck))
+    @given(st.sampled_from(ACTIONS), st.dictionaries(st.sampled_from(FIELDS), TEXT, max_size=5))
+    def act(action: str, fields: dict[str, str]) -> None:
+        encoded = {name: value.encode("utf-8", "surrogatepass") for name, value in fields.items()}
+        found = page.ask(f"/{action}", encoded | {"form_token": token})
+        assert found.status in {200, 303, 400, 404}, (action, fields, found.text)
+
+    act()
+
+
+def test_the_command_serves_until_it_is_told_to_end(environment):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "relay.cli", "web", "--address", "127.0.0.1:0"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONUNBUFFERED": "1"},
+    )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        link = line.removeprefix("the page is at ").strip()
+        assert "?token=" in link
+        # A live connection does not keep it from ending.
+        opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+        with opener.open(link, timeout=60) as answer:
+            assert "Overview" in answer.read().decode()
+        address = link.partition("/?")[0]
+        with opener.open(f"{address}/live", timeout=60) as live:
+            live.readline()
+            began = time.monotonic()
+            process.send_signal(signal.SIGTERM)
+            _, err = process.communicate(timeout=60)
+        assert time.monotonic() - began < 30
+        assert "Traceback" not in err, err
+        # Whoever reads the log has no key to the page.
+        assert link.partition("token=")[2] not in err
+    finally:
+        process.kill()
+        process.communicate()
+    assert process.returncode in {0, -signal.SIGTERM}

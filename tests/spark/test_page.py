@@ -1,0 +1,280 @@
+"""The operations page in a real browser, over what a real relay and a real consumer have done.
+
+With TEST_SCREENSHOTS=FOLDER the views are written there as pictures: `make screenshots`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import secrets
+from pathlib import Path
+from typing import Any
+
+import psycopg
+import pytest
+from axe_playwright_python.sync_playwright import Axe
+from page_support import PageRun, browser
+from support import drained, wait_until
+
+from outbox import Event, Outbox
+
+pytestmark = pytest.mark.spark
+
+KIND = "Order"
+DESKTOP = {"width": 1280, "height": 860}
+PHONE = {"width": 390, "height": 844}
+LARGE = 3
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with browser() as started:
+        yield started
+
+
+class Seen:
+    """The page in a browser's tab: every view that is opened is checked, and the console has to stay empty."""
+
+    def __init__(self, chromium: Any, page: PageRun, **options: Any) -> None:
+        self.page = page
+        self._context = chromium.new_context(**options)
+        self.tab = self._context.new_page()
+        self.said: list[str] = []
+        self.tab.on("console", lambda message: self.said.append(message.text))
+        self.tab.on("pageerror", lambda error: self.said.append(str(error)))
+        self.tab.goto(page.link)
+        # The token is not in the address any more.
+        assert self.tab.url == f"http://{page.address}/"
+
+    def open(self, path: str, status: int = 200) -> Any:
+        answer = self.tab.goto(f"http://{self.page.address}{path}")
+        assert answer.status == status, path
+        self.check()
+        return self.tab
+
+    def check(self) -> None:
+        """Check what is shown by axe, and that nothing is wider than the screen but what scrolls by itself."""
+        found = Axe().run(self.tab).response["violations"]
+        assert not found, [(one["id"], [node["html"] for node in one["nodes"]]) for one in found]
+        width = self.tab.evaluate("document.documentElement.scrollWidth")
+        assert width <= self.tab.viewport_size["width"], self.tab.url
+
+    def text(self, selector: str = "main") -> str:
+        return str(self.tab.inner_text(selector))
+
+    def picture(self, name: str) -> None:
+        if folder := os.environ.get("TEST_SCREENSHOTS"):
+            self.tab.screenshot(path=str(Path(folder, f"{name}.png")))
+
+    def close(self) -> None:
+        self._context.close()
+        assert self.said == []
+
+
+class Shop:
+    """Writes orders, good ones and bad ones, into bench's outbox."""
+
+    def __init__(self, bench: Any) -> None:
+        self.url = bench.database.url
+        self.small = bench.topics.create_topic(bench.topics.name("small"), 1, {"max.message.bytes": "2000"})
+        self.routes = json.dumps({KIND: {"topic": bench.topic}, "Photo": {"topic": self.small}})
+        self._number = 0
+
+    def orders(self, count: int) -> list[str]:
+        events = []
+        for _ in range(count):
+            self._number += 1
+            payload = {"order_id": f"o{self._number % 7}", "seq": self._number, "customer": "c", "amount_cents": 5}
+            events.append(Event(KIND, f"o{self._number % 7}", "order.placed", payload | {"status": "new"}))
+        return self._write(events)
+
+    def undecodable(self) -> str:
+        return self._write([Event(KIND, "o1", "order.placed", {"order_id": 17, "note": "<b>bold</b> [red]\x07"})])[0]
+
+    def too_large(self) -> list[str]:
+        photo = {"pixels": secrets.token_hex(3_000)}
+        return self._write([Event("Photo", f"p{n}", "photo.taken", photo) for n in range(LARGE)])
+
+    def _write(self, events: list[Event]) -> list[str]:
+        with psycopg.connect(self.url) as connection:
+            return [str(one) for one in Outbox().add_many(connection, events)]
+
+
+@pytest.fixture
+def shop(bench, monkeypatch):
+    made = Shop(bench)
+    monkeypatch.setenv("OUTBOX_DATABASE_URL", made.url)
+    monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", bench.topics.bootstrap_servers)
+    monkeypatch.setenv("OUTBOX_ROUTES", made.routes)
+    return made
+
+
+@pytest.fixture
+def page(shop):
+    served = PageRun()
+    yield served
+    served.close()
+
+
+def failed(url: str) -> int:
+    with psycopg.connect(url) as connection:
+        return int(connection.execute("SELECT count(*) FROM outbox.dead_letters").fetchall()[0][0])
+
+
+def test_every_view_shows_what_there_is(bench, shop, page, chromium, outbox_relay):
+    ids = shop.orders(300)
+    bad, photos = shop.undecodable(), shop.too_large()
+    outbox_relay(routes=shop.routes, relay__archive_days=3, failures__max_attempts=1)
+    wait_until(lambda: failed(shop.url) == LARGE, what="the photos to fail")
+    drained(shop.url)
+    totals = bench.once()
+    assert (totals.applied, totals.dead) == (300, 1)
+    seen = Seen(chromium, page, viewport=DESKTOP)
+    tab = seen.tab
+    # Overview, and that it moves by itself.
+    tab.get_by_text("2 things need attention").wait_for()
+    seen.check()
+    shop.orders(20)
+    drained(shop.url)
+    assert bench.once().applied == 20
+    applied = tab.locator("table").nth(1).locator("tbody td").nth(2)
+    applied.get_by_text("320", exact=True).wait_for()
+    assert tab.locator("polyline").count() >= 4
+    tab.get_by_text("written to applied").first.wait_for()
+    seen.picture("overview")
+    for label in ("Topics", "Events", "Dead letters", "Relays", "WAL", "Consumers", "System", "Audit", "Overview"):
+        tab.get_by_role("link", name=label, exact=True).click()
+        tab.get_by_role("heading", level=1, name=label).wait_for()
+        assert tab.locator("header nav [aria-current]").inner_text() == label
+        seen.check()
+    assert bench.topic in seen.open("/topics").inner_text("table")
+    assert re.search(rf"{shop.small}\s+Photo\s+0", seen.text("table"))
+    # Events: pages, one key, one event.
+    rows = seen.open("/events?state=published").locator("tbody tr")
+    assert rows.count() == 50
+    newest = rows.first.inner_text()
+    tab.get_by_role("link", name="Older events").click()
+    assert rows.count() == 50
+    assert rows.first.inner_text() != newest
+    seen.open("/events?state=dead&type=Photo")
+    assert rows.count() == LARGE
+    tab.get_by_label("Event id").fill(f"{KIND}/o3")
+    tab.get_by_role("button", name="Find").click()
+    assert rows.count() > 40
+    tab.get_by_label("Event id").fill(ids[0])
+    tab.keyboard.press("Enter")
+    tab.get_by_text("group order-totals: applied").wait_for()
+    assert "published" in seen.text(".trace")
+    assert '"order_id": "o1"' in seen.text("pre")
+    seen.check()
+    seen.picture("event")
+    seen.open(f"/events/{bad}")
+    assert "field order_id: is not a text" in seen.text(".trace")
+    # What others have written is text, and control characters are shown.
+    assert r"<b>bold</b> [red]\x07" in seen.text("pre").replace(r"\u0007", r"\x07")
+    # Dead letters of both sides.
+    text = seen.open("/dead-letters").inner_text("main")
+    assert "the broker takes no message of this size" in text
+    assert "undecodable" in text
+    seen.picture("dead-letters")
+    seen.open(f"/dead-letters/relay/{photos[0]}")
+    assert "0 later events of its key" in seen.text(".pairs")
+    tab.goto(f"http://{page.address}/dead-letters")
+    tab.get_by_role("link", name="field order_id: is not a text").click()
+    tab.get_by_role("link", name="1", exact=True).click()
+    assert "order-totals" in seen.text(".pairs")
+    assert bad in seen.text("table")
+    seen.check()
+    # Consumers, system, audit.
+    seen.open("/consumers")
+    tab.get_by_role("link", name="order-totals").click()
+    assert f"{bench.topic}-0" in seen.text("table")
+    seen.check()
+    text = seen.open("/system").inner_text("main")
+    assert "published" in text
+    assert "processed_messages" in text
+    assert "OUTBOX_KAFKA" in text
+    assert psycopg.conninfo.conninfo_to_dict(shop.url).get("password", "no password") not in text
+    seen.open("/wal")
+    assert "no replication slot" in seen.text()
+    seen.open("/audit?side=consumer")
+    seen.close()
+
+
+def test_in_the_dark_and_on_a_phone(bench, shop, page, chromium, outbox_relay):
+    shop.orders(30)
+    shop.undecodable()
+    shop.too_large()
+    outbox_relay(routes=shop.routes, failures__max_attempts=1)
+    wait_until(lambda: failed(shop.url) == LARGE, what="the photos to fail")
+    drained(shop.url)
+    bench.once()
+    seen = Seen(chromium, page, viewport=PHONE, color_scheme="dark", has_touch=True)
+    seen.tab.get_by_text("things need attention").wait_for()
+    dark = seen.tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    seen.check()
+    seen.picture("phone")
+    for path in ("/topics", "/events", "/dead-letters", "/dead-letters/consumer/1", "/relays", "/consumers", "/system"):
+        seen.open(path)
+    seen.tab.emulate_media(color_scheme="light")
+    assert seen.tab.evaluate("getComputedStyle(document.body).backgroundColor") != dark
+    seen.close()
+
+
+def test_an_operator_retries_and_discards_with_the_keyboard_alone(bench, shop, page, chromium, outbox_relay):
+    photos = shop.too_large()
+    shop.undecodable()
+    outbox_relay(routes=shop.routes, failures__max_attempts=1)
+    wait_until(lambda: failed(shop.url) == LARGE, what="the photos to fail")
+    drained(shop.url)
+    bench.once()
+    seen = Seen(chromium, page, viewport=DESKTOP)
+    tab = seen.tab
+    keys = tab.keyboard
+    # The first stop leads past the navigation.
+    keys.press("Tab")
+    assert tab.evaluate("document.activeElement.textContent") == "Skip to the content"
+    keys.press("Enter")
+    assert tab.evaluate("document.activeElement.id") == "content"
+    # One event is tried again: it fails once more, as the topic still takes no such message.
+    seen.open(f"/dead-letters/relay/{photos[0]}")
+    tab.get_by_role("button", name="Retry").focus()
+    keys.press("Enter")
+    tab.get_by_text("1 events will be tried again").wait_for()
+    wait_until(lambda: failed(shop.url) == LARGE, what="the photo to fail again")
+    # All of a group are discarded: first what that would do, with the reason, and nothing is changed.
+    tab.goto(f"http://{page.address}/dead-letters")
+    tab.get_by_role("link", name="the broker takes no message of this size").focus()
+    keys.press("Enter")
+    tab.get_by_label("Reason").focus()
+    keys.type("photos go elsewhere")
+    keys.press("Enter")
+    tab.get_by_text(f"{LARGE} dead letters would be discarded for good").wait_for()
+    seen.check()
+    assert failed(shop.url) == LARGE
+    tab.get_by_role("button", name="Discard").focus()
+    keys.press("Enter")
+    tab.get_by_text(f"{LARGE} events were discarded").wait_for()
+    assert failed(shop.url) == 0
+    # The consumers' side.
+    tab.get_by_role("link", name="field order_id: is not a text").click()
+    tab.get_by_role("button", name="Retry all of these").click()
+    tab.get_by_text("1 messages would be retried").wait_for()
+    tab.get_by_role("button", name="Retry").click()
+    tab.get_by_text("1 messages will be tried again in their groups' next round").wait_for()
+    bench.once()
+    seen.open("/dead-letters/consumer/1")
+    assert re.search(r"Attempts\s+2", seen.text(".pairs"))
+    tab.get_by_label("Reason").fill("seen to by hand")
+    tab.get_by_role("button", name="Discard").click()
+    tab.get_by_role("button", name="Discard").click()
+    tab.get_by_text("1 messages were discarded").wait_for()
+    # The audit has who, what and why; "who" is not the browser's to choose.
+    text = seen.open("/audit").inner_text("table")
+    for line in ("page: discard dead letters", "photos go elsewhere", "page: retry dead letters", "local"):
+        assert line in text
+    assert "page: discard messages" in text
+    assert "discard dead letter" in seen.open("/audit?side=consumer").inner_text("table")
+    seen.close()

@@ -1,0 +1,117 @@
+"""The operations page, served by real HTTP from a thread, and a real browser that opens it."""
+
+from __future__ import annotations
+
+import http.client
+import re
+import shutil
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Self
+from urllib.parse import urlencode, urlsplit
+
+from relay.config import Role, load
+from relay.page.security import User
+from relay.page.server import PageServer
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the page answered."""
+
+    status: int
+    headers: Mapping[str, str]
+    text: str
+
+    @property
+    def form_token(self) -> str:
+        """Return the token of the first form in it."""
+        found = re.search(r'name="form_token" value="([0-9a-f]+)"', self.text)
+        assert found is not None, self.text
+        return found[1]
+
+
+class PageRun:
+    """A page that is served until ``close``. Its settings are those of the environment, and ``web``."""
+
+    def __init__(self, sink_url: str | None = None, controls: Any = None, **web: Any) -> None:
+        settings = load(web={"address": "127.0.0.1:0", "refresh_seconds": 0.3, "payloads": "shown"} | web)
+        self.server = PageServer(settings, sink_url, controls)
+        self.link = self.server.link
+        self.port = self.server.port
+        self.address = f"127.0.0.1:{self.port}"
+        ready = threading.Event()
+        self._thread = threading.Thread(target=self.server.run, args=(ready.set,))
+        self._thread.start()
+        self.cookie: str | None = None
+        assert ready.wait(30)
+
+    def ask(
+        self,
+        path: str,
+        fields: Mapping[str, Any] | None = None,
+        headers: Mapping[str, str] | None = None,
+        method: str | None = None,
+        body: bytes | None = None,
+    ) -> Answer:
+        """Send one request, with the cookie once there is one. ``fields``: a form, from our own origin."""
+        sent = {"Host": self.address}
+        if self.cookie is not None:
+            sent["Cookie"] = self.cookie
+        if fields is not None:
+            body = urlencode(fields, doseq=True).encode()
+            sent |= {"Content-Type": "application/x-www-form-urlencoded", "Origin": f"http://{self.address}"}
+        sent |= headers or {}
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        try:
+            connection.putrequest(method or ("GET" if body is None else "POST"), path, skip_host=True)
+            for name, value in sent.items():
+                if value:
+                    connection.putheader(name, value)
+            if body is not None:
+                connection.putheader("Content-Length", str(len(body)))
+            connection.endheaders(body)
+            answer = connection.getresponse()
+            return Answer(answer.status, dict(answer.getheaders()), answer.read().decode())
+        finally:
+            connection.close()
+
+    def sign_in(self) -> Self:
+        """Exchange the link's token for the cookie."""
+        found = self.ask("/?" + urlsplit(self.link).query)
+        assert found.status == 303, found
+        self.cookie = found.headers["set-cookie"].partition(";")[0]
+        return self
+
+    def act(self, path: str, **fields: Any) -> Answer:
+        """Send a form with its token, and follow to the page that says what was done."""
+        found = self.ask(path, {"form_token": self.form_token(), **fields})
+        return self.ask(found.headers["location"]) if found.status == 303 else found
+
+    def form_token(self) -> str:
+        """Return the token of the forms of whoever has the link."""
+        return self.server.access.form_token(User("local", Role.ADMIN))
+
+    def close(self) -> None:
+        """Stop serving."""
+        self.server.stop()
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+
+
+@contextmanager
+def browser() -> Iterator[Any]:
+    """Start Debian's chromium, driven by playwright."""
+    from playwright.sync_api import sync_playwright
+
+    program = shutil.which("chromium")
+    assert program is not None, "chromium is missing: apt-get install chromium"
+    with sync_playwright() as driver:
+        # As root, chromium has no sandbox of its own; it opens only our page.
+        started = driver.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        try:
+            yield started
+        finally:
+            started.close()
