@@ -1,25 +1,108 @@
-"""The writer's W3C trace context, if this process uses OpenTelemetry."""
+"""The writer's span and W3C trace context, if this process uses OpenTelemetry; and the names of all spans' attributes.
+
+The names are those of OpenTelemetry's semantic conventions for messaging, which may still change, and below
+``outbox.`` those of our own. No span has a payload, a key or the text of an error, which may quote either.
+"""
 
 from __future__ import annotations
 
+import functools
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Final
 
-from outbox.event import TRACEPARENT
+from outbox.event import TRACEPARENT, Event
+
+if TYPE_CHECKING:
+    from opentelemetry.trace import Span, Tracer, TracerProvider
+
+SYSTEM: Final = "messaging.system"
+OPERATION_TYPE: Final = "messaging.operation.type"
+OPERATION_NAME: Final = "messaging.operation.name"
+MESSAGE_ID: Final = "messaging.message.id"
+MESSAGE_COUNT: Final = "messaging.batch.message_count"
+DESTINATION: Final = "messaging.destination.name"
+CONSUMER_GROUP: Final = "messaging.consumer.group.name"
+ERROR_TYPE: Final = "error.type"
+AGGREGATE_TYPE: Final = "outbox.aggregate.type"
+EVENT_TYPE: Final = "outbox.event.type"
+TRANSPORT: Final = "outbox.transport"
+
+KAFKA: Final = "kafka"
+_SCOPE: Final = "outbox"
 
 
-def current() -> dict[str, str]:
-    """Return ``traceparent`` and ``tracestate`` of the active span; empty without one.
+@functools.lru_cache(maxsize=1)
+def tracer(provider: TracerProvider) -> Tracer:
+    """Return a provider's tracer for our spans."""
+    return provider.get_tracer(_SCOPE)
 
-    OpenTelemetry is never imported here: where it has not been imported, no span can be active.
+
+def fail(span: Span, error: BaseException) -> None:
+    """Mark a span as failed, with the error's class. Its text may quote a row, and is left out."""
+    from opentelemetry.trace import StatusCode
+
+    kind = type(error)
+    span.set_attribute(
+        ERROR_TYPE, kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    )
+    span.set_status(StatusCode.ERROR)
+
+
+@contextmanager
+def writing(events: Sequence[Event], transport: str) -> Iterator[Mapping[str, str]]:
+    """Yield ``traceparent`` and ``tracestate`` for these events, which are written within the block.
+
+    They are those of a span of this write, or, where no tracer provider is configured, of the active span; empty
+    without one. OpenTelemetry is never imported here: where it has not been imported, no span can be active.
     """
     if "opentelemetry.trace" not in sys.modules:
-        return {}
+        yield {}
+        return
+    from opentelemetry import trace
+
+    provider = trace.get_tracer_provider()
+    if isinstance(provider, trace.ProxyTracerProvider):
+        yield _current()
+        return
+    span = tracer(provider).start_span(
+        "add", kind=trace.SpanKind.PRODUCER, attributes=_attributes(events, transport), record_exception=False
+    )
+    with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
+        try:
+            yield _current()
+        except BaseException as error:
+            fail(span, error)
+            raise
+
+
+def _current() -> dict[str, str]:
     from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
     carrier: dict[str, str] = {}
     TraceContextTextMapPropagator().inject(carrier)
     return carrier
+
+
+def _attributes(events: Sequence[Event], transport: str) -> dict[str, str | int]:
+    found: dict[str, str | int] = {
+        SYSTEM: KAFKA,
+        OPERATION_TYPE: "create",
+        OPERATION_NAME: "add",
+        TRANSPORT: transport,
+    }
+    if len(events) == 1:
+        found[MESSAGE_ID] = str(events[0].event_id)
+    else:
+        found[MESSAGE_COUNT] = len(events)
+    for name, values in (
+        (AGGREGATE_TYPE, {event.aggregate_type for event in events}),
+        (EVENT_TYPE, {event.event_type for event in events}),
+    ):
+        if len(values) == 1:
+            found[name] = str(values.pop())
+    return found
 
 
 def merged(trace: Mapping[str, str], headers: Mapping[str, str]) -> dict[str, str]:

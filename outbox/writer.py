@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 from uuid import UUID
@@ -74,9 +75,18 @@ class _Writer:
         self.emits = transport == "message"
         self._slot = slot
 
-    def prepare(self, events: Sequence[Event], *, lock_key: bool) -> _Batch:
+    def check(self, events: Sequence[Event]) -> None:
+        """Raise EventError for an object that is not an event."""
+        for event in events:
+            if not isinstance(event, Event):
+                raise EventError("event", f"must be an outbox.Event, not {type(event).__name__}")
+
+    def writing(self, events: Sequence[Event]) -> AbstractContextManager[Mapping[str, str]]:
+        """Yield the trace of events that are written within the block."""
+        return _trace.writing(events, "message" if self.emits else "table")
+
+    def prepare(self, events: Sequence[Event], trace: Mapping[str, str], *, lock_key: bool) -> _Batch:
         """Return the events ready to be sent. Raises EventError and its subclasses."""
-        trace = _trace.current()
         if self.emits:
             values: dict[str, Any] = {
                 "prefix": _message.message_prefix(self._schema),
@@ -122,8 +132,6 @@ class _Writer:
 
     def _checked(self, event: Event, trace: Mapping[str, str]) -> tuple[_payload.Encoded, dict[str, str], bytes | None]:
         """Return the payload and headers to be written, and the headers also as JSON, if there are any."""
-        if not isinstance(event, Event):
-            raise EventError("event", f"must be an outbox.Event, not {type(event).__name__}")
         payload = _payload.encode(event)
         headers = _trace.merged(trace, event.headers)
         if payload.content_type is not None:
@@ -212,8 +220,10 @@ class Outbox:
         send = self._sender(target)
         if not events:
             return []
-        batch = self._writer.prepare(events, lock_key=lock_key)
-        send(batch)
+        self._writer.check(events)
+        with self._writer.writing(events) as trace:
+            batch = self._writer.prepare(events, trace, lock_key=lock_key)
+            send(batch)
         return batch.ids
 
     def _sender(self, target: Any) -> Callable[[_Batch], None]:
@@ -272,8 +282,10 @@ class AsyncOutbox:
         send = self._sender(target)
         if not events:
             return []
-        batch = self._writer.prepare(events, lock_key=lock_key)
-        await send(batch)
+        self._writer.check(events)
+        with self._writer.writing(events) as trace:
+            batch = self._writer.prepare(events, trace, lock_key=lock_key)
+            await send(batch)
         return batch.ids
 
     def _sender(self, target: Any) -> Callable[[_Batch], Awaitable[None]]:
