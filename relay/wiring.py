@@ -36,6 +36,7 @@ from relay.ports import IdBusy, Publisher, Source, TakeoverStore
 from relay.retries import Failures
 from relay.settlement import RENEW_PART
 from relay.supervisor import Components, Events, MaintenanceTask, Supervisor
+from relay.tracing import TracedPublisher
 from relay.wal.replication import Replication
 from relay.wal.session import Stream, StreamLimits
 from relay.wal.slot import slot_names
@@ -219,6 +220,10 @@ def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) 
         )
 
     def new_publisher(source: Source) -> Publisher:
+        # A router of its own: the publisher's learns types in its own time.
+        return TracedPublisher(new_untraced(source), build_router(settings))
+
+    def new_untraced(source: Source) -> Publisher:
         store = source.store
         if not exact:
             return idempotent(

@@ -46,7 +46,7 @@ def run(
     """
     import structlog
 
-    from outbox._app import logs
+    from outbox._app import logs, tracing
     from relay import failpoints
     from relay.wiring import build
     from relay.workers import be_worker, run_workers
@@ -60,6 +60,7 @@ def run(
         given = {"DATABASE_URL": database_url, "CREATE_TOPICS": topics, "LOG_FORMAT": log_format}
         more = {f"OUTBOX_{name}": value for name, value in given.items() if value is not None}
         raise typer.Exit(run_workers(workers, os.environ | more))
+    tracing.configure("outbox-relay")
     stop, abandon = threading.Event(), threading.Event()
     if worker is not None:
         be_worker(worker, settings, stop)

@@ -3,20 +3,44 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import sqlalchemy as sa
 from opentelemetry import trace
+from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
-from spans import assert_without, check, context_of, failed, no_provider, spans, traceparent
+from spans import (
+    assert_without,
+    check,
+    context_of,
+    failed,
+    linked,
+    messaging,
+    no_provider,
+    spans,
+    traceparent,
+)
+from support import drained, order, wait_until
+from wal_support import streaming, to_wal, wal
 from writer_targets import TARGETS, event, opened, stored
 
 from outbox import Event, EventTooLarge, Outbox
+from outbox._app import tracing
+from outbox.errors import ConfigurationError
 from outbox.urls import sqlalchemy_url
+from relay.config import load
+from relay.kafka.routing import Router
+from relay.ports import Claim, Completed, Confirm, DatabaseUnavailable, LaneLost, Unconfirmed
+from relay.tracing import TracedPublisher
+from relay.wiring import build
 
-__all__ = ["spans"]
+__all__ = ["order", "spans", "wal"]
 
 # --- the write -------------------------------------------------------------------------------------------------------
 
@@ -136,3 +160,229 @@ print([name for name in sys.modules if name.startswith("opentelemetry")])
     )
     assert (done.stdout, done.stderr) == ("[]\n", "")
     assert [row["headers"] for row in stored(outbox_postgres)] == [None] * 3
+
+
+# --- the relay's turn ------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def relay(database, kafka, **settings) -> Iterator[None]:
+    """A relay in this process, whose spans are those of the test."""
+    nested = {}
+    for name, value in settings.items():
+        section, _, inner = name.partition("__")
+        if inner:
+            nested.setdefault(section, {})[inner] = value
+        else:
+            nested[name] = value
+    given = load(
+        database_url=database.url, kafka={"bootstrap.servers": kafka.bootstrap_servers}, create_topics=True, **nested
+    )
+    stop, abandon = threading.Event(), threading.Event()
+    running = threading.Thread(target=build(given).run, args=(stop, abandon))
+    running.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        running.join(60)
+        assert not running.is_alive()
+
+
+def write(database, kind: str, count: int = 1) -> None:
+    """Each event has a span and a trace of its own; all of them are committed at once."""
+    with database.connect() as connection:
+        for number in range(count):
+            Outbox().add(connection, Event(kind, f"key-{number}", "Placed", {"secret": "1234-5678"}))
+
+
+@pytest.mark.parametrize("how", ["polling", "polling, exactly-once", "wal", "wal, exactly-once"])
+def test_a_turn_is_linked_to_the_writes_of_its_events(outbox_postgres, outbox_kafka, spans, wal, order, how):
+    kind, topic = order
+    source, _, delivery = how.partition(", ")
+    settings = wal | {"source": source, "delivery": delivery or "at-least-once"}
+    if source == "wal":
+        to_wal(outbox_postgres.url, settings)
+    with relay(outbox_postgres, outbox_kafka, **settings):
+        if source == "wal":
+            wait_until(lambda: streaming(outbox_postgres.url), what="the lanes to stream")
+        write(outbox_postgres, kind, 3)
+        drained(outbox_postgres.url)
+    written = [traceparent(context_of(span)) for span in spans.of("create")]
+    assert len(set(written)) == 3
+    turns = spans.of("send")
+    for turn in turns:
+        count = turn.attributes[messaging.MESSAGING_BATCH_MESSAGE_COUNT]
+        check(
+            turn,
+            SpanKind.PRODUCER,
+            "send",
+            MESSAGING_DESTINATION_NAME=topic,
+            MESSAGING_MESSAGE_ID=None,
+            MESSAGING_BATCH_MESSAGE_COUNT=len(turn.links),
+        )
+        assert (turn.parent, turn.status.status_code) == (None, StatusCode.UNSET)
+        assert (1 <= turn.attributes["outbox.lanes"] <= count, turn.attributes["outbox.links.left_out"]) == (True, 0)
+    assert sorted(link for turn in turns for link in linked(turn)) == sorted(written)
+    # The messages name the write, and not the turn.
+    messages = [dict(message.headers()) for message in outbox_kafka.consume(topic)]
+    assert sorted(one["traceparent"].decode() for one in messages) == sorted(written)
+    assert all(one["ce_traceparent"] == one["traceparent"] for one in messages)
+    assert_without(turns, "key-", "1234-5678", "secret")
+
+
+def test_a_turn_has_a_bounded_number_of_links(outbox_postgres, outbox_kafka, spans, order):
+    write(outbox_postgres, order[0], 300)
+    with relay(outbox_postgres, outbox_kafka):
+        drained(outbox_postgres.url)
+    turns = spans.of("send")
+    for turn in turns:
+        count = turn.attributes[messaging.MESSAGING_BATCH_MESSAGE_COUNT]
+        assert len(turn.links) == min(count, 128)
+        assert turn.attributes["outbox.links.left_out"] == count - len(turn.links)
+    # Ahead of the relay there were more than two turns' worth of links.
+    assert max(len(turn.links) for turn in turns) == 128
+    assert sum(turn.attributes["outbox.links.left_out"] for turn in turns) > 0
+    assert {link for turn in turns for link in linked(turn)} <= {
+        traceparent(context_of(span)) for span in spans.of("create")
+    }
+
+
+def test_events_of_one_write_are_one_link_and_what_is_no_trace_is_none(outbox_postgres, outbox_kafka, spans, order):
+    kind, topic = order
+    with outbox_postgres.connect() as connection:
+        Outbox().add_many(connection, [Event(kind, f"k{n}", "T", {}) for n in range(200)])
+        Outbox().add(connection, Event(kind, "odd", "T", {}, headers={"traceparent": "00-not-a-trace"}))
+    with relay(outbox_postgres, outbox_kafka):
+        drained(outbox_postgres.url)
+    turns = spans.of("send")
+    assert sum(turn.attributes[messaging.MESSAGING_BATCH_MESSAGE_COUNT] for turn in turns) == 201
+    assert {link for turn in turns for link in linked(turn)} == {traceparent(context_of(spans.of("create")[0]))}
+    assert all(len(turn.links) == 1 for turn in turns if turn.attributes[messaging.MESSAGING_BATCH_MESSAGE_COUNT] > 1)
+    odd = [message for message in outbox_kafka.consume(topic) if message.key() == b"odd"]
+    assert [dict(message.headers())["traceparent"] for message in odd] == [b"00-not-a-trace"]
+
+
+def test_a_turn_that_fails_is_an_error(outbox_postgres, outbox_kafka, spans):
+    small, secret = outbox_kafka.name("Small"), secrets.token_hex(4000)
+    topic = outbox_kafka.create_topic(f"{small.lower()}-events", 1, {"max.message.bytes": "2000"})
+    with outbox_postgres.connect() as connection:
+        Outbox().add(connection, Event(small, "key-1", "T", {"secret": secret}))
+    with relay(outbox_postgres, outbox_kafka, failures__max_attempts=1):
+        drained(outbox_postgres.url)
+    broken = spans.of("send")[0]
+    failed(broken, "relay.ports.BatchRefused", "key-1", secret)
+    check(broken, SpanKind.PRODUCER, "send", MESSAGING_DESTINATION_NAME=topic, MESSAGING_BATCH_MESSAGE_COUNT=1)
+
+
+def test_a_refused_event_is_counted_and_is_no_error_of_its_turn(outbox_postgres, outbox_kafka, spans, order):
+    write(outbox_postgres, outbox_kafka.name("Unrouted"))
+    with relay(outbox_postgres, outbox_kafka, routes=dict([order]), failures__max_attempts=1):
+        drained(outbox_postgres.url)
+    turn = spans.one("send")
+    check(turn, SpanKind.PRODUCER, "send", MESSAGING_DESTINATION_NAME=None)
+    assert (turn.attributes["outbox.refused"], turn.status.status_code) == (1, StatusCode.UNSET)
+
+
+class OneAnswer:
+    """A publisher that gives one answer, for what a real one gives only in a crash."""
+
+    def __init__(self, answer) -> None:
+        self.answer = answer
+
+    def publish(self, batches, confirm: Confirm | None = None):
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+
+def claim(headers) -> Claim:
+    return Claim(1, "id", "Order", "k", "T", "2026-01-02T03:04:05Z", b"", headers)
+
+
+@pytest.mark.parametrize(
+    ("answer", "kind"),
+    [
+        (Unconfirmed({0: LaneLost("the lane went")}), "relay.ports.LaneLost"),
+        (DatabaseUnavailable("away"), "relay.ports.DatabaseUnavailable"),
+    ],
+)
+def test_a_turn_that_is_not_confirmed_is_an_error(spans, answer, kind):
+    traced = TracedPublisher(OneAnswer(answer), Router())
+    with pytest.raises(DatabaseUnavailable) if isinstance(answer, Exception) else nullcontext():
+        assert traced.publish({0: [claim(None)]}) is answer
+    failed(spans.one("send"), kind, "the lane went", "away")
+
+
+def test_a_turn_of_several_topics_names_none(spans):
+    claims = [claim(None), claim(None)._replace(aggregate_type="Stock"), claim(None)._replace(aggregate_type="ä")]
+    TracedPublisher(OneAnswer(Completed({})), Router()).publish({0: claims})
+    check(spans.one("send"), SpanKind.PRODUCER, "send", MESSAGING_DESTINATION_NAME=None)
+
+
+def test_no_header_is_looked_at_without_a_provider(monkeypatch):
+    class Untouched(dict):
+        def __contains__(self, name):
+            raise AssertionError("a header was looked at")
+
+    with no_provider(monkeypatch):
+        done = Completed({})
+        assert TracedPublisher(OneAnswer(done), Router()).publish({0: [claim(Untouched())]}) is done
+
+
+# --- turning it on ---------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def unconfigured(monkeypatch) -> Iterator[None]:
+    """A process of its own state: nothing is configured, and what is set here is gone afterwards."""
+    with no_provider(monkeypatch), monkeypatch.context() as patched:
+        patched.setattr(trace, "set_tracer_provider", lambda given: patched.setattr(trace, "_TRACER_PROVIDER", given))
+        yield
+
+
+@pytest.mark.parametrize("named", [None, "", "none"])
+def test_nothing_is_configured_unless_an_exporter_is_named(monkeypatch, named):
+    if named is not None:
+        monkeypatch.setenv("OTEL_TRACES_EXPORTER", named)
+    with unconfigured(monkeypatch):
+        tracing.configure("outbox-relay")
+        assert not tracing.configured()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "service"),
+    [
+        ("OTEL_SERVICE_NAME", "mine", "mine"),
+        ("OTEL_RESOURCE_ATTRIBUTES", "service.name=mine", "mine"),
+        ("OTEL_RESOURCE_ATTRIBUTES", "team=shop", "outbox-relay"),
+    ],
+)
+def test_the_sdk_is_configured_by_its_environment(monkeypatch, variable, value, service):
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
+    monkeypatch.setenv(variable, value)
+    with unconfigured(monkeypatch):
+        tracing.configure("outbox-relay")
+        provider = trace.get_tracer_provider()
+        # A second time it is left as it is.
+        tracing.configure("another")
+        assert trace.get_tracer_provider() is provider
+        provider.shutdown()
+    (processor,) = provider._active_span_processor._span_processors
+    assert (type(processor.span_exporter), provider.resource.attributes["service.name"]) == (
+        ConsoleSpanExporter,
+        service,
+    )
+
+
+def test_an_exporter_that_is_not_installed(monkeypatch):
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "carrier-pigeon")
+    with unconfigured(monkeypatch), pytest.raises(ConfigurationError, match="OTEL_TRACES_EXPORTER=carrier-pigeon"):
+        tracing.configure("outbox-relay")
+
+
+def test_without_the_sdk_it_is_named(monkeypatch):
+    monkeypatch.setenv("OTEL_TRACES_EXPORTER", "console")
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
+    with unconfigured(monkeypatch), pytest.raises(ConfigurationError, match="pip install opentelemetry-sdk"):
+        tracing.configure("outbox-relay")

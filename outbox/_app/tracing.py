@@ -1,0 +1,116 @@
+"""What the spans of the relay's turns and of the consumers' rounds have in common, with OpenTelemetry's API alone.
+
+A turn and a round have many events, so the events' contexts are links of the span and not its parents. Nothing is done
+before a tracer provider is configured: by `opentelemetry-instrument`, or by ``configure`` with the SDK's variables.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Final
+
+from opentelemetry import trace
+from opentelemetry.context import Context
+from opentelemetry.trace import Link, Span, SpanKind
+from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
+
+from outbox import _trace
+from outbox.errors import ConfigurationError
+from outbox.event import TRACEPARENT, TRACESTATE
+
+MOST_LINKS: Final = 128
+"""The SDK keeps as many links of a span, and drops the first ones of more."""
+
+EventTrace = tuple[str, str | None]
+"""An event's ``traceparent`` and ``tracestate``."""
+
+LINKS_LEFT_OUT: Final = "outbox.links.left_out"
+LANES: Final = "outbox.lanes"
+REFUSED: Final = "outbox.refused"
+DEAD: Final = "outbox.dead"
+DUPLICATES: Final = "outbox.duplicates"
+PARTITIONS: Final = "outbox.partitions"
+
+_EXPORTERS: Final = "OTEL_TRACES_EXPORTER"
+
+
+def configured() -> bool:
+    """Return whether spans go anywhere."""
+    return not isinstance(trace.get_tracer_provider(), trace.ProxyTracerProvider)
+
+
+@contextmanager
+def batch_span(
+    kind: SpanKind, operation: str, topics: Iterable[str], attributes: Mapping[str, str | int], links: Iterable[Link]
+) -> Iterator[Span]:
+    """Open the span of a turn or a round, and mark it as failed by what the block raises.
+
+    ``operation`` is one of messaging.operation.type. The topic is named if it is only one.
+    """
+    named = set(topics)
+    topic = named.pop() if len(named) == 1 else None
+    found: dict[str, str | int] = {
+        _trace.SYSTEM: _trace.KAFKA,
+        _trace.OPERATION_TYPE: operation,
+        _trace.OPERATION_NAME: operation,
+        **({} if topic is None else {_trace.DESTINATION: topic}),
+        **attributes,
+    }
+    span = _trace.tracer(trace.get_tracer_provider()).start_span(
+        operation if topic is None else f"{operation} {topic}",
+        kind=kind,
+        attributes=found,
+        links=list(links),
+        record_exception=False,
+    )
+    with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
+        try:
+            yield span
+        except BaseException as error:
+            _trace.fail(span, error)
+            raise
+
+
+def links_to(traces: Iterable[EventTrace]) -> list[Link]:
+    """Return links to these contexts, without those that are invalid."""
+    propagator, found = TraceContextTextMapPropagator(), []
+    for parent, state in traces:
+        carrier = {TRACEPARENT: parent, **({} if state is None else {TRACESTATE: state})}
+        # An empty context, because with an invalid header the given one is returned.
+        context = trace.get_current_span(propagator.extract(carrier, Context())).get_span_context()
+        if context.is_valid:
+            found.append(Link(context))
+    return found
+
+
+def configure(service: str) -> None:
+    """Set the SDK up as its environment variables say, if OTEL_TRACES_EXPORTER names exporters and nothing did it yet.
+
+    ``service`` is the name of the service unless OTEL_SERVICE_NAME or OTEL_RESOURCE_ATTRIBUTES give another. Raises
+    ConfigurationError for an exporter that is not installed.
+    """
+    names = [name.strip() for name in os.environ.get(_EXPORTERS, "").split(",") if name.strip()]
+    if not names or names == ["none"] or configured():
+        return
+    from importlib.metadata import entry_points
+
+    try:
+        from opentelemetry.sdk.resources import SERVICE_NAME, OTELResourceDetector, Resource
+        from opentelemetry.sdk.trace import TracerProvider
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise ConfigurationError(
+            f"{_EXPORTERS}: it needs OpenTelemetry's SDK: pip install opentelemetry-sdk"
+        ) from error
+    own = {} if SERVICE_NAME in OTELResourceDetector().detect().attributes else {SERVICE_NAME: service}
+    provider = TracerProvider(resource=Resource.create(own))
+    for name in names:
+        found = entry_points(group="opentelemetry_traces_exporter", name=name)
+        if not found:
+            raise ConfigurationError(
+                f"{_EXPORTERS}={name}: no such exporter is installed; for otlp: pip install opentelemetry-exporter-otlp"
+            )
+        provider.add_span_processor(BatchSpanProcessor(next(iter(found)).load()()))
+    trace.set_tracer_provider(provider)
