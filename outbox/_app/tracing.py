@@ -32,6 +32,7 @@ REFUSED: Final = "outbox.refused"
 DEAD: Final = "outbox.dead"
 DUPLICATES: Final = "outbox.duplicates"
 PARTITIONS: Final = "outbox.partitions"
+RETRY: Final = "outbox.retry"
 
 _EXPORTERS: Final = "OTEL_TRACES_EXPORTER"
 

@@ -50,11 +50,12 @@ def consume(
         raise ConfigurationError("say either --once or --continuous")
     import structlog
 
-    from outbox._app import logs
+    from outbox._app import logs, tracing
     from spark_jobs.cli.consume_view import open_view
 
     settings = load(database_url=database_url, spark_packages=packages)
     logs.configure(settings.log_level, settings.log_format)
+    tracing.configure("outbox-consumer")
     live = once and not as_json and sys.stdout.isatty()
     with open_view(structlog.get_logger("consumer"), live=live) as view:
         figures, topics = _run(settings, job, topic, once, max_records, master, view)

@@ -25,6 +25,7 @@ from spark_jobs.spark import rows as spark
 from spark_jobs.task import partition as task
 from spark_jobs.task.partition import TaskDecoder, TaskPlan
 from spark_jobs.task.reader import RangeReader, ReaderSettings
+from spark_jobs.task.traces import TraceSample
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -139,12 +140,18 @@ class RoundContext:
         self.sinks = sinks
         self.not_here: Mapping[Partition, int] = {}
         """The driver itself reads nothing before these offsets: a message there may have killed an earlier driver."""
+        self.traces: TraceSample | None = None
+        """Where tasks put a sample of the messages' traces, while a round's span is recorded."""
         self._suspects: dict[Partition, int] = {}
         self._slow: dict[Partition, int] = {}
 
-    @functools.cached_property
+    @property
     def task_decoder(self) -> TaskDecoder:
         """Return the decoder with which tasks turn messages into rows."""
+        return self._decoder if self.traces is None else replace(self._decoder, traces=self.traces)
+
+    @functools.cached_property
+    def _decoder(self) -> TaskDecoder:
         return spark.task_decoder(self.job)
 
     def begin(self) -> None:

@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from spark_jobs.driver.partition_attempts import Attempts
 from spark_jobs.driver.round_context import ENDING, Counts, RoundContext, Span, State, Told
+from spark_jobs.driver.round_spans import RoundSpans
 from spark_jobs.errors import (
     BadMessage,
     EffectFailed,
@@ -67,6 +68,7 @@ class Rounds:
         self._job = context.job
         self._store = context.store
         self._most_retried = RETRIED_AT_ONCE
+        self._spans = RoundSpans(context)
 
     def apply(self, span: Span, generation: int) -> Counts:
         """Apply the ranges.
@@ -76,8 +78,9 @@ class Rounds:
         """
         with failures.understood():
             job_groups.show(self._context.session, self._job.group, job_groups.described(span.ranges))
-            return self._applied(span, generation)
+            return self._spans.traced(span.ranges, lambda: self._applied(span, generation))
 
+    @failures.understood()
     def _applied(self, span: Span, generation: int) -> Counts:
         state = State()
         self._context.begin()
@@ -100,8 +103,9 @@ class Rounds:
         """
         with failures.understood():
             job_groups.show(self._context.session, self._job.group, "dead letters that are tried again")
-            return self._retried(generation)
+            return self._spans.traced((), lambda: self._retried(generation))
 
+    @failures.understood()
     def _retried(self, generation: int) -> Counts:
         counts = Counts()
         self._context.sinks.look_again()

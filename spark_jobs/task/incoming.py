@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 import datetime as dt
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Any, Final, Literal, NamedTuple
@@ -81,6 +81,17 @@ class Messages:
             "key": pa.array(self.keys, pa.binary()),
         }
         return pa.RecordBatch.from_pydict(columns)
+
+    def traces(self, most: int) -> list[tuple[str, str | None]]:
+        """Return up to ``most`` distinct traces: of each message that of the last hop, or else that of the writer."""
+        found: dict[tuple[str, str | None], None] = {}
+        for headers in self.headers:
+            trace = _trace_of(_first(headers))
+            if trace is not None:
+                found[trace] = None
+                if len(found) == most:
+                    break
+        return list(found)
 
     def only(self, numbers: Sequence[int]) -> Messages:
         """Return the messages with these numbers, from 0."""
@@ -187,11 +198,7 @@ class _Headers:
     """The headers of messages, by name."""
 
     def __init__(self, headers: Sequence[Headers]) -> None:
-        self._named = [dict(one) for one in headers]
-        for number, (one, named) in enumerate(zip(headers, self._named, strict=True)):
-            if len(one) != len(named):
-                # Of several headers with the same name the first one counts.
-                self._named[number] = dict(reversed(one))
+        self._named = [_first(one) for one in headers]
 
     def first(self, name: str, otherwise: str | None = None) -> pa.Array:
         """Return each message's first header of this name, or of the name ``otherwise`` if that is missing or null."""
@@ -205,13 +212,25 @@ class _Headers:
         """Return the trace of the last hop, or else that of the writer. Invalid values become null."""
         parents, states = [], []
         for named in self._named:
-            parent = _fitting(named.get(TRACEPARENT), TRACEPARENT)
-            state = TRACESTATE
-            if parent is None:
-                parent, state = _fitting(named.get(CE_TRACEPARENT), TRACEPARENT), CE_TRACESTATE
+            parent, state = _trace_of(named) or (None, None)
             parents.append(parent)
-            states.append(None if parent is None else _fitting(named.get(state), TRACESTATE))
+            states.append(state)
         return {TRACEPARENT: pa.array(parents, pa.string()), TRACESTATE: pa.array(states, pa.string())}
+
+
+def _first(headers: Headers) -> dict[str, bytes | None]:
+    """Return a message's headers by name. Of several headers with the same name the first one counts."""
+    named = dict(headers)
+    return named if len(named) == len(headers) else dict(reversed(headers))
+
+
+def _trace_of(named: Mapping[str, bytes | None]) -> tuple[str, str | None] | None:
+    """Return the trace of the last hop, or else that of the writer; None if neither is valid."""
+    for parent, state in ((TRACEPARENT, TRACESTATE), (CE_TRACEPARENT, CE_TRACESTATE)):
+        found = _fitting(named.get(parent), TRACEPARENT)
+        if found is not None:
+            return found, _fitting(named.get(state), TRACESTATE)
+    return None
 
 
 def _fitting(value: bytes | None, name: str) -> str | None:

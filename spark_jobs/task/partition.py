@@ -49,6 +49,7 @@ from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.sink import Sink, Way
 from spark_jobs.task.input import NO_INPUT, TaskInput, from_spark
 from spark_jobs.task.reader import RangeReader, ReaderSettings, kept
+from spark_jobs.task.traces import TraceSample
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -89,12 +90,14 @@ class TaskDecoder:
     incoming  selects the messages and makes their columns of META.
     columns   the columns of ``batch`` with their Postgres types, with nested values as JSON text; None if Spark has to
               process the rows first.
+    traces    takes a sample of the messages' traces; None if the driver records no span.
     """
 
     kind: pa.StructType
     plan: Callable[[], Reader] | None
     incoming: Incoming
     columns: Mapping[str, str] | None
+    traces: TraceSample | None = None
 
     def copyable(self, parts: Iterable[Messages]) -> Iterator[pa.RecordBatch]:
         """Return the messages' rows in the form that COPY accepts."""
@@ -116,6 +119,8 @@ class TaskDecoder:
         reader = None if self.plan is None else self.plan()
         names = [kind.name for kind in self.kind]
         for messages in parts:
+            if self.traces is not None:
+                self.traces.take(messages, self.incoming)
             meta, payloads, schemas, problems = self.incoming.taken(messages)
             kinds = list(self.kind)[len(meta) :]
             if reader is None:

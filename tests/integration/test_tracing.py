@@ -6,7 +6,6 @@ import asyncio
 import secrets
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -23,6 +22,7 @@ from spans import (
     linked,
     messaging,
     no_provider,
+    relay,
     spans,
     traceparent,
 )
@@ -34,11 +34,9 @@ from outbox import Event, EventTooLarge, Outbox
 from outbox._app import tracing
 from outbox.errors import ConfigurationError
 from outbox.urls import sqlalchemy_url
-from relay.config import load
 from relay.kafka.routing import Router
 from relay.ports import Claim, Completed, Confirm, DatabaseUnavailable, LaneLost, Unconfirmed
 from relay.tracing import TracedPublisher
-from relay.wiring import build
 
 __all__ = ["order", "spans", "wal"]
 
@@ -163,30 +161,6 @@ print([name for name in sys.modules if name.startswith("opentelemetry")])
 
 
 # --- the relay's turn ------------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def relay(database, kafka, **settings) -> Iterator[None]:
-    """A relay in this process, whose spans are those of the test."""
-    nested = {}
-    for name, value in settings.items():
-        section, _, inner = name.partition("__")
-        if inner:
-            nested.setdefault(section, {})[inner] = value
-        else:
-            nested[name] = value
-    given = load(
-        database_url=database.url, kafka={"bootstrap.servers": kafka.bootstrap_servers}, create_topics=True, **nested
-    )
-    stop, abandon = threading.Event(), threading.Event()
-    running = threading.Thread(target=build(given).run, args=(stop, abandon))
-    running.start()
-    try:
-        yield
-    finally:
-        stop.set()
-        running.join(60)
-        assert not running.is_alive()
 
 
 def write(database, kind: str, count: int = 1) -> None:

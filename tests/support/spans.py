@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 from opentelemetry import trace
@@ -13,6 +15,9 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 from opentelemetry.semconv._incubating.attributes import messaging_attributes as messaging
 from opentelemetry.semconv.attributes import error_attributes
 from opentelemetry.trace import SpanContext, SpanKind, StatusCode
+
+from relay.config import load
+from relay.wiring import build
 
 __all__ = ["Spans", "error_attributes", "messaging", "spans"]
 
@@ -58,6 +63,30 @@ def no_provider(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with monkeypatch.context() as patched:
         patched.setattr(trace, "_TRACER_PROVIDER", None)
         yield
+
+
+@contextmanager
+def relay(database: Any, kafka: Any, **settings: Any) -> Iterator[None]:
+    """A relay in this process, whose spans are those of the test."""
+    nested: dict[str, Any] = {}
+    for name, value in settings.items():
+        section, _, inner = name.partition("__")
+        if inner:
+            nested.setdefault(section, {})[inner] = value
+        else:
+            nested[name] = value
+    given = load(
+        database_url=database.url, kafka={"bootstrap.servers": kafka.bootstrap_servers}, create_topics=True, **nested
+    )
+    stop, abandon = threading.Event(), threading.Event()
+    running = threading.Thread(target=build(given).run, args=(stop, abandon))
+    running.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        running.join(60)
+        assert not running.is_alive()
 
 
 def context_of(span: ReadableSpan) -> SpanContext:
