@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import os
+import re
 import secrets
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +15,7 @@ from contextlib import contextmanager, nullcontext
 
 import pytest
 import sqlalchemy as sa
+from docs_support import DOCS, blocks
 from opentelemetry import trace
 from opentelemetry.sdk.trace.export import ConsoleSpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
@@ -18,6 +23,7 @@ from spans import (
     assert_without,
     check,
     context_of,
+    error_attributes,
     failed,
     linked,
     messaging,
@@ -30,7 +36,7 @@ from support import drained, order, wait_until
 from wal_support import streaming, to_wal, wal
 from writer_targets import TARGETS, event, opened, stored
 
-from outbox import Event, EventTooLarge, Outbox
+from outbox import Event, EventTooLarge, Outbox, _trace
 from outbox._app import tracing
 from outbox.errors import ConfigurationError
 from outbox.urls import sqlalchemy_url
@@ -360,3 +366,54 @@ def test_without_the_sdk_it_is_named(monkeypatch):
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.resources", None)
     with unconfigured(monkeypatch), pytest.raises(ConfigurationError, match="pip install opentelemetry-sdk"):
         tracing.configure("outbox-relay")
+
+
+def test_what_the_page_shows_is_what_a_relay_prints(outbox_postgres, outbox_kafka, spans, tmp_path):
+    """Its commands, without the installation; and the span of a turn, attribute by attribute."""
+    page = "docs/operations/tracing.md"
+    (shell,) = [block.text for block in blocks("sh") if block.page == page and "console" in block.text]
+    (shown,) = [json.loads(block.text) for block in blocks("json") if block.page == page]
+    kind = outbox_kafka.name("Order")
+    topic = outbox_kafka.create_topic(f"{kind.lower()}-events")
+    write(outbox_postgres, kind, 3)
+    written = [context_of(span) for span in spans.of("create")]
+    install, *lines = shell.splitlines()
+    assert install == "pip install opentelemetry-sdk"
+    lines[-1] = lines[-1].replace("outbox", f"exec {shlex.quote(sys.executable)} -m relay.cli", 1)
+    environment = os.environ | {
+        "OUTBOX_DATABASE_URL": outbox_postgres.url,
+        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka.bootstrap_servers,
+    }
+    with (tmp_path / "out").open("wb") as out:
+        running = subprocess.Popen(["bash", "-c", "\n".join(lines)], env=environment, stdout=out, stderr=out)
+        try:
+            drained(outbox_postgres.url)
+        finally:
+            running.terminate()
+            assert running.wait(60) == 0
+    printed = [json.loads(text) for text in re.findall(r"^\{\n.*?^\}$", (tmp_path / "out").read_text(), re.M | re.S)]
+    for turn in printed:
+        assert turn["name"] == shown["name"].replace("order-events", topic)
+        assert turn["kind"] == shown["kind"]
+        constant = {name: value for name, value in shown["attributes"].items() if isinstance(value, str)}
+        constant[messaging.MESSAGING_DESTINATION_NAME] = topic
+        assert turn["attributes"].keys() == shown["attributes"].keys()
+        assert constant.items() <= turn["attributes"].items()
+        assert turn["resource"]["attributes"]["service.name"] == "outbox-relay"
+    links = [link["context"] for turn in printed for link in turn["links"]]
+    assert sorted(int(link["span_id"], 16) for link in links) == sorted(context.span_id for context in written)
+
+
+def test_the_pages_attributes_are_those_of_the_code():
+    text = (DOCS / "operations" / "tracing.md").read_text()
+    rows = re.findall(r"^\| ((?:`[a-z_.]+`(?:, )?)+) \|", text, re.MULTILINE)
+    documented = {name for row in rows for name in re.findall(r"`([a-z_]+\.[a-z_.]+)`", row)}
+    constants = {value for module in (_trace, tracing) for name, value in vars(module).items() if name.isupper()}
+    # Those of every span are in sentences.
+    common = {
+        messaging.MESSAGING_SYSTEM,
+        messaging.MESSAGING_OPERATION_TYPE,
+        messaging.MESSAGING_OPERATION_NAME,
+        error_attributes.ERROR_TYPE,
+    }
+    assert documented == {value for value in constants if "." in str(value)} - common

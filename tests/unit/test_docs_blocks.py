@@ -72,7 +72,10 @@ PLACEHOLDERS = {
 }
 """Values for what stands in capitals in a command and has to be of a type."""
 
-COMMANDS = {"cd", "eval", "export", "flock", "jq", "kill", "outbox", "pip", "python", "python3", ".", "make", "xargs"}
+COMMANDS = {
+    *("cd", "eval", "export", "flock", "jq", "kill", "outbox", "pip", "python", "python3", ".", "make", "xargs"),
+    "opentelemetry-instrument",
+}
 
 HEREDOC = re.compile(r"<<'(\w+)'\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 
@@ -177,7 +180,7 @@ def check_command(words: list[str], where: str) -> None:
         case "outbox":
             end = next((at for at, word in enumerate(words) if word and set(word) <= set("<>&")), len(words))
             parse(words[1:end], where)
-        case "flock" | "xargs":
+        case "flock" | "xargs" | "opentelemetry-instrument":
             inner = next(at for at, word in enumerate(words) if word.endswith("outbox"))
             check_command(words[inner:], where)
         case "make":
