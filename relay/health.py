@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Final
 
+from outbox._app.prometheus import Check
 from outbox.errors import SchemaError
 from relay.lease import Lease
 from relay.marker import StateLost
@@ -113,6 +114,8 @@ class Health:
     waits: Sequence[Wait] = ()
     upkeep: Mapping[str, float] = field(default_factory=dict)
     """Failing tasks other than publishing, with how many seconds each has failed. They leave the worker ready."""
+    checks: Sequence[Check] = ()
+    """What was looked at, for ``/readyz?verbose``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,12 +184,18 @@ class WorkerHealth:
         self._started = self._started or started
 
     def look(
-        self, held: Sequence[Lease], turned_at: float, *, away: bool = False, besides: Sequence[Wait] = ()
+        self,
+        held: Sequence[Lease],
+        turned_at: float,
+        *,
+        away: bool = False,
+        besides: Sequence[Wait] = (),
+        topics: Mapping[str, str] | None = None,
     ) -> Health:
         """Return the worker's health. ``turned_at`` is when the last turn of its loop ended, by the same clock.
 
         ``away``: it released its lanes for a relay that reaches the brokers. ``besides``: waits other than those of
-        lanes.
+        lanes. ``topics``: those that can't be written to, with the reasons.
         """
         now = self._clock()
         with self._lock:
@@ -199,13 +208,58 @@ class WorkerHealth:
         if hangs:
             hanging = _Since(turned_at, Reason.TURN_UNFINISHED)
             waits = {lease.lane: waits.get(lease.lane, hanging) for lease in held}
-        all_waits = [Wait(since.reason, [lane], now - since.began) for lane, since in waits.items()]
-        if (control := self._control) is not None:
-            all_waits.append(Wait(control.reason, [], now - control.began))
-        found = _by_reason([*all_waits, *besides])
-        ticks = self._ticked_at is not None and now - self._ticked_at < self._standing
-        stands = hangs or bool(besides) or any(wait.seconds >= self._standing for wait in found)
-        return Health(self._started and ticks and not stands and not away, len(held), found, upkeep)
+        lane_waits = [Wait(since.reason, [lane], now - since.began) for lane, since in waits.items()]
+        control = None if self._control is None else Wait(self._control.reason, [], now - self._control.began)
+        checks = [
+            Check("started", self._started, "" if self._started else "no turn has ended without a failure yet"),
+            self._control_check(control, now),
+            Check("turns", not hangs, f"none has ended for {now - turned_at:.0f} s" if hangs else ""),
+            Check("takes-part", not away, "its lanes are left to a relay that reaches Kafka" if away else ""),
+            *self._lane_checks([lease.lane for lease in held], lane_waits),
+            *([Check("transactions", passed=False, text=_text(wait)) for wait in besides] or [_ok("transactions")]),
+            *_uncounted("upkeep", {name: f"for {seconds:.0f} s" for name, seconds in upkeep.items()}),
+            *_uncounted("topic", topics or {}),
+        ]
+        ready = all(check.passed for check in checks if check.counts)
+        found = _by_reason([*lane_waits, *([] if control is None else [control]), *besides])
+        return Health(ready, len(held), found, upkeep, checks)
+
+    def _control_check(self, wait: Wait | None, now: float) -> Check:
+        if self._ticked_at is None:
+            return Check(
+                "control-loop", passed=False, text="has not reached Postgres yet" if wait is None else _text(wait)
+            )
+        silent = now - self._ticked_at
+        if wait is None and silent >= self._standing:
+            return Check("control-loop", passed=False, text=f"has not reached Postgres for {silent:.0f} s")
+        passed = silent < self._standing and (wait is None or wait.seconds < self._standing)
+        return Check("control-loop", passed, "" if wait is None else _text(wait))
+
+    def _lane_checks(self, lanes: Sequence[int], waits: Sequence[Wait]) -> list[Check]:
+        """Return one check for each lane: it fails when the lane stands still. A standby has none."""
+        waiting = {wait.lanes[0]: wait for wait in waits}
+        if not lanes:
+            return [Check("lanes", passed=True, text="a standby holds none")]
+        return [
+            _ok(f"lane-{lane}")
+            if (wait := waiting.get(lane)) is None
+            else Check(f"lane-{lane}", wait.seconds < self._standing, _text(wait))
+            for lane in sorted(lanes)
+        ]
+
+
+def _ok(name: str) -> Check:
+    return Check(name, passed=True)
+
+
+def _text(wait: Wait) -> str:
+    return f"{wait.reason} for {wait.seconds:.0f} s"
+
+
+def _uncounted(name: str, failing: Mapping[str, str]) -> list[Check]:
+    """Return a check for each of these that fails, which leaves the worker ready; one that passes if none does."""
+    found = [Check(f"{name}-{each}", passed=False, text=text, counts=False) for each, text in sorted(failing.items())]
+    return found or [_ok(name)]
 
 
 def _by_reason(waits: Sequence[Wait]) -> list[Wait]:

@@ -76,6 +76,8 @@ class Components:
     upkeep: Sequence[MaintenanceTask] = ()
     besides: Callable[[], Sequence[Wait]] = tuple
     """Waits other than those of lanes, found by the upkeep tasks."""
+    topics: Callable[[], Mapping[str, str]] = dict
+    """The topics that can't be written to, with the reasons."""
     figures: Callable[[], Mapping[str, float]] = dict
     """Figures for the last line of the log."""
     meter: Meter | None = None
@@ -299,7 +301,11 @@ class Supervisor:
     def health(self) -> Health:
         """Return what the lanes wait for, and whether the relay is ready. Thread-safe."""
         return self._health.look(
-            self._held.leases, self._worker.loop.turned_at, away=self._away, besides=self._components.besides()
+            self._held.leases,
+            self._worker.loop.turned_at,
+            away=self._away,
+            besides=self._components.besides(),
+            topics=self._components.topics(),
         )
 
     def run(self, stop: threading.Event, abandon: threading.Event) -> int:

@@ -94,6 +94,7 @@ def build(settings: Settings) -> Supervisor:
             let_go_all=(lambda: None) if wal is None else wal.end,
             upkeep=upkeep,
             besides=tuple if transactions is None else transactions.waits,
+            topics=topics.reasons,
             figures=figures.summary if exact else dict,
             meter=meter,
             about=_about(settings),

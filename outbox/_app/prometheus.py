@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, fields
 from socketserver import ThreadingMixIn
 from typing import TYPE_CHECKING, Any, Protocol
+from urllib.parse import parse_qs
 from wsgiref.simple_server import WSGIRequestHandler, WSGIServer, make_server
 
 import orjson
@@ -18,12 +20,36 @@ if TYPE_CHECKING:
     from wsgiref.types import StartResponse, WSGIEnvironment
 
 
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A line of ``/readyz?verbose``. One that does not count is shown, and leaves the process ready."""
+
+    name: str
+    passed: bool
+    text: str = ""
+    counts: bool = True
+
+    def line(self) -> str:
+        """Return the check as Kubernetes writes it."""
+        text = f": {' '.join(self.text.split())}" if self.text else ""
+        if self.passed:
+            return f"[+]{self.name} ok{text}"
+        return f"[-]{self.name} failed{text}{'' if self.counts else ' (leaves it ready)'}"
+
+
 class Readiness(Protocol):
-    """The answer of ``/readyz``: a dataclass, written as JSON."""
+    """The answer of ``/readyz``: a dataclass, written as JSON without its checks, which are for ``?verbose``.
+
+    It is ready when each check that counts has passed.
+    """
 
     @property
     def ready(self) -> bool:
         """Return whether the process is working."""
+
+    @property
+    def checks(self) -> Sequence[Check]:
+        """Return what was looked at."""
 
 
 class _Server(ThreadingMixIn, WSGIServer):
@@ -41,7 +67,8 @@ def serve(
     setting: str = "OUTBOX_RELAY__METRICS_ADDRESS",
     health: Callable[[], Readiness] | None = None,
 ) -> threading.Thread:
-    """Serve metrics and ``/livez`` at ``host:port`` from a thread of its own; with ``health``, also ``/readyz``.
+    """Serve metrics and ``/livez`` at ``host:port`` from a thread of its own; with ``health``, also ``/readyz``, and
+    with ``?verbose`` a line for each of its checks.
 
     ``/livez`` answers as long as the process does: whatever it waits for, a restart would not mend it.
 
@@ -57,11 +84,17 @@ def serve(
             start("200 OK", [("Content-Type", "text/plain")])
             return [b"alive\n"]
         if health is None or environ["PATH_INFO"] != "/readyz":
-            shown: Iterable[bytes] = metrics(environ, start)
-            return shown
-        now = health()
-        start("200 OK" if now.ready else "503 Service Unavailable", [("Content-Type", "application/json")])
-        return [orjson.dumps(now, default=list) + b"\n"]
+            answer: Iterable[bytes] = metrics(environ, start)
+            return answer
+        now: Any = health()
+        verbose = "verbose" in parse_qs(environ.get("QUERY_STRING", ""), keep_blank_values=True)
+        kind = "text/plain; charset=utf-8" if verbose else "application/json"
+        start("200 OK" if now.ready else "503 Service Unavailable", [("Content-Type", kind)])
+        if verbose:
+            lines = [*(check.line() for check in now.checks), f"readyz check {'passed' if now.ready else 'failed'}"]
+            return ["".join(f"{line}\n" for line in lines).encode()]
+        shown = {each.name: getattr(now, each.name) for each in fields(now) if each.name != "checks"}
+        return [orjson.dumps(shown, default=list) + b"\n"]
 
     try:
         family, _, _, _, sockaddr = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]

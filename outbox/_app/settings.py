@@ -42,7 +42,9 @@ class ConsumerSettings(BaseModel):
     """A round takes at most about this many bytes over all partitions, estimated from the message sizes of earlier
     rounds. Raise it on a cluster with many cores."""
     metrics_address: str | None = Field(None, pattern=r"^\S+:\d{1,5}$", description=ADDRESS)
-    """Serve metrics at this ``host:port``; no metrics if not given."""
+    """Serve metrics and ``/readyz`` at this ``host:port``; neither if not given."""
+    ready_seconds: float = Field(300.0, gt=0)
+    """How long after its last round a consumer is still ready. Longer than the longest round."""
 
 
 class SparkSettings(BaseModel):

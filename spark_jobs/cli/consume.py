@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
     from spark_jobs.cli.consume_view import View
+    from spark_jobs.health import ConsumerHealth
     from spark_jobs.job import ConsumerJob
     from spark_jobs.metrics import ConsumerMetrics
 
@@ -80,6 +81,7 @@ def _run(
     require_installed()
     from spark_jobs.cli.consume_view import by_topic
     from spark_jobs.driver.runner import Runner, options_of
+    from spark_jobs.health import ConsumerHealth
     from spark_jobs.job import find_job
     from spark_jobs.spark import session
 
@@ -90,7 +92,8 @@ def _run(
     if topics:
         job = job.with_topics(topics)
     options = options_of(settings, settings.require_database(), max_records)
-    metrics = _metrics(settings, job)
+    health = ConsumerHealth(settings.consumer.ready_seconds)
+    metrics = _metrics(settings, job, health)
     spark = session.start(
         f"outbox {job.group}",
         master=master,
@@ -110,11 +113,12 @@ def _run(
     def report(text: str, figures: Mapping[str, Any]) -> None:
         if text == "planned":
             before[:] = _progress(settings, job)
+        health.observe(text, figures)
         if metrics is not None:
             metrics.observe(text, figures)
         view.report(text, figures)
 
-    with _ending_with_its_jvm(spark), Runner(spark, job, options, report) as runner:
+    with _ending_with_its_jvm(spark), Runner(spark, job, options, report, health.succeeded) as runner:
         totals = runner.once(stop) if once else runner.continuous(stop)
     after = _progress(settings, job) if before else []
     return totals.as_dict(), by_topic(before, after) if after else {}
@@ -165,8 +169,8 @@ def _progress(settings: Settings, job: ConsumerJob) -> list[dict[str, Any]]:
         return []
 
 
-def _metrics(settings: Settings, job: ConsumerJob) -> ConsumerMetrics | None:
-    """Serve the metrics, if an address is set. Raises ConfigurationError for an unusable address."""
+def _metrics(settings: Settings, job: ConsumerJob, health: ConsumerHealth) -> ConsumerMetrics | None:
+    """Serve the metrics and /readyz, if an address is set. Raises ConfigurationError for an unusable address."""
     if settings.consumer.metrics_address is None:
         return None
     from prometheus_client import CollectorRegistry
@@ -179,5 +183,5 @@ def _metrics(settings: Settings, job: ConsumerJob) -> ConsumerMetrics | None:
     )
     registry = CollectorRegistry()
     registry.register(metrics)
-    serve(settings.consumer.metrics_address, registry, "OUTBOX_CONSUMER__METRICS_ADDRESS")
+    serve(settings.consumer.metrics_address, registry, "OUTBOX_CONSUMER__METRICS_ADDRESS", health.look)
     return metrics

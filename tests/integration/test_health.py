@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 from pathlib import Path
 from typing import Any
@@ -60,9 +61,16 @@ def test_a_lane_whose_row_is_locked(outbox_postgres, outbox_relay, settings, sho
         wait_until(lambda: shown.ready()[1] == {"lease_expired": [1]}, what="the lease to run out")
         add(url, kind)
         shown.stands("lease_expired", [1])
+        status, lines = shown.checks()
+        failed = [line for line in lines if line.startswith("[-]")]
+        assert (status, lines[-1], len(failed)) == (503, "readyz check failed", 1)
+        assert re.fullmatch(r"\[-\]lane-1 failed: lease_expired for \d+ s", failed[0])
+        assert {"[+]lane-0 ok", "[+]control-loop ok"} <= set(lines)
         others = "SELECT DISTINCT lane FROM outbox.events"
         wait_until(lambda: look_up(url, others) == [(1,)], what="the others to go on")
     shown.recovers()
+    status, lines = shown.checks()
+    assert (status, lines[-1]) == (200, "readyz check passed")
     drained(url)
 
 
@@ -101,6 +109,9 @@ def test_what_concerns_events_and_topics_leaves_the_relay_ready(
     wait_until(lambda: look_up(url, lasting) == [(True,)], what="an event to be refused again and again")
     shown.stays_ready()
     wait_until(lambda: shown.metric("topics_unusable") == 1, what="the topic to be missed")
+    status, lines = shown.checks()
+    (line,) = [line for line in lines if line.startswith(f"[-]topic-{missing.lower()}-events failed: ")]
+    assert (status, lines[-1], line.endswith("(leaves it ready)")) == (200, "readyz check passed", True)
     outbox_kafka.create_topic(f"{missing.lower()}-events")
     wait_until(lambda: shown.metric("topics_unusable") == 0, what="the topic to be usable")
     shown.stays_ready()

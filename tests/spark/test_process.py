@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import threading
@@ -16,7 +17,10 @@ import pytest
 from bench import Bench
 from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException
 from confluent_kafka.admin import AdminClient
+from shown import Shown
 from support import wait_until
+
+from outbox.sandbox._ports import free_ports
 
 pytestmark = pytest.mark.spark
 
@@ -25,12 +29,12 @@ def environment(url: str, bootstrap: str) -> dict[str, str]:
     return os.environ | {"OUTBOX_DATABASE_URL": url, "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bootstrap}
 
 
-def consume(bench, tmp_path: Path, *arguments: str) -> subprocess.Popen[bytes]:
+def consume(bench, tmp_path: Path, *arguments: str, **variables: str) -> subprocess.Popen[bytes]:
     job = ["spark_jobs.order_totals:job", "--topic", bench.topic]
     with (tmp_path / "consume.log").open("ab") as log:
         return subprocess.Popen(
             [sys.executable, "-m", "relay.cli", "consume", *job, *arguments],
-            env=environment(bench.database.url, bench.topics.bootstrap_servers),
+            env=environment(bench.database.url, bench.topics.bootstrap_servers) | variables,
             stdout=log,
             stderr=log,
         )
@@ -84,6 +88,27 @@ class Feed(threading.Thread):
 
     def expected(self) -> dict[str, tuple[int, int, int, int, str]]:
         return {f"o{order}": (10 * self.seqs, self.seqs, self.seqs, 0, f"s{self.seqs}") for order in range(self.orders)}
+
+
+def test_a_consumer_is_ready_when_it_has_applied_what_there_is(bench, tmp_path):
+    """By an empty poll alone, and again after a round; and not while another driver holds its sink's rows."""
+    shown = Shown(free_ports(1)[0])
+    settings = {"OUTBOX_CONSUMER__METRICS_ADDRESS": shown.address, "OUTBOX_CONSUMER__READY_SECONDS": "5"}
+    process = consume(bench, tmp_path, "--continuous", **settings)
+    try:
+        until(process, tmp_path, lambda: shown.checks()[0] == 200, "an empty poll to make it ready")
+        lines = shown.checks()[1]
+        assert re.fullmatch(r"\[\+\]rounds ok: the last one ended \d s ago", lines[0])
+        assert lines[1:] == ["[+]servers ok", "readyz check passed"]
+        with psycopg.connect(bench.database.url) as other:
+            other.execute("LOCK TABLE consumer.offsets IN ACCESS EXCLUSIVE MODE")
+            bench.send("o", 1)
+            until(process, tmp_path, lambda: shown.checks()[0] == 503, "the round to take too long")
+            assert shown.checks()[1][-1] == "readyz check failed"
+        until(process, tmp_path, lambda: applied(bench) == 1 and shown.checks()[0] == 200, "the round to end")
+    finally:
+        process.terminate()
+        assert process.wait(60) == 0
 
 
 @pytest.mark.chaos

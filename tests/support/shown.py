@@ -32,6 +32,17 @@ class Shown:
         assert found["ready"] is (status == 200)
         return status, {wait["reason"]: wait["lanes"] for wait in found["waits"]}
 
+    def checks(self) -> tuple[int, list[str]]:
+        """Return the status of /readyz?verbose, and its lines. 0 while nobody answers."""
+        try:
+            with urllib.request.urlopen(f"http://{self.address}/readyz?verbose", timeout=30) as answer:
+                return answer.status, answer.read().decode().splitlines()
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.code, error.read().decode().splitlines()
+        except OSError:
+            return 0, []
+
     def metric(self, name: str, reason: str | None = None, *, task: str | None = None) -> float:
         """Return a figure; 0 for a task that has never failed."""
         label = "" if reason is None else f'{{reason="{reason}"}}'

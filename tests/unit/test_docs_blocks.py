@@ -15,6 +15,7 @@ import json
 import re
 import shlex
 import subprocess
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from uuid import UUID
@@ -25,13 +26,18 @@ import typer
 from docs_support import DOCS, ROOT, Block, blocks, generator, inline
 from typer.core import TyperGroup
 
+from outbox._app.prometheus import Check
 from relay.cli import trace
 from relay.cli.app import app
 from relay.cli.demo.ledger import Reconciliation
 from relay.config import Settings, load
+from relay.health import WorkerHealth
+from relay.lease import Lease
 from relay.operations.trace import Event, Place
 from relay.pipeline.trace import Found
+from relay.ports import BrokerUnavailable, LaneBusy
 from spark_jobs.admin.trace import GroupTrace
+from spark_jobs.health import ConsumerHealth
 from spark_jobs.postgres.tables import consumer_tables
 
 RUN = {
@@ -333,17 +339,19 @@ def test_output_is_what_is_printed():
     (figures,) = [block for block in blocks("text") if block.page == "README.md"]
     committed, published, repeats, *rest = map(int, re.findall(r"\d+", figures.text))
     assert figures.text == Reconciliation(committed, published + repeats, *rest, 0, 0).line() + "\n"
-    # Usage lines, which are compared with the command line as a whole page; and an event's way, which is below.
+    # Usage lines, which are compared with the command line as a whole page; an event's way, and what /readyz?verbose
+    # answers, which are below.
     assert {block.page for block in blocks("text")} == {
         "README.md",
         "docs/operations/relay.md",
+        "docs/operations/scheduling.md",
         "docs/reference/cli.md",
     }
     assert (DOCS / "reference" / "cli.md").read_text() == generator.cli_page()
 
 
 def test_the_way_of_an_event_is_what_is_printed(capsys):
-    (shown,) = [block for block in blocks("text") if block.page == "docs/operations/relay.md"]
+    (shown,) = [each for each in blocks("text") if each.page.endswith("relay.md") and each.text.startswith("event")]
     written = dt.datetime(2026, 11, 23, 9, 15, 4, 128_000, dt.UTC)
     published = written + dt.timedelta(milliseconds=7)
     place = Place("order-events", 1, 4711)
@@ -365,3 +373,40 @@ def test_the_way_of_an_event_is_what_is_printed(capsys):
     ]
     trace.show(found)
     assert [line.rstrip() for line in capsys.readouterr().out.splitlines()] == shown.text.splitlines()
+
+
+def answered(page: str, checks: Sequence[Check]) -> None:
+    """Compare a page's example of /readyz?verbose with the lines of these checks."""
+    (shown,) = [each for each in blocks("text") if each.page == page and "readyz check" in each.text]
+    *lines, last = shown.text.splitlines()
+    assert lines == [check.line() for check in checks]
+    assert last == f"readyz check {'passed' if all(check.passed or not check.counts for check in checks) else 'failed'}"
+
+
+def test_the_checks_of_a_relay_are_what_is_answered():
+    now = 1000.0
+    health = WorkerHealth(45.0, lambda: now)
+    health.ticked(started=True)
+    health.waits([2], LaneBusy(2))
+    now += 21
+    health.upkeep_waits("archive")
+    now += 38
+    health.waits([1], BrokerUnavailable("away"))
+    now += 2
+    health.ticked(started=True)
+    leases = [Lease(lane, 1, 1000.0, time.monotonic()) for lane in range(3)]
+    found = health.look(leases, now, topics={"order-events": "topic 'order-events' does not exist"})
+    answered("docs/operations/relay.md", found.checks)
+    assert not found.ready
+
+
+def test_the_checks_of_a_consumer_are_what_is_answered():
+    now = 1000.0
+    health = ConsumerHealth(300.0, lambda: now)
+    health.succeeded()
+    now += 3
+    health.observe("waiting for a server", {"error": "Postgres: connection refused"})
+    now += 309
+    found = health.look()
+    answered("docs/operations/scheduling.md", found.checks)
+    assert not found.ready

@@ -6,6 +6,7 @@ import time
 
 import pytest
 
+from outbox._app.prometheus import Check
 from outbox.errors import SchemaError
 from relay.database import StandingError
 from relay.health import Reason, Wait, WorkerHealth, reason_of
@@ -46,10 +47,79 @@ class Worker:
     def waits(self) -> list[Wait]:
         return list(self.health.look(self.leases, self.turned_at).waits)
 
+    def failed(self, **more: object) -> list[str]:
+        """Return the lines of the checks that fail; those that count are why the worker is not ready."""
+        health = self.health.look(self.leases, self.turned_at, **more)
+        assert health.ready is all(check.passed for check in health.checks if check.counts)
+        return [check.line() for check in health.checks if not check.passed]
+
 
 @pytest.fixture
 def worker():
     return Worker()
+
+
+def test_a_line_for_each_check(worker):
+    worker.health.waits([1], BrokerUnavailable("away"))
+    worker.now += 2.0
+    health = worker.health.look(worker.leases, worker.turned_at)
+    assert [check.line() for check in health.checks] == [
+        "[+]started ok",
+        "[+]control-loop ok",
+        "[+]turns ok",
+        "[+]takes-part ok",
+        "[+]lane-0 ok",
+        "[+]lane-1 ok: kafka_unavailable for 2 s",
+        "[+]transactions ok",
+        "[+]upkeep ok",
+        "[+]topic ok",
+    ]
+    worker.leases.clear()
+    assert Check("lanes", passed=True, text="a standby holds none") in worker.health.look([], worker.turned_at).checks
+
+
+def test_the_check_that_fails_names_what_stands_still(worker):
+    assert worker.failed() == []
+    worker.health.waits([1], LaneBusy(1))
+    worker.later(STANDING)
+    assert worker.failed() == ["[-]lane-1 failed: lane_locked for 30 s"]
+    worker.health.goes_on([1])
+    assert worker.failed(away=True) == ["[-]takes-part failed: its lanes are left to a relay that reaches Kafka"]
+    assert worker.failed(besides=[Wait(Reason.HANGING, [], 90.0)]) == [
+        "[-]transactions failed: hanging_transaction for 90 s"
+    ]
+    worker.health.control_waits(DatabaseUnavailable("away"))
+    assert worker.failed() == []
+    worker.now += STANDING
+    assert worker.failed() == [
+        "[-]control-loop failed: postgres_unavailable for 30 s",
+        "[-]turns failed: none has ended for 30 s",
+        "[-]lane-0 failed: turn_unfinished for 30 s",
+        "[-]lane-1 failed: turn_unfinished for 30 s",
+    ]
+    worker.later(0.0)
+    worker.now = worker.turned_at = worker.now + STANDING
+    assert worker.failed() == ["[-]control-loop failed: has not reached Postgres for 30 s"]
+
+
+def test_what_is_shown_and_does_not_count(worker):
+    worker.health.upkeep_waits("slot")
+    worker.later(61.0)
+    assert worker.failed(topics={"orders": "topic 'orders'\n does not exist"}) == [
+        "[-]upkeep-slot failed: for 61 s (leaves it ready)",
+        "[-]topic-orders failed: topic 'orders' does not exist (leaves it ready)",
+    ]
+    assert worker.ready()
+
+
+def test_a_relay_that_has_not_started_says_so(worker):
+    worker.health = WorkerHealth(STANDING, lambda: worker.now)
+    assert worker.failed() == [
+        "[-]started failed: no turn has ended without a failure yet",
+        "[-]control-loop failed: has not reached Postgres yet",
+    ]
+    worker.health.control_waits(SchemaError("no table"))
+    assert worker.failed()[1] == "[-]control-loop failed: postgres_refuses for 0 s"
 
 
 def test_the_control_loop_waits_with_its_reason_without_any_lane(worker):
