@@ -1,4 +1,4 @@
-"""Write the reference pages of settings, commands, metrics and errors from the code: ``make docs-reference``.
+"""Write the reference pages of settings, commands, metrics, errors and roles from the code: ``make docs-reference``.
 
 ``tests/unit/test_reference.py`` fails while a page in the repository is another than what is written here.
 """
@@ -35,6 +35,7 @@ from relay.cli.assembly import assemble
 from relay.config import RouteSettings, Settings
 from relay.health import Health, Reason
 from relay.insights import OutboxState
+from relay.operations.roles import COLUMNS, TABLES, Kind
 from relay.wal.slot import SlotState
 from relay.web.metrics import RelayMetrics, slot_metrics
 from relay.web.outbox_metrics import TurnMetrics, outbox_metrics
@@ -341,6 +342,39 @@ def _codes(values: Iterable[str]) -> str:
     return ", ".join(f"`{value}`" for value in values)
 
 
+# Roles
+
+
+def roles_page() -> str:
+    """Return the page of the rights of each kind of role."""
+    parts = []
+    for title, of_sink in (("In the outbox's schema", False), ("In the consumers' schema", True)):
+        parts.append(f"## {title}")
+        for kind, purpose in members(Kind):
+            assert isinstance(kind, Kind)
+            if kind.of_sink is not of_sink:
+                continue
+            rows = [
+                *(
+                    [", ".join(f"`{table}`" for table in tables), rights, "all"]
+                    for rights, tables in TABLES.get(kind, ())
+                ),
+                *(
+                    [f"`{table}`", right, ", ".join(f"`{column}`" for column in columns)]
+                    for right, table, columns in COLUMNS.get(kind, ())
+                ),
+            ]
+            parts += [f"### `{kind}`\n\n{purpose}", *([_table(["table", "rights", "columns"], rows)] if rows else [])]
+    return _page(
+        "Roles",
+        """
+        The rights that `outbox db roles KIND=ROLE` prints, and with `--apply` grants, for each kind of role. Each has
+        USAGE on the schema besides. [How to use them](../operations/migrations.md#rights) is on another page.
+        """,
+        *parts,
+    )
+
+
 # What the pages are made of
 
 
@@ -397,6 +431,7 @@ PAGES: Final[Mapping[str, Callable[[], str]]] = {
     "cli.md": cli_page,
     "metrics.md": metrics_page,
     "errors.md": errors_page,
+    "roles.md": roles_page,
 }
 
 if __name__ == "__main__":

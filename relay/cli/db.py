@@ -207,7 +207,11 @@ def roles(
         list[str] | None,
         typer.Argument(
             metavar="KIND=ROLE...",
-            help="writer, relay, operator, page or consumer, and an existing role. A kind may be repeated.",
+            help=(
+                "An existing role and its kind: writer, relay, operator, page, monitor, migrator; in the consumers' "
+                "schema consumer, consumer-operator, consumer-monitor, consumer-migrator, external. A kind may be "
+                "repeated."
+            ),
         ),
     ] = None,
     database_url: DatabaseUrl = None,
@@ -226,10 +230,10 @@ def roles(
     """Print the minimal grants for each kind of role: by default for outbox_writer, outbox_relay, …"""
     from outbox._app import migrate as db
     from relay.config import SourceKind
-    from relay.operations.roles import Kind, grants
+    from relay.operations.roles import USUAL, grants
 
     settings = load(database_url=database_url)
-    chosen = [_role(item) for item in which or [f"{kind}=outbox_{kind}" for kind in Kind if kind is not Kind.CONSUMER]]
+    chosen = [_role(item) for item in which or ()] or [(kind, kind.default_role) for kind in USUAL]
     with_messages = settings.wal.messages if messages is None else messages
     statements = list(
         grants(

@@ -15,10 +15,48 @@ class Kind(StrEnum):
     """The purpose of a role."""
 
     WRITER = "writer"
+    """A service that writes events. It reads none, its own included."""
     RELAY = "relay"
+    """A relay. With `--wal` also UPDATE on `streams`, and the attribute REPLICATION."""
     OPERATOR = "operator"
+    """Somebody who sees to failed events: `outbox dead-letters`, `outbox replay`, `outbox status`, `outbox trace`."""
     PAGE = "page"
+    """A page or a dashboard that shows everything, payloads among it."""
     CONSUMER = "consumer"
+    """A consumer: the rights on its sink's own tables come besides. `atomic="batch"` needs CREATE on the schema."""
+    CONSUMER_OPERATOR = "consumer-operator"
+    """Somebody who sees to consumers: `outbox dead-letters --side consumer`, `outbox offsets`, `outbox external list`,
+    `retry`, `cancel` and `forget`."""
+    CONSUMER_MONITOR = "consumer-monitor"
+    """`outbox status` and `outbox trace` on the sink's side. No keys, messages, requests or responses; texts of errors,
+    which may quote a value."""
+    EXTERNAL = "external"
+    """`outbox external run` and `settle`: the rights of its own SQL come besides. It can't change what is called."""
+    MONITOR = "monitor"
+    """`outbox status`, `outbox trace` and `outbox doctor` without payloads and headers."""
+    MIGRATOR = "migrator"
+    """The owner of the schema and its tables, for `outbox db upgrade`, `prune` and `lanes`; no superuser. It has CREATE
+    on the database: for the first upgrade, `outbox db check` and `outbox cdc setup`."""
+    CONSUMER_MIGRATOR = "consumer-migrator"
+    """The same for the consumers' tables."""
+
+    @property
+    def of_sink(self) -> bool:
+        """Return whether its rights are those of the consumers' schema, in the sink's database."""
+        return self in _OF_SINK
+
+    @property
+    def default_role(self) -> str:
+        """Return the name of the role if no other is given."""
+        return f"outbox_{self.value.replace('-', '_')}"
+
+
+_OF_SINK: Final = frozenset(
+    {Kind.CONSUMER, Kind.CONSUMER_OPERATOR, Kind.CONSUMER_MONITOR, Kind.EXTERNAL, Kind.CONSUMER_MIGRATOR}
+)
+_OWNERS: Final = frozenset({Kind.MIGRATOR, Kind.CONSUMER_MIGRATOR})
+USUAL: Final = tuple(kind for kind in Kind if kind not in _OF_SINK | _OWNERS)
+"""The kinds whose rights are printed if none is named."""
 
 
 EVENT_COLUMNS: Final = (
@@ -33,7 +71,7 @@ EVENT_COLUMNS: Final = (
 )
 """The columns that a writer sets, without ``from_relay``: with it a row could pose as a dead letter's copy."""
 
-_TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
+TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
     Kind.RELAY: (
         ("SELECT, INSERT, DELETE", ("events",)),
         ("SELECT, UPDATE", ("lanes",)),
@@ -62,7 +100,68 @@ _TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT, DELETE", ("processed_messages_default",)),
         ("SELECT, INSERT", ("audit",)),
     ),
+    Kind.CONSUMER_OPERATOR: (
+        ("SELECT, INSERT, UPDATE", ("groups",)),
+        ("SELECT, INSERT, UPDATE, DELETE", ("offsets",)),
+        ("SELECT, UPDATE, DELETE", ("dead_letters", "reservations")),
+        ("SELECT, UPDATE", ("losses",)),
+        # For `outbox trace`.
+        ("SELECT", ("processed_messages",)),
+        ("SELECT, INSERT", ("audit",)),
+    ),
+    Kind.CONSUMER_MONITOR: (("SELECT", ("groups", "offsets", "losses", "processed_messages")),),
+    Kind.EXTERNAL: (("SELECT", ("reservations",)),),
+    Kind.MONITOR: (
+        ("SELECT", ("lanes", "relays", "failures", "streams")),
+        # For `outbox doctor`.
+        ("SELECT", ("events_id_seq",)),
+    ),
 }
+
+_SEEN: Final = ("lane", "id", "event_id", "aggregate_type", "aggregate_id", "event_type", "created_at")
+COLUMNS: Final[Mapping[Kind, Sequence[tuple[str, str, Sequence[str]]]]] = {
+    Kind.WRITER: (("INSERT", "events", EVENT_COLUMNS),),
+    # All columns but the contents: payload, payload_bytes, headers.
+    Kind.MONITOR: (
+        ("SELECT", "events", (*_SEEN, "from_relay")),
+        ("SELECT", "dead_letters", (*_SEEN, "attempts", "last_error", "first_failed_at", "dead_at")),
+        ("SELECT", "published", (*_SEEN, "published_at", "topic", "partition", "offset")),
+    ),
+    # All columns but the contents: message_key, message_value, message_headers; order_key, request, response.
+    Kind.CONSUMER_MONITOR: (
+        (
+            "SELECT",
+            "dead_letters",
+            (
+                *("id", "grp", "topic", "topic_id", "part", "message_offset", "message_id", "message_time", "reason"),
+                *("error", "sqlstate", "state", "attempts", "died_at", "last_failed_at"),
+            ),
+        ),
+        (
+            "SELECT",
+            "reservations",
+            (
+                *("id", "grp", "name", "message_id", "topic", "part", "message_offset", "state", "unsure"),
+                *("taking_back", "attempts", "budget_from", "key_until", "worker", "last_error", "conflict"),
+                *("reserved_at", "next_attempt_at", "settled_at"),
+            ),
+        ),
+    ),
+    # Not what identifies a call, nor its request.
+    Kind.EXTERNAL: (
+        (
+            "UPDATE",
+            "reservations",
+            (
+                *("state", "unsure", "taking_back", "response", "attempts", "budget_from", "key_until", "worker"),
+                *("last_error", "conflict", "next_attempt_at", "settled_at"),
+            ),
+        ),
+        # For `outbox external settle`.
+        ("INSERT", "audit", ("what", "why", "details")),
+    ),
+}
+"""Rights on some columns of a table, instead of the table."""
 
 # The function's arguments differ since Postgres 17. By default everybody may execute it.
 _EMIT: Final = """DO {tag}
@@ -78,6 +177,22 @@ BEGIN
 END {tag}"""
 _TAG: Final = "$outbox$"
 
+# CREATE on the database is for the first revision, `outbox db check` (its scratch schema) and `outbox cdc setup`. The
+# owner of a table's indexes and identity sequence changes with the table's.
+_OWN: Final = """DO {tag}
+DECLARE
+    one regclass;
+BEGIN
+    EXECUTE format('GRANT CREATE ON DATABASE %I TO %s', current_database(), {role_name});
+    ALTER SCHEMA {schema} OWNER TO {role};
+    FOR one IN SELECT oid FROM pg_class
+                WHERE relnamespace = {schema_name}::regnamespace AND relkind IN ('r', 'p')
+                  AND relowner <> {role_name}::regrole
+    LOOP
+        EXECUTE format('ALTER TABLE %s OWNER TO %s', one, {role_name});
+    END LOOP;
+END {tag}"""
+
 
 def grants(
     roles: Sequence[tuple[Kind, str]], schema: str, consumer_schema: str, *, wal: bool, messages: bool
@@ -88,7 +203,7 @@ def grants(
     messages into the WAL (the statement needs a superuser). Raises ConfigurationError for an invalid name.
     """
     for kind, role in roles:
-        yield from _of(kind, role, consumer_schema if kind is Kind.CONSUMER else schema, wal=wal)
+        yield from _of(kind, role, consumer_schema if kind.of_sink else schema, wal=wal)
     emitters = [name for kind, name in roles if kind in {Kind.WRITER, Kind.RELAY}]
     if messages and emitters:
         names = ", ".join(sql.Identifier(name).as_string() for name in dict.fromkeys(emitters))
@@ -99,19 +214,21 @@ def _of(kind: Kind, role: str, schema: str, *, wal: bool) -> Iterator[str]:
     if not role or "\0" in role or _TAG in role or len(role.encode()) > 63:
         raise ConfigurationError(f"{role!r} can't be the name of a role")
     names = {"schema": sql.Identifier(schema), "role": sql.Identifier(role)}
-    yield sql.SQL("GRANT USAGE ON SCHEMA {schema} TO {role}").format(**names).as_string()
-    if kind is Kind.WRITER:
-        events = sql.Identifier(schema, "events")
-        columns = sql.SQL(", ").join(map(sql.Identifier, EVENT_COLUMNS))
-        # A right on the whole table includes every column.
-        yield sql.SQL("REVOKE INSERT ON {events} FROM {role}").format(events=events, **names).as_string()
+    if kind in _OWNERS:
+        yield sql.SQL("CREATE SCHEMA IF NOT EXISTS {schema} AUTHORIZATION {role}").format(**names).as_string()
         yield (
-            sql.SQL("GRANT INSERT ({columns}) ON {events} TO {role}")
-            .format(columns=columns, events=events, **names)
+            sql.SQL(_OWN)
+            .format(
+                tag=sql.SQL(_TAG),
+                schema_name=sql.Literal(names["schema"].as_string()),
+                role_name=sql.Literal(names["role"].as_string()),
+                **names,
+            )
             .as_string()
         )
         return
-    for rights, tables in _TABLES[kind]:
+    yield sql.SQL("GRANT USAGE ON SCHEMA {schema} TO {role}").format(**names).as_string()
+    for rights, tables in TABLES.get(kind, ()):
         yield (
             sql.SQL("GRANT {rights} ON {tables} TO {role}")
             .format(
@@ -119,6 +236,15 @@ def _of(kind: Kind, role: str, schema: str, *, wal: bool) -> Iterator[str]:
                 tables=sql.SQL(", ").join(sql.Identifier(schema, table) for table in tables),
                 **names,
             )
+            .as_string()
+        )
+    for right, table, columns in COLUMNS.get(kind, ()):
+        named = {"right": sql.SQL(right), "table": sql.Identifier(schema, table), **names}
+        # A right on the whole table includes every column.
+        yield sql.SQL("REVOKE {right} ON {table} FROM {role}").format(**named).as_string()
+        yield (
+            sql.SQL("GRANT {right} ({columns}) ON {table} TO {role}")
+            .format(columns=sql.SQL(", ").join(map(sql.Identifier, columns)), **named)
             .as_string()
         )
     if kind is Kind.RELAY and wal:

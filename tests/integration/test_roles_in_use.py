@@ -1,0 +1,364 @@
+"""Each kind of role of `outbox db roles` at its work: the real commands run as it, and all else is refused."""
+
+from __future__ import annotations
+
+import json
+import re
+import uuid
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import psycopg
+import pytest
+import sqlalchemy as sa
+from external_support import Sink, payments, provider
+from psycopg import sql
+from support import order, wait_until
+from typer.testing import CliRunner
+from uuid_utils.compat import uuid7
+
+from outbox import Event, Outbox
+from outbox.tables import outbox_tables
+from outbox.testing.fixtures import token
+from outbox.urls import sqlalchemy_url
+from relay.cli.app import app
+from relay.operations.roles import COLUMNS, EVENT_COLUMNS, Kind
+from spark_jobs.external.caller import Caller
+from spark_jobs.postgres import connections
+from spark_jobs.postgres.tables import consumer_tables
+
+__all__ = ["order", "provider"]
+
+SECRET = "4929-secret"
+
+
+class Roles:
+    """Roles of a database that may log in; ``of`` makes one of a kind with its grants, and returns its address."""
+
+    def __init__(self, database: Any) -> None:
+        self.url = database.url
+        self.admin = database.connect(autocommit=True)
+        self._made: list[str] = []
+
+    def make(self, kind: str) -> str:
+        role = f"{kind}_{token()}"
+        self.admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(role)))
+        self._made.append(role)
+        return role
+
+    def of(self, kind: Kind, *options: str) -> str:
+        role = self.make(kind)
+        # Twice: what is granted may be granted again.
+        for _ in range(2):
+            outbox(self.url, "db", "roles", f"{kind}={role}", "--apply", *options)
+        return self.url.replace("postgres@", f"{role}@")
+
+    def drop(self) -> None:
+        for role in self._made:
+            self.admin.execute(sql.SQL("REASSIGN OWNED BY {} TO CURRENT_USER").format(sql.Identifier(role)))
+            self.admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
+
+
+@pytest.fixture
+def roles(outbox_postgres) -> Iterator[Roles]:
+    made = Roles(outbox_postgres)
+    yield made
+    connections.close_all()
+    made.drop()
+
+
+def outbox(url: str, *arguments: str, status: int = 0, **settings: str) -> str:
+    """Run a command as the user in the URL; return what it printed."""
+    environment = {"OUTBOX_DATABASE_URL": url} | {f"OUTBOX_{name.upper()}": value for name, value in settings.items()}
+    done = CliRunner().invoke(app, arguments, env=environment)
+    assert done.exit_code == status, (done.output, done.exception)
+    return done.output
+
+
+def refused(url: str, *statements: str) -> None:
+    with psycopg.connect(url, autocommit=True) as connection:
+        for statement in statements:
+            with pytest.raises(psycopg.errors.InsufficientPrivilege):
+                connection.execute(statement)
+
+
+def bury(admin: psycopg.Connection[Any], count: int) -> list[uuid.UUID]:
+    """Write dead letters of the outbox and of the consumers, with one more of each than is named by the result."""
+    ids = [uuid7() for _ in range(count)]
+    for number, event_id in enumerate([*ids, uuid7()]):
+        admin.execute(
+            "INSERT INTO outbox.dead_letters (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, "
+            "headers, created_at, attempts, last_error, first_failed_at) "
+            "VALUES (0, %s, %s, 'Order', %s, 'T', jsonb_build_object('card', %s::text), '{}', now(), 3, 'too large', "
+            "now())",
+            (1000 + number, event_id, f"k{number}", SECRET),
+        )
+        admin.execute(
+            "INSERT INTO consumer.dead_letters (grp, topic, topic_id, part, message_offset, message_id, message_key, "
+            "message_value, message_headers, message_time, reason, error) "
+            "VALUES ('g', 't', 'T', 0, %s, %s, %s, %s, '[]', now(), 'failed', 'division by zero')",
+            (number, event_id, f"k{number}".encode(), SECRET.encode()),
+        )
+    return ids
+
+
+def test_a_writer_writes_through_the_library_and_does_nothing_else(roles):
+    url = roles.of(Kind.WRITER)
+    with psycopg.connect(url) as connection:
+        Outbox().add_many(connection, [Event("Order", "1", "T", {"n": 1}), Event("Order", "2", "T", b"bytes")])
+        Outbox().add(connection, Event("Order", "3", "T", headers={"tenant": "acme"}), lock_key=True)
+    engine = sa.create_engine(sqlalchemy_url(url))
+    with sa.orm.Session(engine) as session, session.begin():
+        Outbox().add(session, Event("Order", "4", "T", None))
+    engine.dispose()
+    assert roles.admin.execute("SELECT count(*) FROM outbox.events").fetchone() == (4,)
+    refused(
+        url,
+        "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, from_relay) VALUES ('A', '1', 'T', true)",
+        "SELECT event_id FROM outbox.events",
+        "UPDATE outbox.events SET event_type = 'U'",
+        "DELETE FROM outbox.events",
+        "SELECT FROM outbox.lanes",
+        "SELECT FROM outbox.published",
+        "CREATE TABLE outbox.mine ()",
+        "TRUNCATE outbox.events",
+    )
+
+
+def test_a_relay_publishes_and_does_not_see_the_audit(roles, outbox_kafka, outbox_relay, order):
+    kind, topic = order
+    url = roles.of(Kind.RELAY)
+    with psycopg.connect(roles.url) as connection:
+        Outbox().add_many(connection, [Event(kind, f"k{number}", "T") for number in range(50)])
+    relay = outbox_relay(database_url=url, relay__archive_days=1, relay__lease_seconds=2)
+    assert len(outbox_kafka.consume(topic, 50)) == 50
+    settled = "SELECT (SELECT count(*) FROM outbox.published), (SELECT count(*) FROM outbox.events)"
+    wait_until(lambda: roles.admin.execute(settled).fetchone() == (50, 0), what="the events to be archived")
+    relay.terminate()
+    assert relay.wait() == 0
+    refused(
+        url,
+        "SELECT FROM outbox.audit",
+        "INSERT INTO outbox.audit (what, details) VALUES ('x', '{}')",
+        "SELECT FROM outbox.published",
+        "DELETE FROM outbox.published",
+        "UPDATE outbox.events SET event_type = 'U'",
+        "UPDATE outbox.dead_letters SET attempts = 0",
+        "DELETE FROM outbox.lanes",
+        "UPDATE outbox.streams SET flushed_lsn = 0",
+        "CREATE TABLE outbox.mine ()",
+    )
+
+
+def test_an_operator_retries_discards_and_leaves_the_audit_as_it_is(roles):
+    url = roles.of(Kind.OPERATOR)
+    first, second, third = (str(one) for one in bury(roles.admin, 3))
+    assert len(json.loads(outbox(url, "dead-letters", "list", "--json"))["failures"]) == 4
+    assert SECRET in outbox(url, "dead-letters", "show", first)
+    outbox(url, "dead-letters", "retry", first)
+    outbox(url, "dead-letters", "discard", second, "--reason", "test")
+    assert "a dead letter" in outbox(url, "trace", third)
+    assert roles.admin.execute("SELECT count(*) FROM outbox.audit").fetchone() != (0,)
+    refused(
+        url,
+        "DELETE FROM outbox.audit",
+        "UPDATE outbox.audit SET why = 'another'",
+        "UPDATE outbox.events SET payload = '1'",
+        "UPDATE outbox.dead_letters SET payload = '1'",
+        "DELETE FROM outbox.published",
+        "UPDATE outbox.lanes SET epoch = 0",
+        "SELECT FROM consumer.offsets",
+    )
+
+
+def test_an_operator_of_the_sink_sees_to_dead_letters_offsets_and_calls(roles, outbox_kafka):
+    url, kafka = roles.of(Kind.CONSUMER_OPERATOR), {"kafka__bootstrap_servers": outbox_kafka.bootstrap_servers}
+    topic = outbox_kafka.create_topic(outbox_kafka.name("t"), 2)
+    bury(roles.admin, 0)
+    [(letter,)] = roles.admin.execute("SELECT id FROM consumer.dead_letters").fetchall()
+    outbox(url, "offsets", "set", "g", topic, "0", "0", "--new", "--reason", "test", **kafka)
+    assert topic in outbox(url, "offsets", "show", **kafka)
+    outbox(url, "offsets", "reset", "g", "--topic", topic, "--to", "latest", "--reason", "test", **kafka)
+    assert "g" in outbox(url, "consumers", "groups")
+    side = ("--side", "consumer")
+    assert "division by zero" in outbox(url, "dead-letters", "list", *side)
+    assert str(letter) in outbox(url, "dead-letters", "show", str(letter), *side)
+    outbox(url, "dead-letters", "retry", str(letter), *side)
+    outbox(url, "dead-letters", "discard", str(letter), "--reason", "test", *side)
+    roles.admin.execute(
+        "INSERT INTO consumer.reservations (grp, name, message_id, topic, part, message_offset, state, request) "
+        "SELECT 'g', 'pay', gen_random_uuid(), 't', 0, n, 'stuck', '{}' FROM generate_series(1, 2) AS n"
+    )
+    [(first,), (second,)] = roles.admin.execute("SELECT message_id::text FROM consumer.reservations").fetchall()
+    assert first in outbox(url, "external", "list")
+    outbox(url, "external", "retry", first)
+    outbox(url, "external", "cancel", second, "--reason", "test")
+    outbox(url, "external", "forget", "--days", "1")
+    outbox(url, "offsets", "forget", "g", "--topic", topic, "--reason", "test", **kafka)
+    whats = {what for (what,) in roles.admin.execute("SELECT what FROM consumer.audit")}
+    assert len(whats) >= 4, whats
+    refused(
+        url,
+        "DELETE FROM consumer.audit",
+        "UPDATE consumer.audit SET why = 'another'",
+        "DELETE FROM consumer.processed_messages",
+        "INSERT INTO consumer.processed_messages VALUES ('g', now(), gen_random_uuid())",
+        "INSERT INTO consumer.dead_letters (grp) VALUES ('g')",
+        "DELETE FROM consumer.losses",
+        "SELECT FROM outbox.events",
+        "CREATE TABLE consumer.mine ()",
+    )
+
+
+def test_a_caller_settles_reservations_and_can_not_change_what_is_called(roles, provider):
+    url = roles.of(Kind.EXTERNAL)
+    sink = Sink(roles.url)
+    external = payments(provider.url, max_attempts=1)
+    provider.tell("bad", "500")
+    ids = sink.reserve(external, ["good", "bad"])
+    role = sql.Identifier(psycopg.conninfo.conninfo_to_dict(url)["user"])
+    # What its own SQL needs.
+    roles.admin.execute(sql.SQL("GRANT SELECT, INSERT, UPDATE ON orders TO {}").format(role))
+    caller = SimpleNamespace(connect=lambda: psycopg.connect(url, autocommit=True))
+    counts = Sink.drain(caller, external)  # type: ignore[arg-type]
+    assert (counts["confirmed"], counts["stuck"]) == (1, 1)
+    Caller(external, caller.connect).settle_by_hand(ids[1], confirmed=True, why="they said so")
+    assert sink.states() == {"good": "confirmed", "bad": "confirmed"}
+    assert sink.orders() == {"good": ("paid", 1), "bad": ("paid", 1)}
+    refused(
+        url,
+        "UPDATE consumer.reservations SET request = '{}'",
+        "UPDATE consumer.reservations SET message_id = gen_random_uuid()",
+        "DELETE FROM consumer.reservations",
+        "INSERT INTO consumer.reservations (grp) VALUES ('g')",
+        "SELECT FROM consumer.audit",
+        "INSERT INTO consumer.audit (what, who, details) VALUES ('x', 'somebody', '{}')",
+        "SELECT FROM consumer.offsets",
+        "SELECT FROM consumer.dead_letters",
+    )
+
+
+def test_a_monitor_sees_everything_but_contents(roles, outbox_kafka):
+    url = roles.of(Kind.MONITOR)
+    kafka = {"kafka__bootstrap_servers": outbox_kafka.bootstrap_servers}
+    # As it may have been granted before.
+    [role] = re.findall("monitor_[0-9a-f]+", url)
+    roles.admin.execute(sql.SQL("GRANT SELECT ON outbox.events TO {}").format(sql.Identifier(role)))
+    outbox(roles.url, "db", "roles", f"monitor={role}", f"consumer-monitor={role}", "--apply")
+    [event_id] = bury(roles.admin, 1)
+    with psycopg.connect(roles.url) as connection:
+        waiting = Outbox().add(connection, Event("Order", "w", "T", {"card": SECRET}, headers={"tenant": SECRET}))
+        connection.execute(
+            "INSERT INTO consumer.groups (grp, owner) VALUES ('g', 'x');"
+            "INSERT INTO consumer.offsets (grp, topic, part, topic_id, next_offset, generation) "
+            "VALUES ('g', 't', 0, 'T', 5, 1)"
+        )
+    for command in (("status",), ("trace", str(event_id)), ("trace", "--aggregate", "Order/w")):
+        mine, theirs = (
+            json.loads(CliRunner().invoke(app, [*command, "--json"], env=environment(one, kafka)).stdout)
+            for one in (url, roles.url)
+        )
+        assert _lasting(mine) == _lasting(theirs), command
+        assert SECRET not in json.dumps(mine)
+    assert "lane" in outbox(url, "trace", str(waiting), **kafka)
+    mine, theirs = (
+        json.loads(CliRunner().invoke(app, ["doctor", "--json"], env=environment(one, kafka)).stdout)["findings"]
+        for one in (url, roles.url)
+    )
+    assert [each["about"] for each in mine] == [each["about"] for each in theirs]
+    levels = [
+        [(each["about"], each["level"]) for each in findings if not each["about"].startswith("Kafka")]
+        for findings in (mine, theirs)
+    ]
+    assert levels[0] == levels[1]
+    refused(
+        url,
+        *(
+            f"SELECT {column} FROM outbox.{table}"
+            for table in ("events", "dead_letters", "published")
+            for column in ("payload", "payload_bytes", "headers", "*")
+        ),
+        *(
+            f"SELECT {column} FROM consumer.dead_letters"
+            for column in ("message_value", "message_headers", "message_key")
+        ),
+        *(f"SELECT {column} FROM consumer.reservations" for column in ("request", "response", "order_key")),
+        "SELECT FROM outbox.audit",
+        "SELECT FROM consumer.audit",
+        "DELETE FROM outbox.lanes",
+        "UPDATE outbox.lanes SET epoch = 0",
+        "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type) VALUES ('A', '1', 'T')",
+    )
+
+
+def environment(url: str, settings: dict[str, str]) -> dict[str, str]:
+    return {"OUTBOX_DATABASE_URL": url} | {f"OUTBOX_{name.upper()}": value for name, value in settings.items()}
+
+
+def _lasting(value: Any) -> Any:
+    """Return what a second look sees too: without times and their differences."""
+    if isinstance(value, dict):
+        return {name: _lasting(each) for name, each in value.items() if not re.search(r"^at$|seconds|problems", name)}
+    return [_lasting(each) for each in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize(
+    ("kind", "table", "left_out"),
+    [
+        (Kind.WRITER, "events", {"id", "lane", "from_relay"}),
+        *(
+            (Kind.MONITOR, table, {"payload", "payload_bytes", "headers"})
+            for table in ("events", "dead_letters", "published")
+        ),
+        (Kind.CONSUMER_MONITOR, "dead_letters", {"message_key", "message_value", "message_headers"}),
+        (Kind.CONSUMER_MONITOR, "reservations", {"order_key", "request", "response"}),
+        (
+            Kind.EXTERNAL,
+            "reservations",
+            {
+                *("id", "grp", "name", "message_id", "topic", "part", "message_offset", "order_key"),
+                "request",
+                "reserved_at",
+            },
+        ),
+    ],
+)
+def test_the_columns_of_a_kind_are_all_but_these(kind, table, left_out):
+    tables = (consumer_tables if kind.of_sink else outbox_tables)(sa.MetaData())
+    [columns] = [columns for _, name, columns in COLUMNS[kind] if name == table]
+    assert set(getattr(tables, table).columns.keys()) - set(columns) == left_out
+    assert set(EVENT_COLUMNS) >= {"payload", "headers"}
+
+
+def test_a_migrator_needs_no_superuser_and_takes_over_what_is_there(roles, outbox_postgres_server):
+    role, heir = roles.make("migrator"), roles.make("heir")
+    name = f"empty_{token()}"
+    url = outbox_postgres_server.create_database(name)
+    try:
+        mine = url.replace("postgres@", f"{role}@")
+        assert "permission denied for database" in outbox(mine, "db", "upgrade", status=1)
+        outbox(url, "db", "roles", f"migrator={role}", f"consumer-migrator={role}", "--apply")
+        for side in ((), ("--consumer",)):
+            outbox(mine, "db", "upgrade", *side)
+            assert "as this version expects" in outbox(mine, "db", "check", *side)
+        outbox(mine, "db", "lanes", "8")
+        # Grants come from it too.
+        outbox(mine, "db", "roles", f"writer={heir}", "--apply")
+        outbox(mine, "db", "downgrade", "base")
+        outbox(mine, "db", "upgrade")
+        # Another one takes over, twice; the first has no rights left.
+        for _ in range(2):
+            outbox(url, "db", "roles", f"migrator={heir}", f"consumer-migrator={heir}", "--apply")
+        theirs = url.replace("postgres@", f"{heir}@")
+        outbox(theirs, "db", "prune", "--days", "3")
+        outbox(theirs, "db", "prune", "--consumer")
+        outbox(theirs, "db", "downgrade", "base")
+        refused(mine, "SELECT FROM consumer.groups", "CREATE TABLE outbox.mine ()")
+        with psycopg.connect(theirs) as connection:
+            others = (
+                "SELECT relname FROM pg_class WHERE relnamespace = 'consumer'::regnamespace AND relowner <> %s::regrole"
+            )
+            assert connection.execute(others, (heir,)).fetchall() == []
+    finally:
+        outbox_postgres_server.drop_database(name)
