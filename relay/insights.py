@@ -7,15 +7,16 @@ is estimated from the planner's statistics. ``exact`` tells whether the backlog 
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 
 import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
+from outbox._app.visible import VisibleTables
 from relay.database import unavailable_on_error
 from relay.statements import KEEP_TO_THE_INDEX, STATEMENT_LIMIT, names_of
 from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, names_in_checkpoint
@@ -49,13 +50,16 @@ _REST: Final = """
 SELECT clock_timestamp() AS at, s.n_tup_ins AS written, s.n_tup_del AS gone,
        CASE WHEN c.relpages > 0 AND c.reltuples >= 0
             THEN c.reltuples / c.relpages * (pg_relation_size(c.oid) / current_setting('block_size')::int)
-            END::float8 AS estimate,
-       (SELECT count(*) FROM (SELECT FROM {failures} WHERE isfinite(next_attempt_at) LIMIT %(most)s) AS f) AS retrying,
-       (SELECT count(*) FROM (SELECT FROM {failures} WHERE NOT isfinite(next_attempt_at) AND blocks
-                               LIMIT %(most)s) AS f) AS blocking,
-       (SELECT count(*) FROM (SELECT FROM {dead_letters} LIMIT %(most)s) AS d) AS dead_letters
+            END::float8 AS estimate
   FROM pg_class AS c LEFT JOIN pg_stat_user_tables AS s ON s.relid = c.oid
  WHERE c.oid = to_regclass(%(events)s)"""
+
+_FAILURES: Final = """
+SELECT (SELECT count(*) FROM (SELECT FROM {failures} WHERE isfinite(next_attempt_at) LIMIT %(most)s) AS f) AS retrying,
+       (SELECT count(*) FROM (SELECT FROM {failures} WHERE NOT isfinite(next_attempt_at) AND blocks
+                               LIMIT %(most)s) AS f) AS blocking"""
+
+_DEAD: Final = "SELECT count(*) AS dead_letters FROM (SELECT FROM {dead_letters} LIMIT %(most)s) AS d"
 
 _HOLDS_FIRST: Final = """
 SELECT coalesce(owner = %(instance)s AND lease_until > clock_timestamp(), false) FROM {lanes} ORDER BY lane LIMIT 1"""
@@ -114,7 +118,7 @@ class SlotLook:
 
 @dataclass(frozen=True, slots=True)
 class OutboxState:
-    """The outbox at one moment, by the database's clock.
+    """The outbox at one moment, by the database's clock. Figures of a table that the role can't read are None or empty.
 
     backlog         rows that wait to be published; ``exact`` when all of them were counted.
     counted         whether counting them ended in time; if not, lanes show no events and nobody knows their age.
@@ -124,28 +128,30 @@ class OutboxState:
                     of these three figures is counted up to COUNTED.
     written, gone   rows inserted and deleted since the server's statistics began: two readings give the rates.
     slot            None if the outbox has none.
+    hidden          the tables that the role can't read, each with the grant that is missing.
     """
 
     at: dt.datetime
-    backlog: int
+    backlog: int | None
     exact: bool
     counted: bool
     oldest_seconds: float | None
-    retrying: int
-    dead_letters: int
-    blocking: int
+    retrying: int | None
+    dead_letters: int | None
+    blocking: int | None
     written: int | None
     gone: int | None
     lanes: Sequence[LaneState]
     relays: Sequence[RelayState]
     slot: SlotLook | None
+    hidden: Mapping[str, str] = field(default_factory=dict)
 
     def problems(self, standing_seconds: float = 60.0) -> list[str]:
         """Return the problems that need an operator; empty if there are none.
 
         standing_seconds  an event that is older than this is a problem, unless another problem explains its age.
         """
-        found = []
+        found = [f"{table} can't be read: {why}" for table, why in self.hidden.items()]
         if not self.counted:
             found.append(
                 f"the waiting events could not be counted within {_STATEMENT_SECONDS} s, so nobody knows their age: is "
@@ -153,7 +159,7 @@ class OutboxState:
             )
         idle = [lane for lane in self.lanes if not lane.held]
         waiting = [lane.lane for lane in idle if lane.events]
-        if not any(relay.alive for relay in self.relays):
+        if "relays" not in self.hidden and not any(relay.alive for relay in self.relays):
             found.append("no relay is running" + (f", and {self.backlog:,} events wait" if self.backlog else ""))
         elif waiting:
             found.append(f"events wait in lanes that no relay holds: {_few(waiting)}")
@@ -182,9 +188,14 @@ class OutboxState:
 def look(connection: psycopg.Connection[Any], names: SlotNames) -> OutboxState:
     """Read the outbox's state. Raises Unavailable, and SchemaError without the tables or a right."""
     state = look_at_tables(connection, names.schema)
-    with unavailable_on_error("looking for a stream"):
+    visible = VisibleTables(connection, names.schema)
+    known: SlotNames | None = None
+    with unavailable_on_error("looking for a stream"), visible.reading("streams"):
         known = names_in_checkpoint(connection, names)
-    return state if known is None else replace(state, slot=_slot(connection, known))
+    if visible.hidden:
+        return replace(state, hidden={**state.hidden, **visible.hidden})
+    # The slot's own figures need the lanes' positions.
+    return state if known is None or "lanes" in state.hidden else replace(state, slot=_slot(connection, known))
 
 
 def holds_first_lane(connection: psycopg.Connection[Any], schema: str, instance: str) -> bool:
@@ -205,16 +216,26 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
         def read(text: str) -> list[dict[str, Any]]:
             return cursor.execute(sql.SQL(text).format(**tables), bound).fetchall()
 
+        lanes: list[LaneState] = []
+        relays: list[RelayState] = []
+        figures: dict[str, Any] = {"retrying": None, "blocking": None, "dead_letters": None}
+        visible = VisibleTables(connection, schema)
         with connection.transaction():
             cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
             cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
             cursor.execute(KEEP_TO_THE_INDEX, {"local": True})
-            lanes = [LaneState(**row) for row in read(_LANES)]
-            relays = [RelayState(**row) for row in read(_RELAYS)]
+            with visible.reading("lanes"):
+                lanes = [LaneState(**row) for row in read(_LANES)]
+            with visible.reading("relays"):
+                relays = [RelayState(**row) for row in read(_RELAYS)]
+            with visible.reading("failures"):
+                figures |= read(_FAILURES)[0]
+            with visible.reading("dead_letters"):
+                figures |= read(_DEAD)[0]
             (rest,) = read(_REST)
             # Last, so that all else is known where this takes too long.
             waiting: dict[int, dict[str, Any]] | None = None
-            with suppress(psycopg.errors.QueryCanceled), connection.transaction():
+            with suppress(psycopg.errors.QueryCanceled), visible.reading("events", "lanes"):
                 waiting = {row["lane"]: row for row in read(_WAITING)}
     if waiting is not None:
         lanes = [replace(lane, **waiting[lane.lane]) for lane in lanes if lane.lane in waiting]
@@ -224,20 +245,22 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
             held.setdefault(lane.owner, []).append(lane.lane)
     counted = sum(lane.events for lane in lanes)
     exact = waiting is not None and all(lane.events < COUNTED for lane in lanes)
+    unseen = not visible.hidden.keys().isdisjoint({"events", "lanes"})
     return OutboxState(
         at=rest["at"],
-        backlog=counted if exact else max(counted, int(rest["estimate"] or 0)),
+        backlog=None if unseen else counted if exact else max(counted, int(rest["estimate"] or 0)),
         exact=exact,
-        counted=waiting is not None,
+        counted=waiting is not None or unseen,
         oldest_seconds=max((lane.oldest_seconds for lane in lanes if lane.oldest_seconds is not None), default=None),
-        retrying=rest["retrying"],
-        dead_letters=rest["dead_letters"],
-        blocking=rest["blocking"],
+        retrying=figures["retrying"],
+        dead_letters=figures["dead_letters"],
+        blocking=figures["blocking"],
         written=rest["written"],
         gone=rest["gone"],
         lanes=lanes,
         relays=[replace(relay, lanes=tuple(held.get(relay.instance, ()))) for relay in relays],
         slot=None,
+        hidden=visible.hidden,
     )
 
 

@@ -98,7 +98,9 @@ def _rendered(sight: Overview, *, problems_first: bool) -> RenderableType:
 
     parts: list[RenderableType] = []
     if sight.outbox is not None:
-        parts += [_backlog(sight.outbox, sight), _relays(sight.outbox), _lanes(sight.outbox)]
+        parts.append(_backlog(sight.outbox, sight))
+        tables = {"relays": _relays, "lanes": _lanes}
+        parts += [show(sight.outbox) for table, show in tables.items() if table not in sight.outbox.hidden]
         if (slot := sight.outbox.slot) is not None:
             parts.append(
                 Text(
@@ -117,7 +119,7 @@ def _backlog(outbox: OutboxState, sight: Overview) -> RenderableType:
     from rich.text import Text
 
     about = "" if outbox.exact else "about "
-    text = f"backlog {about}{outbox.backlog:,} events"
+    text = "backlog ? events" if outbox.backlog is None else f"backlog {about}{outbox.backlog:,} events"
     if outbox.oldest_seconds is not None:
         text += f", the oldest {_age(outbox.oldest_seconds)} old"
     if sight.written is not None and sight.published is not None:

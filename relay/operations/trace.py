@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import datetime as dt
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, LiteralString
 from uuid import UUID
 
 import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
+from outbox._app.visible import VisibleTables
 from relay.database import unavailable_on_error
 from relay.operations.topic_scan import committed_since
 from relay.statements import STATEMENT_LIMIT, names_of
@@ -30,13 +31,16 @@ _AHEAD_SECONDS: Final = 86_400.0
 _WAITING: Final = """
 SELECT e.lane, e.id, e.event_id, e.aggregate_type, e.aggregate_id, e.event_type, e.created_at,
        (SELECT count(*) FROM (SELECT FROM {events} AS b WHERE b.lane = e.lane AND b.id < e.id
-                               LIMIT %(most)s) AS counted) AS before,
-       CASE WHEN l.lease_until >= clock_timestamp() THEN l.owner END AS owner,
-       f.attempts, f.last_error, f.last_failed_at,
-       CASE WHEN isfinite(f.next_attempt_at) THEN f.next_attempt_at END AS next_attempt_at
-  FROM {events} AS e LEFT JOIN {lanes} AS l ON l.lane = e.lane
-  LEFT JOIN {failures} AS f ON f.lane = e.lane AND f.id = e.id
- WHERE e.event_id = %(event_id)s LIMIT 1"""
+                               LIMIT %(most)s) AS counted) AS before
+  FROM {events} AS e WHERE e.event_id = %(event_id)s LIMIT 1"""
+
+_OWNER: Final = """
+SELECT CASE WHEN lease_until >= clock_timestamp() THEN owner END AS owner FROM {lanes} WHERE lane = %(lane)s"""
+
+_REFUSED: Final = """
+SELECT attempts, last_error, last_failed_at,
+       CASE WHEN isfinite(next_attempt_at) THEN next_attempt_at END AS next_attempt_at
+  FROM {failures} WHERE lane = %(lane)s AND id = %(id)s"""
 
 _DEAD: Final = """
 SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, attempts, last_error, dead_at
@@ -102,25 +106,42 @@ class Event:
     place: Place | None = None
 
 
-def find(connection: psycopg.Connection[Any], schema: str, event_id: UUID) -> Event:
+def find(
+    connection: psycopg.Connection[Any], schema: str, event_id: UUID, hidden: MutableMapping[str, str] | None = None
+) -> Event:
     """Return what the outbox's tables contain about an event. Raises Unavailable, and SchemaError.
 
     The tables are read in one snapshot, so an event that is moved from one to another meanwhile is not missed.
+
+    hidden   gets the tables that the role can't read, with the grants that are missing.
     """
-    names = names_of(schema)
-    bound = {"event_id": event_id, "most": _MOST_BEFORE}
+    bound: dict[str, Any] = {"event_id": event_id, "most": _MOST_BEFORE}
+    visible = VisibleTables(connection, schema)
     with unavailable_on_error("looking for the event"), connection.cursor(row_factory=dict_row) as cursor:
+
+        def read(table: str, text: LiteralString) -> dict[str, Any] | None:
+            row = None
+            with visible.reading(table):
+                row = cursor.execute(sql.SQL(text).format(**names_of(schema)), bound).fetchone()
+            return row
+
+        refused: dict[str, Any] | None = None
         with connection.transaction():
             cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
             cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
-            waiting, dead, published = (
-                cursor.execute(sql.SQL(text).format(**names), bound).fetchone()
-                for text in (_WAITING, _DEAD, _PUBLISHED)
-            )
+            waiting = read("events", _WAITING)
+            if waiting is not None:
+                bound |= {"lane": waiting["lane"], "id": waiting["id"]}
+                waiting |= read("lanes", _OWNER) or {}
+                refused = read("failures", _REFUSED)
+            dead, published = read("dead_letters", _DEAD), read("published", _PUBLISHED)
+    if hidden is not None:
+        hidden.update(visible.hidden)
+    if waiting is not None and refused is not None:
+        last = refused.pop("last_failed_at")
+        return Event(state="waiting" if last is None else "refused", **waiting, **refused)
     if waiting is not None:
-        last = waiting.pop("last_failed_at")
-        waiting["attempts"] = waiting["attempts"] or 0
-        return Event(state="waiting" if last is None else "refused", **waiting)
+        return Event(state="waiting", **waiting)
     if dead is not None:
         return Event(state="dead", **dead)
     if published is not None:

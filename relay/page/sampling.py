@@ -182,7 +182,7 @@ class Sampler:
         sample = Sample(
             at=time.time(),
             backlog=None if outbox is None else outbox.backlog,
-            oldest_seconds=None if outbox is None else (outbox.oldest_seconds or 0.0),
+            oldest_seconds=None if outbox is None or outbox.backlog is None else (outbox.oldest_seconds or 0.0),
             written=overview.written,
             published=overview.published,
             applied=overview.applied,

@@ -44,6 +44,14 @@ class Overview:
         self.applied = _applied(self, before)
 
     @property
+    def dead_letters(self) -> int | None:
+        """Return the dead letters of both sides; None if those of one side can't be read."""
+        counts = [group.dead_letters for group in self.groups]
+        counts.append(None if self.outbox is None else self.outbox.dead_letters)
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
+
+    @property
     def problems(self) -> list[str]:
         """Return the problems that need an operator."""
         found = [f"{what} can't be seen: {why}" for what, why in self.unseen.items()]
@@ -126,9 +134,10 @@ def looking(settings: Settings, sink_url: str | None) -> Iterator[Callable[[Over
             # Somebody who names a sink expects consumers there.
             if sink_url is not None or consumers.has_tables(opened, settings.consumer_schema):
                 kafka = kafka or KafkaView(client_options(settings), seconds=_KAFKA_SECONDS)
-                groups, away = consumers.look(opened, settings.consumer_schema, kafka)
+                groups, away, hidden = consumers.look(opened, settings.consumer_schema, kafka)
                 if away is not None:
                     unseen["Kafka"] = away
+                unseen |= {f"{settings.consumer_schema}.{table}": why for table, why in hidden.items()}
         except ConfigurationError:
             raise
         except OutboxError as error:

@@ -95,8 +95,10 @@ def find_event(settings: Settings, event_id: UUID, named: Sequence[str], seconds
     from spark_jobs.admin.status import has_tables
     from spark_jobs.postgres.errors import connect
 
+    hidden: dict[str, str] = {}
     with Connector(settings.require_database(), "outbox trace")() as connection:
-        found = Found(find(connection, settings.db_schema, event_id))
+        found = Found(find(connection, settings.db_schema, event_id, hidden))
+    found.unseen += [f"{settings.db_schema}.{table} can't be read: {why}" for table, why in hidden.items()]
     event = found.event
     topics = list(named) or _topics(settings, event)
     try:
@@ -109,7 +111,9 @@ def find_event(settings: Settings, event_id: UUID, named: Sequence[str], seconds
             topics = topics or (consumers.topics(connection, schema) if event.aggregate_type is None else [])
             _search(found, settings, topics, seconds, from_the_beginning=bool(named))
             places = [(place.topic, place.partition, place.offset) for place in found.places]
-            found.groups = consumers.find(connection, schema, event_id, places, topics)
+            hidden = {}
+            found.groups = consumers.find(connection, schema, event_id, places, topics, hidden)
+            found.unseen += [f"{schema}.{table} can't be read: {why}" for table, why in hidden.items()]
     except OutboxError as error:
         found.unseen.append(str(error))
         if not found.searched:

@@ -75,23 +75,28 @@ def outbox_metrics(state: OutboxState) -> Iterator[GaugeMetricFamily]:
     def gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
         return GaugeMetricFamily(f"outbox_{name}", text, value=value)
 
-    yield gauge(
-        "backlog_events",
-        f"Events that wait to be published: counted up to {insights.COUNTED:,} in a lane, beyond that estimated.",
-        state.backlog,
-    )
-    if state.counted:
+    if state.backlog is not None:
+        yield gauge(
+            "backlog_events",
+            f"Events that wait to be published: counted up to {insights.COUNTED:,} in a lane, beyond that estimated.",
+            state.backlog,
+        )
+    if state.counted and state.backlog is not None:
         yield gauge(
             "backlog_oldest_age_seconds",
             "Age of the event that has waited for longest; 0 without any, and left out while counting takes too long.",
             state.oldest_seconds or 0.0,
         )
-    yield gauge("events_retrying", "Events that were refused and are tried again.", state.retrying)
-    yield gauge("dead_letters", "Events that wait for a person.", state.dead_letters)
-    yield gauge("dead_letters_blocking", "Those of them that hold back later events of their keys.", state.blocking)
+    if state.retrying is not None:
+        yield gauge("events_retrying", "Events that were refused and are tried again.", state.retrying)
+    if state.dead_letters is not None:
+        yield gauge("dead_letters", "Events that wait for a person.", state.dead_letters)
+    if state.blocking is not None:
+        yield gauge("dead_letters_blocking", "Those of them that hold back later events of their keys.", state.blocking)
     yield gauge("lanes", "Lanes of the outbox.", len(state.lanes))
     yield gauge("lanes_unheld", "Lanes that no relay holds.", sum(not lane.held for lane in state.lanes))
-    yield gauge("relays_alive", "Relays that are running.", sum(relay.alive for relay in state.relays))
+    if "relays" not in state.hidden:
+        yield gauge("relays_alive", "Relays that are running.", sum(relay.alive for relay in state.relays))
     yield gauge("last_look_timestamp_seconds", "When all this was read from Postgres.", state.at.timestamp())
 
 

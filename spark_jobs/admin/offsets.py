@@ -214,10 +214,14 @@ class Offsets:
         self._kafka = kafka
         self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses", "audit")}
 
-    def show(self, group: str | None = None) -> tuple[list[Group], str | None]:
-        """Return one group or all, and the error if Kafka's offsets are missing. Raises NoSuchGroup."""
+    def show(self, group: str | None = None, *, losses: bool = True) -> tuple[list[Group], str | None]:
+        """Return one group or all, and the error if Kafka's offsets are missing. Raises NoSuchGroup.
+
+        losses   read these too; False: their table need not be readable.
+        """
         with clear_errors("reading the offsets"), self._connection.transaction():
-            groups, positions, losses = (self._rows(query, grp=group) for query in (_GROUPS, _POSITIONS, _LOSSES))
+            groups, positions = (self._rows(query, grp=group) for query in (_GROUPS, _POSITIONS))
+            lost = self._rows(_LOSSES, grp=group) if losses else []
         if group is not None and not groups:
             self._no_such_group(group)
         topics = sorted({row["topic"] for row in positions})
@@ -242,7 +246,7 @@ class Offsets:
                 ),
                 losses=[
                     {name: value for name, value in loss.items() if name != "grp"}
-                    for loss in losses
+                    for loss in lost
                     if loss["grp"] == row["grp"]
                 ],
             )

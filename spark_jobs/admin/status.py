@@ -10,6 +10,7 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
+from outbox._app.visible import VisibleTables
 from spark_jobs.admin.offsets import Group, Offsets
 from spark_jobs.driver.kafka_admin import KafkaView
 from spark_jobs.errors import ConsumerUnavailable, NotAuthorized
@@ -21,6 +22,7 @@ STANDING: Final = dt.timedelta(minutes=5)
 """A group that has moved nothing for so long stands still, if messages that are as old wait for it."""
 
 _NOW: Final = "SELECT clock_timestamp()"
+_READABLE: Final = "SELECT FROM {} LIMIT 0"
 _STUCK: Final = "SELECT grp, count(*) FROM {reservations} WHERE state = 'stuck' GROUP BY grp"
 
 
@@ -38,6 +40,8 @@ class GroupState:
                     Kafka is away.
     losses          what Kafka lost before the group read it, and nobody has accepted.
     troubles        why partitions can't go on, each with its name.
+
+    Counts of a table that the role can't read are None.
     """
 
     group: str
@@ -50,12 +54,12 @@ class GroupState:
     applied: int
     duplicates: int
     dead: int
-    dead_letters: int
-    retrying: int
-    stuck: int
+    dead_letters: int | None
+    retrying: int | None
+    stuck: int | None
     moved_at: dt.datetime | None
     standing: int | None
-    losses: int
+    losses: int | None
     troubles: Sequence[str]
 
     def problems(self) -> list[str]:
@@ -89,19 +93,29 @@ def has_tables(connection: psycopg.Connection[Any], schema: str) -> bool:
     return bool(found)
 
 
-def look(connection: psycopg.Connection[Any], schema: str, kafka: KafkaView) -> tuple[list[GroupState], str | None]:
-    """Return the groups, and why Kafka's figures are missing; None if they are not.
+def look(
+    connection: psycopg.Connection[Any], schema: str, kafka: KafkaView
+) -> tuple[list[GroupState], str | None, Mapping[str, str]]:
+    """Return the groups; why Kafka's figures are missing, or None; and the tables that the role can't read.
 
-    Raises ConsumerUnavailable if Postgres is unavailable, SchemaError if tables or rights are missing.
+    Raises ConsumerUnavailable if Postgres is unavailable, SchemaError if tables or rights on the groups are missing.
     """
-    rows: dict[str, list[Mapping[str, Any]]] = {}
-    for row in progress(connection, schema):
-        rows.setdefault(row["grp"], []).append(row)
+    visible = VisibleTables(connection, schema)
+    stuck: dict[str, int] = {}
     with clear_errors("looking for stuck calls"):
-        reservations = sql.Identifier(schema, "reservations")
-        stuck = dict(connection.execute(sql.SQL(_STUCK).format(reservations=reservations)).fetchall())
+        with visible.reading("dead_letters"):
+            connection.execute(sql.SQL(_READABLE).format(sql.Identifier(schema, "dead_letters")))
+        with visible.reading("losses"):
+            connection.execute(sql.SQL(_READABLE).format(sql.Identifier(schema, "losses")))
+        with visible.reading("reservations"):
+            reservations = sql.Identifier(schema, "reservations")
+            stuck = dict(connection.execute(sql.SQL(_STUCK).format(reservations=reservations)).fetchall())
         ((now,),) = connection.execute(_NOW).fetchall()
-    groups, away = Offsets(connection, schema, kafka).show()
+    seen = {table: table not in visible.hidden for table in ("dead_letters", "losses", "reservations")}
+    rows: dict[str, list[Mapping[str, Any]]] = {}
+    for row in progress(connection, schema, letters=seen["dead_letters"]):
+        rows.setdefault(row["grp"], []).append(row)
+    groups, away = Offsets(connection, schema, kafka).show(losses=seen["losses"])
     standing: Mapping[str, int] = {}
     if away is None:
         try:
@@ -125,16 +139,16 @@ def look(connection: psycopg.Connection[Any], schema: str, kafka: KafkaView) -> 
                 applied=sum(row["applied"] for row in parts),
                 duplicates=sum(row["duplicates"] for row in parts),
                 dead=sum(row["dead"] for row in parts),
-                dead_letters=sum(row["dead_letters"] for row in parts),
-                retrying=sum(row["retrying"] for row in parts),
-                stuck=stuck.get(group.group, 0),
+                dead_letters=sum(row["dead_letters"] for row in parts) if seen["dead_letters"] else None,
+                retrying=sum(row["retrying"] for row in parts) if seen["dead_letters"] else None,
+                stuck=stuck.get(group.group, 0) if seen["reservations"] else None,
                 moved_at=max((row["updated_at"] for row in parts), default=None),
                 standing=None if away else standing.get(group.group, 0),
-                losses=len(group.losses),
+                losses=len(group.losses) if seen["losses"] else None,
                 troubles=[f"{one.topic}-{one.part}: {one.trouble}" for one in group.positions if one.trouble],
             )
         )
-    return found, away
+    return found, away, visible.hidden
 
 
 def _standing(groups: Sequence[Group], since: dt.datetime, kafka: KafkaView) -> dict[str, int]:

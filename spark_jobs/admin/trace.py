@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Sequence
+from collections.abc import MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, LiteralString
 from uuid import UUID
 
 import psycopg
 from psycopg import sql
 from psycopg.rows import dict_row
 
+from outbox._app.visible import VisibleTables
 from spark_jobs.postgres.errors import clear_errors
 from spark_jobs.postgres.tables import DAY_OF_ID
 
@@ -83,11 +84,13 @@ def find(
     message_id: UUID,
     places: Sequence[tuple[str, int, int]],
     topics: Sequence[str],
+    hidden: MutableMapping[str, str] | None = None,
 ) -> list[GroupTrace]:
     """Return what each group that reads the message's topic has done with it.
 
     places   the message's places, as (topic, partition, offset); several if it was repeated.
     topics   the topics in which it may appear; their groups are included too.
+    hidden   gets the tables that the role can't read, with the grants that are missing.
 
     Raises ConsumerUnavailable; or SchemaError if tables are missing.
     """
@@ -96,13 +99,28 @@ def find(
     }
     names["day"] = sql.SQL(DAY_OF_ID.replace("message_id", "wanted.message_id"))
     bound = {"message_id": message_id}
+    visible = VisibleTables(connection, schema)
     with clear_errors("looking for the message"), connection.cursor(row_factory=dict_row) as cursor:
+
+        def read(table: str, text: LiteralString) -> list[dict[str, Any]]:
+            rows: list[dict[str, Any]] = []
+            with visible.reading(table):
+                rows = cursor.execute(sql.SQL(text).format(**names), bound).fetchall()
+            return rows
+
         with connection.transaction():
             cursor.execute(_LIMIT, (f"{_STATEMENT_SECONDS}s",))
             applied, dead, external, offsets = (
-                cursor.execute(sql.SQL(text).format(**names), bound).fetchall()
-                for text in (_APPLIED, _DEAD, _EXTERNAL, _GROUPS)
+                read(table, text)
+                for table, text in (
+                    ("processed_messages", _APPLIED),
+                    ("dead_letters", _DEAD),
+                    ("reservations", _EXTERNAL),
+                    ("offsets", _GROUPS),
+                )
             )
+    if hidden is not None:
+        hidden.update(visible.hidden)
     seen = {row["grp"]: row["seen_at"] for row in applied}
     letters = {row["grp"]: row for row in dead}
     calls: dict[str, list[External]] = {}

@@ -20,9 +20,7 @@ SELECT g.grp, o.topic, o.part, o.next_offset, o.log_end,
        o.applied, o.duplicates, o.dead, coalesce(d.dead, 0) AS dead_letters, coalesce(d.retry, 0) AS retrying,
        o.updated_at, g.generation, g.owner, g.taken_at
   FROM {groups} AS g LEFT JOIN {offsets} AS o ON o.grp = g.grp
-  LEFT JOIN (SELECT grp, topic, part, count(*) FILTER (WHERE state = 'dead') AS dead,
-                    count(*) FILTER (WHERE state = 'retry') AS retry
-               FROM {dead_letters} GROUP BY grp, topic, part) AS d
+  LEFT JOIN ({letters}) AS d
     ON d.grp = o.grp AND d.topic = o.topic AND d.part = o.part
  WHERE %(grp)s::text IS NULL OR g.grp = %(grp)s
  ORDER BY g.grp, o.topic, o.part"""
@@ -32,9 +30,26 @@ SELECT g.grp, o.topic, o.part, o.next_offset, o.log_end,
 ``retrying`` those that the next round retries.
 """
 
+LETTERS: Final = """
+SELECT grp, topic, part, count(*) FILTER (WHERE state = 'dead') AS dead,
+       count(*) FILTER (WHERE state = 'retry') AS retry
+  FROM {dead_letters} GROUP BY grp, topic, part"""
+"""The dead letters of each partition."""
 
-def progress(connection: psycopg.Connection[Any], schema: str, group: str | None = None) -> list[dict[str, Any]]:
-    """Return the rows of PROGRESS for one group or all. Raises ConsumerUnavailable and SchemaError."""
-    names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "dead_letters")}
+_NO_LETTERS: Final = """
+SELECT NULL::text AS grp, NULL::text AS topic, NULL::integer AS part, 0 AS dead, 0 AS retry WHERE false"""
+
+
+def progress(
+    connection: psycopg.Connection[Any], schema: str, group: str | None = None, *, letters: bool = True
+) -> list[dict[str, Any]]:
+    """Return the rows of PROGRESS for one group or all. Raises ConsumerUnavailable and SchemaError.
+
+    letters   count the dead letters; False: their figures are 0, and their table need not be readable.
+    """
+    names: dict[str, sql.Composable] = {
+        name: sql.Identifier(schema, name) for name in ("groups", "offsets", "dead_letters")
+    }
+    names["letters"] = sql.SQL(LETTERS if letters else _NO_LETTERS).format(**names)
     with clear_errors("reading the progress of the groups"), connection.cursor(row_factory=dict_row) as cursor:
         return cursor.execute(sql.SQL(PROGRESS).format(**names), {"grp": group}).fetchall()

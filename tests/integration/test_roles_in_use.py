@@ -239,6 +239,17 @@ def test_a_caller_settles_reservations_and_can_not_change_what_is_called(roles, 
     )
 
 
+def consume(roles: Roles, topics: Any) -> None:
+    """Write a group with an offset of a topic that exists: one that does not is asked for again and again."""
+    topic = topics.create_topic(topics.name("t"), 1)
+    roles.admin.execute("INSERT INTO consumer.groups (grp, owner) VALUES ('g', 'x')")
+    roles.admin.execute(
+        "INSERT INTO consumer.offsets (grp, topic, part, topic_id, next_offset, generation) "
+        "VALUES ('g', %s, 0, 'T', 0, 1)",
+        (topic,),
+    )
+
+
 def test_a_monitor_sees_everything_but_contents(roles, outbox_kafka):
     url = roles.of(Kind.MONITOR)
     kafka = {"kafka__bootstrap_servers": outbox_kafka.bootstrap_servers}
@@ -249,11 +260,7 @@ def test_a_monitor_sees_everything_but_contents(roles, outbox_kafka):
     [event_id] = bury(roles.admin, 1)
     with psycopg.connect(roles.url) as connection:
         waiting = Outbox().add(connection, Event("Order", "w", "T", {"card": SECRET}, headers={"tenant": SECRET}))
-        connection.execute(
-            "INSERT INTO consumer.groups (grp, owner) VALUES ('g', 'x');"
-            "INSERT INTO consumer.offsets (grp, topic, part, topic_id, next_offset, generation) "
-            "VALUES ('g', 't', 0, 'T', 5, 1)"
-        )
+    consume(roles, outbox_kafka)
     for command in (("status",), ("trace", str(event_id)), ("trace", "--aggregate", "Order/w")):
         mine, theirs = (
             json.loads(CliRunner().invoke(app, [*command, "--json"], env=environment(one, kafka)).stdout)
@@ -301,6 +308,69 @@ def _lasting(value: Any) -> Any:
     if isinstance(value, dict):
         return {name: _lasting(each) for name, each in value.items() if not re.search(r"^at$|seconds|problems", name)}
     return [_lasting(each) for each in value] if isinstance(value, list) else value
+
+
+OUTBOX_FIGURES = {
+    "events": {"backlog": None, "oldest_seconds": None},
+    "failures": {"retrying": None, "blocking": None},
+    "dead_letters": {"dead_letters": None},
+    "relays": {"relays": []},
+    "lanes": {"lanes": [], "backlog": None},
+    "streams": {"slot": None},
+}
+GROUP_FIGURES = {
+    "dead_letters": {"dead_letters": None, "retrying": None},
+    "reservations": {"stuck": None},
+    "losses": {"losses": None},
+}
+
+
+def test_a_missing_right_hides_the_figures_of_its_table_alone_and_names_the_grant(roles, outbox_kafka):
+    url = roles.of(Kind.MONITOR)
+    role = psycopg.conninfo.conninfo_to_dict(url)["user"]
+    kafka = {"kafka__bootstrap_servers": outbox_kafka.bootstrap_servers}
+    outbox(roles.url, "db", "roles", f"consumer-monitor={role}", "--apply")
+    [event_id] = bury(roles.admin, 1)
+    with psycopg.connect(roles.url) as connection:
+        waiting = Outbox().add(connection, Event("Order", "w", "T"))
+        connection.execute("INSERT INTO outbox.relays (instance, version, alive_until) VALUES ('a', '1', 'infinity')")
+    consume(roles, outbox_kafka)
+
+    def look(*command: str) -> Any:
+        done = CliRunner().invoke(app, [*command, "--json"], env=environment(url, kafka))
+        return json.loads(done.stdout)
+
+    whole = _lasting(look("status"))
+    for schema, figures in (("outbox", OUTBOX_FIGURES), ("consumer", GROUP_FIGURES)):
+        for table, hidden in figures.items():
+            names = sql.Identifier(schema, table), sql.Identifier(str(role))
+            roles.admin.execute(sql.SQL("REVOKE SELECT ON {} FROM {}").format(*names))
+            found = look("status")
+            [problem] = [text for text in found["problems"] if "can't be" in text]
+            grant = sql.SQL("GRANT SELECT ON {} TO {}").format(*names).as_string()
+            assert problem.endswith(f": permission denied for table {table}: {grant}")
+            mine = found["outbox"] if schema == "outbox" else found["groups"][0]
+            assert {name: mine[name] for name in hidden} == hidden
+            # Nothing else is another than before; what was hidden is taken from there.
+            theirs = whole["outbox"] if schema == "outbox" else whole["groups"][0]
+            aside = {*hidden, "hidden", "exact", "counted", "relays", "lanes"}
+            found = _lasting(mine)
+            assert {name: found[name] for name in found.keys() - aside} == {
+                name: theirs[name] for name in theirs.keys() - aside
+            }
+            assert outbox(url, "status", status=1, **kafka).count("permission denied for table") == 1
+            for wanted in (waiting, event_id):
+                traced = look("trace", str(wanted))
+                needed = {"streams", "relays", "losses"}
+                if table not in needed and not (wanted == event_id and table in {"lanes", "failures"}):
+                    assert [text for text in traced["unseen"] if grant in text] != []
+                if table not in {"events", "dead_letters"}:
+                    assert traced["event"]["state"] == ("waiting" if wanted == waiting else "dead")
+            roles.admin.execute(sql.SQL(grant))  # type: ignore[arg-type]
+    assert _lasting(look("status")) == whole
+    # The whole schema is another matter.
+    roles.admin.execute(sql.SQL("REVOKE USAGE ON SCHEMA outbox FROM {}").format(sql.Identifier(str(role))))
+    assert "permission denied for schema outbox" in look("status")["unseen"]["the outbox"]
 
 
 @pytest.mark.parametrize(
