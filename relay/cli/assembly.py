@@ -24,6 +24,7 @@ _OLD: Final = frozenset({"failures"})
 
 _COMMANDS: Final = {
     "status": "relay.cli.status",
+    "top": "relay.cli.status",
     "trace": "relay.cli.trace",
     "web": "relay.cli.web",
     "doctor": "relay.cli.doctor",

@@ -31,12 +31,15 @@ _FEW_LANES: Final = 16
 """How many lanes are shown with a row each: if there are more, those without a holder or with the oldest events."""
 
 
+SinkOption = Annotated[
+    str | None, typer.Option("--sink-url", help="The consumers' database; without it, the same one.")
+]
+
+
 @failing_clearly
 def status(
     database_url: DatabaseUrl = None,
-    sink_url: Annotated[
-        str | None, typer.Option("--sink-url", help="The consumers' database; without it, the same one.")
-    ] = None,
+    sink_url: SinkOption = None,
     watch: Annotated[
         float | None, typer.Option("--watch", min=0.2, help="Look again after so many seconds, until Ctrl-C.")
     ] = None,
@@ -62,6 +65,19 @@ def status(
                 sight = look(sight)
         else:
             _watch(look, sight, watch)
+
+
+@failing_clearly
+def top(
+    database_url: DatabaseUrl = None,
+    sink_url: SinkOption = None,
+    seconds: Annotated[float, typer.Option("--seconds", min=0.2, help="Look again after so many seconds.")] = 1.0,
+) -> None:
+    """Show what `outbox status` shows on the whole terminal, with rates, until Ctrl-C. Problems come first."""
+    from relay.pipeline.overview import looking
+
+    with looking(load(database_url=database_url), sink_url) as look:
+        _watch(look, look(None), seconds)
 
 
 def _watch(look: Callable[[Overview | None], Overview], sight: Overview, seconds: float) -> None:

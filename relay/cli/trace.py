@@ -16,6 +16,7 @@ from outbox._app.console import (
     table_console,
 )
 from outbox.errors import ConfigurationError
+from relay.cli.status import SinkOption
 from relay.config import Settings, load
 
 if TYPE_CHECKING:
@@ -33,9 +34,7 @@ def trace(
     ] = None,
     seconds: Annotated[float, typer.Option("--seconds", min=0, help="How long to look through topics.")] = 10.0,
     limit: Annotated[int, typer.Option(min=1, max=1_000, help="With --aggregate: so many events.")] = 20,
-    sink_url: Annotated[
-        str | None, typer.Option("--sink-url", help="The consumers' database; without it, the same one.")
-    ] = None,
+    sink_url: SinkOption = None,
     database_url: DatabaseUrl = None,
     as_json: AsJson = False,
 ) -> None:

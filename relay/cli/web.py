@@ -8,15 +8,14 @@ import typer
 
 from outbox._app.console import DatabaseUrl, failing_clearly
 from outbox.errors import ConfigurationError
+from relay.cli.status import SinkOption
 from relay.config import load
 
 
 @failing_clearly
 def web(
     database_url: DatabaseUrl = None,
-    sink_url: Annotated[
-        str | None, typer.Option("--sink-url", help="The consumers' database; without it, the same one.")
-    ] = None,
+    sink_url: SinkOption = None,
     address: Annotated[str | None, typer.Option("--address", help="OUTBOX_WEB__ADDRESS")] = None,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
     hash_password: Annotated[

@@ -1,0 +1,192 @@
+"""Pages of events and of failed ones: each once and in order, however many there are, while rows come and go."""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterator
+from typing import Any
+from uuid import UUID
+
+import psycopg
+import pytest
+from psycopg import sql
+
+from outbox import Event, Outbox
+from outbox._app.migrate import upgrade
+from outbox.testing.fixtures import token
+from relay.operations import dead_letter_pages, event_search
+from relay.operations.dead_letter_pages import DeadLetterPages, Filter
+from relay.operations.event_search import Contents, EventSearch, EventState
+from relay.ports import Unavailable
+from relay.statements import KEEP_TO_THE_INDEX, names_of
+
+EVENTS = 25_000
+LANES = 256
+SCHEMA = "outbox"
+
+FILL = """
+INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload)
+SELECT CASE WHEN g %% 100 = 0 THEN 'Rare' ELSE 'Order' END, 'o' || g, 'T', '{}' FROM generate_series(1, %s) AS g"""
+
+PUBLISH = """
+WITH gone AS (DELETE FROM outbox.events RETURNING *)
+INSERT INTO outbox.published (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, created_at,
+                              published_at)
+SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, created_at,
+       clock_timestamp() - make_interval(secs => id % 3 * 86400 + id / 10) FROM gone"""
+
+DIE = """
+WITH gone AS (DELETE FROM outbox.events RETURNING *)
+INSERT INTO outbox.dead_letters (lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, created_at,
+                                 attempts, last_error, first_failed_at, dead_at)
+SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, payload, created_at, 3,
+       CASE WHEN id % 2 = 0 THEN 'too large: ' || id || ' bytes of ' || event_id ELSE 'refused' END,
+       now() + make_interval(secs => id / 7), now() + make_interval(secs => id / 5) FROM gone"""
+
+
+@pytest.fixture(scope="module")
+def wide(outbox_postgres_server) -> Iterator[str]:
+    """A database with 256 lanes."""
+    name = f"wide_{token()}"
+    url = outbox_postgres_server.create_database(name)
+    upgrade(url, lanes=LANES)
+    yield url
+    outbox_postgres_server.drop_database(name)
+
+
+@pytest.fixture
+def connection(wide) -> Iterator[psycopg.Connection[Any]]:
+    with psycopg.connect(wide, autocommit=True) as opened:
+        for table in ("events", "published", "dead_letters", "failures"):
+            opened.execute(sql.SQL("TRUNCATE {}").format(sql.Identifier(SCHEMA, table)))
+        yield opened
+
+
+def walk(search: EventSearch, state: EventState, limit: int = 700, **options: Any) -> list[Any]:
+    found, place = [], None
+    while True:
+        page = search.page(state, after=place, limit=limit, **options)
+        assert len(page.rows) <= limit
+        found += page.rows
+        if page.next is None:
+            return found
+        assert len(page.rows) == limit
+        place = page.next
+
+
+def test_waiting_events_of_256_lanes_come_newest_first(connection):
+    connection.execute(FILL, (EVENTS,))
+    search = EventSearch(connection, SCHEMA)
+    ids = [row["id"] for row in walk(search, EventState.WAITING)]
+    assert len(ids) == EVENTS
+    assert ids == sorted(ids, reverse=True)
+    rare = walk(search, EventState.WAITING, 30, aggregate_type="Rare")
+    assert len(rare) == EVENTS // 100
+    assert {row["aggregate_type"] for row in rare} == {"Rare"}
+    assert search.page(EventState.WAITING, "Nothing").rows == []
+    # While somebody turns the pages, relays publish and services write: what stays is still shown once.
+    first = search.page(EventState.WAITING, limit=100)
+    connection.execute("DELETE FROM outbox.events WHERE id % 2 = 0")
+    connection.execute(FILL, (1_000,))
+    second = search.page(EventState.WAITING, after=first.next, limit=100)
+    assert second.rows[0]["id"] < first.rows[-1]["id"]
+    assert all(row["id"] % 2 for row in second.rows)
+    assert [(row["aggregate_type"], row["events"]) for row in search.waiting_types()] == [
+        ("Order", 13_490),
+        ("Rare", 10),
+    ]
+
+
+def test_a_page_of_waiting_events_reads_no_more_than_it_shows(connection):
+    connection.execute(FILL, (EVENTS,))
+    connection.execute("ANALYZE outbox.events")
+    with connection.transaction():
+        connection.execute(KEEP_TO_THE_INDEX, {"local": True})
+        query = sql.SQL("EXPLAIN (ANALYZE, FORMAT JSON) ") + sql.SQL(event_search._WAITING).format(**names_of(SCHEMA))
+        bound = {"id": EVENTS // 2, "type": None, "limit": 51}
+        ((plan,),) = connection.execute(query, bound).fetchall()
+    nodes = list(each(plan[0]["Plan"]))
+    assert not [node for node in nodes if node["Node Type"] == "Seq Scan" and node["Relation Name"] == "events"]
+    (read,) = [node for node in nodes if node.get("Relation Name") == "events"]
+    assert read["Actual Rows"] * read["Actual Loops"] <= LANES * 51
+
+
+def each(node: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    yield node
+    for inner in node.get("Plans", ()):
+        yield from each(inner)
+
+
+def test_published_events_by_the_time_of_publishing(connection):
+    connection.execute(FILL, (EVENTS,))
+    connection.execute(PUBLISH)
+    search = EventSearch(connection, SCHEMA)
+    rows = walk(search, EventState.PUBLISHED, days=10)
+    assert len(rows) == EVENTS
+    places = [(row["moved_at"], row["id"]) for row in rows]
+    assert places == sorted(places, reverse=True)
+    since = dt.datetime.now(dt.UTC) - dt.timedelta(days=1)
+    assert len(walk(search, EventState.PUBLISHED)) == sum(at >= since for at, _ in places)
+    assert 0 < len(walk(search, EventState.PUBLISHED)) < EVENTS
+
+
+def test_dead_events_and_groups_of_their_errors(connection):
+    connection.execute(FILL, (EVENTS,))
+    connection.execute(DIE)
+    # Some wait for another attempt.
+    connection.execute(FILL, (300,))
+    connection.execute(
+        "INSERT INTO outbox.failures (lane, id, event_id, aggregate_type, aggregate_id, blocks, attempts, last_error, "
+        "first_failed_at, last_failed_at, next_attempt_at) SELECT lane, id, event_id, aggregate_type, aggregate_id, "
+        "true, 1, 'refused', now(), now(), now() + interval '1 hour' FROM outbox.events"
+    )
+    search, pages = EventSearch(connection, SCHEMA), DeadLetterPages(connection, SCHEMA)
+    assert len(walk(search, EventState.DEAD)) == EVENTS
+    assert len(walk(search, EventState.DEAD, aggregate_type="Rare")) == EVENTS // 100
+    groups = pages.groups()
+    # Errors that differ in numbers and ids alone are one; only so many are looked at.
+    kinds = {"too large: N bytes of …", "refused"}
+    assert {group["kind"] for group in groups} == kinds
+    dead = [group for group in groups if group["state"] == "dead"]
+    assert sum(group["events"] for group in dead) == dead_letter_pages.COUNTED
+    waiting = {group["aggregate_type"]: group["events"] for group in groups if group["state"] == "waiting"}
+    assert waiting == {"Order": 297, "Rare": 3}
+    seen, place = [], None
+    chosen = Filter("too large: N bytes of …", "Order", "dead")
+    while True:
+        page = pages.page(chosen, place, 900)
+        seen += page.rows
+        if (place := page.next) is None:
+            break
+    # An even id: every hundredth of them is of the other type.
+    assert len(seen) == EVENTS // 2 - EVENTS // 100
+    assert len({row["event_id"] for row in seen}) == len(seen)
+    assert seen == sorted(seen, key=lambda row: (row["first_failed_at"], row["lane"], row["id"]))
+    assert len(pages.event_ids(Filter(state="dead"))) == dead_letter_pages.COUNTED
+    assert len(pages.event_ids(Filter("refused", state="waiting"))) == 300
+    assert pages.event_ids(Filter("nothing like it")) == []
+
+
+def test_contents_of_an_event_wherever_it_is(connection):
+    events = [
+        Event("Order", "a", "T", {"n": 1}, headers={"h": "1"}),
+        Event("Order", "b", "T", b"\x00\x01"),
+        Event("Order", "c", "T", None),
+    ]
+    with connection.transaction():
+        ids = Outbox().add_many(connection, events)
+    search = EventSearch(connection, SCHEMA)
+    binary = {"content-type": "application/octet-stream"}
+    wanted = [Contents('{"n": 1}', None, {"h": "1"}), Contents(None, b"\x00\x01", binary), Contents(None, None, None)]
+    assert [search.contents(event_id) for event_id in ids] == wanted
+    connection.execute(DIE)
+    assert [found and found.payload for found in map(search.contents, ids)] == ['{"n": 1}', None, None]
+    assert search.contents(UUID(int=0)) is None
+
+
+def test_a_search_that_takes_too_long_ends_with_an_error(connection, wide, monkeypatch):
+    monkeypatch.setattr(event_search, "_STATEMENT_SECONDS", 0.2)
+    with psycopg.connect(wide) as other:
+        other.execute("LOCK TABLE outbox.events IN ACCESS EXCLUSIVE MODE")
+        with pytest.raises(Unavailable, match="looking through the events"):
+            EventSearch(connection, SCHEMA).page(EventState.WAITING)
