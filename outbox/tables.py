@@ -60,6 +60,7 @@ class OutboxTables:
     published_default: sa.Table
     audit: sa.Table
     streams: sa.Table
+    pauses: sa.Table
 
     @property
     def all(self) -> tuple[sa.Table, ...]:
@@ -74,6 +75,7 @@ class OutboxTables:
             self.published_default,
             self.audit,
             self.streams,
+            self.pauses,
         )
 
 
@@ -184,6 +186,8 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("heartbeat_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         sa.Column("alive_until", sa.DateTime(timezone=True), nullable=False),
         sa.Column("source", sa.Text, nullable=False, server_default=sa.text("'polling'")),
+        # The numbers of the pauses that it obeys.
+        sa.Column("obeys", pg.ARRAY(sa.BigInteger), nullable=False, server_default=sa.text("'{}'::bigint[]")),
         sa.PrimaryKeyConstraint("instance", name="relays_pkey"),
         sa.CheckConstraint("char_length(instance) BETWEEN 1 AND 200", name="relays_instance_length"),
         schema=schema,
@@ -285,6 +289,35 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         schema=schema,
         comment="The replication slot that the outbox is read through, and how far it has been told to forget the WAL.",
     )
+    pauses = sa.Table(
+        "pauses",
+        metadata,
+        sa.Column("number", sa.BigInteger, sa.Identity(always=True), nullable=False),
+        sa.Column("scope", sa.Text, nullable=False),
+        # The lane's number or the topic's name.
+        sa.Column("name", sa.Text, nullable=False),
+        # Operators have no right to set these two.
+        sa.Column("requested_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.Column("requested_by", sa.Text, nullable=False, server_default=sa.text("session_user")),
+        sa.Column("reason", sa.Text),
+        # A drain: events of transactions with a lower id are published first. NULL: a pause at once.
+        sa.Column("drain_xid", sa.BigInteger),
+        # When these transactions have ended: the position that the slot must pass (source wal), and the highest id.
+        sa.Column("wal_lsn", sa.BigInteger),
+        sa.Column("last_id", sa.BigInteger),
+        # From then on the drain is a pause.
+        sa.Column("drained_at", sa.DateTime(timezone=True)),
+        sa.PrimaryKeyConstraint("number", name="pauses_pkey"),
+        sa.UniqueConstraint("scope", "name", name="pauses_scope_name"),
+        sa.CheckConstraint("scope IN ('all', 'lane', 'topic')", name="pauses_scope"),
+        sa.CheckConstraint("(scope = 'all') = (name = '')", name="pauses_name"),
+        sa.CheckConstraint("scope <> 'lane' OR name ~ '^(0|[1-9][0-9]{0,2})$'", name="pauses_lane"),
+        sa.CheckConstraint(
+            "drain_xid IS NOT NULL OR num_nonnulls(wal_lsn, last_id, drained_at) = 0", name="pauses_drain"
+        ),
+        schema=schema,
+        comment="What relays must not publish for now; with drain_xid, once what was written before it is published.",
+    )
     return OutboxTables(
         events=events,
         lanes=lanes_table,
@@ -295,6 +328,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         published_default=published_default,
         audit=audit,
         streams=streams,
+        pauses=pauses,
     )
 
 

@@ -22,6 +22,8 @@ longer than ``standing_seconds``, three leases: by then a restart of a broker or
 |                                                            |                                  | goes on         |
 | a topic is missing, forbidden, or takes nothing            | ``topics_unusable``              | yes: other      |
 |                                                            |                                  | topics go on    |
+| an operator has paused lanes or topics                     | ``lanes_paused``,                | yes             |
+|                                                            | ``topics_paused``                |                 |
 """
 
 from __future__ import annotations
@@ -116,6 +118,10 @@ class Health:
     """Failing tasks other than publishing, with how many seconds each has failed. They leave the worker ready."""
     checks: Sequence[Check] = ()
     """What was looked at, for ``/readyz?verbose``."""
+    paused_lanes: Sequence[int] = ()
+    """Its lanes that operators have paused."""
+    paused_topics: Sequence[str] = ()
+    """The topics that operators have paused."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ from psycopg.rows import dict_row
 
 from outbox._app.visible import VisibleTables
 from relay.database import unavailable_on_error
+from relay.pauses import Paused, Pauses, Scope, ScopeKind
 from relay.statements import KEEP_TO_THE_INDEX, STATEMENT_LIMIT, names_of
 from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, names_in_checkpoint
 
@@ -61,6 +62,14 @@ SELECT (SELECT count(*) FROM (SELECT FROM {failures} WHERE isfinite(next_attempt
 
 _DEAD: Final = "SELECT count(*) AS dead_letters FROM (SELECT FROM {dead_letters} LIMIT %(most)s) AS d"
 
+_PAUSES: Final = """
+SELECT p.number, p.scope, p.name, p.requested_at, p.requested_by, p.reason, p.drain_xid IS NOT NULL AS drains,
+       p.drained_at,
+       ARRAY(SELECT r.instance FROM {relays} AS r
+              WHERE r.alive_until >= clock_timestamp() AND NOT p.number = ANY(r.obeys)
+              ORDER BY r.instance) AS unconfirmed
+  FROM {pauses} AS p ORDER BY p.scope, p.name"""
+
 _HOLDS_FIRST: Final = """
 SELECT coalesce(owner = %(instance)s AND lease_until > clock_timestamp(), false) FROM {lanes} ORDER BY lane LIMIT 1"""
 
@@ -73,6 +82,7 @@ class LaneState:
     lease_seconds   the remaining time of the lease; negative after it has expired, None if there is none.
     events          the rows that wait in it, counted up to COUNTED.
     oldest_seconds  the age of the first of these; None if there are none.
+    paused          whether an operator has paused the lane, or all lanes.
     """
 
     lane: int
@@ -84,6 +94,7 @@ class LaneState:
     lease_seconds: float | None
     events: int = 0
     oldest_seconds: float | None = None
+    paused: bool = False
 
     @property
     def held(self) -> bool:
@@ -122,12 +133,13 @@ class OutboxState:
 
     backlog         rows that wait to be published; ``exact`` when all of them were counted.
     counted         whether counting them ended in time; if not, lanes show no events and nobody knows their age.
-    oldest_seconds  the age of the oldest first row of a lane; None without any.
+    oldest_seconds  the age of the oldest first row of a lane that is not paused; None without any.
     retrying        events that were refused and wait for another attempt.
     dead_letters    events that wait for an operator; ``blocking`` of them hold back later events of their keys. Each
                     of these three figures is counted up to COUNTED.
     written, gone   rows inserted and deleted since the server's statistics began: two readings give the rates.
     slot            None if the outbox has none.
+    pauses          the pauses and drains that operators have requested.
     hidden          the tables that the role can't read, each with the grant that is missing.
     """
 
@@ -145,6 +157,7 @@ class OutboxState:
     relays: Sequence[RelayState]
     slot: SlotLook | None
     hidden: Mapping[str, str] = field(default_factory=dict)
+    pauses: Sequence[Paused] = ()
 
     def problems(self, standing_seconds: float = 60.0) -> list[str]:
         """Return the problems that need an operator; empty if there are none.
@@ -152,15 +165,20 @@ class OutboxState:
         standing_seconds  an event that is older than this is a problem, unless another problem explains its age.
         """
         found = [f"{table} can't be read: {why}" for table, why in self.hidden.items()]
+        found += [_explained(one) for one in self.pauses]
         if not self.counted:
             found.append(
                 f"the waiting events could not be counted within {_STATEMENT_SECONDS} s, so nobody knows their age: is "
                 "a transaction open for long (pg_stat_activity.xact_start), and keeps dead rows?"
             )
-        idle = [lane for lane in self.lanes if not lane.held]
+        idle = [lane for lane in self.lanes if not lane.held and not lane.paused]
         waiting = [lane.lane for lane in idle if lane.events]
+        all_paused = bool(self.lanes) and all(lane.paused for lane in self.lanes)
+        # A pause explains the age of what waits; which events go to a paused topic is not known here.
+        topics = any(one.scope.kind is ScopeKind.TOPIC and not one.draining for one in self.pauses)
         if "relays" not in self.hidden and not any(relay.alive for relay in self.relays):
-            found.append("no relay is running" + (f", and {self.backlog:,} events wait" if self.backlog else ""))
+            waits = self.backlog and not all_paused
+            found.append("no relay is running" + (f", and {self.backlog:,} events wait" if waits else ""))
         elif waiting:
             found.append(f"events wait in lanes that no relay holds: {_few(waiting)}")
         elif (
@@ -168,8 +186,11 @@ class OutboxState:
             and self.oldest_seconds > standing_seconds
             and not self.retrying
             and not self.blocking
+            and not topics
         ):
-            slow = [lane.lane for lane in self.lanes if (lane.oldest_seconds or 0.0) > standing_seconds]
+            slow = [
+                lane.lane for lane in self.lanes if not lane.paused and (lane.oldest_seconds or 0.0) > standing_seconds
+            ]
             found.append(f"the oldest event has waited for {self.oldest_seconds:.0f} s (lanes {_few(slow)})")
         if self.retrying:
             found.append(f"{self.retrying:,} events were refused and are tried again: `outbox dead-letters list`")
@@ -224,8 +245,12 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
             cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
             cursor.execute(STATEMENT_LIMIT, (f"{_STATEMENT_SECONDS}s",))
             cursor.execute(KEEP_TO_THE_INDEX, {"local": True})
+            pauses: Sequence[Paused] = ()
+            with visible.reading("pauses", "relays"):
+                pauses = _paused(read(_PAUSES))
+            now = Pauses.of((one.number, one.scope.kind, one.scope.name, one.draining) for one in pauses)
             with visible.reading("lanes"):
-                lanes = [LaneState(**row) for row in read(_LANES)]
+                lanes = [LaneState(**row, paused=now.holds(row["lane"])) for row in read(_LANES)]
             with visible.reading("relays"):
                 relays = [RelayState(**row) for row in read(_RELAYS)]
             with visible.reading("failures"):
@@ -251,7 +276,9 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
         backlog=None if unseen else counted if exact else max(counted, int(rest["estimate"] or 0)),
         exact=exact,
         counted=waiting is not None or unseen,
-        oldest_seconds=max((lane.oldest_seconds for lane in lanes if lane.oldest_seconds is not None), default=None),
+        oldest_seconds=max(
+            (lane.oldest_seconds for lane in lanes if lane.oldest_seconds is not None and not lane.paused), default=None
+        ),
         retrying=figures["retrying"],
         dead_letters=figures["dead_letters"],
         blocking=figures["blocking"],
@@ -261,7 +288,30 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
         relays=[replace(relay, lanes=tuple(held.get(relay.instance, ()))) for relay in relays],
         slot=None,
         hidden=visible.hidden,
+        pauses=pauses,
     )
+
+
+def read_pauses(connection: psycopg.Connection[Any], schema: str) -> list[Paused]:
+    """Return all pauses and drains. Raises Unavailable, or SchemaError without the table or a right."""
+    with unavailable_on_error("reading the pauses"), connection.cursor(row_factory=dict_row) as cursor:
+        return _paused(cursor.execute(sql.SQL(_PAUSES).format(**names_of(schema))).fetchall())
+
+
+def _paused(rows: Sequence[dict[str, Any]]) -> list[Paused]:
+    return [
+        Paused(
+            scope=Scope(ScopeKind(row.pop("scope")), row.pop("name")), unconfirmed=tuple(row.pop("unconfirmed")), **row
+        )
+        for row in rows
+    ]
+
+
+def _explained(paused: Paused) -> str:
+    text = f"{paused}; `outbox relay resume` ends it"
+    if paused.unconfirmed and not paused.draining:
+        text += f". Running relays that do not obey it yet: {', '.join(paused.unconfirmed)}"
+    return text
 
 
 def _slot(connection: psycopg.Connection[Any], names: SlotNames) -> SlotLook:

@@ -14,6 +14,7 @@ settle. With ``FOR UPDATE SKIP LOCKED``, relays that take lanes at the same mome
 | two relays reach for one lane           | the second skips the locked row and takes another, or none              |
 | another session has locked a lane's row | that lane is not renewed, the others are; its lease may run out         |
 | killed after taking a lane              | the row still names the former transactional.id, to be fenced next      |
+| a lane is paused while it is taken      | the taking statement reads the pauses; see pauses.py                    |
 """
 
 from __future__ import annotations
@@ -24,13 +25,19 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Final
 
+import orjson
 import psycopg
 from psycopg import sql
 
 from outbox.errors import SchemaError
 from relay.database import unavailable_on_error
 from relay.lease import Lease
+from relay.pauses import Pauses
 from relay.statements import names_of
+
+# As JSON in one column of other statements, so that reading them costs no statement of its own.
+_PAUSES: Final = """(SELECT coalesce(json_agg(json_build_array(
+           number, scope, name, drain_xid IS NOT NULL AND drained_at IS NULL)), '[]') FROM {pauses})"""
 
 # Synchronous, whatever the role's setting: after a crash that loses an epoch, another relay would get the same one.
 _ACQUIRE: Final = """
@@ -38,7 +45,7 @@ UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1, protocol_epoch = epoch + 1
        lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
  WHERE lane IN (SELECT lane FROM {lanes} WHERE lease_until < clock_timestamp() AND source = %(source)s
                  ORDER BY lease_until, lane FOR UPDATE SKIP LOCKED LIMIT %(count)s)
-RETURNING lane, epoch, transactional_id, last_batch, set_config('synchronous_commit', 'on', true)"""
+RETURNING lane, epoch, transactional_id, last_batch, {paused}::text, set_config('synchronous_commit', 'on', true)"""
 
 # All or none: the WAL is one stream. A locked lane is being taken by another relay, or settled by its owner.
 _ACQUIRE_ALL: Final = """
@@ -46,7 +53,7 @@ UPDATE {lanes} SET owner = %(me)s, epoch = epoch + 1, protocol_epoch = epoch + 1
        lease_until = clock_timestamp() + make_interval(secs => %(ttl)s)
  WHERE (SELECT count(*) FROM (SELECT FROM {lanes} WHERE lease_until < clock_timestamp() AND source = %(source)s
                                FOR UPDATE SKIP LOCKED) AS free) = (SELECT count(*) FROM {lanes})
-RETURNING lane, epoch, transactional_id, last_batch, set_config('synchronous_commit', 'on', true)"""
+RETURNING lane, epoch, transactional_id, last_batch, {paused}::text, set_config('synchronous_commit', 'on', true)"""
 
 # Below the part of a lease at which the worker renews it itself (settlement.RENEW_PART), and early enough for several
 # tries.
@@ -75,9 +82,9 @@ UPDATE {lanes} AS l SET owner = NULL, lease_until = '-infinity',
  WHERE l.lane = m.lane AND l.epoch = m.epoch"""
 
 _BEAT: Final = """
-INSERT INTO {relays} (instance, version, source, alive_until)
-VALUES (%(me)s, %(version)s, %(source)s, clock_timestamp() + make_interval(secs => %(ttl)s))
-ON CONFLICT (instance) DO UPDATE SET version = excluded.version, source = excluded.source,
+INSERT INTO {relays} (instance, version, source, obeys, alive_until)
+VALUES (%(me)s, %(version)s, %(source)s, %(obeys)s, clock_timestamp() + make_interval(secs => %(ttl)s))
+ON CONFLICT (instance) DO UPDATE SET version = excluded.version, source = excluded.source, obeys = excluded.obeys,
        heartbeat_at = clock_timestamp(), alive_until = excluded.alive_until"""
 
 _LEAVE: Final = "DELETE FROM {relays} WHERE instance = %(me)s"
@@ -88,7 +95,7 @@ _FORGET: Final = "DELETE FROM {relays} WHERE alive_until < clock_timestamp() - i
 _CENSUS: Final = """
 SELECT r.instance, count(l.lane), (SELECT count(*) FROM {lanes}),
        (SELECT count(*) FROM {lanes} WHERE source = %(source)s),
-       (SELECT count(*) FROM {lanes} WHERE lease_until < clock_timestamp() AND source = %(source)s)
+       (SELECT count(*) FROM {lanes} WHERE lease_until < clock_timestamp() AND source = %(source)s), {paused}::text
   FROM {relays} AS r LEFT JOIN {lanes} AS l
        ON l.owner = r.instance AND l.lease_until >= clock_timestamp() AND l.source = %(source)s
  WHERE (r.alive_until >= clock_timestamp() AND r.source = %(source)s) OR r.instance = %(me)s
@@ -162,14 +169,23 @@ class LaneTable:
         self._connection = connection
         self._pooled = pooled
         self._names = names_of(schema)
+        self._names["paused"] = sql.SQL(_PAUSES).format(**self._names)
         self._me = instance
         self._version = version
         self._ttl = ttl_seconds
         self._source = source
+        self.pauses: Pauses | None = None
+        """The pauses, as of the last statement that counted or took lanes; None before the first."""
 
-    def beat(self) -> None:
-        """Record that this relay is alive."""
-        values = {"me": self._me, "version": self._version, "ttl": self._ttl, "source": self._source}
+    def beat(self, obeys: Collection[int] = ()) -> None:
+        """Record that this relay is alive, and the numbers of the pauses that it obeys."""
+        values = {
+            "me": self._me,
+            "version": self._version,
+            "ttl": self._ttl,
+            "source": self._source,
+            "obeys": sorted(obeys),
+        }
         self._run(_BEAT, values, "saying it is alive")
 
     def forget_dead(self) -> None:
@@ -211,13 +227,16 @@ class LaneTable:
         )
 
     def distribution(self) -> LaneDistribution:
-        """Return the numbers of live relays and lanes. Raises SchemaError when there are no lanes at all."""
+        """Return the numbers of live relays and lanes, and read the pauses. Raises SchemaError when there are no lanes
+        at all.
+        """
         rows = self._run(_CENSUS, {"me": self._me, "source": self._source}, "counting lanes")
         if not rows:
             return LaneDistribution(held={}, lanes=0, free=0)
         if rows[0][2] == 0:
             raise SchemaError("the outbox has no lanes: run `outbox db upgrade`")
-        _, _, total, lanes, free = rows[0]
+        _, _, total, lanes, free, pauses = rows[0]
+        self.pauses = Pauses.of(orjson.loads(pauses))
         return LaneDistribution(held={row[0]: row[1] for row in rows}, lanes=lanes, free=free, total=total)
 
     def acquire(self, count: int = 1) -> list[Lease]:
@@ -251,8 +270,10 @@ class LaneTable:
         rows = self._run(query, values, doing)
         leases = [
             Lease(lane, epoch, self._ttl, asked_at, former_id, last_batch)
-            for lane, epoch, former_id, last_batch, _ in rows
+            for lane, epoch, former_id, last_batch, *_ in rows
         ]
+        if rows:
+            self.pauses = Pauses.of(orjson.loads(rows[0][4]))
         return sorted(leases, key=lambda lease: lease.lane)
 
     def _run(self, query: str, values: Mapping[str, object], doing: str) -> Sequence[Any]:

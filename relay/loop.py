@@ -29,6 +29,8 @@ because a lane has one holder, and a turn publishes a lane's events in order, an
 | it does but for topics that take none   | they wait by themselves, the others go on at full size; see              |
 | of their messages                       | kafka/topics.py                                                          |
 | one lane can't be taken over or settled | it is tried again by itself, with backoff; the others go on              |
+| a lane is paused                        | its turn in flight ends and is settled; then it is not read, and its     |
+|                                         | lease is kept. See pauses.py                                             |
 """
 
 from __future__ import annotations
@@ -43,6 +45,7 @@ from typing import Final, Protocol, assert_never
 from outbox.errors import OutboxError, SchemaError
 from relay.lease import HeldLanes, Lease
 from relay.marker import StateLost
+from relay.pauses import CurrentPauses
 from relay.ports import (
     BatchRefused,
     Claim,
@@ -150,6 +153,7 @@ class _Lane:
     lease: Lease
     backoff: _Backoff
     joined: bool = False
+    paused: bool = False
     unsettled: list[Result] = field(default_factory=list)
 
 
@@ -172,6 +176,7 @@ class WorkerLoop:
         stop: threading.Event,
         observer: Observer,
         settings: LoopSettings,
+        pauses: CurrentPauses | None = None,
     ) -> None:
         self._new_source = source
         self._new_publisher = publisher
@@ -179,6 +184,7 @@ class WorkerLoop:
         self._stop = stop
         self._observer = observer
         self._settings = settings
+        self._pauses = pauses or CurrentPauses()
         self._source: Source | None = None
         self._publisher: Publisher | None = None
         self._lanes: dict[int, _Lane] = {}
@@ -210,6 +216,8 @@ class WorkerLoop:
     def _turn(self) -> bool:
         """Publish one batch of each lane that has one. Returns whether there was anything to publish."""
         self._take_and_let_go()
+        # After lanes were taken: the pauses were handed over before them.
+        self._pauses.obeyed = self._pauses.now
         if not self._lanes:
             # A stream ends with its lanes; a connection is opened again when lanes come.
             self._close()
@@ -218,8 +226,13 @@ class WorkerLoop:
         if self._publisher is None:
             self._publisher = self._new_publisher(source)
         self._join(self._publisher)
-        limits = self._sizes.limits(self._ready())
+        ready = self._ready()
+        paused = {number for number in ready if self._pauses.obeyed.holds(number)}
+        quiet = self._pause(source, paused)
+        limits = self._sizes.limits([number for number in ready if number not in paused])
         if not limits:
+            if quiet:
+                self._succeeded(quiet)
             return False
         source.leave_out(self._publisher.paused())
         source.go_on_without(self._absent())
@@ -311,8 +324,24 @@ class WorkerLoop:
                 self._lanes[lease.lane].joined = True
         self._give_up(failed)
 
+    def _pause(self, source: Source, lanes: Collection[int]) -> list[int]:
+        """Settle what is pending of lanes that are paused from now on, and make the source read nothing of them.
+
+        Returns the lanes for which that succeeded.
+        """
+        new = [number for number in lanes if not self._lanes[number].paused]
+        if not lanes and not any(lane.paused for lane in self._lanes.values()):
+            return []
+        failed: Mapping[int, OutboxError] = source.flush(new) if new else {}
+        self._forget_rows([number for number in new if number not in failed])
+        failed = {**failed, **source.pause([number for number in lanes if number not in failed])}
+        for number, lane in self._lanes.items():
+            lane.paused = number in lanes and number not in failed
+        self._give_up_failed(failed)
+        return [number for number in lanes if number not in failed]
+
     def _ready(self) -> list[int]:
-        """Return the lanes that may be published."""
+        """Return the lanes that may be published, unless they are paused."""
         return [number for number, lane in self._lanes.items() if lane.joined and lane.lease.secure]
 
     def _absent(self) -> list[int]:
@@ -405,7 +434,7 @@ class WorkerLoop:
     def _idle(self) -> None:
         """Wait until there may be something to do."""
         self._serve()
-        lanes = self._ready()
+        lanes = [number for number in self._ready() if not self._pauses.obeyed.holds(number)]
         seconds = self._settings.max_idle_seconds
         if self._source is None or not lanes:
             self._stop.wait(min(seconds, 0.05))
@@ -424,9 +453,10 @@ class WorkerLoop:
             self._publisher.serve()
 
     def _changed(self) -> bool:
-        """Return whether lanes were given or recalled, or a lease is no longer secure."""
+        """Return whether lanes were given or recalled, pauses have changed, or a lease is no longer secure."""
         return (
             bool(self._held.recalled)
+            or self._pauses.now is not self._pauses.obeyed
             or {lease.lane for lease in self._held.leases} != self._lanes.keys()
             or not all(lane.lease.secure for lane in self._lanes.values())
         )

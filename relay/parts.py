@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from collections.abc import Set as AbstractSet
+
 from outbox._app.settings import client_options
 from relay.config import Settings
 from relay.kafka.routing import Route, Router
@@ -29,11 +32,12 @@ def failure_policy(settings: Settings) -> FailurePolicy:
     return FailurePolicy(failures.max_attempts, failures.min_backoff_seconds, failures.max_backoff_seconds)
 
 
-def build_topics(settings: Settings) -> Topics:
-    """Return the topics, created as these settings allow."""
+def build_topics(settings: Settings, held: Callable[[], AbstractSet[str]] = frozenset) -> Topics:
+    """Return the topics, created as these settings allow. ``held`` returns those that operators have paused."""
     return Topics(
         client_options(settings),
         create=settings.create_topics,
         partitions=settings.topic_partitions,
         replication=settings.topic_replication,
+        held=held,
     )

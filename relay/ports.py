@@ -302,6 +302,14 @@ class Source(Protocol):
         """Do not let other lanes wait for these, which have failed for long."""
         ...
 
+    def pause(self, lanes: Collection[int]) -> Mapping[int, OutboxError]:
+        """Do not let other lanes wait for these, which are paused: they are in no ``fetch`` until they are left out
+        here. Called in each turn while lanes are paused.
+
+        Returns as ``settle`` does.
+        """
+        ...
+
     def settle(self, receipts: Mapping[int, Receipt]) -> Mapping[int, OutboxError]:
         """Record the result of each lane's batch; refused events at once.
 

@@ -9,7 +9,7 @@ from psycopg import sql
 
 from relay.position import WalPosition
 
-_TABLES: Final = ("events", "lanes", "relays", "failures", "published", "dead_letters", "streams", "audit")
+_TABLES: Final = ("events", "lanes", "relays", "failures", "published", "dead_letters", "streams", "audit", "pauses")
 
 # A role or a database may have synchronous_commit off. It takes effect at the commit, so the statement itself can set
 # it.

@@ -17,7 +17,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Protocol
 
 import structlog
@@ -29,6 +29,7 @@ from relay.lanes import LaneDistribution, LaneTable, next_step
 from relay.lease import HeldLanes, Lease, LetGo
 from relay.loop import LoopSettings, WorkerLoop
 from relay.marker import StateLost
+from relay.pauses import CurrentPauses
 from relay.ports import Claim, LaneLost, Publisher, Source, Unavailable
 from relay.settlement import lanes_text
 
@@ -81,6 +82,8 @@ class Components:
     figures: Callable[[], Mapping[str, float]] = dict
     """Figures for the last line of the log."""
     meter: Meter | None = None
+    pauses: CurrentPauses = field(default_factory=CurrentPauses)
+    """Written by the control loop and the worker's loop; other parts read it."""
     about: Mapping[str, object] = field(default_factory=dict)
     """What the relay has been told, for the first line of the log."""
 
@@ -237,6 +240,7 @@ class _WorkerThread(threading.Thread):
             stop=self.stopping,
             observer=self.observer,
             settings=components.loop,
+            pauses=components.pauses,
         )
 
     def run(self) -> None:
@@ -295,18 +299,22 @@ class Supervisor:
         # Often enough to notice a new relay soon.
         self._tick_seconds = min(components.lease_seconds / 3, 1.0)
         self._beat_at = self._forget_at = -1e9
+        self._told: frozenset[int] = frozenset()
         self._away_until = 0.0
         self._expired_said_at = -_STANDING_SECONDS
 
     def health(self) -> Health:
-        """Return what the lanes wait for, and whether the relay is ready. Thread-safe."""
-        return self._health.look(
-            self._held.leases,
+        """Return what the lanes wait for, what is paused, and whether the relay is ready. Thread-safe."""
+        held, obeyed = self._held.leases, self._components.pauses.obeyed
+        health = self._health.look(
+            held,
             self._worker.loop.turned_at,
             away=self._away,
             besides=self._components.besides(),
             topics=self._components.topics(),
         )
+        lanes = [lease.lane for lease in held if obeyed.holds(lease.lane)]
+        return replace(health, paused_lanes=lanes, paused_topics=sorted(obeyed.topics))
 
     def run(self, stop: threading.Event, abandon: threading.Event) -> int:
         """Work until ``stop``; then finish what is in flight, until the deadline or ``abandon``.
@@ -382,12 +390,17 @@ class Supervisor:
         let_go = self._held.take_let_go()
         if let_go:
             self._release(table, let_go)
+        obeyed = self._components.pauses.obeyed.numbers
         # Three times within a lease, and slightly early, because ticks are not exact.
         if now - self._beat_at >= self._components.lease_seconds / 3 - self._tick_seconds / 3:
             self._beat_at = now
             if not self._away:
-                table.beat()
+                table.beat(obeyed)
             self._renew(table)
+        elif obeyed != self._told and not self._away:
+            # A command waits for it.
+            table.beat(obeyed)
+        self._told = obeyed
         if now - self._forget_at >= _FORGET_SECONDS:
             self._forget_at = now
             table.forget_dead()
@@ -432,6 +445,7 @@ class Supervisor:
 
     def _balance(self, table: LaneTable) -> None:
         distribution = table.distribution()
+        self._note_pauses(table)
         if distribution.total and not distribution.lanes and not self._waits:
             log.warning("this outbox is read from another source; this relay waits. See `outbox relay switch`")
         self._waits = bool(distribution.total and not distribution.lanes)
@@ -442,10 +456,30 @@ class Supervisor:
             return
         step = next_step(distribution, self._components.instance)
         if step.acquire:
-            self._give(table.acquire(step.acquire))
+            leases = table.acquire(step.acquire)
+            self._note_pauses(table)
+            self._give(leases)
         if step.release:
             lanes = [lease.lane for lease in self._held.leases if lease.lane not in self._held.recalled]
             self._held.recall(lanes[: step.release - len(self._held.recalled)])
+
+    def _note_pauses(self, table: LaneTable) -> None:
+        """Hand the pauses over to the worker's loop. Before lanes are: their first turn must obey."""
+        known = self._components.pauses
+        if table.pauses is None or table.pauses == known.now:
+            return
+        before, known.now = known.now, table.pauses
+        if (before.every_lane, before.lanes, before.topics) != (
+            known.now.every_lane,
+            known.now.lanes,
+            known.now.topics,
+        ):
+            log.info(
+                "pauses have changed",
+                every_lane=known.now.every_lane,
+                lanes=sorted(known.now.lanes),
+                topics=sorted(known.now.topics),
+            )
 
     def _cannot_publish(self, table: LaneTable, distribution: LaneDistribution) -> bool:
         """Release the lanes after a while without success, if another relay is alive. Returns whether we take no lanes
@@ -473,6 +507,7 @@ class Supervisor:
         if self._held.leases or self._components.all_lanes is None:
             return
         leases = table.acquire_all()
+        self._note_pauses(table)
         if leases:
             self._components.all_lanes(leases)
             self._give(leases)

@@ -20,9 +20,11 @@ from outbox.urls import display_url
 from relay.archive import Retention
 from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options, state_topic_name
 from relay.database import Connector
+from relay.drains import Drains
 from relay.kafka.fencing import Fencing
 from relay.kafka.idempotent import IdempotentPublisher
 from relay.kafka.open_transactions import OpenTransactions, TransactionWatch
+from relay.kafka.routing import NoRoute
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover
 from relay.kafka.topics import Topics
@@ -30,9 +32,10 @@ from relay.kafka.transactional import TransactionalPublisher, TransactionFigures
 from relay.lease import Lease
 from relay.loop import LoopSettings
 from relay.parts import build_router, build_topics, failure_policy
+from relay.pauses import CurrentPauses
 from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.source import PollingSource
-from relay.ports import IdBusy, Publisher, Source, TakeoverStore
+from relay.ports import Claim, IdBusy, Publisher, Source, TakeoverStore
 from relay.retries import Failures
 from relay.settlement import RENEW_PART
 from relay.supervisor import Components, Events, MaintenanceTask, Supervisor
@@ -47,6 +50,7 @@ from relay.web.outbox_metrics import OutboxWatch, TurnMetrics
 log = structlog.get_logger("relay")
 
 _WATCH_SECONDS: Final = 10.0
+_DRAIN_SECONDS: Final = 0.5
 _ARCHIVE_SECONDS: Final = 60.0
 _TRANSACTIONS_SECONDS: Final = 60.0
 # The part of a lease, besides the time for a turn, for reading, settling, and clock differences.
@@ -60,7 +64,9 @@ def build(settings: Settings) -> Supervisor:
     exact = settings.delivery is Delivery.EXACTLY_ONCE
     figures = TransactionFigures()
     renew_part = min(max(RENEW_PART, delivery_seconds(settings) / settings.relay.lease_seconds + _SPARE_PART), 1.0)
-    topics = build_topics(settings)
+    pauses = CurrentPauses()
+    # As of the current turn: at-most-once, rows are deleted before they are sent.
+    topics = build_topics(settings, lambda: pauses.obeyed.topics)
     new_publisher = _publisher(settings, figures, topics)
     wal = None
     if settings.source is SourceKind.WAL:
@@ -73,6 +79,8 @@ def build(settings: Settings) -> Supervisor:
         meter = TurnMetrics(registry)
         outbox = OutboxWatch(connect, settings.db_schema, instance, registry)
         upkeep.append(MaintenanceTask("backlog", outbox.look, _WATCH_SECONDS))
+    drains = Drains(connect, slot_names(settings), build_router(settings), pauses, wal=wal is not None)
+    upkeep.append(MaintenanceTask("drain", drains.look, _DRAIN_SECONDS))
     if transactions is not None:
         upkeep.append(MaintenanceTask("transactions", transactions.look, _TRANSACTIONS_SECONDS))
     relay = Supervisor(
@@ -88,7 +96,7 @@ def build(settings: Settings) -> Supervisor:
                 max_backoff_seconds=settings.relay.max_backoff_seconds,
             ),
             connect=connect,
-            source=_source(settings, connect, renew_part) if wal is None else wal.source,
+            source=_source(settings, connect, renew_part, topics) if wal is None else wal.source,
             publisher=new_publisher,
             all_lanes=None if wal is None else wal.begin,
             let_go_all=(lambda: None) if wal is None else wal.end,
@@ -97,6 +105,7 @@ def build(settings: Settings) -> Supervisor:
             topics=topics.reasons,
             figures=figures.summary if exact else dict,
             meter=meter,
+            pauses=pauses,
             about=_about(settings),
         )
     )
@@ -167,8 +176,9 @@ class _Wal:
         )
 
 
-def _source(settings: Settings, connect: Connector, renew_part: float) -> Callable[[Events], Source]:
-    failures = Failures(settings.db_schema, failure_policy(settings), build_router(settings))
+def _source(settings: Settings, connect: Connector, renew_part: float, topics: Topics) -> Callable[[Events], Source]:
+    router = build_router(settings)
+    failures = Failures(settings.db_schema, failure_policy(settings), router)
     once = settings.delivery is Delivery.AT_MOST_ONCE
 
     def polling(events: Events) -> PollingSource:
@@ -183,9 +193,15 @@ def _source(settings: Settings, connect: Connector, renew_part: float) -> Callab
             overlap=not once,
         )
 
+    def held(claim: Claim) -> bool:
+        try:
+            return topics.is_held(router.topic(claim))
+        except NoRoute:
+            return False
+
     def new_source(events: Events) -> Source:
         if once:
-            return AtMostOnceSource(polling(events), failures, on_lost=events.lost, on_dead=events.dead)
+            return AtMostOnceSource(polling(events), failures, on_lost=events.lost, on_dead=events.dead, held=held)
         return polling(events)
 
     return new_source

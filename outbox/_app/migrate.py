@@ -69,8 +69,20 @@ class History:
 
 
 OUTBOX: Final = History(
-    "versions", "outbox", {"events": "outbox_0001", "dead_letters": "outbox_0002", "streams": "outbox_0003"}
+    "versions",
+    "outbox",
+    {
+        "events": "outbox_0001",
+        "dead_letters": "outbox_0002",
+        "streams": "outbox_0003",
+        # A relay of an earlier version would publish what is paused.
+        "pauses": "outbox_0007",
+    },
 )
+_WAYS_OUT: Final[Mapping[str, str]] = {
+    "streams": "drop the slot (`outbox cdc drop`)",
+    "pauses": "end the pauses (`outbox relay resume`)",
+}
 CONSUMER: Final = History(
     "consumer",
     "consumer",
@@ -147,7 +159,7 @@ def downgrade(
                 if _count(connection, schema, name):
                     raise SchemaError(
                         f"{schema}.{name} still has rows, which a downgrade would drop; "
-                        + ("drop the slot (`outbox cdc drop`)" if name == "streams" else "let them drain")
+                        + _WAYS_OUT.get(name, "let them drain")
                         + ", or say --drop-rows"
                     )
         _run(history, connection, schema, "downgrade", revision, create_schema=False)

@@ -1,4 +1,7 @@
-"""``outbox relay run``: one relay process. ``reconcile`` and ``release`` repair a lane that stopped."""
+"""``outbox relay run``: one relay process. ``reconcile`` and ``release`` repair a lane that stopped.
+
+``pause``, ``resume`` and ``drain`` do their work in pauses.py, which ``run`` does not import.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +25,12 @@ if TYPE_CHECKING:
     from relay.operations.reconcile import Findings, LaneState
 
 app = typer.Typer(help="Publish events from the outbox to Kafka.", no_args_is_help=True)
+
+
+_Lanes = Annotated[list[int] | None, typer.Option("--lane", min=0, help="Only this lane; may be repeated.")]
+_Topics = Annotated[list[str] | None, typer.Option("--topic", help="Only this topic; may be repeated.")]
+_Reason = Annotated[str | None, typer.Option("--reason", help="Why; it is shown with the pause and kept in the audit.")]
+_Wait = Annotated[bool, typer.Option("--wait/--no-wait", help="Wait until it is in effect.")]
 
 
 @app.callback()
@@ -266,3 +275,67 @@ def switch(
         typer.echo(
             f"The slot {settings.wal.slot!r} keeps WAL all the same: `outbox cdc drop`, unless you go back soon."
         )
+
+
+@app.command()
+@failing_clearly
+def pause(
+    lane: _Lanes = None,
+    topic: _Topics = None,
+    reason: _Reason = None,
+    wait: _Wait = True,
+    timeout: Annotated[float, typer.Option(min=0, help="How many seconds to wait at most.")] = 30.0,
+    database_url: DatabaseUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Publish nothing of these lanes or topics, or nothing at all, until `outbox relay resume`. Nothing is lost.
+
+    Relays finish the turn in flight, keep their lanes, and confirm: with --wait, nothing is published any more when the
+    command ends. Exit status 1 when a running relay has not confirmed in time; the pause stays.
+    """
+    from relay.cli import pauses
+
+    pauses.pause(
+        lane or (), topic or (), reason, wait=wait, timeout=timeout, database_url=database_url, as_json=as_json
+    )
+
+
+@app.command()
+@failing_clearly
+def resume(
+    lane: _Lanes = None,
+    topic: _Topics = None,
+    reason: _Reason = None,
+    database_url: DatabaseUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """End the pauses or drains of exactly these lanes and topics; without any, the one of all lanes.
+
+    What has waited is published in order. Other pauses stay, and are named.
+    """
+    from relay.cli import pauses
+
+    pauses.resume(lane or (), topic or (), reason, database_url=database_url, as_json=as_json)
+
+
+@app.command()
+@failing_clearly
+def drain(
+    lane: _Lanes = None,
+    topic: _Topics = None,
+    reason: _Reason = None,
+    wait: _Wait = True,
+    timeout: Annotated[float, typer.Option(min=0, help="How many seconds to wait at most.")] = 300.0,
+    database_url: DatabaseUrl = None,
+    as_json: AsJson = False,
+) -> None:
+    """Publish what is written by now in these lanes or topics, or in all lanes; then pause.
+
+    Written by now: by every transaction that has a transaction id, committed or not. With --wait, shows what is left
+    and what holds it. Exit status 1 when it is not drained in time; it goes on all the same.
+    """
+    from relay.cli import pauses
+
+    pauses.drain(
+        lane or (), topic or (), reason, wait=wait, timeout=timeout, database_url=database_url, as_json=as_json
+    )

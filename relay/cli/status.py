@@ -124,6 +124,8 @@ def _rendered(sight: Overview, *, problems_first: bool) -> RenderableType:
                     f"({_age(slot.lag_seconds)}), {'read' if slot.active else 'nobody reads it'}"
                 )
             )
+        if sight.outbox.pauses:
+            parts.append(_pauses(sight.outbox))
     if sight.groups:
         parts.append(_groups(sight.groups))
     problems = [Text(f"! {printable(problem)}", style="bold yellow") for problem in sight.problems]
@@ -165,13 +167,14 @@ def _lanes(outbox: OutboxState) -> RenderableType:
         # Lanes without a holder come first, then those with the oldest events.
         by_age = sorted(shown, key=lambda one: (one.held, -(one.oldest_seconds or 0.0)))
         shown = sorted(by_age[:_FEW_LANES], key=lambda one: one.lane)
-    table = Table("lane", "events", "oldest", "held by", "source", box=None, pad_edge=False)
+    table = Table("lane", "events", "oldest", "held by", "source", "state", box=None, pad_edge=False)
     for lane in shown:
         events = f"{lane.events:,}" + ("" if lane.events < COUNTED else " or more")
         oldest = "-" if lane.oldest_seconds is None else _age(lane.oldest_seconds)
         source = f"{lane.source}, streaming" if lane.streaming else lane.source
         owner = lane.owner if lane.owner and lane.held else "-"
-        table.add_row(*map(Text, (str(lane.lane), events, oldest, printable(owner), source)))
+        state = "paused" if lane.paused else "-"
+        table.add_row(*map(Text, (str(lane.lane), events, oldest, printable(owner), source, state)))
     table.columns[1].justify = table.columns[2].justify = "right"
     left = len(outbox.lanes) - len(shown)
     if not left:
@@ -180,6 +183,18 @@ def _lanes(outbox: OutboxState) -> RenderableType:
 
     held = sum(lane.held for lane in outbox.lanes)
     return Group(table, Text(f"{left} more lanes; {held} of {len(outbox.lanes)} are held"))
+
+
+def _pauses(outbox: OutboxState) -> RenderableType:
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table("paused", "state", "since", "by", "reason", box=None, pad_edge=False)
+    for one in outbox.pauses:
+        since = f"{one.requested_at.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S} UTC"
+        cells = (str(one.scope), one.state, since, one.requested_by, one.reason or "-")
+        table.add_row(*(Text(printable(cell)) for cell in cells))
+    return table
 
 
 def _groups(groups: Sequence[GroupState]) -> RenderableType:

@@ -11,6 +11,8 @@
 | enough replicas, so that messages stay | metadata shows no reason why it should fail; then in a turn that ends      |
 | without an answer                      | early, or it would take its whole time from other topics each time         |
 | usable again                           | its events are read from the lowest id                                     |
+| paused by an operator                  | its events are left out as those of an unusable one, but it counts as      |
+|                                        | none, is not logged, and is tried as soon as the pause ends                |
 
 Unacknowledged messages alone prove nothing: the turn may be too large, or the brokers slow or unavailable. A topic is
 stalled if the metadata shows why, or if none of its messages was acknowledged while others' were. If some were, the
@@ -22,6 +24,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Final
 
@@ -87,7 +90,8 @@ class Topics:
     """The topics that events go to. Thread-safe.
 
     ``create``: create missing topics, with ``partitions`` and ``replication``; -1 leaves them to the broker.
-    ``clock`` returns seconds, and decides when an unusable topic is tried again.
+    ``clock`` returns seconds, and decides when an unusable topic is tried again. ``held`` returns the topics that
+    operators have paused.
     """
 
     def __init__(
@@ -98,6 +102,7 @@ class Topics:
         partitions: int = -1,
         replication: int = -1,
         clock: Callable[[], float] = time.monotonic,
+        held: Callable[[], AbstractSet[str]] = frozenset,
     ) -> None:
         try:
             self._admin = AdminClient(dict(options), logger=silent())
@@ -105,6 +110,7 @@ class Topics:
             raise ConfigurationError(f"Kafka options: {text_of(error)}") from error
         self._create = create
         self._clock = clock
+        self._held = held
         self._partitions = partitions
         self._replication = replication
         self._known: frozenset[str] = frozenset()
@@ -116,6 +122,8 @@ class Topics:
 
         Raises TopicUnusable, without a request to the broker each time, or Unavailable when no broker answers.
         """
+        if topic in self._held():
+            raise TopicUnusable(topic, f"topic {topic!r} is paused")
         if topic in self._known and not self._unusable:
             return
         with self._lock:
@@ -141,11 +149,16 @@ class Topics:
                 self._known |= {topic}
 
     def paused(self) -> frozenset[str]:
-        """Return the topics that must not be tried now."""
+        """Return the topics that must not be tried now: unusable ones, and those that operators have paused."""
+        held = frozenset(self._held())
         if not self._unusable:
-            return frozenset()
+            return held
         with self._lock:
-            return frozenset(topic for topic, state in self._unusable.items() if self._waits(topic, state))
+            return held.union(topic for topic, state in self._unusable.items() if self._waits(topic, state))
+
+    def is_held(self, topic: str) -> bool:
+        """Return whether an operator has paused the topic."""
+        return topic in self._held()
 
     def reasons(self) -> Mapping[str, str]:
         """Return the topics that can't be written to, with the reasons."""

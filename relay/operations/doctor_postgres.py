@@ -12,6 +12,7 @@ from outbox._app.migrate import EVERYBODY_EMITS
 from outbox.errors import SchemaError
 from relay.config import Settings, SourceKind
 from relay.database import unavailable_on_error
+from relay.insights import read_pauses
 from relay.operations.findings import Finding, Level
 from relay.operations.wal_setup import Cdc
 from relay.ports import Unavailable
@@ -109,6 +110,9 @@ def check_outbox(connection: psycopg.Connection[Any], settings: Settings) -> Ite
     yield from _publications(connection, settings)
     yield from _sources(connection, settings)
     yield from _rights(connection, settings)
+    pauses = read_pauses(connection, settings.db_schema)
+    for paused in pauses:
+        yield Finding(Level.WARNING, "pauses", str(paused), "`outbox relay resume` ends it")
     waiting, dead = (count_rows(connection, settings, name) for name in ("failures", "dead_letters"))
     if waiting or dead:
         yield Finding(
@@ -131,7 +135,8 @@ def check_outbox(connection: psycopg.Connection[Any], settings: Settings) -> Ite
             )
         ).fetchone()
     if oldest is not None and oldest[0] is not None and oldest[0] > 60:
-        yield Finding(Level.WARNING, "backlog", f"the oldest event is {oldest[0]:.0f} s old", "is a relay running?")
+        do = "is it one of what is paused?" if pauses else "is a relay running?"
+        yield Finding(Level.WARNING, "backlog", f"the oldest event is {oldest[0]:.0f} s old", do)
 
 
 def _publications(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:

@@ -79,6 +79,7 @@ TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT, INSERT", ("dead_letters",)),
         ("SELECT, INSERT, UPDATE, DELETE", ("failures", "relays")),
         ("SELECT", ("streams",)),
+        ("SELECT, UPDATE (wal_lsn, last_id, drained_at)", ("pauses",)),
     ),
     Kind.OPERATOR: (
         ("SELECT, INSERT, DELETE", ("events",)),
@@ -86,10 +87,15 @@ TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT, INSERT, UPDATE, DELETE", ("failures",)),
         # For `outbox status` and `outbox trace`.
         ("SELECT", ("published", "lanes", "relays", "streams")),
-        ("SELECT, INSERT", ("audit",)),
+        ("SELECT, INSERT (what, why, details)", ("audit",)),
+        # Not requested_by and requested_at: the server sets them.
+        ("SELECT, INSERT (scope, name, reason, drain_xid), DELETE", ("pauses",)),
     ),
     Kind.PAGE: (
-        ("SELECT", ("events", "lanes", "relays", "failures", "dead_letters", "published", "streams", "audit")),
+        (
+            "SELECT",
+            ("events", "lanes", "relays", "failures", "dead_letters", "published", "streams", "audit", "pauses"),
+        ),
     ),
     Kind.CONSUMER: (
         (
@@ -98,7 +104,7 @@ TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
         ),
         # To delete expired ids there; a task inserts ids through the parent table.
         ("SELECT, DELETE", ("processed_messages_default",)),
-        ("SELECT, INSERT", ("audit",)),
+        ("SELECT, INSERT (what, why, details)", ("audit",)),
     ),
     Kind.CONSUMER_OPERATOR: (
         ("SELECT, INSERT, UPDATE", ("groups",)),
@@ -107,12 +113,12 @@ TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT, UPDATE", ("losses",)),
         # For `outbox trace`.
         ("SELECT", ("processed_messages",)),
-        ("SELECT, INSERT", ("audit",)),
+        ("SELECT, INSERT (what, why, details)", ("audit",)),
     ),
     Kind.CONSUMER_MONITOR: (("SELECT", ("groups", "offsets", "losses", "processed_messages")),),
     Kind.EXTERNAL: (("SELECT", ("reservations",)),),
     Kind.MONITOR: (
-        ("SELECT", ("lanes", "relays", "failures", "streams")),
+        ("SELECT", ("lanes", "relays", "failures", "streams", "pauses")),
         # For `outbox doctor`.
         ("SELECT", ("events_id_seq",)),
     ),

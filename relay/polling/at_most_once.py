@@ -11,14 +11,17 @@
 | the broker refuses a request                  | each event in it is a dead letter: it does not say which is at    |
 |                                               | fault; later ones of their keys may be on Kafka by then           |
 | Postgres is down when a dead letter is kept   | it is lost, and counted                                           |
+| an operator has paused an event's topic       | its row stays, and it is not read again before the pause ends     |
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import replace
 
 from outbox.errors import OutboxError, SchemaError
+from outbox.event import DEAD_LETTER
 from relay.database import unavailable_on_error
 from relay.lease import Lease
 from relay.polling.source import PollingSource, refused_of
@@ -31,7 +34,8 @@ class AtMostOnceSource:
     """A polling source whose events leave the table when they are read. See ports.Source for the contract.
 
     ``on_lost`` is called with a lane and the number of events that may not have reached Kafka. Refused ones become dead
-    letters at once. The polling source must not read ahead, because rows are deleted when they are read.
+    letters at once. The polling source must not read ahead, because rows are deleted when they are read. ``held``
+    returns whether an event must stay because its topic is paused: a publisher would find that out too late.
     """
 
     def __init__(
@@ -41,11 +45,16 @@ class AtMostOnceSource:
         *,
         on_lost: Callable[[int, int], None],
         on_dead: Callable[[int, Claim], None],
+        held: Callable[[Claim], bool] = lambda _: False,
     ) -> None:
         self._source = source
         self._failures = failures
         self._on_lost = on_lost
         self._on_dead = on_dead
+        self._is_held = held
+        self._unusable: frozenset[Kind] = frozenset()
+        # An event of each kind that was read although its topic is paused.
+        self._held: dict[Kind, Claim] = {}
         self._sent: dict[int, int] = {}
 
     @property
@@ -63,7 +72,9 @@ class AtMostOnceSource:
 
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
         """Return the lowest events of these lanes, after deleting their rows."""
-        fetched = self._source.fetch(limits)
+        self._held = {kind: claim for kind, claim in self._held.items() if self._is_held(claim)}
+        self._source.leave_out(self._unusable | self._held.keys())
+        fetched = self._without_held(self._source.fetch(limits))
         settlement = self._source.settlement
         for lane, claims in fetched.batches.items():
             settlement.lanes[lane].pending = UnsettledBatch(claims, claims=claims)
@@ -74,6 +85,10 @@ class AtMostOnceSource:
         self._sent = {lane: len(claims) for lane, claims in batches.items()}
         return Fetched(batches, {**fetched.failed, **failed})
 
+    def pause(self, lanes: Collection[int]) -> Mapping[int, OutboxError]:
+        """Return no failures: rows of a lane that is not fetched stay in the table."""
+        return self._source.pause(lanes)
+
     def go_on_without(self, lanes: Collection[int]) -> None:
         """Do nothing: rows of different lanes do not wait for each other."""
 
@@ -83,7 +98,7 @@ class AtMostOnceSource:
 
     def leave_out(self, kinds: frozenset[Kind]) -> None:
         """Do not fetch events of these kinds."""
-        self._source.leave_out(kinds)
+        self._unusable = kinds
 
     def settle(self, receipts: Mapping[int, Receipt]) -> Mapping[int, OutboxError]:
         """Keep refused events as dead letters, and count lost ones: their rows are deleted already."""
@@ -120,7 +135,22 @@ class AtMostOnceSource:
         self._lose(self._sent)
         self._source.close()
 
+    def _without_held(self, fetched: Fetched) -> Fetched:
+        """Return what may be published now. The rest stays in the table, and is left out until its topic is resumed."""
+        batches: dict[int, Sequence[Claim]] = {}
+        for lane, claims in fetched.batches.items():
+            kept = [claim for claim in claims if not self._is_held(claim)]
+            if kept:
+                batches[lane] = kept
+            if len(kept) < len(claims):
+                self._held |= {_kind(claim): claim for claim in claims if self._is_held(claim)}
+        return replace(fetched, batches=batches)
+
     def _lose(self, sent: Mapping[int, int]) -> None:
         for lane, count in sent.items():
             self._on_lost(lane, count)
         self._sent = {}
+
+
+def _kind(claim: Claim) -> Kind:
+    return claim.aggregate_type, DEAD_LETTER in (claim.headers or ())

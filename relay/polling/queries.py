@@ -93,6 +93,10 @@ SELECT f.*, (SELECT id FROM {events} AS e WHERE e.lane = f.lane ORDER BY id DESC
           FROM unnest(%(lanes)s::smallint[]) AS l(lane) JOIN {failures} AS f ON f.lane = l.lane
          GROUP BY l.lane) AS f"""
 
+_LAST_IDS: Final = """
+SELECT l.lane, (SELECT id FROM {events} AS e WHERE e.lane = l.lane ORDER BY id DESC LIMIT 1)
+  FROM unnest(%(lanes)s::smallint[]) AS l(lane)"""
+
 # By id and event id: after a restore another event may have the id. LIMIT and ctid as in relay.statements.
 _SETTLE_MARKER: Final = """
 WITH gone AS (
@@ -190,6 +194,7 @@ class Queries:
         self.read_due = query(_READ_DUE, usable=sql.SQL(""))
         self.read_some_due = query(_READ_DUE, usable=usable)
         self.failures = query(_FAILURES)
+        self.last_ids = query(_LAST_IDS)
         self.several = query(_SEVERAL)
         self.settle_marker = query(_SETTLE_MARKER, kept=query(_KEPT) if archive else sql.SQL(""))
         self.held = query(_HELD)

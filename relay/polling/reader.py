@@ -78,6 +78,7 @@ class LaneReader:
         self._marks = LowWaterMarks()
         self._lanes: dict[int, _Lane] = {}
         self._looked_at = -_LOOK_SECONDS
+        self._ends_at = -_LOOK_SECONDS
         self._crowded = False
         self._rotation = 0
         self._first = 0
@@ -277,10 +278,20 @@ class LaneReader:
         return time.monotonic() - self._looked_at >= _LOOK_SECONDS
 
     def look_first(self) -> None:
-        """Read failures of lanes where they are not known: they decide which statement reads the lane."""
+        """Read failures of lanes where they are not known: they decide which statement reads the lane.
+
+        While events are left out, also read the lanes' last ids, to which the marks may rise.
+        """
         unknown = [lane for lane, state in self._lanes.items() if not state.known]
         if unknown:
             self.note_failures(self._failures_of(unknown), unknown)
+        if self.left_out and time.monotonic() - self._ends_at >= _LOOK_SECONDS:
+            # A topic may be paused for hours: its events must not be visited by each read.
+            self._ends_at = time.monotonic()
+            rows = self._session.connection.execute(self._queries.last_ids, {"lanes": list(self._lanes)}).fetchall()
+            for lane, last in rows:
+                if last is not None:
+                    self._marks.settled(lane, last)
 
     def note_failures(self, rows: Sequence[Any] | None, lanes: Collection[int]) -> None:
         """Record the result of reading the ``failures`` of these lanes."""

@@ -181,6 +181,10 @@ class PollingSource:
     def go_on_without(self, lanes: Collection[int]) -> None:
         """Do nothing: rows of different lanes do not wait for each other."""
 
+    def pause(self, lanes: Collection[int]) -> dict[int, OutboxError]:  # noqa: ARG002
+        """Return no failures: rows of a lane that is not fetched stay in the table."""
+        return {}
+
     def settle(self, receipts: Mapping[int, Receipt]) -> dict[int, OutboxError]:
         """Remember published events, which the next fetch settles. Refused events are recorded at once."""
         failed = self.session.finish_settling()

@@ -87,7 +87,7 @@ class TableReader:
             # A session starts when all lanes have joined: the others must not wait for our table.
             channel.check()
         else:
-            self._drop(lane, channel)
+            self.drop(lane, channel)
 
     def _nearly_empty(self, lane: StreamLane, rows: Sequence[Claim], limit: int) -> bool:
         """Return whether the table has few other rows. Events kept from then on take room in the stream.
@@ -114,7 +114,7 @@ class TableReader:
         if channel.read_lsn >= (target_lsn or 0) and self._states.ask(lane, self._queries.old_ended)[0]:
             lane.state = CatchingUp(int(self._states.ask(lane, self._queries.highest_id)[0]))
 
-    def _drop(self, lane: StreamLane, channel: Channel) -> None:
+    def drop(self, lane: StreamLane, channel: Channel) -> None:
         """Drop events whose rows are visible in the table; write events without a row into the table."""
         claims = channel.take(DROPPED_AT_ONCE)
         if not claims:

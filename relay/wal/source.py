@@ -14,10 +14,11 @@ deleted. So events that the stream repeats, or that were published from the tabl
 | catching  | the table, up to the highest id that   | kept; the first of them follows when the table has nothing up  |
 | up        | was visible when dropping stopped      | to that id                                                     |
 
-A lane is in ``table`` after a switch from polling, after the slot was recreated, and while it has failures: events of a
-key that waits stay in the table, and are published from there, with the attempts, the backoff and the dead letters of
-polling. ``lanes.streaming`` has the state, and is written durably before the first event is dropped and after the lane
-has caught up, so the next holder of the lane goes on in the same state.
+A lane is in ``table`` after a switch from polling, after the slot was recreated, while it has failures (events of a key
+that waits stay in the table, and are published from there, with the attempts, the backoff and the dead letters of
+polling), and while it is paused: then the table is not read either. ``lanes.streaming`` has the state, and is written
+durably before the first event is dropped and after the lane has caught up, so the next holder of the lane goes on in
+the same state.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ import threading
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Any, Final, assert_never
 
 import structlog
 
@@ -44,7 +45,7 @@ from relay.wal.absent import AbsentLanes
 from relay.wal.channel import Channel
 from relay.wal.from_stream import StreamReader
 from relay.wal.from_table import TableReader
-from relay.wal.lane import InTable, LaneStates, Pauses, Streaming, StreamLane, each
+from relay.wal.lane import CatchingUp, InTable, LaneStates, Pauses, Streaming, StreamLane, each
 from relay.wal.queries import StreamQueries
 from relay.wal.session import Stream
 from relay.wal.settling import StreamSettling
@@ -87,6 +88,7 @@ class StreamSource:
         self._looked_at = 0.0
         self._fetched_at = 0.0
         self._troubled: set[int] = set()
+        self._paused: Collection[int] = ()
         self._warned_at = time.monotonic()
 
     @property
@@ -137,6 +139,21 @@ class StreamSource:
         """Leave these lanes to the table, as far as nothing is lost; see AbsentLanes."""
         self._absent.numbers = lanes
 
+    def pause(self, lanes: Collection[int]) -> dict[int, OutboxError]:
+        """Leave these lanes to the table, and drop their events from the stream, so that the slot can advance."""
+        self._paused = lanes
+        failed: dict[int, OutboxError] = {}
+        if not lanes:
+            return failed
+        try:
+            failed = self._join([lane for lane in lanes if self._lanes[lane].channel is None])
+            placed = each(self._lanes, [lane for lane in lanes if lane not in failed], failed, self._place)
+            each(self._lanes, placed, failed, self._leave_to_table)
+        except Exception:
+            self.flush(list(self._lanes))
+            raise
+        return failed
+
     def fetch(self, limits: Mapping[int, int]) -> Fetched:
         """Settle what is pending and return the next events.
 
@@ -177,11 +194,14 @@ class StreamSource:
         if not lanes:
             stop.wait(seconds)
             return False
+        # Events of paused lanes are dropped in the next turn.
         if any(not self._lanes[lane].streaming for lane in lanes):
             # Only a read shows what the table has.
-            self._stream.wait(lanes, self._pauses.step(seconds))
+            self._stream.wait([*lanes, *self._paused], self._pauses.step(seconds))
             return True
-        return self._stream.wait(lanes, seconds) or time.monotonic() - self._fetched_at >= _LOOK_SECONDS
+        return (
+            self._stream.wait([*lanes, *self._paused], seconds) or time.monotonic() - self._fetched_at >= _LOOK_SECONDS
+        )
 
     def close(self) -> None:
         """Close the connection."""
@@ -319,6 +339,22 @@ class StreamSource:
         self._states.leave_stream(lane)
         channel.rewind((-1, -1), ())
         self._table.reader.read_all_again(lane.lease.lane)
+
+    def _leave_to_table(self, lane: StreamLane, channel: Channel) -> None:
+        """Keep a paused lane's events in the table."""
+        if lane.unplaced:
+            return
+        match lane.state:
+            case Streaming():
+                self._leave_stream(lane, channel)
+            case CatchingUp():
+                # What was kept for it is dropped as well: its rows are still in the table.
+                lane.state = InTable()
+            case InTable():
+                pass
+            case _:
+                assert_never(lane.state)
+        self._table_reader.drop(lane, channel)
 
     def _note_settled(self, lane: int, pending: UnsettledBatch) -> None:
         known = self._lanes.get(lane)

@@ -178,6 +178,16 @@ class RelayMetrics:
             upkeep.add_metric([task], failing)
         yield upkeep
         yield GaugeMetricFamily(
+            "outbox_relay_lanes_paused",
+            "Lanes of this worker that operators have paused: it holds them and publishes nothing of them.",
+            value=len(health.paused_lanes),
+        )
+        yield GaugeMetricFamily(
+            "outbox_relay_topics_paused",
+            "Topics that operators have paused, as far as this worker obeys; their events wait.",
+            value=len(health.paused_topics),
+        )
+        yield GaugeMetricFamily(
             "outbox_relay_topics_unusable",
             "Topics that are missing, may not be written to or take nothing; their events wait.",
             value=len(self._topics()),

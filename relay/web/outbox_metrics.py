@@ -12,6 +12,7 @@ from prometheus_client.core import GaugeMetricFamily
 from relay import insights
 from relay.database import Connector
 from relay.insights import OutboxState
+from relay.pauses import ScopeKind
 
 _STALE_SECONDS: Final = 60.0
 _SECONDS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
@@ -84,7 +85,8 @@ def outbox_metrics(state: OutboxState) -> Iterator[GaugeMetricFamily]:
     if state.counted and state.backlog is not None:
         yield gauge(
             "backlog_oldest_age_seconds",
-            "Age of the event that has waited for longest; 0 without any, and left out while counting takes too long.",
+            "Age of the event that has waited for longest, outside of paused lanes; 0 without any, and left out while "
+            "counting takes too long.",
             state.oldest_seconds or 0.0,
         )
     if state.retrying is not None:
@@ -95,6 +97,12 @@ def outbox_metrics(state: OutboxState) -> Iterator[GaugeMetricFamily]:
         yield gauge("dead_letters_blocking", "Those of them that hold back later events of their keys.", state.blocking)
     yield gauge("lanes", "Lanes of the outbox.", len(state.lanes))
     yield gauge("lanes_unheld", "Lanes that no relay holds.", sum(not lane.held for lane in state.lanes))
+    paused = GaugeMetricFamily(
+        "outbox_pauses", "Pauses and drains that operators have requested, by what they cover.", labels=["scope"]
+    )
+    for kind in ScopeKind:
+        paused.add_metric([kind], sum(one.scope.kind is kind for one in state.pauses))
+    yield paused
     if "relays" not in state.hidden:
         yield gauge("relays_alive", "Relays that are running.", sum(relay.alive for relay in state.relays))
     yield gauge("last_look_timestamp_seconds", "When all this was read from Postgres.", state.at.timestamp())

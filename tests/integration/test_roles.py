@@ -146,7 +146,17 @@ def test_a_page_reads_and_a_consumer_has_its_own_schema(outbox_postgres, roles):
     db.upgrade_consumer(outbox_postgres.url)
     run(outbox_postgres, f"page={page}", f"consumer={consumer}", "--apply")
     with psycopg.connect(outbox_postgres.url, user=page, autocommit=True) as connection:
-        for table in ("events", "lanes", "relays", "failures", "dead_letters", "published", "streams", "audit"):
+        for table in (
+            "events",
+            "lanes",
+            "relays",
+            "failures",
+            "dead_letters",
+            "published",
+            "streams",
+            "audit",
+            "pauses",
+        ):
             connection.execute(sql.SQL("SELECT * FROM {}").format(sql.Identifier("outbox", table)))
             with pytest.raises(psycopg.errors.InsufficientPrivilege):
                 connection.execute(sql.SQL("DELETE FROM {}").format(sql.Identifier("outbox", table)))

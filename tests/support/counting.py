@@ -18,6 +18,8 @@ class Counting(TcpProxy):
         self.terminated = 0
         """Sessions that were ended by their clients, and not by the end of a connection."""
         self.statements: list[bytes] = []
+        self.executed = 0
+        """Statements that were executed, prepared ones among them: those are in ``statements`` once."""
         self.cut_at: bytes | None = None
         """A statement that begins so loses its connection, and does not arrive."""
         self._rest: dict[Connection, bytes] = {}
@@ -33,6 +35,7 @@ class Counting(TcpProxy):
             if len(rest) < head + 4 or len(rest) < size:
                 break
             message, rest = rest[:size], rest[size:]
+            self.executed += bool(head) and message[:1] in b"EQ"
             if message[:1] in b"PQ" and head:
                 statement = message[5:].strip(b"\0").partition(b"\0")[0]
                 self.statements.append(statement)

@@ -92,6 +92,7 @@ class Table:
     waited: list[set[int]] = field(default_factory=list)
     left_out: list[frozenset[Any]] = field(default_factory=list)
     without: list[set[int]] = field(default_factory=list)
+    paused: list[set[int]] = field(default_factory=list)
     refused: list[int] = field(default_factory=list)
     fail_fetch: list[Exception] = field(default_factory=list)
     fail_settle: list[Exception] = field(default_factory=list)
@@ -172,6 +173,10 @@ class OneSource:
 
     def go_on_without(self, lanes: Collection[int]) -> None:
         self.table.without.append(set(lanes))
+
+    def pause(self, lanes: Collection[int]) -> Mapping[int, OutboxError]:
+        self.table.paused.append(set(lanes))
+        return {}
 
     def leave_out(self, kinds: frozenset[Any]) -> None:
         self.table.left_out.append(kinds)

@@ -1,0 +1,196 @@
+"""The work of ``outbox relay pause``, ``resume`` and ``drain``, whose options are in relay.py."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import closing, contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final
+
+import typer
+
+from outbox._app.console import print_json, printable
+from relay.config import load
+
+if TYPE_CHECKING:
+    import psycopg
+
+    from relay.kafka.routing import Router
+    from relay.operations.pauses import Change, Left
+    from relay.pauses import Paused
+
+
+_LOOK_SECONDS: Final = 0.5
+_SAY_SECONDS: Final = 5.0
+
+
+@dataclass(frozen=True, slots=True)
+class _Place:
+    """An outbox, and where its events go."""
+
+    connection: psycopg.Connection[Any]
+    schema: str
+    router: Router
+
+
+def pause(
+    lanes: Sequence[int],
+    topics: Sequence[str],
+    reason: str | None,
+    *,
+    wait: bool,
+    timeout: float,
+    database_url: str | None,
+    as_json: bool,
+) -> None:
+    """Pause, and wait until it is in effect."""
+    from relay.operations import pauses
+    from relay.pauses import scopes_of
+
+    scopes = scopes_of(lanes, topics)
+    with _place(database_url) as place:
+        changes = pauses.pause(place.connection, place.schema, scopes, reason, may_write=place.router.may_write)
+        _print_changes(changes, as_json=as_json)
+        numbers = [change.after.number for change in changes if change.after is not None]
+        missing = pauses.unconfirmed(place.connection, place.schema, numbers, timeout) if wait else []
+    if as_json:
+        print_json({"pauses": [_plain(change) for change in changes], "unconfirmed": missing})
+    elif wait and not missing:
+        typer.echo("In effect: every running relay has confirmed.")
+    _fail_unconfirmed(missing, timeout)
+
+
+def resume(
+    lanes: Sequence[int], topics: Sequence[str], reason: str | None, *, database_url: str | None, as_json: bool
+) -> None:
+    """End pauses."""
+    from relay.operations import pauses
+    from relay.pauses import scopes_of
+
+    scopes = scopes_of(lanes, topics)
+    with _place(database_url) as place:
+        changes = pauses.resume(place.connection, place.schema, scopes, reason)
+        left = pauses.read(place.connection, place.schema)
+    if as_json:
+        print_json({"ended": [_plain(change) for change in changes if change.changed], "left": list(map(_shown, left))})
+        return
+    for change in changes:
+        if change.before is None:
+            typer.echo(f"{printable(str(change.scope)).capitalize()}: not paused, so nothing was changed.")
+        else:
+            typer.echo(f"Resumed: {printable(str(change.scope))}.")
+    for one in left:
+        typer.echo(f"Still in force: {printable(str(one))}.")
+
+
+def drain(
+    lanes: Sequence[int],
+    topics: Sequence[str],
+    reason: str | None,
+    *,
+    wait: bool,
+    timeout: float,
+    database_url: str | None,
+    as_json: bool,
+) -> None:
+    """Drain, and wait until it is complete."""
+    from relay.operations import pauses
+    from relay.pauses import scopes_of
+
+    scopes = scopes_of(lanes, topics)
+    with _place(database_url) as place:
+        deadline = time.monotonic() + timeout
+        changes = pauses.drain(place.connection, place.schema, scopes, reason, may_write=place.router.may_write)
+        _print_changes(changes, as_json=as_json)
+        drains = [change.after for change in changes if change.after is not None]
+        left = _await_drained(place, drains, deadline, quiet=as_json) if wait else {}
+        missing: Sequence[str] = ()
+        if wait and all(one.drained for one in left.values()):
+            # As a pause it has to be confirmed, too.
+            numbers = [one.number for one in drains]
+            missing = pauses.unconfirmed(place.connection, place.schema, numbers, max(deadline - time.monotonic(), 5.0))
+    open_now = {scope: one for scope, one in left.items() if not one.drained}
+    if as_json:
+        shown = [{"scope": scope, "events": one.events, "causes": list(one.causes)} for scope, one in open_now.items()]
+        print_json({"pauses": [_plain(change) for change in changes], "left": shown, "unconfirmed": list(missing)})
+    elif wait and not open_now and not missing:
+        typer.echo("Drained: nothing is published any more.")
+    for scope, one in open_now.items():
+        typer.echo(f"outbox: {printable(scope)} not drained after {timeout:g} s: {_explained(one)}", err=True)
+    if open_now:
+        raise typer.Exit(1)
+    _fail_unconfirmed(missing, timeout)
+
+
+def _await_drained(place: _Place, drains: Sequence[Paused], deadline: float, *, quiet: bool) -> dict[str, Left]:
+    """Wait until these are drained, showing what is left from time to time. Returns what is left of each."""
+    from relay.operations import pauses
+
+    said_at, said = time.monotonic(), ""
+    while True:
+        left = {str(one.scope): pauses.left(place.connection, place.schema, one, place.router) for one in drains}
+        now = time.monotonic()
+        if all(one.drained for one in left.values()) or now >= deadline:
+            return left
+        if not quiet and now - said_at >= _SAY_SECONDS:
+            shown = "; ".join(f"{scope}: {_explained(one)}" for scope, one in left.items() if not one.drained)
+            if shown != said:
+                sys.stderr.write(printable(shown) + "\n")
+            said_at, said = now, shown
+        time.sleep(min(_LOOK_SECONDS, max(deadline - now, 0.0)))
+
+
+def _explained(left: Left) -> str:
+    events = "an unknown number of events" if left.events is None else f"{left.events:,} events"
+    return printable("; ".join([f"{events} left", *left.causes]))
+
+
+def _print_changes(changes: Sequence[Change], *, as_json: bool) -> None:
+    for change in () if as_json else changes:
+        assert change.after is not None
+        if not change.changed:
+            typer.echo(f"Nothing was changed: {printable(str(change.after))}.")
+        elif change.before is not None:
+            typer.echo(f"{printable(str(change.after))} (before: {change.before.state}).")
+        else:
+            typer.echo(f"{printable(str(change.after))}.")
+
+
+def _fail_unconfirmed(missing: Sequence[str], seconds: float) -> None:
+    if missing:
+        typer.echo(
+            f"outbox: {', '.join(map(printable, missing))} did not confirm within {seconds:g} s and may still publish: "
+            "is it of a version without pauses, asleep, or cut off from Postgres?",
+            err=True,
+        )
+        raise typer.Exit(1)
+
+
+def _plain(change: Change) -> dict[str, Any]:
+    one = change.after or change.before
+    assert one is not None
+    return _shown(one) | {"changed": change.changed}
+
+
+def _shown(one: Paused) -> dict[str, Any]:
+    return {
+        "scope": str(one.scope.kind),
+        "name": one.scope.name,
+        "state": one.state,
+        "requested_by": one.requested_by,
+        "requested_at": one.requested_at,
+        "reason": one.reason,
+        "drained_at": one.drained_at,
+    }
+
+
+@contextmanager
+def _place(database_url: str | None) -> Iterator[_Place]:
+    from relay.database import Connector
+    from relay.parts import build_router
+
+    settings = load(database_url=database_url)
+    with closing(Connector(settings.require_database(), "outbox relay pause")()) as connection:
+        yield _Place(connection, settings.db_schema, build_router(settings))

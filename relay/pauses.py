@@ -1,0 +1,143 @@
+"""What relays must not publish for now, as an operator has requested. No I/O.
+
+The table ``pauses`` has a row for each paused scope: all lanes, one lane, or one topic. Each relay's control loop reads
+it with the census that it takes each tick anyway, and again in the statement that takes lanes, so a new holder knows
+the pauses before its first turn. The worker's loop obeys from its next turn on: it finishes and settles the turn in
+flight, keeps the leases, and reads nothing of paused lanes. Events of a paused topic stay in the table, as those of a
+topic that can't be written to; no attempt of theirs is counted.
+
+A drain is a pause that begins later: when everything that was written before it is published; see drains.py.
+
+| what happens                              | what follows                                                             |
+|-------------------------------------------|--------------------------------------------------------------------------|
+| a pause is committed during a turn        | the turn ends as usual; the next one obeys, at most one tick later       |
+| the holder of a paused lane is killed     | the lease expires; the next holder settles what was published, and obeys |
+| a relay takes a lane, and the pause was   | it obeys from the first turn on: the taking statement returns the pauses,|
+| committed after its last census           | and they are recorded before the lane is given to the worker's loop      |
+| a relay sleeps (SIGSTOP) while the pause  | it does not confirm, and the command names it; on waking it may still    |
+| is requested                              | publish one turn, if its leases have not expired                         |
+| a relay of a version without pauses runs  | it publishes; it never confirms, and the command names it                |
+| Postgres is unavailable                   | the pauses that were read last hold                                      |
+| source wal, a lane is paused              | it goes over to the table durably; its events are dropped from the       |
+|                                           | stream, those without a row are written to the table: the slot advances, |
+|                                           | and other lanes go on. On resume the lane catches up                     |
+| killed while a lane goes over             | as with any lane in the table; see wal/source.py                         |
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any, Final
+
+
+class ScopeKind(StrEnum):
+    """The kind of a scope."""
+
+    ALL = "all"
+    LANE = "lane"
+    TOPIC = "topic"
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class Scope:
+    """What one pause covers. ``name`` is the lane's number or the topic's name; empty for all lanes."""
+
+    kind: ScopeKind
+    name: str = ""
+
+    def __str__(self) -> str:
+        match self.kind:
+            case ScopeKind.ALL:
+                return "all lanes"
+            case ScopeKind.LANE:
+                return f"lane {self.name}"
+            case ScopeKind.TOPIC:
+                return f"topic {self.name}"
+
+
+ALL: Final = Scope(ScopeKind.ALL)
+
+
+def scopes_of(lanes: Sequence[int], topics: Sequence[str]) -> list[Scope]:
+    """Return the scopes of these lanes and topics, each once; of all lanes if there are none."""
+    found = [Scope(ScopeKind.LANE, str(lane)) for lane in lanes]
+    found += [Scope(ScopeKind.TOPIC, topic) for topic in topics]
+    return list(dict.fromkeys(found)) or [ALL]
+
+
+@dataclass(frozen=True, slots=True)
+class Paused:
+    """One pause or drain. ``unconfirmed`` are the running relays that do not obey it yet."""
+
+    number: int
+    scope: Scope
+    requested_at: dt.datetime
+    requested_by: str
+    reason: str | None
+    drains: bool
+    drained_at: dt.datetime | None
+    unconfirmed: Sequence[str] = ()
+
+    @property
+    def draining(self) -> bool:
+        """Return whether events are still published until it is drained."""
+        return self.drains and self.drained_at is None
+
+    @property
+    def state(self) -> str:
+        """Return ``paused``, ``draining`` or ``drained``."""
+        if not self.drains:
+            return "paused"
+        return "draining" if self.drained_at is None else "drained"
+
+    def __str__(self) -> str:
+        when = f"{self.requested_at.astimezone(dt.UTC):%Y-%m-%d %H:%M:%S} UTC"
+        text = (
+            f"{self.scope} {'are' if self.scope.kind is ScopeKind.ALL else 'is'} {self.state}, by {self.requested_by} "
+        )
+        text += f"since {when}"
+        return text if self.reason is None else f"{text}: {self.reason}"
+
+
+@dataclass(frozen=True, slots=True)
+class Pauses:
+    """The pauses at one moment. ``numbers`` are those in effect, ``drains`` those that begin when they are drained."""
+
+    numbers: frozenset[int] = frozenset()
+    drains: frozenset[int] = frozenset()
+    every_lane: bool = False
+    lanes: frozenset[int] = frozenset()
+    topics: frozenset[str] = frozenset()
+
+    @classmethod
+    def of(cls, rows: Iterable[Sequence[Any]]) -> Pauses:
+        """Return the pauses in these rows: number, scope, name, and whether it is still being drained."""
+        rows = list(rows)
+        effective = [(number, ScopeKind(kind), name) for number, kind, name, draining in rows if not draining]
+        return cls(
+            numbers=frozenset(number for number, _, _ in effective),
+            drains=frozenset(number for number, _, _, draining in rows if draining),
+            every_lane=any(kind is ScopeKind.ALL for _, kind, _ in effective),
+            lanes=frozenset(int(name) for _, kind, name in effective if kind is ScopeKind.LANE),
+            topics=frozenset(name for _, kind, name in effective if kind is ScopeKind.TOPIC),
+        )
+
+    def holds(self, lane: int) -> bool:
+        """Return whether the lane must not be read."""
+        return self.every_lane or lane in self.lanes
+
+
+class CurrentPauses:
+    """The pauses as one relay knows them. The control loop writes ``now``, the worker's loop ``obeyed``.
+
+    Each is replaced as a whole, so any thread may read both.
+    """
+
+    def __init__(self) -> None:
+        self.now = Pauses()
+        """The pauses that were read last."""
+        self.obeyed = Pauses()
+        """The pauses that the current turn obeys. The turns before, which knew others, have ended."""

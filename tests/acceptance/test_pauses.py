@@ -1,0 +1,266 @@
+"""Pauses and drains on real relay processes under load, judged by a reader and by the business rows."""
+
+from __future__ import annotations
+
+import psycopg
+import pytest
+from pause_support import (
+    WAYS,
+    Published,
+    TwoKinds,
+    drain,
+    is_drained,
+    left,
+    obeyed,
+    pause,
+    read,
+    resume,
+    scope_named,
+)
+from shown import Shown
+from support import backlog, check, end_leases, look_up, owners, wait_until
+from wal_support import more, run_outbox, status, streaming, to_wal, wal
+
+from outbox import Event, Outbox
+from outbox.sandbox._ports import free_ports
+from relay.failpoints import VARIABLE
+from relay.pauses import ALL, scopes_of
+
+__all__ = ["wal"]
+
+LANE = scopes_of([1], [])[0]
+
+
+class Place:
+    """An outbox with two topics, and the settings of a relay that publishes it in one of the ways."""
+
+    def __init__(self, way, database, kafka, wal):
+        self.url, self.way, self.kafka = database.url, way, kafka
+        self.kinds = (kafka.name("Order"), kafka.name("Bill"))
+        self.topics = [kafka.create_topic(f"{kind.lower()}-events", 2) for kind in self.kinds]
+        delivery = "exactly-once" if way in {WAYS[1], WAYS[3]} else "at-least-once"
+        self.wal = "WAL" in way
+        self.settings = wal | {"delivery": delivery, "relay__lease_seconds": 20}
+        if self.wal:
+            to_wal(self.url, wal)
+        else:
+            self.settings |= {"source": "polling"}
+        self.slot = wal["wal__slot"] if way == WAYS[3] else None
+
+    def load(self, **options):
+        return TwoKinds(self.url, self.kinds, self.slot, **options)
+
+    def published(self, load):
+        return Published(self.kafka, load, self.topics)
+
+    def confirmed(self):
+        return status(self.url, self.settings).slot.confirmed_lsn if self.wal else 0
+
+    def written(self):
+        return look_up(self.url, "SELECT (pg_current_wal_insert_lsn() - '0/0')::bigint")[0][0]
+
+
+@pytest.fixture(params=WAYS)
+def place(request, outbox_postgres, outbox_kafka, wal):
+    return Place(request.param, outbox_postgres, outbox_kafka, wal)
+
+
+@pytest.fixture
+def polled(outbox_postgres, outbox_kafka, wal):
+    return Place(WAYS[0], outbox_postgres, outbox_kafka, wal)
+
+
+@pytest.mark.parametrize("which", ["lane", "topic", "all"])
+def test_what_is_paused_waits_and_the_rest_goes_on(place, outbox_relay, which):
+    """And when it is resumed, each event is published once and in order."""
+    url, scope = place.url, scope_named(which, place.topics)
+    with place.load() as load:
+        outbox_relay(**place.settings)
+        published = place.published(load)
+        wait_until(lambda: published.of(scope) > 20, what="some load")
+        pause(url, scope)
+        before, besides, written = published.of(scope), published.besides(scope), place.written()
+        more(load, 150)
+        if scope != ALL:
+            wait_until(lambda: published.besides(scope) > besides + 30, what="the others to go on")
+        if place.wal:
+            # What waits does not keep the WAL.
+            wait_until(lambda: place.confirmed() > written, what="the slot to advance")
+        assert published.of(scope) == before
+        assert backlog(url) > 0
+        assert look_up(url, "SELECT count(*) FROM outbox.failures") == [(0,)]
+        assert sum(owners(url).values()) == 4
+        resume(url, scope)
+        assert check(url, published.all_of(load)) == 0
+    if place.wal:
+        wait_until(lambda: streaming(url), what="the lanes to stream again")
+
+
+def test_a_pause_outlives_those_who_obey_it(place, outbox_relay):
+    """Killed, taken over, stopped in order: whoever has the lanes obeys from its first turn on."""
+    url = place.url
+    with place.load() as load:
+        published = place.published(load)
+        relay = outbox_relay(relay__instance="first", **place.settings)
+        wait_until(lambda: published.of(LANE) > 20, what="some load")
+        pause(url, LANE)
+        before = published.of(LANE)
+        relay.kill()
+        end_leases(url)
+        relay = outbox_relay(relay__instance="second", **place.settings)
+        besides = published.besides(LANE)
+        wait_until(lambda: published.besides(LANE) > besides + 30, 60, "the others to go on")
+        relay.terminate()
+        assert relay.wait() == 0
+        outbox_relay(relay__instance="third", **place.settings)
+        besides = published.besides(LANE)
+        wait_until(lambda: published.besides(LANE) > besides + 30, 60, "the others to go on again")
+        assert published.of(LANE) == before
+        resume(url, LANE)
+        # At-least-once, a kill may repeat a batch of each lane.
+        repeats = check(url, published.all_of(load))
+    assert repeats <= 4 * place.settings["relay__batch_size"]
+    assert repeats == 0 or place.settings["delivery"] == "at-least-once"
+
+
+@pytest.mark.parametrize("which", ["lane", "topic", "all"])
+def test_a_drain_publishes_what_was_written_and_then_pauses(place, outbox_relay, which):
+    """The event of a transaction that was open when the drain was requested, too."""
+    url, scope = place.url, scope_named(which, place.topics)
+    outbox = Outbox() if place.slot is None else Outbox(transport="message", slot=place.slot)
+    with place.load() as load, psycopg.connect(url) as old:
+        outbox_relay(**place.settings)
+        published = place.published(load)
+        wait_until(lambda: published.of(scope) > 20, what="some load")
+        # A key of the scope: lane 1 of the first topic.
+        key = next(f"k9-{n}" for n in range(0, 100, 2) if published.lane(f"k9-{n}") == 1)
+        old.execute("INSERT INTO business VALUES (%s, 1)", (key,))
+        committed = load.committed()
+        drain(url, scope)
+        more(load, 100)
+        assert not is_drained(url, scope)
+        assert any("a transaction from before the drain is open" in cause for cause in left(url, scope).causes)
+        # It writes its event only now.
+        outbox.add(old, Event(place.kinds[0], key, "Counted", {"seq": 1}))
+        old.commit()
+        wait_until(lambda: is_drained(url, scope), 60, "the drain")
+        obeyed(url, [scope])
+        before = published.messages()
+        assert key in {message.key().decode() for message in before}
+        assert published.of(scope) > 0
+        assert len(before) >= committed or scope != ALL
+        count = published.of(scope)
+        more(load, 100)
+        assert published.of(scope) == count
+        resume(url, scope)
+        assert check(url, published.all_of(load)) == 0
+
+
+def test_a_drain_of_25_000_events_whose_relay_is_killed(place, outbox_relay):
+    """At the 3rd of its batches; another relay completes the drain, and nothing that came later is published."""
+    url, count = place.url, 25_000
+    outbox = Outbox() if place.slot is None else Outbox(transport="message", slot=place.slot)
+    point = "txn.committed" if place.settings["delivery"] == "exactly-once" else "batch.acknowledged"
+    load = place.load()
+    with psycopg.connect(url) as connection:
+        connection.execute("INSERT INTO business SELECT 'k0-' || n, 250 FROM generate_series(0, 99) AS n")
+        outbox.add_many(
+            connection,
+            [
+                Event(load.kind(key), key, "Counted", {"seq": seq})
+                for seq in range(1, 251)
+                for key in (f"k0-{n}" for n in range(100))
+            ],
+        )
+    drain(url, ALL)
+    settings = place.settings | {"relay__batch_size": 1000}
+    victim = outbox_relay(env={VARIABLE: f"{point}=kill@3"}, **settings)
+    assert victim.wait(60) < 0
+    assert not is_drained(url, ALL)
+    end_leases(url)
+    outbox_relay(**settings)
+    wait_until(lambda: is_drained(url, ALL), 120, "the drain")
+    obeyed(url, [ALL])
+    with psycopg.connect(url) as connection:
+        outbox.add(connection, Event(place.kinds[0], "later", "Counted", {"seq": 1}))
+    messages = place.published(load).messages()
+    repeats = check(url, messages)
+    assert repeats <= 4 * 1000
+    assert repeats == 0 or place.settings["delivery"] == "at-least-once"
+    assert len(messages) == count + repeats
+
+
+def test_at_most_once_loses_nothing_to_a_pause(polled, outbox_relay):
+    """Its rows are deleted before they are sent: what is paused must not be among them."""
+    url = polled.url
+    topic = scopes_of([], [polled.topics[0]])[0]
+    with polled.load() as load:
+        outbox_relay(**polled.settings | {"delivery": "at-most-once"})
+        published = polled.published(load)
+        wait_until(lambda: published.of(topic) > 20, what="some load")
+        for scope in (topic, LANE, ALL):
+            pause(url, scope)
+            before = published.of(scope)
+            more(load, 100)
+            assert published.of(scope) == before
+            resume(url, scope)
+            wait_until(lambda scope=scope, before=before: published.of(scope) > before, what="it to go on")
+        assert check(url, published.all_of(load)) == 0
+    assert look_up(url, "SELECT count(*) FROM outbox.dead_letters") == [(0,)]
+
+
+def test_with_256_lanes(outbox_postgres, outbox_kafka, outbox_relay, wal):
+    """Every other one is paused by itself, then all of them are."""
+    from outbox._app import migrate as db
+
+    db.change_lanes(outbox_postgres.url, 256)
+    place = Place(WAYS[0], outbox_postgres, outbox_kafka, wal)
+    url, odd = place.url, scopes_of(range(1, 256, 2), [])
+    with place.load(keys=200) as load:
+        for name in ("first", "second"):
+            outbox_relay(relay__instance=name, **place.settings)
+        published = Published(outbox_kafka, load, place.topics, 256)
+        wait_until(lambda: len(published.messages()) > 50, what="some load")
+        pause(url, *odd)
+        before = [published.of(scope) for scope in odd[:8]], len(published.messages())
+        more(load, 200)
+        wait_until(lambda: len(published.messages()) > before[1] + 50, what="the others to go on")
+        assert [published.of(scope) for scope in odd[:8]] == before[0]
+        pause(url, ALL)
+        count = len(published.messages())
+        resume(url, *odd)
+        more(load, 100)
+        assert len(published.messages()) == count
+        resume(url, ALL)
+        assert check(url, published.all_of(load)) == 0
+
+
+def test_a_paused_relay_is_ready_and_says_what_is_paused(polled, outbox_relay):
+    url, shown = polled.url, Shown(free_ports(1)[0])
+    topic = scopes_of([], [polled.topics[0]])[0]
+    pause(url, topic, LANE, wait=False)
+    relay = outbox_relay(**polled.settings | {"relay__metrics_address": shown.address})
+    obeyed(url, [topic, LANE])
+    shown.recovers()
+    assert (shown.metric("lanes_paused"), shown.metric("topics_paused")) == (1, 1)
+    pause(url, ALL)
+    wait_until(lambda: shown.metric("lanes_paused") == 4, what="all lanes to be paused")
+    assert shown.metric("topics_unusable") == 0
+    shown.recovers()
+    resume(url, ALL, topic, LANE)
+    wait_until(lambda: (shown.metric("lanes_paused"), shown.metric("topics_paused")) == (0, 0), what="it to go on")
+    assert '"error"' not in relay.log()
+
+
+def test_a_relay_that_sleeps_has_not_confirmed(polled, outbox_relay):
+    url = polled.url
+    relay = outbox_relay(relay__instance="sleeper", **polled.settings)
+    wait_until(lambda: owners(url) == {"sleeper": 4}, what="it to hold the lanes")
+    relay.pause()
+    done = run_outbox(url, polled.settings, "relay", "pause", "--timeout", "1")
+    assert (done.returncode, "sleeper did not confirm" in done.stderr) == (1, True)
+    relay.resume()
+    done = run_outbox(url, polled.settings, "relay", "pause", "--reason", "again")
+    assert (done.returncode, "Nothing was changed" in done.stdout) == (0, True)
+    assert "every running relay has confirmed" in done.stdout
+    assert read(url)[ALL].reason is None

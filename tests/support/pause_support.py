@@ -1,0 +1,149 @@
+"""What the tests of pauses share: a load of two topics, the ways to publish it, and what is published of a scope."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Sequence
+from contextlib import closing
+from typing import Any
+
+import psycopg
+from confluent_kafka import Message
+from support import Load, look_up, wait_until
+
+from outbox import Event, Outbox
+from outbox.sandbox._process import patience
+from relay.kafka.routing import Router
+from relay.operations import pauses
+from relay.pauses import ALL, Scope, ScopeKind, scopes_of
+from relay.wal.lane_hash import lane_of
+
+WAYS = ("polling, at least once", "polling, exactly once", "WAL, rows", "WAL, messages")
+
+
+class TwoKinds(Load):
+    """A load whose keys belong to two aggregate types by turns. ``slot``: the events are messages."""
+
+    def __init__(self, url: str, kinds: tuple[str, str], slot: str | None = None, **options: Any) -> None:
+        super().__init__(url, kinds[0], **options)
+        self._kinds = kinds
+        self._outbox = Outbox() if slot is None else Outbox(transport="message", slot=slot)
+
+    def _transaction(
+        self, connection: psycopg.Connection[Any], outbox: Outbox, chance: random.Random, keys: list[str]
+    ) -> None:
+        with connection.transaction():
+            for key in chance.sample(keys, chance.randint(1, 4)):
+                row = connection.execute(
+                    "INSERT INTO business VALUES (%s, 1) "
+                    "ON CONFLICT (key) DO UPDATE SET seq = business.seq + 1 RETURNING seq",
+                    (key,),
+                ).fetchone()
+                assert row is not None
+                self._outbox.add(connection, Event(self.kind(key), key, "Counted", {"seq": row[0]}))
+            if chance.random() < 0.1:
+                self._stop.wait(0.03)
+            if chance.random() < 0.1:
+                raise psycopg.Rollback
+
+    def kind(self, key: str) -> str:
+        """Return the aggregate type of a key."""
+        return self._kinds[int(key.rpartition("-")[2]) % 2]
+
+
+class Published:
+    """What readers see of a load's two topics."""
+
+    def __init__(self, kafka: Any, load: TwoKinds, topics: Sequence[str], lanes: int = 4) -> None:
+        self._kafka = kafka
+        self._load = load
+        self._lanes = lanes
+        self.topics = topics
+
+    def messages(self) -> list[Message]:
+        """Return all messages."""
+        return self._kafka.consume(self.topics)
+
+    def of(self, scope: Scope) -> int:
+        """Return how many messages belong to a scope."""
+        return sum(self._belongs(message, scope) for message in self.messages())
+
+    def besides(self, scope: Scope) -> int:
+        """Return how many do not."""
+        return sum(not self._belongs(message, scope) for message in self.messages())
+
+    def all_of(self, load: TwoKinds) -> list[Message]:
+        """Wait until everything that was committed is published."""
+        load.stop()
+        count = load.committed()
+        wait_until(lambda: len(self.messages()) >= count, 60, "everything to be published")
+        return self.messages()
+
+    def _belongs(self, message: Message, scope: Scope) -> bool:
+        key = message.key().decode()
+        match scope.kind:
+            case ScopeKind.ALL:
+                return True
+            case ScopeKind.TOPIC:
+                return message.topic() == scope.name
+            case ScopeKind.LANE:
+                return self.lane(key) == int(scope.name)
+
+    def lane(self, key: str) -> int:
+        """Return the lane of a key."""
+        return lane_of(self._load.kind(key), key, self._lanes)
+
+
+def scope_named(which: str, topics: Sequence[str]) -> Scope:
+    """Return the scope that a test calls all, lane or topic."""
+    return {"all": ALL, "lane": scopes_of([1], [])[0], "topic": scopes_of([], [topics[0]])[0]}[which]
+
+
+def pause(url: str, *scopes: Scope, reason: str | None = "a test", wait: bool = True) -> list[pauses.Change]:
+    """Pause, and wait until every relay has confirmed."""
+    with closing(psycopg.connect(url, autocommit=True)) as connection:
+        changes = pauses.pause(connection, "outbox", scopes, reason, may_write=Router().may_write)
+        if wait:
+            numbers = [change.after.number for change in changes if change.after is not None]
+            assert pauses.unconfirmed(connection, "outbox", numbers, 30 * patience()) == []
+    return changes
+
+
+def resume(url: str, *scopes: Scope) -> list[pauses.Change]:
+    """End pauses."""
+    with closing(psycopg.connect(url, autocommit=True)) as connection:
+        return pauses.resume(connection, "outbox", scopes, None)
+
+
+def drain(url: str, *scopes: Scope) -> list[pauses.Change]:
+    """Request a drain."""
+    with closing(psycopg.connect(url, autocommit=True)) as connection:
+        return pauses.drain(connection, "outbox", scopes, "a test", may_write=Router().may_write)
+
+
+def read(url: str) -> dict[Scope, pauses.Paused]:
+    """Return the pauses."""
+    with closing(psycopg.connect(url, autocommit=True)) as connection:
+        return {one.scope: one for one in pauses.read(connection, "outbox")}
+
+
+def left(url: str, scope: Scope, router: Router | None = None) -> pauses.Left:
+    """Return what is left of a drain."""
+    with closing(psycopg.connect(url, autocommit=True)) as connection:
+        return pauses.left(connection, "outbox", read(url)[scope], router or Router())
+
+
+def is_drained(url: str, scope: Scope) -> bool:
+    """Return whether a drain is complete."""
+    kind, name = str(scope.kind), scope.name
+    query = "SELECT drained_at IS NOT NULL FROM outbox.pauses WHERE scope = %s AND name = %s"
+    return look_up(url, query, kind, name) == [(True,)]
+
+
+def obeyed(url: str, scopes: Collection[Scope], seconds: float = 30.0) -> None:
+    """Wait until every running relay obeys these."""
+    wait_until(
+        lambda: (found := read(url)) and all(not found[scope].unconfirmed for scope in scopes),
+        seconds,
+        "relays to obey",
+    )
