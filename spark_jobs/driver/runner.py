@@ -298,7 +298,7 @@ class Runner:
         if self._generation is None:
             self._store.require_utf8()
             self._store.setup(self._job.setup)
-            self._generation = self._store.take_over()
+            self._generation = self._store.take_over(type(self._job.strategy).__name__, self._job.atomic)
             self._report("group taken over", {"group": self._job.group, "generation": self._generation})
             if isinstance(self._job.strategy, OffsetsOnly):
                 self._report(

@@ -72,6 +72,8 @@ _MAX_BACKOFF: Final = 5.0
 # What the form of the rows depends on; set for the batch, whatever the user's session has.
 _CONF: Final = ("spark.sql.session.timeZone", "spark.sql.execution.arrow.useLargeVarTypes")
 
+STREAM: Final = "Stream"
+"""What is stored as the strategy of a group: its rows decide what is remembered."""
 _ONE_QUERY: Final = "One query a group: stop the other, or give this job a group of its own"
 _STORED: Final = "SELECT query_id::text, batch_id, content FROM {checkpoints} WHERE grp = %(grp)s"
 # Compares with the state that the decision was based on: another transaction may have changed the row since.
@@ -314,7 +316,7 @@ class ExactlyOnce:
                 return generation
             self._store.require_utf8()
             self._store.setup(self._job.setup)
-            generation = self._store.take_over()
+            generation = self._store.take_over(STREAM, "batch")
             self._generations[batch.run_id] = generation
             self._store.maintain_days(self._keep_days, _report)
             self._drop_older(generation)

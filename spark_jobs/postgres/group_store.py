@@ -27,8 +27,9 @@ from spark_jobs.postgres.retention import KEEP_DAYS, Memory, RetentionResult
 _ENDED: Final = "SELECT coalesce(ended_at >= taken_at, false) FROM {groups} WHERE grp = %(grp)s FOR UPDATE"
 _END: Final = "UPDATE {groups} SET ended_at = now() WHERE grp = %(grp)s AND generation = %(generation)s"
 _TAKE: Final = """
-INSERT INTO {groups} AS g (grp, owner) VALUES (%(grp)s, %(owner)s)
-ON CONFLICT (grp) DO UPDATE SET generation = g.generation + 1, owner = excluded.owner, taken_at = now()
+INSERT INTO {groups} AS g (grp, owner, strategy, atomic) VALUES (%(grp)s, %(owner)s, %(strategy)s, %(atomic)s)
+ON CONFLICT (grp) DO UPDATE SET generation = g.generation + 1, owner = excluded.owner, taken_at = now(),
+                                strategy = excluded.strategy, atomic = excluded.atomic
 RETURNING generation"""
 # Waits for tasks of the older generation that are about to commit, and shuts out all that come later.
 _FENCE: Final = "UPDATE {offsets} SET generation = %(generation)s WHERE grp = %(grp)s"
@@ -137,12 +138,15 @@ class Store:
         if encoding != "UTF8":
             raise JobError(f"the sink's database is in {encoding}, which has not all characters: it must be UTF8")
 
-    def take_over(self) -> int:
-        """Become the group's consumer. Returns the new generation; consumers of older ones can't commit any more."""
+    def take_over(self, strategy: str | None = None, atomic: str | None = None) -> int:
+        """Become the group's consumer. Returns the new generation; consumers of older ones can't commit any more.
+
+        What the job declares is stored to be shown.
+        """
         with self.transaction() as connection:
             before = self._run(connection, _ENDED).fetchone()
             self.was_killed = before is not None and not before[0]
-            row = self._run(connection, _TAKE, owner=self._owner).fetchone()
+            row = self._run(connection, _TAKE, owner=self._owner, strategy=strategy, atomic=atomic).fetchone()
             assert row is not None
             self._run(connection, _FENCE, generation=row[0])
         return int(row[0])

@@ -70,6 +70,9 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("forgotten_before", sa.Date),
         # When the last driver ended normally. If NULL or before taken_at, the driver is running or was killed.
         sa.Column("ended_at", sa.DateTime(timezone=True)),
+        # What the job of the last take-over declares; only shown, never used. NULL before consumer_0006.
+        sa.Column("strategy", sa.Text),
+        sa.Column("atomic", sa.Text),
         sa.PrimaryKeyConstraint("grp", name="groups_pkey"),
         sa.CheckConstraint("char_length(grp) BETWEEN 1 AND 200", name="groups_grp_length"),
         schema=schema,

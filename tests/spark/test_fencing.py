@@ -23,6 +23,7 @@ from psycopg import sql
 from support import wait_until
 from uuid_utils.compat import uuid7
 
+from spark_jobs import OffsetsOnly
 from spark_jobs.errors import Fenced
 from spark_jobs.job import ConsumerJob
 
@@ -128,6 +129,15 @@ def signal_all(tree: list[psutil.Process], number: signal.Signals) -> None:
 
 def generation(bench: Bench) -> int:
     return bench.rows("SELECT generation FROM consumer.groups")[0][0]
+
+
+def test_a_take_over_records_what_the_job_declares(bench):
+    """Of the job that was started last."""
+    declared = "SELECT strategy, atomic FROM consumer.groups"
+    bench.once()
+    assert bench.rows(declared) == [("Dedup", "partition")]
+    bench.once(replace(bench.job, strategy=OffsetsOnly(), atomic="batch"))
+    assert bench.rows(declared) == [("OffsetsOnly", "batch")]
 
 
 def test_two_drivers_at_once(bench, drive):

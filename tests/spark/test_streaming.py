@@ -36,6 +36,7 @@ def test_batches_are_applied_and_counted(stream):
     stream.run()
     assert stream.seen() == list(range(9))
     assert stream.sink("SELECT grp, batch_id, applied, duplicates FROM consumer.checkpoints") == [("numbers", 2, 9, 0)]
+    assert stream.sink("SELECT strategy, atomic FROM consumer.groups") == [("Stream", "batch")]
     stream.add()
     stream.run()
     assert stream.seen() == list(range(12))
