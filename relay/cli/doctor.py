@@ -14,9 +14,15 @@ from relay.config import load
 def doctor(
     delivery: Annotated[str | None, typer.Option(help="at-most-once, at-least-once or exactly-once")] = None,
     database_url: DatabaseUrl = None,
+    sink_url: Annotated[
+        str | None, typer.Option("--sink-url", help="The consumers' database; without it, the same one.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Explain the chosen delivery, and check Postgres and Kafka for it. Exit status 1 for a failure."""
+    """Explain the chosen delivery, check Postgres and Kafka for it, and derive what is promised of each lane and group.
+
+    Exit status 1 for a failure. What this role may not look at is named, and everything else is checked.
+    """
     from rich.console import Console
     from rich.table import Table
 
@@ -26,7 +32,7 @@ def doctor(
     settings = load(database_url=database_url, delivery=delivery)
     settings.require_database()
     settings.require_kafka()
-    findings = list(examine(settings))
+    findings = list(examine(settings, sink_url))
     if as_json:
         print_json({"delivery": settings.delivery, "findings": findings})
     else:

@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Final
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Final
 
+import psycopg
 from confluent_kafka import KafkaException
 
 from outbox.errors import OutboxError
-from relay.config import Delivery, Settings, delivery_seconds, producer_options
+from relay.config import Delivery, Settings, SourceKind, delivery_seconds, producer_options
 from relay.database import Connector
 from relay.kafka.client import text_of
 from relay.operations.doctor_kafka import check_kafka
-from relay.operations.doctor_postgres import check_consumers, check_outbox, consumed_topics, count_rows, has_consumers
+from relay.operations.doctor_postgres import (
+    CONSUMERS_GRANT,
+    DeclaredGroup,
+    check_consumers,
+    check_outbox,
+    consumed_topics,
+    declared_groups,
+    has_consumers,
+    lane_sources,
+)
 from relay.operations.findings import Finding, Level
+from relay.operations.guarantee import Strategy, guarantee
+from relay.operations.isolation import alone
+from relay.parts import build_router
+from relay.settlement import lanes_text
 
 EXPLAINED: Final[Mapping[Delivery, str]] = {
     Delivery.AT_MOST_ONCE: "A row is deleted before it is sent, and nothing is sent again: no event stands on Kafka "
@@ -29,8 +45,11 @@ EXPLAINED: Final[Mapping[Delivery, str]] = {
 }
 
 
-def examine(settings: Settings) -> Iterator[Finding]:
-    """Run all checks; an unreachable server is a finding too. Raises ConfigurationError for invalid settings."""
+def examine(settings: Settings, sink_url: str | None = None) -> Iterator[Finding]:
+    """Run all checks, and derive from them what is promised; an unreachable server is a finding too.
+
+    ``sink_url`` is the consumers' database, if it is another one. Raises ConfigurationError for invalid settings.
+    """
     yield Finding(Level.OK, f"delivery {settings.delivery}", EXPLAINED[settings.delivery])
     options = producer_options(settings)
     lease = settings.relay.lease_seconds
@@ -40,19 +59,92 @@ def examine(settings: Settings) -> Iterator[Finding]:
         f"a killed relay's lanes are taken over after {lease:g} s; a batch that Kafka does not acknowledge within "
         f"{delivery_seconds(settings):g} s is dropped and read again",
     )
-    lanes = 0
-    consumed: Sequence[str] = ()
+    known = _Known()
+    weakened: dict[str, str] = {}
+    for finding in _checks(settings, options, sink_url, known):
+        if finding.setting:
+            weakened.setdefault(finding.about, finding.setting)
+        yield finding
+    yield from _guarantees(settings, known, weakened)
+
+
+@dataclass
+class _Known:
+    """What the checks have read, for those that come after them."""
+
+    lanes: Mapping[SourceKind, Sequence[int]] = field(default_factory=dict)
+    topics: Sequence[str] = ()
+    groups: Sequence[DeclaredGroup] = ()
+    reached: bool = False
+    """Whether the outbox's database answers."""
+
+
+def _checks(settings: Settings, options: Mapping[str, str], sink_url: str | None, known: _Known) -> Iterator[Finding]:
+    yield from alone("Postgres", partial(_outbox, settings, known))
+    yield from alone("Postgres of the sink" if sink_url else "consumers", partial(_sink, settings, sink_url, known))
+    lanes = sum(map(len, known.lanes.values()))
     try:
-        with Connector(settings.require_database(), "outbox doctor")() as connection:
-            yield from check_outbox(connection, settings)
-            if has_consumers(connection, settings):
-                consumed = consumed_topics(connection, settings)
-                yield from check_consumers(connection, settings)
-            lanes = count_rows(connection, settings, "lanes")
-    except OutboxError as error:
-        yield Finding(Level.FAILURE, "Postgres", str(error))
-    try:
-        yield from check_kafka(settings, options, lanes, consumed)
+        yield from check_kafka(settings, options, lanes, known.topics)
     except (OutboxError, KafkaException) as error:
         text = text_of(error) if isinstance(error, KafkaException) else str(error)
         yield Finding(Level.FAILURE, "Kafka", text, "check OUTBOX_KAFKA__BOOTSTRAP_SERVERS and the credentials")
+
+
+def _outbox(settings: Settings, known: _Known) -> Iterator[Finding]:
+    with Connector(settings.require_database(), "outbox doctor")() as connection:
+        known.reached = True
+        yield from check_outbox(connection, settings)
+        yield from alone(
+            "lanes", partial(_read_lanes, connection, settings, known), f"SELECT on {settings.db_schema}.lanes"
+        )
+
+
+def _read_lanes(connection: psycopg.Connection[Any], settings: Settings, known: _Known) -> Iterator[Finding]:
+    known.lanes = lane_sources(connection, settings)
+    yield from ()
+
+
+def _sink(settings: Settings, sink_url: str | None, known: _Known) -> Iterator[Finding]:
+    """Check the consumers' tables. One failure to connect is enough, where the outbox is in the same database."""
+    if sink_url is None and not known.reached:
+        return
+    with Connector(sink_url or settings.require_database(), "outbox doctor")() as connection:
+        if has_consumers(connection, settings):
+            yield from alone("consumers", partial(_read_groups, connection, settings, known), CONSUMERS_GRANT)
+            yield from check_consumers(connection, settings)
+
+
+def _read_groups(connection: psycopg.Connection[Any], settings: Settings, known: _Known) -> Iterator[Finding]:
+    known.topics = consumed_topics(connection, settings)
+    known.groups = declared_groups(connection, settings)
+    yield from ()
+
+
+def _guarantees(settings: Settings, known: _Known, weakened: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield what is promised on Kafka, by lanes, and in the sink's tables, by groups."""
+    weak = "".join(f"; weakened by {about} ({setting})" for about, setting in weakened.items())
+    for source, lanes in known.lanes.items() or ((settings.source, ()),):
+        promised = guarantee(settings.delivery, source)
+        about = "guarantee on Kafka" if len(known.lanes) < 2 else f"guarantee on Kafka, {lanes_text(lanes)}"
+        level = Level.WARNING if weak or promised.do else Level.OK
+        yield Finding(level, about, promised.found + weak, promised.do)
+    router = build_router(settings)
+    for group in known.groups:
+        about = f"guarantee of group {group.name}"
+        if group.topics and not any(map(router.may_write, group.topics)):
+            yield Finding(
+                Level.OK, about, f"reads {', '.join(group.topics)}, which no relay with these settings writes"
+            )
+            continue
+        strategy = next((each for each in Strategy if each == group.strategy), None)
+        if strategy is None:
+            yield Finding(
+                Level.OK,
+                about,
+                "not known: its consumer was last started by an earlier version",
+                "start the consumer again: it records the job's strategy",
+            )
+            continue
+        promised = guarantee(settings.delivery, settings.source, strategy)
+        level = Level.WARNING if promised.word != Delivery.EXACTLY_ONCE else Level.OK
+        yield Finding(level, about, f"strategy {strategy}, {promised.found}", promised.do)

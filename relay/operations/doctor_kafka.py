@@ -5,9 +5,11 @@ from __future__ import annotations
 import datetime as dt
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import chain
 from typing import Any, Final
 
-from confluent_kafka import KafkaError, KafkaException, TopicCollection
+from confluent_kafka import TopicCollection
 from confluent_kafka.admin import AclOperation, AdminClient, ConfigResource  # type: ignore[attr-defined]
 
 from outbox._app.settings import client_options
@@ -15,6 +17,7 @@ from relay.config import Delivery, Settings, delivery_seconds, state_topic_name
 from relay.kafka.client import silent
 from relay.kafka.open_transactions import OpenTransaction, OpenTransactions, Whose
 from relay.operations.findings import Finding, Level
+from relay.operations.isolation import alone
 from relay.parts import build_router
 
 _SECONDS: Final = 10.0
@@ -40,6 +43,7 @@ def check_kafka(
             "Kafka brokers",
             f"with {brokers} there are fewer than 3 copies of an event: losing a disk loses what was acknowledged",
             "run three brokers or more, with min.insync.replicas=2",
+            "three brokers",
         )
 
     def config(kind: Any, name: str) -> _Config:
@@ -47,59 +51,56 @@ def check_kafka(
         entries = admin.describe_configs([resource], request_timeout=_SECONDS)[resource].result()
         return lambda entry: str(entries[entry].value)
 
-    yield from _topics(settings, admin, metadata, consumed, config)
-    yield from _open_transactions(settings, options)
-    if settings.delivery is Delivery.EXACTLY_ONCE:
-        yield from _transactions(settings, options, lanes, admin, metadata, config)
-        if state_topic_name(settings) in metadata.topics:
-            yield from _may_write(admin, state_topic_name(settings))
-
-
-def _topics(
-    settings: Settings,
-    admin: AdminClient,
-    metadata: Any,
-    consumed: Sequence[str],
-    config: Callable[[Any, str], _Config],
-) -> Iterator[Finding]:
     for aggregate_type, route in sorted((settings.routes or {}).items()):
-        topic = metadata.topics.get(route.topic)
-        if topic is None:
-            level = Level.OK if settings.create_topics else Level.FAILURE
-            do = (
-                ""
-                if settings.create_topics
-                else "create it, or set OUTBOX_CREATE_TOPICS=true; if it is there, grant DESCRIBE on it"
-            )
-            yield Finding(level, f"topic {route.topic}", f"does not exist yet ({aggregate_type})", do)
-            continue
-        yield from _may_write(admin, route.topic)
-        try:
-            yield from _topic(route.topic, topic, config(ConfigResource.Type.TOPIC, route.topic))
-        except KafkaException as error:
-            # A relay does not need this right on the topics of events.
-            if error.args[0].code() != KafkaError.TOPIC_AUTHORIZATION_FAILED:
-                raise
-            yield Finding(
-                Level.WARNING,
-                f"topic {route.topic}, settings",
-                "these credentials may not read its settings, so they were not looked at",
-                "grant DESCRIBE_CONFIGS on the topic, or run this with other credentials",
-            )
-    for name in sorted(_dead_letter_topics(settings)):
-        if name in metadata.topics:
-            yield from _may_write(admin, name)
+        about = f"topic {route.topic}"
+        yield from alone(about, partial(_event_topic, settings, admin, metadata, aggregate_type, route.topic))
+        if route.topic in metadata.topics:
+            yield from alone(f"{about}, settings", partial(_settings_of, metadata, config, route.topic))
+    for name in sorted(_dead_letter_topics(settings) & metadata.topics.keys()):
+        yield from alone(f"topic {name}", partial(_may_write, admin, name))
     for name in consumed:
         if name in metadata.topics:
-            yield from _remembered(name, settings.consumer.keep_days, config(ConfigResource.Type.TOPIC, name))
+            yield from alone(f"topic {name}, ids", partial(_remembered, name, settings.consumer.keep_days, config))
+    yield from alone("open transactions", partial(_open_transactions, settings, options))
+    if settings.delivery is Delivery.EXACTLY_ONCE:
+        of_brokers = (
+            partial(_brokers, admin, metadata),
+            partial(_transaction_timeout, settings, options, metadata, config),
+        )
+        # Both need the same right, and name it once.
+        yield from dict.fromkeys(chain.from_iterable(alone("Kafka's settings", check) for check in of_brokers))
+        state = state_topic_name(settings)
+        yield from alone(f"state topic {state}", partial(_state_topic, state, lanes, metadata, config))
+        if state in metadata.topics:
+            yield from alone(f"topic {state}", partial(_may_write, admin, state))
 
 
-def _remembered(name: str, keep_days: int, config: _Config) -> Iterator[Finding]:
+def _event_topic(
+    settings: Settings, admin: AdminClient, metadata: Any, aggregate_type: str, name: str
+) -> Iterator[Finding]:
+    if name in metadata.topics:
+        yield from _may_write(admin, name)
+        return
+    level = Level.OK if settings.create_topics else Level.FAILURE
+    do = (
+        ""
+        if settings.create_topics
+        else "create it, or set OUTBOX_CREATE_TOPICS=true; if it is there, grant DESCRIBE on it"
+    )
+    yield Finding(level, f"topic {name}", f"does not exist yet ({aggregate_type})", do)
+
+
+def _settings_of(metadata: Any, config: Callable[[Any, str], _Config], name: str) -> Iterator[Finding]:
+    return _topic(name, metadata.topics[name], config(ConfigResource.Type.TOPIC, name))
+
+
+def _remembered(name: str, keep_days: int, config: Callable[[Any, str], _Config]) -> Iterator[Finding]:
     """Check whether messages can outlive their remembered ids: a re-read would make dead letters of them."""
-    if config("cleanup.policy") == "compact":
+    entry = config(ConfigResource.Type.TOPIC, name)
+    if entry("cleanup.policy") == "compact":
         kept, ms = "its messages for as long as they are the last of their keys", -1
     else:
-        ms = int(config("retention.ms"))
+        ms = int(entry("retention.ms"))
         kept = "every message" if ms < 0 else f"messages for {ms / _DAY_MS:g} days"
     if 0 <= ms <= keep_days * _DAY_MS:
         return
@@ -176,29 +177,7 @@ def _may_write(admin: AdminClient, name: str) -> Iterator[Finding]:
         )
 
 
-def _transactions(
-    settings: Settings,
-    options: Mapping[str, str],
-    lanes: int,
-    admin: AdminClient,
-    metadata: Any,
-    config: Callable[[Any, str], _Config],
-) -> Iterator[Finding]:
-    try:
-        yield from _brokers(admin, metadata)
-        yield from _transaction_timeout(settings, options, metadata, config)
-    except KafkaException as error:
-        # A relay does not need this right.
-        if error.args[0].code() != KafkaError.CLUSTER_AUTHORIZATION_FAILED:
-            raise
-        yield Finding(
-            Level.WARNING,
-            "Kafka's settings",
-            "these credentials may not read the brokers' settings, so neither their version nor "
-            "transaction.max.timeout.ms was looked at",
-            "grant DESCRIBE_CONFIGS on the cluster, or run this with other credentials",
-        )
-    state = state_topic_name(settings)
+def _state_topic(state: str, lanes: int, metadata: Any, config: Callable[[Any, str], _Config]) -> Iterator[Finding]:
     found = metadata.topics.get(state)
     if found is None:
         yield Finding(Level.OK, f"state topic {state}", "does not exist yet; the relay creates it, compacted")
@@ -214,7 +193,11 @@ def _transactions(
         value = config(ConfigResource.Type.TOPIC, state)(name)
         if value != wanted:
             yield Finding(
-                Level.FAILURE, f"state topic {state}", f"{name}={value} could lose markers", f"set {name}={wanted}"
+                Level.FAILURE,
+                f"state topic {state}",
+                f"{name}={value} could lose markers",
+                f"set {name}={wanted}",
+                f"{name}={wanted}",
             )
 
 
@@ -273,6 +256,7 @@ def _topic(name: str, topic: Any, config: _Config) -> Iterator[Finding]:
             f"topic {name}",
             f"{said}: an acknowledged event is on one disk only",
             "replication factor 3 and min.insync.replicas=2",
+            "replication factor 3" if copies == 1 else "min.insync.replicas=2",
         )
     elif required >= copies:
         yield Finding(
@@ -289,6 +273,7 @@ def _topic(name: str, topic: Any, config: _Config) -> Iterator[Finding]:
             f"topic {name}",
             "unclean.leader.election.enable=true: acknowledged events can be lost",
             "set it to false",
+            "unclean.leader.election.enable=false",
         )
     policy = config("cleanup.policy")
     if "compact" in policy and not name.endswith(".relay.state"):
@@ -297,4 +282,5 @@ def _topic(name: str, topic: Any, config: _Config) -> Iterator[Finding]:
             f"topic {name}",
             f"cleanup.policy={policy}: of the events of a key only the last is kept",
             "fine for snapshots of state, not for events",
+            "cleanup.policy=delete",
         )

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Any, Final
+import time
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any, Final, NamedTuple
 
 import psycopg
 from psycopg import errors, sql
@@ -14,10 +16,12 @@ from relay.config import Settings, SourceKind
 from relay.database import unavailable_on_error
 from relay.insights import read_pauses
 from relay.operations.findings import Finding, Level
+from relay.operations.guarantee import slot_cost
+from relay.operations.isolation import alone
 from relay.operations.wal_setup import Cdc
 from relay.ports import Unavailable
 from relay.settlement import lanes_text
-from relay.wal.slot import slot_names
+from relay.wal.slot import Slot, slot_names
 
 _PUBLISHES_GENERATED: Final = 180000
 _STANDING_IN_THE_WAY: Final = """
@@ -59,15 +63,51 @@ _OPEN_LOSSES: Final = """
 SELECT grp, topic, count(*) FROM {losses} WHERE accepted_at IS NULL GROUP BY grp, topic ORDER BY grp, topic"""
 
 _MANY: Final = 1_000_000
+_RATE_SECONDS: Final = 1.0
+_FAILOVER_FROM: Final = 170000
+# The slot, the standbys that have slots, and whether logical slots wait for any of them (Postgres 17).
+_STANDBYS: Final = """
+SELECT {failover}, (SELECT count(*) FROM pg_replication_slots WHERE slot_type = 'physical'),
+       coalesce(current_setting('synchronized_standby_slots', true), '') <> ''
+  FROM pg_replication_slots WHERE slot_name = %(slot)s"""
+_GROUPS: Final = """
+SELECT grp, strategy, array(SELECT DISTINCT topic FROM {offsets} AS o WHERE o.grp = g.grp ORDER BY topic)
+  FROM {groups} AS g ORDER BY grp"""
+_HAS_CONSUMERS: Final = """
+SELECT count(*) = 4 FROM pg_class AS c JOIN pg_namespace AS n ON n.oid = c.relnamespace
+ WHERE n.nspname = %(schema)s AND c.relkind IN ('r', 'p')
+   AND c.relname IN ('groups', 'offsets', 'losses', 'processed_messages')"""
+CONSUMERS_GRANT: Final = "USAGE on the consumers' schema, and SELECT on its tables"
 
 # The comparison makes tables in a schema of its own, and rolls them back.
 _MAY_COMPARE: Final = "SELECT has_database_privilege(current_database(), 'CREATE')"
 
 
 def check_outbox(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
-    """Check the server's settings, the outbox's tables, rights, ids and source, and its backlog."""
-    from outbox._app.schema_drift import check
+    """Check the server's settings, the outbox's tables, rights, ids and source, and its backlog; each by itself."""
+    schema = settings.db_schema
+    yield from alone("Postgres", partial(_server, connection))
+    yield from alone("ids of events", partial(check_ids, connection, settings), f"SELECT on the tables of {schema}")
+    differs = False
+    for finding in alone("tables", partial(_tables, connection, settings)):
+        differs = differs or finding.level is Level.FAILURE
+        yield finding
+    if differs:
+        # What follows reads these tables.
+        return
+    yield from alone("publications", partial(_publications, connection, settings))
+    yield from alone("source", partial(_sources, connection, settings), f"SELECT on {schema}.lanes and streams")
+    yield from alone("slot, failover", partial(_failover, connection, settings))
+    yield from alone("slot, cost", partial(_cost, connection, settings), f"SELECT on {schema}.streams")
+    yield from alone("rights", partial(_rights, connection, settings))
+    yield from alone("pauses", partial(_pauses, connection, settings), f"SELECT on {schema}.pauses and relays")
+    yield from alone(
+        "failures", partial(_failures, connection, settings), f"SELECT on {schema}.events, failures and dead_letters"
+    )
+    yield from alone("backlog", partial(_backlog, connection, settings), f"SELECT on {schema}.events and pauses")
 
+
+def _server(connection: psycopg.Connection[Any]) -> Iterator[Finding]:
     with unavailable_on_error("asking for its settings"):
         query = (
             "SELECT current_setting('server_version'), current_setting('fsync'), current_setting('synchronous_commit')"
@@ -75,7 +115,6 @@ def check_outbox(connection: psycopg.Connection[Any], settings: Settings) -> Ite
         row = connection.execute(query).fetchone()
     assert row is not None
     version, fsync, synchronous = row
-    yield from check_ids(connection, settings)
     yield Finding(Level.OK, "Postgres", f"version {version}")
     if fsync != "on":
         yield Finding(
@@ -83,6 +122,7 @@ def check_outbox(connection: psycopg.Connection[Any], settings: Settings) -> Ite
             "Postgres fsync",
             "fsync is off: a crash of the machine can lose or damage anything",
             "turn fsync on",
+            "fsync = on",
         )
     if synchronous == "off":
         yield Finding(
@@ -90,29 +130,36 @@ def check_outbox(connection: psycopg.Connection[Any], settings: Settings) -> Ite
             "Postgres synchronous_commit",
             "off: a crash loses the last transactions although they were reported as committed. The relay publishes "
             "nothing before it is durable, so Kafka never holds an event whose transaction was lost",
+            setting="synchronous_commit = on",
         )
-    if connection.execute(_MAY_COMPARE).fetchone() == (True,):
-        differences = check(settings.require_database(), settings.db_schema)
-        for line in differences:
-            yield Finding(
-                Level.FAILURE, "tables", line, "see `outbox db check`; `outbox db upgrade` brings them up to date"
-            )
-        if differences:
-            return
-        yield Finding(Level.OK, "tables", f"schema {settings.db_schema} is as this version expects")
-    else:
+
+
+def _tables(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
+    from outbox._app.schema_drift import check
+
+    if connection.execute(_MAY_COMPARE).fetchone() != (True,):
         yield Finding(
             Level.OK,
             "tables",
             "were not compared with this version's: this role has no CREATE on the database",
             "run `outbox db check` as the tables' owner",
         )
-    yield from _publications(connection, settings)
-    yield from _sources(connection, settings)
-    yield from _rights(connection, settings)
-    pauses = read_pauses(connection, settings.db_schema)
-    for paused in pauses:
+        return
+    differences = check(settings.require_database(), settings.db_schema)
+    for line in differences:
+        yield Finding(
+            Level.FAILURE, "tables", line, "see `outbox db check`; `outbox db upgrade` brings them up to date"
+        )
+    if not differences:
+        yield Finding(Level.OK, "tables", f"schema {settings.db_schema} is as this version expects")
+
+
+def _pauses(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
+    for paused in read_pauses(connection, settings.db_schema):
         yield Finding(Level.WARNING, "pauses", str(paused), "`outbox relay resume` ends it")
+
+
+def _failures(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
     waiting, dead = (count_rows(connection, settings, name) for name in ("failures", "dead_letters"))
     if waiting or dead:
         yield Finding(
@@ -128,6 +175,10 @@ def check_outbox(connection: psycopg.Connection[Any], settings: Settings) -> Ite
             f"the events of {without[0]} failures were deleted by hand, and the later events of their keys may wait",
             "`outbox dead-letters list` shows them, `outbox dead-letters discard EVENT_ID --reason …` frees the keys",
         )
+
+
+def _backlog(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
+    pauses = read_pauses(connection, settings.db_schema)
     with unavailable_on_error("looking at the backlog"):
         oldest = connection.execute(
             sql.SQL("SELECT extract(epoch FROM clock_timestamp() - min(created_at))::float8 FROM {}").format(
@@ -294,6 +345,73 @@ def _sources(connection: psycopg.Connection[Any], settings: Settings) -> Iterato
         )
 
 
+def _failover(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
+    """Check whether the slot outlives a failover to a standby."""
+    about = f"slot {settings.wal.slot}, failover"
+    if settings.source is not SourceKind.WAL:
+        return
+    knows = connection.info.server_version >= _FAILOVER_FROM
+    with unavailable_on_error("looking at standbys"):
+        query = sql.SQL(_STANDBYS).format(failover=sql.SQL("failover" if knows else "false"))
+        row = connection.execute(query, {"slot": settings.wal.slot}).fetchone()
+    if row is None:
+        return
+    failover, standbys, waited_for = row
+    lost = (
+        "after a failover it is not there: the lanes stop until `outbox cdc setup`, and events without a row that were "
+        "not published are lost"
+    )
+    if failover and (waited_for or not standbys):
+        yield Finding(Level.OK, about, "it is synchronized to standbys that have sync_replication_slots")
+    elif failover:
+        yield Finding(
+            Level.WARNING,
+            about,
+            f"{standbys} standbys have slots, and no commit that it shows waits for one of them: after a failover the "
+            "standby can lack what is published, and the lanes stop",
+            "name the standbys' slots in synchronized_standby_slots",
+            "synchronized_standby_slots",
+        )
+    elif knows:
+        yield Finding(
+            Level.WARNING,
+            about,
+            f"it is made without failover: {lost}",
+            "with the relay on polling, `outbox cdc drop` and `outbox cdc setup` make it anew, with failover",
+            "failover of the slot",
+        )
+    elif standbys:
+        yield Finding(
+            Level.WARNING, about, f"before Postgres 17, {lost}", "upgrade to Postgres 17 or later", "Postgres 17"
+        )
+
+
+def _cost(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
+    """Return how much WAL the slot keeps, and how long its limits last at the present rate."""
+    names = slot_names(settings)
+    with unavailable_on_error("looking at the slot"):
+        before, began = Slot(connection, names).look(), time.monotonic()
+        if not before.there:
+            return
+        time.sleep(_RATE_SECONDS)
+        now = Slot(connection, names).look()
+    rate = max(now.current_lsn - before.current_lsn, 0) / (time.monotonic() - began)
+    text = slot_cost(now.retained_bytes, settings.wal.retained_limit_bytes, now.safe_wal_bytes, rate)
+    yield Finding(Level.OK, f"slot {names.slot}, cost", text)
+
+
+def lane_sources(connection: psycopg.Connection[Any], settings: Settings) -> dict[SourceKind, list[int]]:
+    """Return the lanes by the source that they are read from."""
+    with unavailable_on_error("looking at the lanes"):
+        rows = connection.execute(
+            sql.SQL("SELECT lane, source FROM {} ORDER BY lane").format(sql.Identifier(settings.db_schema, "lanes"))
+        ).fetchall()
+    found: dict[SourceKind, list[int]] = {}
+    for lane, source in rows:
+        found.setdefault(SourceKind(source), []).append(lane)
+    return found
+
+
 def count_rows(connection: psycopg.Connection[Any], settings: Settings, table: str) -> int:
     """Return the number of rows of one of the outbox's tables."""
     with unavailable_on_error(f"counting {table}"):
@@ -306,14 +424,9 @@ def count_rows(connection: psycopg.Connection[Any], settings: Settings, table: s
 
 def has_consumers(connection: psycopg.Connection[Any], settings: Settings) -> bool:
     """Return whether the consumers' tables are in this database: sinks are often in another one."""
-    names = [
-        sql.Identifier(settings.consumer_schema, name).as_string(connection)
-        for name in ("offsets", "losses", "processed_messages")
-    ]
     with unavailable_on_error("looking for the consumers' tables"):
-        row = connection.execute(
-            "SELECT bool_and(to_regclass(name) IS NOT NULL) FROM unnest(%s::text[]) AS name", (names,)
-        ).fetchone()
+        # Not to_regclass(), which needs USAGE on the schema.
+        row = connection.execute(_HAS_CONSUMERS, {"schema": settings.consumer_schema}).fetchone()
     return row == (True,)
 
 
@@ -328,14 +441,32 @@ def consumed_topics(connection: psycopg.Connection[Any], settings: Settings) -> 
     return [row[0] for row in rows]
 
 
+class DeclaredGroup(NamedTuple):
+    """A consumer group: the strategy of its job, None if it is not known, and the topics that it has read."""
+
+    name: str
+    strategy: str | None
+    topics: Sequence[str]
+
+
+def declared_groups(connection: psycopg.Connection[Any], settings: Settings) -> list[DeclaredGroup]:
+    """Return the groups whose tables are in this database."""
+    names = {name: sql.Identifier(settings.consumer_schema, name) for name in ("groups", "offsets")}
+    with unavailable_on_error("looking at the groups"):
+        rows = connection.execute(sql.SQL(_GROUPS).format(**names)).fetchall()
+    return [DeclaredGroup(*row) for row in rows]
+
+
 def check_consumers(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
     """Check the consumers' tables: losses that halt a group, and ids that are never forgotten."""
-    names = {name: sql.Identifier(settings.consumer_schema, name) for name in ("losses", "processed_messages")}
-    with unavailable_on_error("looking at the consumers' tables"):
-        losses = connection.execute(sql.SQL(_OPEN_LOSSES).format(losses=names["losses"])).fetchall()
-        counted = connection.execute(
-            sql.SQL(_WITHOUT_TIME).format(processed=names["processed_messages"]), {"most": _MANY + 1}
-        ).fetchone()
+    yield from alone("losses", partial(_losses, connection, settings), CONSUMERS_GRANT)
+    yield from alone("remembered ids", partial(_remembered_ids, connection, settings), CONSUMERS_GRANT)
+
+
+def _losses(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
+    table = sql.Identifier(settings.consumer_schema, "losses")
+    with unavailable_on_error("looking at losses"):
+        losses = connection.execute(sql.SQL(_OPEN_LOSSES).format(losses=table)).fetchall()
     for group, topic, count in losses:
         yield Finding(
             Level.FAILURE,
@@ -344,6 +475,14 @@ def check_consumers(connection: psycopg.Connection[Any], settings: Settings) -> 
             "them: it halts",
             f"see `outbox offsets show`; `outbox offsets reset {group} --topic {topic} --to loss` accepts it",
         )
+
+
+def _remembered_ids(connection: psycopg.Connection[Any], settings: Settings) -> Iterator[Finding]:
+    names = {"processed_messages": sql.Identifier(settings.consumer_schema, "processed_messages")}
+    with unavailable_on_error("looking at remembered ids"):
+        counted = connection.execute(
+            sql.SQL(_WITHOUT_TIME).format(processed=names["processed_messages"]), {"most": _MANY + 1}
+        ).fetchone()
     assert counted is not None
     shown = f"more than {_MANY:,}" if counted[0] > _MANY else f"{counted[0]:,}"
     yield Finding(

@@ -20,3 +20,5 @@ class Finding:
     about: str
     found: str
     do: str = ""
+    setting: str = ""
+    """The one setting that would change it, of a finding that weakens what is promised."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import orjson
 import psycopg
 import pytest
@@ -30,6 +32,7 @@ from relay.operations import doctor_kafka
 from relay.operations.doctor import EXPLAINED, examine
 from relay.operations.doctor_postgres import check_ids
 from relay.operations.findings import Level
+from relay.operations.guarantee import Strategy, guarantee
 from relay.operations.roles import Kind, grants
 from relay.operations.wal_setup import Cdc
 from relay.polling.source import PollingSource
@@ -385,3 +388,215 @@ def test_the_source_and_its_slot(outbox_postgres, outbox_kafka):
         level, text = found(wal)[about]
         assert level is Level.FAILURE
         assert "somebody advanced it" in text
+
+
+# --- what is promised ------------------------------------------------------------------------------------------------
+
+
+def groups(database, **strategies: str | None) -> None:
+    with psycopg.connect(database.url) as connection:
+        for group, strategy in strategies.items():
+            connection.execute(
+                "INSERT INTO consumer.groups (grp, owner, strategy) VALUES (%s, 'me', %s)", (group, strategy)
+            )
+
+
+@pytest.mark.parametrize("delivery", [Delivery.AT_LEAST_ONCE, Delivery.EXACTLY_ONCE])
+def test_the_guarantee_of_the_lanes_and_of_each_group(outbox_postgres, outbox_kafka, delivery):
+    groups(outbox_postgres, sums="Dedup", log="OffsetsOnly", old=None)
+    given = settings(outbox_postgres, outbox_kafka, delivery=delivery, name=outbox_kafka.name("outbox"))
+    promised = {one.about: one for one in examine(given) if one.about.startswith("guarantee")}
+    assert set(promised) == {"guarantee on Kafka", *(f"guarantee of group {group}" for group in ("sums", "log", "old"))}
+    lanes = promised["guarantee on Kafka"]
+    assert lanes.found.startswith(guarantee(delivery, SourceKind.POLLING).found)
+    for group, strategy in (("sums", Strategy.DEDUP), ("log", Strategy.OFFSETS_ONLY)):
+        expected = guarantee(delivery, SourceKind.POLLING, strategy)
+        one = promised[f"guarantee of group {group}"]
+        assert (one.found, one.do) == (f"strategy {strategy}, {expected.found}", expected.do)
+    repeats = delivery is Delivery.AT_LEAST_ONCE
+    assert promised["guarantee of group sums"].level is Level.OK
+    assert promised["guarantee of group log"].level is (Level.WARNING if repeats else Level.OK)
+    assert promised["guarantee of group old"].found.startswith("not known")
+
+
+def test_a_group_that_reads_what_others_write_is_promised_nothing_of_the_relay(outbox_postgres, outbox_kafka):
+    groups(outbox_postgres, sums="Dedup", foreign="Fingerprint")
+    with psycopg.connect(outbox_postgres.url) as connection:
+        for group, topic in (("sums", "order-events"), ("sums", "other"), ("foreign", "others")):
+            connection.execute("INSERT INTO consumer.offsets VALUES (%s, %s, 0, 'id', 0, 1)", (group, topic))
+    findings = found(settings(outbox_postgres, outbox_kafka))
+    assert "exactly-once" in findings["guarantee of group sums"][1]
+    assert findings["guarantee of group foreign"] == (
+        Level.OK,
+        "reads others, which no relay with these settings writes",
+    )
+
+
+def test_lanes_of_both_sources_have_a_line_each(outbox_postgres, outbox_kafka):
+    with psycopg.connect(outbox_postgres.url) as connection:
+        connection.execute("UPDATE outbox.lanes SET source = 'wal' WHERE lane = 2")
+    findings = found(settings(outbox_postgres, outbox_kafka))
+    for lanes, source in (("lanes 0, 1, 3", SourceKind.POLLING), ("lane 2", SourceKind.WAL)):
+        text = findings[f"guarantee on Kafka, {lanes}"][1]
+        assert text.startswith(guarantee(Delivery.AT_LEAST_ONCE, source).found)
+
+
+def test_what_weakens_the_guarantee_is_named_with_its_setting(outbox_postgres, outbox_kafka):
+    one = outbox_kafka.create_topic(outbox_kafka.name("one"), 1)
+    unclean = outbox_kafka.create_topic(outbox_kafka.name("unclean"), 1, {"unclean.leader.election.enable": "true"})
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
+        database = sql.Identifier(admin.info.dbname)
+        admin.execute(sql.SQL("ALTER DATABASE {} SET synchronous_commit = off").format(database))
+    given = settings(outbox_postgres, outbox_kafka, routes={"A": one, "B": unclean})
+    level, text = found(given)["guarantee on Kafka"]
+    assert level is Level.WARNING
+    for weak in (
+        "Postgres fsync (fsync = on)",
+        "Postgres synchronous_commit (synchronous_commit = on)",
+        "Kafka brokers (three brokers)",
+        f"topic {one} (replication factor 3)",
+        f"topic {unclean} (replication factor 3)",
+    ):
+        assert f"; weakened by {weak}" in text
+
+
+def test_the_sink_may_be_another_database(outbox_postgres, outbox_kafka):
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
+        other = sql.Identifier(f"{outbox_postgres.name}_sink")
+        admin.execute(sql.SQL("CREATE DATABASE {}").format(other))
+        try:
+            url = outbox_postgres.url.replace(outbox_postgres.name, f"{outbox_postgres.name}_sink")
+            db.upgrade_consumer(url)
+            with psycopg.connect(url) as connection:
+                connection.execute("INSERT INTO consumer.groups (grp, owner, strategy) VALUES ('there', 'me', 'Dedup')")
+            given = settings(outbox_postgres, outbox_kafka)
+            assert "guarantee of group there" not in found(given)
+            assert "guarantee of group there" in {finding.about for finding in examine(given, url)}
+            away = {finding.about: finding.level for finding in examine(given, "postgresql://u@127.0.0.1:1/db")}
+            assert (away["Postgres of the sink"], away["tables"]) == (Level.FAILURE, Level.OK)
+        finally:
+            admin.execute(sql.SQL("DROP DATABASE {}").format(other))
+
+
+# --- as other roles --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def roles(outbox_postgres):
+    """Makes a role of a kind, with the grants of `outbox db roles`, and gives the URL with which it logs in."""
+    made = []
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
+
+        def make(kind: Kind) -> str:
+            made.append(f"{kind}_{outbox_postgres.name}")
+            admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(made[-1])))
+            for statement in grants([(kind, made[-1])], "outbox", "consumer", wal=True, messages=False):
+                admin.execute(statement)
+            return outbox_postgres.url.replace("postgres@", f"{made[-1]}@")
+
+        yield make
+        for role in made:
+            admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
+
+
+@pytest.mark.parametrize("how", ["polling", "polling, exactly-once", "wal"])
+@pytest.mark.parametrize("kind", [Kind.RELAY, Kind.OPERATOR, Kind.PAGE])
+def test_it_works_as_each_role_and_names_what_that_may_not_look_at(outbox_postgres, outbox_kafka, roles, kind, how):
+    source, _, delivery = how.partition(", ")
+    slot = outbox_kafka.name("slot").lower().replace("-", "_")
+    given = settings(
+        outbox_postgres,
+        outbox_kafka,
+        source=source,
+        delivery=delivery or "at-least-once",
+        name=outbox_kafka.name("outbox"),
+        wal={"slot": slot},
+    )
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
+        if source == "wal":
+            cdc = Cdc(admin, SlotNames("outbox", slot, "outbox_relay"))
+            cdc.setup()
+            cdc.switch(SourceKind.WAL)
+            admin.execute("UPDATE outbox.lanes SET streaming = true")
+        admin.execute(
+            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, created_at) "
+            "VALUES ('Order', '1', 'T', now() - interval '10 minutes')"
+        )
+        as_owner = {one.about: one for one in examine(given)}
+        given = given.model_copy(update={"database_url": roles(kind)})
+        as_role = {one.about: one for one in examine(given)}
+    denied = {about for about, one in as_role.items() if "may not look at it" in one.found}
+    assert denied == {"tables", "consumers", "losses", "remembered ids"}
+    for about in denied:
+        assert as_role[about].level is Level.WARNING
+        assert "permission denied for" in as_role[about].found
+        assert as_role[about].do.endswith(", or run this as the tables' owner")
+    assert "CREATE on the database" in as_role["tables"].do
+    assert "USAGE on the consumers' schema" in as_role["losses"].do
+    # Everything else is as the owner sees it, but for figures that change.
+    same = as_owner.keys() - denied - {"backlog", f"slot {slot}, cost"}
+    assert {about: as_role[about] for about in same} == {about: as_owner[about] for about in same}
+    assert {"backlog", "guarantee on Kafka"} <= as_role.keys()
+    assert [about for about, one in as_role.items() if one.level is Level.FAILURE] == ["Postgres fsync"]
+
+
+def test_a_consumers_role_sees_the_groups(outbox_postgres, outbox_kafka, roles):
+    groups(outbox_postgres, sums="Dedup")
+    given = settings(outbox_postgres, outbox_kafka)
+    findings = {finding.about: finding for finding in examine(given, roles(Kind.CONSUMER))}
+    assert findings["guarantee of group sums"].level is Level.OK
+    assert not [one for one in findings.values() if "may not look at it" in one.found]
+
+
+@pytest.mark.parametrize(
+    ("table", "about"), [("failures", "failures"), ("lanes", "source"), ("streams", "source"), ("events", "backlog")]
+)
+def test_one_missing_right_leaves_out_one_check(outbox_postgres, outbox_kafka, roles, table, about):
+    url = roles(Kind.OPERATOR)
+    given = settings(outbox_postgres, outbox_kafka)
+    groups(outbox_postgres, sums="Dedup")
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as admin:
+        operator = sql.Identifier(f"{Kind.OPERATOR}_{outbox_postgres.name}")
+        admin.execute(sql.SQL("REVOKE SELECT ON {} FROM {}").format(sql.Identifier("outbox", table), operator))
+        findings = {
+            one.about: one for one in examine(given.model_copy(update={"database_url": url}), outbox_postgres.url)
+        }
+    assert f"permission denied for table {table}" in findings[about].found
+    assert findings[about].level is Level.WARNING
+    assert re.search(rf"SELECT on outbox\..*\b{table}\b", findings[about].do)
+    assert {"Postgres", "guarantee on Kafka", "guarantee of group sums", "Kafka", "remembered ids"} <= findings.keys()
+
+
+# --- the slot --------------------------------------------------------------------------------------------------------
+
+
+def test_what_a_slot_costs_and_whether_it_outlives_a_failover(outbox_postgres, outbox_kafka):
+    slot = outbox_kafka.name("slot").lower().replace("-", "_")
+    wal = settings(outbox_postgres, outbox_kafka, source="wal", wal={"slot": slot})
+    cost, failover = f"slot {slot}, cost", f"slot {slot}, failover"
+    assert {cost, failover}.isdisjoint(found(wal))
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        Cdc(connection, SlotNames("outbox", slot, "outbox_relay")).setup()
+        findings = found(wal)
+        assert findings[cost][0] is Level.OK
+        assert "of WAL are kept for it, of 1.0 GiB (wal.retained_limit_bytes); " in findings[cost][1]
+        # A relay that polls does not need the slot, which costs as much.
+        polling = found(settings(outbox_postgres, outbox_kafka, wal={"slot": slot}))
+        assert (cost in polling, failover in polling) == (True, False)
+        if connection.info.server_version < 170000:
+            assert failover not in findings
+            return
+        assert findings[failover][0] is Level.OK
+        standby = f"{slot}_standby"
+        connection.execute("SELECT pg_create_physical_replication_slot(%s)", (standby,))
+        try:
+            level, text = found(wal)[failover]
+            assert (level, "the standby can lack what is published" in text) == (Level.WARNING, True)
+            assert f"; weakened by {failover} (synchronized_standby_slots)" in found(wal)["guarantee on Kafka"][1]
+        finally:
+            connection.execute("SELECT pg_drop_replication_slot(%s)", (standby,))
+        connection.execute("SELECT pg_drop_replication_slot(%s)", (slot,))
+        connection.execute("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", (slot,))
+        level, text = found(wal)[failover]
+        assert (level, "made without failover" in text) == (Level.WARNING, True)
+        connection.execute("SELECT pg_drop_replication_slot(%s)", (slot,))

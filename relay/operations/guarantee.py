@@ -1,0 +1,173 @@
+"""What is promised of an event's effect, from the relay's delivery, its source, and the strategy of a consumer. No I/O.
+
+docs/explanation/guarantees.md has the same tables; a test compares them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Final, assert_never
+
+from relay.config import Delivery, SourceKind
+
+
+class Strategy(StrEnum):
+    """How a consumer recognizes repeats, as its group's row has it; see docs/guides/strategies.md."""
+
+    DEDUP = "Dedup"
+    FINGERPRINT = "Fingerprint"
+    VERSION = "Version"
+    NATURAL = "Natural"
+    OFFSETS_ONLY = "OffsetsOnly"
+    STREAM = "Stream"
+    """Not a job's own: a stream's batches, with ``exactly_once``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Guarantee:
+    """How often an event has its effect, what that means, and what to set for more, if there is something."""
+
+    word: str
+    text: str
+    do: str = ""
+
+    @property
+    def found(self) -> str:
+        """Return the word and its meaning."""
+        return f"{self.word}: {self.text}"
+
+
+_AT_MOST: Final = "an event in flight when a relay, a broker or a connection fails is lost; none is sent twice"
+_SAFE: Final = "OUTBOX_DELIVERY=at-least-once"
+_EXACT: Final = "OUTBOX_DELIVERY=exactly-once"
+_ORDER: Final = {
+    SourceKind.POLLING: "each key in the order of ids, which is that of commits if its writers exclude each other",
+    SourceKind.WAL: "each key in commit order",
+}
+
+
+_BY_ID: Final = Guarantee(
+    "exactly-once", "in the sink's tables: a repeat has the same id, and is dropped for consumer.keep_days"
+)
+_BY_CONTENT: Final = Guarantee(
+    "exactly-once",
+    "in the sink's tables: a repeat has the same content, and is dropped, as is another event that has it",
+)
+_BY_VERSION: Final = Guarantee(
+    "exactly-once", "in the sink's tables, of the newest version of each key: older ones are passed over"
+)
+
+
+def on_kafka(delivery: Delivery, source: SourceKind) -> Guarantee:
+    """Return what readers of the topics can rely on."""
+    order = _ORDER[source]
+    match delivery:
+        case Delivery.AT_MOST_ONCE:
+            return Guarantee(delivery, f"on Kafka: {_AT_MOST}; {order}", _SAFE)
+        case Delivery.AT_LEAST_ONCE:
+            return Guarantee(
+                delivery,
+                "on Kafka: after a crash at most one batch of each lane stands there twice, under the same event ids; "
+                f"without these repeats, {order}",
+            )
+        case Delivery.EXACTLY_ONCE:
+            return Guarantee(delivery, f"on Kafka for read_committed readers; {order}")
+        case _:
+            assert_never(delivery)
+
+
+# With a relay that repeats a batch after a crash, and with one that does not.
+_IN_SINK: Final[Mapping[Strategy, tuple[Guarantee, Guarantee]]] = {
+    Strategy.DEDUP: (_BY_ID, _BY_ID),
+    Strategy.FINGERPRINT: (_BY_CONTENT, _BY_CONTENT),
+    Strategy.VERSION: (_BY_VERSION, _BY_VERSION),
+    Strategy.NATURAL: (
+        Guarantee(
+            "at-least-once",
+            "in the sink's tables, of the last state of each key: a batch that is repeated after a crash may set a row "
+            "back until its next event",
+            f"{_EXACT}, or strategy=Version(…)",
+        ),
+        Guarantee(
+            "exactly-once",
+            "in the sink's tables, of the last state of each key; a replay sets a row back until its next event",
+            "strategy=Version(…) before a replay",
+        ),
+    ),
+    Strategy.OFFSETS_ONLY: (
+        Guarantee(
+            "at-least-once",
+            "in the sink's tables: a batch may be applied twice after a crash of a relay",
+            f"{_EXACT}, or strategy=Dedup()",
+        ),
+        Guarantee(
+            "exactly-once",
+            "in the sink's tables; a replay is applied twice, and so is what is read again after `outbox offsets`",
+            "strategy=Dedup() before a replay",
+        ),
+    ),
+    Strategy.STREAM: (
+        Guarantee(
+            "at-least-once",
+            "in the sink's tables: a batch may be applied twice after a crash of a relay, unless its rows have a "
+            "message_id",
+            f"{_EXACT}, or a column message_id",
+        ),
+        Guarantee(
+            "exactly-once",
+            "in the sink's tables; a replay is applied twice, unless its rows have a message_id",
+            "a column message_id before a replay",
+        ),
+    ),
+}
+
+
+def in_sink(delivery: Delivery, strategy: Strategy) -> Guarantee:
+    """Return what the sink's tables can rely on, for a consumer of what the relay publishes.
+
+    A crash of the consumer changes nothing: the offsets move in the transaction of the effect.
+    """
+    if delivery is Delivery.AT_MOST_ONCE:
+        return Guarantee(delivery, f"in the sink's tables: {_AT_MOST}", _SAFE)
+    repeating, once = _IN_SINK[strategy]
+    return once if delivery is Delivery.EXACTLY_ONCE else repeating
+
+
+def guarantee(delivery: Delivery, source: SourceKind, strategy: Strategy | None = None) -> Guarantee:
+    """Return the guarantee in the sink's tables, or without a strategy that on Kafka."""
+    return on_kafka(delivery, source) if strategy is None else in_sink(delivery, strategy)
+
+
+def slot_cost(retained: int, limit: int, safe: int | None, bytes_per_second: float) -> str:
+    """Return what a slot costs: the WAL kept now, the limits, and when they are reached if nothing reads it any more.
+
+    ``safe`` is how much may be written before the server gives the slot up; None without max_slot_wal_keep_size.
+    """
+    rate = "nothing is written at present" if bytes_per_second < 1 else f"{_size(bytes_per_second)}/s are written"
+    text = f"{_size(retained)} of WAL are kept for it, of {_size(limit)} (wal.retained_limit_bytes); {rate}"
+    if bytes_per_second >= 1:
+        text += f": unread, it is there {_in(limit - retained, bytes_per_second)}"
+    if safe is None:
+        return f"{text}. The server keeps all of it (max_slot_wal_keep_size = -1), until its disk is full"
+    lost = f", {_in(safe, bytes_per_second)}" if bytes_per_second >= 1 else ""
+    return f"{text}. The server gives the slot up after {_size(max(safe, 0))} more{lost} (max_slot_wal_keep_size)"
+
+
+def _size(size: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def _in(left: float, bytes_per_second: float) -> str:
+    seconds = left / bytes_per_second
+    if seconds <= 0:
+        return "now"
+    for unit, length in (("days", 86_400), ("hours", 3_600), ("minutes", 60)):
+        if seconds >= 2 * length:
+            return f"in {seconds / length:.0f} {unit}"
+    return f"in {seconds:.0f} seconds"

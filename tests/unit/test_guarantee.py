@@ -1,0 +1,118 @@
+"""What is promised for each combination, and what a slot costs; and that the page says the same."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+from docs_support import DOCS
+
+from relay.config import Delivery, SourceKind
+from relay.operations.guarantee import Strategy, guarantee, slot_cost
+from spark_jobs.dedup import strategies
+from spark_jobs.driver.streaming import STREAM
+
+MOST, LEAST, EXACTLY = "at-most-once", "at-least-once", "exactly-once"
+
+WORDS = {
+    Strategy.DEDUP: (MOST, EXACTLY, EXACTLY),
+    Strategy.FINGERPRINT: (MOST, EXACTLY, EXACTLY),
+    Strategy.VERSION: (MOST, EXACTLY, EXACTLY),
+    Strategy.NATURAL: (MOST, LEAST, EXACTLY),
+    Strategy.OFFSETS_ONLY: (MOST, LEAST, EXACTLY),
+    Strategy.STREAM: (MOST, LEAST, EXACTLY),
+}
+"""With a relay that delivers at most, at least and exactly once."""
+
+MIB = 1 << 20
+
+
+@pytest.mark.parametrize("source", SourceKind)
+@pytest.mark.parametrize("strategy", Strategy)
+@pytest.mark.parametrize(("number", "delivery"), list(enumerate([MOST, LEAST, EXACTLY])))
+def test_in_the_sinks_tables(delivery, number, source, strategy):
+    found = guarantee(Delivery(delivery), source, strategy)
+    assert found.word == WORDS[strategy][number]
+    assert found.text.startswith("in the sink's tables")
+    # What is not exactly-once names what would change it.
+    assert found.do or found.word == EXACTLY
+    assert (found.do == "OUTBOX_DELIVERY=at-least-once") is (delivery == MOST)
+    assert found.do.startswith("OUTBOX_DELIVERY=exactly-once, or ") is (found.word == LEAST)
+
+
+@pytest.mark.parametrize("delivery", Delivery)
+def test_on_kafka(delivery):
+    polling, wal = (guarantee(delivery, source) for source in SourceKind)
+    assert polling.word == wal.word == delivery
+    assert ("if its writers exclude each other" in polling.text, "commit order" in wal.text) == (True, True)
+    assert ("read_committed" in polling.text) is (delivery is Delivery.EXACTLY_ONCE)
+
+
+def test_the_strategies_are_those_of_the_consumers():
+    classes = {
+        name
+        for name, kind in vars(strategies).items()
+        if isinstance(kind, type) and hasattr(kind, "remembers") and not name.startswith("_") and name != "Strategy"
+    }
+    assert {str(each) for each in Strategy} == classes | {STREAM}
+
+
+def rows(heading: str) -> list[tuple[str, ...]]:
+    """Return the cells of the page's table with this heading."""
+    text = (DOCS / "explanation" / "guarantees.md").read_text()
+    (table,) = re.findall(rf"^\| {heading} \|.*\n\|[-|]+\n((?:\|.*\n)+)", text, re.MULTILINE)
+    return [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in table.splitlines()]
+
+
+def test_the_page_has_the_same_tables():
+    assert rows("delivery \\| source") == [
+        (f"`{delivery}`", f"`{source}`", guarantee(delivery, source).found, guarantee(delivery, source).do)
+        for delivery in Delivery
+        for source in SourceKind
+        # A relay refuses these settings.
+        if (delivery, source) != (Delivery.AT_MOST_ONCE, SourceKind.WAL)
+    ]
+    assert rows("delivery \\| strategy") == [
+        (f"`{delivery}`", f"`{strategy}`", found.found, found.do)
+        for delivery in Delivery
+        for strategy in Strategy
+        for found in [guarantee(delivery, SourceKind.POLLING, strategy)]
+    ]
+
+
+ALL_OF_IT = "The server keeps all of it (max_slot_wal_keep_size = -1), until its disk is full"
+GIVEN_UP, SETTING = "The server gives the slot up after", "(max_slot_wal_keep_size)"
+
+
+@pytest.mark.parametrize(
+    ("retained", "safe", "rate", "kept", "rest"),
+    [
+        (3 * MIB, None, MIB, "3 MiB", f"1 MiB/s are written: unread, it is there in 17 minutes. {ALL_OF_IT}"),
+        (0, None, 100.0, "0 B", f"100 B/s are written: unread, it is there in 124 days. {ALL_OF_IT}"),
+        (1000 * MIB, None, MIB, "1000 MiB", f"1 MiB/s are written: unread, it is there in 24 seconds. {ALL_OF_IT}"),
+        (
+            512,
+            2 * MIB,
+            10.0 * 1024,
+            "512 B",
+            f"10 KiB/s are written: unread, it is there in 29 hours. {GIVEN_UP} 2 MiB more, in 3 minutes {SETTING}",
+        ),
+        (
+            2048 * MIB,
+            -5,
+            MIB,
+            "2.0 GiB",
+            f"1 MiB/s are written: unread, it is there now. {GIVEN_UP} 0 B more, now {SETTING}",
+        ),
+        (
+            0,
+            100 * MIB,
+            0.0,
+            "0 B",
+            f"nothing is written at present. {GIVEN_UP} 100 MiB more {SETTING}",
+        ),
+    ],
+)
+def test_what_a_slot_costs(retained, safe, rate, kept, rest):
+    expected = f"{kept} of WAL are kept for it, of 1.0 GiB (wal.retained_limit_bytes); {rest}"
+    assert slot_cost(retained, 1 << 30, safe, rate) == expected
