@@ -27,15 +27,29 @@ class ChangedMind(Exception):
 
 
 class Tills:
-    """Places orders until ``events`` are committed or ``seconds`` are over."""
+    """Places orders until ``events`` are committed or ``seconds`` are over.
 
-    def __init__(self, url: str, events: int, seconds: float | None, rate: float | None, seed: int) -> None:
+    rate        events a second; None: as fast as possible.
+    afterwards  the rate at which to go on once ``events`` are committed, until stopped; None: to end then.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        events: int,
+        seconds: float | None,
+        rate: float | None,
+        afterwards: float | None,
+        seed: int,
+    ) -> None:
         self._engine = create_engine(url, pool_size=8)
         self._wanted = events
         self._until = None if seconds is None else time.monotonic() + seconds
         self._rate = rate
+        self._afterwards = afterwards
         self._seed = seed
         self._started = time.monotonic()
+        self._reached_at = self._started
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self.stop = threading.Event()
@@ -81,14 +95,24 @@ class Tills:
 
     def _count(self, events: int, orders: int = 0) -> None:
         with self._lock:
+            before = self.events
             self.events += events
             self.orders += orders
-            due = self.events / self._rate if self._rate else 0.0
-        self.stop.wait(max(0.0, due - (time.monotonic() - self._started)) if due else 0)
+            if before < self._wanted <= self.events:
+                self._reached_at = time.monotonic()
+            due = self._due()
+        self.stop.wait(max(0.0, due - time.monotonic()))
+
+    def _due(self) -> float:
+        """Return when as many events as there are now are due, by the monotonic clock."""
+        if self._afterwards is not None and self.events >= self._wanted:
+            return self._reached_at + (self.events - self._wanted) / self._afterwards
+        return self._started + self.events / self._rate if self._rate else self._started
 
     def _done(self) -> bool:
         late = self._until is not None and time.monotonic() >= self._until
-        return self.stop.is_set() or late or self.events >= self._wanted
+        enough = self._afterwards is None and self.events >= self._wanted
+        return self.stop.is_set() or late or enough
 
 
 def main() -> None:
@@ -98,10 +122,11 @@ def main() -> None:
     parser.add_argument("--events", type=int, default=20_000, help="stop after about this many events")
     parser.add_argument("--seconds", type=float, help="or after this time")
     parser.add_argument("--rate", type=float, help="events per second, as fast as possible if not given")
+    parser.add_argument("--afterwards", type=float, help="go on at this rate after --events, until SIGTERM")
     parser.add_argument("--tills", type=int, default=3)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args()
-    tills = Tills(options.database_url, options.events, options.seconds, options.rate, options.seed)
+    tills = Tills(options.database_url, options.events, options.seconds, options.rate, options.afterwards, options.seed)
     signal.signal(signal.SIGTERM, lambda *_: tills.stop.set())
     tills.create_tables()
     tills.run(options.tills)

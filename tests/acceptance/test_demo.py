@@ -2,14 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import pty
+import re
+import signal
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from support import wait_until
 
 from relay.cli.demo.ledger import Reconciliation
+from relay.cli.demo.run import Course, prepare
+from relay.cli.demo.services import Services
 
 
 @pytest.mark.spark
@@ -34,6 +43,127 @@ def test_the_demo_survives_its_own_kills_and_comes_out_clean(outbox_postgres_ser
     assert result["published"] >= result["committed"]
     assert "kill -9 relay" in done.stderr
     assert "kill -9 spark" in done.stderr
+
+
+class Shown:
+    """A panel that keeps what it is shown."""
+
+    def __init__(self):
+        self.said = []
+        self.sight = None
+        self.states = {}
+
+    def say(self, text):
+        self.said.append(text)
+
+    def update(self, sight, states):
+        self.sight, self.states = sight, states
+
+    def result(self, line, *, clean, seconds):
+        raise AssertionError("the command shows the result, not the run")
+
+
+@pytest.mark.spark
+def test_the_demo_survives_whatever_its_controls_do(outbox_postgres_server, private_kafka, monkeypatch):
+    cluster = private_kafka()
+    services = Services(outbox_postgres_server.url("postgres"), cluster.bootstrap_servers, cluster)
+    course = Course(events=200, rate=100, afterwards=50, kill=False)
+    panel = Shown()
+    with prepare(services, course, panel) as demo, ThreadPoolExecutor(1) as pool:
+        controls = demo.controls
+        demo.open()
+        running = pool.submit(demo.run)
+
+        def becomes(condition, what):
+            # At once if the demo has failed.
+            wait_until(lambda: running.done() or condition(), 60, what)
+            assert not running.done(), running.result()
+
+        becomes(lambda: panel.sight.applied > 0, "the first event to be applied")
+        assert "again, at offset" in controls.repeat_delivery()
+        becomes(lambda: panel.sight.duplicates == 1, "the consumer to drop the repeat")
+
+        monkeypatch.setattr("relay.cli.demo.controls.AWAY_SECONDS", 600.0)
+        assert "the broker is stopped" in controls.stop_broker()
+        assert cluster.pids == []
+        assert (controls.kill_relay(), controls.kill_consumer()) == ("kill -9 relay", "kill -9 spark")
+        before = panel.sight
+        becomes(lambda: panel.sight.committed > before.committed + 50, "the shop to go on without a broker")
+        # Both are started while there is no Kafka, and wait for it.
+        becomes(lambda: controls.states()["spark"].state == "running", "the consumer to be there")
+        assert controls.states()["relay"].state == "running"
+        assert panel.sight.applied == before.applied
+        assert controls.start_broker() == "the broker runs again"
+        becomes(lambda: panel.sight.applied > before.committed + 50, "the consumer to catch up")
+
+        monkeypatch.setattr("relay.cli.demo.controls.AWAY_SECONDS", 0.0)
+        controls.stop_broker()
+        becomes(lambda: panel.said[-1] == "the broker runs again", "the broker to come back by itself")
+        assert "again, at offset" in controls.repeat_delivery()
+        assert panel.sight.committed > course.events, "it goes on until the shop is closed"
+        demo.close_shop()
+        result = running.result(120)
+        assert {name: str(standing) for name, standing in panel.states.items()} == {
+            "shop": "ended",
+            "relay": "ended, killed 1×",
+            "spark": "ended, killed 1×",
+            "broker": "running, stopped 2×",
+        }
+    assert result.clean, result
+    assert panel.sight.unread == 0
+    # Each event once in the sink, and every other message was dropped.
+    assert panel.sight.duplicates == result.published - result.applied >= 2
+
+
+@pytest.mark.spark
+def test_on_a_terminal_the_demo_goes_on_until_ctrl_c(outbox_postgres_server, outbox_kafka):
+    ours, theirs = pty.openpty()
+    shown = bytearray()
+
+    def read():
+        # A terminal whose other end is closed can't be read.
+        with contextlib.suppress(OSError):
+            while more := os.read(ours, 65536):
+                shown.extend(more)
+
+    demo = subprocess.Popen(
+        [sys.executable, "-m", "relay.cli", "demo", "--events", "200", "--no-kill"],
+        env=os.environ
+        | {
+            "OUTBOX_DATABASE_URL": outbox_postgres_server.url("postgres"),
+            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka.bootstrap_servers,
+            "TERM": "xterm",
+            "COLUMNS": "120",
+            "LINES": "50",
+        },
+        stdin=theirs,
+        stdout=theirs,
+        stderr=theirs,
+    )
+    os.close(theirs)
+    reader = threading.Thread(target=read)
+    reader.start()
+
+    def applied():
+        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode(errors="replace"))
+        found = re.findall(r"(?<!not )applied +([0-9,]+)", text)
+        return int(found[-1].replace(",", "")) if found else 0
+
+    try:
+        wait_until(lambda: demo.poll() is not None or applied() > 300, 120, "more than the first 200 events")
+        assert demo.poll() is None, shown.decode(errors="replace")
+        demo.send_signal(signal.SIGINT)
+        assert demo.wait(240) == 0, shown.decode(errors="replace")
+    finally:
+        demo.kill()
+        demo.wait()
+        reader.join()
+        os.close(ours)
+    text = shown.decode(errors="replace")
+    assert "closing the shop" in text
+    [(committed, through)] = set(re.findall(r"committed (\d+) · .*? applied (\d+) · lost 0 · applied twice 0", text))
+    assert committed == through
+    assert int(committed) > 300
 
 
 @pytest.mark.parametrize(

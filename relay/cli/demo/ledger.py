@@ -8,6 +8,8 @@ from typing import Any, Final
 import psycopg
 from psycopg import sql
 
+from relay.cli.demo.services import PARTITIONS
+
 # Business rows on one side, the sink's table on the other. `seq` is how many events an order's transactions committed;
 # the sink counts what it applied, adds up the amounts, and notes every event that did not follow its predecessor.
 _RECONCILE: Final = """
@@ -68,15 +70,28 @@ class Reconciliation:
         return {**asdict(self), "clean": self.clean}
 
 
+# The positions of all groups in the topic, of which the demo has one: a position is the offset to be read next.
+_CONSUMED: Final = """
+SELECT coalesce(sum(next_offset), 0)::bigint, coalesce(sum(duplicates), 0)::bigint
+  FROM consumer.offsets WHERE topic = %s"""
+
+
 @dataclass(frozen=True, slots=True)
 class Sight:
-    """The figures at one moment."""
+    """The figures at one moment.
+
+    unread      how many messages of the topic the consumer has not read. Like ``published``, it counts a transaction's
+                markers too.
+    duplicates  messages that the consumer dropped, because their events were applied already.
+    """
 
     committed: int
     published: int
     applied: int
     backlog: int
     oldest_seconds: float | None
+    unread: int
+    duplicates: int
 
 
 class Ledger:
@@ -94,11 +109,20 @@ class Ledger:
                 "group.id": "outbox-demo-ledger",
                 "enable.auto.commit": False,
                 "isolation.level": "read_committed",
+                # Without a word about a broker that the demo stops.
+                "log_level": 0,
             }
         )
+        self._ends: tuple[int, int] = (0, 0)
 
-    def look(self) -> Sight:
-        """Return the figures for the panel. A missing table counts as empty."""
+    def look(self, *, ask_kafka: bool = True) -> Sight:
+        """Return the figures for the panel. A missing table counts as empty.
+
+        Without Kafka's answer, or if it is not asked, its figures are those of the last look.
+        """
+        if ask_kafka:
+            self._ask_kafka(timeout=2)
+        messages, end = self._ends
         committed = self._count(sql.SQL("SELECT sum(seq) FROM shop.orders"), "shop.orders")
         applied = self._count(
             sql.SQL("SELECT sum(events_applied) FROM {}").format(self._sink), self._sink.as_string(self._connection)
@@ -107,35 +131,41 @@ class Ledger:
             "SELECT count(*), extract(epoch FROM clock_timestamp() - min(created_at))::float8 FROM outbox.events"
         ).fetchone()
         assert row is not None
-        return Sight(committed, self.published(), applied, row[0], row[1])
-
-    def published(self) -> int:
-        """Count the messages on the topic, from its partitions' first and last offsets."""
-        from confluent_kafka import KafkaException, TopicPartition
-
-        try:
-            known = self._consumer.list_topics(timeout=10).topics.get(self._topic)
-            if known is None:
-                return 0
-            total = 0
-            for partition in known.partitions:
-                low, high = self._consumer.get_watermark_offsets(TopicPartition(self._topic, partition), timeout=10)
-                total += high - low
-        except KafkaException:
-            return 0
-        return total
+        consumed = self._connection.execute(_CONSUMED, (self._topic,)).fetchone()
+        assert consumed is not None
+        read, duplicates = consumed
+        return Sight(committed, messages, applied, row[0], row[1], max(0, end - read), duplicates)
 
     def reconcile(self) -> Reconciliation:
-        """Compare source and sink in one statement over one snapshot."""
+        """Compare source and sink in one statement over one snapshot. Raises KafkaException if Kafka is away."""
+        self._ask_kafka(timeout=10, needed=True)
         row = self._connection.execute(sql.SQL(_RECONCILE).format(sink=self._sink)).fetchone()
         assert row is not None
         committed, applied, lost, twice, disorder, differing, phantom = row
-        return Reconciliation(committed, self.published(), applied, lost, twice, disorder, differing, phantom)
+        return Reconciliation(committed, self._ends[0], applied, lost, twice, disorder, differing, phantom)
 
     def close(self) -> None:
         """Disconnect."""
         self._consumer.close()
         self._connection.close()
+
+    def _ask_kafka(self, *, timeout: float, needed: bool = False) -> None:
+        """Note how many messages the topic has, and the sum of its partitions' ends."""
+        from confluent_kafka import KafkaException, TopicPartition
+
+        messages = end = 0
+        try:
+            for partition in range(PARTITIONS):
+                low, high = self._consumer.get_watermark_offsets(
+                    TopicPartition(self._topic, partition), timeout=timeout
+                )
+                messages += high - low
+                end += high
+        except KafkaException:
+            if needed:
+                raise
+            return
+        self._ends = (messages, end)
 
     def _count(self, query: sql.SQL | sql.Composed, table: str) -> int:
         exists: Any = self._connection.execute("SELECT to_regclass(%s)", (table,)).fetchone()

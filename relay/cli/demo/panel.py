@@ -16,6 +16,7 @@ from rich.table import Table
 from rich.text import Text
 
 from relay.cli.demo.ledger import Sight
+from relay.cli.demo.trend import Trend
 
 
 class Panel(Protocol):
@@ -25,8 +26,8 @@ class Panel(Protocol):
         """Show a line of text."""
         ...
 
-    def update(self, sight: Sight, states: Mapping[str, str]) -> None:
-        """Show new figures, and the state of each process."""
+    def update(self, sight: Sight, states: Mapping[str, object]) -> None:
+        """Show new figures, and what each process does."""
         ...
 
     def result(self, line: str, *, clean: bool, seconds: float) -> None:
@@ -56,7 +57,7 @@ class _Plain:
     def say(self, text: str) -> None:
         self._print(text)
 
-    def update(self, sight: Sight, states: Mapping[str, str]) -> None:
+    def update(self, sight: Sight, states: Mapping[str, object]) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + 2
             self._print(
@@ -77,8 +78,9 @@ class _Live:
     def __init__(self) -> None:
         self._started = time.monotonic()
         self._said: deque[str] = deque(maxlen=8)
-        self._sight = Sight(0, 0, 0, 0, None)
-        self._states: Mapping[str, str] = {}
+        self._sight = Sight(0, 0, 0, 0, None, 0, 0)
+        self._trend = Trend()
+        self._states: Mapping[str, object] = {}
         self._result: Text | None = None
         self.live = Live(self._render(), refresh_per_second=8, console=Console())
 
@@ -86,8 +88,9 @@ class _Live:
         self._said.append(f"{time.monotonic() - self._started:6.1f} s  {text}")
         self.live.update(self._render())
 
-    def update(self, sight: Sight, states: Mapping[str, str]) -> None:
+    def update(self, sight: Sight, states: Mapping[str, object]) -> None:
         self._sight, self._states = sight, states
+        self._trend.add(time.monotonic(), sight)
         self.live.update(self._render())
 
     def result(self, line: str, *, clean: bool, seconds: float) -> None:
@@ -100,10 +103,14 @@ class _Live:
         rows = (("committed", sight.committed), ("published", sight.published), ("applied", sight.applied))
         most = max(1, sight.committed)
         for name, value in rows:
-            figures.add_row(name, f"{value:,}", ProgressBar(total=most, completed=min(value, most), width=40))
-        figures.add_row("backlog", f"{sight.backlog:,}", f"oldest {_age(sight.oldest_seconds)}")
+            bar = ProgressBar(total=most, completed=min(value, most), width=40)
+            figures.add_row(name, f"{value:,}", bar, f"{self._trend.rate(name):,.0f}/s")
+        figures.add_row("not published", f"{sight.backlog:,}", f"oldest {_age(sight.oldest_seconds)}")
+        unapplied = max(0, sight.committed - sight.applied)
+        figures.add_row("not applied", f"{unapplied:,}", f"oldest {_age(self._trend.behind)}")
+        figures.add_row("repeats dropped", f"{sight.duplicates:,}")
         for name, state in self._states.items():
-            figures.add_row(name, state, "", style="cyan")
+            figures.add_row(name, Text(str(state)), style="cyan")
         parts: list[Table | Text] = [figures, Text("\n".join(self._said), style="dim")]
         if self._result is not None:
             parts.append(self._result)

@@ -1,126 +1,80 @@
 """``outbox demo``: the whole pipeline on real services, with two kills.
 
 A shop commits orders and events to Postgres, a relay process publishes them to Kafka, a Spark process applies them to a
-table. Midway the relay and the Spark driver are each killed (kill -9) and started again. At the end the shop's rows are
+table. Midway the Spark driver and the relay are each killed (kill -9) and started again. At the end the shop's rows are
 compared with the sink's.
+
+The shop begins when the consumer is ready, so that both sides move together from the first event on. On a terminal it
+goes on at a gentle rate when its events are through, until Ctrl-C.
 """
 
 from __future__ import annotations
 
-import os
 import secrets
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Final
+from types import FrameType
+from typing import Annotated, Final
 
 import typer
 
 from outbox._app.console import failing_clearly, print_json
-from outbox.errors import OutboxError
-from outbox.urls import libpq_url, sqlalchemy_url, with_database
+from outbox.urls import sqlalchemy_url
+from relay.cli.demo.controls import Controls
 from relay.cli.demo.ledger import Ledger, Reconciliation, Sight
 from relay.cli.demo.panel import Panel, open_panel
+from relay.cli.demo.processes import Child, DemoFailed
+from relay.cli.demo.services import Services, find_services, own_database, own_topic
 
-if TYPE_CHECKING:
-    from outbox.sandbox._process import Supervised
-
-PARTITIONS: Final = 4
 LEASE_SECONDS: Final = 3.0
-KILL_RELAY_AT: Final = 0.35
-KILL_SPARK_AT: Final = 0.45
+# Spark takes the longest to come back, and has time to catch up before the relay is killed.
+KILL_SPARK_AT: Final = 0.2
+KILL_RELAY_AT: Final = 0.75
+GENTLE_RATE: Final = 50.0
 STALL_SECONDS: Final = 90.0
-
-
-class DemoFailed(OutboxError):
-    """A process of the demo failed, or the demo made no progress."""
-
-
-@dataclass(eq=False)
-class Child:
-    """One process of the demo, which logs to a file. It ends when the demo does, even by kill -9."""
-
-    name: str
-    command: list[str]
-    env: Mapping[str, str]
-    folder: Path
-    process: Supervised | None = None
-    started: int = 0
-    killed: bool = field(default=False)
-
-    @property
-    def log(self) -> Path:
-        """Return the file that its output goes to."""
-        return self.folder / f"{self.name}.log"
-
-    def start(self) -> None:
-        """Start it, or start it again."""
-        from outbox.sandbox._process import Supervised
-
-        self.started += 1
-        self.killed = False
-        self.process = Supervised(self.command, log=self.log, env={**os.environ, **self.env})
-
-    def kill(self) -> None:
-        """Kill it by SIGKILL, like a crash."""
-        if self.process is not None:
-            self.process.signal(signal.SIGKILL)
-            self.process.wait(30)
-            self.killed = True
-
-    def finish(self, seconds: float) -> None:
-        """Send it SIGTERM, and kill it after ``seconds``."""
-        if self.process is None or not self.process.running:
-            return
-        self.process.signal(signal.SIGTERM)
-        if not self.process.wait(seconds):
-            self.kill()
-
-    def check(self) -> None:
-        """Raise DemoFailed with the end of its log if it has ended with an error."""
-        if self.process is None or self.killed or self.process.running:
-            return
-        self.process.wait(5)
-        status = self.process.exit_code
-        if status:
-            raise DemoFailed(f"{self.name} ended with status {status}:\n{self.tail()}")
-
-    def tail(self, lines: int = 25) -> str:
-        """Return the end of its log."""
-        return "\n".join(line[:300] for line in self.log.read_text(errors="replace").splitlines()[-lines:])
-
-    @property
-    def running(self) -> bool:
-        """Return whether it runs now."""
-        return self.process is not None and self.process.running
+LOOK_SECONDS: Final = 0.2
 
 
 @failing_clearly
 def demo(
     events: Annotated[int, typer.Option(min=100, help="About how many events the shop commits.")] = 20_000,
     seconds: Annotated[float | None, typer.Option(min=1, help="Close the shop after this time.")] = None,
-    rate: Annotated[float | None, typer.Option(min=1, help="Events a second; as fast as it goes if not given.")] = None,
-    leave: Annotated[bool, typer.Option("--exit", help="Do not wait for Enter at the end.")] = False,
+    rate: Annotated[float, typer.Option(min=0, help="Events a second; 0: as fast as it goes.")] = 500.0,
+    leave: Annotated[
+        bool, typer.Option("--exit", help="End after these events, as without a terminal, instead of at Ctrl-C.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live panel.")] = False,
     kill: Annotated[bool, typer.Option("--kill/--no-kill", help="Kill the relay and the Spark job midway.")] = True,
 ) -> None:
-    """Show the whole pipeline on real services, with a crash of the relay and of the Spark job."""
+    """Show the whole pipeline on real services, with a crash of the relay and of the Spark job.
+
+    On a terminal it goes on at 50 events a second until Ctrl-C. Shop and sink are compared at the end.
+    """
     started = time.monotonic()
-    # Like Ctrl-C: the stack below ends the processes and drops what the demo created.
+    # The stack below ends the processes and drops what the demo created.
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     live = sys.stdout.isatty() and not plain and not as_json
+    endless = live and not leave and seconds is None
+    course = Course(events, seconds, rate or None, GENTLE_RATE if endless else None, kill=kill)
     with ExitStack() as stack:
         panel = stack.enter_context(open_panel(live=live))
-        result = _Demo(panel, stack, events, seconds, rate, kill).run()
+        panel.say("starting Postgres and Kafka")
+        services = find_services()
+        panel.say("creating the tables")
+        running = stack.enter_context(prepare(services, course, panel))
+        running.open()
+        if endless:
+            stack.enter_context(_closing_at_ctrl_c(running.close_shop))
+        result = running.run()
         panel.result(result.line(), clean=result.clean, seconds=time.monotonic() - started)
-    if live and not leave:
-        typer.prompt("Enter ends the demo; the sandbox keeps running", default="", show_default=False)
     if as_json:
         print_json({**result.as_dict(), "seconds": round(time.monotonic() - started, 1)})
     else:
@@ -129,163 +83,187 @@ def demo(
         raise typer.Exit(1)
 
 
-class _Demo:
-    """Starts, kills and ends the processes."""
-
-    def __init__(
-        self, panel: Panel, stack: ExitStack, events: int, seconds: float | None, rate: float | None, kill: bool
-    ) -> None:
-        self._panel = panel
-        self._stack = stack
-        self._events = events
-        self._seconds = seconds
-        self._rate = rate
-        self._kill = kill
-        self._name = f"demo-{secrets.token_hex(4)}"
-        self._topic = f"{self._name}.order-events"
-
-    def run(self) -> Reconciliation:
-        self._panel.say("starting Postgres and Kafka")
-        url, bootstrap = _services()
-        database = self._stack.enter_context(_own_database(url, self._name.replace("-", "_")))
-        self._panel.say("creating the tables")
-        _migrate(database)
-        kafka = {"bootstrap.servers": bootstrap}
-        self._stack.enter_context(_own_topic(kafka, self._topic))
-        ledger = Ledger(database, kafka, self._topic, ("public", "order_totals"))
-        self._stack.callback(ledger.close)
-        folder = Path(self._stack.enter_context(tempfile.TemporaryDirectory(prefix="outbox-demo-")))
-        shop, relay, spark = self._children(folder, database, bootstrap)
-        for child in (spark, relay, shop):
-            child.start()
-            self._stack.callback(child.finish, 30.0)
-            self._panel.say(f"{child.name} started")
-        sight = self._drive(ledger, shop, relay, spark)
-        self._panel.say("everything is through; ending the processes")
-        for child in (relay, spark):
-            child.finish(30.0)
-        self._panel.update(sight, self._states(shop, relay, spark))
-        return ledger.reconcile()
-
-    def _children(self, folder: Path, database: str, bootstrap: str) -> tuple[Child, Child, Child]:
-        env = {
-            "OUTBOX_DATABASE_URL": database,
-            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": bootstrap,
-            "OUTBOX_TOPIC_TEMPLATE": f"{self._name}.{{aggregate_type}}-events",
-            "OUTBOX_RELAY__LEASE_SECONDS": str(LEASE_SECONDS),
-            "OUTBOX_LOG_FORMAT": "json",
-        }
-        outbox = [sys.executable, "-m", "relay.cli"]
-        shop = [sys.executable, str(_shop()), "--database-url", sqlalchemy_url(database), "--events", str(self._events)]
-        if self._seconds is not None:
-            shop += ["--seconds", str(self._seconds)]
-        if self._rate is not None:
-            shop += ["--rate", str(self._rate)]
-        # Small rounds, so that the kill happens between two of many.
-        rounds = ["--max-records", str(max(200, self._events // 20))]
-        consume = ["consume", "spark_jobs.order_totals:job", "--continuous", "--topic", self._topic, *rounds]
-        return (
-            Child("shop", shop, env, folder),
-            Child("relay", [*outbox, "relay", "run"], env, folder),
-            Child("spark", [*outbox, *consume], env, folder),
-        )
-
-    def _drive(self, ledger: Ledger, shop: Child, relay: Child, spark: Child) -> Sight:
-        """Watch until all events are applied, and kill relay and Spark driver once each meanwhile."""
-        moved_at, last = time.monotonic(), None
-        to_kill = {relay: KILL_RELAY_AT, spark: KILL_SPARK_AT} if self._kill else {}
-        while True:
-            sight = ledger.look()
-            self._panel.update(sight, self._states(shop, relay, spark))
-            for child in (shop, relay, spark):
-                child.check()
-            # The shop may close early (--seconds): no more events will follow then.
-            expected = self._events if shop.running else sight.committed
-            for child, share in list(to_kill.items()):
-                moved = sight.published if child is relay else sight.applied
-                if moved >= share * expected > 0:
-                    del to_kill[child]
-                    child.kill()
-                    self._panel.say(f"kill -9 {child.name}, on purpose; starting it again")
-                    child.start()
-            done = not shop.running and sight.backlog == 0 and sight.applied >= sight.committed
-            if done and not to_kill:
-                return ledger.look()
-            if sight != last:
-                moved_at, last = time.monotonic(), sight
-            if time.monotonic() - moved_at > STALL_SECONDS:
-                raise DemoFailed(
-                    f"nothing has moved for {STALL_SECONDS:.0f} s: {sight}\n"
-                    + "\n".join(f"--- {child.name}\n{child.tail(12)}" for child in (shop, relay, spark))
-                )
-            time.sleep(0.1)
-
-    @staticmethod
-    def _states(*children: Child) -> dict[str, str]:
-        return {
-            child.name: ("running" if child.running else "ended")
-            + (f", killed {child.started - 1}×" if child.started > 1 else "")
-            for child in children
-        }
-
-
-def _services() -> tuple[str, str]:
-    """Return the database URL and bootstrap servers: those in the environment, or the sandbox's."""
-    from relay.config import check_environment
-
-    check_environment()
-    url = os.environ.get("OUTBOX_DATABASE_URL")
-    bootstrap = os.environ.get("OUTBOX_KAFKA__BOOTSTRAP_SERVERS")
-    if url and bootstrap:
-        return libpq_url(url), bootstrap
-    from outbox.sandbox.sandbox import Sandbox
-
-    state = Sandbox().up()
-    return url or state.database_url, bootstrap or state.bootstrap_servers
-
-
 @contextmanager
-def _own_database(url: str, name: str) -> Iterator[str]:
-    """Create a database for this run, dropped at its end."""
-    import psycopg
-    from psycopg import sql
+def _closing_at_ctrl_c(close_shop: Callable[[], None]) -> Iterator[None]:
+    """Close the shop at the first Ctrl-C, and interrupt at the second."""
 
-    with psycopg.connect(url, autocommit=True) as connection:
-        connection.execute(sql.SQL("CREATE DATABASE {}").format(sql.Identifier(name)))
-    try:
-        yield with_database(url, name)
-    finally:
-        with psycopg.connect(url, autocommit=True) as connection:
-            connection.execute(sql.SQL("DROP DATABASE {} WITH (FORCE)").format(sql.Identifier(name)))
+    def first(_number: int, _frame: FrameType | None) -> None:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        close_shop()
 
-
-@contextmanager
-def _own_topic(kafka: dict[str, str], topic: str) -> Iterator[None]:
-    """Create a topic for this run, deleted at its end."""
-    from confluent_kafka.admin import AdminClient
-    from confluent_kafka.cimpl import NewTopic
-
-    admin = AdminClient(dict(kafka))
-    admin.create_topics([NewTopic(topic, num_partitions=PARTITIONS)])[topic].result(30)
+    before = signal.signal(signal.SIGINT, first)
     try:
         yield
     finally:
-        admin.delete_topics([topic])[topic].result(30)
+        signal.signal(signal.SIGINT, before)
 
 
-def _migrate(url: str) -> None:
-    from outbox._app import migrate as db
+@dataclass(frozen=True, slots=True)
+class Course:
+    """What the demo does.
 
-    db.upgrade(url)
-    db.upgrade_consumer(url)
+    events      about how many the shop commits.
+    seconds     closes the shop earlier; None: no limit.
+    rate        events a second; None: as fast as it goes.
+    afterwards  the rate at which the shop goes on after these events, until it is closed; None: it closes by itself.
+    kill        kill the relay and the consumer midway.
+    """
+
+    events: int
+    seconds: float | None = None
+    rate: float | None = None
+    afterwards: float | None = None
+    kill: bool = True
 
 
-def _shop() -> Path:
-    """Return the example shop's folder: beside the packages in a checkout, inside the library in an installed wheel."""
+@dataclass(frozen=True, slots=True)
+class _Kill:
+    """A kill that comes once a figure has reached its share of all events."""
+
+    share: float
+    figure: Callable[[Sight], int]
+    act: Callable[[], str]
+
+
+@contextmanager
+def prepare(services: Services, course: Course, panel: Panel) -> Iterator[Demo]:
+    """Create a database and a topic for one run, dropped at the end. Its processes end before that."""
+    name = f"demo-{secrets.token_hex(4)}"
+    topic = f"{name}.order-events"
+    kafka = {"bootstrap.servers": services.bootstrap}
+    with ExitStack() as stack:
+        database = stack.enter_context(own_database(services.url, name.replace("-", "_")))
+        stack.enter_context(own_topic(kafka, topic))
+        ledger = Ledger(database, kafka, topic, ("public", "order_totals"))
+        stack.callback(ledger.close)
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="outbox-demo-")))
+        env = {
+            "OUTBOX_DATABASE_URL": database,
+            "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": services.bootstrap,
+            "OUTBOX_TOPIC_TEMPLATE": f"{name}.{{aggregate_type}}-events",
+            "OUTBOX_CONSUMER_SCHEMA": "consumer",
+            "OUTBOX_RELAY__LEASE_SECONDS": str(LEASE_SECONDS),
+            # Their logs say when they are ready.
+            "OUTBOX_LOG_FORMAT": "json",
+            "OUTBOX_LOG_LEVEL": "info",
+        }
+        outbox = [sys.executable, "-m", "relay.cli"]
+        # Small rounds, so that the kill happens between two of many.
+        rounds = ["--max-records", str(max(200, course.events // 20))]
+        consume = [*outbox, "consume", "spark_jobs.order_totals:job", "--continuous", "--topic", topic, *rounds]
+        shop = Child("shop", _shop(course, database), env, folder)
+        relay = Child("relay", [*outbox, "relay", "run"], env, folder, ready="lanes acquired")
+        spark = Child("spark", consume, env, folder, ready="group taken over")
+        controls = Controls(shop, relay, spark, services.broker, kafka, topic, panel.say)
+        stack.callback(controls.close)
+        for child in (shop, relay, spark):
+            stack.callback(child.finish, 30.0)
+        yield Demo(course, panel, ledger, shop, relay, spark, controls)
+
+
+class Demo:
+    """One run. ``close_shop`` and ``controls`` are for any thread."""
+
+    def __init__(
+        self,
+        course: Course,
+        panel: Panel,
+        ledger: Ledger,
+        shop: Child,
+        relay: Child,
+        spark: Child,
+        controls: Controls,
+    ) -> None:
+        self._events = course.events
+        self._panel = panel
+        self._ledger = ledger
+        self._shop = shop
+        self._relay = relay
+        self._spark = spark
+        self.controls = controls
+        self._to_kill = (
+            [
+                _Kill(KILL_SPARK_AT, attrgetter("applied"), controls.kill_consumer),
+                _Kill(KILL_RELAY_AT, attrgetter("published"), controls.kill_relay),
+            ]
+            if course.kill
+            else []
+        )
+
+    def open(self) -> None:
+        """Start the processes. Returns when the shop has committed its first order."""
+        # Spark first: it takes the longest to start.
+        for child in (self._spark, self._relay):
+            child.start()
+        self._panel.say("starting Spark and the relay; the shop opens when both are ready")
+        self._watch(lambda _: self.controls.at_rest)
+        self._shop.start()
+        self._watch(lambda sight: sight.committed > 0)
+        self._panel.say("the shop is open")
+
+    def run(self) -> Reconciliation:
+        """Run until the shop is closed and all events are applied. Returns the comparison."""
+        self._watch(self._is_over)
+        self._panel.say("everything is through; ending the processes")
+        for child in (self._relay, self._spark):
+            child.finish(30.0)
+        self._panel.update(self._ledger.look(), self.controls.states())
+        return self._ledger.reconcile()
+
+    def close_shop(self) -> None:
+        """Let the shop commit no more events, so that ``run`` returns."""
+        self._panel.say("closing the shop")
+        self._to_kill = []
+        self._shop.stop()
+
+    def _watch(self, done: Callable[[Sight], bool]) -> None:
+        """Look at the figures, and keep the processes going, until ``done``.
+
+        Raises DemoFailed when a process fails by itself, or when nothing moves.
+        """
+        moved_at, last = time.monotonic(), None
+        while True:
+            sight = self._ledger.look(ask_kafka=self.controls.broker_runs)
+            self._panel.update(sight, self.controls.states())
+            self.controls.tend()
+            if done(sight):
+                return
+            figures = (sight.committed, sight.published, sight.applied, sight.unread)
+            if figures != last or not self.controls.broker_runs:
+                moved_at, last = time.monotonic(), figures
+            if time.monotonic() - moved_at > STALL_SECONDS:
+                raise DemoFailed(
+                    f"nothing has moved for {STALL_SECONDS:.0f} s: {sight}\n"
+                    + "\n".join(
+                        f"--- {child.name}\n{child.tail(12)}" for child in (self._shop, self._relay, self._spark)
+                    )
+                )
+            time.sleep(LOOK_SECONDS)
+
+    def _is_over(self, sight: Sight) -> bool:
+        """Kill what is to be killed by now. Returns whether every event is applied, and everything is back."""
+        # The shop may close early: no more events will follow then.
+        expected = self._events if self._shop.running else sight.committed
+        due = [kill for kill in self._to_kill if kill.figure(sight) >= kill.share * expected]
+        self._to_kill = [kill for kill in self._to_kill if kill not in due]
+        for kill in due:
+            kill.act()
+        through = sight.backlog == 0 and sight.unread == 0 and sight.applied >= sight.committed
+        return through and not self._shop.running and not self._to_kill and self.controls.at_rest
+
+
+def _shop(course: Course, database: str) -> list[str]:
+    """Return the example shop's command. It is beside the packages in a checkout, and inside the library in a wheel."""
     import outbox
 
     package = Path(outbox.__file__).parent
-    for folder in (package / "examples" / "shop", package.parent / "examples" / "shop"):
-        if folder.is_dir():
-            return folder
-    raise DemoFailed("the example shop is not installed; run the demo from a checkout of the repository")
+    folders = [folder / "examples" / "shop" for folder in (package, package.parent)]
+    folder = next((folder for folder in folders if folder.is_dir()), None)
+    if folder is None:
+        raise DemoFailed("the example shop is not installed; run the demo from a checkout of the repository")
+    command = [sys.executable, str(folder), "--database-url", sqlalchemy_url(database), "--events", str(course.events)]
+    given = {"--seconds": course.seconds, "--rate": course.rate, "--afterwards": course.afterwards}
+    for name, value in given.items():
+        if value is not None:
+            command += [name, str(value)]
+    return command
