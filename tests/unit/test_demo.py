@@ -144,6 +144,8 @@ def test_a_broker_is_down_once_and_comes_back_by_hand(tmp_path):
     assert broker.done == ["stop", "start"]
     made.close()
     assert broker.done == ["stop", "start"]
+    assert (made.stop_broker(), made.repeat_delivery()) == ("the demo is over", "the demo is over")
+    assert broker.done == ["stop", "start"]
 
 
 def test_a_stopped_broker_comes_back_by_itself(tmp_path, monkeypatch):

@@ -31,6 +31,7 @@ AWAY_SECONDS: Final = 8.0
 FORGIVE_SECONDS: Final = 30.0
 _TIMEOUT: Final = 10.0
 
+_OVER: Final = "the demo is over"
 _FOREIGN: Final = "this Kafka is not the demo's own, so it is not stopped: only a sandbox's is"
 
 BrokerState = Literal["running", "stopping", "stopped", "starting"]
@@ -80,6 +81,7 @@ class Controls:
         self._say = say
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="demo-broker")
         self._starting: Future[str] | None = None
+        self._over = False
 
     def kill_relay(self) -> str:
         """Kill the relay by SIGKILL."""
@@ -94,6 +96,8 @@ class Controls:
         if self._broker is None:
             return self._told(_FOREIGN)
         with self._broker_lock:
+            if self._over:
+                return self._told(_OVER)
             if self._broker_state != "running":
                 return self._told("the broker is down already")
             self._broker_state = "stopping"
@@ -122,6 +126,8 @@ class Controls:
 
     def repeat_delivery(self) -> str:
         """Publish a message of the topic once more: the same key, headers and value, in the same partition."""
+        if self._over:
+            return self._told(_OVER)
         if not self.broker_runs:
             return self._told("the broker is down: there is nothing to repeat")
         from confluent_kafka import KafkaException
@@ -162,7 +168,9 @@ class Controls:
             self._starting = self._background.submit(self.start_broker)
 
     def close(self) -> None:
-        """Start Kafka if it is stopped: whoever comes next needs it."""
+        """Start Kafka if it is stopped: whoever comes next needs it. From now on it is left alone."""
+        with self._broker_lock:
+            self._over = True
         self._background.shutdown()
         if not self.broker_runs:
             self.start_broker()

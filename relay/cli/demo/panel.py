@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Mapping
@@ -20,7 +21,7 @@ from relay.cli.demo.trend import Trend
 
 
 class Panel(Protocol):
-    """Shows the demo's progress."""
+    """Shows the demo's progress. ``say`` is called from any thread."""
 
     def say(self, text: str) -> None:
         """Show a line of text."""
@@ -82,20 +83,24 @@ class _Live:
         self._trend = Trend()
         self._states: Mapping[str, object] = {}
         self._result: Text | None = None
+        self._lock = threading.Lock()
         self.live = Live(self._render(), refresh_per_second=8, console=Console())
 
     def say(self, text: str) -> None:
-        self._said.append(f"{time.monotonic() - self._started:6.1f} s  {text}")
-        self.live.update(self._render())
+        with self._lock:
+            self._said.append(f"{time.monotonic() - self._started:6.1f} s  {text}")
+            self.live.update(self._render())
 
     def update(self, sight: Sight, states: Mapping[str, object]) -> None:
-        self._sight, self._states = sight, states
-        self._trend.add(time.monotonic(), sight)
-        self.live.update(self._render())
+        with self._lock:
+            self._sight, self._states = sight, states
+            self._trend.add(time.monotonic(), sight)
+            self.live.update(self._render())
 
     def result(self, line: str, *, clean: bool, seconds: float) -> None:
-        self._result = Text(f"{line}   ({seconds:.0f} s)", style="bold green" if clean else "bold red")
-        self.live.update(self._render())
+        with self._lock:
+            self._result = Text(f"{line}   ({seconds:.0f} s)", style="bold green" if clean else "bold red")
+            self.live.update(self._render())
 
     def _render(self) -> Box:
         sight = self._sight

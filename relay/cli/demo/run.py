@@ -14,6 +14,7 @@ import secrets
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,6 +27,7 @@ from typing import Annotated, Final
 import typer
 
 from outbox._app.console import failing_clearly, print_json
+from outbox.sandbox._process import patience
 from outbox.urls import sqlalchemy_url
 from relay.cli.demo.controls import Controls
 from relay.cli.demo.ledger import Ledger, Reconciliation, Sight
@@ -72,6 +74,7 @@ def demo(
         running = stack.enter_context(prepare(services, course, panel))
         running.open()
         if endless:
+            panel.say("Ctrl-C closes the shop, and ends the demo once everything is applied")
             stack.enter_context(_closing_at_ctrl_c(running.close_shop))
         result = running.run()
         panel.result(result.line(), clean=result.clean, seconds=time.monotonic() - started)
@@ -155,9 +158,10 @@ def prepare(services: Services, course: Course, panel: Panel) -> Iterator[Demo]:
         relay = Child("relay", [*outbox, "relay", "run"], env, folder, ready="lanes acquired")
         spark = Child("spark", consume, env, folder, ready="group taken over")
         controls = Controls(shop, relay, spark, services.broker, kafka, topic, panel.say)
-        stack.callback(controls.close)
         for child in (shop, relay, spark):
             stack.callback(child.finish, 30.0)
+        # Before these, which end sooner while there is a Kafka.
+        stack.callback(controls.close)
         yield Demo(course, panel, ledger, shop, relay, spark, controls)
 
 
@@ -181,6 +185,7 @@ class Demo:
         self._relay = relay
         self._spark = spark
         self.controls = controls
+        self._closing = threading.Event()
         self._to_kill = (
             [
                 _Kill(KILL_SPARK_AT, attrgetter("applied"), controls.kill_consumer),
@@ -204,6 +209,7 @@ class Demo:
     def run(self) -> Reconciliation:
         """Run until the shop is closed and all events are applied. Returns the comparison."""
         self._watch(self._is_over)
+        self.controls.close()
         self._panel.say("everything is through; ending the processes")
         for child in (self._relay, self._spark):
             child.finish(30.0)
@@ -211,10 +217,8 @@ class Demo:
         return self._ledger.reconcile()
 
     def close_shop(self) -> None:
-        """Let the shop commit no more events, so that ``run`` returns."""
-        self._panel.say("closing the shop")
-        self._to_kill = []
-        self._shop.stop()
+        """Let the shop commit no more events, so that ``run`` returns. May be called by a signal's handler."""
+        self._closing.set()
 
     def _watch(self, done: Callable[[Sight], bool]) -> None:
         """Look at the figures, and keep the processes going, until ``done``.
@@ -231,9 +235,9 @@ class Demo:
             figures = (sight.committed, sight.published, sight.applied, sight.unread)
             if figures != last or not self.controls.broker_runs:
                 moved_at, last = time.monotonic(), figures
-            if time.monotonic() - moved_at > STALL_SECONDS:
+            if time.monotonic() - moved_at > STALL_SECONDS * patience():
                 raise DemoFailed(
-                    f"nothing has moved for {STALL_SECONDS:.0f} s: {sight}\n"
+                    f"nothing has moved for {time.monotonic() - moved_at:.0f} s: {sight}\n"
                     + "\n".join(
                         f"--- {child.name}\n{child.tail(12)}" for child in (self._shop, self._relay, self._spark)
                     )
@@ -241,15 +245,26 @@ class Demo:
             time.sleep(LOOK_SECONDS)
 
     def _is_over(self, sight: Sight) -> bool:
-        """Kill what is to be killed by now. Returns whether every event is applied, and everything is back."""
+        """Close the shop if it is to be closed, and kill what is to be killed by now.
+
+        Returns whether the shop is closed, everything that went down is back, and every event is applied.
+        """
+        if self._closing.is_set():
+            self._closing.clear()
+            self._panel.say("closing the shop")
+            self._to_kill = []
+            self._shop.stop()
         # The shop may close early: no more events will follow then.
         expected = self._events if self._shop.running else sight.committed
         due = [kill for kill in self._to_kill if kill.figure(sight) >= kill.share * expected]
         self._to_kill = [kill for kill in self._to_kill if kill not in due]
         for kill in due:
             kill.act()
-        through = sight.backlog == 0 and sight.unread == 0 and sight.applied >= sight.committed
-        return through and not self._shop.running and not self._to_kill and self.controls.at_rest
+        if self._shop.running or self._to_kill or not self.controls.at_rest:
+            return False
+        # It may have committed since the figures were read.
+        sight = self._ledger.look()
+        return sight.backlog == 0 and sight.unread == 0 and sight.applied >= sight.committed
 
 
 def _shop(course: Course, database: str) -> list[str]:
