@@ -48,8 +48,9 @@ def web(
         # The token in it is the key to the page: for the terminal, not for the log.
         typer.echo(f"the page is at {server.link}")
         if open_browser:
-            import webbrowser
+            from relay.cli.browser import open_in_browser
 
-            webbrowser.open(server.link)
+            if not open_in_browser(server.link):
+                typer.echo("there is no browser with windows here: open the link by hand", err=True)
 
     server.run(announce)

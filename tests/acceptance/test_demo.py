@@ -14,9 +14,11 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from page_support import browser
 from support import wait_until
 
 from relay.cli.demo.ledger import Reconciliation
+from relay.cli.demo.page import PageControls, open_page, page_settings
 from relay.cli.demo.run import Course, prepare
 from relay.cli.demo.services import Services
 
@@ -64,13 +66,22 @@ class Shown:
 
 
 @pytest.mark.spark
-def test_the_demo_survives_whatever_its_controls_do(outbox_postgres_server, private_kafka, monkeypatch):
+def test_the_demo_survives_whatever_is_pressed_on_its_page(outbox_postgres_server, private_kafka, monkeypatch):
     cluster = private_kafka()
     services = Services(outbox_postgres_server.url("postgres"), cluster.bootstrap_servers, cluster)
     course = Course(events=200, rate=100, afterwards=50, kill=False)
     panel = Shown()
-    with prepare(services, course, panel) as demo, ThreadPoolExecutor(1) as pool:
+    with (
+        prepare(services, course, panel) as demo,
+        open_page(
+            page_settings(demo.environment, "127.0.0.1:0"), PageControls(demo.controls, lambda: demo.sight)
+        ) as link,
+        browser() as chromium,
+        ThreadPoolExecutor(1) as pool,
+    ):
         controls = demo.controls
+        tab = chromium.new_page()
+        tab.goto(link)
         demo.open()
         running = pool.submit(demo.run)
 
@@ -79,28 +90,42 @@ def test_the_demo_survives_whatever_its_controls_do(outbox_postgres_server, priv
             wait_until(lambda: running.done() or condition(), 60, what)
             assert not running.done(), running.result()
 
+        def press(label, said):
+            tab.get_by_role("button", name=label).click()
+            tab.get_by_role("status").get_by_text(said).first.wait_for()
+
+        def figure(name):
+            return tab.locator(".figure", has=tab.get_by_text(name, exact=True)).locator("dd").inner_text()
+
         becomes(lambda: panel.sight.applied > 0, "the first event to be applied")
-        assert "again, at offset" in controls.repeat_delivery()
+        press("Repeat a delivery", "again, at offset")
         becomes(lambda: panel.sight.duplicates == 1, "the consumer to drop the repeat")
+        # Without anybody who loads the page anew.
+        wait_until(lambda: figure("repeats dropped") == "1", what="the page to show it")
 
         monkeypatch.setattr("relay.cli.demo.controls.AWAY_SECONDS", 600.0)
-        assert "the broker is stopped" in controls.stop_broker()
+        press("Stop the broker", "the broker is stopped")
         assert cluster.pids == []
-        assert (controls.kill_relay(), controls.kill_consumer()) == ("kill -9 relay", "kill -9 spark")
+        press("Kill the relay", "kill -9 relay")
+        press("Kill the consumer", "kill -9 spark")
         before = panel.sight
         becomes(lambda: panel.sight.committed > before.committed + 50, "the shop to go on without a broker")
         # Both are started while there is no Kafka, and wait for it.
         becomes(lambda: controls.states()["spark"].state == "running", "the consumer to be there")
         assert controls.states()["relay"].state == "running"
         assert panel.sight.applied == before.applied
-        assert controls.start_broker() == "the broker runs again"
+        wait_until(lambda: figure("spark") == "running, killed 1×", what="the page to show it")
+        assert figure("broker") == "stopped, stopped 1×"
+        press("Start the broker", "the broker runs again")
         becomes(lambda: panel.sight.applied > before.committed + 50, "the consumer to catch up")
 
         monkeypatch.setattr("relay.cli.demo.controls.AWAY_SECONDS", 0.0)
         controls.stop_broker()
         becomes(lambda: panel.said[-1] == "the broker runs again", "the broker to come back by itself")
-        assert "again, at offset" in controls.repeat_delivery()
+        press("Repeat a delivery", "again, at offset")
         assert panel.sight.committed > course.events, "it goes on until the shop is closed"
+        wait_until(lambda: figure("broker") == "running, stopped 2×", what="the page to show it")
+        assert [figure(name) for name in ("lost", "applied twice", "out of order")] == ["0", "0", "0"]
         demo.close_shop()
         result = running.result(120)
         assert {name: str(standing) for name, standing in panel.states.items()} == {

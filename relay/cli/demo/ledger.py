@@ -70,6 +70,11 @@ class Reconciliation:
         return {**asdict(self), "clean": self.clean}
 
 
+_APPLIED: Final = """
+SELECT sum(events_applied), sum(greatest(last_seq - events_applied, 0)), sum(greatest(events_applied - last_seq, 0)),
+       sum(out_of_order)
+  FROM {sink}"""
+
 # The positions of all groups in the topic, of which the demo has one: a position is the offset to be read next.
 _CONSUMED: Final = """
 SELECT coalesce(sum(next_offset), 0)::bigint, coalesce(sum(duplicates), 0)::bigint
@@ -83,6 +88,7 @@ class Sight:
     unread      how many messages of the topic the consumer has not read. Like ``published``, it counts a transaction's
                 markers too.
     duplicates  messages that the consumer dropped, because their events were applied already.
+    lost, applied_twice, out_of_order   of what was applied so far: an order's events are numbered from 1.
     """
 
     committed: int
@@ -92,6 +98,9 @@ class Sight:
     oldest_seconds: float | None
     unread: int
     duplicates: int
+    lost: int = 0
+    applied_twice: int = 0
+    out_of_order: int = 0
 
 
 class Ledger:
@@ -123,10 +132,8 @@ class Ledger:
         if ask_kafka:
             self._ask_kafka(timeout=2)
         messages, end = self._ends
-        committed = self._count(sql.SQL("SELECT sum(seq) FROM shop.orders"), "shop.orders")
-        applied = self._count(
-            sql.SQL("SELECT sum(events_applied) FROM {}").format(self._sink), self._sink.as_string(self._connection)
-        )
+        (committed,) = self._sums(sql.SQL("SELECT sum(seq) FROM shop.orders"), "shop.orders", 1)
+        applied = self._sums(sql.SQL(_APPLIED).format(sink=self._sink), self._sink.as_string(self._connection), 4)
         row = self._connection.execute(
             "SELECT count(*), extract(epoch FROM clock_timestamp() - min(created_at))::float8 FROM outbox.events"
         ).fetchone()
@@ -134,7 +141,7 @@ class Ledger:
         consumed = self._connection.execute(_CONSUMED, (self._topic,)).fetchone()
         assert consumed is not None
         read, duplicates = consumed
-        return Sight(committed, messages, applied, row[0], row[1], max(0, end - read), duplicates)
+        return Sight(committed, messages, applied[0], row[0], row[1], max(0, end - read), duplicates, *applied[1:])
 
     def reconcile(self) -> Reconciliation:
         """Compare source and sink in one statement over one snapshot. Raises KafkaException if Kafka is away."""
@@ -167,9 +174,9 @@ class Ledger:
             return
         self._ends = (messages, end)
 
-    def _count(self, query: sql.SQL | sql.Composed, table: str) -> int:
+    def _sums(self, query: sql.SQL | sql.Composed, table: str, size: int) -> list[int]:
         exists: Any = self._connection.execute("SELECT to_regclass(%s)", (table,)).fetchone()
         if exists is None or exists[0] is None:
-            return 0
+            return [0] * size
         row = self._connection.execute(query).fetchone()
-        return int(row[0] or 0) if row else 0
+        return [int(value or 0) for value in row or [0] * size]

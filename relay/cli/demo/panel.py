@@ -114,6 +114,8 @@ class _Live:
         unapplied = max(0, sight.committed - sight.applied)
         figures.add_row("not applied", f"{unapplied:,}", f"oldest {_age(self._trend.behind)}")
         figures.add_row("repeats dropped", f"{sight.duplicates:,}")
+        wrong = f"lost {sight.lost:,} · applied twice {sight.applied_twice:,} · out of order {sight.out_of_order:,}"
+        figures.add_row("so far", "", wrong)
         for name, state in self._states.items():
             figures.add_row(name, Text(str(state)), style="cyan")
         parts: list[Table | Text] = [figures, Text("\n".join(self._said), style="dim")]

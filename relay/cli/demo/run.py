@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from operator import attrgetter
@@ -29,8 +29,10 @@ import typer
 from outbox._app.console import failing_clearly, print_json
 from outbox.sandbox._process import patience
 from outbox.urls import sqlalchemy_url
+from relay.cli.browser import open_in_browser
 from relay.cli.demo.controls import Controls
 from relay.cli.demo.ledger import Ledger, Reconciliation, Sight
+from relay.cli.demo.page import PageControls, open_page, page_settings
 from relay.cli.demo.panel import Panel, open_panel
 from relay.cli.demo.processes import Child, DemoFailed
 from relay.cli.demo.services import Services, find_services, own_database, own_topic
@@ -55,6 +57,10 @@ def demo(
     as_json: Annotated[bool, typer.Option("--json", help="Print the result as one JSON object.")] = False,
     plain: Annotated[bool, typer.Option("--plain", help="Lines instead of a live panel.")] = False,
     kill: Annotated[bool, typer.Option("--kill/--no-kill", help="Kill the relay and the Spark job midway.")] = True,
+    page: Annotated[
+        bool | None,
+        typer.Option("--page/--no-page", help="Serve the operations page; without either, on a terminal only."),
+    ] = None,
 ) -> None:
     """Show the whole pipeline on real services, with a crash of the relay and of the Spark job.
 
@@ -72,6 +78,11 @@ def demo(
         services = find_services()
         panel.say("creating the tables")
         running = stack.enter_context(prepare(services, course, panel))
+        if endless if page is None else page:
+            controls = PageControls(running.controls, lambda: running.sight)
+            link = stack.enter_context(open_page(page_settings(running.environment, "127.0.0.1:0"), controls))
+            opened = endless and open_in_browser(link)
+            panel.say(f"your browser shows {link}" if opened else f"the page is at {link}")
         running.open()
         if endless:
             panel.say("Ctrl-C closes the shop, and ends the demo once everything is applied")
@@ -162,7 +173,7 @@ def prepare(services: Services, course: Course, panel: Panel) -> Iterator[Demo]:
             stack.callback(child.finish, 30.0)
         # Before these, which end sooner while there is a Kafka.
         stack.callback(controls.close)
-        yield Demo(course, panel, ledger, shop, relay, spark, controls)
+        yield Demo(course, panel, ledger, shop, relay, spark, controls, env)
 
 
 class Demo:
@@ -177,6 +188,7 @@ class Demo:
         relay: Child,
         spark: Child,
         controls: Controls,
+        environment: Mapping[str, str],
     ) -> None:
         self._events = course.events
         self._panel = panel
@@ -185,6 +197,8 @@ class Demo:
         self._relay = relay
         self._spark = spark
         self.controls = controls
+        self.environment = environment
+        self.sight: Sight | None = None
         self._closing = threading.Event()
         self._to_kill = (
             [
@@ -227,7 +241,7 @@ class Demo:
         """
         moved_at, last = time.monotonic(), None
         while True:
-            sight = self._ledger.look(ask_kafka=self.controls.broker_runs)
+            sight = self.sight = self._ledger.look(ask_kafka=self.controls.broker_runs)
             self._panel.update(sight, self.controls.states())
             self.controls.tend()
             if done(sight):
