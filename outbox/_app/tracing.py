@@ -12,7 +12,6 @@ from contextlib import contextmanager
 from typing import Final
 
 from opentelemetry import trace
-from opentelemetry.context import Context
 from opentelemetry.trace import Link, Span, SpanKind
 from opentelemetry.trace.propagation.tracecontext import TraceContextTextMapPropagator
 
@@ -79,8 +78,7 @@ def links_to(traces: Iterable[EventTrace]) -> list[Link]:
     propagator, found = TraceContextTextMapPropagator(), []
     for parent, state in traces:
         carrier = {TRACEPARENT: parent, **({} if state is None else {TRACESTATE: state})}
-        # An empty context, because with an invalid header the given one is returned.
-        context = trace.get_current_span(propagator.extract(carrier, Context())).get_span_context()
+        context = trace.get_current_span(propagator.extract(carrier)).get_span_context()
         if context.is_valid:
             found.append(Link(context))
     return found

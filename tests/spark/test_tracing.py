@@ -63,10 +63,10 @@ def test_a_round_is_linked_to_the_writes_of_its_messages(bench, spans, way):
     declared, options = WAYS[way]
     written = send(bench, 5)
     bench.send_raw(json.dumps(order("untraced", 1)).encode(), [("ce_id", str(uuid7()).encode())])
-    bench.send_raw(
-        json.dumps(order("odd", 1)).encode(), [("ce_id", str(uuid7()).encode()), ("traceparent", b"00-not-a-trace")]
-    )
-    assert bench.once(replace(bench.job, **declared), **options).applied == 7
+    for number, odd in enumerate((b"00-not-a-trace", traced(0).encode())):
+        value = json.dumps(order(f"odd-{number}", 1)).encode()
+        bench.send_raw(value, [("ce_id", str(uuid7()).encode()), ("traceparent", odd)])
+    assert bench.once(replace(bench.job, **declared), **options).applied == 8
     span = spans.one("process")
     check(
         span,
@@ -74,7 +74,7 @@ def test_a_round_is_linked_to_the_writes_of_its_messages(bench, spans, way):
         "process",
         MESSAGING_DESTINATION_NAME=bench.topic,
         MESSAGING_CONSUMER_GROUP_NAME="order-totals",
-        MESSAGING_BATCH_MESSAGE_COUNT=7,
+        MESSAGING_BATCH_MESSAGE_COUNT=8,
         MESSAGING_MESSAGE_ID=None,
     )
     assert sorted(linked(span)) == written
