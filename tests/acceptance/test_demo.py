@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import os
 import pty
 import re
-import signal
 import subprocess
 import sys
 import threading
@@ -60,6 +60,9 @@ class Shown:
 
     def update(self, sight, states):
         self.sight, self.states = sight, states
+
+    def hint(self, text):
+        raise AssertionError("only the command knows of keys")
 
     def result(self, line, *, clean, seconds):
         raise AssertionError("the command shows the result, not the run")
@@ -141,7 +144,7 @@ def test_the_demo_survives_whatever_is_pressed_on_its_page(outbox_postgres_serve
 
 
 @pytest.mark.spark
-def test_on_a_terminal_the_demo_goes_on_until_ctrl_c(outbox_postgres_server, outbox_kafka):
+def test_on_a_terminal_the_demo_obeys_keys_and_goes_on_until_ctrl_c(outbox_postgres_server, outbox_kafka):
     ours, theirs = pty.openpty()
     shown = bytearray()
 
@@ -161,32 +164,40 @@ def test_on_a_terminal_the_demo_goes_on_until_ctrl_c(outbox_postgres_server, out
             "COLUMNS": "120",
             "LINES": "50",
         },
-        stdin=theirs,
-        stdout=theirs,
-        stderr=theirs,
+        preexec_fn=functools.partial(os.login_tty, theirs),
     )
     os.close(theirs)
     reader = threading.Thread(target=read)
     reader.start()
 
-    def applied():
-        text = re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode(errors="replace"))
-        found = re.findall(r"(?<!not )applied +([0-9,]+)", text)
+    def text():
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", shown.decode(errors="replace"))
+
+    def figure(name):
+        found = re.findall(rf"│ {name} +([0-9,]+)", text())
         return int(found[-1].replace(",", "")) if found else 0
 
+    def shows(condition, what):
+        wait_until(lambda: demo.poll() is not None or condition(), 120, what)
+        assert demo.poll() is None, text()
+
     try:
-        wait_until(lambda: demo.poll() is not None or applied() > 300, 120, "more than the first 200 events")
-        assert demo.poll() is None, shown.decode(errors="replace")
-        demo.send_signal(signal.SIGINT)
-        assert demo.wait(240) == 0, shown.decode(errors="replace")
+        shows(lambda: "d repeat a delivery · Ctrl-C end" in text(), "the shop to open")
+        os.write(ours, b"?d")
+        shows(lambda: figure("repeats dropped") == 1, "the consumer to drop a repeat")
+        os.write(ours, b"rb")
+        shows(lambda: re.search(r"│ relay +running, killed 1×", text()), "the relay to be back")
+        assert "this Kafka is not the demo's own" in text()
+        shows(lambda: figure("applied") > 300, "more than the first 200 events")
+        os.write(ours, b"\x03")
+        assert demo.wait(240) == 0, text()
     finally:
         demo.kill()
         demo.wait()
         reader.join()
         os.close(ours)
-    text = shown.decode(errors="replace")
-    assert "closing the shop" in text
-    [(committed, through)] = set(re.findall(r"committed (\d+) · .*? applied (\d+) · lost 0 · applied twice 0", text))
+    assert "closing the shop" in text()
+    [(committed, through)] = set(re.findall(r"committed (\d+) · .*? applied (\d+) · lost 0 · applied twice 0", text()))
     assert committed == through
     assert int(committed) > 300
 

@@ -27,6 +27,10 @@ class Panel(Protocol):
         """Show a line of text."""
         ...
 
+    def hint(self, text: str) -> None:
+        """Show what can be pressed, until the result is shown."""
+        ...
+
     def update(self, sight: Sight, states: Mapping[str, object]) -> None:
         """Show new figures, and what each process does."""
         ...
@@ -58,6 +62,9 @@ class _Plain:
     def say(self, text: str) -> None:
         self._print(text)
 
+    def hint(self, text: str) -> None:
+        self._print(text)
+
     def update(self, sight: Sight, states: Mapping[str, object]) -> None:
         if time.monotonic() >= self._next:
             self._next = time.monotonic() + 2
@@ -82,6 +89,7 @@ class _Live:
         self._sight = Sight(0, 0, 0, 0, None, 0, 0)
         self._trend = Trend()
         self._states: Mapping[str, object] = {}
+        self._hint: str | None = None
         self._result: Text | None = None
         self._lock = threading.Lock()
         self.live = Live(self._render(), refresh_per_second=8, console=Console())
@@ -89,6 +97,11 @@ class _Live:
     def say(self, text: str) -> None:
         with self._lock:
             self._said.append(f"{time.monotonic() - self._started:6.1f} s  {text}")
+            self.live.update(self._render())
+
+    def hint(self, text: str) -> None:
+        with self._lock:
+            self._hint = text
             self.live.update(self._render())
 
     def update(self, sight: Sight, states: Mapping[str, object]) -> None:
@@ -99,6 +112,7 @@ class _Live:
 
     def result(self, line: str, *, clean: bool, seconds: float) -> None:
         with self._lock:
+            self._hint = None
             self._result = Text(f"{line}   ({seconds:.0f} s)", style="bold green" if clean else "bold red")
             self.live.update(self._render())
 
@@ -121,7 +135,8 @@ class _Live:
         parts: list[Table | Text] = [figures, Text("\n".join(self._said), style="dim")]
         if self._result is not None:
             parts.append(self._result)
-        return Box(Group(*parts), title="orders → Postgres → Kafka → Spark → Postgres", border_style="blue")
+        title = "orders → Postgres → Kafka → Spark → Postgres"
+        return Box(Group(*parts), title=title, subtitle=self._hint, border_style="blue")
 
 
 def _age(seconds: float | None) -> str:

@@ -31,6 +31,7 @@ from outbox.sandbox._process import patience
 from outbox.urls import sqlalchemy_url
 from relay.cli.browser import open_in_browser
 from relay.cli.demo.controls import Controls
+from relay.cli.demo.keys import listening
 from relay.cli.demo.ledger import Ledger, Reconciliation, Sight
 from relay.cli.demo.page import PageControls, open_page, page_settings
 from relay.cli.demo.panel import Panel, open_panel
@@ -44,6 +45,8 @@ KILL_RELAY_AT: Final = 0.75
 GENTLE_RATE: Final = 50.0
 STALL_SECONDS: Final = 90.0
 LOOK_SECONDS: Final = 0.2
+KEYS: Final = "r kill the relay · c the consumer · b stop or start the broker · d repeat a delivery"
+CTRL_C: Final = "Ctrl-C end"
 
 
 @failing_clearly
@@ -85,7 +88,8 @@ def demo(
             panel.say(f"your browser shows {link}" if opened else f"the page is at {link}")
         running.open()
         if endless:
-            panel.say("Ctrl-C closes the shop, and ends the demo once everything is applied")
+            keys = stack.enter_context(listening(_keys(running.controls), panel.say))
+            panel.hint(f"{KEYS} · {CTRL_C}" if keys else CTRL_C)
             stack.enter_context(_closing_at_ctrl_c(running.close_shop))
         result = running.run()
         panel.result(result.line(), clean=result.clean, seconds=time.monotonic() - started)
@@ -95,6 +99,15 @@ def demo(
         typer.echo(result.line())
     if not result.clean:
         raise typer.Exit(1)
+
+
+def _keys(controls: Controls) -> dict[str, Callable[[], str]]:
+    return {
+        "r": controls.kill_relay,
+        "c": controls.kill_consumer,
+        "b": lambda: controls.stop_broker() if controls.broker_runs else controls.start_broker(),
+        "d": controls.repeat_delivery,
+    }
 
 
 @contextmanager
