@@ -27,6 +27,7 @@ _COMMANDS: Final = {
     "top": "relay.cli.status",
     "trace": "relay.cli.trace",
     "web": "relay.cli.web",
+    "transactions": "relay.cli.transactions",
     "doctor": "relay.cli.doctor",
     "replay": "relay.cli.failures",
     "consume": "spark_jobs.cli.consume",
