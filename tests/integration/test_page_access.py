@@ -380,10 +380,26 @@ VIEWS = (
 )
 PARTS = ("/events/", "/dead-letters/relay/", "/dead-letters/consumer/", "/consumers/groups/", "/static/")
 NAMES = ("q", "type", "state", "id", "at", "days", "kind", "lane", "after", "before", "side", "note", "cause", "group")
-FIELDS = ("event_id", "number", "kind", "type", "state", "reason", "confirmed", "group", "name", "message_id", "cause")
+FIELDS = (
+    "action",
+    "scope",
+    "lanes",
+    "topic",
+    "event_id",
+    "number",
+    "kind",
+    "type",
+    "state",
+    "reason",
+    "confirmed",
+    "group",
+    "name",
+    "message_id",
+    "cause",
+)
 ACTIONS = (
     *(f"dead-letters/{side}/{what}" for side in ("relay", "consumer") for what in ("retry", "discard")),
-    *("consumers/calls/retry", "consumers/calls/cancel", "demo"),
+    *("consumers/calls/retry", "consumers/calls/cancel", "demo", "relays/change", "relays/resume"),
 )
 
 

@@ -1,16 +1,26 @@
-"""Relays: instances, lanes, leases, and what is paused; and the WAL that a slot keeps."""
+"""Relays: instances, lanes, leases, and what is paused, with pause, drain and resume; and the WAL that a slot keeps."""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Final
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from relay.page.page import Page
+from outbox.errors import ConfigurationError
+from relay.operations import pauses
+from relay.page.page import Form, Page
+from relay.parts import build_router
+from relay.pauses import ALL, Scope, ScopeKind
+
+_CONFIRM_SECONDS: Final = 5.0
 
 
 def routes(page: Page) -> list[Route]:
     """Return the routes of these views."""
+    may_write = build_router(page.settings).may_write
 
     def show(request: Request) -> Response:
         overview = page.sampler.latest()
@@ -24,4 +34,65 @@ def routes(page: Page) -> list[Route]:
         unseen = {} if overview is None else overview.unseen
         return page.render(request, "wal.html", outbox=outbox, unseen=unseen, settings=page.settings)
 
-    return [Route("/relays", show), Route("/wal", wal)]
+    def change(request: Request, form: Form) -> Response:
+        action = form.require("action", "what to do")
+        if action not in {"pause", "drain"}:
+            raise ConfigurationError(f"{action!r} is neither pause nor drain")
+        scopes = _scopes(form)
+        reason = form.require("reason", "why: the audit keeps it")
+        what = ", ".join(map(str, scopes))
+        page.audit(request, action, reason, {"which": what})
+        do = pauses.pause if action == "pause" else pauses.drain
+        with page.outbox() as connection:
+            changes = do(connection, page.schema, scopes, reason, may_write=may_write)
+            waiting = [one.after.number for one in changes if one.changed and one.after is not None]
+            missing = pauses.unconfirmed(connection, page.schema, waiting, _CONFIRM_SECONDS)
+        return page.done(request, "/relays", _changed(changes) + _missing(missing))
+
+    def resume(request: Request, form: Form) -> Response:
+        scope = _scope(form.require("scope", "what to resume"), form.get("name") or "")
+        page.audit(request, "resume", form.get("reason"), {"which": str(scope)})
+        with page.outbox() as connection:
+            (done,) = pauses.resume(connection, page.schema, [scope], form.get("reason"))
+        return page.done(request, "/relays", f"{scope}: {'resumed' if done.changed else 'was not paused'}")
+
+    return [
+        Route("/relays", show),
+        Route("/relays/change", page.action(change), methods=["POST"]),
+        Route("/relays/resume", page.action(resume), methods=["POST"]),
+        Route("/wal", wal),
+    ]
+
+
+def _scopes(form: Form) -> list[Scope]:
+    """Return the scopes that a form names: lanes as numbers with commas between, a topic, or everything."""
+    match form.require("scope", "what to pause: everything, lanes or a topic"):
+        case "all":
+            return [ALL]
+        case "lane":
+            lanes = form.require("lanes", "which lanes, as numbers with commas between").replace(",", " ").split()
+            return [_scope("lane", lane) for lane in dict.fromkeys(lanes)]
+        case "topic":
+            return [_scope("topic", form.require("topic", "which topic"))]
+        case other:
+            raise ConfigurationError(f"{other!r} is no scope: all, lane or topic")
+
+
+def _scope(kind: str, name: str) -> Scope:
+    if kind not in set(ScopeKind):
+        raise ConfigurationError(f"{kind!r} is no scope: {', '.join(ScopeKind)}")
+    if kind == ScopeKind.LANE and not (name.isascii() and name.isdecimal() and int(name[:6]) < 32_768):
+        raise ConfigurationError(f"{name!r} is not the number of a lane")
+    return Scope(ScopeKind(kind), "" if kind == ScopeKind.ALL else str(int(name)) if kind == ScopeKind.LANE else name)
+
+
+def _changed(changes: Sequence[pauses.Change]) -> str:
+    parts = []
+    for one in changes:
+        state = "" if one.after is None else one.after.state
+        parts.append(f"{one.scope} {'is' if one.changed else 'was already'} {state}")
+    return "; ".join(parts)
+
+
+def _missing(relays: Sequence[str]) -> str:
+    return f". Not confirmed yet by {', '.join(relays)}" if relays else ""
