@@ -310,6 +310,22 @@ def test_no_header_is_looked_at_without_a_provider(monkeypatch):
         assert TracedPublisher(OneAnswer(done), Router()).publish({0: [claim(Untouched())]}) is done
 
 
+def test_a_consumers_driver_needs_no_opentelemetry():
+    """As on a cluster that has what executors need: a round is then done without a span."""
+    code = """
+import sys
+sys.modules["opentelemetry"] = None
+from spark_jobs import run
+from spark_jobs.driver.round_context import Counts
+from spark_jobs.driver.round_spans import RoundSpans
+from spark_jobs.driver.runner import Runner
+
+print(RoundSpans(None).traced([("topic", 0)], lambda: Counts(read=3)).read)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.stdout, done.stderr) == ("3\n", "")
+
+
 # --- turning it on ---------------------------------------------------------------------------------------------------
 
 
