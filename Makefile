@@ -78,7 +78,7 @@ docs-reference: $(VENV)/.installed  ## settings, commands, metrics and errors fr
 
 screenshots: $(VENV)/.installed  ## the page's views as pictures, to docs/images; needs chromium
 	@mkdir -p docs/images
-	TEST_SCREENSHOTS=docs/images $(BIN)/python -m pytest -n 0 tests/spark/test_page.py
+	TEST_SCREENSHOTS=docs/images $(BIN)/python -m pytest -n 0 tests/spark/test_page.py tests/acceptance/test_demo.py -k 'page'
 
 # Pages as they lie in the repository, and the files that they link to.
 docs: $(VENV)-docs/.installed-lock docs-reference  ## the documentation as a site, to build/docs/site; warnings are errors

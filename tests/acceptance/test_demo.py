@@ -14,7 +14,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
-from page_support import browser
+from page_support import browser, picture
 from support import wait_until
 
 from relay.cli.demo.ledger import Reconciliation
@@ -83,7 +83,7 @@ def test_the_demo_survives_whatever_is_pressed_on_its_page(outbox_postgres_serve
         ThreadPoolExecutor(1) as pool,
     ):
         controls = demo.controls
-        tab = chromium.new_page()
+        tab = chromium.new_page(viewport={"width": 1280, "height": 1000})
         tab.goto(link)
         demo.open()
         running = pool.submit(demo.run)
@@ -129,6 +129,7 @@ def test_the_demo_survives_whatever_is_pressed_on_its_page(outbox_postgres_serve
         assert panel.sight.committed > course.events, "it goes on until the shop is closed"
         wait_until(lambda: figure("broker") == "running, stopped 2×", what="the page to show it")
         assert [figure(name) for name in ("lost", "applied twice", "out of order")] == ["0", "0", "0"]
+        picture(tab, "overview")
         demo.close_shop()
         result = running.result(120)
         assert {name: str(standing) for name, standing in panel.states.items()} == {

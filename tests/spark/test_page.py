@@ -6,16 +6,14 @@ With TEST_SCREENSHOTS=FOLDER the views are written there as pictures: `make scre
 from __future__ import annotations
 
 import json
-import os
 import re
 import secrets
-from pathlib import Path
 from typing import Any
 
 import psycopg
 import pytest
 from axe_playwright_python.sync_playwright import Axe
-from page_support import PageRun, browser
+from page_support import PageRun, browser, picture
 from support import drained, wait_until
 
 from outbox import Event, Outbox
@@ -65,8 +63,7 @@ class Seen:
         return str(self.tab.inner_text(selector))
 
     def picture(self, name: str) -> None:
-        if folder := os.environ.get("TEST_SCREENSHOTS"):
-            self.tab.screenshot(path=str(Path(folder, f"{name}.png")))
+        picture(self.tab, name)
 
     def close(self) -> None:
         self._context.close()
@@ -143,7 +140,6 @@ def test_every_view_shows_what_there_is(bench, shop, page, chromium, outbox_rela
     applied.get_by_text("320", exact=True).wait_for()
     assert tab.locator("polyline").count() >= 4
     tab.get_by_text("written to applied").first.wait_for()
-    seen.picture("overview")
     for label in ("Topics", "Events", "Dead letters", "Relays", "WAL", "Consumers", "System", "Audit", "Overview"):
         tab.get_by_role("link", name=label, exact=True).click()
         tab.get_by_role("heading", level=1, name=label).wait_for()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import http.client
+import os
 import re
 import shutil
 import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlencode, urlsplit
+
+import pytest
 
 from relay.config import Role, load
 from relay.page.security import User
@@ -101,13 +105,20 @@ class PageRun:
         assert not self._thread.is_alive()
 
 
+def picture(tab: Any, name: str) -> None:
+    """Write what a tab shows into the folder TEST_SCREENSHOTS, if there is one: `make screenshots`."""
+    if folder := os.environ.get("TEST_SCREENSHOTS"):
+        tab.screenshot(path=str(Path(folder, f"{name}.png")))
+
+
 @contextmanager
 def browser() -> Iterator[Any]:
-    """Start Debian's chromium, driven by playwright."""
+    """Start Debian's chromium, driven by playwright. Skips the test where there is none."""
     from playwright.sync_api import sync_playwright
 
     program = shutil.which("chromium")
-    assert program is not None, "chromium is missing: apt-get install chromium"
+    if program is None:
+        pytest.skip("chromium is not installed: apt-get install chromium")
     with sync_playwright() as driver:
         # As root, chromium has no sandbox of its own; it opens only our page.
         started = driver.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
