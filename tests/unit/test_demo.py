@@ -174,6 +174,24 @@ def test_a_broker_that_does_not_come_back_ends_the_demo(tmp_path, monkeypatch):
     assert made.broker_runs
 
 
+def test_a_broker_that_does_not_stop_is_started_again(tmp_path, monkeypatch):
+    monkeypatch.setattr("relay.cli.demo.controls.AWAY_SECONDS", 0.0)
+
+    class Stubborn(Broker):
+        def stop(self):
+            super().stop()
+            raise DemoFailed("it survived SIGKILL")
+
+    broker = Stubborn()
+    made = controls(tmp_path, [], broker)
+    with pytest.raises(DemoFailed, match="survived"):
+        made.stop_broker()
+    made.tend()
+    wait_until(lambda: made.broker_runs)
+    made.close()
+    assert broker.done == ["stop", "start"]
+
+
 def sight(committed, applied, published=0):
     return Sight(committed, published, applied, 0, None, 0, 0)
 

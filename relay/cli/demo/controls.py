@@ -102,9 +102,12 @@ class Controls:
                 return self._told("the broker is down already")
             self._broker_state = "stopping"
             self._broker_stops += 1
-            self._broker.stop()
-            self._changed_at = time.monotonic()
-            self._broker_state = "stopped"
+            try:
+                self._broker.stop()
+            finally:
+                # Even if that failed: it is started again then.
+                self._changed_at = time.monotonic()
+                self._broker_state = "stopped"
             return self._told(f"the broker is stopped; it starts again in {AWAY_SECONDS:.0f} s")
 
     def start_broker(self) -> str:
