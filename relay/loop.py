@@ -334,6 +334,8 @@ class WorkerLoop:
             return []
         failed: Mapping[int, OutboxError] = source.flush(new) if new else {}
         self._forget_rows([number for number in new if number not in failed])
+        # If everything else is paused, no fetch comes that would.
+        source.go_on_without(self._absent())
         failed = {**failed, **source.pause([number for number in lanes if number not in failed])}
         for number, lane in self._lanes.items():
             lane.paused = number in lanes and number not in failed

@@ -212,7 +212,7 @@ def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
     """Change the number of lanes. The outbox must be drained, and no relay may hold a lane.
 
     Raises ConfigurationError for an invalid number or schema. Raises SchemaError when events, failures or dead letters
-    are left, when a lease has not expired, or when others keep the tables locked.
+    are left, when a lease has not expired, when a lane is paused, or when others keep the tables locked.
     """
     check_name(schema)
     expression = lane_expression(lanes)
@@ -231,6 +231,7 @@ def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
                     f"{schema}.{name} has {left} rows, and their keys may move to another lane; "
                     "retry or discard those events first (`outbox dead-letters`)"
                 )
+        _refuse_paused_lanes(connection, schema)
         streamed = connection.execute(
             sa.select(sa.func.count()).select_from(table).where(table.c.source == "wal")
         ).scalar_one()
@@ -258,6 +259,15 @@ def change_lanes(url: str, lanes: int, schema: str = "outbox") -> None:
         connection.execute(sa.delete(table))
         epochs = {"epoch": highest + 1, "protocol_epoch": highest + 1}
         connection.execute(sa.insert(table), [{"lane": lane, **epochs} for lane in range(lanes)])
+
+
+def _refuse_paused_lanes(connection: sa.Connection, schema: str) -> None:
+    """Raise SchemaError if lanes are paused by their numbers: these would stand for other keys."""
+    if not _existing(connection, schema, ("pauses",)):
+        return
+    pauses = sa.table("pauses", sa.column("scope"), schema=schema)
+    if connection.execute(sa.select(sa.func.count()).select_from(pauses).where(pauses.c.scope == "lane")).scalar_one():
+        raise SchemaError("lanes are paused by their numbers; end these pauses first (`outbox relay resume --lane N`)")
 
 
 def grant(url: str, statements: Sequence[str], *, messages: bool) -> None:

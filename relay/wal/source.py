@@ -149,6 +149,7 @@ class StreamSource:
             failed = self._join([lane for lane in lanes if self._lanes[lane].channel is None])
             placed = each(self._lanes, [lane for lane in lanes if lane not in failed], failed, self._place)
             each(self._lanes, placed, failed, self._leave_to_table)
+            self._absent.see_to([lane for lane in placed if lane not in failed])
         except Exception:
             self.flush(list(self._lanes))
             raise

@@ -171,7 +171,7 @@ class RelayMetrics:
         upkeep = GaugeMetricFamily(
             "outbox_relay_upkeep_wait_seconds",
             "How long a task besides publishing has been failing: slot (its check), backlog (its count), archive, "
-            "transactions (the search for hanging ones).",
+            "drain (the look whether one is complete), transactions (the search for hanging ones).",
             labels=["task"],
         )
         for task, failing in health.upkeep.items():

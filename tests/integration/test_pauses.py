@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 from outbox.errors import ConfigurationError
 from relay.cli.app import app
+from relay.config import load
 from relay.database import Connector
 from relay.drains import Drains
 from relay.insights import look_at_tables
@@ -28,6 +29,8 @@ from relay.lanes import LaneTable
 from relay.lease import HeldLanes
 from relay.loop import LoopSettings, WorkerLoop
 from relay.operations import pauses
+from relay.operations.doctor import examine
+from relay.operations.findings import Level
 from relay.pauses import ALL, CurrentPauses, Pauses, Scope, ScopeKind, scopes_of
 from relay.polling import low_water_mark, reader
 from relay.polling.source import PollingSource
@@ -196,6 +199,38 @@ def test_the_status_says_paused_and_not_that_nobody_publishes(url, outbox_postgr
         pause(url, ORDERS, wait=False)
         # Of these lanes the events of a paused topic may be the old ones.
         assert not any("has waited" in line for line in look_at_tables(connection, "outbox").problems())
+
+
+def test_lanes_do_not_change_while_one_is_paused(url):
+    """Its number would stand for other keys."""
+    from outbox._app import migrate as db
+    from outbox.errors import SchemaError
+
+    pause(url, LANE, ALL)
+    with pytest.raises(SchemaError, match="lanes are paused by their numbers"):
+        db.change_lanes(url, 8)
+    resume(url, LANE)
+    db.change_lanes(url, 8)
+
+
+def test_a_downgrade_would_publish_what_is_paused(url):
+    from outbox._app import migrate as db
+    from outbox.errors import SchemaError
+
+    pause(url, ALL)
+    with pytest.raises(SchemaError, match=r"pauses still has rows.*outbox relay resume"):
+        db.downgrade(url, revision="outbox_0006")
+    resume(url, ALL)
+    db.downgrade(url, revision="outbox_0006")
+    db.upgrade(url)
+
+
+def test_the_doctor_mentions_them(url, outbox_kafka):
+    pause(url, LANE, reason="ledger")
+    settings = load(database_url=url, kafka={"bootstrap.servers": outbox_kafka.bootstrap_servers})
+    found = {finding.about: finding for finding in examine(settings)}
+    assert found["pauses"].level is Level.WARNING
+    assert found["pauses"].found.startswith("lane 1 is paused, by postgres since ")
 
 
 # What relays read

@@ -18,6 +18,7 @@ from outbox.errors import OutboxError, SchemaError
 from relay import loop
 from relay.lease import HeldLanes, Lease
 from relay.loop import LoopSettings, WorkerLoop
+from relay.pauses import CurrentPauses
 from relay.ports import (
     PUBLISHED,
     Batches,
@@ -93,6 +94,7 @@ class Table:
     left_out: list[frozenset[Any]] = field(default_factory=list)
     without: list[set[int]] = field(default_factory=list)
     paused: list[set[int]] = field(default_factory=list)
+    on_pause: Callable[[Collection[int]], None] = lambda _: None
     refused: list[int] = field(default_factory=list)
     fail_fetch: list[Exception] = field(default_factory=list)
     fail_settle: list[Exception] = field(default_factory=list)
@@ -176,6 +178,7 @@ class OneSource:
 
     def pause(self, lanes: Collection[int]) -> Mapping[int, OutboxError]:
         self.table.paused.append(set(lanes))
+        self.table.on_pause(lanes)
         return {}
 
     def leave_out(self, kinds: frozenset[Any]) -> None:
@@ -329,6 +332,7 @@ class World:
         self.clock = loop.time
         self.stop = Stop(self.clock)
         self.held = HeldLanes()
+        self.pauses = CurrentPauses()
         self.table = Table({lane: list(each) for lane, each in rows.items()})
         self.broker = Broker(list(steps))
         self.watcher = Watcher()
@@ -342,6 +346,7 @@ class World:
             stop=self.stop,
             observer=self.watcher,
             settings=settings,
+            pauses=self.pauses,
         )
 
     def run(self) -> World:

@@ -14,6 +14,7 @@ from loop_fakes import SETTINGS, Clock, OnePublisher, OneSource, Step, World, al
 from relay import loop
 from relay.lease import Lease
 from relay.marker import StateLost
+from relay.pauses import Pauses
 from relay.ports import (
     Batches,
     BatchRefused,
@@ -367,3 +368,80 @@ def test_without_lanes_it_waits_and_opens_nothing():
     threading.Timer(0.05, world.stop.set).start()
     world.run()
     assert (world.table.opened, world.broker.opened) == (0, 0)
+
+
+# Paused lanes
+
+
+def all_paused(*lanes: int) -> Pauses:
+    return Pauses(numbers=frozenset(lanes), lanes=frozenset(lanes))
+
+
+def test_a_paused_lane_is_not_read_and_the_others_are():
+    rows = spread(3, 6)
+    world = World(rows)
+    world.pauses.now = all_paused(1)
+    world.table.on_wait = lambda _: world.stop.set()
+    world.run()
+    assert all(1 not in limits for limits in world.table.fetched)
+    assert world.table.rows == {0: [], 1: rows[1], 2: []}
+    assert set(map(frozenset, world.table.paused)) == {frozenset({1})}
+    assert world.clean() == dict.fromkeys(range(3), True)
+
+
+def test_what_was_in_flight_is_settled_when_its_lane_is_paused():
+    """And when it is resumed, it goes on behind that."""
+    rows = {0: [1, 2, 3, 4]}
+    world = World(rows)
+
+    def then_pause(batches: Batches) -> Sent:
+        world.pauses.now = all_paused(0)
+        return all_of(batches)
+
+    def then_resume(_: Collection[int]) -> None:
+        assert world.table.rows == {0: [3, 4]}
+        world.pauses.now = Pauses()
+
+    world.broker.script = [then_pause]
+    world.table.on_pause = then_resume
+    world.run()
+    assert world.broker.turns == [{0: [1, 2]}, {0: [3, 4]}]
+    assert (world.table.opened, world.broker.opened) == (1, 1)
+    assert world.loop.has_succeeded
+
+
+def test_a_paused_lane_that_can_not_be_settled_is_taken_over_again():
+    rows = spread(2, 4)
+    world = World(rows)
+
+    def then_pause(batches: Batches) -> Sent:
+        world.pauses.now = all_paused(1)
+        world.table.fail_lanes = {1: [Unavailable("locked")]}
+        return all_of(batches)
+
+    world.broker.script = [then_pause]
+    world.table.on_wait = lambda _: world.stop.set() if len(world.broker.joins) == 2 else None
+    world.run()
+    assert world.watcher.errors == {1: 1}
+    assert world.broker.joins == [[0, 1], [1]]
+    assert world.table.left == rows[1][2:]
+    assert in_order(world, {0: rows[0], 1: rows[1][:2]})
+
+
+def test_a_lane_that_comes_with_a_pause_is_never_read():
+    """The control loop hands the pauses over first, and the lanes after them."""
+    rows = spread(2, 4)
+    world = World(rows)
+    world.held.let_go(1, clean=True)
+    world.held.take_let_go()
+
+    def then_give(batches: Batches) -> Sent:
+        world.pauses.now = all_paused(1)
+        world.held.give([world.leases[1]])
+        return all_of(batches)
+
+    world.broker.script = [then_give]
+    world.table.on_wait = lambda _: world.stop.set()
+    world.run()
+    assert world.broker.joins == [[0], [1]]
+    assert world.table.left == rows[1]
