@@ -7,7 +7,7 @@ is estimated from the planner's statistics. ``exact`` tells whether the backlog 
 from __future__ import annotations
 
 import datetime as dt
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -239,7 +239,6 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
 
         lanes: list[LaneState] = []
         relays: list[RelayState] = []
-        figures: dict[str, Any] = {"retrying": None, "blocking": None, "dead_letters": None}
         visible = VisibleTables(connection, schema)
         with connection.transaction():
             cursor.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ READ ONLY")
@@ -253,10 +252,7 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
                 lanes = [LaneState(**row, paused=now.holds(row["lane"])) for row in read(_LANES)]
             with visible.reading("relays"):
                 relays = [RelayState(**row) for row in read(_RELAYS)]
-            with visible.reading("failures"):
-                figures |= read(_FAILURES)[0]
-            with visible.reading("dead_letters"):
-                figures |= read(_DEAD)[0]
+            figures = _failed(visible, read)
             (rest,) = read(_REST)
             # Last, so that all else is known where this takes too long.
             waiting: dict[int, dict[str, Any]] | None = None
@@ -290,6 +286,16 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
         hidden=visible.hidden,
         pauses=pauses,
     )
+
+
+def _failed(visible: VisibleTables, read: Callable[[str], list[dict[str, Any]]]) -> dict[str, int | None]:
+    """Return the counts of failed events; None for those of a table that the role can't read."""
+    figures: dict[str, int | None] = {"retrying": None, "blocking": None, "dead_letters": None}
+    with visible.reading("failures"):
+        figures |= read(_FAILURES)[0]
+    with visible.reading("dead_letters"):
+        figures |= read(_DEAD)[0]
+    return figures
 
 
 def read_pauses(connection: psycopg.Connection[Any], schema: str) -> list[Paused]:

@@ -54,9 +54,9 @@ from spark_jobs.postgres.sink import PostgresSink, PostgresSinks, PostgresTransa
 from spark_jobs.spark import rows as spark
 from spark_jobs.spark.rows import Offsets
 from spark_jobs.task import input as task_input
-from spark_jobs.task import partition as task
+from spark_jobs.task.feed import Feed, culprits_from, culprits_text
 from spark_jobs.task.input import NO_INPUT, TaskInput
-from spark_jobs.task.partition import Feed, Stop, culprits_text, stopping
+from spark_jobs.task.partition import Stop, stopping
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -327,7 +327,7 @@ class BatchAttempts:
         broken = [row.broken for row in reports if row.broken]
         if broken:
             raise Broken(broken[0])
-        culprits = [culprit for row in reports for culprit in task.culprits_from(row.culprits)]
+        culprits = [culprit for row in reports for culprit in culprits_from(row.culprits)]
         if culprits:
             raise Culprits(sorted(culprits, key=lambda culprit: culprit.place)[: max_dead + 1])
         return _Staged(

@@ -23,7 +23,8 @@ from spark_jobs.sink import GroupStore, Sinks
 from spark_jobs.spark import errors as failures
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import partition as task
-from spark_jobs.task.partition import TaskDecoder, TaskPlan
+from spark_jobs.task.decoder import Behind, TaskDecoder
+from spark_jobs.task.partition import TaskPlan
 from spark_jobs.task.reader import RangeReader, ReaderSettings
 from spark_jobs.task.traces import TraceSample
 
@@ -191,7 +192,7 @@ class RoundContext:
             slow=frozenset(self._slow),
         )
 
-    def _shares(self, span: Span, state: State) -> task.Behind | None:
+    def _shares(self, span: Span, state: State) -> Behind | None:
         """Return what each task may put aside by itself: in sum, no more than ``max_dead`` still allows."""
         if not state.standing or not span.ranges:
             return None
@@ -199,7 +200,7 @@ class RoundContext:
         for topic, key in state.standing:
             by_topic.setdefault(topic, set()).add(key)
         left = max(0, self.job.max_dead - len(state.dead) - state.behind)
-        return task.Behind(by_topic, left // len(span.ranges))
+        return Behind(by_topic, left // len(span.ranges))
 
     def short(self, span: Span) -> bool:
         """Return whether the driver may read the ranges: few messages, and none that may have killed a driver."""

@@ -44,6 +44,8 @@ from spark_jobs.spark import errors as failures
 from spark_jobs.spark import job_groups
 from spark_jobs.spark import rows as spark
 from spark_jobs.task import partition as task
+from spark_jobs.task.decoder import BEHIND
+from spark_jobs.task.feed import culprits_from
 from spark_jobs.task.reader import RangeReader, kept
 
 if TYPE_CHECKING:
@@ -153,7 +155,7 @@ class Rounds:
         else:
             if told.outcome in ENDING:
                 raise ENDING[told.outcome](told.detail)
-            found = task.culprits_from(told.detail) if told.outcome == "culprits" else []
+            found = culprits_from(told.detail) if told.outcome == "culprits" else []
             counts.applied += told.fresh
             counts.duplicates += told.read - told.fresh if not found else 0
             counts.read += told.read if not found else 0
@@ -175,7 +177,7 @@ class Rounds:
         culprits = []
         for one in told.values():
             if one.outcome == "culprits":
-                culprits += task.culprits_from(one.detail)
+                culprits += culprits_from(one.detail)
         return told, culprits
 
     def _settle(
@@ -287,7 +289,7 @@ class Rounds:
         else:
             # Limited only after filtering: messages before the dead letter must not use up the limit.
             places = self._context.by_ranges(span, find, _PLACES).limit(most).collect()
-        found = {place: Culprit(place, "behind", task.BEHIND) for place in map(tuple, places)}
+        found = {place: Culprit(place, "behind", BEHIND) for place in map(tuple, places)}
         if found:
             self._check_number(state, len(found), "behind other dead letters")
             state.dead |= self._read_whole(span, found)

@@ -36,8 +36,8 @@ from spark_jobs.payloads.decoding import PROBLEM, Plan, arrow_type, nullable
 from spark_jobs.payloads.json_output import has_json
 from spark_jobs.spark.errors import UNDECODED
 from spark_jobs.task import partition as task
+from spark_jobs.task.decoder import TaskDecoder
 from spark_jobs.task.incoming import Incoming, Messages
-from spark_jobs.task.partition import TaskDecoder
 from spark_jobs.task.reader import ReaderSettings
 
 if TYPE_CHECKING:

@@ -22,14 +22,11 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
-import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Final
 
-from spark_jobs import letters
 from spark_jobs.errors import (
     ConsumerError,
     ConsumerUnavailable,
@@ -43,23 +40,22 @@ from spark_jobs.errors import (
     storable,
 )
 from spark_jobs.letters import Letter
-from spark_jobs.model import Partition, Place, Range, places_of
-from spark_jobs.outcomes import Broken, Culprit, Culprits, Moved, Roundabout, Uncopyable, Wish
-from spark_jobs.payloads.decoding import PROBLEM
+from spark_jobs.model import Partition, Place, Range
+from spark_jobs.outcomes import Broken, Culprits, Moved, Roundabout, Uncopyable, Wish
 from spark_jobs.sink import Sink, Way
+from spark_jobs.task.decoder import Behind, TaskDecoder
+from spark_jobs.task.feed import Feed, culprits_text
 from spark_jobs.task.input import NO_INPUT, TaskInput, from_spark
 from spark_jobs.task.reader import RangeReader, ReaderSettings, kept
-from spark_jobs.task.traces import TraceSample
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from spark_jobs.payloads.reading import Reader
-    from spark_jobs.task.incoming import Incoming, Messages
+    from spark_jobs.task.incoming import Messages
 
 REPORT: Final = "topic string, part int, outcome string, read long, size long, fresh long, behind long, detail string"
 """The columns of a task's report to the driver, as Spark DDL. ``behind`` is the number of messages that were put aside
-instead of applied (see Behind); ``size`` is the rows' size in memory, in bytes.
+instead of applied (see decoder.Behind); ``size`` is the rows' size in memory, in bytes.
 
 outcome: applied, already; nothing (no row came: the driver moves the offset); fenced, broken (both end the job); moved
 (plan again); and those after which the driver runs the range again: roundabout (not directly into the sink's table),
@@ -74,100 +70,6 @@ FAILURES: Final[Mapping[str, type[ConsumerError]]] = {
     "unavailable": ConsumerUnavailable,
 }
 """The errors for which a range could not be applied this time, by outcome. A subclass is reported as the class here."""
-
-
-BEHIND: Final = "an earlier message of its key is a dead letter"
-"""The error of a message that is put aside although nothing is wrong with it."""
-
-
-@dataclass(frozen=True, slots=True)
-class TaskDecoder:
-    """Turns messages that a task has read itself into rows.
-
-    kind      the rows' columns, as an Arrow struct: those of META and of the trace; then the payload's and PROBLEM, or
-              Kafka's key, value and headers, and why a message can't be read.
-    plan      returns the reader of payloads; None for a user's decoder, which reads Kafka's columns in Spark.
-    incoming  selects the messages and makes their columns of META.
-    columns   the columns of ``batch`` with their Postgres types, with nested values as JSON text; None if Spark has to
-              process the rows first.
-    traces    takes a sample of the messages' traces; None if the driver records no span.
-    """
-
-    kind: pa.StructType
-    plan: Callable[[], Reader] | None
-    incoming: Incoming
-    columns: Mapping[str, str] | None
-    traces: TraceSample | None = None
-
-    def copyable(self, parts: Iterable[Messages]) -> Iterator[pa.RecordBatch]:
-        """Return the messages' rows in the form that COPY accepts."""
-        import pyarrow as pa
-
-        from spark_jobs.payloads.json_output import json_text
-
-        for batch in self.decoding(parts):
-            fields = [json_text(one) if pa.types.is_nested(one.type) else one for one in batch.columns]
-            yield pa.RecordBatch.from_arrays(fields, names=batch.schema.names)
-
-    def decoding(self, parts: Iterable[Messages]) -> Iterator[pa.RecordBatch]:
-        """Return the messages' rows in the form that Spark accepts."""
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        from spark_jobs.payloads.reading import columns
-
-        reader = None if self.plan is None else self.plan()
-        names = [kind.name for kind in self.kind]
-        for messages in parts:
-            if self.traces is not None:
-                self.traces.take(messages, self.incoming)
-            meta, payloads, schemas, problems = self.incoming.taken(messages)
-            kinds = list(self.kind)[len(meta) :]
-            if reader is None:
-                taken = self.incoming.chosen(messages)
-                headers = pa.array([list(one) for one in taken.headers], kinds[2].type)
-                fields = [pa.array(taken.keys, pa.binary()), payloads, headers, problems]
-            else:
-                *fields, problem = columns(reader, payloads, schemas, pa.struct(kinds)).flatten()
-                fields.append(pc.coalesce(problems, problem) if problems.null_count < len(problems) else problem)
-            columns_of_meta = [meta[name] for name in names[: len(meta)]]
-            yield pa.RecordBatch.from_arrays([*columns_of_meta, *fields], names=names)
-
-
-@dataclass(frozen=True, slots=True)
-class Behind:
-    """Which messages wait behind a dead letter of an earlier round, with ``keep_order``.
-
-    The task finds them as it reads, and puts them aside in the transaction that applies the others, so the range is
-    read only once. A task may put ``share`` messages aside by itself; in sum, the shares are what ``max_dead`` still
-    allows. A range with more is not applied: its messages are culprits, and the driver counts those of all partitions.
-
-    keys   the keys of the dead letters, by topic.
-    share  how many messages of each range the task may put aside by itself.
-    """
-
-    keys: Mapping[str, AbstractSet[bytes]]
-    share: int
-
-    def divided(self, messages: Messages, most: int, incoming: Incoming) -> tuple[Messages, list[Letter]]:
-        """Return the messages that are not behind a dead letter, and at most ``most`` of those that are."""
-        keys = self.keys.get(messages.topic, frozenset())
-        behind = [number for number, key in enumerate(messages.keys) if key in keys]
-        if not behind:
-            return messages, []
-        others = [number for number, key in enumerate(messages.keys) if key not in keys]
-        named = [
-            Letter(
-                Culprit((messages.topic, messages.part, raw.offset), "behind", BEHIND),
-                raw.message_id,
-                raw.key,
-                raw.value,
-                raw.headers,
-                raw.time,
-            )
-            for raw in incoming.raw(messages.only(behind[:most]))
-        ]
-        return messages.only(others), named
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,100 +335,6 @@ def report(
             "detail": [detail],
         }
     )
-
-
-class Feed:
-    """Iterates over a partition's batches: counts the rows, and takes out and names those that can't be applied.
-
-    max_dead  Culprits is raised as soon as there are more of them than this: the rest need not be read.
-    aside     messages that are not among the rows, added during the iteration; see Behind. ``share`` of them may be
-              put aside without asking the driver.
-    """
-
-    def __init__(
-        self,
-        required: Sequence[str],
-        batches: Iterable[pa.RecordBatch],
-        max_dead: int,
-        aside: Sequence[Letter] = (),
-        share: int = 0,
-    ) -> None:
-        self._required = required
-        self._max_dead = max_dead
-        self._share = share
-        self._batches = batches
-        self._found: dict[Place, Culprit] = {}
-        self.aside = aside
-        self.rows = self.size = 0
-
-    @property
-    def found(self) -> list[Culprit]:
-        """Return the messages that can't be applied."""
-        return list(self._found.values())
-
-    def __iter__(self) -> Iterator[pa.RecordBatch]:
-        for batch in self._batches:
-            if batch.num_rows:
-                yield self._checked(batch)
-
-    def whole(self) -> Iterator[pa.RecordBatch]:
-        """Return the batches. Raises Culprits at the end if there are any."""
-        yield from self
-        more = [letter.culprit for letter in self.aside] if len(self.aside) > self._share else []
-        if found := [*self.found, *more]:
-            raise Culprits(found[: self._max_dead + 1])
-
-    def _checked(self, batch: pa.RecordBatch) -> pa.RecordBatch:
-        import pyarrow as pa
-        import pyarrow.compute as pc
-
-        self.rows += batch.num_rows
-        self.size += batch.nbytes
-        for name in (PROBLEM, *self._required):
-            if name not in batch.schema.names:
-                continue
-            column = batch.column(name)
-            wrong = column.is_valid() if name == PROBLEM else column.is_null()
-            if name not in {PROBLEM, "message_id"}:
-                # A tombstone has no payload to take a key or a version from.
-                wrong = pc.and_not(wrong, batch.column("message_tombstone"))
-            if not wrong.true_count:
-                continue
-            self._name(batch.filter(wrong), name)
-            batch = batch.filter(pc.invert(wrong))
-        assert isinstance(batch, pa.RecordBatch)
-        return batch
-
-    def _name(self, wrong: pa.RecordBatch, column: str) -> None:
-        for row, place in enumerate(places_of(wrong)):
-            if place not in self._found:
-                self._found[place] = _at_fault(wrong, row, place, column)
-            if len(self._found) > self._max_dead:
-                raise Culprits(self.found)
-
-
-def _at_fault(batch: pa.RecordBatch, row: int, place: Place, name: str) -> Culprit:
-    reason, error = "rejected", f"column {name}, which the job's strategy needs, is NULL"
-    if name == PROBLEM:
-        reason, error = "undecodable", batch.column(PROBLEM)[row].as_py()
-    elif name == "message_id":
-        reason, error = "no-id", "there is no id: neither a header ce_id nor a header id"
-    return Culprit(place, reason, error)
-
-
-def culprits_text(found: Sequence[Culprit]) -> str:
-    """Return culprits as the JSON of a report."""
-    return json.dumps(
-        [[*one.place, one.reason, storable(one.error)[: letters.LONGEST_ERROR], one.sqlstate] for one in found]
-    )
-
-
-def culprits_from(text: str) -> list[Culprit]:
-    """Read what ``culprits_text`` wrote."""
-    return [
-        Culprit((topic, part, offset), reason, error, sqlstate)
-        for topic, part, offset, reason, error, sqlstate in json.loads(text)
-    ]
 
 
 def _where(plan: TaskPlan, partition: Partition) -> str:

@@ -15,7 +15,6 @@ from spark_jobs.driver import rounds
 from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.errors import BadMessage, EffectFailed, Fenced, JobError, Reject
 from spark_jobs.job import ConsumerJob
-from spark_jobs.task import partition as task
 
 pytestmark = pytest.mark.spark
 
@@ -230,17 +229,17 @@ WAYS = {
 def test_very_many_bad_messages_are_counted_and_not_collected(bench, monkeypatch, wrong, ways):
     """25,000 in one partition: what its task reports, and what the driver holds, is bounded by ``max_dead``."""
     told, checked = [], []
-    culprits_from, check_number = task.culprits_from, rounds.Rounds._check_number
+    read_report, check_number = rounds.culprits_from, rounds.Rounds._check_number
 
     def measured(text):
         told.append(len(text))
-        return culprits_from(text)
+        return read_report(text)
 
     def checking(self, state, more, error):
         checked.append(more)
         check_number(self, state, more, error)
 
-    monkeypatch.setattr(task, "culprits_from", measured)
+    monkeypatch.setattr(rounds, "culprits_from", measured)
     monkeypatch.setattr(rounds.Rounds, "_check_number", checking)
 
     def rejecting(cursor, rows):

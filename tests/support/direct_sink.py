@@ -18,6 +18,7 @@ from spark_jobs.effects.mapped import Insert, Upsert
 from spark_jobs.job import META
 from spark_jobs.postgres.direct_copy import Direct, direct_for
 from spark_jobs.task import partition as task
+from spark_jobs.task.feed import culprits_from
 from spark_jobs.task.input import in_memory
 
 NOON = dt.datetime(2026, 3, 4, 12, tzinfo=dt.UTC)
@@ -116,7 +117,7 @@ class Sink(ConsumerGroup):
         if outcome == "applied":
             self.next += size
             return outcome, [fresh]
-        return outcome, [culprit.place[2] for culprit in task.culprits_from(detail)] if outcome == "culprits" else []
+        return outcome, [culprit.place[2] for culprit in culprits_from(detail)] if outcome == "culprits" else []
 
 
 @pytest.fixture

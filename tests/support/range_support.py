@@ -14,7 +14,7 @@ from spark_jobs.model import Range
 from spark_jobs.payloads.decoding import PROBLEM
 from spark_jobs.payloads.json_columns import JsonReader
 from spark_jobs.payloads.reading import Policy
-from spark_jobs.task import partition as task
+from spark_jobs.task.decoder import TaskDecoder
 from spark_jobs.task.incoming import Incoming, Messages
 from spark_jobs.task.input import TaskInput
 from spark_jobs.task.reader import ReaderSettings
@@ -47,7 +47,7 @@ def send(servers: str, topic: str, values: list[bytes | None], **options: Any) -
     assert producer.flush(60) == 0
 
 
-def task_decoder(types: tuple[str, ...] | None = None, ids: Any = "headers") -> task.TaskDecoder:
+def task_decoder(types: tuple[str, ...] | None = None, ids: Any = "headers") -> TaskDecoder:
     """Return how one field is read, as rows.task_decoder() would; that asks Spark for what the schema means."""
     kinds = {
         "integer": pa.int32(),
@@ -58,4 +58,4 @@ def task_decoder(types: tuple[str, ...] | None = None, ids: Any = "headers") -> 
     meta = [(name, kinds.get(kind, pa.string())) for name, kind in META.items()]
     kind = pa.struct([*meta, ("n", pa.int32()), (PROBLEM, pa.string())])
     declared = StructType([StructField("n", IntegerType())])
-    return task.TaskDecoder(kind, lambda: JsonReader(declared, Policy()), Incoming(types, ids), {"n": "integer"} | META)
+    return TaskDecoder(kind, lambda: JsonReader(declared, Policy()), Incoming(types, ids), {"n": "integer"} | META)

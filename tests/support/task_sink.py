@@ -17,6 +17,7 @@ from spark_jobs.effects.mapped import Insert
 from spark_jobs.postgres import direct_copy as direct
 from spark_jobs.postgres.direct_copy import Direct
 from spark_jobs.task import partition as task
+from spark_jobs.task.feed import culprits_from
 from spark_jobs.task.input import TaskInput, in_memory
 
 EFFECT = "INSERT INTO numbers SELECT n, message_offset FROM batch ORDER BY message_offset"
@@ -115,4 +116,4 @@ def sink(outbox_postgres) -> Sink:
 
 def outcomes(report: dict[str, Any]) -> list[tuple[int, str]]:
     assert report["outcome"] == "culprits", report
-    return [(culprit.place[2], culprit.reason) for culprit in task.culprits_from(report["detail"])]
+    return [(culprit.place[2], culprit.reason) for culprit in culprits_from(report["detail"])]

@@ -1,0 +1,111 @@
+"""The messages that a task has read itself: turned into rows, and divided by what waits behind a dead letter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final
+
+from spark_jobs.letters import Letter
+from spark_jobs.outcomes import Culprit
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from spark_jobs.payloads.reading import Reader
+    from spark_jobs.task.incoming import Incoming, Messages
+    from spark_jobs.task.traces import TraceSample
+
+BEHIND: Final = "an earlier message of its key is a dead letter"
+"""The error of a message that is put aside although nothing is wrong with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TaskDecoder:
+    """Turns messages that a task has read itself into rows.
+
+    kind      the rows' columns, as an Arrow struct: those of META and of the trace; then the payload's and PROBLEM, or
+              Kafka's key, value and headers, and why a message can't be read.
+    plan      returns the reader of payloads; None for a user's decoder, which reads Kafka's columns in Spark.
+    incoming  selects the messages and makes their columns of META.
+    columns   the columns of ``batch`` with their Postgres types, with nested values as JSON text; None if Spark has to
+              process the rows first.
+    traces    takes a sample of the messages' traces; None if the driver records no span.
+    """
+
+    kind: pa.StructType
+    plan: Callable[[], Reader] | None
+    incoming: Incoming
+    columns: Mapping[str, str] | None
+    traces: TraceSample | None = None
+
+    def copyable(self, parts: Iterable[Messages]) -> Iterator[pa.RecordBatch]:
+        """Return the messages' rows in the form that COPY accepts."""
+        import pyarrow as pa
+
+        from spark_jobs.payloads.json_output import json_text
+
+        for batch in self.decoding(parts):
+            fields = [json_text(one) if pa.types.is_nested(one.type) else one for one in batch.columns]
+            yield pa.RecordBatch.from_arrays(fields, names=batch.schema.names)
+
+    def decoding(self, parts: Iterable[Messages]) -> Iterator[pa.RecordBatch]:
+        """Return the messages' rows in the form that Spark accepts."""
+        import pyarrow as pa
+        import pyarrow.compute as pc
+
+        from spark_jobs.payloads.reading import columns
+
+        reader = None if self.plan is None else self.plan()
+        names = [kind.name for kind in self.kind]
+        for messages in parts:
+            if self.traces is not None:
+                self.traces.take(messages, self.incoming)
+            meta, payloads, schemas, problems = self.incoming.taken(messages)
+            kinds = list(self.kind)[len(meta) :]
+            if reader is None:
+                taken = self.incoming.chosen(messages)
+                headers = pa.array([list(one) for one in taken.headers], kinds[2].type)
+                fields = [pa.array(taken.keys, pa.binary()), payloads, headers, problems]
+            else:
+                *fields, problem = columns(reader, payloads, schemas, pa.struct(kinds)).flatten()
+                fields.append(pc.coalesce(problems, problem) if problems.null_count < len(problems) else problem)
+            columns_of_meta = [meta[name] for name in names[: len(meta)]]
+            yield pa.RecordBatch.from_arrays([*columns_of_meta, *fields], names=names)
+
+
+@dataclass(frozen=True, slots=True)
+class Behind:
+    """Which messages wait behind a dead letter of an earlier round, with ``keep_order``.
+
+    The task finds them as it reads, and puts them aside in the transaction that applies the others, so the range is
+    read only once. A task may put ``share`` messages aside by itself; in sum, the shares are what ``max_dead`` still
+    allows. A range with more is not applied: its messages are culprits, and the driver counts those of all partitions.
+
+    keys   the keys of the dead letters, by topic.
+    share  how many messages of each range the task may put aside by itself.
+    """
+
+    keys: Mapping[str, AbstractSet[bytes]]
+    share: int
+
+    def divided(self, messages: Messages, most: int, incoming: Incoming) -> tuple[Messages, list[Letter]]:
+        """Return the messages that are not behind a dead letter, and at most ``most`` of those that are."""
+        keys = self.keys.get(messages.topic, frozenset())
+        behind = [number for number, key in enumerate(messages.keys) if key in keys]
+        if not behind:
+            return messages, []
+        others = [number for number, key in enumerate(messages.keys) if key not in keys]
+        named = [
+            Letter(
+                Culprit((messages.topic, messages.part, raw.offset), "behind", BEHIND),
+                raw.message_id,
+                raw.key,
+                raw.value,
+                raw.headers,
+                raw.time,
+            )
+            for raw in incoming.raw(messages.only(behind[:most]))
+        ]
+        return messages.only(others), named
