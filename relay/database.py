@@ -10,6 +10,7 @@ import psycopg
 from psycopg import errors, pq
 from psycopg.abc import Params
 
+from outbox._app.credentials import password_for
 from outbox.errors import SchemaError
 from outbox.urls import display_url, libpq_url
 from relay.ports import DatabaseUnavailable, Unavailable
@@ -206,6 +207,7 @@ class Connector:
                 prepare_threshold=None,
                 application_name=self._name,
                 **NOTICE_DEAD_HOSTS,
+                **password_for(self._url),
             )
         except psycopg.OperationalError as error:
             raise DatabaseUnavailable(f"Postgres at {display_url(self._url)}: {_first_line(error)}") from error

@@ -84,6 +84,8 @@ def settings_page() -> str:
         that is not known is an error (exit status 2) that suggests the nearest one, in the file as well as among the
         variables that begin with `OUTBOX_`. All times are in seconds.
 
+        `OUTBOX_…_FILE` names a file that holds the value of `OUTBOX_…`: see [secrets](../operations/secrets.md).
+
         A consumer reads `[consumer]`, `[spark]` and {_and(f"`{name}`" for name in shared)}; it passes the others over.
         """,
         *tables,

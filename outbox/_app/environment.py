@@ -10,7 +10,10 @@ import json
 import re
 import types
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from dataclasses import field as declared
 from difflib import get_close_matches
+from pathlib import Path
 from typing import Any, Final, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -18,6 +21,7 @@ from pydantic import BaseModel
 from outbox.errors import ConfigurationError
 
 PREFIX: Final = "OUTBOX_"
+_OF_FILE: Final = "_FILE"
 
 READ_ELSEWHERE: Final[Mapping[str, str]] = {
     "OUTBOX_CACHE": "Where the sandbox keeps what it downloads. Else $XDG_CACHE_HOME/outbox or ~/.cache/outbox.",
@@ -45,16 +49,56 @@ def variable(path: Sequence[str]) -> str:
     return PREFIX + "__".join(part.upper().replace(".", "_") for part in path)
 
 
-def check(environment: Mapping[str, str], settings: type[BaseModel]) -> None:
-    """Raise ConfigurationError if there are variables that nothing reads, or sections that are not JSON objects."""
-    problems = []
+@dataclass(frozen=True, slots=True)
+class Variable:
+    """A setting in the environment: the name of its variable as given, and its value, which a file may hold."""
+
+    given: str
+    value: str = declared(repr=False)
+
+
+def variables(environment: Mapping[str, str]) -> dict[str, Variable]:
+    """Return the variables ``OUTBOX_…`` by their names in capitals, without those that are read elsewhere.
+
+    ``OUTBOX_…_FILE`` names the file that holds the variable's value; a newline at its end is removed. Raises
+    ConfigurationError for a file that can't be read, and for a value that is given both ways.
+    """
+    found: dict[str, Variable] = {}
     for given, value in sorted(environment.items()):
         name = given.upper()
         if not name.startswith(PREFIX) or name in READ_ELSEWHERE or _is_service_link(name, value):
             continue
+        content = _content(given, value) if name.endswith(_OF_FILE) else value
+        name = name.removesuffix(_OF_FILE)
+        if name in found:
+            raise ConfigurationError(f"{found[name].given} and {given} are the same setting: unset one of them")
+        found[name] = Variable(given, content)
+    return found
+
+
+def _content(given: str, path: str) -> str:
+    try:
+        content = Path(path).read_bytes().decode()
+    except UnicodeDecodeError:
+        problem = "it is not UTF-8"
+    except (OSError, ValueError) as error:
+        problem = getattr(error, "strerror", None) or str(error)
+    else:
+        return content.removesuffix("\n").removesuffix("\r") if content.endswith("\n") else content
+    # Not raised in a handler: the error of the decoder has the content.
+    raise ConfigurationError(f"{given} names the file {path!r}, which can't be read: {problem}")
+
+
+def check(environment: Mapping[str, str], settings: type[BaseModel]) -> None:
+    """Raise ConfigurationError if there are variables that nothing reads, or sections that are not JSON objects."""
+    problems = []
+    for name, found in sorted(variables(environment).items()):
+        given, value = found.given, found.value
         path = name.removeprefix(PREFIX).lower().split("__")
         if not _is_setting(settings, path):
             near = _nearest(name, settings)
+            if near and given.upper() != name:
+                near += _OF_FILE
             hint = f"did you mean {near}?" if near else "correct its name, or unset it"
             problems.append(f"{given} is not a setting: {hint}")
         elif _is_section(settings, path) and not _is_json_object(value):

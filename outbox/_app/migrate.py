@@ -26,6 +26,7 @@ from alembic.util import CommandError
 from psycopg import sql as quoting
 
 import outbox
+from outbox._app.credentials import password_for
 from outbox.errors import ConfigurationError, SchemaError
 from outbox.tables import DEFAULT_LANES, lane_expression
 from outbox.urls import display_url, libpq_url
@@ -312,7 +313,7 @@ def connected(url: str) -> Iterator[sa.Connection]:
     def connect() -> psycopg.Connection[Any]:
         # libpq parses the URL, so that it means the same here as in the relay.
         try:
-            return psycopg.connect(address)
+            return psycopg.connect(address, **password_for(address))
         except (psycopg.Error, UnicodeError) as error:
             raise SchemaError(
                 f"{shown}: {' '.join(str(error).split())}; see that the server runs, and that OUTBOX_DATABASE_URL has "

@@ -14,13 +14,14 @@ from typing import Any, Final, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from pydantic_settings import (
     BaseSettings,
+    EnvSettingsSource,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
     TomlConfigSettingsSource,
 )
 
-from outbox._app import settings_errors
+from outbox._app import credentials, environment, settings_errors
 from outbox.errors import ConfigurationError
 from outbox.urls import libpq_url
 
@@ -61,6 +62,13 @@ class SparkSettings(BaseModel):
         return dotted(value)
 
 
+class _Environment(EnvSettingsSource):
+    """The environment, with the contents of the files that variables named ``…_FILE`` name."""
+
+    def _load_env_vars(self) -> Mapping[str, str | None]:
+        return {name.lower(): variable.value for name, variable in environment.variables(os.environ).items()}
+
+
 class SharedSettings(BaseSettings):
     """The settings that every command reads. Raises ConfigurationError through ``read``."""
 
@@ -83,6 +91,8 @@ class SharedSettings(BaseSettings):
     spark: SparkSettings = Field(default_factory=SparkSettings)
     spark_packages: str | None = None
     """Maven coordinates of the packages that a job's transform needs in Spark."""
+    credentials: str | None = None
+    """``package.module:function`` that returns short-lived passwords and tokens: see docs/operations/secrets.md."""
     log_format: str = Field("auto", pattern="^(auto|console|json)$", description="auto, console or json")
     """``auto`` is ``console`` on a terminal, else ``json``."""
     log_level: str = Field("info", pattern="^(debug|info|warning|error)$", description="debug, info, warning or error")
@@ -111,7 +121,7 @@ class SharedSettings(BaseSettings):
         file_secret_settings: PydanticBaseSettingsSource,
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Return the sources by precedence: arguments, the environment, the file."""
-        return (init_settings, env_settings, cls.file_source(settings_cls))
+        return (init_settings, _Environment(settings_cls), cls.file_source(settings_cls))
 
     @classmethod
     def file_source(cls, settings_cls: type[BaseSettings]) -> PydanticBaseSettingsSource:
@@ -150,15 +160,19 @@ def read(kind: type[Read], given: Mapping[str, Any]) -> Read:
     """Return the settings. ``given`` overrides other sources. Raises ConfigurationError naming each mistake."""
     file = config_file()
     try:
-        return kind(**given)
+        found = kind(**given)
     except ValidationError as error:
-        origin = settings_errors.Origin(given, os.environ, file, file_content(file))
+        origin = settings_errors.Origin(given, environment.variables(os.environ), file, file_content(file))
         problems = settings_errors.explain(error, kind, origin)
     except SettingsError as error:
         # This text does not quote the variable's value, but its cause does.
         problems = f"{error}: it must be a JSON object"
     except (tomllib.TOMLDecodeError, UnicodeDecodeError, OSError) as error:
         problems = f"{file} can't be read: {error}"
+    else:
+        if isinstance(found, SharedSettings):
+            credentials.use(found.credentials)
+        return found
     # Not raised in a handler: the errors above quote their input, which may be a password.
     raise ConfigurationError(problems)
 

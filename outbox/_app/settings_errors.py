@@ -12,7 +12,16 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 from pydantic_core import ErrorDetails, PydanticCustomError
 
-from outbox._app.environment import PREFIX, choices_of, model_of, nearest_key, setting_names, values_of, variable
+from outbox._app.environment import (
+    PREFIX,
+    Variable,
+    choices_of,
+    model_of,
+    nearest_key,
+    setting_names,
+    values_of,
+    variable,
+)
 
 _OPTIONS: Final = {
     "database_url": "--database-url",
@@ -35,10 +44,10 @@ class Origin:
     """Finds where a value came from: an argument, a variable or the file, in this order."""
 
     def __init__(
-        self, given: Mapping[str, Any], environment: Mapping[str, str], file: Path | None, content: Mapping[str, Any]
+        self, given: Mapping[str, Any], variables: Mapping[str, Variable], file: Path | None, content: Mapping[str, Any]
     ) -> None:
         self._given = given
-        self._variables = {name.upper(): name for name in environment if name.upper().startswith(PREFIX)}
+        self._variables = {name: variable.given for name, variable in variables.items()}
         self._file = file
         self._content = content
 

@@ -10,6 +10,8 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, Message
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
+from outbox._app.kafka_clients import complete
+
 
 def text_of(error: KafkaException) -> str:
     """Return the error text of librdkafka or the broker."""
@@ -47,7 +49,7 @@ def headers_of(message: Message) -> dict[str, Any]:
 def reader_options(options: Mapping[str, str], group: str, isolation: str, more: Mapping[str, Any]) -> dict[str, Any]:
     """Return the options of a consumer that reads assigned partitions, and always from their leaders."""
     return {
-        **options,
+        **complete(options),
         # A follower in the reader's own rack may lag behind the leader.
         "client.rack": "",
         "group.id": group,

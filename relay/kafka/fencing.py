@@ -8,6 +8,7 @@ from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
+from outbox._app.kafka_clients import complete
 from outbox.errors import ConfigurationError
 from relay.kafka.client import silent, text_of
 from relay.ports import BrokerUnavailable, IdBusy
@@ -98,7 +99,7 @@ def short_lived_producer(options: Mapping[str, Any], transactional_id: str) -> P
         "retry.backoff.max.ms": "500",
     }
     try:
-        return Producer(values, logger=silent())
+        return Producer(complete(values), logger=silent())
     except KafkaException as error:
         raise ConfigurationError(f"Kafka options: {text_of(error)}") from error
 

@@ -12,6 +12,7 @@ from typing import Any, Final, NamedTuple, cast
 from confluent_kafka import OFFSET_INVALID, IsolationLevel, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
+from outbox._app.kafka_clients import complete
 from relay.kafka.client import silent
 
 _SECONDS: Final = 10.0
@@ -137,4 +138,4 @@ class Offsets:
         return found
 
     def _new_admin(self) -> AdminClient:
-        return AdminClient(dict(self._options), logger=silent())
+        return AdminClient(complete(self._options), logger=silent())

@@ -14,6 +14,7 @@ from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
+from outbox._app.kafka_clients import complete
 from outbox.errors import ConfigurationError
 from outbox.event import DEAD_LETTER
 from relay.failpoints import failpoint
@@ -111,7 +112,7 @@ class BatchProducer:
             # Callbacks only for failures: one per message would cost a large part of the time to send it.
             self.producer = Producer(
                 {
-                    **options,
+                    **complete(options),
                     "delivery.report.only.error": not record_offsets,
                     "error_cb": weak_callback(self._on_error),
                 },

@@ -30,6 +30,7 @@ from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewTopic
 
+from outbox._app.kafka_clients import complete
 from outbox.errors import ConfigurationError
 from relay.kafka.client import create_topic, is_end, partitions_text, reader_options, silent, text_of
 from relay.kafka.offsets import Offsets, Partition, Undecided
@@ -89,7 +90,7 @@ class StateTopic:
         with self._lock:
             if self._checked >= lanes:
                 return
-            admin = AdminClient(dict(self._options), logger=silent())
+            admin = AdminClient(complete(self._options), logger=silent())
             try:
                 self._require(admin, lanes)
             except KafkaException as error:

@@ -38,6 +38,7 @@ from confluent_kafka.admin import (  # type: ignore[attr-defined]
 )
 from confluent_kafka.cimpl import NewTopic
 
+from outbox._app.kafka_clients import complete
 from outbox.errors import ConfigurationError
 from relay.kafka.client import create_topic, partitions_text, silent, text_of
 from relay.ports import BrokerUnavailable, TopicUnusable
@@ -105,7 +106,7 @@ class Topics:
         held: Callable[[], AbstractSet[str]] = frozenset,
     ) -> None:
         try:
-            self._admin = AdminClient(dict(options), logger=silent())
+            self._admin = AdminClient(complete(options), logger=silent())
         except KafkaException as error:
             raise ConfigurationError(f"Kafka options: {text_of(error)}") from error
         self._create = create

@@ -12,6 +12,7 @@ from typing import Any, Final
 from confluent_kafka import TopicCollection
 from confluent_kafka.admin import AclOperation, AdminClient, ConfigResource  # type: ignore[attr-defined]
 
+from outbox._app.kafka_clients import complete
 from outbox._app.settings import client_options
 from relay.config import Delivery, Settings, delivery_seconds, state_topic_name
 from relay.kafka.client import silent
@@ -33,7 +34,7 @@ def check_kafka(
     settings: Settings, options: Mapping[str, str], lanes: int, consumed: Sequence[str]
 ) -> Iterator[Finding]:
     """Check the brokers, the topics, and the transactions open in them."""
-    admin = AdminClient(dict(client_options(settings)), logger=silent())
+    admin = AdminClient(complete(client_options(settings)), logger=silent())
     metadata = admin.list_topics(timeout=_SECONDS)
     brokers = len(metadata.brokers)
     yield Finding(Level.OK, "Kafka", f"{brokers} broker{'s' if brokers != 1 else ''} at {settings.require_kafka()}")

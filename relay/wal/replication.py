@@ -20,6 +20,7 @@ import psycopg
 from psycopg import errors, sql
 from psycopg.pq import ExecStatus
 
+from outbox._app.credentials import password_for
 from outbox.errors import SchemaError
 from outbox.urls import display_url, libpq_url
 from relay.database import NOTICE_DEAD_HOSTS
@@ -90,6 +91,7 @@ class Replication:
                 replication="database",
                 application_name=application_name,
                 **NOTICE_DEAD_HOSTS,
+                **password_for(self._url),
             )
         self._pgconn = self._connection.pgconn
         # Not select(), which takes no descriptor above 1023; a relay can have more.

@@ -15,6 +15,7 @@ from typing import Any, Final
 from confluent_kafka import OFFSET_INVALID, Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec  # type: ignore[attr-defined]
 
+from outbox._app.kafka_clients import complete
 from spark_jobs.driver.planner import Extent
 from spark_jobs.errors import ConsumerError
 from spark_jobs.model import Partition
@@ -77,7 +78,7 @@ class KafkaView:
         self._logger.setLevel(logging.CRITICAL + 1)
         # Refusals arrive by callback: a request that no broker authorizes only times out.
         self._refusals: deque[KafkaError] = deque(maxlen=1)
-        settings: dict[str, Any] = {**options, "error_cb": functools.partial(_keep_refusal, self._refusals)}
+        settings: dict[str, Any] = {**complete(options), "error_cb": functools.partial(_keep_refusal, self._refusals)}
         self._admin = AdminClient(settings, logger=self._logger)
         self._committers: dict[str, _PositionCommitter] = {}
 
@@ -243,7 +244,7 @@ class _PositionCommitter:
             "session.timeout.ms": 6000,
             "on_commit": self._answered,
         }
-        self._consumer = Consumer({**options, **own}, logger=logger)
+        self._consumer = Consumer({**complete(options), **own}, logger=logger)
 
     def show(self, offsets: Mapping[Partition, int], seconds: float) -> str | None:
         positions = [TopicPartition(topic, part, offset) for (topic, part), offset in sorted(offsets.items())]

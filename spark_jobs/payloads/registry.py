@@ -48,6 +48,9 @@ class Registry:
     def __post_init__(self) -> None:
         if not self.url.strip():
             raise JobError("registry: must be a URL")
+        # Anywhere: a password may have the characters that end the part of an address in which it stands.
+        if "@" in self.url:
+            raise JobError('registry: credentials belong into options["basic.auth.user.info"], not into the URL')
 
     def client(self, form: str | None = None) -> Client:
         """Return this process's client of the registry. ``form``: "serialized" for Protobuf."""

@@ -37,6 +37,7 @@ import psycopg
 from psycopg import errors, pq, sql
 from psycopg.conninfo import conninfo_to_dict
 
+from outbox._app.credentials import password_for
 from outbox.urls import libpq_url
 from spark_jobs.patience import asking
 
@@ -83,7 +84,11 @@ def connect(
     options: dict[str, Any] = {key: value for key, value in NOTICE_DEAD_HOSTS.items() if key not in given}
     if connect_seconds is not None:
         options["connect_timeout"] = connect_seconds
-    begin = functools.partial(
+
+    def begin() -> psycopg.Connection[Any]:
+        return open_it(**password_for(address))
+
+    open_it = functools.partial(
         psycopg.connect,
         address,
         autocommit=autocommit,

@@ -25,6 +25,7 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Final, Literal
 
+from outbox._app import credentials
 from outbox.event import TRACEPARENT, TRACESTATE
 from spark_jobs.dedup.strategies import WHOLE_TIMES, Fingerprint, OffsetsOnly, Strategy, uuid8
 from spark_jobs.effects.produce import Traced
@@ -366,12 +367,18 @@ def in_tasks(
     time.
     """
     environment = rows.sparkSession.sparkContext.environment
+    # Workers load no settings.
+    chosen = credentials.chosen()
+    provider = {credentials.VARIABLE: chosen} if chosen and credentials.VARIABLE not in environment else {}
     with _MAKING:
         environment[_OWN_WORKERS] = pool
+        environment |= provider
         try:
             return rows.mapInArrow(functools.partial(task.in_worker, function), schema)
         finally:
             del environment[_OWN_WORKERS]
+            for name in provider:
+                del environment[name]
 
 
 def _plain(kind: str) -> str | None:

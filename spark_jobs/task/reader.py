@@ -33,6 +33,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import orjson
 
+from outbox._app.kafka_clients import complete
 from spark_jobs.errors import ConsumerUnavailable, InputCut, JobError
 from spark_jobs.model import Partition, Range
 from spark_jobs.patience import at_most, silent
@@ -169,7 +170,11 @@ class RangeReader:
         logger.setLevel(logging.CRITICAL + 1)
         try:
             self._consumer: Consumer = Consumer(
-                {**settings.librdkafka(), "stats_cb": _weakly(self._progress), "error_cb": _weakly(self._hear)},
+                {
+                    **complete(settings.librdkafka()),
+                    "stats_cb": _weakly(self._progress),
+                    "error_cb": _weakly(self._hear),
+                },
                 logger=logger,
             )
         except KafkaException as error:

@@ -27,6 +27,7 @@ from docs_support import DOCS, ROOT, Block, blocks, generator, inline
 from typer.core import TyperGroup
 
 from outbox._app.prometheus import Check
+from outbox.credentials import Credential, CredentialRequest
 from relay.cli import trace
 from relay.cli.app import app
 from relay.cli.demo.ledger import Reconciliation
@@ -56,6 +57,7 @@ DECLARED = {
     "docs/guides/pipelines.md": {},
     "docs/guides/strategies.md": {},
     "docs/operations/migrations.md": {"metadata": sa.MetaData()},
+    "docs/operations/secrets.md": {"password_of": lambda host, user: "p", "token_for_kafka": lambda: "t"},
 }
 """Pages whose Python needs no server, and what it finds defined. It is run here, block by block."""
 
@@ -142,7 +144,11 @@ def test_declarations_hold(page, monkeypatch):
     for block in blocks("python"):
         if block.page == page:
             exec(compile("\n" * (block.line - 1) + block.text, block.page, "exec", dont_inherit=True), namespace)
-    assert "job" in namespace or "outbox.events" in namespace["metadata"].tables
+    if provider := namespace.get("credentials"):
+        answers = [provider(CredentialRequest("postgres")), provider(CredentialRequest("kafka"))]
+        assert [(type(one), one.secret) for one in answers] == [(Credential, "p"), (Credential, "t")]
+    else:
+        assert "job" in namespace or "outbox.events" in namespace["metadata"].tables
 
 
 # --- Commands

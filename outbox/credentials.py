@@ -1,0 +1,58 @@
+"""The hook for short-lived credentials: what ``OUTBOX_CREDENTIALS=package.module:function`` names.
+
+    from outbox.credentials import Credential, CredentialRequest
+
+    def credentials(request: CredentialRequest) -> Credential: ...
+
+docs/operations/secrets.md has examples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+
+@dataclass(frozen=True, slots=True)
+class CredentialRequest:
+    """What a credential is asked for.
+
+    purpose   "postgres": the password of a new connection. "kafka": a token for SASL/OAUTHBEARER.
+    host      of Postgres, as it stands in the URL (with several hosts, all of them); for Kafka the bootstrap servers.
+    port      of Postgres, as text; several as in the URL.
+    user      of Postgres.
+    database  of Postgres.
+
+    What does not apply, or does not stand in the URL, is empty.
+    """
+
+    purpose: Literal["postgres", "kafka"]
+    host: str = ""
+    port: str = ""
+    user: str = ""
+    database: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Credential:
+    """A password or a token.
+
+    secret      it; never shown.
+    expires_at  the token's end in Unix seconds: a new one is asked for before that. Required for Kafka, not used for
+                Postgres, where each connection asks anew.
+    principal   the name of the token's user for Kafka's log.
+    extensions  SASL extensions that are sent with the token.
+    """
+
+    secret: str = field(repr=False)
+    expires_at: float | None = None
+    principal: str = ""
+    extensions: Mapping[str, str] = field(default_factory=dict)
+
+
+class CredentialProvider(Protocol):
+    """The function that ``OUTBOX_CREDENTIALS`` names. It may be called from several threads."""
+
+    def __call__(self, request: CredentialRequest, /) -> Credential:
+        """Return a credential. What it raises counts as an outage of the server, which is tried again."""
