@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Final, ParamSpec, TypeVar
 
 import orjson
 import typer
@@ -31,10 +32,10 @@ def failing_clearly(command: Callable[P, R]) -> Callable[P, R]:
         try:
             return command(*args, **kwargs)
         except ConfigurationError as error:
-            typer.echo(f"outbox: {error}", err=True)
+            say(f"outbox: {error}", err=True)
             raise typer.Exit(2) from None
         except OutboxError as error:
-            typer.echo(f"outbox: {error}", err=True)
+            say(f"outbox: {error}", err=True)
             raise typer.Exit(1) from None
 
     return wrapper
@@ -53,13 +54,28 @@ def require_choice(ids: Sequence[object] | None, everything: bool, these: str, s
 
 
 def print_json(values: Mapping[str, Any], *, indented: bool = False) -> None:
-    """Print one object on a line of its own, or ``indented`` on several."""
-    typer.echo(orjson.dumps(values, option=orjson.OPT_INDENT_2 if indented else None).decode())
+    """Print one object on a line of its own, or ``indented`` on several. Unprintable characters are escaped."""
+    text = orjson.dumps(values, option=orjson.OPT_INDENT_2 if indented else None).decode()
+    # Outside of strings there are only ASCII characters; what is escaped means the same.
+    typer.echo(_UNPRINTABLE.sub(lambda found: found[0] if found[0].isprintable() else _as_json(found[0]), text))
+
+
+_UNPRINTABLE: Final = re.compile(r"[^\n -~]")
+
+
+def _as_json(char: str) -> str:
+    units = char.encode("utf-16-be")
+    return "".join(f"\\u{int.from_bytes(units[at : at + 2]):04x}" for at in range(0, len(units), 2))
 
 
 def printable(text: str) -> str:
     """Return a text with control characters escaped, so that what others wrote can't affect a terminal."""
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in text)
+
+
+def say(text: str, *, err: bool = False) -> None:
+    """Print lines of text that may hold what others wrote: keys, errors, names. Only line ends affect the terminal."""
+    typer.echo("\n".join(map(printable, text.split("\n"))), err=err)
 
 
 def table_console() -> Console:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json
+from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, printable
 from relay.config import load
 
 
@@ -25,6 +25,7 @@ def doctor(
     """
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     from relay.operations.doctor import examine
     from relay.operations.findings import Level
@@ -39,7 +40,8 @@ def doctor(
         table = Table("", "about", "found", "what to do", show_lines=True)
         colours = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
         for finding in findings:
-            table.add_row(f"[{colours[finding.level]}]{finding.level}[/]", finding.about, finding.found, finding.do)
+            texts = (Text(printable(text)) for text in (finding.about, finding.found, finding.do))
+            table.add_row(Text(finding.level, style=colours[finding.level]), *texts)
         Console().print(table)
     if any(finding.level is Level.FAILURE for finding in findings):
         raise typer.Exit(1)

@@ -11,7 +11,7 @@ from uuid import UUID
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, require_choice, require_reason
+from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, require_choice, require_reason, say
 from outbox.errors import ConfigurationError
 from relay.config import load
 
@@ -46,12 +46,12 @@ def list_failures(
         return
     for failure in failures:
         event_type = failure["event_type"] or "?"
-        typer.echo(
+        say(
             f"{failure['event_id']}  {failure['aggregate_type']}/{failure['aggregate_id']}  {event_type}  "
             f"{failure['state']}, {failure['attempts']} attempts: {failure['last_error']}"
         )
     if not failures:
-        typer.echo("no failed events")
+        say("no failed events")
 
 
 @app.command()
@@ -94,7 +94,7 @@ def retry(
     if as_json:
         print_json({"retried": ids, "locked": done.locked})
     else:
-        typer.echo(f"{len(ids)} events will be tried again")
+        say(f"{len(ids)} events will be tried again")
     _all_found(event_ids, ids, done.locked)
 
 
@@ -125,7 +125,7 @@ def discard(
     if as_json:
         print_json({"discarded": ids, "locked": gone.locked})
     else:
-        typer.echo(f"{len(ids)} events were discarded")
+        say(f"{len(ids)} events were discarded")
     _all_found(event_ids, ids, gone.locked)
 
 
@@ -158,14 +158,14 @@ def replay(
         archive = Replay(connection, schema)
         found = archive.count(chosen)
         if not as_json and not (found["events"] or found["too_large"]):
-            typer.echo("no archived events match")
+            say("no archived events match")
         elif not as_json:
-            typer.echo(
+            say(
                 f"{found['events']} events of {found['keys']} keys, published {found['first']} to {found['last']}, "
                 f"to {', '.join(filter(None, found['topics'] or [])) or 'no known topic'}"
             )
             if found["too_large"]:
-                typer.echo(f"{found['too_large']} more are too large to be marked and will not be sent")
+                say(f"{found['too_large']} more are too large to be marked and will not be sent")
         if dry_run or not found["events"]:
             sent = 0
         else:
@@ -175,7 +175,7 @@ def replay(
     if as_json:
         print_json(_plain(found) | {"dry_run": dry_run, "sent": sent})
     elif sent:
-        typer.echo(f"{sent} events are in the outbox again")
+        say(f"{sent} events are in the outbox again")
 
 
 def _utc(time: dt.datetime | None) -> dt.datetime | None:
@@ -212,7 +212,7 @@ def _progress(done_word: str, letters: DeadLetters, selection: Selection, *, dis
 
     def show(done: int) -> None:
         if done < total:
-            typer.echo(f"{done:,} of {total:,} {done_word}", err=True)
+            say(f"{done:,} of {total:,} {done_word}", err=True)
 
     return show
 
@@ -222,7 +222,7 @@ def _print_counts(counts: Mapping[str, int], done_word: str, as_json: bool) -> N
         print_json({"dry_run": True, **counts})
         return
     names = {"dead": "dead letters", "waiting": "waiting events", "without_event": "rows whose event was deleted"}
-    typer.echo(f"would be {done_word}: " + ", ".join(f"{count:,} {names[name]}" for name, count in counts.items()))
+    say(f"would be {done_word}: " + ", ".join(f"{count:,} {names[name]}" for name, count in counts.items()))
 
 
 def _all_found(asked: Sequence[UUID] | None, found: Sequence[str], locked: Sequence[str]) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, require_reason
+from outbox._app.console import AsJson, DatabaseUrl, failing_clearly, print_json, require_reason, say
 from outbox.errors import ConfigurationError
 from relay.config import SourceKind, load
 
@@ -162,31 +162,31 @@ def reconcile(
 
 def _print_findings(findings: Findings, repaired: Sequence[LaneState], *, apply: bool) -> None:
     for state in findings.lanes:
-        typer.echo(
+        say(
             f"lane {state.lane}: last_batch {state.last_batch}, marker {state.marker_batch}, {state.rows} events "
             f"in the outbox: {state.problem or 'as it should be'}"
         )
         if state.problem is not None and not apply:
-            typer.echo(
+            say(
                 f"  {state.found} of them stand on Kafka already: settle these, write a fresh marker, and go "
                 f"on with batch {state.next_batch + 1}"
             )
     for part in findings.hanging:
-        typer.echo(
+        say(
             f"{part.topic} partition {part.partition}: readers in read_committed wait at offset {part.stable} for "
             f"the end of a transaction. {part.events} events may be in it; the outbox still has the rows of "
             f"{part.held}"
         )
         if not apply:
-            typer.echo(
+            say(
                 "  abort it, and publish them again"
                 if part.held == part.events
                 else f"  to abort it loses the others; it is left alone. {part.way_out}"
             )
     for state in repaired:
-        typer.echo(f"lane {state.lane}: repaired, {state.found} events settled, {state.rows} to be published")
+        say(f"lane {state.lane}: repaired, {state.found} events settled, {state.rows} to be published")
     if (findings.problems or findings.hanging) and not apply:
-        typer.echo("Nothing was changed. To do it: outbox relay reconcile --apply --reason '…'")
+        say("Nothing was changed. To do it: outbox relay reconcile --apply --reason '…'")
 
 
 @app.command()
@@ -209,9 +209,9 @@ def release(
     with closing(Connector(settings.require_database(), "outbox relay release")()) as connection:
         freed = release_lane(connection, settings.db_schema, lane, reason or "")
     if freed is None:
-        typer.echo(f"Lane {lane} is free already.")
+        say(f"Lane {lane} is free already.")
     else:
-        typer.echo(f"Lane {lane} is free: {freed.owner} held it until {freed.lease_until}.")
+        say(f"Lane {lane} is free: {freed.owner} held it until {freed.lease_until}.")
 
 
 @app.command()
@@ -232,13 +232,13 @@ def wait(
     with closing(Connector(settings.require_database(), "outbox relay wait")()) as connection:
         left = wait_until_published(connection, settings.db_schema, seconds)
     if left:
-        typer.echo(
+        say(
             f"{left} events are not published after {seconds:g} s. Is a relay running, and can it reach Kafka? See "
             "`outbox dead-letters list` and `outbox doctor`",
             err=True,
         )
         raise typer.Exit(1)
-    typer.echo("Every event is published.")
+    say("Every event is published.")
 
 
 @app.command()
@@ -268,13 +268,11 @@ def switch(
         cdc = Cdc(connection, slot_names(settings))
         switched = cdc.switch(to, wait_seconds=wait_seconds, leave_messages=leave_messages, reason=reason)
         slot_there = cdc.status().slot.there
-    typer.echo(f"Every lane is read from {to} now." if switched else f"Every lane was read from {to} already.")
+    say(f"Every lane is read from {to} now." if switched else f"Every lane was read from {to} already.")
     if switched:
-        typer.echo(f"Relays with OUTBOX_SOURCE={to} take the lanes up as soon as the others have let go of them.")
+        say(f"Relays with OUTBOX_SOURCE={to} take the lanes up as soon as the others have let go of them.")
     if to is SourceKind.POLLING and slot_there:
-        typer.echo(
-            f"The slot {settings.wal.slot!r} keeps WAL all the same: `outbox cdc drop`, unless you go back soon."
-        )
+        say(f"The slot {settings.wal.slot!r} keeps WAL all the same: `outbox cdc drop`, unless you go back soon.")
 
 
 @app.command()

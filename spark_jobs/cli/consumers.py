@@ -16,6 +16,7 @@ from outbox._app.console import (
     printable,
     require_choice,
     require_reason,
+    say,
     table_console,
 )
 from spark_jobs.cli.names import load
@@ -49,7 +50,7 @@ def groups(database_url: SinkUrl = None, group: _Group = None, as_json: AsJson =
     if as_json:
         print_json({"groups": [{"group": row.pop("grp"), **row} for row in rows]})
     elif not rows:
-        typer.echo("no groups")
+        say("no groups")
     else:
         _show_groups(rows)
 
@@ -75,14 +76,14 @@ def list_dead_letters(
     for row in rows:
         key = "" if row["key"] is None else f"  key {printable(row['key'])}"
         attempts = f"{row['attempts']} attempt{'s' if row['attempts'] > 1 else ''}"
-        typer.echo(
+        say(
             f"{row['id']}  {row['group']}  {_at(row)}{key}  {row['reason']}, {row['state']}, {attempts}: "
             f"{printable(row['error'])}"
         )
     if len(rows) == limit:
-        typer.echo(f"no more than {limit} are shown; see --limit")
+        say(f"no more than {limit} are shown; see --limit")
     if not rows:
-        typer.echo("no dead letters")
+        say("no dead letters")
 
 
 @app.command(hidden=True)
@@ -121,14 +122,14 @@ def retry(
     if as_json:
         print_json({"retried": found})
     elif not rows:
-        typer.echo("no dead letters are to be tried again")
+        say("no dead letters are to be tried again")
     else:
         groups = sorted({row["grp"] for row in rows})
         by = groups[0] if len(groups) == 1 else f"each of the {len(groups)} groups"
-        typer.echo(f"{_messages(len(rows))} will be tried again by the next round of {by}")
+        say(f"{_messages(len(rows))} will be tried again by the next round of {by}")
         more = len(set(found) - set(ids)) if ids else 0
         if more:
-            typer.echo(f"{more} of them because they are of the same keys, whose order is kept")
+            say(f"{more} of them because they are of the same keys, whose order is kept")
     _all_found(ids, found)
 
 
@@ -154,9 +155,9 @@ def discard(
     if as_json:
         print_json({"discarded": gone, "retried": list(done.freed)})
     else:
-        typer.echo(f"{_messages(len(gone))} {'was' if len(gone) == 1 else 'were'} discarded")
+        say(f"{_messages(len(gone))} {'was' if len(gone) == 1 else 'were'} discarded")
         if done.freed:
-            typer.echo(f"{_messages(len(done.freed))} that waited behind will be tried by the next round")
+            say(f"{_messages(len(done.freed))} that waited behind will be tried by the next round")
     _all_found(ids, gone)
 
 
@@ -207,14 +208,14 @@ def _show_groups(rows: Sequence[dict[str, Any]]) -> None:
         dead = f"{row['dead_letters']:,}" + (f" + {row['retrying']:,} to retry" if row["retrying"] else "")
         moved = "-" if row["updated_at"] is None else f"{row['updated_at']:%Y-%m-%d %H:%M:%S %Z}"
         shown = ["-" if count is None else f"{count:,}" for count in counts]
-        table.add_row(*(Text(cell) for cell in (row["grp"], place, *shown, dead, moved)))
+        table.add_row(*(Text(printable(cell)) for cell in (row["grp"], place, *shown, dead, moved)))
     console = table_console()
     console.print(table)
     for row in {row["grp"]: row for row in rows}.values():
         taken = (
             f"generation {row['generation']}, taken over by {row['owner']} at {row['taken_at']:%Y-%m-%d %H:%M:%S %Z}"
         )
-        console.print(f"{row['grp']}: {taken}", markup=False)
+        console.print(printable(f"{row['grp']}: {taken}"), markup=False)
 
 
 def _at(row: dict[str, Any]) -> str:

@@ -12,7 +12,7 @@ from uuid import UUID
 
 import typer
 
-from outbox._app.console import AsJson, SinkUrl, failing_clearly, print_json, require_choice, require_reason
+from outbox._app.console import AsJson, SinkUrl, failing_clearly, print_json, require_choice, require_reason, say
 from outbox.errors import ConfigurationError
 from spark_jobs.cli.ending import obey_signals
 from spark_jobs.cli.names import load
@@ -76,7 +76,7 @@ def run(
     if as_json:
         print_json(figures)
     else:
-        typer.echo(
+        say(
             f"{figures['name']}: {figures['confirmed']} confirmed, {figures['cancelled']} cancelled, "
             f"{figures['stuck']} stuck, in {figures['attempts']} attempts"
         )
@@ -105,12 +105,12 @@ def list_reservations(
     for row in rows:
         doubt = ", may have happened" if row["unsure"] else ""
         behind = f", {row['waiting_behind']} wait behind it" if row["waiting_behind"] else ""
-        typer.echo(
+        say(
             f"{row['message_id']}  {row['grp']}/{row['name']}  {row['topic']}-{row['part']} offset "
             f"{row['message_offset']}  {row['state']}{doubt}, {row['attempts']} attempts{behind}: "
             f"{row['conflict'] or row['last_error'] or ''}"
         )
-    typer.echo(", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "no reservations")
+    say(", ".join(f"{count} {state}" for state, count in sorted(counts.items())) or "no reservations")
 
 
 @app.command()
@@ -176,7 +176,7 @@ def settle(
     if as_json:
         print_json({"message_id": str(message_id), "state": outcome})
     else:
-        typer.echo(f"{message_id} is {outcome}")
+        say(f"{message_id} is {outcome}")
 
 
 @app.command()
@@ -196,7 +196,7 @@ def forget(
     if as_json:
         print_json({"forgotten": count})
     else:
-        typer.echo(f"{count} reservations were deleted")
+        say(f"{count} reservations were deleted")
 
 
 def _external(spec: str, settings: Settings) -> External:
@@ -237,7 +237,7 @@ def _print_result(word: str, ids: Sequence[str], what: str, asked: Sequence[UUID
     if as_json:
         print_json({word: ids})
     else:
-        typer.echo(f"{len(ids)} {what}")
+        say(f"{len(ids)} {what}")
     missing = {str(one) for one in asked or ()} - set(ids)
     if missing:
         from spark_jobs.external.reservations import NoSuchReservation

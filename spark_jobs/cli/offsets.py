@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outbox._app.console import AsJson, SinkUrl, failing_clearly, print_json, require_reason, table_console
+from outbox._app.console import (
+    AsJson,
+    SinkUrl,
+    failing_clearly,
+    print_json,
+    printable,
+    require_reason,
+    say,
+    table_console,
+)
 from outbox._app.settings import client_options
 from outbox.errors import ConfigurationError
 from spark_jobs.cli.names import load
@@ -48,9 +57,9 @@ def show(
         for one in groups:
             _show(one)
         if not groups:
-            typer.echo("no groups")
+            say("no groups")
     if away is not None:
-        typer.echo(f"outbox: {away}", err=True)
+        say(f"outbox: {away}", err=True)
         raise typer.Exit(1)
 
 
@@ -162,31 +171,31 @@ def _print_result(moved: Moved, *, as_json: bool) -> None:
         return
     changing = [one for one in moved.moves if one.changes]
     for one in changing:
-        typer.echo(f"{moved.topic}-{one.part}: {_line(one)}")
+        say(f"{moved.topic}-{one.part}: {_line(one)}")
     if any(one.again for one in changing):
-        typer.echo(
+        say(
             "what was applied is known by its id and dropped, as long as ids are remembered; a job with OffsetsOnly "
             "remembers none, and applies it again"
         )
         if moved.forgotten_before is not None:
-            typer.echo(
+            say(
                 f"messages of days before {moved.forgotten_before} whose ids are not known any more become dead "
                 "letters (too-old)"
             )
     if moved.dry_run:
         if any(one.skipped for one in changing):
-            typer.echo("this needs --skip")
-        typer.echo("nothing was changed: --dry-run" if changing else "nothing would change")
+            say("this needs --skip")
+        say("nothing was changed: --dry-run" if changing else "nothing would change")
     elif moved.generation is None:
-        typer.echo("nothing to change")
+        say("nothing to change")
     else:
         losses = f", {len(moved.accepted)} losses accepted" if moved.accepted else ""
-        typer.echo(
+        say(
             f"{moved.group} is in generation {moved.generation} now{losses}; a consumer that was running is fenced: "
             "start it again"
         )
     if moved.unshown is not None:
-        typer.echo(f"outbox: Kafka's own tools show it only after the next round: {moved.unshown}", err=True)
+        say(f"outbox: Kafka's own tools show it only after the next round: {moved.unshown}", err=True)
 
 
 def _line(one: Move) -> str:
@@ -211,20 +220,20 @@ def _show(group: Group) -> None:
     for column in table.columns[1:7]:
         column.justify = "right"
     for one in group.positions:
-        table.add_row(*(Text(cell) for cell in _cells(one)))
+        table.add_row(*(Text(printable(cell)) for cell in _cells(one)))
     console = table_console()
     taken = f"generation {group.generation}, taken over by {group.owner} at {_time(group.taken_at)}"
-    console.print(f"{group.group}: {taken}", markup=False, highlight=False)
+    console.print(printable(f"{group.group}: {taken}"), markup=False, highlight=False)
     if group.forgotten_before is not None:
         console.print(f"ids of days before {group.forgotten_before} are no longer all remembered", highlight=False)
     if group.positions:
         console.print(table)
     for loss in group.losses:
         found = f"loss {loss['id']}, {loss['kind']}, found at {_time(loss['found_at'])}: {loss['detail']}"
-        console.print(found, markup=False, highlight=False)
+        console.print(printable(found), markup=False, highlight=False)
     for topic in sorted({loss["topic"] for loss in group.losses}):
         command = f"outbox offsets reset {group.group} --topic {topic} --to loss --reason …"
-        console.print(f"accept: {command}", markup=False, highlight=False)
+        console.print(printable(f"accept: {command}"), markup=False, highlight=False)
 
 
 def _cells(one: Position) -> list[str]:
