@@ -187,13 +187,17 @@ def dotted(options: object) -> object:
     }
 
 
+# Without enable.ssl.certificate.verification a client would not refuse what another one refuses.
+_CONNECTING: Final = ("security.", "ssl.", "sasl.", "https.", "client.", "socket.", "enable.ssl.")
+
+
 def client_options(settings: SharedSettings) -> dict[str, str]:
     """Return the options that any Kafka client needs to reach the brokers: addresses and credentials, no tuning."""
     settings.require_kafka()
     return {
         name: value
         for name, value in settings.kafka.items()
-        if name == "bootstrap.servers" or name.startswith(("security.", "ssl.", "sasl.", "client.", "socket."))
+        if name == "bootstrap.servers" or name.startswith(_CONNECTING)
     }
 
 

@@ -63,6 +63,7 @@ class HttpCall:
     def __post_init__(self) -> None:
         if isinstance(self.url, str):
             _target(self.url)
+        _require_verifying(self.tls)
 
     def __call__(self, call: Call) -> Any:
         """Make the request. Returns the response; raises Refused, TryLater or OutcomeUnknown."""
@@ -119,6 +120,9 @@ class HttpAsk:
     found: Callable[[Any], bool] = bool
     tls: ssl.SSLContext | None = None
 
+    def __post_init__(self) -> None:
+        _require_verifying(self.tls)
+
     def __call__(self, call: Call) -> Done | None:
         """Ask. Returns Done, or None for nothing; raises Refused, TryLater or OutcomeUnknown."""
         request = HttpCall(self.url, None, self.headers, "GET", tls=self.tls)
@@ -128,6 +132,14 @@ class HttpAsk:
         if status in {404, 410}:
             return None
         raise _failure(status, body, retry_after)
+
+
+def _require_verifying(tls: ssl.SSLContext | None) -> None:
+    if tls is not None and (tls.verify_mode is not ssl.CERT_REQUIRED or not tls.check_hostname):
+        raise JobError(
+            "tls: the context must verify the provider's certificate and host name; for an authority of your own use "
+            "ssl.create_default_context(cafile=…)"
+        )
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,71 @@
+"""No client of ours can be told not to verify the server that it talks to."""
+
+from __future__ import annotations
+
+import ssl
+
+import pytest
+from typer.testing import CliRunner
+
+from outbox._app.settings import client_options
+from outbox.errors import ConfigurationError
+from relay.cli.app import app
+from relay.config import load
+from relay.kafka.fencing import short_lived_producer
+from relay.kafka.state_topic import StateTopic
+from relay.kafka.topics import Topics
+from spark_jobs.driver.kafka_admin import KafkaView
+from spark_jobs.errors import JobError
+from spark_jobs.external.http_call import HttpAsk, HttpCall
+from spark_jobs.task.reader import RangeReader, ReaderSettings
+
+OFF = [
+    ("enable.ssl.certificate.verification", "false"),
+    ("enable.ssl.certificate.verification", "FALSE"),
+    ("ssl.endpoint.identification.algorithm", "none"),
+    ("ssl.endpoint.identification.algorithm", "None"),
+]
+CLIENTS = {
+    "topics": lambda options: Topics(options, create=False),
+    "state topic": lambda options: StateTopic(options, "state", replication=1).require(1),
+    "fencing": lambda options: short_lived_producer(options, "id"),
+    "driver": KafkaView,
+    "task": lambda options: RangeReader(ReaderSettings(options, "g", patience_seconds=1.0)),
+}
+
+
+@pytest.mark.parametrize(("name", "value"), OFF)
+@pytest.mark.parametrize("client", CLIENTS)
+def test_a_client_of_kafka_that_would_not_verify_is_refused(client, name, value):
+    options = {"bootstrap.servers": "127.0.0.1:1", "security.protocol": "SSL", name: value}
+    with pytest.raises(ConfigurationError, match=f"kafka option {name}={value} would turn off the verification"):
+        CLIENTS[client](options)
+
+
+@pytest.mark.parametrize(("name", "value"), OFF)
+@pytest.mark.parametrize("command", ["relay run", "doctor", "offsets show"])
+def test_a_command_says_so_in_one_line(monkeypatch, outbox_postgres, command, name, value):
+    monkeypatch.setenv("OUTBOX_DATABASE_URL", outbox_postgres.url)
+    monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", "127.0.0.1:1")
+    monkeypatch.setenv(f"OUTBOX_KAFKA__{name.replace('.', '_').upper()}", value)
+    done = CliRunner().invoke(app, command.split())
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
+    assert f"{name}={value} would" in done.stderr
+
+
+def test_every_client_gets_the_authorities_of_brokers_and_of_what_is_asked_over_https():
+    given = {"ssl.ca.location": "a.pem", "https.ca.location": "b.pem", "linger.ms": "1", "bootstrap.servers": "h:1"}
+    options = client_options(load(kafka=given))
+    assert options == {name: value for name, value in given.items() if name != "linger.ms"}
+
+
+@pytest.mark.parametrize("kind", [HttpCall, HttpAsk])
+def test_a_provider_that_would_not_be_verified_is_refused(kind):
+    unverified = ssl.create_default_context()
+    unverified.check_hostname = False
+    with pytest.raises(JobError, match="must verify the provider's certificate and host name"):
+        kind("https://h/x", tls=unverified)
+    unverified.verify_mode = ssl.CERT_NONE
+    with pytest.raises(JobError, match="must verify"):
+        kind("https://h/x", tls=unverified)
+    kind("https://h/x", tls=ssl.create_default_context())
