@@ -25,6 +25,7 @@ from relay.operations.doctor_postgres import (
     has_consumers,
     lane_sources,
 )
+from relay.operations.doctor_transport import check_transport
 from relay.operations.findings import Finding, Level
 from relay.operations.guarantee import Strategy, guarantee
 from relay.operations.isolation import alone
@@ -80,6 +81,7 @@ class _Known:
 
 
 def _checks(settings: Settings, options: Mapping[str, str], sink_url: str | None, known: _Known) -> Iterator[Finding]:
+    yield from alone("transport", partial(check_transport, settings))
     yield from alone("Postgres", partial(_outbox, settings, known))
     yield from alone("Postgres of the sink" if sink_url else "consumers", partial(_sink, settings, sink_url, known))
     lanes = sum(map(len, known.lanes.values()))
