@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeVar
 
 from spark_jobs.dedup.strategies import Dedup, Fingerprint, Strategy, Version
 from spark_jobs.effects.mapped import Insert, Upsert
-from spark_jobs.errors import JobError
+from spark_jobs.errors import JobError, NoSuchJob
 from spark_jobs.payloads.decoding import PROBLEM, Decoder, decoder_of
 from spark_jobs.payloads.limited import Limited
 
@@ -187,21 +187,21 @@ class ConsumerJob:
 
 
 def find_job(spec: str) -> ConsumerJob:
-    """Import ``MODULE:NAME`` and return the ConsumerJob there. Raises JobError saying what is missing."""
+    """Import ``MODULE:NAME`` and return the ConsumerJob there. Raises NoSuchJob saying what is missing."""
     return find_declared(spec, ConsumerJob, "name the job as MODULE:NAME, as in spark_jobs.order_totals:job")
 
 
 def find_declared(spec: str, kind: type[Declared], usage: str) -> Declared:
-    """Import ``MODULE:NAME`` and return what is declared there. Raises JobError with ``usage``, or what is missing."""
+    """Import ``MODULE:NAME`` and return what is declared there. Raises NoSuchJob with ``usage``, or what is missing."""
     module_name, separator, name = spec.partition(":")
     if not separator or not module_name or not name:
-        raise JobError(f"{spec!r}: {usage}")
+        raise NoSuchJob(f"{spec!r}: {usage}")
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
-        raise JobError(f"{spec!r}: there is no module {error.name}; run from its folder or set PYTHONPATH") from error
+        raise NoSuchJob(f"{spec!r}: there is no module {error.name}; run from its folder or set PYTHONPATH") from error
     found = getattr(module, name, None)
     if not isinstance(found, kind):
         article = "an" if kind.__name__[0] in "AEIOU" else "a"
-        raise JobError(f"{spec!r}: {name} in {module_name} is {type(found).__name__}, not {article} {kind.__name__}")
+        raise NoSuchJob(f"{spec!r}: {name} in {module_name} is {type(found).__name__}, not {article} {kind.__name__}")
     return found
