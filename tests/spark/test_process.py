@@ -200,6 +200,6 @@ def test_clear_errors_for_what_can_not_work(outbox_postgres, outbox_kafka):
     status, text = run("spark_jobs.order_totals:job")
     assert (status, "--once" in text) == (2, True)
     status, text = run("spark_jobs.order_totals:nothing", "--once")
-    assert (status, "not a ConsumerJob" in text) == (1, True)
+    assert (status, "not a ConsumerJob" in text) == (2, True)
     status, text = run("no_such_module:job", "--once")
     assert (status, "no module no_such_module" in text) == (2, True)
