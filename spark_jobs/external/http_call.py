@@ -22,7 +22,7 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -47,6 +47,8 @@ class HttpCall:
     key_header   the header with ``call.key``.
     gone_is_done 404 and 410 mean done: for a ``cancel`` of something that does not exist.
     tls          for a custom certificate authority.
+    hosts        with a function as ``url``: the hosts that it may lead to, with a port where only that one is meant. A
+                 request to any other is not made: a message must not choose who gets the headers.
 
     The whole request takes ``call.timeout`` seconds at most. The response is stored as JSON, or as ``{"text": …}`` if
     it is not JSON; at most one mebibyte of it.
@@ -59,10 +61,10 @@ class HttpCall:
     key_header: str = "Idempotency-Key"
     gone_is_done: bool = False
     tls: ssl.SSLContext | None = None
+    hosts: Collection[str] = ()
 
     def __post_init__(self) -> None:
-        if isinstance(self.url, str):
-            _target(self.url)
+        _require_hosts(self.url, self.hosts)
         _require_verifying(self.tls)
 
     def __call__(self, call: Call) -> Any:
@@ -74,7 +76,7 @@ class HttpCall:
 
     def _request(self, call: Call) -> tuple[int, Any, float | None]:
         try:
-            target = _target(self.url if isinstance(self.url, str) else self.url(call))
+            target = _target(self.url) if isinstance(self.url, str) else _allowed(self.url(call), self.hosts)
             content = None if self.body is None else json.dumps(self.body(call)).encode()
             given = self.headers if isinstance(self.headers, Mapping) else self.headers()
         except Exception as error:
@@ -113,25 +115,60 @@ class HttpAsk:
     """An ``ask``: a GET that finds the outcome of a key. 404 and 410: nothing is there; other answers as for HttpCall.
 
     found  decides by the response whether something is there; a search may answer 200 with an empty list.
+    hosts  as for HttpCall.
     """
 
     url: str | Callable[[Call], str]
     headers: Mapping[str, str] | Callable[[], Mapping[str, str]] = field(default_factory=dict)
     found: Callable[[Any], bool] = bool
     tls: ssl.SSLContext | None = None
+    hosts: Collection[str] = ()
 
     def __post_init__(self) -> None:
+        _require_hosts(self.url, self.hosts)
         _require_verifying(self.tls)
 
     def __call__(self, call: Call) -> Done | None:
         """Ask. Returns Done, or None for nothing; raises Refused, TryLater or OutcomeUnknown."""
-        request = HttpCall(self.url, None, self.headers, "GET", tls=self.tls)
+        request = HttpCall(self.url, None, self.headers, "GET", tls=self.tls, hosts=self.hosts)
         status, body, retry_after = request._request(call)  # noqa: SLF001  of this module
         if 200 <= status < 300:
             return Done(body) if self.found(body) else None
         if status in {404, 410}:
             return None
         raise _failure(status, body, retry_after)
+
+
+def _require_hosts(url: str | Callable[[Call], str], hosts: Collection[str]) -> None:
+    """Check that a fixed address is valid, and that a function's hosts are named. Raises JobError."""
+    if isinstance(url, str):
+        _target(url)
+    if isinstance(hosts, str) or (callable(url) and not hosts):
+        raise JobError(
+            "hosts: must be a list of the hosts that the url's function may lead to, as in ['api.example.com']"
+        )
+    for host in hosts:
+        if not _is_host(host):
+            raise JobError(f"hosts: {host!r} must be a host, or host:port")
+
+
+def _is_host(host: str) -> bool:
+    try:
+        parts = urlsplit(f"//{host}")
+        return parts.netloc == host and bool(parts.hostname) and "@" not in host and (parts.port or 1) > 0
+    except ValueError:
+        return False
+
+
+def _allowed(url: str, hosts: Collection[str]) -> _Target:
+    """Return the request's target. Raises JobError for a host that is not among those named."""
+    target = _target(url)
+    port = target.port or {"https": 443, "http": 80}[target.scheme]
+    for host in hosts:
+        named = urlsplit(f"//{host}")
+        if named.hostname == target.host and named.port in {None, port}:
+            return target
+    raise JobError(f"url: {target.host}:{port} is not among its hosts: {', '.join(sorted(hosts))}")
 
 
 def _require_verifying(tls: ssl.SSLContext | None) -> None:

@@ -6,6 +6,7 @@ import email.utils
 import socket
 import time
 import uuid
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -76,7 +77,7 @@ def test_what_was_never_sent_did_not_happen(provider):
     for client in (
         HttpCall(f"{provider.url}/charges", broken),
         HttpCall(f"{provider.url}/charges", lambda _: object()),
-        HttpCall(lambda _: "ftp://x"),
+        HttpCall(lambda _: "ftp://x", hosts=["x"]),
     ):
         with pytest.raises(TryLater, match="can't be made"):
             client(call("o"))
@@ -85,14 +86,16 @@ def test_what_was_never_sent_did_not_happen(provider):
 
 def test_keys_headers_and_urls_are_what_was_declared(provider):
     client = HttpCall(
-        lambda one: f"{provider.url}/charges?for={one.request['order']}", headers=lambda: {"Idempotency-Key": "mine"}
+        lambda one: f"{provider.url}/charges?for={one.request['order']}",
+        headers=lambda: {"Idempotency-Key": "mine"},
+        hosts=["127.0.0.1"],
     )
     assert client(call("o")) == {"charge": 1}
     assert provider.requests()[0][1:3] == ("/charges?for=o", call("o").key)
-    ask = HttpAsk(lambda one: f"{provider.url}/charges/{one.call_key}")
+    ask = HttpAsk(lambda one: f"{provider.url}/charges/{one.call_key}", hosts=["127.0.0.1"])
     assert ask(call("o")) == Done({"charge": 1})
     assert ask(call("other")) is None
-    assert HttpAsk(lambda one: f"{provider.url}/charges/{one.call_key}", found=lambda _: False)(call("o")) is None
+    assert replace(ask, found=lambda _: False)(call("o")) is None
     provider.tell("cancel o", "404", "404")
     cancelling = {"url": f"{provider.url}/cancel", "body": lambda one: {"order": "o", "key": one.call_key}}
     with pytest.raises(Refused):
@@ -102,6 +105,33 @@ def test_keys_headers_and_urls_are_what_was_declared(provider):
         with pytest.raises(JobError, match="url") as caught:
             HttpCall(url)
         assert "secret" not in str(caught.value)
+
+
+def test_a_message_does_not_choose_the_host(provider):
+    def charge(one: Call) -> str:
+        return str(one.request["order"])
+
+    port = provider.url.rpartition(":")[2]
+    for hosts in (["127.0.0.1"], [f"127.0.0.1:{port}"], ["other.example", "127.0.0.1"]):
+        assert HttpCall(charge, hosts=hosts)(call(f"{provider.url}/charges")) == {"charge": 1}
+    made = len(provider.requests())
+    for hosts, url in (
+        (["api.example"], f"{provider.url}/charges"),
+        (["127.0.0.1:1"], f"{provider.url}/charges"),
+        (["127.0.0.1"], f"http://localhost:{port}/charges"),
+        (["127.0.0.1"], f"http://127.0.0.1@localhost:{port}/charges"),
+        (["127.0.0.1"], f"http://127.0.0.1.example:{port}/charges"),
+        (["127.0.0.1"], "file:///etc/passwd"),
+    ):
+        for one in (HttpCall(charge, hosts=hosts), HttpAsk(charge, hosts=hosts)):
+            with pytest.raises(TryLater, match="nothing was sent"):
+                one(call(url))
+    assert len(provider.requests()) == made
+    for wrong in ((), "127.0.0.1", ["http://127.0.0.1"], ["127.0.0.1/x"], ["u@127.0.0.1"], [""]):
+        with pytest.raises(JobError, match="hosts"):
+            HttpCall(charge, hosts=wrong)
+        with pytest.raises(JobError, match="hosts"):
+            HttpAsk(charge, hosts=wrong)
 
 
 def test_retry_after_as_a_date_is_measured_by_the_servers_clock():

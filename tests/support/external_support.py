@@ -51,7 +51,7 @@ def payments(provider: str, **changes: Any) -> External:
             f"{provider}/cancel", lambda call: {"order": call.request["order"], "key": call.call_key}
         )
     if declared.get("ask") is True:
-        declared["ask"] = HttpAsk(lambda call: f"{provider}/charges/{call.call_key}")
+        declared["ask"] = HttpAsk(lambda call: f"{provider}/charges/{call.call_key}", hosts=["127.0.0.1"])
     return External(**declared)
 
 
