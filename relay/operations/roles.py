@@ -30,6 +30,8 @@ class Kind(StrEnum):
     CONSUMER_MONITOR = "consumer-monitor"
     """`outbox status` and `outbox trace` on the sink's side. No keys, messages, requests or responses; texts of errors,
     which may quote a value."""
+    CONSUMER_PAGE = "consumer-page"
+    """What the operations page shows of the sink's side, keys and messages among it. It changes nothing."""
     EXTERNAL = "external"
     """`outbox external run` and `settle`: the rights of its own SQL come besides. It can't change what is called."""
     MONITOR = "monitor"
@@ -52,7 +54,14 @@ class Kind(StrEnum):
 
 
 _OF_SINK: Final = frozenset(
-    {Kind.CONSUMER, Kind.CONSUMER_OPERATOR, Kind.CONSUMER_MONITOR, Kind.EXTERNAL, Kind.CONSUMER_MIGRATOR}
+    {
+        Kind.CONSUMER,
+        Kind.CONSUMER_OPERATOR,
+        Kind.CONSUMER_MONITOR,
+        Kind.CONSUMER_PAGE,
+        Kind.EXTERNAL,
+        Kind.CONSUMER_MIGRATOR,
+    }
 )
 _OWNERS: Final = frozenset({Kind.MIGRATOR, Kind.CONSUMER_MIGRATOR})
 USUAL: Final = tuple(kind for kind in Kind if kind not in _OF_SINK | _OWNERS)
@@ -116,6 +125,12 @@ TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT, INSERT (what, why, details)", ("audit",)),
     ),
     Kind.CONSUMER_MONITOR: (("SELECT", ("groups", "offsets", "losses", "processed_messages")),),
+    Kind.CONSUMER_PAGE: (
+        (
+            "SELECT",
+            ("groups", "offsets", "processed_messages", "dead_letters", "losses", "reservations", "audit"),
+        ),
+    ),
     Kind.EXTERNAL: (("SELECT", ("reservations",)),),
     Kind.MONITOR: (
         ("SELECT", ("lanes", "relays", "failures", "streams", "pauses")),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mimetypes
 from collections.abc import AsyncIterator, Callable, Collection
 from contextlib import asynccontextmanager
 from functools import partial
@@ -12,8 +13,7 @@ from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
-from starlette.routing import BaseRoute, Mount, Route
-from starlette.staticfiles import StaticFiles
+from starlette.routing import BaseRoute, Route
 
 from outbox.errors import OutboxError
 from relay.config import load
@@ -48,7 +48,8 @@ def create_page(
     settings   the outbox's; None: from the environment and outbox.toml, as for every command.
     sink_url   the consumers' database; None: that of the outbox.
     origins    the addresses that it is reached by, such as http://127.0.0.1:8722; empty: a host application that mounts
-               it has checked the host of each request.
+               it has checked the host of each request, and is reached as its requests say. Behind a proxy that ends
+               TLS they do not say it: then the https address is needed here.
     controls   what a demo offers to be killed and stopped.
 
     A host application mounts it: ``Mount("/outbox", create_page(Access(authenticate=…)))``, and calls
@@ -77,10 +78,10 @@ def create_page(
         routes=[
             *routes,
             Route("/live", _live(sampler)),
-            Mount("/static", StaticFiles(directory=_FOLDER / "static")),
+            *(Route(f"/static/{file.name}", _file(file)) for file in sorted((_FOLDER / "static").iterdir())),
         ],
-        middleware=[Middleware(Guard, access=access, hosts=hosts_of(origins), origins=origins)],
-        exception_handlers={OutboxError: page.failed, Exception: page.broken, 404: page.not_found},
+        middleware=[Middleware(Guard, access=access, hosts=hosts_of(origins), origins=origins, broken=page.broken)],
+        exception_handlers={OutboxError: page.failed, 404: page.not_found},
         lifespan=lifespan,
     )
     app.state.page = page
@@ -96,9 +97,21 @@ def _latency(side: Consumers) -> Latency | None:
     return Latency(found[len(found) // 2], found[int(len(found) * 0.95)]) if found else None
 
 
+def _file(file: Path) -> Callable[[Request], Any]:
+    """Return an endpoint for a small file that is kept in memory: it needs none of the threads that views wait in."""
+    content, kind = file.read_bytes(), mimetypes.guess_type(file.name)[0]
+
+    async def endpoint(_: Request) -> Response:
+        return Response(content, media_type=kind)
+
+    return endpoint
+
+
 def _live(sampler: Sampler) -> Callable[[Request], Any]:
-    async def live(_: Request) -> Response:
+    async def live(request: Request) -> Response:
         """Send an event (server-sent events, WHATWG HTML 9.2) whenever there are new figures."""
+        if request.method == "HEAD":
+            return Response(media_type="text/event-stream")
 
         async def lines() -> AsyncIterator[bytes]:
             async for number in sampler.ticks():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime as dt
+import hmac
 import secrets
 import threading
 from collections import OrderedDict
@@ -11,6 +12,7 @@ from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, Protocol
+from urllib.parse import urlencode
 
 import orjson
 import psycopg
@@ -24,15 +26,19 @@ from outbox import __version__
 from outbox._app.console import printable
 from outbox.errors import ConfigurationError, NotFound, OutboxError
 from relay.config import Payloads, Role, Settings
+from relay.database import unavailable_on_error
 from relay.operations.audit import note
 from relay.page.sampling import Sampler
 from relay.page.security import User, fields_of
 from relay.pipeline.consumers import Consumers
+from relay.pipeline.overview import Overview
 from relay.statements import names_of
 
 log = structlog.get_logger("page")
 
-_NOTES: Final = 100
+_PENDING: Final = 50
+_LONGEST_REASON: Final = 1_000
+_STALE_SECONDS: Final = 15.0
 _LONG: Final = 4_000
 
 NAVIGATION: Final = (
@@ -72,8 +78,13 @@ class Form:
 
     def get(self, name: str) -> str | None:
         """Return a field's value without surrounding spaces; None if it is empty or missing."""
-        found = next((value.strip() for field, value in self.fields if field == name), "")
-        return found or None
+        return (self.exact(name) or "").strip() or None
+
+    def exact(self, name: str) -> str | None:
+        """Return a field's value as it was in our own form; None if it is missing."""
+        found = next((value for field, value in self.fields if field == name), None)
+        # Browsers send line breaks as CRLF.
+        return None if found is None else found.replace("\r\n", "\n")
 
     def all(self, name: str) -> list[str]:
         """Return all values of a field."""
@@ -84,6 +95,8 @@ class Form:
         found = self.get(name)
         if found is None:
             raise ConfigurationError(f"say {what}")
+        if len(found) > _LONGEST_REASON:
+            raise ConfigurationError(f"{name}: at most {_LONGEST_REASON:,} characters")
         return found
 
 
@@ -108,7 +121,7 @@ class Page:
         self.controls = controls
         self.shows_payloads = settings.web.payloads is Payloads.SHOWN
         self._closing = ExitStack()
-        self._notes: OrderedDict[str, str] = OrderedDict()
+        self._pending: OrderedDict[str, Any] = OrderedDict()
         self._lock = threading.Lock()
         self._templates = Environment(
             loader=FileSystemLoader(Path(__file__).parent / "templates"),
@@ -140,7 +153,8 @@ class Page:
             user=user,
             can_act=user.role is Role.ADMIN,
             form_token=request.scope["outbox.form_token"],
-            note=self._note(request.query_params.get("note")),
+            note=_signed_note(request),
+            taken=self.sampler.taken(),
             version=__version__,
             outbox_name=self.settings.name,
             now=dt.datetime.now(dt.UTC),
@@ -156,23 +170,37 @@ class Page:
 
         return endpoint
 
-    def confirm(self, request: Request, title: str, lines: Iterable[str], form: Form, button: str) -> Response:
-        """Ask before an action: show what it would do, and a form with the same fields that says yes."""
+    def confirm(
+        self, request: Request, title: str, lines: Iterable[str], form: Form, button: str, chosen: Any = None
+    ) -> Response:
+        """Ask before an action: show what it would do, and a form with the same fields that says yes.
+
+        chosen  what was shown. It is kept, and `chosen` returns it when the answer comes: more may match by then.
+        """
         fields = [(name, value) for name, value in form.fields if name not in {"form_token", "confirmed"}]
+        key = secrets.token_urlsafe(9)
+        with self._lock:
+            self._pending[key] = chosen
+            while len(self._pending) > _PENDING:
+                self._pending.popitem(last=False)
         return self.render(
-            request, "confirm.html", title=title, lines=list(lines), fields=fields, button=button, view=""
+            request, "confirm.html", title=title, lines=list(lines), fields=fields, key=key, button=button, view=""
         )
+
+    def chosen(self, form: Form) -> Any:
+        """Return what the answer to ``confirm`` is about. Raises ConfigurationError if that was too long ago."""
+        key = form.get("confirmed")
+        with self._lock:
+            if key is None or key not in self._pending:
+                raise ConfigurationError("that question is no longer known: begin again")
+            return self._pending.pop(key)
 
     def done(self, request: Request, path: str, text: str) -> Response:
         """Show another page with what was done."""
-        key = secrets.token_urlsafe(9)
-        with self._lock:
-            self._notes[key] = text
-            while len(self._notes) > _NOTES:
-                self._notes.popitem(last=False)
         self.sampler.refresh()
         separator = "&" if "?" in path else "?"
-        return RedirectResponse(f"{request.scope.get('root_path', '')}{path}{separator}note={key}", 303)
+        note = urlencode({"note": text, "by": request.scope["outbox.access"].sign(text)})
+        return RedirectResponse(f"{request.scope.get('root_path', '')}{path}{separator}{note}", 303)
 
     def audit(self, request: Request, what: str, why: str | None, details: Mapping[str, Any]) -> None:
         """Write who is about to do what into the outbox's audit. Raises OutboxError: then nothing may be done.
@@ -180,7 +208,7 @@ class Page:
         The action itself leaves a line too, with what it changed; that one names the role of the database.
         """
         user: User = request.scope["outbox.user"]
-        with self.outbox() as connection:
+        with self.outbox() as connection, unavailable_on_error("writing the audit"):
             note(connection, names_of(self.schema), f"page: {what}", why, {"user": user.name, **details})
 
     def failed(self, request: Request, error: Exception) -> Response:
@@ -204,6 +232,15 @@ class Page:
         """Return the answer to an address that is no page."""
         return self.render(request, "error.html", 404, text="there is no such page", view="")
 
+    def problems(self, overview: Overview | None) -> list[str]:
+        """Return what needs an operator, first of all that the figures are old."""
+        if overview is None:
+            return ["the pipeline was not read yet"]
+        seconds = (dt.datetime.now(dt.UTC) - self.sampler.taken()).total_seconds()
+        limit = max(_STALE_SECONDS, 3 * self.settings.web.refresh_seconds)
+        old = [f"the figures below are {age(seconds)} old: no newer ones can be read"] if seconds > limit else []
+        return old + overview.problems
+
     def read(self, reading: Callable[[], Any]) -> tuple[Any, str | None]:
         """Return what ``reading`` returns, or None and the error's text: the rest of a view is still of use."""
         try:
@@ -211,9 +248,13 @@ class Page:
         except OutboxError as error:
             return None, str(error)
 
-    def _note(self, key: str | None) -> str | None:
-        with self._lock:
-            return None if key is None else self._notes.get(key)
+
+def _signed_note(request: Request) -> str | None:
+    """Return what an action has done, from the address that it led to; None if it is not ours."""
+    note, by = request.query_params.get("note"), request.query_params.get("by", "")
+    if note is None or not hmac.compare_digest(request.scope["outbox.access"].sign(note).encode(), by.encode()):
+        return None
+    return note
 
 
 def _show(value: object, most: int = _LONG) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import datetime as dt
 import threading
 import time
 from collections import deque
@@ -68,6 +69,7 @@ class Sampler:
         self._lock = threading.Condition()
         self._samples: deque[Sample] = deque(maxlen=_KEPT)
         self._latest: Overview | None = None
+        self._taken_at: dt.datetime | None = None
         self._begun = self._sequence = 0
         self._interest_until = 0.0
         self._asked = 0
@@ -76,11 +78,20 @@ class Sampler:
         self._listeners: set[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = set()
 
     def latest(self, seconds: float = 15.0) -> Overview | None:
-        """Return the newest overview. Waits for the first one, for at most so many seconds."""
-        self._begin()
+        """Return the newest overview. Waits for the first one, for at most so many seconds.
+
+        If nobody has looked for a while, it first waits a little for a new one.
+        """
+        if self._begin():
+            self.refresh()
         with self._lock:
             self._lock.wait_for(lambda: self._latest is not None or self._closed, seconds)
             return self._latest
+
+    def taken(self) -> dt.datetime:
+        """Return when the newest overview was read; now, if there is none yet."""
+        with self._lock:
+            return self._taken_at or dt.datetime.now(dt.UTC)
 
     def samples(self) -> Sequence[Sample]:
         """Return the samples of the last minutes, oldest first."""
@@ -129,16 +140,19 @@ class Sampler:
         if thread is not None:
             thread.join()
 
-    def _begin(self) -> None:
+    def _begin(self) -> bool:
+        """Start the thread if it does not run. Returns whether nobody has looked for a while, and it runs already."""
         with self._lock:
             idle = time.monotonic() >= self._interest_until
             self._interest_until = time.monotonic() + _INTEREST_SECONDS
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._run, name="page sampler", daemon=True)
                 self._thread.start()
-            elif idle:
+                return False
+            if idle:
                 self._asked += 1
                 self._lock.notify_all()
+            return idle
 
     def _run(self) -> None:
         while not self._closed:
@@ -190,6 +204,7 @@ class Sampler:
         )
         with self._lock:
             self._latest = overview
+            self._taken_at = dt.datetime.now(dt.UTC)
             self._sequence += 1
             self._begun = max(self._begun, self._sequence)
             self._samples.append(sample)

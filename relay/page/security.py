@@ -28,9 +28,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Final
 from urllib.parse import parse_qsl, urlsplit
 
+from starlette.concurrency import run_in_threadpool
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse, RedirectResponse, Response
+from starlette.responses import HTMLResponse, PlainTextResponse, Response
 
 from outbox.errors import ConfigurationError
 from relay.config import Role
@@ -39,6 +40,12 @@ if TYPE_CHECKING:
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 _COOKIE: Final = "outbox_page"
+_GUESSES: Final = 4
+"""Passwords that are tried at the same time; a further one is refused at once."""
+_ENTER: Final = """<!doctype html>
+<html lang="en"><head><meta charset="utf-8"><title>outbox</title>
+<meta http-equiv="refresh" content="0;url={0}"></head><body><p><a href="{0}">The operations page</a></p></body></html>
+"""
 _MAX_BODY: Final = 256 << 10
 _MAX_FIELDS: Final = 5_000
 # RFC 7914: about 50 ms and 16 MiB for each password that is tried.
@@ -93,16 +100,20 @@ class Access:
     token          a secret: whoever opens ``/?token=…`` is an admin.
     authenticate   a function of the host application.
     read_only      nobody is an admin.
+    secret         signs the forms; a host application with several processes gives all of them the same.
     """
 
     accounts: Mapping[str, Account] = field(default_factory=dict)
     token: str | None = None
     authenticate: Authenticate | None = None
     read_only: bool = False
+    secret: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     _known: dict[tuple[str, bytes], Account] = field(default_factory=dict, repr=False)
-    _pepper: bytes = field(default_factory=lambda: secrets.token_bytes(32), repr=False)
     # One at a time: passwords that are guessed may not take all of the processor and memory.
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    _guesses: threading.BoundedSemaphore = field(
+        default_factory=lambda: threading.BoundedSemaphore(_GUESSES), repr=False
+    )
 
     def __post_init__(self) -> None:
         if sum(map(bool, (self.accounts, self.token, self.authenticate))) != 1:
@@ -112,19 +123,29 @@ class Access:
         """Return the user with the rights that the page gives."""
         return User(user.name, Role.READ_ONLY) if self.read_only else user
 
+    def by_known_password(self, name: str, password: str) -> User | None:
+        """Return the user of a name and password that were right before, without the cost of a hash; or None."""
+        account = self._known.get((name, self._digest(name, password)))
+        return None if account is None else self.limited(User(name, account.role))
+
     def by_password(self, name: str, password: str) -> User | None:
-        """Return the user of this name and password, or None."""
-        digest = hmac.digest(self._pepper, f"{name}\0{password}".encode(), "sha256")
-        account = self._known.get((name, digest))
-        if account is None:
+        """Return the user of this name and password, or None. Raises Busy while too many others are tried."""
+        if not self._guesses.acquire(blocking=False):
+            raise Busy
+        try:
             with self._lock:
                 account = self.accounts.get(name)
                 # As long for a name that is unknown: the time must not tell which there are.
                 matches = verify_password(password, _NOBODY if account is None else account.password_hash)
-            if account is None or not matches:
-                return None
-            self._known[name, digest] = account
+        finally:
+            self._guesses.release()
+        if account is None or not matches:
+            return None
+        self._known[name, self._digest(name, password)] = account
         return self.limited(User(name, account.role))
+
+    def _digest(self, name: str, password: str) -> bytes:
+        return hmac.digest(self.secret, f"{name}\0{password}".encode(), "sha256")
 
     def by_cookie(self, cookie: str | None) -> User | None:
         """Return the user of a cookie that the token was exchanged for, or None."""
@@ -135,11 +156,19 @@ class Access:
     @property
     def cookie(self) -> str:
         """Return the cookie for who has shown the token. It is not the token, so that a restart ends it."""
-        return hmac.digest(self._pepper, (self.token or "").encode(), "sha256").hex()
+        return hmac.digest(self.secret, (self.token or "").encode(), "sha256").hex()
+
+    def sign(self, text: str) -> str:
+        """Return a signature, so that a text that comes back is known to be ours."""
+        return hmac.digest(self.secret, f"note\0{text}".encode(), "sha256").hex()
 
     def form_token(self, user: User) -> str:
         """Return the token that a user's forms carry."""
-        return hmac.digest(self._pepper, f"form\0{user.name}".encode(), "sha256").hex()
+        return hmac.digest(self.secret, f"form\0{user.name}".encode(), "sha256").hex()
+
+
+class Busy(Exception):
+    """Too many passwords are tried at the same time."""
 
 
 def hash_password(password: str) -> str:
@@ -179,10 +208,19 @@ class Guard:
     hosts    the names, with ports where they are not the scheme's, that the page answers for; empty: any, because a
              host application has checked it.
     origins  the origins of our own forms; empty: that of the request itself.
+    broken   makes the answer to a request that failed by a mistake of ours.
     """
 
-    def __init__(self, app: ASGIApp, access: Access, hosts: Collection[str], origins: Collection[str]) -> None:
+    def __init__(
+        self,
+        app: ASGIApp,
+        access: Access,
+        hosts: Collection[str],
+        origins: Collection[str],
+        broken: Callable[[Request, Exception], Response],
+    ) -> None:
         self._app = app
+        self._broken = broken
         self._access = access
         self._hosts = frozenset(host.lower() for host in hosts)
         self._origins = frozenset(origin.lower() for origin in origins)
@@ -194,25 +232,29 @@ class Guard:
             await self._app(scope, receive, send)
             return
 
+        started = False
+
         async def guarded(message: Message) -> None:
+            nonlocal started
             if message["type"] == "http.response.start":
-                headers = MutableHeaders(scope=message)
-                for name, value in _HEADERS.items():
-                    headers.setdefault(name, value)
-                if scope["scheme"] == "https":
-                    headers.setdefault("Strict-Transport-Security", "max-age=31536000")
+                started = True
+                _add_headers(message, secure=scope["scheme"] == "https")
             await send(message)
 
         request = Request(scope, receive)
-        refusal = self._refusal(request)
+        refusal, body = self._refusal(request), None
         if refusal is None:
             refusal, body = await self._known(request)
-            if body is not None:
-                receive = _again(body)
+        receive = receive if body is None else _again(body)
         if refusal is not None:
             await refusal(scope, receive, guarded)
-        else:
+            return
+        try:
             await self._app(scope, receive, guarded)
+        except Exception as error:
+            if started:
+                raise
+            await self._broken(request, error)(scope, receive, guarded)
 
     def _refusal(self, request: Request) -> Response | None:
         if request.method not in {"GET", "HEAD", "POST"}:
@@ -235,11 +277,16 @@ class Guard:
         shown = request.query_params.get("token")
         if self._access.token is not None and shown is not None and request.method == "GET":
             return self._exchange(request, shown), None
-        user = await self._user(request)
+        try:
+            user = await self._user(request)
+        except Busy:
+            text = "too many passwords are tried at the same time: try again\n"
+            return PlainTextResponse(text, 429, {"Retry-After": "1"}), None
         if user is None:
             return self._ask(), None
         request.scope["outbox.user"] = user
         request.scope["outbox.form_token"] = self._access.form_token(user)
+        request.scope["outbox.access"] = self._access
         if request.method != "POST":
             return None, None
         body = await _body(request)
@@ -254,21 +301,26 @@ class Guard:
             user = await found if inspect.isawaitable(found) else found
             return None if user is None else access.limited(user)
         if access.token is not None:
-            return access.by_cookie(request.cookies.get(_COOKIE))
+            return access.by_cookie(request.cookies.get(_cookie_name(request)))
         credentials = _basic(request.headers)
         if credentials is None:
             return None
-        from starlette.concurrency import run_in_threadpool
-
-        return await run_in_threadpool(access.by_password, *credentials)
+        known = access.by_known_password(*credentials)
+        return known or await run_in_threadpool(access.by_password, *credentials)
 
     def _exchange(self, request: Request, shown: str) -> Response:
         assert self._access.token is not None
         if not hmac.compare_digest(shown.encode(), self._access.token.encode()):
             return self._ask()
-        answer = RedirectResponse(f"{request.scope.get('root_path', '')}/", 303)
+        # A page that leads on, and no redirect: with one, a browser that follows a link from another site (a chat, a
+        # terminal in a browser) would not send the cookie along.
+        answer = HTMLResponse(_ENTER.format(f"{request.scope.get('root_path', '')}/"))
         answer.set_cookie(
-            _COOKIE, self._access.cookie, httponly=True, samesite="strict", secure=request.url.scheme == "https"
+            _cookie_name(request),
+            self._access.cookie,
+            httponly=True,
+            samesite="strict",
+            secure=request.url.scheme == "https",
         )
         return answer
 
@@ -297,12 +349,25 @@ class Guard:
         return None
 
 
+def _add_headers(message: Message, *, secure: bool) -> None:
+    headers = MutableHeaders(scope=message)
+    for name, value in _HEADERS.items():
+        headers.setdefault(name, value)
+    if secure:
+        headers.setdefault("Strict-Transport-Security", "max-age=31536000")
+
+
 def fields_of(body: bytes) -> list[tuple[str, str]]:
     """Return the fields of a form that was sent as application/x-www-form-urlencoded; none of anything else."""
     try:
         return parse_qsl(body.decode(), keep_blank_values=True, max_num_fields=_MAX_FIELDS)
     except ValueError:
         return []
+
+
+def _cookie_name(request: Request) -> str:
+    """Return the cookie's name: one for each port, which cookies themselves do not tell apart."""
+    return f"{_COOKIE}_{request.url.port or request.url.scheme}"
 
 
 def _has_nul(fields: Sequence[tuple[str, str]]) -> bool:

@@ -86,7 +86,7 @@ def _rates(now: OutboxState | None, before: OutboxState | None) -> tuple[float |
 
 def _applied(now: Overview, before: Overview | None) -> float | None:
     """Return the messages that all groups have applied per second; None without an earlier reading."""
-    if before is None or not before.groups or now.at <= before.at:
+    if before is None or not before.groups or not now.groups or now.at <= before.at:
         return None
     counts = {group.group: group.applied for group in before.groups}
     # A group that is new since then has no earlier count.

@@ -18,7 +18,7 @@ from relay.operations import dead_letter_pages, event_search
 from relay.operations.dead_letter_pages import DeadLetterPages, Filter
 from relay.operations.event_search import Contents, EventSearch, EventState
 from relay.ports import Unavailable
-from relay.statements import KEEP_TO_THE_INDEX, names_of
+from relay.statements import KEEP_TO_THE_INDEX
 
 EVENTS = 25_000
 LANES = 256
@@ -102,7 +102,9 @@ def test_a_page_of_waiting_events_reads_no_more_than_it_shows(connection):
     connection.execute("ANALYZE outbox.events")
     with connection.transaction():
         connection.execute(KEEP_TO_THE_INDEX, {"local": True})
-        query = sql.SQL("EXPLAIN (ANALYZE, FORMAT JSON) ") + sql.SQL(event_search._WAITING).format(**names_of(SCHEMA))
+        query = sql.SQL("EXPLAIN (ANALYZE, FORMAT JSON) ") + sql.SQL(event_search._WAITING).format(
+            **EventSearch(connection, SCHEMA)._names
+        )
         bound = {"id": EVENTS // 2, "type": None, "limit": 51}
         ((plan,),) = connection.execute(query, bound).fetchall()
     nodes = list(each(plan[0]["Plan"]))
@@ -182,6 +184,21 @@ def test_contents_of_an_event_wherever_it_is(connection):
     connection.execute(DIE)
     assert [found and found.payload for found in map(search.contents, ids)] == ['{"n": 1}', None, None]
     assert search.contents(UUID(int=0)) is None
+
+
+def test_times_that_python_has_not_break_no_page(connection):
+    """A writer may set created_at."""
+    for number, time in enumerate(("infinity", "-infinity", "0044-03-15 BC", "294276-12-31", "2026-11-23")):
+        connection.execute(
+            "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, created_at) "
+            "VALUES ('Order', %s, 'T', %s)",
+            (f"o{number}", time),
+        )
+    search = EventSearch(connection, SCHEMA)
+    assert len(search.page(EventState.WAITING).rows) == 5
+    assert [row["events"] for row in search.waiting_types()] == [5]
+    connection.execute(DIE)
+    assert len(search.page(EventState.DEAD).rows) == 5
 
 
 def test_a_search_that_takes_too_long_ends_with_an_error(connection, wide, monkeypatch):

@@ -85,13 +85,15 @@ class PageRun:
     def sign_in(self) -> Self:
         """Exchange the link's token for the cookie."""
         found = self.ask("/?" + urlsplit(self.link).query)
-        assert found.status == 303, found
+        assert 'content="0;url=/"' in found.text, found
         self.cookie = found.headers["set-cookie"].partition(";")[0]
         return self
 
     def act(self, path: str, **fields: Any) -> Answer:
-        """Send a form with its token, and follow to the page that says what was done."""
+        """Send a form with its token, say yes if that is asked, and follow to the page that says what was done."""
         found = self.ask(path, {"form_token": self.form_token(), **fields})
+        if (key := re.search(r'name="confirmed" value="([^"]+)"', found.text)) is not None:
+            found = self.ask(path, {"form_token": self.form_token(), **fields, "confirmed": key[1]})
         return self.ask(found.headers["location"]) if found.status == 303 else found
 
     def form_token(self) -> str:

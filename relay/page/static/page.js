@@ -6,7 +6,8 @@
   const base = document.body.dataset.base;
   const state = document.getElementById("live-state");
   let busy = false;
-  let due = false;
+  let source = null;
+  let again = null;
 
   const parts = (root) => new Map([...root.querySelectorAll("[data-live]")].map((part) => [part.dataset.live, part]));
 
@@ -18,15 +19,12 @@
   };
 
   const refresh = async () => {
-    if (busy || document.hidden) {
-      due = true;
-      return;
-    }
+    if (busy || document.hidden) return;
     busy = true;
-    due = false;
     try {
       const answer = await fetch(location.href, { credentials: "same-origin" });
-      if (!answer.ok) throw new Error(`${answer.status}`);
+      // An event that nobody knows yet may be known later.
+      if (!answer.ok && answer.status !== 404) throw new Error(`the answer is ${answer.status}; load the page again`);
       const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
       const found = parts(fresh);
       for (const [name, part] of parts(document)) {
@@ -41,8 +39,16 @@
     }
   };
 
-  if (document.querySelector("[data-live]")) {
-    const source = new EventSource(`${base}/live`);
+  const close = () => {
+    clearTimeout(again);
+    if (source) source.close();
+    source = null;
+  };
+
+  // A browser has few connections to one server: only the tab that is looked at keeps one.
+  const open = () => {
+    close();
+    source = new EventSource(`${base}/live`);
     let first = true;
     source.onmessage = () => {
       // The first one is what the view was made of.
@@ -50,11 +56,27 @@
       first = false;
     };
     source.onerror = () => {
-      state.textContent = "not live: the connection is lost, and tried again";
       first = false;
+      state.textContent = "not live: the connection is lost, and tried again";
+      // After an answer that is an error, a browser does not try again by itself.
+      if (source && source.readyState === EventSource.CLOSED) {
+        again = setTimeout(() => {
+          refresh();
+          open();
+        }, 3000);
+      }
     };
+  };
+
+  if (document.querySelector("[data-live]")) {
+    if (!document.hidden) open();
     document.addEventListener("visibilitychange", () => {
-      if (!document.hidden && due) refresh();
+      if (document.hidden) {
+        close();
+      } else {
+        refresh();
+        open();
+      }
     });
   }
 })();

@@ -40,6 +40,6 @@ def routes(page: Page) -> list[Route]:
 def _number(text: str | None) -> int | None:
     if not text:
         return None
-    if not (text.isascii() and text.isdecimal() and int(text[:20]) < 2**63):
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
         raise ConfigurationError("the address of the next page is damaged: begin with the first")
     return int(text)

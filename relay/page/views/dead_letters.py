@@ -54,7 +54,7 @@ class _RelaySide:
     def list(self, request: Request) -> Response:
         """Show the events of a group, page by page."""
         asked = request.query_params
-        chosen = relay_pages.Filter(asked.get("kind") or None, asked.get("type") or None, asked.get("state") or None)
+        chosen = relay_pages.Filter(asked.get("kind"), asked.get("type"), asked.get("state"))
         with self._page.outbox() as connection:
             found = DeadLetterPages(connection, self._page.schema).page(chosen, _relay_position(asked))
         more = None
@@ -83,11 +83,14 @@ class _RelaySide:
         page = self._page
         with page.outbox() as connection:
             letters = DeadLetters(connection, page.schema)
-            selection, what = self._selection(form, DeadLetterPages(connection, page.schema))
-            if form.get("confirmed") is None and not form.all("event_id"):
-                counts = letters.count(selection, discard=False)
-                return page.confirm(request, f"Retry {what}", _counted(counts, "retried"), form, "Retry")
-            page.audit(request, "retry dead letters", None, {"which": what})
+            if form.get("confirmed") is None:
+                selection, what = self._selection(form, DeadLetterPages(connection, page.schema))
+                if not form.all("event_id"):
+                    lines = _counted(letters.count(selection, discard=False), "retried")
+                    return page.confirm(request, f"Retry {what}", lines, form, "Retry", (selection, what))
+            else:
+                selection, what = page.chosen(form)
+            page.audit(request, "retry dead letters", None, _which(what, selection.event_ids))
             done = letters.retry(selection)
         return page.done(request, "/dead-letters", f"{len(set(done))} events will be tried again{_locked(done.locked)}")
 
@@ -97,22 +100,29 @@ class _RelaySide:
         reason = form.require("reason", "why the events may be lost: the audit keeps it")
         with page.outbox() as connection:
             letters = DeadLetters(connection, page.schema)
-            selection, what = self._selection(form, DeadLetterPages(connection, page.schema))
             if form.get("confirmed") is None:
-                counts = letters.count(selection, discard=True)
-                lines = [*_counted(counts, "discarded for good"), f"The reason: {reason}"]
-                return page.confirm(request, f"Discard {what}", lines, form, "Discard")
-            page.audit(request, "discard dead letters", reason, {"which": what})
+                selection, what = self._selection(form, DeadLetterPages(connection, page.schema))
+                lines = [
+                    *_counted(letters.count(selection, discard=True), "discarded for good"),
+                    f"The reason: {reason}",
+                ]
+                return page.confirm(request, f"Discard {what}", lines, form, "Discard", (selection, what))
+            selection, what = page.chosen(form)
+            page.audit(request, "discard dead letters", reason, _which(what, selection.event_ids))
             gone = letters.discard(selection, reason)
         return page.done(request, "/dead-letters", f"{len(gone)} events were discarded{_locked(gone.locked)}")
 
     @staticmethod
     def _selection(form: Form, pages: DeadLetterPages) -> tuple[Selection, str]:
+        """Return the events that a form names, each by its id: what is shown is what is done."""
         ids = [str(_uuid(text)) for text in form.all("event_id")]
         if ids:
             return Selection(ids), ids[0] if len(ids) == 1 else f"{len(ids)} events"
-        chosen = relay_pages.Filter(form.get("kind"), form.get("type"), form.get("state"))
-        what = f"events of {chosen.aggregate_type or 'all types'}" + (f" with: {chosen.kind}" if chosen.kind else "")
+        chosen = relay_pages.Filter(form.exact("kind"), form.exact("type"), form.exact("state"))
+        if chosen == relay_pages.Filter():
+            raise ConfigurationError("say which events: by their ids, or a group of them")
+        what = "events" + (f" of {chosen.aggregate_type}" if chosen.aggregate_type is not None else "")
+        what += f" with: {chosen.kind}" if chosen.kind else ""
         found = pages.event_ids(chosen)
         if not found:
             raise ConfigurationError("no failed event matches any more")
@@ -160,46 +170,57 @@ class _ConsumerSide:
     def retry(self, request: Request, form: Form) -> Response:
         """Have messages tried again in the next round of their group."""
         page = self._page
-        selection, what, count = self._selection(form)
-        if form.get("confirmed") is None and not form.all("number"):
-            return page.confirm(request, f"Retry {what}", [f"{count} messages would be retried"], form, "Retry")
-        page.audit(request, "retry messages", None, {"which": what})
+        if form.get("confirmed") is None:
+            selection, what = self._selection(form)
+            if not form.all("number"):
+                lines = [f"{len(selection.ids):,} messages would be retried"]
+                return page.confirm(request, f"Retry {what}", lines, form, "Retry", (selection, what))
+        else:
+            selection, what = page.chosen(form)
+        page.audit(request, "retry messages", None, _which(what, selection.ids))
         with page.consumers.dead_letters() as letters:
             done = letters.retry(selection)
-        return page.done(
-            request, "/dead-letters", f"{len(done)} messages will be tried again in their groups' next round"
-        )
+        text = f"{len(done)} messages will be tried again in their groups' next round"
+        return page.done(request, "/dead-letters", text)
 
     def discard(self, request: Request, form: Form) -> Response:
         """Discard messages for good, after a look at what it would do."""
         page = self._page
         reason = form.require("reason", "why the messages may be lost: the audit keeps it")
-        selection, what, count = self._selection(form)
         if form.get("confirmed") is None:
-            lines = [f"{count} messages would be discarded for good", f"The reason: {reason}"]
-            return page.confirm(request, f"Discard {what}", lines, form, "Discard")
-        page.audit(request, "discard messages", reason, {"which": what})
+            selection, what = self._selection(form)
+            lines = [f"{len(selection.ids):,} messages would be discarded for good", f"The reason: {reason}"]
+            return page.confirm(request, f"Discard {what}", lines, form, "Discard", (selection, what))
+        selection, what = page.chosen(form)
+        page.audit(request, "discard messages", reason, _which(what, selection.ids))
         with page.consumers.dead_letters() as letters:
             done = letters.discard(selection, reason)
         freed = f"; {len(done.freed)} that waited behind them will be tried again" if done.freed else ""
         return page.done(request, "/dead-letters", f"{len(done.gone)} messages were discarded{freed}")
 
-    def _selection(self, form: Form) -> tuple[Any, str, int]:
+    def _selection(self, form: Form) -> tuple[Any, str]:
+        """Return the messages that a form names, each by its number: what is shown is what is done."""
         numbers = [number for text in form.all("number") if (number := _number(text)) is not None]
         if numbers:
             what = f"dead letter {numbers[0]}" if len(numbers) == 1 else f"{len(numbers)} dead letters"
-            return self._page.consumers.selection(numbers)[0], what, len(numbers)
-        chosen = self._filter(form.get)
-        selection, more = self._page.consumers.selection(chosen)
-        count = len(selection.ids or ())
-        if not count:
-            raise ConfigurationError("no dead letter matches any more")
+            return self._page.consumers.selection(numbers)[0], what
+        chosen = self._filter(form.exact)
         shown = _without_none(_fields(chosen))
-        what = "messages of " + (", ".join(f"{name} {value}" for name, value in shown.items()) or "all groups")
-        return selection, f"the first {count:,} {what}" if more else what, count
+        if not shown:
+            raise ConfigurationError("say which messages: by their numbers, or a group of them")
+        selection, more = self._page.consumers.selection(chosen)
+        if not selection.ids:
+            raise ConfigurationError("no dead letter matches any more")
+        what = "messages of " + ", ".join(f"{name} {value}" for name, value in shown.items())
+        return selection, f"the first {len(selection.ids):,} {what}" if more else what
 
     def _filter(self, get: Any) -> Any:
-        return self._page.consumers.filter(*(get(name) or None for name in ("kind", "group", "topic", "cause")))
+        return self._page.consumers.filter(*(get(name) for name in ("kind", "group", "topic", "cause")))
+
+
+def _which(what: str, ids: Sequence[Any] | None) -> dict[str, Any]:
+    """Return an audit line's details: what was chosen, and how many there are."""
+    return {"which": what, "count": len(ids or ())}
 
 
 def _fields(chosen: Any) -> dict[str, str | None]:
@@ -231,8 +252,8 @@ def _uuid(text: str) -> UUID:
 def _number(text: str | None) -> int | None:
     if not text:
         return None
-    if not (text.isascii() and text.isdecimal() and int(text[:20]) < 2**63):
-        raise ConfigurationError(f"{text!r} is not the number of a dead letter")
+    if not (text.isascii() and text.isdecimal() and len(text) <= 18):
+        raise ConfigurationError(f"{text[:80]!r} is not the number of a dead letter")
     return int(text)
 
 
@@ -241,7 +262,7 @@ def _relay_position(asked: Any) -> relay_pages.Position | None:
     if not at:
         return None
     try:
-        when, place = dt.datetime.fromisoformat(at), (int(lane or ""), int(number or ""))
+        when, place = dt.datetime.fromisoformat(at), (int((lane or "")[:20]), int((number or "")[:20]))
     except ValueError:
         raise ConfigurationError("the address of the next page is damaged: begin with the first") from None
     if when.tzinfo is None or abs(place[0]) > 32_767 or abs(place[1]) >= 2**63:

@@ -92,8 +92,8 @@ def _state(text: str) -> EventState:
 def _days(text: str | None) -> int:
     if not text:
         return 1
-    if not (text.isascii() and text.isdecimal() and 1 <= int(text[:6]) <= 3650):
-        raise ConfigurationError(f"days must be a whole number from 1 to 3650, not {text!r}")
+    if not (text.isascii() and text.isdecimal() and len(text) <= 4 and 1 <= int(text) <= 3650):
+        raise ConfigurationError(f"days must be a whole number from 1 to 3650, not {text[:80]!r}")
     return int(text)
 
 
@@ -101,7 +101,7 @@ def _position(number: str | None, at: str | None) -> Position | None:
     if not number:
         return None
     try:
-        place = int(number)
+        place = int(number[:20])
         when = None if not at else dt.datetime.fromisoformat(at)
     except ValueError:
         raise ConfigurationError("the address of the next page is damaged: begin with the first") from None

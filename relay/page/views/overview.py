@@ -45,7 +45,7 @@ def routes(page: Page) -> list[Route]:
             request,
             "overview.html",
             overview=overview,
-            problems=["the pipeline was not read yet"] if overview is None else overview.problems,
+            problems=page.problems(overview),
             charts=charts,
             latency=samples[-1].latency if samples else None,
             controls=page.controls,
@@ -55,6 +55,7 @@ def routes(page: Page) -> list[Route]:
         name = form.require("action", "what to do")
         if page.controls is None or name not in {known for known, _ in page.controls.actions()}:
             return page.not_found(request)
+        page.audit(request, f"demo: {name}", None, {})
         return page.done(request, "/", page.controls.run(name))
 
     return [Route("/", show), Route("/demo", page.action(control), methods=["POST"])]

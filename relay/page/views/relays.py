@@ -41,6 +41,15 @@ def routes(page: Page) -> list[Route]:
         scopes = _scopes(form)
         reason = form.require("reason", "why: the audit keeps it")
         what = ", ".join(map(str, scopes))
+        if form.get("confirmed") is None:
+            lines = [
+                "Nothing of it would be published until somebody resumes it."
+                if action == "pause"
+                else "What is written by now would be published, and nothing after it until somebody resumes it.",
+                f"The reason: {reason}",
+            ]
+            return page.confirm(request, f"{action.capitalize()} {what}", lines, form, action.capitalize(), scopes)
+        scopes = page.chosen(form)
         page.audit(request, action, reason, {"which": what})
         do = pauses.pause if action == "pause" else pauses.drain
         with page.outbox() as connection:
@@ -68,6 +77,8 @@ def _scopes(form: Form) -> list[Scope]:
     """Return the scopes that a form names: lanes as numbers with commas between, a topic, or everything."""
     match form.require("scope", "what to pause: everything, lanes or a topic"):
         case "all":
+            if form.get("lanes") or form.get("topic"):
+                raise ConfigurationError("everything, or these lanes, or this topic: say which one")
             return [ALL]
         case "lane":
             lanes = form.require("lanes", "which lanes, as numbers with commas between").replace(",", " ").split()
@@ -81,8 +92,8 @@ def _scopes(form: Form) -> list[Scope]:
 def _scope(kind: str, name: str) -> Scope:
     if kind not in set(ScopeKind):
         raise ConfigurationError(f"{kind!r} is no scope: {', '.join(ScopeKind)}")
-    if kind == ScopeKind.LANE and not (name.isascii() and name.isdecimal() and int(name[:6]) < 32_768):
-        raise ConfigurationError(f"{name!r} is not the number of a lane")
+    if kind == ScopeKind.LANE and not (name.isascii() and name.isdecimal() and len(name) <= 5 and int(name) < 32_768):
+        raise ConfigurationError(f"{name[:80]!r} is not the number of a lane")
     return Scope(ScopeKind(kind), "" if kind == ScopeKind.ALL else str(int(name)) if kind == ScopeKind.LANE else name)
 
 
