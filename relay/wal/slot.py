@@ -346,6 +346,9 @@ def slot_fault(state: SlotState, names: SlotNames) -> str | None:
         return f"slot {slot!r} is another one now (plugin {state.plugin!r}, or another database's)"
     if state.wal_status == "lost":
         return f"slot {slot!r} is invalidated: {_INVALIDATED.get(state.invalidation_reason or '', _WAL_REMOVED)}"
+    if state.confirmed_lsn is None:
+        # Not read before it is complete: who reads it would be taken for a former reader, and ended.
+        return f"slot {slot!r} is being made, which waits for the transactions that are open"
     if state.system_identifier_now != state.system_identifier:
         return (
             f"slot {slot!r} was made on the database {state.system_identifier}, this is {state.system_identifier_now}"

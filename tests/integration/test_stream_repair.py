@@ -8,13 +8,14 @@ from typing import Any
 import psycopg
 import pytest
 from stream_bench import both, outboxed
+from support import wait_until
 
 from outbox import Event, Outbox
 from outbox.errors import SchemaError
 from relay.config import SourceKind
 from relay.operations import wal_setup as cdc
 from relay.operations.wal_setup import Cdc, CdcRefused
-from relay.ports import Unavailable
+from relay.ports import StreamLost, Unavailable
 
 __all__ = ["outboxed"]
 
@@ -68,6 +69,39 @@ def test_a_place_in_another_servers_wal_is_not_gone_on_from(outboxed):
     box.streams()
     box.add("a4", message=True)
     box.published("a1", "a2", "a3", "a4")
+
+
+def test_a_relay_does_not_end_the_session_that_makes_a_slot(outboxed):
+    """It waits for an open transaction, and is no former reader of the slot."""
+    box = outboxed()
+    box.admin.execute("SELECT pg_drop_replication_slot(%s)", (box.names.slot,))
+    done: list[bool] = []
+
+    def repair() -> None:
+        with psycopg.connect(box.url, autocommit=True) as own:
+            done.append(Cdc(own, box.names).repair("somebody dropped it"))
+
+    thread = threading.Thread(target=repair)
+    with psycopg.connect(box.url) as writer:
+        writer.execute("SELECT pg_current_xact_id()")
+        thread.start()
+        box.relay()
+
+        def stopped() -> bool:
+            try:
+                box.turn()
+            except StreamLost as error:
+                return "is being made, which waits" in str(error)
+            return False
+
+        wait_until(stopped, what="the relay to see it")
+        writer.commit()
+    thread.join(30)
+    assert done == [False]
+    box.relay()
+    box.streams()
+    box.add("a1")
+    box.published("a1")
 
 
 @both
