@@ -92,7 +92,8 @@ class WalSettings(BaseModel):
     messages: bool = False
     """Publish events that are messages in the WAL (``Outbox(transport="message")``). Off by default: Postgres lets
     every role of the database write messages, so first grant that right to the writers only (``outbox db roles``).
-    After messages were published, a relay does not start without this setting; with false they become dead letters."""
+    After messages were published, a relay does not start without this setting; with false they become dead letters.
+    Set to false, and not only left out, it also lets relays repair a lost slot by themselves."""
 
 
 class RouteSettings(BaseModel):

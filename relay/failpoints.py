@@ -55,6 +55,10 @@ NAMES: Final = frozenset(
         "stream.entered",
         "stream.left",
         "stream.spilled",
+        # the repair of a lost slot by a relay
+        "heal.dropped",
+        "heal.made",
+        "heal.noted",
         # failures
         "failure.recorded",
         # outbox relay reconcile

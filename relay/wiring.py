@@ -31,6 +31,7 @@ from relay.kafka.topics import Topics
 from relay.kafka.transactional import TransactionalPublisher, TransactionFigures
 from relay.lease import Lease
 from relay.loop import LoopSettings
+from relay.operations.healing import SlotHealing
 from relay.parts import build_router, build_topics, failure_policy
 from relay.pauses import CurrentPauses
 from relay.polling.at_most_once import AtMostOnceSource
@@ -44,7 +45,7 @@ from relay.wal.replication import Replication
 from relay.wal.session import Stream, StreamLimits
 from relay.wal.slot import slot_names
 from relay.wal.source import StreamSource
-from relay.web.metrics import RelayMetrics, SlotWatch
+from relay.web.metrics import RelayMetrics, SlotWatch, slot_repairs
 from relay.web.outbox_metrics import OutboxWatch, TurnMetrics
 
 log = structlog.get_logger("relay")
@@ -73,7 +74,7 @@ def build(settings: Settings) -> Supervisor:
         wal = _Wal(settings, connect, f"outbox relay {instance}"[:63], renew_part)
     registry = CollectorRegistry()
     transactions = _transactions(settings) if exact else None
-    upkeep = _upkeep(settings, connect, registry)
+    upkeep = _upkeep(settings, connect, instance, registry)
     meter = None
     if settings.relay.metrics_address is not None:
         meter = TurnMetrics(registry)
@@ -152,7 +153,7 @@ class _Wal:
                 max_events=4 * settings.relay.batch_size * min(len(leases), 8),
                 heartbeat_seconds=settings.wal.heartbeat_seconds,
                 messages=settings.wal.messages,
-                refuses_messages="messages" in settings.wal.model_fields_set and not settings.wal.messages,
+                refuses_messages=_refuses_messages(settings),
             ),
         )
 
@@ -270,7 +271,14 @@ def _new_base(settings: Settings) -> str:
     return f"{settings.name}.relay.{uuid.uuid4()}"
 
 
-def _upkeep(settings: Settings, connect: Connector, registry: CollectorRegistry) -> list[MaintenanceTask]:
+def _refuses_messages(settings: Settings) -> bool:
+    """Return whether the settings say that there are no events without a row, instead of nothing about them."""
+    return "messages" in settings.wal.model_fields_set and not settings.wal.messages
+
+
+def _upkeep(
+    settings: Settings, connect: Connector, instance: str, registry: CollectorRegistry
+) -> list[MaintenanceTask]:
     """Return the relay's tasks besides publishing."""
     # Before and after a switch, a slot that is not read also fills the disk, and only polling relays can notice that.
     watch = SlotWatch(
@@ -281,6 +289,9 @@ def _upkeep(settings: Settings, connect: Connector, registry: CollectorRegistry)
         by_checkpoint=settings.source is not SourceKind.WAL,
     )
     tasks = [MaintenanceTask("slot", watch.look, _WATCH_SECONDS)]
+    if settings.source is SourceKind.WAL and _refuses_messages(settings):
+        healing = SlotHealing(connect, slot_names(settings), instance, slot_repairs(registry).inc)
+        tasks.append(MaintenanceTask("slot_repair", healing.look, _WATCH_SECONDS))
     if settings.relay.archive_days > 0:
         retention = Retention(connect, settings.db_schema, settings.relay.archive_days)
         tasks.append(MaintenanceTask("archive", retention.keep, _ARCHIVE_SECONDS))

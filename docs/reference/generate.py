@@ -37,7 +37,7 @@ from relay.health import Health, Reason
 from relay.insights import OutboxState
 from relay.operations.roles import COLUMNS, TABLES, Kind
 from relay.wal.slot import SlotState
-from relay.web.metrics import RelayMetrics, slot_metrics
+from relay.web.metrics import RelayMetrics, slot_metrics, slot_repairs
 from relay.web.outbox_metrics import TurnMetrics, outbox_metrics
 from spark_jobs import settings as consumers
 from spark_jobs.admin.dead_letters import REASONS
@@ -198,8 +198,9 @@ def metrics_page() -> str:
     """Return the page of all metrics of relays and consumers: names, types, labels, meanings."""
     relays = RelayMetrics(lambda: Health(True, 1, (), {"slot": 0.0}), list, int, CollectorRegistry())
     slot = slot_metrics(SlotState(**dict.fromkeys(SlotState._fields, 0)), 1, 0.0, healthy=True)
-    turns = CollectorRegistry()
+    turns, repairs = CollectorRegistry(), CollectorRegistry()
     TurnMetrics(turns)
+    slot_repairs(repairs)
     outbox = OutboxState(dt.datetime.now(dt.UTC), 0, True, True, None, 0, 0, 0, 0, 0, (), (), None)
     reasons = [[f"`{reason.value}`", text] for reason, text in members(Reason)]
     return _page(
@@ -218,7 +219,7 @@ def metrics_page() -> str:
         + _metrics(outbox_metrics(outbox)),
         "### Reasons\n\nValues of the label `reason`: what the lanes wait for.\n\n" + _table(["reason", ""], reasons),
         "## The replication slot\n\nEvery relay shows these: one that polls, once a slot is set up.\n\n"
-        + _metrics(slot),
+        + _metrics([*slot, *repairs.collect()]),
         "## Consumers\n\n" + _metrics(_Sample().collect()),
     )
 

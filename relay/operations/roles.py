@@ -17,7 +17,8 @@ class Kind(StrEnum):
     WRITER = "writer"
     """A service that writes events. It reads none, its own included."""
     RELAY = "relay"
-    """A relay. With `--wal` also UPDATE on `streams`, and the attribute REPLICATION."""
+    """A relay. With `--wal` also UPDATE on `streams`, INSERT (what, why, details) on `audit` for the repair of a lost
+    slot, and the attribute REPLICATION."""
     OPERATOR = "operator"
     """Somebody who sees to failed events: `outbox dead-letters`, `outbox replay`, `outbox status`, `outbox trace`."""
     PAGE = "page"
@@ -271,4 +272,9 @@ def _of(kind: Kind, role: str, schema: str, *, wal: bool) -> Iterator[str]:
     if kind is Kind.RELAY and wal:
         streams = sql.Identifier(schema, "streams")
         yield sql.SQL("GRANT UPDATE ON {streams} TO {role}").format(streams=streams, **names).as_string()
+        # Only for the repair of a lost slot, which the relay does by itself where every event is a row.
+        audit = sql.Identifier(schema, "audit")
+        yield (
+            sql.SQL("GRANT INSERT (what, why, details) ON {audit} TO {role}").format(audit=audit, **names).as_string()
+        )
         yield sql.SQL("ALTER ROLE {role} REPLICATION").format(**names).as_string()

@@ -11,6 +11,12 @@
 | repairing, new slot made         | a slot above it: relays stop     | run it again                                 |
 | switching                        | one transaction: before or after | look (``outbox cdc status``)                 |
 | dropping                         | parts of it                      | run it again                                 |
+| healing, old slot dropped        | a checkpoint, no slot: they stop | any relay heals it; or repair                |
+| healing, new slot made           | a slot above it: relays stop     | any relay heals it; or repair                |
+
+Healing (``Cdc.heal``) is the repair that a relay does by itself. All of it but the slot is one transaction, which holds
+a lock: of several relays one heals. An operator's repair beside it ends, like it, in a checkpoint of the slot that is
+there, with all lanes reading the table.
 """
 
 from __future__ import annotations
@@ -26,9 +32,11 @@ from outbox._message import message_prefix
 from outbox.errors import OutboxError, SchemaError
 from relay.config import SourceKind
 from relay.database import unavailable_on_error
+from relay.failpoints import failpoint
 from relay.operations.audit import note
-from relay.ports import Unavailable
+from relay.ports import DatabaseUnavailable, Unavailable
 from relay.statements import names_of
+from relay.wal.events import UNREADABLE
 from relay.wal.replication import lsn_text
 from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, not_set_up, slot_fault
 
@@ -56,6 +64,30 @@ _KEPT_CHECKPOINT: Final = """
 UPDATE {streams} SET publication = %(publication)s::text, publication_version = %(version)s, timeline = {timeline},
        opened_xid = pg_current_xact_id()::text::bigint
  WHERE slot = %(slot)s::text"""
+
+# Only a checkpoint of this history, in which no event without a row was seen. The publication's version stays: if it
+# was changed meanwhile, relays stop.
+_HEALED_CHECKPOINT: Final = """
+UPDATE {streams} AS b
+   SET opened_xid = pg_current_xact_id()::text::bigint,
+       flushed_lsn = (s.confirmed_flush_lsn - '0/0'::pg_lsn)::bigint, flushed_at = clock_timestamp()
+  FROM pg_replication_slots AS s, pg_control_system() AS c
+ WHERE b.slot = %(slot)s::text AND s.slot_name = b.slot AND b.message_at IS NULL
+   AND b.system_identifier = c.system_identifier::text AND b.timeline = {timeline}"""
+
+# What a role lacks for healing. REPLICATION is not looked for: some hosts have another right in its place.
+_MISSING_RIGHTS: Final = """
+SELECT concat_ws(', ', CASE WHEN NOT has_table_privilege(%(streams)s::text, 'UPDATE') THEN 'UPDATE on streams' END,
+                 CASE WHEN NOT (SELECT bool_and(has_column_privilege(%(audit)s::text, c.name, 'INSERT'))
+                                  FROM unnest(ARRAY['what', 'why', 'details']) AS c (name))
+                      THEN 'INSERT (what, why, details) on audit' END)"""
+
+_READS_THE_WAL: Final = "SELECT EXISTS (SELECT FROM {lanes} WHERE source = 'wal')"
+
+_REFUSED_MESSAGES: Final = "SELECT EXISTS (SELECT FROM {dead_letters} WHERE aggregate_type = %(unreadable)s::text)"
+
+_DROP_IF_THERE: Final = """
+SELECT pg_drop_replication_slot(slot_name) FROM pg_replication_slots WHERE slot_name = %(slot)s::text"""
 
 # Relays must read the state of their lanes again, so the epoch ends.
 _READ_THE_TABLE: Final = """
@@ -116,6 +148,11 @@ _NEEDS_REPLICATION: Final = (
 )
 
 _LOCK: Final = "SELECT pg_advisory_xact_lock(hashtextextended('outbox cdc ' || %(slot)s::text, 0))"
+_TRY_LOCK: Final = "SELECT pg_try_advisory_xact_lock(hashtextextended('outbox cdc ' || %(slot)s::text, 0))"
+
+# Making a slot waits for all open transactions: longer than for other locks, up to the statement's limit.
+_WAIT_FOR_TRANSACTIONS: Final = "SELECT set_config('lock_timeout', '0', true)"
+_WAIT_AS_BEFORE: Final = "SELECT set_config('lock_timeout', %(lock_timeout)s, true)"
 
 
 class CdcRefused(OutboxError):
@@ -211,6 +248,39 @@ class Cdc:
             self._drop_slot()
         self._make(reason, unread)
         return False
+
+    def heal(self, by: str) -> str | None:
+        """Replace a slot that has a gap, where every event is a row: then nothing can be lost.
+
+        The caller must know that no event is without a row. Returns the fault that was repaired; None if there is none,
+        or if another session is at it. Raises CdcRefused, with the reason, if more than the slot may be at fault;
+        SchemaError if the role lacks a right. ``by`` is who heals, for the audit. Needs no owner's rights.
+        """
+        if self._fault() is None:
+            return None
+        bound = self._bound()
+        with unavailable_on_error("replacing the slot"), self._connection.transaction():
+            self._connection.execute("SELECT set_config('synchronous_commit', 'on', true)")
+            if not self._ask(_TRY_LOCK):
+                return None
+            fault = self._fault()
+            if fault is None:
+                return None
+            self._require_healable()
+            self._connection.execute(self._query(_DROP_IF_THERE), bound)
+            failpoint("heal.dropped")
+            lock_timeout = self._ask("SELECT current_setting('lock_timeout')")
+            self._connection.execute(_WAIT_FOR_TRANSACTIONS)
+            self._make_slot()
+            self._connection.execute(_WAIT_AS_BEFORE, {"lock_timeout": lock_timeout})
+            failpoint("heal.made")
+            if self._connection.execute(self._query(_HEALED_CHECKPOINT), bound).rowcount != 1:
+                raise DatabaseUnavailable(f"the checkpoint of slot {self._names.slot!r} was changed meanwhile")
+            self._connection.execute(self._query(_READ_THE_TABLE))
+            self._connection.execute(self._query(_FORGET_PLACES))
+            self._note("cdc repair", f"{by}: {fault}", slot_kept=False, messages_lost_at_most=0)
+            failpoint("heal.noted")
+        return fault
 
     def drop(self) -> None:
         """Drop the slot, publication and checkpoint. Raises CdcRefused while lanes are read from the WAL."""
@@ -308,6 +378,47 @@ class Cdc:
         problem = not_set_up(state._replace(known=True), self._names.slot)
         if problem is not None:
             raise CdcRefused(problem)
+
+    def _fault(self) -> str | None:
+        """Return the fault of a slot that has a checkpoint."""
+        state = self._slot.look()
+        return slot_fault(state, self._names) if state.known else None
+
+    def _require_healable(self) -> None:
+        """Raise CdcRefused unless the slot alone is at fault, and SchemaError without the rights to replace it."""
+        state = self._slot.look()
+        self._require_server(state)
+        problem = unhealable(state, self._names)
+        if problem is not None:
+            raise CdcRefused(problem)
+        self._require_own_slot(state)
+        if not self._ask(_READS_THE_WAL):
+            raise CdcRefused("no lane is read from the WAL")
+        if self._ask(_REFUSED_MESSAGES):
+            raise CdcRefused(f"there are dead letters of the type {UNREADABLE!r}: somebody writes events without a row")
+        missing = self._ask(_MISSING_RIGHTS)
+        if missing:
+            raise SchemaError(
+                f"slot {self._names.slot!r} can't be repaired by the relay, whose role lacks {missing}: see `outbox db "
+                "roles relay=ROLE --wal`"
+            )
+        whole = state.there and state.wal_status != "lost"
+        # The publication is there: no second way to read the slot, which this transaction would not survive.
+        unread = self._unread(self._names.publication) if whole else 0
+        if unread != 0:
+            held = "it can't be seen whether it has any" if unread is None else f"it has {unread}"
+            raise CdcRefused(f"events without a row that are in slot {self._names.slot!r} would be lost: {held}")
+
+    def _ask(self, query: LiteralString) -> Any:
+        """Return the one value of a query."""
+        values = self._bound() | {
+            "unreadable": UNREADABLE,
+            "streams": self._tables["streams"].as_string(None),
+            "audit": self._tables["audit"].as_string(None),
+        }
+        row = self._connection.execute(self._query(query), values).fetchone()
+        assert row is not None
+        return row[0]
 
     def _require_own(self, state: SlotState) -> None:
         self._require_only_slot(state)
@@ -462,6 +573,34 @@ class Cdc:
 
     def _query(self, text: LiteralString) -> sql.Composed:
         return sql.SQL(text).format(**self._tables)
+
+
+def unhealable(state: SlotState, names: SlotNames) -> str | None:
+    """Return why a slot with a fault must not be replaced without an operator; None if it may be."""
+    slot = names.slot
+    if state.message_at is not None:
+        return (
+            "this outbox has had events without a row, the last at "
+            f"{state.message_at.isoformat(timespec='seconds')}: some may be lost with slot {slot!r}"
+        )
+    if state.system_identifier != state.system_identifier_now:
+        return f"the checkpoint is of the database {state.system_identifier}, this is {state.system_identifier_now}"
+    if state.timeline != state.timeline_now:
+        return (
+            f"there was a failover or a restore: this server is on timeline {state.timeline_now}, the checkpoint is of "
+            f"timeline {state.timeline}, and events may be published that this server does not have"
+        )
+    if max(state.settled_lsn or 0, state.flushed_lsn or 0) > state.current_lsn:
+        return "the tables are farther in the WAL than this server: they were copied, or it is an older copy"
+    if state.events_oid is None:
+        return f"there is no table {names.schema}.events"
+    if state.publication_version_now != state.publication_version or not state.publishes:
+        return (
+            f"the publication {names.publication!r} is gone or was changed, and only the tables' owner can repair that"
+        )
+    if state.active_pid is not None:
+        return f"slot {slot!r} is being read, by process {state.active_pid} of the server"
+    return None
 
 
 def _not_published(why: str) -> str:

@@ -18,6 +18,7 @@ events is bounded: when the lanes are behind, reading stops, and feedback goes o
 |                                         | that one walsender is ended                                             |
 | the slot is above the checkpoint        | stop: it was advanced or recreated; events could be missed              |
 | the slot is gone, or lost its WAL       | stop; `outbox cdc setup --repair` makes a new one, lanes read the table |
+|                                         | (where every event has a row, a relay does it: operations/healing.py)   |
 | the publication was changed             | stop: what was not published meanwhile is missing. The repair keeps the |
 |                                         | slot, and lanes read the table up to there; such rows are skipped in    |
 |                                         | the stream if they lack columns                                         |

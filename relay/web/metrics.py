@@ -8,7 +8,7 @@ from typing import Final
 
 import psycopg
 import structlog
-from prometheus_client import CollectorRegistry
+from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.core import GaugeMetricFamily
 
 from relay.database import Connector, unavailable_on_error
@@ -52,6 +52,15 @@ def slot_metrics(
     yield gauge("safe_wal_bytes", "WAL that may be written before the slot is lost; -1 without a limit.", safe)
     yield gauge("lag_bytes", "WAL behind the position that the slot has confirmed.", state.lag_bytes)
     yield gauge("lag_seconds", "Age of the last position that the slot has confirmed; 0 when idle.", state.lag_seconds)
+
+
+def slot_repairs(registry: CollectorRegistry) -> Counter:
+    """Return the counter of the repairs that a relay has done by itself."""
+    return Counter(
+        "outbox_slot_repairs",
+        "Repairs of a lost slot that this process has done by itself; only with source=wal and wal.messages=false.",
+        registry=registry,
+    )
 
 
 class SlotWatch:
@@ -170,8 +179,9 @@ class RelayMetrics:
         yield seconds
         upkeep = GaugeMetricFamily(
             "outbox_relay_upkeep_wait_seconds",
-            "How long a task besides publishing has been failing: slot (its check), backlog (its count), archive, "
-            "drain (the look whether one is complete), transactions (the search for hanging ones).",
+            "How long a task besides publishing has been failing: slot (its check), slot_repair (the repair of a lost "
+            "slot), backlog (its count), archive, drain (the look whether one is complete), transactions (the search "
+            "for hanging ones).",
             labels=["task"],
         )
         for task, failing in health.upkeep.items():

@@ -203,7 +203,7 @@ def _failpoints(chance: random.Random, configuration: Configuration, starts: int
     names = [
         name
         for name in sorted(NAMES)
-        if not name.startswith("reconcile.")
+        if not name.startswith(("reconcile.", "heal."))
         and not (configuration.delivery != "exactly-once" and name.startswith(_ONLY_EXACTLY))
         and not (configuration.source != "wal" and name.startswith(_ONLY_WAL))
     ]

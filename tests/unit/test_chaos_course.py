@@ -82,6 +82,7 @@ def test_failpoints_are_those_of_the_configuration(configuration, monkeypatch):
     assert ("txn." in armed) == (configuration.delivery == "exactly-once")
     assert ("stream." in armed) == (configuration.source == "wal")
     assert "reconcile." not in armed
+    assert "heal." not in armed
     assert course_of(1, configuration).failpoint(10**6) == ""
 
 

@@ -1,0 +1,155 @@
+"""A lost slot heals by itself where every event has a row: killed midway, with a backlog, writers and several relays.
+
+Judged by a read_committed reader and the business rows. When it does not heal: tests/integration/test_slot_healing.py.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import urllib.request
+
+import psycopg
+import pytest
+from support import Load, check, look_up, order, wait_until
+from wal_support import done, more, streaming, to_wal, wal
+
+from outbox import Event, Outbox
+from outbox.sandbox._ports import free_ports
+
+__all__ = ["order", "wal"]
+
+NO_MESSAGES = {"wal__messages": False, "relay__max_backoff_seconds": 0.5, "relay__lease_seconds": 10}
+AUDIT = "SELECT count(*) FROM outbox.audit WHERE what = 'cdc repair' AND why LIKE '% itself (wal.messages is false%'"
+
+# Keys that no thread of a Load writes: 250 with 100 events each.
+BULK = """
+WITH k AS (INSERT INTO business SELECT 'bulk-' || n, 100 FROM generate_series(1, 250) AS n)
+INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload)
+SELECT %s, 'bulk-' || n, 'Counted', jsonb_build_object('seq', seq)
+  FROM generate_series(1, 100) AS seq, generate_series(1, 250) AS n ORDER BY seq, n"""
+
+
+def audited(url):
+    """How many repairs the audit has of relays."""
+    return look_up(url, AUDIT)[0][0]
+
+
+def lose_wal(admin):
+    """Write WAL until the server has given the slot up."""
+
+    def lost():
+        admin.execute("SELECT pg_logical_emit_message(false, 'much', repeat('x', 1000000)), pg_switch_wal()")
+        admin.execute("CHECKPOINT")
+        return admin.execute("SELECT wal_status FROM pg_replication_slots").fetchall() == [("lost",)]
+
+    wait_until(lost, 30, "the slot to be lost")
+
+
+@pytest.mark.parametrize(
+    ("delivery", "killed_at"),
+    [("at-least-once", ()), ("exactly-once", ("heal.dropped", "heal.made", "heal.noted"))],
+    ids=["at-least-once", "exactly-once"],
+)
+def test_a_slot_that_has_lost_its_wal(private_postgres, outbox_kafka, outbox_relay, wal, order, delivery, killed_at):
+    """While no relay is there. One after the other is killed in the middle of the repair; then two begin together."""
+    kind, topic = order
+    server = private_postgres(
+        {"fsync": "off", "max_slot_wal_keep_size": "1MB", "wal_keep_size": "0", "min_wal_size": "32MB"}
+    )
+    url = private_postgres.database(server).url
+    settings = wal | NO_MESSAGES | {"delivery": delivery, "relay__batch_size": 1000}
+    to_wal(url, settings)
+    with psycopg.connect(url, autocommit=True) as admin:
+        # With no rights but those of a relay.
+        admin.execute("CREATE ROLE relay LOGIN")
+        done(url, {}, "db", "roles", "relay=relay", "--wal", "--apply")
+        as_relay = url.replace("postgres@", "relay@")
+        with Load(url, kind) as load:
+            relay = outbox_relay(database_url=as_relay, **settings)
+            wait_until(lambda: streaming(url), 30, "the lanes to stream")
+            more(load, 50)
+            relay.terminate()
+            assert relay.wait() == 0
+            admin.execute(BULK, [kind])
+            lose_wal(admin)
+            for place in killed_at:
+                killed = outbox_relay(database_url=as_relay, env={"OUTBOX_FAILPOINTS": f"{place}=kill"}, **settings)
+                assert killed.wait(60) == -signal.SIGKILL
+                assert audited(url) == 0
+            relays = [outbox_relay(database_url=as_relay, **settings) for _ in range(2)]
+            wait_until(lambda: streaming(url), 60, "the lanes to stream")
+            more(load, 50)
+            load.drain()
+        assert audited(url) == 1
+    healed = [relay for relay in relays if "the relay has replaced the slot" in relay.log()]
+    assert len(healed) == 1
+    for relay in relays:
+        relay.terminate()
+        assert relay.wait() == 0
+    # No relay was killed that had published anything.
+    assert check(url, outbox_kafka.consume(topic)) == 0
+
+
+def test_a_slot_that_is_dropped_under_a_relay(outbox_postgres, outbox_kafka, outbox_relay, wal, order):
+    """It goes on by itself, with a standby beside it; and it counts what it has done."""
+    kind, topic = order
+    url = outbox_postgres.url
+    settings = wal | NO_MESSAGES | {"delivery": "exactly-once"}
+    to_wal(url, settings)
+    ports = free_ports(2)
+    relays = [outbox_relay(relay__metrics_address=f"127.0.0.1:{port}", **settings) for port in ports]
+    with Load(url, kind) as load, psycopg.connect(url, autocommit=True) as admin:
+        wait_until(lambda: streaming(url), 30, "the lanes to stream")
+        more(load, 50)
+
+        def dropped():
+            admin.execute(
+                "SELECT pg_terminate_backend(active_pid, 5000) FROM pg_replication_slots "
+                "WHERE slot_name = %s AND active_pid IS NOT NULL",
+                [wal["wal__slot"]],
+            )
+            with contextlib.suppress(psycopg.errors.ObjectInUse):
+                return admin.execute("SELECT pg_drop_replication_slot(%s)", [wal["wal__slot"]]).rowcount
+
+        # The new slot waits for this transaction; meanwhile the relays try to read it, again and again.
+        with psycopg.connect(url) as writer:
+            writer.execute("INSERT INTO business VALUES ('open', 1)")
+            Outbox().add(writer, Event(kind, "open", "Counted", {"seq": 1}))
+            wait_until(dropped, 20, "the slot to be dropped")
+            wait_until(lambda: any("is being made" in relay.log() for relay in relays), 30, "the new slot to wait")
+            writer.commit()
+        wait_until(lambda: audited(url) == 1, 5, "a relay to repair it")
+        wait_until(lambda: streaming(url), 30, "the lanes to stream")
+        more(load, 50)
+        load.drain()
+    assert sum(repairs(port) for port in ports) == 1
+    for relay in relays:
+        relay.terminate()
+        assert relay.wait() == 0
+    assert check(url, outbox_kafka.consume(topic)) == 0
+
+
+@pytest.mark.parametrize("messages", [{"wal__messages": True}, {}], ids=["allowed", "not set"])
+def test_where_events_without_a_row_are_possible_it_stays_closed(
+    outbox_postgres, outbox_kafka, outbox_relay, wal, messages
+):
+    url = outbox_postgres.url
+    to_wal(url, wal)
+    look_up(url, "SELECT pg_drop_replication_slot(%s)", wal["wal__slot"])
+    (port,) = free_ports(1)
+    del wal["wal__messages"]
+    relay = outbox_relay(relay__metrics_address=f"127.0.0.1:{port}", **wal, **messages)
+    relay.wait_for_log("is gone: somebody dropped it")
+    # Nothing that heals is running, and there is no slot.
+    assert repairs(port) is None
+    assert (look_up(url, "SELECT count(*) FROM pg_replication_slots WHERE slot_name = %s", wal["wal__slot"])) == [(0,)]
+    assert audited(url) == 0
+
+
+def repairs(port):
+    """The relay's counter; None without one."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=10) as response:
+        lines = response.read().decode().splitlines()
+    values = [line.split()[1] for line in lines if line.startswith("outbox_slot_repairs_total ")]
+    return float(values[0]) if values else None

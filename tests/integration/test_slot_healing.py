@@ -1,0 +1,297 @@
+"""The repair of a lost slot by the relay itself: when it heals, when it stays closed, and what it leaves behind."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import psycopg
+import pytest
+from cdc_shell import Shell, shell
+from psycopg import sql
+from structlog.testing import capture_logs
+from support import wait_until
+
+from outbox import Event, Outbox
+from outbox.errors import SchemaError
+from outbox.testing.fixtures import token
+from relay import database, failpoints
+from relay.database import Connector
+from relay.operations.healing import SlotHealing
+from relay.ports import Unavailable
+from relay.wal.slot import SlotNames
+
+__all__ = ["shell"]
+
+STATE = """
+SELECT (SELECT array_agg((slot_name, plugin, confirmed_flush_lsn)) FROM pg_replication_slots WHERE slot_name = %s),
+       (SELECT array_agg(to_jsonb(s)) FROM outbox.streams AS s), (SELECT array_agg(to_jsonb(l)) FROM outbox.lanes AS l),
+       (SELECT count(*) FROM outbox.audit)"""
+
+
+@dataclass
+class Healer:
+    """The healing of one relay, and what it has logged."""
+
+    shell: Shell
+    url: str
+    repairs: list[None] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.healing = SlotHealing(
+            Connector(self.url, "healing"),
+            SlotNames("outbox", self.shell.slot, "outbox_relay"),
+            "r1",
+            lambda: self.repairs.append(None),
+        )
+
+    def look(self) -> list[tuple[str, str]]:
+        """Look once; give the level and the text of each line of the log."""
+        with capture_logs() as logs:
+            self.healing.look()
+        return [(entry["log_level"], entry["error"]) for entry in logs]
+
+    def state(self) -> list[tuple[Any, ...]]:
+        return self.shell.query(STATE, self.shell.slot)
+
+    def refuses(self, text: str) -> None:
+        """Look: nothing is changed, and the log says why."""
+        before = self.state()
+        ((level, said),) = self.look()
+        assert (level, text in said) == ("error", True), said
+        assert (self.state(), self.repairs) == (before, [])
+
+    def drop_slot(self) -> None:
+        self.shell.query("SELECT pg_drop_replication_slot(%s)", self.shell.slot)
+
+
+@pytest.fixture
+def healer(shell) -> Healer:
+    shell.done("cdc setup")
+    shell.done("relay switch", "wal")
+    shell.query("UPDATE outbox.lanes SET streaming = true, owner = 'x', commit_lsn = 1, commit_number = 1 RETURNING 1")
+    return Healer(shell, shell.url)
+
+
+@pytest.fixture
+def armed(monkeypatch):
+    """Arms failpoints in this process, for one test."""
+    monkeypatch.setattr(failpoints, "_armed", {})
+    return failpoints.arm
+
+
+def lose(healer: Healer, fault: str) -> None:
+    """Do to the slot what somebody may do to it."""
+    create = "SELECT pg_create_logical_replication_slot(%s, 'pgoutput')"
+    match fault:
+        case "is gone":
+            healer.drop_slot()
+        case "made it anew":
+            healer.drop_slot()
+            healer.shell.query(create, healer.shell.slot)
+        case "somebody advanced it":
+            healer.shell.event()
+            healer.shell.query("SELECT pg_replication_slot_advance(%s, pg_current_wal_lsn())", healer.shell.slot)
+
+
+@pytest.mark.parametrize("fault", ["is gone", "made it anew", "somebody advanced it"])
+def test_a_slot_that_has_a_gap_is_replaced(healer, fault):
+    shell = healer.shell
+    before = shell.query("SELECT epoch FROM outbox.lanes ORDER BY lane")
+    assert (healer.look(), healer.repairs) == ([], [])
+    lose(healer, fault)
+    ((level, said),) = healer.look()
+    assert (level, fault in said, len(healer.repairs)) == ("warning", True, 1)
+    # Every lane reads the table before it streams again, and whoever held it has to take it anew.
+    assert shell.query("SELECT epoch - 1 FROM outbox.lanes ORDER BY lane") == before
+    assert shell.query("SELECT DISTINCT source, streaming, owner, commit_lsn FROM outbox.lanes") == [
+        ("wal", False, None, None)
+    ]
+    assert shell.query(
+        "SELECT s.confirmed_flush_lsn - '0/0' = b.flushed_lsn, b.opened_xid > 0 FROM outbox.streams AS b "
+        "JOIN pg_replication_slots AS s ON s.slot_name = b.slot"
+    ) == [(True, True)]
+    what, why = shell.audit()[-1]
+    assert (what, why.startswith("the relay r1 itself (wal.messages is false"), fault in why) == (
+        "cdc repair",
+        True,
+        True,
+    )
+    shell.done("cdc status")
+    assert (healer.look(), len(healer.repairs)) == ([], 1)
+
+
+def test_nothing_is_done_for_an_outbox_without_a_checkpoint(shell):
+    healer = Healer(shell, shell.url)
+    assert healer.look() == []
+    shell.query("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", shell.slot)
+    before = healer.state()
+    assert (healer.look(), healer.state()) == ([], before)
+
+
+DEAD = """
+INSERT INTO outbox.dead_letters (lane, id, event_id, aggregate_type, aggregate_id, event_type, headers, created_at,
+                                 attempts, last_error, first_failed_at)
+SELECT 0, 1, gen_random_uuid(), 'unreadable-message', '1', 'T', '{}', now(), 1, 'x', now()"""
+REFUSED = {
+    "has had events without a row": (
+        "UPDATE outbox.streams SET message_at = now()",
+        "UPDATE outbox.streams SET message_at = NULL",
+    ),
+    "there was a failover or a restore": (
+        "UPDATE outbox.streams SET timeline = timeline + 1",
+        "UPDATE outbox.streams SET timeline = timeline - 1",
+    ),
+    "the checkpoint is of the database 7": (
+        "UPDATE outbox.streams SET system_identifier = '7'",
+        "UPDATE outbox.streams SET system_identifier = (SELECT system_identifier FROM pg_control_system())",
+    ),
+    "farther in the WAL than this server": (
+        "UPDATE outbox.lanes SET commit_lsn = 1::bigint << 60",
+        "UPDATE outbox.lanes SET commit_lsn = 1",
+    ),
+    "the tables are farther": (
+        "UPDATE outbox.streams SET flushed_lsn = flushed_lsn + (1::bigint << 60)",
+        "UPDATE outbox.streams SET flushed_lsn = flushed_lsn - (1::bigint << 60)",
+    ),
+    "no lane is read from the WAL": (
+        "UPDATE outbox.lanes SET source = 'polling'",
+        "UPDATE outbox.lanes SET source = 'wal'",
+    ),
+    "there is no table outbox.events": (
+        "ALTER TABLE outbox.events RENAME TO elsewhere",
+        "ALTER TABLE outbox.elsewhere RENAME TO events",
+    ),
+    "dead letters of the type 'unreadable-message'": (DEAD, "TRUNCATE outbox.dead_letters"),
+}
+
+
+def test_what_else_may_be_at_fault_stays_with_the_operator(healer):
+    healer.drop_slot()
+    for why, (fault, undone) in REFUSED.items():
+        one = Healer(healer.shell, healer.url)
+        healer.shell.admin.execute(fault)
+        one.refuses(why)
+        # Not again and again.
+        assert one.look() == []
+        healer.shell.admin.execute(undone)
+    assert healer.look()[0][0] == "warning"
+
+
+def test_a_publication_that_was_changed_stays_with_the_operator(healer):
+    for change in ("ALTER PUBLICATION outbox_relay SET (publish = 'insert, update')", "DROP PUBLICATION outbox_relay"):
+        healer.drop_slot()
+        healer.shell.admin.execute(change)
+        healer.refuses("the publication 'outbox_relay' is gone or was changed")
+        healer.shell.done("cdc setup", "--repair", "--reason", "somebody changed it")
+        assert (healer.look(), healer.repairs) == ([], [])
+
+
+def test_a_slot_that_holds_an_event_without_a_row_is_kept(healer):
+    healer.drop_slot()
+    healer.shell.query("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", healer.shell.slot)
+    with healer.shell.admin.transaction():
+        Outbox(transport="message", slot=healer.shell.slot).add(healer.shell.admin, Event("Order", "1", "Said"))
+    healer.refuses("would be lost: it has 1")
+
+
+def test_a_slot_of_somebody_else_is_kept(healer):
+    healer.drop_slot()
+    healer.shell.query("SELECT pg_create_physical_replication_slot(%s)", healer.shell.slot)
+    healer.refuses("is not this outbox's")
+    healer.drop_slot()
+    assert healer.look()[0][0] == "warning"
+
+
+def test_a_slot_that_is_read_is_kept(healer):
+    healer.drop_slot()
+    healer.shell.query("SELECT pg_create_logical_replication_slot(%s, 'pgoutput')", healer.shell.slot)
+    with contextlib.closing(psycopg.connect(healer.url, autocommit=True, replication="database")) as connection:
+        connection.pgconn.send_query(
+            f"START_REPLICATION SLOT {healer.shell.slot} LOGICAL 0/0 "
+            "(proto_version '1', publication_names 'outbox_relay')".encode()
+        )
+        active = "SELECT active FROM pg_replication_slots WHERE slot_name = %s"
+        wait_until(lambda: healer.shell.query(active, healer.shell.slot) == [(True,)], 10, "the slot to be read")
+        healer.refuses("is being read, by process")
+    wait_until(lambda: healer.shell.query(active, healer.shell.slot) == [(False,)], 10, "the slot to be free")
+    assert healer.look()[0][0] == "warning"
+
+
+def test_a_repair_that_ends_midway_is_done_by_the_next_look(healer, armed):
+    for number, place in enumerate(("heal.dropped", "heal.made", "heal.noted")):
+        lose(healer, "is gone")
+        before = healer.state()[0][1:]
+        armed(f"{place}=error")
+        with pytest.raises(Unavailable, match=place):
+            healer.look()
+        # Relays are still stopped, by a checkpoint that is as it was.
+        assert healer.state()[0][1:] == before
+        assert healer.shell("cdc status")[0] == 1
+        assert len(healer.repairs) == number
+        assert (healer.look()[0][0], len(healer.repairs)) == ("warning", number + 1)
+        healer.shell.done("cdc status")
+
+
+def test_of_two_relays_one_repairs(healer, monkeypatch):
+    """The new slot waits for a transaction that is open, longer than for other locks; meanwhile the other one looks."""
+    monkeypatch.setattr(database, "_LOCK_SECONDS", 0.2)
+    lose(healer, "is gone")
+    other = Healer(healer.shell, healer.url)
+    found: list[Any] = []
+    with psycopg.connect(healer.url) as writer:
+        Outbox().add(writer, Event("Order", "1", "Open"))
+        thread = threading.Thread(target=lambda: found.append(healer.healing.look()))
+        thread.start()
+        making = (
+            "SELECT count(*) FROM pg_stat_activity WHERE application_name = 'healing' AND wait_event_type = 'Lock' "
+            "AND clock_timestamp() - query_start > '500ms'"
+        )
+        wait_until(lambda: healer.shell.query(making) == [(1,)], 10, "the first to wait")
+        assert "is being made" in healer.shell("cdc status")[1]
+        assert (other.look(), other.repairs) == ([], [])
+        writer.commit()
+        thread.join(30)
+    assert (found, len(healer.repairs)) == ([None], 1)
+    assert (other.look(), other.repairs) == ([], [])
+    assert [what for what, _ in healer.shell.audit()].count("cdc repair") == 1
+    healer.shell.done("cdc status")
+
+
+@pytest.fixture
+def role(shell) -> Iterator[str]:
+    """A role with the rights of a relay that reads the WAL, and no others."""
+    name = f"relay_{token()}"
+    shell.admin.execute(sql.SQL("CREATE ROLE {} LOGIN").format(sql.Identifier(name)))
+    shell.done("db roles", f"relay={name}", "--wal", "--apply")
+    yield name
+    shell.admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(name)))
+
+
+def test_a_relays_role_heals_and_says_what_it_lacks(healer, role):
+    shell = healer.shell
+    as_relay = Healer(shell, shell.url.replace("postgres@", f"{role}@"))
+    lose(healer, "made it anew")
+    for right, lacking in (
+        ("INSERT (what, why, details) ON outbox.audit", "lacks INSERT (what, why, details) on audit"),
+        ("UPDATE ON outbox.streams", "lacks UPDATE on streams"),
+    ):
+        before = healer.state()
+        shell.admin.execute(f"REVOKE {right} FROM {role}")
+        with pytest.raises(SchemaError) as error:
+            as_relay.look()
+        assert lacking in str(error.value)
+        assert healer.state() == before
+        shell.admin.execute(f"GRANT {right} TO {role}")
+    shell.admin.execute(f"ALTER ROLE {role} NOREPLICATION")
+    before = healer.state()
+    with pytest.raises(SchemaError):
+        as_relay.look()
+    assert healer.state() == before
+    shell.admin.execute(f"ALTER ROLE {role} REPLICATION")
+    assert as_relay.look()[0][0] == "warning"
+    assert shell.query("SELECT who FROM outbox.audit ORDER BY id DESC LIMIT 1") == [(role,)]
+    shell.done("cdc status")
