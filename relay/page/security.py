@@ -43,7 +43,7 @@ _COOKIE: Final = "outbox_page"
 _GUESSES: Final = 4
 """Passwords that are tried at the same time; a further one is refused at once."""
 _ENTER: Final = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8"><title>outbox</title>
+<html lang="en"><head><meta charset="utf-8"><title>outbox</title><link rel="icon" href="{0}static/icon.svg">
 <meta http-equiv="refresh" content="0;url={0}"></head><body><p><a href="{0}">The operations page</a></p></body></html>
 """
 _MAX_BODY: Final = 256 << 10
