@@ -60,6 +60,12 @@ class Place:
         return look_up(self.url, "SELECT (pg_current_wal_insert_lsn() - '0/0')::bigint")[0][0]
 
 
+# A lane in each way; the two other scopes where their rows, and where their messages, are left out differently.
+LANES = [(way, "lane") for way in WAYS]
+TOPICS = [(WAYS[0], "topic"), (WAYS[3], "topic")]
+EVERYTHING = [(WAYS[1], "all"), (WAYS[2], "all")]
+
+
 @pytest.fixture(params=WAYS)
 def place(request, outbox_postgres, outbox_kafka, wal):
     return Place(request.param, outbox_postgres, outbox_kafka, wal)
@@ -70,7 +76,7 @@ def polled(outbox_postgres, outbox_kafka, wal):
     return Place(WAYS[0], outbox_postgres, outbox_kafka, wal)
 
 
-@pytest.mark.parametrize("which", ["lane", "topic", "all"])
+@pytest.mark.parametrize(("place", "which"), [*LANES, *TOPICS, *EVERYTHING], indirect=["place"])
 def test_what_is_paused_waits_and_the_rest_goes_on(place, outbox_relay, which):
     """And when it is resumed, each event is published once and in order."""
     url, scope = place.url, scope_named(which, place.topics)
@@ -96,7 +102,7 @@ def test_what_is_paused_waits_and_the_rest_goes_on(place, outbox_relay, which):
         wait_until(lambda: streaming(url), what="the lanes to stream again")
 
 
-@pytest.mark.parametrize("which", ["lane", "topic"])
+@pytest.mark.parametrize(("place", "which"), [*LANES, *TOPICS], indirect=["place"])
 def test_a_pause_outlives_those_who_obey_it(place, outbox_relay, which):
     """Killed, taken over, stopped in order: whoever has the lanes obeys from its first turn on."""
     url, scope = place.url, scope_named(which, place.topics)
@@ -146,7 +152,7 @@ def test_a_pause_outlives_a_switch_of_the_source(outbox_postgres, outbox_kafka, 
         assert check(url, published.all_of(load)) == 0
 
 
-@pytest.mark.parametrize("which", ["lane", "topic", "all"])
+@pytest.mark.parametrize(("place", "which"), [*LANES, *TOPICS, *EVERYTHING], indirect=["place"])
 def test_a_drain_publishes_what_was_written_and_then_pauses(place, outbox_relay, which):
     """The event of a transaction that was open when the drain was requested, too."""
     url, scope = place.url, scope_named(which, place.topics)

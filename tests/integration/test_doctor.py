@@ -499,8 +499,14 @@ def roles(outbox_postgres):
             admin.execute(sql.SQL("DROP OWNED BY {0}; DROP ROLE {0}").format(sql.Identifier(role)))
 
 
-@pytest.mark.parametrize("how", ["polling", "polling, exactly-once", "wal"])
-@pytest.mark.parametrize("kind", [Kind.RELAY, Kind.OPERATOR, Kind.PAGE])
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        *((Kind.RELAY, how) for how in ("polling", "polling, exactly-once", "wal")),
+        (Kind.OPERATOR, "polling, exactly-once"),
+        (Kind.PAGE, "wal"),
+    ],
+)
 def test_it_works_as_each_role_and_names_what_that_may_not_look_at(outbox_postgres, outbox_kafka, roles, kind, how):
     source, _, delivery = how.partition(", ")
     slot = outbox_kafka.name("slot").lower().replace("-", "_")
