@@ -28,6 +28,7 @@ from docs_support import blocks
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from page_support import Answer, PageRun
+from secured import Certificates
 from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.routing import Mount
@@ -376,20 +377,14 @@ def test_what_an_address_needs(environment, tmp_path):
 
 
 def test_over_tls_with_a_name_of_a_proxy(serve, environment, tmp_path):
-    certificate, key = tmp_path / "c.pem", tmp_path / "k.pem"
-    subprocess.run(
-        [
-            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2", "-subj", "/CN=localhost"),
-            *("-addext", "subjectAltName=DNS:localhost", "-keyout", str(key), "-out", str(certificate)),
-        ],
-        check=True,
-        capture_output=True,
+    made = Certificates.made(tmp_path)
+    page = serve(
+        users=users(), tls_certificate=str(made.certificate), tls_key=str(made.key), origin="https://outbox.example.com"
     )
-    page = serve(users=users(), tls_certificate=str(certificate), tls_key=str(key), origin="https://outbox.example.com")
     assert page.link == "https://outbox.example.com/"
     port = page.port
-    context = ssl.create_default_context(cafile=str(certificate))
-    asked = urllib.request.Request(f"https://localhost:{port}/", headers=basic("ann", PASSWORD))
+    context = ssl.create_default_context(cafile=str(made.authority))
+    asked = urllib.request.Request(f"https://127.0.0.1:{port}/", headers=basic("ann", PASSWORD))
     with urllib.request.urlopen(asked, context=context, timeout=30) as answer:
         assert answer.headers["strict-transport-security"].startswith("max-age=")
     asked.add_header("Host", "outbox.example.com")
