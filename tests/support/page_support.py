@@ -122,8 +122,9 @@ def browser() -> Iterator[Any]:
     if program is None:
         pytest.skip("chromium is not installed: apt-get install chromium")
     with sync_playwright() as driver:
-        # As root, chromium has no sandbox of its own; it opens only our page.
-        started = driver.chromium.launch(executable_path=program, args=["--no-sandbox", "--disable-gpu"])
+        # As root, chromium has no sandbox of its own; it opens only our page. A container's /dev/shm may be too small.
+        options = ["--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage"]
+        started = driver.chromium.launch(executable_path=program, args=options)
         try:
             yield started
         finally:
