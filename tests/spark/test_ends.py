@@ -152,7 +152,7 @@ def test_once_gives_up_without_its_servers_and_the_next_run_goes_on(
             consumer.start("--once", "--max-records", "20", program=program, OUTBOX_DATABASE_URL=through)
             consumer.until(lambda at=at: applied() >= at + 100, "some rounds")
             stop()
-            consumer.ended(1, "outbox: gave up after 3 s; nothing is lost, run the job again. Last error: ", server)
+            consumer.ended(1, "outbox: gave up after 10 s; nothing is lost, run the job again. Last error: ", server)
             assert at < applied() < seqs * orders
             start()
     # That a process goes on where another gave up was seen above: this applies the rest.
