@@ -45,7 +45,9 @@ class Bench:
         assert producer.flush(30) == 0
 
     def producer(self, **options: Any) -> Producer:
-        return Producer({"bootstrap.servers": self.topics.bootstrap_servers, "linger.ms": 0, **options})
+        # Without idempotence, a request that is sent again would be behind those that were sent after it.
+        given = {"bootstrap.servers": self.topics.bootstrap_servers, "enable.idempotence": True, "linger.ms": 0}
+        return Producer({**given, **options})
 
     def runner(self, job: ConsumerJob | None = None, **options: Any) -> Runner:
         options = {"patience": 30.0, **options}

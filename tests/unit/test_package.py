@@ -273,7 +273,7 @@ def test_the_commands(folder, monkeypatch):
         (["submit", "spark_jobs.order_totals:job", "--once", "--deploy-mode", "x"], {}, 2, "client or cluster"),
         (["submit", "spark_jobs.order_totals:job", "--once", "--conf", "spark.x.password=1"], {}, 1, "properties-file"),
         (["submit", "spark_jobs.order_totals:job", "--once"], {"SPARK_HOME": "/nowhere"}, 1, "holds no Spark"),
-        (["submit", "nowhere:job", "--once"], {}, 1, "no module nowhere"),
+        (["submit", "nowhere:job", "--once"], {}, 2, "no module nowhere"),
         (["package", "__main__:job"], {}, 1, "can't import __main__"),
     ],
 )
