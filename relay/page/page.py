@@ -121,7 +121,7 @@ class Page:
         self.controls = controls
         self.shows_payloads = settings.web.payloads is Payloads.SHOWN
         self._closing = ExitStack()
-        self._pending: OrderedDict[str, Any] = OrderedDict()
+        self._pending: OrderedDict[str, tuple[tuple[str, str], Any]] = OrderedDict()
         self._lock = threading.Lock()
         self._templates = Environment(
             loader=FileSystemLoader(Path(__file__).parent / "templates"),
@@ -157,7 +157,6 @@ class Page:
             taken=self.sampler.taken(),
             version=__version__,
             outbox_name=self.settings.name,
-            now=dt.datetime.now(dt.UTC),
             **values,
         )
         return HTMLResponse(shown, status)
@@ -180,20 +179,25 @@ class Page:
         fields = [(name, value) for name, value in form.fields if name not in {"form_token", "confirmed"}]
         key = secrets.token_urlsafe(9)
         with self._lock:
-            self._pending[key] = chosen
+            self._pending[key] = _asked(request), chosen
             while len(self._pending) > _PENDING:
                 self._pending.popitem(last=False)
         return self.render(
             request, "confirm.html", title=title, lines=list(lines), fields=fields, key=key, button=button, view=""
         )
 
-    def chosen(self, form: Form) -> Any:
-        """Return what the answer to ``confirm`` is about. Raises ConfigurationError if that was too long ago."""
+    def chosen(self, request: Request, form: Form) -> Any:
+        """Return what the answer to ``confirm`` is about: a question about the same action, to the same user.
+
+        Raises ConfigurationError if there is none, or if it was too long ago.
+        """
         key = form.get("confirmed")
         with self._lock:
-            if key is None or key not in self._pending:
+            asked, chosen = self._pending.get(key or "", (None, None))
+            if asked != _asked(request):
                 raise ConfigurationError("that question is no longer known: begin again")
-            return self._pending.pop(key)
+            del self._pending[key or ""]
+        return chosen
 
     def done(self, request: Request, path: str, text: str) -> Response:
         """Show another page with what was done."""
@@ -247,6 +251,12 @@ class Page:
             return reading(), None
         except OutboxError as error:
             return None, str(error)
+
+
+def _asked(request: Request) -> tuple[str, str]:
+    """Return the action that a question is about, and the user who is asked."""
+    user: User = request.scope["outbox.user"]
+    return request.url.path, user.name
 
 
 def _signed_note(request: Request) -> str | None:

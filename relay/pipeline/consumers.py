@@ -114,14 +114,14 @@ class Consumers:
             return reservations.counts(Chosen()), reservations.find(Chosen(), most=most)
 
     def retry_call(self, group: str, name: str, message_id: UUID, reason: str | None) -> bool:
-        """Have a stuck call made again. Returns whether it was stuck."""
+        """Retry a stuck call. Returns whether it was stuck."""
         from spark_jobs.external.reservations import Chosen
 
         with self.reservations() as reservations:
             return bool(reservations.retry(Chosen(group, name, [message_id]), why=reason))
 
     def cancel_call(self, group: str, name: str, message_id: UUID, reason: str) -> bool:
-        """Have a stuck call cancelled. Returns whether it was stuck."""
+        """Cancel a stuck call. Returns whether it was stuck."""
         from spark_jobs.external.reservations import Chosen
 
         with self.reservations() as reservations:

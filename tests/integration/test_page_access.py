@@ -196,6 +196,10 @@ def test_what_was_shown_is_what_is_done(serve, environment):
     failures(environment, "Order", "too large: #", 500)
     key = re.search(r'name="confirmed" value="([^"]+)"', asked.text)
     assert key is not None
+    # The answer to a question is none to another one.
+    for other in ("/dead-letters/relay/retry", "/dead-letters/consumer/discard", "/relays/change"):
+        also = {"action": "pause", "scope": "all"}
+        assert page.ask(other, fields | also | {"confirmed": key[1]}).status == 400, other
     found = page.ask(path, fields | {"confirmed": key[1]})
     assert "2 events were discarded" in page.ask(found.headers["location"]).text
     assert sum(remaining(environment).values()) == 500

@@ -56,7 +56,9 @@ def _change(page: Page, request: Request, form: Form, what: str) -> Response:
     reason = form.require("reason", "why: the audit keeps it") if what == "cancel" else form.get("reason")
     if what == "cancel" and form.get("confirmed") is None:
         lines = [f"The call {name} for message {message_id} would be cancelled", f"The reason: {reason}"]
-        return page.confirm(request, "Cancel a call", lines, form, "Cancel the call")
+        return page.confirm(request, "Cancel a call", lines, form, "Cancel the call", (group, name, message_id))
+    if what == "cancel":
+        group, name, message_id = page.chosen(request, form)
     page.audit(request, f"{what} external call", reason, {"which": f"{group}/{name} {message_id}"})
     if what == "cancel":
         done, word = page.consumers.cancel_call(group, name, message_id, reason or ""), "cancelled"

@@ -89,7 +89,7 @@ class _RelaySide:
                     lines = _counted(letters.count(selection, discard=False), "retried")
                     return page.confirm(request, f"Retry {what}", lines, form, "Retry", (selection, what))
             else:
-                selection, what = page.chosen(form)
+                selection, what = page.chosen(request, form)
             page.audit(request, "retry dead letters", None, _which(what, selection.event_ids))
             done = letters.retry(selection)
         return page.done(request, "/dead-letters", f"{len(set(done))} events will be tried again{_locked(done.locked)}")
@@ -107,7 +107,7 @@ class _RelaySide:
                     f"The reason: {reason}",
                 ]
                 return page.confirm(request, f"Discard {what}", lines, form, "Discard", (selection, what))
-            selection, what = page.chosen(form)
+            selection, what = page.chosen(request, form)
             page.audit(request, "discard dead letters", reason, _which(what, selection.event_ids))
             gone = letters.discard(selection, reason)
         return page.done(request, "/dead-letters", f"{len(gone)} events were discarded{_locked(gone.locked)}")
@@ -168,7 +168,7 @@ class _ConsumerSide:
         )
 
     def retry(self, request: Request, form: Form) -> Response:
-        """Have messages tried again in the next round of their group."""
+        """Retry messages in the next round of their group."""
         page = self._page
         if form.get("confirmed") is None:
             selection, what = self._selection(form)
@@ -176,7 +176,7 @@ class _ConsumerSide:
                 lines = [f"{len(selection.ids):,} messages would be retried"]
                 return page.confirm(request, f"Retry {what}", lines, form, "Retry", (selection, what))
         else:
-            selection, what = page.chosen(form)
+            selection, what = page.chosen(request, form)
         page.audit(request, "retry messages", None, _which(what, selection.ids))
         with page.consumers.dead_letters() as letters:
             done = letters.retry(selection)
@@ -191,7 +191,7 @@ class _ConsumerSide:
             selection, what = self._selection(form)
             lines = [f"{len(selection.ids):,} messages would be discarded for good", f"The reason: {reason}"]
             return page.confirm(request, f"Discard {what}", lines, form, "Discard", (selection, what))
-        selection, what = page.chosen(form)
+        selection, what = page.chosen(request, form)
         page.audit(request, "discard messages", reason, _which(what, selection.ids))
         with page.consumers.dead_letters() as letters:
             done = letters.discard(selection, reason)

@@ -23,16 +23,10 @@ def routes(page: Page) -> list[Route]:
     may_write = build_router(page.settings).may_write
 
     def show(request: Request) -> Response:
-        overview = page.sampler.latest()
-        outbox = None if overview is None else overview.outbox
-        unseen = {} if overview is None else overview.unseen
-        return page.render(request, "relays.html", outbox=outbox, unseen=unseen, settings=page.settings)
+        return _of_overview(page, request, "relays.html")
 
     def wal(request: Request) -> Response:
-        overview = page.sampler.latest()
-        outbox = None if overview is None else overview.outbox
-        unseen = {} if overview is None else overview.unseen
-        return page.render(request, "wal.html", outbox=outbox, unseen=unseen, settings=page.settings)
+        return _of_overview(page, request, "wal.html")
 
     def change(request: Request, form: Form) -> Response:
         action = form.require("action", "what to do")
@@ -48,9 +42,11 @@ def routes(page: Page) -> list[Route]:
                 else "What is written by now would be published, and nothing after it until somebody resumes it.",
                 f"The reason: {reason}",
             ]
-            return page.confirm(request, f"{action.capitalize()} {what}", lines, form, action.capitalize(), scopes)
-        scopes = page.chosen(form)
-        page.audit(request, action, reason, {"which": what})
+            return page.confirm(
+                request, f"{action.capitalize()} {what}", lines, form, action.capitalize(), (action, scopes)
+            )
+        action, scopes = page.chosen(request, form)
+        page.audit(request, action, reason, {"which": ", ".join(map(str, scopes))})
         do = pauses.pause if action == "pause" else pauses.drain
         with page.outbox() as connection:
             changes = do(connection, page.schema, scopes, reason, may_write=may_write)
@@ -71,6 +67,13 @@ def routes(page: Page) -> list[Route]:
         Route("/relays/resume", page.action(resume), methods=["POST"]),
         Route("/wal", wal),
     ]
+
+
+def _of_overview(page: Page, request: Request, template: str) -> Response:
+    overview = page.sampler.latest()
+    outbox = None if overview is None else overview.outbox
+    unseen = {} if overview is None else overview.unseen
+    return page.render(request, template, outbox=outbox, unseen=unseen, settings=page.settings)
 
 
 def _scopes(form: Form) -> list[Scope]:
