@@ -130,7 +130,8 @@ def _reach(name: str) -> None:
         case "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         case "pause":
-            os.kill(os.getpid(), signal.SIGSTOP)
+            # Sent to the process, it could reach another thread, and this one would go on until that one is scheduled.
+            signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)
         case "delay":
             time.sleep(action.seconds)
         case _:

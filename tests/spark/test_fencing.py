@@ -170,6 +170,8 @@ def test_a_driver_that_was_stopped_and_wakes_up_after_the_take_over(bench, tmp_p
         """Stop all of it; not within a transaction of its own: the take-over would wait for that (see below)."""
         tree[:] = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         signal_all(tree, signal.SIGSTOP)
+        # A signal that is sent has not stopped anybody yet.
+        wait_until(lambda: all(each.status() == psutil.STATUS_STOPPED for each in tree), PATIENCE, "all to stand still")
         open_ones = (
             "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
             "AND starts_with(application_name, 'outbox ') AND xact_start IS NOT NULL"
