@@ -37,7 +37,7 @@ _WAITING: Final = """
 SELECT l.lane,
        (SELECT count(*) FROM (SELECT FROM {events} AS e WHERE e.lane = l.lane
                                ORDER BY e.id LIMIT %(most)s) AS counted) AS events,
-       (SELECT extract(epoch FROM clock_timestamp() - e.created_at)::float8 FROM {events} AS e
+       (SELECT extract(epoch FROM clock_timestamp() - {created_at})::float8 FROM {events} AS e
          WHERE e.lane = l.lane ORDER BY e.id LIMIT 1) AS oldest_seconds
   FROM {lanes} AS l"""
 

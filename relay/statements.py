@@ -21,6 +21,10 @@ TIMELINE: Final = "('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 
 """SQL: the timeline on which a primary writes; pg_control_checkpoint() shows it only after the next checkpoint. An
 error on a standby."""
 
+_CREATED_AT: Final = "least(greatest(created_at, '0001-01-03'), '9999-12-29')"
+"""SQL: when an event was written. A writer may set it, and Postgres has times that Python has not: infinity, and those
+before year 1."""
+
 _FURTHER: Final = """commit_lsn = greatest(commit_lsn, %(commit_lsn)s::bigint),
        commit_number = CASE WHEN %(commit_lsn)s::bigint > coalesce(commit_lsn, -1) THEN %(commit_number)s::int
                             WHEN %(commit_lsn)s::bigint = commit_lsn
@@ -140,6 +144,7 @@ def names_of(schema: str) -> dict[str, sql.Composable]:
         "synchronous": sql.SQL(SYNCHRONOUS),
         "timeline": sql.SQL(TIMELINE),
         "further": sql.SQL(_FURTHER),
+        "created_at": sql.SQL(_CREATED_AT),
     }
 
 

@@ -29,7 +29,7 @@ _MARGIN_MILLISECONDS: Final = 60_000
 _AHEAD_SECONDS: Final = 86_400.0
 
 _WAITING: Final = """
-SELECT e.lane, e.id, e.event_id, e.aggregate_type, e.aggregate_id, e.event_type, e.created_at,
+SELECT e.lane, e.id, e.event_id, e.aggregate_type, e.aggregate_id, e.event_type, {created_at} AS created_at,
        (SELECT count(*) FROM (SELECT FROM {events} AS b WHERE b.lane = e.lane AND b.id < e.id
                                LIMIT %(most)s) AS counted) AS before
   FROM {events} AS e WHERE e.event_id = %(event_id)s LIMIT 1"""
@@ -43,24 +43,25 @@ SELECT attempts, last_error, last_failed_at,
   FROM {failures} WHERE lane = %(lane)s AND id = %(id)s"""
 
 _DEAD: Final = """
-SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, attempts, last_error, dead_at
+SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, {created_at} AS created_at, attempts,
+       last_error, dead_at
   FROM {dead_letters} WHERE event_id = %(event_id)s LIMIT 1"""
 
 _PUBLISHED: Final = """
-SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, published_at, topic, partition,
-       "offset"
+SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, {created_at} AS created_at, published_at,
+       topic, partition, "offset"
   FROM {published} WHERE event_id = %(event_id)s ORDER BY published_at LIMIT 1"""
 
 # The newest events of a key in all three tables. The archive's index is on the hash of the key.
 _OF_KEY: Final = """
 SELECT * FROM (
-    (SELECT event_id, event_type, created_at, id, 'waiting' AS state FROM {events}
+    (SELECT event_id, event_type, {created_at} AS created_at, id, 'waiting' AS state FROM {events}
       WHERE aggregate_type = %(kind)s AND aggregate_id = %(key)s ORDER BY id DESC LIMIT %(limit)s)
     UNION ALL
-    (SELECT event_id, event_type, created_at, id, 'dead' FROM {dead_letters}
+    (SELECT event_id, event_type, {created_at} AS created_at, id, 'dead' FROM {dead_letters}
       WHERE aggregate_type = %(kind)s AND aggregate_id = %(key)s ORDER BY id DESC LIMIT %(limit)s)
     UNION ALL
-    (SELECT event_id, event_type, created_at, id, 'published' FROM {published}
+    (SELECT event_id, event_type, {created_at} AS created_at, id, 'published' FROM {published}
       WHERE aggregate_type = %(kind)s AND aggregate_id = %(key)s
         AND hashtextextended(aggregate_id, 0) = hashtextextended(%(key)s, 0) ORDER BY id DESC LIMIT %(limit)s)) AS found
  ORDER BY id DESC LIMIT %(limit)s"""

@@ -134,6 +134,9 @@ def _search(
     found.searched = True
     event = found.event
     since = event.created_at or written_at(event.event_id)
+    if since is not None and since > dt.datetime.now(dt.UTC):
+        # The writer made it up.
+        since = dt.datetime.fromtimestamp(0, dt.UTC)
     if found.places or event.state not in {"published", "unknown"}:
         return
     if since is None and from_the_beginning:
