@@ -9,7 +9,18 @@ from psycopg import sql
 
 from relay.position import WalPosition
 
-_TABLES: Final = ("events", "lanes", "relays", "failures", "published", "dead_letters", "streams", "audit", "pauses")
+_TABLES: Final = (
+    "events",
+    "lanes",
+    "relays",
+    "failures",
+    "published",
+    "dead_letters",
+    "streams",
+    "audit",
+    "pauses",
+    "scheduled",
+)
 
 # A role or a database may have synchronous_commit off. It takes effect at the commit, so the statement itself can set
 # it.

@@ -42,6 +42,14 @@ SELECT d.id, d.lane, d.event_id, d.aggregate_type, d.aggregate_id, d.event_type,
    AND (%(type)s::text IS NULL OR d.aggregate_type = %(type)s)
  ORDER BY d.dead_at DESC, d.id DESC LIMIT %(limit)s"""
 
+_SCHEDULED: Final = """
+SELECT s.id, NULL::smallint AS lane, s.event_id, s.aggregate_type, s.aggregate_id, s.event_type,
+       s.scheduled_at AS created_at, s.not_before AS moved_at
+  FROM {scheduled} AS s
+ WHERE (%(at)s::timestamptz IS NULL OR (s.not_before, s.id) < (%(at)s, %(id)s))
+   AND (%(type)s::text IS NULL OR s.aggregate_type = %(type)s)
+ ORDER BY s.not_before DESC, s.id DESC LIMIT %(limit)s"""
+
 # One day's partition after the other, newest first: each is sorted as a whole, but not the archive.
 _PUBLISHED: Final = """
 SELECT p.id, p.lane, p.event_id, p.aggregate_type, p.aggregate_id, p.event_type, {created_at} AS created_at,
@@ -68,11 +76,14 @@ class EventState(StrEnum):
     WAITING = "waiting"
     PUBLISHED = "published"
     DEAD = "dead"
+    SCHEDULED = "scheduled"
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The last event of a page. ``at`` is when it got into its table; None for waiting events, which go by id."""
+    """The last event of a page. ``at`` is when it got into its table; None for waiting events, which go by id. Of a
+    scheduled event it is its time.
+    """
 
     id: int
     at: dt.datetime | None = None
@@ -126,6 +137,7 @@ class EventSearch:
             EventState.WAITING: _WAITING,
             EventState.PUBLISHED: _PUBLISHED,
             EventState.DEAD: _DEAD,
+            EventState.SCHEDULED: _SCHEDULED,
         }[state]
         with unavailable_on_error("looking through the events"), self._connection.transaction():
             if state is EventState.PUBLISHED:
@@ -142,7 +154,7 @@ class EventSearch:
     def contents(self, event_id: UUID) -> Contents | None:
         """Return what an event says; None if no table has it."""
         with unavailable_on_error("reading an event"), self._connection.transaction():
-            for table in ("events", "dead_letters", "published"):
+            for table in ("events", "dead_letters", "published", "scheduled"):
                 for row in self._run(_CONTENTS, {"event_id": event_id}, table=self._names[table]):
                     return Contents(row["payload"], row["payload_bytes"], row["headers"])
         return None

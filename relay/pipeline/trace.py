@@ -173,6 +173,9 @@ def _relay_side(found: Found) -> list[Step]:
     if event.created_at is not None:
         steps.append(Step("written", "good", event.created_at, text=f"lane {event.lane}"))
     match event.state:
+        case "scheduled":
+            steps.append(Step("scheduled", "good", event.scheduled_at))
+            steps.append(Step("is not published before", "unknown", event.not_before))
         case "waiting":
             before = "10,000 or more" if event.before == 10_000 else f"{event.before:,}"
             steps.append(Step("waits to be published", "unknown", text=f"{before} rows before it, {_holder(event)}"))
