@@ -11,9 +11,12 @@ from outbox._app.settings import client_options
 from outbox.errors import ConfigurationError
 from relay.cli.app import app
 from relay.config import load
-from relay.kafka.fencing import short_lived_producer
+from relay.kafka.fencing import ShortLivedProducer
+from relay.kafka.offsets import Offsets
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.topics import Topics
+from relay.kafka.wire import Brokers
+from relay.pipeline.topics import topics
 from spark_jobs.driver.kafka_admin import KafkaView
 from spark_jobs.errors import JobError
 from spark_jobs.external.http_call import HttpAsk, HttpCall
@@ -24,11 +27,16 @@ OFF = [
     ("enable.ssl.certificate.verification", "FALSE"),
     ("ssl.endpoint.identification.algorithm", "none"),
     ("ssl.endpoint.identification.algorithm", "None"),
+    # As Java's clients are told.
+    ("ssl.endpoint.identification.algorithm", ""),
 ]
 CLIENTS = {
     "topics": lambda options: Topics(options, create=False),
     "state topic": lambda options: StateTopic(options, "state", replication=1).require(1),
-    "fencing": lambda options: short_lived_producer(options, "id"),
+    "offsets": Offsets,
+    "requests of our own": Brokers,
+    "page": lambda options: topics(load(kafka=options), []),
+    "fencing": lambda options: ShortLivedProducer(options, "id"),
     "driver": KafkaView,
     "task": lambda options: RangeReader(ReaderSettings(options, "g", patience_seconds=1.0)),
 }
