@@ -20,6 +20,7 @@ from relay.pipeline.topics import topics
 from spark_jobs.driver.kafka_admin import KafkaView
 from spark_jobs.errors import JobError
 from spark_jobs.external.http_call import HttpAsk, HttpCall
+from spark_jobs.payloads.registry import Registry
 from spark_jobs.task.reader import RangeReader, ReaderSettings
 
 OFF = [
@@ -77,3 +78,28 @@ def test_a_provider_that_would_not_be_verified_is_refused(kind):
     with pytest.raises(JobError, match="must verify"):
         kind("https://h/x", tls=unverified)
     kind("https://h/x", tls=ssl.create_default_context())
+
+
+@pytest.mark.parametrize("value", [False, 0, True])
+def test_a_registry_that_would_not_be_verified_is_refused(value):
+    with pytest.raises(JobError, match=f"ssl.ca.location={value} would turn off the verification .* name the file of"):
+        Registry("https://h:1", {"ssl.ca.location": value})
+    with pytest.raises(JobError, match="Unrecognized properties: verify"):
+        Registry("https://h:1", {"verify": False}).client()
+
+
+def test_an_authority_that_can_not_be_read_is_a_mistake_in_the_options(monkeypatch, outbox_postgres):
+    """In one line, like every other."""
+    with pytest.raises(JobError, match=r"a file of the options ssl\.… can't be read"):
+        Registry("https://h:1", {"ssl.ca.location": "/nowhere.pem"}).client()
+    options = {"bootstrap.servers": "127.0.0.1:1", "security.protocol": "SSL", "ssl.ca.location": "/nowhere.pem"}
+    # It reads the file when it connects.
+    for client in CLIENTS.keys() - {"requests of our own"}:
+        with pytest.raises((ConfigurationError, JobError), match=r"ssl\.ca\.location failed"):
+            CLIENTS[client](options)
+    monkeypatch.setenv("OUTBOX_DATABASE_URL", outbox_postgres.url)
+    for name, value in options.items():
+        monkeypatch.setenv(f"OUTBOX_KAFKA__{name.replace('.', '_').upper()}", value)
+    done = CliRunner().invoke(app, ["offsets", "show"])
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
+    assert "ssl.ca.location failed" in done.stderr
