@@ -14,6 +14,15 @@ class ConfigurationError(OutboxError):
     """A setting is missing, malformed, or incompatible with the delivery guarantee that was asked for."""
 
 
+class MissingExtra(ConfigurationError):
+    """A package is not installed that only some installations need. ``extra`` names the extra that brings it."""
+
+    def __init__(self, extra: str, package: str, problem: str = "is not installed") -> None:
+        super().__init__(f"{package} {problem}; run: pip install 'outbox-kafka[{extra}]'")
+        self.extra = extra
+        self.package = package
+
+
 class EventError(OutboxError):
     """An event can't be written as it is. Nothing was sent to the database.
 

@@ -1,8 +1,9 @@
 """A database's address in its two forms: libpq's URL and SQLAlchemy's.
 
 libpq has its own rules: a password may contain ``#`` and ``?``, but not ``/`` and ``@``. So addresses are parsed by
-libpq itself, and only the host, port and database that it finds are ever shown. No error raised here quotes a part of
-the address, nor does an exception in its chain: any part that can't be parsed may hold a password.
+libpq itself, which comes with the extra ``psycopg``, and only the host, port and database that it finds are ever shown.
+No error raised here quotes a part of the address, nor does an exception in its chain: any part that can't be parsed may
+hold a password.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from __future__ import annotations
 from typing import Final
 from urllib.parse import quote
 
-from outbox.errors import ConfigurationError
+from outbox.errors import ConfigurationError, MissingExtra
 
 _SCHEMES: Final = frozenset(
     {"postgresql", "postgres", "postgresql+psycopg", "postgresql+psycopg2", "postgresql+asyncpg"}
@@ -28,6 +29,9 @@ _PORT: Final = (
     "the port in the database URL must be a number from 1 to 65535; in a password write / as %2F and @ as %40"
 )
 
+_DATABASE_OPTION: Final = {"asyncpg": "database"}
+"""What drivers of SQLAlchemy call the database's name, where it is not as in libpq."""
+
 
 def libpq_url(url: str) -> str:
     """Return the address for libpq (psycopg): ``postgresql://…``, or ``host=… dbname=…`` unchanged.
@@ -40,8 +44,9 @@ def libpq_url(url: str) -> str:
 
 
 def sqlalchemy_url(url: str, driver: str = "psycopg") -> str:
-    """Return the address for SQLAlchemy with this driver: ``postgresql+psycopg://…``."""
-    return _compose(f"postgresql+{driver}", _parameters(_with_libpq_scheme(url)))
+    """Return the address for SQLAlchemy with this driver: ``postgresql+psycopg://…``. Needs psycopg for any driver."""
+    found = _parameters(_with_libpq_scheme(url))
+    return _compose(f"postgresql+{driver}", found, quoted_database=_DATABASE_OPTION.get(driver, "dbname"))
 
 
 def with_database(url: str, database: str) -> str:
@@ -83,18 +88,8 @@ def _with_libpq_scheme(url: str) -> str:
 
 
 def _parameters(address: str) -> dict[str, str]:
-    """Parse an address with libpq."""
-    # psycopg needs libpq, which a service that only writes through asyncpg may not have.
-    import psycopg
-    from psycopg.conninfo import conninfo_to_dict
-
-    found: dict[str, str] | None = None
-    # libpq, written in C, stops reading at a NUL.
-    if "\0" not in address:
-        try:
-            found = {name: str(value) for name, value in conninfo_to_dict(address).items() if value is not None}
-        except (psycopg.Error, UnicodeError):
-            pass
+    """Parse an address with libpq. Raises ConfigurationError."""
+    found = _read_by_libpq(address)
     # Not raised in the handler: the handled error would be its context, and that one quotes the address.
     if found is None:
         raise ConfigurationError(_UNREADABLE)
@@ -114,6 +109,24 @@ def _parameters(address: str) -> dict[str, str]:
     return found
 
 
+def _read_by_libpq(address: str) -> dict[str, str] | None:
+    # A service that writes through asyncpg or psycopg2 may have no psycopg, or one without libpq.
+    try:
+        import psycopg
+        from psycopg.conninfo import conninfo_to_dict
+    except ModuleNotFoundError as error:
+        raise MissingExtra("psycopg", error.name or "psycopg") from error
+    except ImportError as error:
+        raise MissingExtra("psycopg", "psycopg", "finds no libpq") from error
+    # libpq, written in C, stops reading at a NUL.
+    if "\0" in address:
+        return None
+    try:
+        return {name: str(value) for name, value in conninfo_to_dict(address).items() if value is not None}
+    except (psycopg.Error, UnicodeError):
+        return None
+
+
 def _hosts(found: dict[str, str], hosts: str) -> list[tuple[str, str]]:
     """Return each host with its port; a single port applies to all hosts."""
     names, ports = hosts.split(","), found.get("port", "").split(",")
@@ -122,8 +135,14 @@ def _hosts(found: dict[str, str], hosts: str) -> list[tuple[str, str]]:
     return list(zip(names, ports + [""] * (len(names) - len(ports)), strict=False))
 
 
-def _compose(scheme: str, found: dict[str, str], *, sockets_in_host: bool = False) -> str:
-    """Return an address. SQLAlchemy accepts several hosts, and the directory of a socket, only after the ``?``."""
+def _compose(
+    scheme: str, found: dict[str, str], *, sockets_in_host: bool = False, quoted_database: str | None = None
+) -> str:
+    """Return an address. SQLAlchemy accepts several hosts, and the directory of a socket, only after the ``?``.
+
+    quoted_database   the option for a database whose name has to be quoted; None: it stays in the path. SQLAlchemy 2.0
+                      takes the path as it stands, without unquoting it.
+    """
     rest = dict(found)
     user, password, database = (rest.pop(name, None) for name in ("user", "password", "dbname"))
     text = f"{scheme}://"
@@ -137,6 +156,8 @@ def _compose(scheme: str, found: dict[str, str], *, sockets_in_host: bool = Fals
         )
         del rest["host"]
         rest.pop("port", None)
+    if quoted_database is not None and database is not None and quote(database, safe="") != database:
+        rest[quoted_database], database = database, None
     if database is not None or rest:
         text += "/" + quote(database or "", safe="")
     if rest:

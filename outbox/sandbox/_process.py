@@ -11,12 +11,14 @@ import time
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Final, Protocol
-
-import psutil
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from outbox.sandbox._dirs import TEMPORARY_PREFIX, User
 from outbox.sandbox.errors import ServiceError, StartFailed
+
+# psutil comes with the extra; `outbox --help` imports this module without it.
+if TYPE_CHECKING:
+    import psutil
 
 _SUPERVISOR: Final = Path(__file__).with_name("_supervisor.py")
 _PATIENCE: Final = "OUTBOX_PATIENCE"
@@ -179,6 +181,8 @@ class Detached:
         A pid file is not used: a kill at the wrong moment leaves none, and its pid can belong to another process by
         now.
         """
+        import psutil
+
         for process in psutil.process_iter(["cmdline"]):
             if set(arguments) <= set(process.info["cmdline"] or ()) and alive(process):
                 return cls(process)
@@ -202,6 +206,8 @@ class Detached:
 
 def psutil_process(pid: int) -> psutil.Process | None:
     """Find a process by its pid, or None."""
+    import psutil
+
     try:
         return psutil.Process(pid)
     except psutil.NoSuchProcess:
@@ -210,6 +216,8 @@ def psutil_process(pid: int) -> psutil.Process | None:
 
 def alive(process: psutil.Process) -> bool:
     """Return whether it exists and is not a zombie: in a container, orphans may never be reaped."""
+    import psutil
+
     try:
         return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -218,6 +226,8 @@ def alive(process: psutil.Process) -> bool:
 
 def send(process: psutil.Process, number: int) -> None:
     """Send a signal to this process, never to another that has its pid by now."""
+    import psutil
+
     try:
         process.send_signal(number)
     except psutil.NoSuchProcess:
@@ -226,6 +236,8 @@ def send(process: psutil.Process, number: int) -> None:
 
 def pause(process: Process, timeout: float = 10.0) -> None:
     """Halt a process by SIGSTOP and wait until it has stopped. Raises ServiceError when it does not run."""
+    import psutil
+
     process.signal(signal.SIGSTOP)
     halted = psutil_process(process.pid) if process.running else None
     if halted is None or not wait_for(lambda: halted.status() == psutil.STATUS_STOPPED, timeout, every=0.001):
@@ -238,6 +250,8 @@ def kill_with_children(process: Process, timeout: float = 10.0) -> None:
     The parent is halted first, so that it can neither fork nor clean up meanwhile. Raises ServiceError when one of
     them is still there after ``timeout`` seconds.
     """
+    import psutil
+
     process.signal(signal.SIGSTOP)
     parent = psutil_process(process.pid) if process.running else None
     children: list[psutil.Process] = []

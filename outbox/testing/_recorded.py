@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import psycopg
 import sqlalchemy as sa
-from psycopg.pq import TransactionStatus
-from psycopg.rows import tuple_row
-from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
+from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg  # brings no psycopg until it connects
 from sqlalchemy.orm import Session
 
 from outbox.errors import TargetError
 from outbox.event import BYTES_CONTENT_TYPE, CONTENT_TYPE, JSON_CONTENT_TYPE, Event
 from outbox.tables import outbox_tables
+
+# A service may have neither of the two, as in outbox.writer.
+if TYPE_CHECKING:
+    import psycopg
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
 # A row's xmin is the id of the transaction or subtransaction that wrote it, cut to 32 bits. The open transaction's rows
 # have its own id or a later one that is still in progress: rows that others have in progress are invisible. (A released
@@ -39,29 +41,36 @@ def query(schema: str) -> sa.Select[Any]:
 
 def read(target: Session | sa.Connection | psycopg.Connection[Any], schema: str) -> list[Event]:
     """Read from a synchronous target."""
-    match target:
-        case Session():
-            target.flush()
-            return _events(target.execute(query(schema)))
-        case sa.Connection():
-            return _events(target.execute(query(schema)))
-        case psycopg.Connection():
-            _check(target)
-            with target.cursor(row_factory=tuple_row) as cursor:
-                return _events(cursor.execute(*_for_psycopg(schema)))
+    if isinstance(target, Session):
+        target.flush()
+        return _events(target.execute(query(schema)))
+    if isinstance(target, sa.Connection):
+        return _events(target.execute(query(schema)))
+    driver = sys.modules.get("psycopg")
+    if driver is not None and isinstance(target, driver.Connection):
+        from psycopg.rows import tuple_row
+
+        _check(target)
+        with target.cursor(row_factory=tuple_row) as cursor:
+            return _events(cursor.execute(*_for_psycopg(schema)))
     raise _unknown(target)
 
 
 async def read_async(target: AsyncSession | AsyncConnection | psycopg.AsyncConnection[Any], schema: str) -> list[Event]:
     """Read from an asynchronous target."""
-    match target:
-        case AsyncSession() | AsyncConnection():
-            return await target.run_sync(read, schema)
-        case psycopg.AsyncConnection():
-            _check(target)
-            async with target.cursor(row_factory=tuple_row) as cursor:
-                await cursor.execute(*_for_psycopg(schema))
-                return _events(await cursor.fetchall())
+    sqlalchemy_async, driver = sys.modules.get("sqlalchemy.ext.asyncio"), sys.modules.get("psycopg")
+    if sqlalchemy_async is not None and isinstance(
+        target, sqlalchemy_async.AsyncSession | sqlalchemy_async.AsyncConnection
+    ):
+        found: list[Event] = await target.run_sync(read, schema)
+        return found
+    if driver is not None and isinstance(target, driver.AsyncConnection):
+        from psycopg.rows import tuple_row
+
+        _check(target)
+        async with target.cursor(row_factory=tuple_row) as cursor:
+            await cursor.execute(*_for_psycopg(schema))
+            return _events(await cursor.fetchall())
     raise _unknown(target)
 
 
@@ -71,6 +80,8 @@ def _for_psycopg(schema: str) -> tuple[bytes, Any]:
 
 
 def _check(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
+    from psycopg.pq import TransactionStatus
+
     if connection.autocommit and connection.info.transaction_status is TransactionStatus.IDLE:
         raise TargetError(
             "the connection is in autocommit mode and no transaction is open, so there is none whose events could be "

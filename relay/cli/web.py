@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from outbox._app.console import DatabaseUrl, failing_clearly
-from outbox.errors import ConfigurationError
+from outbox.errors import MissingExtra
 from relay.cli.status import SinkOption
 from relay.config import load
 
@@ -30,7 +30,7 @@ def web(
     try:
         from relay.page.security import hash_password as hashed
     except ModuleNotFoundError as error:
-        raise ConfigurationError("the page needs the extra: pip install 'outbox-kafka[web]'") from error
+        raise MissingExtra("web", error.name or "starlette") from error
     if hash_password:
         typer.echo(hashed(typer.prompt("Password", hide_input=True, confirmation_prompt=True)))
         return

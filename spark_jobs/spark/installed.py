@@ -7,7 +7,7 @@ import logging
 import re
 from typing import Final
 
-from outbox.errors import ConfigurationError
+from outbox.errors import ConfigurationError, MissingExtra
 
 SUPPORTED: Final = ("4.1", "4.2")
 """The minor versions of pyspark that the consumer is tested with, in order."""
@@ -22,7 +22,7 @@ def require_installed() -> None:
     """
     for module in ("pyspark", "pyarrow", "pandas"):
         if importlib.util.find_spec(module) is None:
-            raise ConfigurationError(f"{module} is not installed; run: pip install 'outbox-kafka[spark]'")
+            raise MissingExtra("spark", module)
     version, minor = _pyspark()
     if _ordered(minor) < _ordered(SUPPORTED[0]):
         raise ConfigurationError(f"pyspark {version} is installed, which the consumer does not support; {_INSTALL}")

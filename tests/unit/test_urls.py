@@ -7,6 +7,7 @@ password leads to, or one of the constant texts of an address that can't be read
 from __future__ import annotations
 
 import string
+import sys
 import traceback
 from collections.abc import Callable, Iterator
 from urllib.parse import quote
@@ -18,7 +19,7 @@ from psycopg.conninfo import conninfo_to_dict
 from sqlalchemy import make_url
 
 from outbox._app import migrate as db
-from outbox.errors import ConfigurationError
+from outbox.errors import ConfigurationError, MissingExtra
 from outbox.urls import display_url, libpq_url, sqlalchemy_url, with_database
 from relay.config import load
 from relay.database import Connector
@@ -203,6 +204,30 @@ def test_every_spelling_means_the_same(url):
     _, arguments = make_url(sqlalchemy_url(url)).get_dialect()().create_connect_args(make_url(sqlalchemy_url(url)))
     arguments["port"] = str(arguments["port"])
     assert {name: value for name, value in arguments.items() if name in meant} == meant
+
+
+@pytest.mark.parametrize(("driver", "option"), [("psycopg", "dbname"), ("psycopg2", "dbname"), ("asyncpg", "database")])
+def test_a_database_whose_name_has_to_be_quoted(driver, option):
+    url = make_url(sqlalchemy_url("postgresql://u@h:5/a%20b%2Fc%3F", driver))
+    _, arguments = url.get_dialect()().create_connect_args(url)
+    assert (arguments[option], arguments["host"]) == ("a b/c?", "h")
+
+
+@pytest.mark.parametrize(
+    ("code", "said"),
+    [
+        ("raise ModuleNotFoundError('x', name='psycopg')", "psycopg is not installed"),
+        ("raise ImportError('no pq wrapper available')", "psycopg finds no libpq"),
+    ],
+)
+def test_without_psycopg_or_libpq_the_extra_is_named(tmp_path, monkeypatch, code, said):
+    (tmp_path / "psycopg.py").write_text(code)
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "psycopg"]:
+        monkeypatch.delitem(sys.modules, name)
+    with pytest.raises(MissingExtra, match=rf"{said}; run: pip install 'outbox-kafka\[psycopg\]'") as caught:
+        libpq_url("postgresql://u:secret@h/db")
+    assert (caught.value.extra, "secret" in str(caught.value)) == ("psycopg", False)
 
 
 def test_usual_addresses_stay_as_they_are():
