@@ -13,6 +13,7 @@ COPY deploy/build.lock deploy/relay.lock ./deploy/
 RUN python -m venv /opt/build && /opt/build/bin/pip install --require-hashes -r deploy/build.lock \
  && python -m venv /opt/outbox && /opt/outbox/bin/pip install --require-hashes -r deploy/relay.lock
 COPY pyproject.toml README.md LICENSE ./
+COPY release/readme.py release/
 COPY outbox outbox
 COPY relay relay
 COPY spark_jobs spark_jobs

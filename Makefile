@@ -6,13 +6,14 @@ UV := $(VENV)-lock/bin/uv
 # Two begin with Spark; acceptance tests, which the others begin with, wait for much of their time.
 TEST_PROCESSES ?= 3
 PYTEST := -m pytest -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
+FAST := -m pytest -n 2 --dist loadgroup -q tests/spark/test_one_event.py tests/unit tests/integration/test_sink_contract.py
 # The other pysparks that are supported. Each has a lock of one line; what else it needs is in the common one.
 OTHERS := $(patsubst tests/pyspark-%.lock,%,$(wildcard tests/pyspark-*.lock))
 MATRIX := $(OTHERS:%=$(VENV)-pyspark-%)
 
 .DEFAULT_GOAL := help
-.PHONY: help install demo test test-fast matrix $(OTHERS:%=matrix-%) chaos peers bench docs \
-	docs-reference screenshots lint lock clean
+.PHONY: help install demo test test-fast test-lowest test-dist matrix $(OTHERS:%=matrix-%) chaos peers bench docs \
+	docs-reference dist screenshots lint lock clean
 
 help:  ## show this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort
@@ -36,7 +37,18 @@ $(MATRIX:%=%/.installed-lock): $(VENV)-pyspark-%/.installed-lock: requirements.l
 	@sed '/^pyspark==/,/[^\\]$$/d' requirements.lock | cat - tests/pyspark-$*.lock > $(@D)/requirements.lock
 	$(call environment,$(@D)/requirements.lock)
 
-$(VENV)/.installed $(MATRIX:%=%/.installed): %/.installed: %/.installed-lock pyproject.toml
+# The lower bound of each dependency of ours; the newest of what they bring along.
+$(VENV)-lowest/.installed-lock: pyproject.toml | $(UV)
+	@mkdir -p $(@D)
+	$(UV) pip compile --resolution lowest-direct --python-version 3.11 --all-extras --generate-hashes --no-header --no-annotate \
+		--quiet --upgrade pyproject.toml --output-file $(@D)/requirements.lock
+	$(call environment,$(@D)/requirements.lock)
+
+$(UV):
+	$(PYTHON) -m venv $(VENV)-lock
+	$(VENV)-lock/bin/python -m pip install --quiet --disable-pip-version-check uv
+
+$(VENV)/.installed $(VENV)-lowest/.installed $(MATRIX:%=%/.installed): %/.installed: %/.installed-lock pyproject.toml
 	$(@D)/bin/python -m pip install --quiet --disable-pip-version-check --no-build-isolation --no-deps --editable .
 	@touch $@
 
@@ -58,8 +70,13 @@ $(OTHERS:%=matrix-%): matrix-%: $(VENV)-pyspark-%/.installed
 		$$(grep -rlE '(from|import) (spark_jobs|pyspark)' tests/unit tests/integration tests/acceptance) $(ARGS)
 
 test-fast: $(VENV)/.installed  ## for the loop while writing: units, the model, the sink's contract, one event end to end
-	$(BIN)/python -m pytest -n 2 --dist loadgroup -q tests/spark/test_one_event.py tests/unit \
-		tests/integration/test_sink_contract.py $(ARGS)
+	$(BIN)/python $(FAST) $(ARGS)
+
+test-lowest: $(VENV)-lowest/.installed  ## test-fast with the oldest versions that pyproject.toml allows; needs Python 3.11
+	$(VENV)-lowest/bin/python $(FAST) $(ARGS)
+
+test-dist: $(VENV)/.installed  ## each extra of the wheel from the package index into an empty environment, and README's commands there
+	$(BIN)/python -m pytest -n 0 tests/release $(ARGS)
 
 chaos: $(VENV)/.installed  ## everything killed, halted and cut off at random: 40 runs of a minute, to docs/explanation/chaos.md
 	@$(BIN)/python tests/chaos $(ARGS)
@@ -84,11 +101,14 @@ screenshots: $(VENV)/.installed  ## the page's views as pictures, to docs/images
 docs: $(VENV)-docs/.installed-lock docs-reference  ## the documentation as a site, to build/docs/site; warnings are errors
 	rm -rf build/docs
 	mkdir -p build/docs/pages/spark_jobs
-	cp README.md CONTRIBUTING.md build/docs/pages
+	cp README.md CONTRIBUTING.md SECURITY.md build/docs/pages
 	cp spark_jobs/order_totals.py build/docs/pages/spark_jobs
 	cp docs/zensical.toml build/docs
 	find docs \( -name "*.md" -o -name "*.yaml" -o -name "*.png" \) -exec cp --parents {} build/docs/pages \;
 	$(VENV)-docs/bin/zensical build --strict --config-file build/docs/zensical.toml
+
+dist: $(VENV)/.installed  ## wheel, sdist and bill of materials of the last commit, to dist; built twice and compared
+	$(BIN)/python -m release
 
 lint: $(VENV)/.installed  ## ruff, mypy --strict, import rules
 	$(BIN)/ruff check .
@@ -97,8 +117,7 @@ lint: $(VENV)/.installed  ## ruff, mypy --strict, import rules
 	$(BIN)/lint-imports
 
 # Hashes, but no addresses: the lock works with whatever index the machine is set up for.
-lock:  ## resolve the dependencies anew: requirements.lock, those of the docs, of the images and of the other pysparks
-	test -x $(UV) || ($(PYTHON) -m venv $(VENV)-lock && $(VENV)-lock/bin/pip install --quiet uv)
+lock: $(UV)  ## resolve the dependencies anew: requirements.lock, those of the docs, of the images and of the other pysparks
 	$(UV) pip compile --universal --python-version 3.11 --all-extras --generate-hashes --no-header --no-annotate --quiet \
 		$(ARGS) pyproject.toml --output-file requirements.lock
 	$(UV) pip compile --universal --python-version 3.11 --group docs --generate-hashes --no-header --no-annotate --quiet \
@@ -112,4 +131,4 @@ lock:  ## resolve the dependencies anew: requirements.lock, those of the docs, o
 		--no-annotate --quiet $(ARGS) --output-file tests/pyspark-$$other.lock || exit; done
 
 clean:  ## remove the virtual environments and caches
-	rm -rf $(VENV) $(VENV)-lock $(VENV)-docs $(VENV)-pyspark-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist build
+	rm -rf $(VENV) $(VENV)-lock $(VENV)-lowest $(VENV)-docs $(VENV)-pyspark-* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache dist build

