@@ -35,7 +35,14 @@ class _Chosen:
         return self._spec or os.environ.get(VARIABLE) or None
 
     def use(self, spec: str | None) -> None:
-        self._spec = spec
+        former, self._spec = self._spec, spec
+        if spec is None:
+            return
+        try:
+            self.provider()
+        except ConfigurationError:
+            self._spec = former
+            raise
 
     def provider(self) -> CredentialProvider | None:
         spec = self.spec
@@ -51,10 +58,8 @@ _chosen: Final = _Chosen()
 
 
 def use(spec: str | None) -> None:
-    """Use this provider from now on, or none. Raises ConfigurationError if there is no such function."""
+    """Use this provider from now on, or none. Raises ConfigurationError, and keeps the former, if it is no function."""
     _chosen.use(spec)
-    if spec is not None:
-        _chosen.provider()
 
 
 def chosen() -> str | None:

@@ -6,6 +6,7 @@ one way of taking rows in, one of finding what an effect fails at.
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import sqlite3
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -31,6 +32,10 @@ CREATE TABLE processed (grp TEXT, message_id TEXT, PRIMARY KEY (grp, message_id)
 CREATE TABLE dead_letters (id INTEGER PRIMARY KEY, grp TEXT, topic TEXT, part INT, message_offset INT, message_key BLOB,
                            message_value BLOB, headers TEXT, reason TEXT, error TEXT, state TEXT DEFAULT 'dead');
 """
+
+
+# As sqlite3 itself does, which is deprecated from Python 3.12 on.
+sqlite3.register_adapter(dt.datetime, lambda moment: moment.isoformat(" "))
 
 
 def open_file(path: str) -> sqlite3.Connection:
@@ -209,8 +214,6 @@ class SqliteStore:
 
     def retried(self, topics: Iterable[str], most: int, *, keep_order: bool) -> list[Retried]:
         """Return dead letters that are to be tried again."""
-        import datetime as dt
-
         rows = self.run(
             "SELECT id, topic, part, message_offset, message_key, message_value, headers, reason FROM dead_letters "
             "WHERE grp = ? AND state = 'retry' ORDER BY message_offset LIMIT ?",

@@ -14,6 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
+from outbox._app import credentials
 from outbox.errors import ConfigurationError
 from relay.cli.app import app
 from relay.config import load
@@ -169,3 +170,10 @@ def test_no_error_of_the_settings_has_a_part_of_a_password(place, password, tmp_
     parts = {password[start : start + 5] for start in range(len(password) - 4)}
     constant = problem("z" * len(password))
     assert [part for part in parts if part in text and part not in constant] == []
+
+
+def test_a_provider_that_is_refused_leaves_the_former_one():
+    former = credentials.chosen()
+    with pytest.raises(ConfigurationError, match="nowhere"):
+        credentials.use("nowhere:function")
+    assert credentials.chosen() == former
