@@ -344,7 +344,7 @@ class Member:
             if len(batch) > 1:
                 part.alone_until = batch[-1].offset()
                 return True
-            return self._failed(part, batch[0], _failed(0, error))
+            return self._failed(part, batch[0], _failure_of(0, error))
         part.moved(batch[-1].offset() + 1)
         if handled:
             part.deaths = 0
@@ -405,7 +405,7 @@ class Member:
         try:
             self._handler(connection, message)
         except Exception as error:
-            raise _failed(index, error) from error
+            raise _failure_of(index, error) from error
         if connection.info.transaction_status is not TransactionStatus.INTRANS:
             # COMMIT would be a ROLLBACK, without an error.
             text = "the handler has caught an error of the database, or ended the transaction: nothing can be committed"
@@ -414,8 +414,8 @@ class Member:
     def _failed(self, part: Assigned, message: KafkaMessage, failed: _Failed) -> bool:
         """Decide what follows from a message that can't be applied. Raises HandlerFailed. Returns whether to go on."""
         cause = failed.__cause__
-        if cause is not None and self._passes(cause):
-            return self._wait(part, cause)
+        if self._passes(cause):
+            return self._wait(part, cause or failed)
         if message is not part.queue[0]:
             # Those before it first.
             part.suspect = message.offset()
@@ -473,7 +473,7 @@ class Member:
         self._interrupted(error, f"applying {part.place[0]}-{part.place[1]}")
         return False
 
-    def _passes(self, error: BaseException) -> bool:
+    def _passes(self, error: BaseException | None) -> bool:
         """Return whether an error is no message's fault: the session is gone, or its transaction was interrupted."""
         if isinstance(error, psycopg.Error) and (error.sqlstate or "").startswith(_PASSING):
             return True
@@ -544,16 +544,15 @@ class Member:
             part.moved(moved.next_offset)
             return True
         except _Failed as failed:
-            cause = failed.__cause__
-            if cause is not None and self._passes(cause):
-                self._interrupted(cause, "retrying a dead letter")
+            if self._passes(failed.__cause__):
+                self._interrupted(failed.__cause__ or failed, "retrying a dead letter")
                 return False
             return self._letter_failed(part, failed)
         except psycopg.Error as error:
             if letter is None or self._passes(error):
                 raise
             # At COMMIT.
-            return self._letter_failed(part, _failed(letter.id, error))
+            return self._letter_failed(part, _failure_of(letter.id, error))
         return letter is not None
 
     def _apply_letter(self, connection: psycopg.Connection[Any], part: Assigned) -> DeadLetter | None:
@@ -633,7 +632,7 @@ def _refused(error: KafkaError) -> KafkaFailed:
     return KafkaFailed(f"Kafka: {error}; look at the credentials and the ACLs. Nothing was skipped")
 
 
-def _failed(index: int, error: Exception) -> _Failed:
+def _failure_of(index: int, error: Exception) -> _Failed:
     """Return what a handler's error means for its message."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, Reject):

@@ -12,6 +12,8 @@ from confluent_kafka import Consumer as KafkaConsumer
 from confluent_kafka import TopicPartition
 from confluent_kafka.admin import AdminClient, NewTopic
 from inbox_support import Log, apply
+from proxy import TcpProxy
+from psycopg.conninfo import conninfo_to_dict, make_conninfo
 from support import wait_until
 from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
@@ -22,6 +24,11 @@ from outbox.inbox._group import Fenced, Group, Moved
 from relay.cli.app import app
 from spark_jobs.admin.dead_letters import DeadLetters, Selection
 from spark_jobs.postgres.progress import progress
+
+
+@pytest.fixture(autouse=True)
+def _quick(monkeypatch):
+    monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -382,6 +389,35 @@ def test_a_session_that_postgres_ends_is_nobodys_fault(log):
     log.check()
 
 
+def test_postgres_away_is_waited_for(log):
+    """In the middle of a backlog, and of a handler: no attempt is counted, and nothing is lost or repeated."""
+    given = conninfo_to_dict(log.database.url)
+    log.produce(keys(300))
+    with TcpProxy("127.0.0.1", int(given["port"])) as proxy:
+        address = make_conninfo(log.database.url, host="127.0.0.1", port=proxy.port)
+        away, refused = threading.Event(), threading.Event()
+
+        def connect():
+            try:
+                return psycopg.connect(address, autocommit=True)
+            except psycopg.OperationalError:
+                refused.set()
+                raise
+
+        def handle(connection, message):
+            apply(connection, message)
+            if message.offset() == 155 and not away.is_set():
+                away.set()
+                proxy.stop()
+
+        with log.consuming(handle, database=connect, attempts=1, batch=50, dedup=False) as running:
+            running.wait(refused.is_set, "a refused connection")
+            assert log.count() == 150
+            proxy.start()
+            running.wait(lambda: log.count() >= 300, "the effects")
+    log.check()
+
+
 def test_lost_answers_to_commit(log):
     """Each second answer is lost, whatever was committed: the row shows what was applied."""
 
@@ -525,7 +561,6 @@ def test_a_topic_that_was_created_again(log):
 
 def test_a_topic_that_is_created_again_while_it_runs(log, monkeypatch):
     monkeypatch.setattr(_member, "_TOPIC_SECONDS", 0.1)
-    monkeypatch.setattr(_member, "_UPKEEP_SECONDS", 0.1)
     log.produce(keys(20))
     with log.consuming(kafka={"topic.metadata.refresh.interval.ms": 200}) as running:
         running.wait(lambda: log.count() >= 20, "the effects")

@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import datetime as dt
 import inspect
+import json
 import threading
 import uuid
 
@@ -16,6 +17,7 @@ from psycopg import sql
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, create_async_engine
 from sqlalchemy.orm import Session
 from support import stop_clock, wait_until
+from typer.testing import CliRunner
 from uuid_utils.compat import uuid7
 from writer_targets import Undo, every_target, opened, round_trips, waits_for_a_lock
 
@@ -23,6 +25,7 @@ from outbox import ConfigurationError, TargetError
 from outbox.inbox import MessageTooOld, once, once_async
 from outbox.inbox.ids import NO_TIME, day
 from outbox.urls import sqlalchemy_url
+from relay.cli.app import app
 from relay.operations.roles import Kind, grants
 from spark_jobs.postgres.retention import Memory
 
@@ -304,3 +307,19 @@ def test_the_day_is_that_of_the_table(outbox_postgres):
     assert [day(id_) for id_ in ids] == found
     assert found[1:4] == [NO_TIME] * 3
     assert found[4:] == [dt.date(2026, 2, 28), dt.date(2026, 3, 1)]
+
+
+@pytest.mark.parametrize("command", ["consumers groups", "offsets show", "status"])
+def test_commands_show_a_consumer_that_has_no_partitions(outbox_postgres, outbox_kafka, command):
+    with outbox_postgres.connect() as connection:
+        assert once(connection, message(uuid7()), consumer="billing")
+    given = {
+        "OUTBOX_DATABASE_URL": outbox_postgres.url,
+        "OUTBOX_KAFKA__BOOTSTRAP_SERVERS": outbox_kafka.bootstrap_servers,
+    }
+    found = CliRunner().invoke(app, [*command.split(), "--json"], env=given)
+    assert "billing" in found.output
+    if command == "status":
+        assert json.loads(found.output)["problems"] == ["no relay is running"]
+    else:
+        assert found.exit_code == 0, found.output
