@@ -97,12 +97,17 @@ lint: $(VENV)/.installed  ## ruff, mypy --strict, import rules
 	$(BIN)/lint-imports
 
 # Hashes, but no addresses: the lock works with whatever index the machine is set up for.
-lock:  ## resolve the dependencies anew into requirements.lock, docs/requirements.lock and those of the other pysparks
+lock:  ## resolve the dependencies anew: requirements.lock, those of the docs, of the images and of the other pysparks
 	test -x $(UV) || ($(PYTHON) -m venv $(VENV)-lock && $(VENV)-lock/bin/pip install --quiet uv)
 	$(UV) pip compile --universal --python-version 3.11 --all-extras --generate-hashes --no-header --no-annotate --quiet \
 		$(ARGS) pyproject.toml --output-file requirements.lock
 	$(UV) pip compile --universal --python-version 3.11 --group docs --generate-hashes --no-header --no-annotate --quiet \
 		$(ARGS) --output-file docs/requirements.lock
+	for image in relay:relay,web consumer:relay,web,spark,schemas; do $(UV) pip compile --universal --python-version 3.11 \
+		$$(echo $${image#*:} | sed -E 's/([^,]+),?/--extra \1 /g') --generate-hashes --no-header --no-annotate --quiet \
+		--constraint requirements.lock $(ARGS) pyproject.toml --output-file deploy/$${image%:*}.lock || exit; done
+	echo hatchling | $(UV) pip compile - --universal --python-version 3.11 --generate-hashes --no-header --no-annotate \
+		--quiet --constraint requirements.lock --output-file deploy/build.lock
 	for other in $(OTHERS); do echo "pyspark==$$other.*" | $(UV) pip compile - --no-deps --generate-hashes --no-header \
 		--no-annotate --quiet $(ARGS) --output-file tests/pyspark-$$other.lock || exit; done
 

@@ -7,10 +7,13 @@ its text is the same for any number of events, and rows get their ids in the lis
 The locks are taken in the same statement, before it draws an id or emits anything: the count over the locking CTE is a
 subquery that does not depend on a row, so the server evaluates it before the first row. Keys are always locked in the
 same order, so two transactions that add many events at once can't deadlock.
+
+A scheduled event is a row of another table, without a lane: a relay copies it when it is due.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -56,6 +59,26 @@ def insert_many(schema: str, *, lock_key: bool) -> sa.Insert:
     if lock_key:
         chosen = chosen.where(_locked(rows))
     return sa.insert(_events(schema)).inline().from_select(list(COLUMNS), chosen)
+
+
+@cache
+def schedule_many(schema: str) -> sa.Insert:
+    """Return a statement that binds one list for each of COLUMNS, all of the same length, and ``not_before``."""
+    rows = _rows(*COLUMNS)
+    time = sa.DateTime(timezone=True)
+    not_before = sa.cast(sa.bindparam("not_before", type_=time), time)
+    chosen = sa.select(*(_typed(name, rows.c[name]) for name in COLUMNS), not_before).order_by(rows.c.n)
+    names = [*COLUMNS, "not_before"]
+    return sa.insert(_table("scheduled", schema, names)).inline().from_select(names, chosen)
+
+
+@cache
+def cancel(schema: str) -> sa.Select[tuple[int]]:
+    """Return a statement that binds ``event_id``, deletes the scheduled event, and returns how many there were."""
+    scheduled = _table("scheduled", schema, ["event_id"])
+    event_id = sa.cast(sa.bindparam("event_id", type_=sa.Text()), pg.UUID())
+    gone = sa.delete(scheduled).where(scheduled.c.event_id == event_id).returning(scheduled.c.event_id).cte("gone")
+    return sa.select(sa.func.count(gone.c.event_id))
 
 
 @cache
@@ -112,8 +135,12 @@ def _locked(rows: sa.TableValuedAlias) -> sa.ColumnElement[bool]:
 
 
 def _events(schema: str) -> sa.Table:
+    return _table("events", schema, COLUMNS)
+
+
+def _table(name: str, schema: str, columns: Sequence[str]) -> sa.Table:
     # Only the columns that are written, not outbox_tables(): SQLAlchemy 2.0 does not know all of its options.
-    return sa.Table("events", sa.MetaData(), *map(sa.Column, COLUMNS), schema=schema)
+    return sa.Table(name, sa.MetaData(), *map(sa.Column, columns), schema=schema)
 
 
 def _plain(name: str) -> sa.types.TypeEngine[Any]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
 from uuid_utils.compat import uuid7
@@ -67,7 +67,8 @@ class Event:
     """Something that happened to an aggregate, to be written in the transaction that changes the aggregate.
 
     aggregate_type  what it happened to: ``"Order"``. Decides the topic. 1-200 characters.
-    aggregate_id    which one: ``"4711"``. The Kafka key: events of one aggregate keep their order. 1-1000 characters.
+    aggregate_id    which one: ``"4711"``, or the row's own int or UUID, which become text. The Kafka key: events of one
+                    aggregate keep their order. 1-1000 characters.
     event_type      what happened: ``"OrderPlaced"``. 1-200 characters.
     payload         a dict, list, dataclass or pydantic model (sent as JSON), bytes (sent unchanged), or None: a
                     tombstone, which deletes the key from a compacted topic.
@@ -87,8 +88,22 @@ class Event:
     event_id: UUID = field(default_factory=uuid7)
     content_type: str | None = None
 
+    if TYPE_CHECKING:
+
+        def __init__(
+            self,
+            aggregate_type: str,
+            aggregate_id: str | int | UUID,
+            event_type: str,
+            payload: Any = None,
+            headers: Mapping[str, str] = ...,
+            event_id: UUID = ...,
+            content_type: str | None = None,
+        ) -> None: ...
+
     def __post_init__(self) -> None:
         check_text("aggregate_type", self.aggregate_type, MAX_AGGREGATE_TYPE)
+        object.__setattr__(self, "aggregate_id", _key_text(self.aggregate_id))
         check_text("aggregate_id", self.aggregate_id, MAX_AGGREGATE_ID)
         check_text("event_type", self.event_type, MAX_EVENT_TYPE)
         if not isinstance(self.event_id, UUID):
@@ -101,6 +116,18 @@ class Event:
         object.__setattr__(self, "headers", dict(self.headers))
         for name, value in self.headers.items():
             check_header(name, value)
+
+
+def _key_text(value: object) -> object:
+    """Return the text of a row's id; anything but an int or UUID as it is, to be checked."""
+    if isinstance(value, UUID):
+        return str(value)
+    if isinstance(value, int) and not isinstance(value, bool):
+        # Python writes no numbers of more than 4,300 digits.
+        if value.bit_length() > 4 * MAX_AGGREGATE_ID:
+            raise EventError("aggregate_id", f"is a number of more than {MAX_AGGREGATE_ID} digits")
+        return str(int(value))
+    return value
 
 
 def check_text(field_name: str, value: object, longest: int) -> None:

@@ -46,6 +46,11 @@ _BAD_HEADER: Final = (
     + " || ".join(f'@.key == "{name}"' for name in sorted(RESERVED_HEADERS))
 )
 
+# The relay recognizes copies of dead letters and replays by these headers.
+_NO_RELAY_HEADER: Final = (
+    f"NOT jsonb_path_exists(headers, '$.keyvalue() ? (@.key starts with \"{RELAY_HEADER_PREFIX}\")')"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class OutboxTables:
@@ -61,6 +66,7 @@ class OutboxTables:
     audit: sa.Table
     streams: sa.Table
     pauses: sa.Table
+    scheduled: sa.Table
 
     @property
     def all(self) -> tuple[sa.Table, ...]:
@@ -76,6 +82,7 @@ class OutboxTables:
             self.audit,
             self.streams,
             self.pauses,
+            self.scheduled,
         )
 
 
@@ -113,32 +120,7 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.Column("from_relay", sa.Boolean, nullable=False, server_default=sa.text("false")),
         # (lane, id), not (id): a relay reads one lane in id order, and this index has that order.
         sa.PrimaryKeyConstraint("lane", "id", name="events_pkey"),
-        sa.CheckConstraint(
-            f"char_length(aggregate_type) BETWEEN 1 AND {MAX_AGGREGATE_TYPE}",
-            name="events_aggregate_type_length",
-        ),
-        sa.CheckConstraint(
-            f"char_length(aggregate_id) BETWEEN 1 AND {MAX_AGGREGATE_ID}", name="events_aggregate_id_length"
-        ),
-        sa.CheckConstraint(f"char_length(event_type) BETWEEN 1 AND {MAX_EVENT_TYPE}", name="events_event_type_length"),
-        sa.CheckConstraint("num_nonnulls(payload, payload_bytes) <= 1", name="events_one_payload"),
-        # Text values only: a number or a list has no single form as a Kafka header. Names that the relay sets itself
-        # are refused, and names that Kafka tools can't show.
-        sa.CheckConstraint(
-            f"jsonb_typeof(headers) = 'object' AND NOT jsonb_path_exists(headers, '$.keyvalue() ? ({_BAD_HEADER})')",
-            name="events_headers_text",
-        ),
-        # The relay recognizes copies of dead letters and replays by these headers.
-        sa.CheckConstraint(
-            "from_relay OR NOT jsonb_path_exists(headers, "
-            f"'$.keyvalue() ? (@.key starts with \"{RELAY_HEADER_PREFIX}\")')",
-            name="events_relay_headers",
-        ),
-        sa.CheckConstraint(
-            "octet_length(aggregate_id) + coalesce(octet_length(payload::text), octet_length(payload_bytes), 0)"
-            f" + coalesce(octet_length(headers::text), 0) <= {MAX_EVENT_BYTES}",
-            name="events_size",
-        ),
+        *_checks("events", f"from_relay OR {_NO_RELAY_HEADER}"),
         schema=schema,
         comment="Events written in business transactions and not yet published. Insert only; the relay deletes.",
     )
@@ -318,6 +300,32 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         schema=schema,
         comment="What relays must not publish for now; with drain_xid, once what was written before it is published.",
     )
+    scheduled = sa.Table(
+        "scheduled",
+        metadata,
+        sa.Column("id", sa.BigInteger, sa.Identity(always=True), nullable=False),
+        sa.Column("event_id", pg.UUID(as_uuid=True), nullable=False, server_default=sa.text(_UUID7)),
+        sa.Column("aggregate_type", sa.Text, nullable=False),
+        sa.Column("aggregate_id", sa.Text, nullable=False),
+        sa.Column("event_type", sa.Text, nullable=False),
+        sa.Column("payload", pg.JSONB(none_as_null=True)),
+        sa.Column("payload_bytes", pg.BYTEA),
+        sa.Column("headers", pg.JSONB(none_as_null=True)),
+        sa.Column("not_before", sa.DateTime(timezone=True), nullable=False),
+        sa.Column("scheduled_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
+        sa.PrimaryKeyConstraint("id", name="scheduled_pkey"),
+        # Those of events: a row that is accepted here is never refused there, where it would keep the others waiting.
+        *_checks("scheduled", _NO_RELAY_HEADER),
+        # Times that every language has; infinity has no year.
+        sa.CheckConstraint(
+            "coalesce(extract(year FROM not_before AT TIME ZONE 'UTC') BETWEEN 1 AND 9998, false)",
+            name="scheduled_not_before",
+        ),
+        sa.Index("scheduled_due", "not_before", "id"),
+        sa.Index("scheduled_event_id", "event_id"),
+        schema=schema,
+        comment="Events that are not to be published before a time. A relay moves them into events when it has come.",
+    )
     return OutboxTables(
         events=events,
         lanes=lanes_table,
@@ -329,7 +337,36 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         audit=audit,
         streams=streams,
         pauses=pauses,
+        scheduled=scheduled,
     )
+
+
+def _checks(table: str, own_headers: str) -> list[sa.CheckConstraint]:
+    """Return the constraints on what a writer gives. ``own_headers``: no header is one by which relays know copies."""
+    return [
+        sa.CheckConstraint(
+            f"char_length(aggregate_type) BETWEEN 1 AND {MAX_AGGREGATE_TYPE}", name=f"{table}_aggregate_type_length"
+        ),
+        sa.CheckConstraint(
+            f"char_length(aggregate_id) BETWEEN 1 AND {MAX_AGGREGATE_ID}", name=f"{table}_aggregate_id_length"
+        ),
+        sa.CheckConstraint(
+            f"char_length(event_type) BETWEEN 1 AND {MAX_EVENT_TYPE}", name=f"{table}_event_type_length"
+        ),
+        sa.CheckConstraint("num_nonnulls(payload, payload_bytes) <= 1", name=f"{table}_one_payload"),
+        # Text values only: a number or a list has no single form as a Kafka header. Names that the relay sets itself
+        # are refused, and names that Kafka tools can't show.
+        sa.CheckConstraint(
+            f"jsonb_typeof(headers) = 'object' AND NOT jsonb_path_exists(headers, '$.keyvalue() ? ({_BAD_HEADER})')",
+            name=f"{table}_headers_text",
+        ),
+        sa.CheckConstraint(own_headers, name=f"{table}_relay_headers"),
+        sa.CheckConstraint(
+            "octet_length(aggregate_id) + coalesce(octet_length(payload::text), octet_length(payload_bytes), 0)"
+            f" + coalesce(octet_length(headers::text), 0) <= {MAX_EVENT_BYTES}",
+            name=f"{table}_size",
+        ),
+    ]
 
 
 def _event_columns() -> list[sa.Column[Any]]:

@@ -12,6 +12,7 @@ Events are checked before anything is sent, so a rejected one leaves the transac
 
 from __future__ import annotations
 
+import datetime as dt
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -41,11 +42,16 @@ _UNBOUND: Final = "the event would be committed apart from the business rows"
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """Events ready to be sent: the statement and its parameters."""
+    """What is ready to be sent: a statement and its parameters.
 
-    ids: list[UUID]
+    counts   the statement returns one number.
+    emits    the parameters have the prefix of messages, which is the schema's.
+    """
+
     statement: sa.Insert | sa.Select[tuple[int]]
     values: dict[str, Any]
+    counts: bool = False
+    emits: bool = False
 
 
 class _Writer:
@@ -63,7 +69,7 @@ class _Writer:
         self.emits = transport == "message"
         self._slot = slot
 
-    def check(self, events: Sequence[Event]) -> None:
+    def check_events(self, events: Sequence[Event]) -> None:
         """Raise EventError for an object that is not an event."""
         for event in events:
             if not isinstance(event, Event):
@@ -73,8 +79,12 @@ class _Writer:
         """Yield the trace of events that are written within the block."""
         return _trace.writing(events, "message" if self.emits else "table")
 
-    def prepare(self, events: Sequence[Event], trace: Mapping[str, str], *, lock_key: bool) -> _Batch:
+    def prepare(
+        self, events: Sequence[Event], trace: Mapping[str, str], not_before: dt.datetime | None, *, lock_key: bool
+    ) -> _Batch:
         """Return the events ready to be sent. Raises EventError and its subclasses."""
+        if not_before is not None:
+            return self._scheduled(events, trace, not_before, lock_key=lock_key)
         if self.emits:
             values: dict[str, Any] = {
                 "prefix": _message.message_prefix(self._schema),
@@ -83,14 +93,26 @@ class _Writer:
             }
             if lock_key:
                 values |= {name: [getattr(event, name) for event in events] for name in _statements.KEY}
-            return _Batch([event.event_id for event in events], _statements.emit_many(lock_key=lock_key), values)
+            return _Batch(_statements.emit_many(lock_key=lock_key), values, counts=True, emits=True)
         rows = [self._row(event, trace) for event in events]
-        many = lock_key or len(rows) > 1
-        values = {name: [row[name] for row in rows] for name in _statements.COLUMNS} if many else rows[0]
-        statement = (
-            _statements.insert_many(self._schema, lock_key=lock_key) if many else _statements.insert_one(self._schema)
-        )
-        return _Batch([event.event_id for event in events], statement, values)
+        if not lock_key and len(rows) == 1:
+            return _Batch(_statements.insert_one(self._schema), rows[0])
+        return _Batch(_statements.insert_many(self._schema, lock_key=lock_key), _lists(rows))
+
+    def cancel(self, event_id: UUID) -> _Batch:
+        """Return the statement that deletes a scheduled event."""
+        return _Batch(_statements.cancel(self._schema), {"event_id": str(event_id)}, counts=True)
+
+    def _scheduled(
+        self, events: Sequence[Event], trace: Mapping[str, str], not_before: Any, *, lock_key: bool
+    ) -> _Batch:
+        """Return rows of another table, whatever the transport: nothing else can wait."""
+        if not isinstance(not_before, dt.datetime) or not_before.utcoffset() is None:
+            raise EventError("not_before", f"must be a datetime with a time zone, not {not_before!r}")
+        if lock_key:
+            raise EventError("lock_key", "has no meaning with not_before: the order is that in which events are due")
+        rows = [self._row(event, trace) for event in events]
+        return _Batch(_statements.schedule_many(self._schema), {**_lists(rows), "not_before": not_before})
 
     def _row(self, event: Event, trace: Mapping[str, str]) -> dict[str, Any]:
         payload, _, stored = self._checked(event, trace)
@@ -129,29 +151,29 @@ class _Writer:
         _payload.check_size(event.aggregate_id, payload, stored, self._limit)
         return payload, headers, stored
 
-    def to_session(self, session: Session, batch: _Batch) -> None:
-        """Send a batch in a session's transaction, after the objects added to the session."""
+    def to_session(self, session: Session, batch: _Batch) -> int | None:
+        """Send a batch in a session's transaction, after the objects added to the session. See ``to_connection``."""
         # Rows added before the event reach the server before it: triggers and foreign keys see the order of the code.
         session.flush()
-        self.to_connection(_targets.session_connection(session), batch)
+        return self.to_connection(_targets.session_connection(session), batch)
 
-    def to_connection(self, connection: sa.Connection, batch: _Batch) -> None:
-        """Send a batch in the transaction of a SQLAlchemy connection."""
+    def to_connection(self, connection: sa.Connection, batch: _Batch) -> int | None:
+        """Send a batch in the transaction of a SQLAlchemy connection. Return its number, if it counts."""
         _targets.check_connection(connection, "the outbox", _UNBOUND)
-        if not self.emits:
-            connection.execute(batch.statement, batch.values)
-            return
+        if not batch.emits:
+            result = connection.execute(batch.statement, batch.values)
+            return int(result.scalar_one()) if batch.counts else None
         # If SQLAlchemy would put rows into another schema, that schema's relay must read the message.
         translated = connection.get_execution_options().get("schema_translate_map") or {}
         schema = translated.get(self._schema, self._schema)
         if schema is None:
             raise TargetError(f"schema_translate_map maps {self._schema} to no name, which a message has to bear")
         values = {**batch.values, "prefix": _message.message_prefix(schema)}
-        self.check_emitted(connection.execute(batch.statement, values).scalar_one())
+        return int(connection.execute(batch.statement, values).scalar_one())
 
-    def check_emitted(self, count: int | None) -> None:
+    def check(self, batch: _Batch, count: int | None) -> None:
         """Raise SlotMissing when no message was written."""
-        if not count:
+        if batch.emits and not count:
             raise SlotMissing(self._slot)
 
 
@@ -180,8 +202,14 @@ class Outbox:
         """
         self._writer = _Writer(schema, max_event_bytes, transport, slot)
 
-    def add(self, target: SyncTarget, event: Event, *, lock_key: bool = False) -> UUID:
+    def add(
+        self, target: SyncTarget, event: Event, *, lock_key: bool = False, not_before: dt.datetime | None = None
+    ) -> UUID:
         """Write one event in the target's transaction, with one statement. Returns its event_id.
+
+        not_before schedules the event: it waits in a table of its own until this time, by the database's clock. Then a
+        relay writes it as an event of that moment: behind all that was written before, and it delays nothing. It has
+        the transport "table". Those of one key are in the order in which they become due. See ``cancel``.
 
         lock_key takes a transaction-level advisory lock on (aggregate_type, aggregate_id) first. Writers of one
         aggregate are then serialized, and its events are published in commit order. Not needed if they lock or update
@@ -191,21 +219,37 @@ class Outbox:
         transaction, SlotMissing for a message that no relay would read. The transaction stays usable. The driver's own
         errors are passed through.
         """
-        return self.add_many(target, (event,), lock_key=lock_key)[0]
+        return self.add_many(target, (event,), lock_key=lock_key, not_before=not_before)[0]
 
-    def add_many(self, target: SyncTarget, events: Iterable[Event], *, lock_key: bool = False) -> list[UUID]:
+    def add_many(
+        self,
+        target: SyncTarget,
+        events: Iterable[Event],
+        *,
+        lock_key: bool = False,
+        not_before: dt.datetime | None = None,
+    ) -> list[UUID]:
         """Write events in the list's order, in one round trip. Sends nothing for an empty list. See ``add``."""
         events = tuple(events)
         send = self._sender(target)
         if not events:
             return []
-        self._writer.check(events)
+        self._writer.check_events(events)
         with self._writer.writing(events) as trace:
-            batch = self._writer.prepare(events, trace, lock_key=lock_key)
-            send(batch)
-        return batch.ids
+            batch = self._writer.prepare(events, trace, not_before, lock_key=lock_key)
+            self._writer.check(batch, send(batch))
+        return [event.event_id for event in events]
 
-    def _sender(self, target: Any) -> Callable[[_Batch], None]:
+    def cancel(self, target: SyncTarget, event_id: UUID) -> bool:
+        """Delete an event that was written with ``not_before``, in the target's transaction.
+
+        Returns False if there is none: it is on its way by now, or was never scheduled. Waits while a relay is moving
+        it, or another transaction is cancelling it. The role needs the rights of a `canceller` (`outbox db roles`).
+        Raises TargetError for a target without a transaction.
+        """
+        return bool(self._sender(target)(self._writer.cancel(event_id)))
+
+    def _sender(self, target: Any) -> Callable[[_Batch], int | None]:
         found = _targets.sync_target(target, "Outbox", "AsyncOutbox")
         if isinstance(found, Session):
             return lambda batch: self._writer.to_session(found, batch)
@@ -213,7 +257,7 @@ class Outbox:
             return lambda batch: self._writer.to_connection(found, batch)
         return lambda batch: self._to_psycopg(found, batch)
 
-    def _to_psycopg(self, connection: psycopg.Connection[Any], batch: _Batch) -> None:
+    def _to_psycopg(self, connection: psycopg.Connection[Any], batch: _Batch) -> int | None:
         from psycopg import Cursor
         from psycopg.rows import scalar_row
 
@@ -224,8 +268,7 @@ class Outbox:
         # Not connection.execute(): the caller's cursor factory may use another kind of placeholder.
         cursor = Cursor(connection, row_factory=scalar_row)
         cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
-        if self._writer.emits:
-            self._writer.check_emitted(cursor.fetchone())
+        return cursor.fetchone() if batch.counts else None
 
 
 class AsyncOutbox:
@@ -242,30 +285,43 @@ class AsyncOutbox:
         """Check and store the arguments, which ``Outbox`` describes."""
         self._writer = _Writer(schema, max_event_bytes, transport, slot)
 
-    async def add(self, target: AsyncTarget, event: Event, *, lock_key: bool = False) -> UUID:
+    async def add(
+        self, target: AsyncTarget, event: Event, *, lock_key: bool = False, not_before: dt.datetime | None = None
+    ) -> UUID:
         """Write one event in the target's transaction; see ``Outbox.add``."""
-        return (await self.add_many(target, (event,), lock_key=lock_key))[0]
+        return (await self.add_many(target, (event,), lock_key=lock_key, not_before=not_before))[0]
 
-    async def add_many(self, target: AsyncTarget, events: Iterable[Event], *, lock_key: bool = False) -> list[UUID]:
+    async def add_many(
+        self,
+        target: AsyncTarget,
+        events: Iterable[Event],
+        *,
+        lock_key: bool = False,
+        not_before: dt.datetime | None = None,
+    ) -> list[UUID]:
         """Write events in the list's order, in one round trip; see ``Outbox.add_many``."""
         events = tuple(events)
         send = self._sender(target)
         if not events:
             return []
-        self._writer.check(events)
+        self._writer.check_events(events)
         with self._writer.writing(events) as trace:
-            batch = self._writer.prepare(events, trace, lock_key=lock_key)
-            await send(batch)
-        return batch.ids
+            batch = self._writer.prepare(events, trace, not_before, lock_key=lock_key)
+            self._writer.check(batch, await send(batch))
+        return [event.event_id for event in events]
 
-    def _sender(self, target: Any) -> Callable[[_Batch], Awaitable[None]]:
+    async def cancel(self, target: AsyncTarget, event_id: UUID) -> bool:
+        """Delete an event that was written with ``not_before``; see ``Outbox.cancel``."""
+        return bool(await self._sender(target)(self._writer.cancel(event_id)))
+
+    def _sender(self, target: Any) -> Callable[[_Batch], Awaitable[int | None]]:
         found: Any = _targets.async_target(target, "AsyncOutbox", "Outbox")
         if not _targets.is_sqlalchemy_async(found):
             return lambda batch: self._to_psycopg(found, batch)
         send = self._writer.to_session if hasattr(found, "sync_session") else self._writer.to_connection
         return lambda batch: found.run_sync(send, batch)
 
-    async def _to_psycopg(self, connection: psycopg.AsyncConnection[Any], batch: _Batch) -> None:
+    async def _to_psycopg(self, connection: psycopg.AsyncConnection[Any], batch: _Batch) -> int | None:
         from psycopg import AsyncCursor
         from psycopg.rows import scalar_row
 
@@ -275,5 +331,8 @@ class AsyncOutbox:
         _targets.require_transaction(connection, _UNBOUND)
         cursor = AsyncCursor(connection, row_factory=scalar_row)
         await cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
-        if self._writer.emits:
-            self._writer.check_emitted(await cursor.fetchone())
+        return await cursor.fetchone() if batch.counts else None
+
+
+def _lists(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: [row[name] for row in rows] for name in _statements.COLUMNS}

@@ -19,6 +19,7 @@ from psycopg.rows import dict_row
 from outbox._app.visible import VisibleTables
 from relay.database import unavailable_on_error
 from relay.pauses import Paused, Pauses, Scope, ScopeKind
+from relay.scheduled import next_due
 from relay.statements import KEEP_TO_THE_INDEX, STATEMENT_LIMIT, names_of
 from relay.wal.slot import Slot, SlotNames, SlotState, find_problem, names_in_checkpoint
 
@@ -37,7 +38,7 @@ _WAITING: Final = """
 SELECT l.lane,
        (SELECT count(*) FROM (SELECT FROM {events} AS e WHERE e.lane = l.lane
                                ORDER BY e.id LIMIT %(most)s) AS counted) AS events,
-       (SELECT extract(epoch FROM clock_timestamp() - e.created_at)::float8 FROM {events} AS e
+       (SELECT extract(epoch FROM clock_timestamp() - {created_at})::float8 FROM {events} AS e
          WHERE e.lane = l.lane ORDER BY e.id LIMIT 1) AS oldest_seconds
   FROM {lanes} AS l"""
 
@@ -61,6 +62,10 @@ SELECT (SELECT count(*) FROM (SELECT FROM {failures} WHERE isfinite(next_attempt
                                LIMIT %(most)s) AS f) AS blocking"""
 
 _DEAD: Final = "SELECT count(*) AS dead_letters FROM (SELECT FROM {dead_letters} LIMIT %(most)s) AS d"
+
+_SCHEDULED: Final = """
+SELECT (SELECT count(*) FROM (SELECT FROM {scheduled} LIMIT %(most)s) AS s) AS scheduled,
+       {next_due} AS next_due_seconds"""
 
 _PAUSES: Final = """
 SELECT p.number, p.scope, p.name, p.requested_at, p.requested_by, p.reason, p.drain_xid IS NOT NULL AS drains,
@@ -138,6 +143,8 @@ class OutboxState:
     dead_letters    events that wait for an operator; ``blocking`` of them hold back later events of their keys. Each
                     of these three figures is counted up to COUNTED.
     written, gone   rows inserted and deleted since the server's statistics began: two readings give the rates.
+    scheduled       events that wait for their time, counted up to COUNTED too; ``next_due_seconds`` is the time until
+                    the first of them is due, negative if it is; None without any.
     slot            None if the outbox has none.
     pauses          the pauses and drains that operators have requested.
     hidden          the tables that the role can't read, each with the grant that is missing.
@@ -158,6 +165,8 @@ class OutboxState:
     slot: SlotLook | None
     hidden: Mapping[str, str] = field(default_factory=dict)
     pauses: Sequence[Paused] = ()
+    scheduled: int | None = None
+    next_due_seconds: float | None = None
 
     def problems(self, standing_seconds: float = 60.0) -> list[str]:
         """Return the problems that need an operator; empty if there are none.
@@ -201,6 +210,11 @@ class OutboxState:
             found.append(
                 f"{self.blocking:,} keys wait for dead letters that somebody has deleted: `outbox dead-letters list`"
             )
+        if self.next_due_seconds is not None and -self.next_due_seconds > standing_seconds:
+            found.append(
+                f"a scheduled event is overdue by {-self.next_due_seconds:.0f} s: is a relay of this version running, "
+                "or does an open transaction have its row locked?"
+            )
         if self.slot is not None and self.slot.problem is not None:
             found.append(self.slot.problem)
         return found
@@ -230,6 +244,7 @@ def holds_first_lane(connection: psycopg.Connection[Any], schema: str, instance:
 def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxState:
     """Read the outbox's state without the slot, in one snapshot. Raises Unavailable or SchemaError."""
     tables = names_of(schema)
+    tables["next_due"] = next_due(tables)
     bound = {"most": COUNTED, "events": sql.Identifier(schema, "events").as_string(None)}
 
     with unavailable_on_error("looking at the outbox"), connection.cursor(row_factory=dict_row) as cursor:
@@ -252,7 +267,7 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
                 lanes = [LaneState(**row, paused=now.holds(row["lane"])) for row in read(_LANES)]
             with visible.reading("relays"):
                 relays = [RelayState(**row) for row in read(_RELAYS)]
-            figures = _failed(visible, read)
+            figures = _besides(visible, read)
             (rest,) = read(_REST)
             # Last, so that all else is known where this takes too long.
             waiting: dict[int, dict[str, Any]] | None = None
@@ -275,9 +290,6 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
         oldest_seconds=max(
             (lane.oldest_seconds for lane in lanes if lane.oldest_seconds is not None and not lane.paused), default=None
         ),
-        retrying=figures["retrying"],
-        dead_letters=figures["dead_letters"],
-        blocking=figures["blocking"],
         written=rest["written"],
         gone=rest["gone"],
         lanes=lanes,
@@ -285,16 +297,19 @@ def look_at_tables(connection: psycopg.Connection[Any], schema: str) -> OutboxSt
         slot=None,
         hidden=visible.hidden,
         pauses=pauses,
+        **figures,
     )
 
 
-def _failed(visible: VisibleTables, read: Callable[[str], list[dict[str, Any]]]) -> dict[str, int | None]:
-    """Return the counts of failed events; None for those of a table that the role can't read."""
-    figures: dict[str, int | None] = {"retrying": None, "blocking": None, "dead_letters": None}
+def _besides(visible: VisibleTables, read: Callable[[str], list[dict[str, Any]]]) -> dict[str, Any]:
+    """Return the counts of failed and of scheduled events; None for those of a table that the role can't read."""
+    figures: dict[str, Any] = dict.fromkeys(("retrying", "blocking", "dead_letters", "scheduled", "next_due_seconds"))
     with visible.reading("failures"):
         figures |= read(_FAILURES)[0]
     with visible.reading("dead_letters"):
         figures |= read(_DEAD)[0]
+    with visible.reading("scheduled"):
+        figures |= read(_SCHEDULED)[0]
     return figures
 
 

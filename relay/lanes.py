@@ -33,6 +33,7 @@ from outbox.errors import SchemaError
 from relay.database import unavailable_on_error
 from relay.lease import Lease
 from relay.pauses import Pauses
+from relay.scheduled import next_due
 from relay.statements import names_of
 
 # As JSON in one column of other statements, so that reading them costs no statement of its own.
@@ -95,7 +96,8 @@ _FORGET: Final = "DELETE FROM {relays} WHERE alive_until < clock_timestamp() - i
 _CENSUS: Final = """
 SELECT r.instance, count(l.lane), (SELECT count(*) FROM {lanes}),
        (SELECT count(*) FROM {lanes} WHERE source = %(source)s),
-       (SELECT count(*) FROM {lanes} WHERE lease_until < clock_timestamp() AND source = %(source)s), {paused}::text
+       (SELECT count(*) FROM {lanes} WHERE lease_until < clock_timestamp() AND source = %(source)s), {paused}::text,
+       {next_due}
   FROM {relays} AS r LEFT JOIN {lanes} AS l
        ON l.owner = r.instance AND l.lease_until >= clock_timestamp() AND l.source = %(source)s
  WHERE (r.alive_until >= clock_timestamp() AND r.source = %(source)s) OR r.instance = %(me)s
@@ -170,12 +172,15 @@ class LaneTable:
         self._pooled = pooled
         self._names = names_of(schema)
         self._names["paused"] = sql.SQL(_PAUSES).format(**self._names)
+        self._names["next_due"] = next_due(self._names)
         self._me = instance
         self._version = version
         self._ttl = ttl_seconds
         self._source = source
         self.pauses: Pauses | None = None
         """The pauses, as of the last statement that counted or took lanes; None before the first."""
+        self.next_due_seconds: float | None = None
+        """In how many seconds the next scheduled event is due, as of the last count; None without any."""
 
     def beat(self, obeys: Collection[int] = ()) -> None:
         """Record that this relay is alive, and the numbers of the pauses that it obeys."""
@@ -227,15 +232,16 @@ class LaneTable:
         )
 
     def distribution(self) -> LaneDistribution:
-        """Return the numbers of live relays and lanes, and read the pauses. Raises SchemaError when there are no lanes
-        at all.
+        """Return the numbers of live relays and lanes; read the pauses, and when the next scheduled event is due.
+
+        Raises SchemaError when there are no lanes at all.
         """
         rows = self._run(_CENSUS, {"me": self._me, "source": self._source}, "counting lanes")
         if not rows:
             return LaneDistribution(held={}, lanes=0, free=0)
         if rows[0][2] == 0:
             raise SchemaError("the outbox has no lanes: run `outbox db upgrade`")
-        _, _, total, lanes, free, pauses = rows[0]
+        _, _, total, lanes, free, pauses, self.next_due_seconds = rows[0]
         self.pauses = Pauses.of(orjson.loads(pauses))
         return LaneDistribution(held={row[0]: row[1] for row in rows}, lanes=lanes, free=free, total=total)
 

@@ -9,7 +9,18 @@ from psycopg import sql
 
 from relay.position import WalPosition
 
-_TABLES: Final = ("events", "lanes", "relays", "failures", "published", "dead_letters", "streams", "audit", "pauses")
+_TABLES: Final = (
+    "events",
+    "lanes",
+    "relays",
+    "failures",
+    "published",
+    "dead_letters",
+    "streams",
+    "audit",
+    "pauses",
+    "scheduled",
+)
 
 # A role or a database may have synchronous_commit off. It takes effect at the commit, so the statement itself can set
 # it.
@@ -20,6 +31,10 @@ SYNCHRONOUS: Final = """set_config('synchronous_commit',
 TIMELINE: Final = "('x' || substr(pg_walfile_name(pg_current_wal_insert_lsn()), 1, 8))::bit(32)::int"
 """SQL: the timeline on which a primary writes; pg_control_checkpoint() shows it only after the next checkpoint. An
 error on a standby."""
+
+_CREATED_AT: Final = "least(greatest(created_at, '0001-01-03'), '9999-12-29')"
+"""SQL: when an event was written. A writer may set it, and Postgres has times that Python has not: infinity, and those
+before year 1."""
 
 _FURTHER: Final = """commit_lsn = greatest(commit_lsn, %(commit_lsn)s::bigint),
        commit_number = CASE WHEN %(commit_lsn)s::bigint > coalesce(commit_lsn, -1) THEN %(commit_number)s::int
@@ -140,6 +155,7 @@ def names_of(schema: str) -> dict[str, sql.Composable]:
         "synchronous": sql.SQL(SYNCHRONOUS),
         "timeline": sql.SQL(TIMELINE),
         "further": sql.SQL(_FURTHER),
+        "created_at": sql.SQL(_CREATED_AT),
     }
 
 

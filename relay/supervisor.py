@@ -31,6 +31,7 @@ from relay.loop import LoopSettings, WorkerLoop
 from relay.marker import StateLost
 from relay.pauses import CurrentPauses
 from relay.ports import Claim, LaneLost, Publisher, Source, Unavailable
+from relay.scheduled import NextDue
 from relay.settlement import lanes_text
 
 log = structlog.get_logger("relay")
@@ -84,6 +85,8 @@ class Components:
     meter: Meter | None = None
     pauses: CurrentPauses = field(default_factory=CurrentPauses)
     """Written by the control loop and the worker's loop; other parts read it."""
+    next_due: NextDue = field(default_factory=NextDue)
+    """Written by the control loop; the task that moves scheduled events reads it."""
     about: Mapping[str, object] = field(default_factory=dict)
     """What the relay has been told, for the first line of the log."""
 
@@ -446,6 +449,7 @@ class Supervisor:
     def _balance(self, table: LaneTable) -> None:
         distribution = table.distribution()
         self._note_pauses(table)
+        self._components.next_due.set(table.next_due_seconds)
         if distribution.total and not distribution.lanes and not self._waits:
             log.warning("this outbox is read from another source; this relay waits. See `outbox relay switch`")
         self._waits = bool(distribution.total and not distribution.lanes)

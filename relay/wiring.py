@@ -38,6 +38,7 @@ from relay.polling.at_most_once import AtMostOnceSource
 from relay.polling.source import PollingSource
 from relay.ports import Claim, IdBusy, Publisher, Source, TakeoverStore
 from relay.retries import Failures
+from relay.scheduled import NextDue, ScheduledEvents
 from relay.settlement import RENEW_PART
 from relay.supervisor import Components, Events, MaintenanceTask, Supervisor
 from relay.tracing import TracedPublisher
@@ -52,6 +53,8 @@ log = structlog.get_logger("relay")
 
 _WATCH_SECONDS: Final = 10.0
 _DRAIN_SECONDS: Final = 0.5
+# Without a statement while nothing is due.
+_SCHEDULED_SECONDS: Final = 0.2
 _ARCHIVE_SECONDS: Final = 60.0
 _TRANSACTIONS_SECONDS: Final = 60.0
 # The part of a lease, besides the time for a turn, for reading, settling, and clock differences.
@@ -82,6 +85,9 @@ def build(settings: Settings) -> Supervisor:
         upkeep.append(MaintenanceTask("backlog", outbox.look, _WATCH_SECONDS))
     drains = Drains(connect, slot_names(settings), build_router(settings), pauses, wal=wal is not None)
     upkeep.append(MaintenanceTask("drain", drains.look, _DRAIN_SECONDS))
+    next_due = NextDue()
+    scheduled = ScheduledEvents(connect, settings.db_schema, next_due)
+    upkeep.append(MaintenanceTask("scheduled events", scheduled.look, _SCHEDULED_SECONDS))
     if transactions is not None:
         upkeep.append(MaintenanceTask("transactions", transactions.look, _TRANSACTIONS_SECONDS))
     relay = Supervisor(
@@ -107,6 +113,7 @@ def build(settings: Settings) -> Supervisor:
             figures=figures.summary if exact else dict,
             meter=meter,
             pauses=pauses,
+            next_due=next_due,
             about=_about(settings),
         )
     )

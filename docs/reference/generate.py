@@ -202,7 +202,7 @@ def metrics_page() -> str:
     turns, repairs = CollectorRegistry(), CollectorRegistry()
     TurnMetrics(turns)
     slot_repairs(repairs)
-    outbox = OutboxState(dt.datetime.now(dt.UTC), 0, True, True, None, 0, 0, 0, 0, 0, (), (), None)
+    outbox = OutboxState(dt.datetime.now(dt.UTC), 0, True, True, None, 0, 0, 0, 0, 0, (), (), None, scheduled=0)
     reasons = [[f"`{reason.value}`", text] for reason, text in members(Reason)]
     return _page(
         "Metrics",

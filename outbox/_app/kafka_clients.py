@@ -1,12 +1,17 @@
-"""The options of every Kafka client: what a user gives, and what all clients get besides."""
+"""The options of every Kafka client, and the reason why its connections fail."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Final
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from outbox._app import credentials
 from outbox.errors import ConfigurationError
+
+if TYPE_CHECKING:
+    from confluent_kafka import KafkaError, KafkaException
 
 _VERIFIED: Final = {"enable.ssl.certificate.verification": "true", "ssl.endpoint.identification.algorithm": "https"}
 
@@ -24,3 +29,97 @@ def complete(options: Mapping[str, Any]) -> dict[str, Any]:
                 "and name the certificate authority in ssl.ca.location"
             )
     return {**options, **credentials.token_callback(options)}
+
+
+# How long it took, and how many errors were left out: different each time, and no part of the reason.
+_CIRCUMSTANCES: Final = re.compile(r" \(after \d+ms in state .*\)$")
+_UNVERIFIED: Final = "certificate verify failed"
+
+
+class _Polled(Protocol):
+    def poll(self, timeout: float, /) -> object: ...
+
+
+class ConnectionErrors:
+    """Why the connections of one client fail.
+
+    librdkafka reports that to ``error_cb`` alone, when the client is polled. A request fails with "transport failure",
+    or times out. Each client has one of these: the reason of one cluster's failure must not explain another's.
+    """
+
+    def __init__(self) -> None:
+        self._last = ""
+
+    def hear(self, error: KafkaError) -> None:
+        """Keep the error if it is such a reason. The client's ``error_cb`` is this method, or calls it."""
+        from confluent_kafka import KafkaError as Codes
+
+        # Documented names, in spite of the underscore.
+        if error.code() not in {Codes._SSL, Codes._AUTHENTICATION, Codes._RESOLVE}:  # noqa: SLF001
+            return
+        self._last = _CIRCUMSTANCES.sub("", error.str())
+        if _UNVERIFIED in self._last:
+            # librdkafka's text is the same for an unknown authority and for a certificate of another host.
+            self._last += "; the certificate must also name this host"
+
+    def forget(self) -> None:
+        """Forget the reason, because a request has been answered."""
+        self._last = ""
+
+    @property
+    def reason(self) -> str:
+        """The reason, to be appended to a text; empty if there is none."""
+        return f"; a connection failed: {self._last}" if self._last else ""
+
+    def reason_for(self, error: KafkaError) -> str:
+        """Return the reason, to be appended to the text of this error; empty if it can't have caused the error."""
+        from confluent_kafka import KafkaError as Codes
+
+        caused = {
+            Codes._TRANSPORT,  # noqa: SLF001
+            Codes._ALL_BROKERS_DOWN,  # noqa: SLF001
+            Codes._TIMED_OUT,  # noqa: SLF001
+            Codes._TIMED_OUT_QUEUE,  # noqa: SLF001
+            Codes._MSG_TIMED_OUT,  # noqa: SLF001
+        }
+        # An exception that was explained already has it.
+        return self.reason if error.code() in caused and self.reason not in error.str() else ""
+
+    def explained(self, error: KafkaException, client: _Polled | None = None) -> KafkaException:
+        """Return the exception of a request of this client, with the reason if that can have caused it.
+
+        Polls ``client`` first. A consumer that reads is polled by its reader: it must not be given.
+        """
+        from confluent_kafka import KafkaError, KafkaException
+
+        if client is not None:
+            _serve(client)
+        inner = error.args[0]
+        if not isinstance(inner, KafkaError) or not (reason := self.reason_for(inner)):
+            return error
+        flags = inner.fatal(), inner.retriable(), inner.txn_requires_abort()
+        return KafkaException(KafkaError(inner.code(), inner.str() + reason, *flags))
+
+    @contextmanager
+    def explaining(self, client: _Polled) -> Iterator[None]:
+        """Add the reason to the KafkaException of a request that is made, and awaited, in this block."""
+        from confluent_kafka import KafkaException
+
+        try:
+            yield
+        except KafkaException as error:
+            explained = self.explained(error, client)
+            if explained is error:
+                raise
+            raise explained from error
+        # What is still queued is older than the answer.
+        _serve(client)
+        self.forget()
+
+
+def _serve(client: _Polled) -> None:
+    from confluent_kafka import KafkaException
+
+    # A producer's fatal error is raised here again.
+    with suppress(KafkaException):
+        client.poll(0)

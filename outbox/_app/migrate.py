@@ -78,11 +78,13 @@ OUTBOX: Final = History(
         "streams": "outbox_0003",
         # A relay of an earlier version would publish what is paused.
         "pauses": "outbox_0007",
+        "scheduled": "outbox_0008",
     },
 )
 _WAYS_OUT: Final[Mapping[str, str]] = {
     "streams": "drop the slot (`outbox cdc drop`)",
     "pauses": "end the pauses (`outbox relay resume`)",
+    "scheduled": "wait until they are due, or cancel them (`outbox scheduled cancel`)",
 }
 CONSUMER: Final = History(
     "consumer",

@@ -11,7 +11,7 @@ import typer
 from outbox import __version__
 
 _GROUPS: Final = {
-    **{name: f"relay.cli.{name}" for name in ("relay", "db", "cdc", "sandbox")},
+    **{name: f"relay.cli.{name}" for name in ("relay", "db", "cdc", "scheduled", "sandbox")},
     "spark": "spark_jobs.cli.spark",
     "dead-letters": "relay.cli.dead_letters",
     "failures": "relay.cli.failures",

@@ -142,6 +142,9 @@ def _backlog(outbox: OutboxState, sight: Overview) -> RenderableType:
         text += f", the oldest {_age(outbox.oldest_seconds)} old"
     if sight.written is not None and sight.published is not None:
         text += f"   written {sight.written:,.0f}/s, published {sight.published:,.0f}/s"
+    if outbox.scheduled and outbox.next_due_seconds is not None:
+        count = f"{outbox.scheduled:,}" + ("" if outbox.scheduled < COUNTED else " or more")
+        text += f"   scheduled {count}, the next in {_age(outbox.next_due_seconds)}"
     return Text(text, style="bold")
 
 

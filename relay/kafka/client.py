@@ -1,16 +1,37 @@
-"""Helpers for librdkafka clients: their logger, callbacks that keep nothing alive, the text of errors."""
+"""Helpers for librdkafka clients: an admin client, their logger, callbacks that keep nothing alive, error texts."""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections.abc import Callable, Collection, Mapping
+from contextlib import AbstractContextManager
 from typing import Any
 
 from confluent_kafka import KafkaError, KafkaException, Message
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
-from outbox._app.kafka_clients import complete
+from outbox._app.kafka_clients import ConnectionErrors, complete
+from outbox.errors import ConfigurationError
+
+
+class Admin(AdminClient):
+    """A silent admin client, whose errors say why its connections fail: make requests in ``explaining``.
+
+    Raises ConfigurationError when librdkafka refuses the options.
+    """
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        self._errors = ConnectionErrors()
+        values: dict[str, Any] = {**complete(options), "error_cb": self._errors.hear}
+        try:
+            super().__init__(values, logger=silent())
+        except KafkaException as error:
+            raise ConfigurationError(f"Kafka options: {text_of(error)}") from error
+
+    def explaining(self) -> AbstractContextManager[None]:
+        """Add why connections fail to the KafkaException of a request that is made, and awaited, in this block."""
+        return self._errors.explaining(self)
 
 
 def text_of(error: KafkaException) -> str:
@@ -60,11 +81,12 @@ def reader_options(options: Mapping[str, str], group: str, isolation: str, more:
     }
 
 
-def create_topic(admin: AdminClient, topic: NewTopic, seconds: float) -> None:
+def create_topic(admin: Admin, topic: NewTopic, seconds: float) -> None:
     """Create a topic, unless it exists. Raises KafkaException."""
     try:
         # Without an explicit timeout the client waits a minute for a controller that has just died.
-        admin.create_topics([topic], operation_timeout=seconds, request_timeout=seconds)[topic.topic].result()
+        with admin.explaining():
+            admin.create_topics([topic], operation_timeout=seconds, request_timeout=seconds)[topic.topic].result()
     except KafkaException as error:
         if error.args[0].code() != KafkaError.TOPIC_ALREADY_EXISTS:
             raise

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from outbox._app.kafka_clients import complete
+from outbox._app.kafka_clients import ConnectionErrors, complete
 from outbox.errors import ConfigurationError
 from relay.kafka.client import silent, text_of
 from relay.ports import BrokerUnavailable, IdBusy
@@ -37,12 +37,12 @@ def fence(
     Raises Unavailable when the broker does not answer in time or refuses (IdBusy if the last transaction has not ended
     within ``busy_seconds``), ConfigurationError for an unknown option.
     """
-    producer = short_lived_producer(options, transactional_id)
+    producer = ShortLivedProducer(options, transactional_id)
     try:
         initialize(producer, seconds, busy_seconds)
     except KafkaException as error:
         kind = IdBusy if is_busy(error) else BrokerUnavailable
-        raise kind(_explained(error, transactional_id, seconds)) from error
+        raise kind(_explained(producer.explained(error), transactional_id, seconds)) from error
     finally:
         producer.purge()
 
@@ -86,22 +86,30 @@ def is_busy(error: KafkaException) -> bool:
     return bool(error.args[0].code() == KafkaError.CONCURRENT_TRANSACTIONS)
 
 
-def short_lived_producer(options: Mapping[str, Any], transactional_id: str) -> Producer:
-    """Return a producer for one transaction at most: no callbacks, no statistics, quick to retry.
+class ShortLivedProducer(Producer):
+    """A producer for one transaction at most: no statistics, quick to retry.
 
     Raises ConfigurationError for an unknown option.
     """
-    values = {
-        **{name: value for name, value in options.items() if name not in _NOT_WANTED},
-        "transactional.id": transactional_id,
-        # The relay's own backoff is long, to recognize a clean commit, which does not matter here.
-        "retry.backoff.ms": "100",
-        "retry.backoff.max.ms": "500",
-    }
-    try:
-        return Producer(complete(values), logger=silent())
-    except KafkaException as error:
-        raise ConfigurationError(f"Kafka options: {text_of(error)}") from error
+
+    def __init__(self, options: Mapping[str, Any], transactional_id: str) -> None:
+        self._errors = ConnectionErrors()
+        values = {
+            **{name: value for name, value in options.items() if name not in _NOT_WANTED},
+            "transactional.id": transactional_id,
+            # The relay's own backoff is long, to recognize a clean commit, which does not matter here.
+            "retry.backoff.ms": "100",
+            "retry.backoff.max.ms": "500",
+            "error_cb": self._errors.hear,
+        }
+        try:
+            super().__init__(complete(values), logger=silent())
+        except KafkaException as error:
+            raise ConfigurationError(f"Kafka options: {text_of(error)}") from error
+
+    def explained(self, error: KafkaException) -> KafkaException:
+        """Return an exception of this producer, with the reason why its connections fail if that has caused it."""
+        return self._errors.explained(error, self)
 
 
 def _explained(error: KafkaException, transactional_id: str, seconds: float) -> str:

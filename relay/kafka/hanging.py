@@ -18,7 +18,7 @@ from typing import Any, Final
 from confluent_kafka import KafkaException
 
 from relay.kafka.client import text_of
-from relay.kafka.fencing import short_lived_producer
+from relay.kafka.fencing import ShortLivedProducer
 from relay.kafka.offsets import Offsets, Undecided
 from relay.ports import BrokerUnavailable
 
@@ -67,7 +67,7 @@ def read_command(bootstrap_servers: str, undecided: Undecided) -> str:
 
 
 def _abort(options: Mapping[str, Any], transactional_id: str, hanging: Collection[Undecided]) -> None:
-    producer = short_lived_producer(options, transactional_id)
+    producer = ShortLivedProducer(options, transactional_id)
     try:
         producer.init_transactions(_SECONDS)
         producer.begin_transaction()
@@ -79,8 +79,9 @@ def _abort(options: Mapping[str, Any], transactional_id: str, hanging: Collectio
             producer.poll(0.1)
         producer.abort_transaction(_SECONDS)
     except KafkaException as error:
+        text = text_of(producer.explained(error))
         raise BrokerUnavailable(
-            f"Kafka, aborting what hangs under the transactional.id {transactional_id!r}: {text_of(error)}"
+            f"Kafka, aborting what hangs under the transactional.id {transactional_id!r}: {text}"
         ) from error
     finally:
         producer.purge()

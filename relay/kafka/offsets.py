@@ -10,10 +10,9 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final, NamedTuple, cast
 
 from confluent_kafka import OFFSET_INVALID, IsolationLevel, KafkaError, KafkaException, TopicPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+from confluent_kafka.admin import OffsetSpec, TopicMetadata  # type: ignore[attr-defined]
 
-from outbox._app.kafka_clients import complete
-from relay.kafka.client import silent
+from relay.kafka.client import Admin
 
 _SECONDS: Final = 10.0
 _ASK_AGAIN_SECONDS: Final = 0.05
@@ -54,20 +53,20 @@ class Offsets:
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self._options = dict(options)
-        self._admin = self._new_admin()
+        self._admin = Admin(self._options)
 
     def partitions(self, topics: Collection[str]) -> list[Partition]:
         """Return the partitions of these topics, as far as they exist."""
         return [
             Partition(name, number)
-            for name, topic in self._admin.list_topics(timeout=_SECONDS).topics.items()
+            for name, topic in self._topics().items()
             if name in topics
             for number in topic.partitions
         ]
 
     def topics(self) -> list[str]:
         """Return the names of all topics."""
-        return list(self._admin.list_topics(timeout=_SECONDS).topics)
+        return list(self._topics())
 
     def low(self, partitions: Iterable[Partition]) -> dict[Partition, int]:
         """Return the first available offset."""
@@ -103,30 +102,35 @@ class Offsets:
                 return [Undecided(partition, stable[partition], ends[partition]) for partition in sorted(left)]
             time.sleep(_ASK_AGAIN_SECONDS)
 
+    def _topics(self) -> Mapping[str, TopicMetadata]:
+        with self._admin.explaining():
+            return self._admin.list_topics(timeout=_SECONDS).topics
+
     def _ask(self, partitions: Iterable[Partition], spec: Any, isolation: IsolationLevel) -> dict[Partition, int]:
         left = set(partitions)
         found: dict[Partition, int] = {}
         deadline = time.monotonic() + _SECONDS
         while left:
             asked = {TopicPartition(partition.topic, partition.number): spec for partition in left}
-            answers = self._admin.list_offsets(asked, isolation_level=isolation, request_timeout=_SECONDS)
             stale: KafkaException | None = None
-            for asked_partition, answer in answers.items():
-                partition = Partition(asked_partition.topic, asked_partition.partition)
-                try:
-                    offset = answer.result().offset
-                except KafkaException as error:
-                    if error.args[0].code() not in _STALE:
-                        raise
-                    stale = error
-                    continue
-                if offset == OFFSET_INVALID:
-                    # A broker ended before it had answered for this partition, and librdkafka gives no error. Taken
-                    # for a number, it would be an end before everything, markers included.
-                    text = f"no answer for {partition.topic} partition {partition.number}"
-                    stale = KafkaException(KafkaError(KafkaError.OFFSET_NOT_AVAILABLE, text))
-                else:
-                    found[partition] = offset
+            with self._admin.explaining():
+                answers = self._admin.list_offsets(asked, isolation_level=isolation, request_timeout=_SECONDS)
+                for asked_partition, answer in answers.items():
+                    partition = Partition(asked_partition.topic, asked_partition.partition)
+                    try:
+                        offset = answer.result().offset
+                    except KafkaException as error:
+                        if error.args[0].code() not in _STALE:
+                            raise
+                        stale = error
+                        continue
+                    if offset == OFFSET_INVALID:
+                        # A broker ended before it had answered for this partition, and librdkafka gives no error. Taken
+                        # for a number, it would be an end before everything, markers included.
+                        text = f"no answer for {partition.topic} partition {partition.number}"
+                        stale = KafkaException(KafkaError(KafkaError.OFFSET_NOT_AVAILABLE, text))
+                    else:
+                        found[partition] = offset
             left -= found.keys()
             if stale is None:
                 continue
@@ -134,8 +138,5 @@ class Offsets:
                 raise stale
             time.sleep(_ASK_AGAIN_SECONDS)
             # A client refreshes its metadata only when it starts, or after minutes.
-            self._admin = self._new_admin()
+            self._admin = Admin(self._options)
         return found
-
-    def _new_admin(self) -> AdminClient:
-        return AdminClient(complete(self._options), logger=silent())

@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from outbox._app.kafka_clients import complete
+from outbox._app.kafka_clients import ConnectionErrors, complete
 from outbox.errors import ConfigurationError
 from outbox.event import DEAD_LETTER
 from relay.failpoints import failpoint
@@ -99,6 +99,7 @@ class BatchProducer:
         self._partitions: dict[int, int | None] = {}
         self._markers: dict[int, KafkaError] = {}
         self._fatal: KafkaError | None = None
+        self._connections = ConnectionErrors()
         self._late = False
         self._trial: float | None = None
         self._stalled: list[str] | None = None
@@ -330,12 +331,14 @@ class BatchProducer:
     def _unavailable(self, causes: Sequence[tuple[Claim, KafkaError]], seconds: float) -> Unavailable:
         """Return the failure if neither an event nor a topic caused it."""
         if self._late:
-            return Late(f"Kafka: no acknowledgement within {seconds:g} s{self._lost()}")
+            return Late(f"Kafka: no acknowledgement within {seconds:g} s{self._lost()}{self._connections.reason}")
         for claim, error in causes:
-            return BrokerUnavailable(f"Kafka, sending to {self._topic(claim)!r}: {error.str()}{self._lost()}")
+            text = f"{error.str()}{self._lost()}{self._connections.reason_for(error)}"
+            return BrokerUnavailable(f"Kafka, sending to {self._topic(claim)!r}: {text}")
         for lane, error in self._markers.items():
             if error.code() not in _CONSEQUENCES:
-                return BrokerUnavailable(f"Kafka, sending the marker of lane {lane}: {error.str()}{self._lost()}")
+                text = f"{error.str()}{self._lost()}{self._connections.reason_for(error)}"
+                return BrokerUnavailable(f"Kafka, sending the marker of lane {lane}: {text}")
         if self._fatal is not None and self._fatal.code() == KafkaError._FENCED:
             return BrokerUnavailable(f"Kafka: another relay has taken a lane over ({self._fatal.str()}){self._lost()}")
         text = self._fatal.str() if self._fatal is not None else "the batch was dropped"
@@ -350,6 +353,7 @@ class BatchProducer:
 
     def note_written(self) -> None:
         """Record that the turn's topics could be written to."""
+        self._connections.forget()
         self._topics.written(self._used)
 
     def paused(self) -> frozenset[Kind]:
@@ -358,6 +362,10 @@ class BatchProducer:
         if not paused:
             return frozenset()
         return frozenset(kind for kind, topic in self._topic_of.items() if topic in paused)
+
+    def explained(self, error: KafkaException) -> KafkaException:
+        """Return an exception of the producer, with the reason why its connections fail if that has caused it."""
+        return self._connections.explained(error, self.producer)
 
     def serve(self) -> None:
         """Serve callbacks; until then librdkafka queues its statistics without limit. Raises Unavailable."""
@@ -472,6 +480,7 @@ class BatchProducer:
             self._markers[lane] = error
 
     def _on_error(self, error: KafkaError) -> None:
+        self._connections.hear(error)
         # librdkafka handles brokers that come and go; a fatal error ends this producer.
         if error.fatal():
             self._fatal = error

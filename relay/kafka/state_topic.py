@@ -27,12 +27,11 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from confluent_kafka import Consumer, KafkaError, KafkaException, TopicPartition
-from confluent_kafka.admin import AdminClient, ConfigResource, NewPartitions  # type: ignore[attr-defined]
+from confluent_kafka.admin import ConfigResource, NewPartitions  # type: ignore[attr-defined]
 from confluent_kafka.cimpl import NewTopic
 
-from outbox._app.kafka_clients import complete
 from outbox.errors import ConfigurationError
-from relay.kafka.client import create_topic, is_end, partitions_text, reader_options, silent, text_of
+from relay.kafka.client import Admin, create_topic, is_end, partitions_text, reader_options, silent, text_of
 from relay.kafka.offsets import Offsets, Partition, Undecided
 from relay.marker import Marker, StateLost
 from relay.ports import BrokerUnavailable, UndecidedTransaction
@@ -90,9 +89,10 @@ class StateTopic:
         with self._lock:
             if self._checked >= lanes:
                 return
-            admin = AdminClient(complete(self._options), logger=silent())
+            admin = Admin(self._options)
             try:
-                self._require(admin, lanes)
+                with admin.explaining():
+                    self._require(admin, lanes)
             except KafkaException as error:
                 raise self._explained(error) from error
             self._checked = lanes
@@ -128,9 +128,9 @@ class StateTopic:
             logger=silent(),
         )
         try:
-            topic = consumer.list_topics(timeout=_READ_SECONDS).topics.get(self.name)
-            there = wanted & topic.partitions.keys() if topic is not None else set()
-            low, ends, undecided = self._extents(there, decided=decided)
+            offsets = Offsets(self._options)
+            there = wanted & {partition.number for partition in offsets.partitions({self.name})}
+            low, ends, undecided = self._extents(offsets, there, decided=decided)
             values = self._last_values(consumer, low, ends)
         except KafkaException as error:
             raise BrokerUnavailable(f"Kafka, reading {self.name!r}: {text_of(error)}") from error
@@ -151,13 +151,12 @@ class StateTopic:
         return MarkersRead(markers, broken)
 
     def _extents(
-        self, lanes: Collection[int], *, decided: bool
+        self, offsets: Offsets, lanes: Collection[int], *, decided: bool
     ) -> tuple[dict[int, int], dict[int, int], list[Undecided]]:
         """Return the first and end offsets of each partition, and the partitions that are not decided in time.
 
         Does not wait again for a partition that was undecided last time: a worker's other lanes stand still meanwhile.
         """
-        offsets = Offsets(self._options)
         partitions = [Partition(self.name, lane) for lane in lanes]
         low = offsets.low(partitions)
         ends = offsets.high(partitions) if decided else offsets.stable(partitions)
@@ -206,7 +205,7 @@ class StateTopic:
                 unread.discard(lane)
         return values
 
-    def _require(self, admin: AdminClient, lanes: int) -> None:
+    def _require(self, admin: Admin, lanes: int) -> None:
         found = admin.list_topics(timeout=_READ_SECONDS).topics.get(self.name)
         if found is None:
             topic = NewTopic(
@@ -228,7 +227,7 @@ class StateTopic:
             more[self.name].result()
             self._await_leaders(admin, lanes)
 
-    def _await_leaders(self, admin: AdminClient, lanes: int) -> None:
+    def _await_leaders(self, admin: Admin, lanes: int) -> None:
         """Wait until every partition has a leader: brokers learn of a new topic one after the other."""
         deadline = time.monotonic() + _READ_SECONDS
         while True:

@@ -32,15 +32,12 @@ import structlog
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AclOperation,
-    AdminClient,
     ConfigResource,
     TopicMetadata,
 )
 from confluent_kafka.cimpl import NewTopic
 
-from outbox._app.kafka_clients import complete
-from outbox.errors import ConfigurationError
-from relay.kafka.client import create_topic, partitions_text, silent, text_of
+from relay.kafka.client import Admin, create_topic, partitions_text, text_of
 from relay.ports import BrokerUnavailable, TopicUnusable
 
 log = structlog.get_logger("relay")
@@ -105,10 +102,7 @@ class Topics:
         clock: Callable[[], float] = time.monotonic,
         held: Callable[[], AbstractSet[str]] = frozenset,
     ) -> None:
-        try:
-            self._admin = AdminClient(complete(options), logger=silent())
-        except KafkaException as error:
-            raise ConfigurationError(f"Kafka options: {text_of(error)}") from error
+        self._admin = Admin(options)
         self._create = create
         self._clock = clock
         self._held = held
@@ -135,7 +129,8 @@ class Topics:
                 return
             try:
                 # All topics, not only this one: a request by name could make the broker create it.
-                names = set(self._admin.list_topics(timeout=_METADATA_SECONDS).topics)
+                with self._admin.explaining():
+                    names = set(self._admin.list_topics(timeout=_METADATA_SECONDS).topics)
             except KafkaException as error:
                 raise BrokerUnavailable(f"Kafka, asking for its topics: {text_of(error)}") from error
             self._known = frozenset(names)

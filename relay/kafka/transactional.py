@@ -330,7 +330,7 @@ class TransactionalPublisher:
         except KafkaException as error:
             if is_busy(error):
                 return IdBusy(f"Kafka, {doing}: {text_of(error)}")
-            raise self._explained(error, doing) from error
+            raise self._explained(sender.explained(error), doing) from error
         return None
 
     def _marker(self, lane: int, number: int, claims: Sequence[Claim], sent: Sequence[Claim]) -> Marker:
@@ -358,7 +358,7 @@ class TransactionalPublisher:
             # No event is in flight, so this may take longer than a turn: the topic may have just been created.
             self._commit(sender, markers, time.monotonic() + max(self._delivery_seconds, _INIT_SECONDS))
         except KafkaException as error:
-            raise self._explained(error, "writing the lanes' first markers") from error
+            raise self._explained(sender.explained(error), "writing the lanes' first markers") from error
         self._turn += 1
         failpoint("takeover.first_marker")
         if sender.suspicious:
@@ -398,6 +398,7 @@ class TransactionalPublisher:
         return Failed(failure, receipts, blamed, sender.likeliest())
 
     def _given_up(self, sender: _TransactionalProducer, error: KafkaException) -> tuple[Unavailable, Collection[int]]:
+        error = sender.explained(error)
         self._abort(sender)
         code = error.args[0].code()
         if code == KafkaError._FATAL and sender.fatal is not None:

@@ -19,6 +19,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from typing import Final, TypeVar
 
+from outbox._app.kafka_clients import complete
 from relay.kafka.offsets import Partition
 from relay.ports import BrokerUnavailable
 
@@ -34,9 +35,10 @@ _UNKNOWN: Final = ("ssl.keystore.", "ssl.engine.", "ssl.providers", "sasl.oauthb
 _ERRORS: Final = {
     29: "the topic may not be read: READ is not granted",
     31: "the cluster refuses it",
+    33: "the broker does not enable this sasl.mechanism",
     35: "the broker is older than 3.0",
     53: "the transactional id may not be described: DESCRIBE is not granted",
-    58: "the password is refused",
+    58: "the user name or the password is refused (sasl.username, sasl.password)",
 }
 _GONE: Final = 105
 """TRANSACTIONAL_ID_NOT_FOUND: it ended and was forgotten meanwhile."""
@@ -82,10 +84,13 @@ class OpenProducer:
 
 
 class Brokers:
-    """Sends requests to single brokers. ``options`` are those of librdkafka's clients. Raises BrokerUnavailable."""
+    """Sends requests to single brokers. ``options`` are those of librdkafka's clients. Raises BrokerUnavailable.
+
+    Raises ConfigurationError for an option that would turn off the verification of the brokers.
+    """
 
     def __init__(self, options: Mapping[str, str]) -> None:
-        self._options = dict(options)
+        self._options = complete(options)
 
     def list_transactions(
         self, address: Address, states: Collection[str] = (), producer_ids: Collection[int] = ()
@@ -180,6 +185,10 @@ class Brokers:
                 answer.int32()
                 answer.tags()
                 return answer
+        except ssl.SSLCertVerificationError as error:
+            raise BrokerUnavailable(
+                f"{where}, asking for transactions: TLS: certificate verify failed: {error.verify_message}"
+            ) from error
         except ssl.SSLError as error:
             raise BrokerUnavailable(f"{where}, asking for transactions: TLS: {error.reason or error}") from error
         except ConnectionResetError as error:
@@ -207,8 +216,6 @@ class Brokers:
     def _tls(self) -> ssl.SSLContext:
         options = self._options
         context = ssl.create_default_context(cafile=options.get("ssl.ca.location"), cadata=options.get("ssl.ca.pem"))
-        if options.get("ssl.endpoint.identification.algorithm", "https") == "none":
-            context.check_hostname = False
         if (certificate := options.get("ssl.certificate.location")) is not None:
             context.load_cert_chain(certificate, options.get("ssl.key.location"), options.get("ssl.key.password"))
         return context

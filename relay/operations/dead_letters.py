@@ -41,7 +41,7 @@ SELECT * FROM (
 
 _SHOW: Final = """
 SELECT lane, id, event_id::text, aggregate_type, aggregate_id, event_type, payload::text, payload_bytes, headers,
-       created_at
+       {created_at} AS created_at
   FROM {table} WHERE lane = %(lane)s AND id = %(id)s"""
 
 _BEHIND: Final = """

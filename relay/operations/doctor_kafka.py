@@ -10,12 +10,11 @@ from itertools import chain
 from typing import Any, Final
 
 from confluent_kafka import TopicCollection
-from confluent_kafka.admin import AclOperation, AdminClient, ConfigResource  # type: ignore[attr-defined]
+from confluent_kafka.admin import AclOperation, ConfigResource  # type: ignore[attr-defined]
 
-from outbox._app.kafka_clients import complete
 from outbox._app.settings import client_options
 from relay.config import Delivery, Settings, delivery_seconds, state_topic_name
-from relay.kafka.client import silent
+from relay.kafka.client import Admin
 from relay.kafka.open_transactions import OpenTransaction, OpenTransactions, Whose
 from relay.operations.findings import Finding, Level
 from relay.operations.isolation import alone
@@ -34,8 +33,9 @@ def check_kafka(
     settings: Settings, options: Mapping[str, str], lanes: int, consumed: Sequence[str]
 ) -> Iterator[Finding]:
     """Check the brokers, the topics, and the transactions open in them."""
-    admin = AdminClient(complete(client_options(settings)), logger=silent())
-    metadata = admin.list_topics(timeout=_SECONDS)
+    admin = Admin(client_options(settings))
+    with admin.explaining():
+        metadata = admin.list_topics(timeout=_SECONDS)
     brokers = len(metadata.brokers)
     yield Finding(Level.OK, "Kafka", f"{brokers} broker{'s' if brokers != 1 else ''} at {settings.require_kafka()}")
     if brokers < 3:
@@ -49,7 +49,8 @@ def check_kafka(
 
     def config(kind: Any, name: str) -> _Config:
         resource = ConfigResource(kind, name)
-        entries = admin.describe_configs([resource], request_timeout=_SECONDS)[resource].result()
+        with admin.explaining():
+            entries = admin.describe_configs([resource], request_timeout=_SECONDS)[resource].result()
         return lambda entry: str(entries[entry].value)
 
     for aggregate_type, route in sorted((settings.routes or {}).items()):
@@ -76,9 +77,7 @@ def check_kafka(
             yield from alone(f"topic {state}", partial(_may_write, admin, state))
 
 
-def _event_topic(
-    settings: Settings, admin: AdminClient, metadata: Any, aggregate_type: str, name: str
-) -> Iterator[Finding]:
+def _event_topic(settings: Settings, admin: Admin, metadata: Any, aggregate_type: str, name: str) -> Iterator[Finding]:
     if name in metadata.topics:
         yield from _may_write(admin, name)
         return
@@ -163,11 +162,12 @@ def _dead_letter_topics(settings: Settings) -> set[str]:
     return {topic for topic in given if topic is not None}
 
 
-def _may_write(admin: AdminClient, name: str) -> Iterator[Finding]:
+def _may_write(admin: Admin, name: str) -> Iterator[Finding]:
     """Check whether the credentials may write to a topic, as far as the broker reports it."""
-    described = admin.describe_topics(
-        TopicCollection([name]), include_authorized_operations=True, request_timeout=_SECONDS
-    )[name].result()
+    with admin.explaining():
+        described = admin.describe_topics(
+            TopicCollection([name]), include_authorized_operations=True, request_timeout=_SECONDS
+        )[name].result()
     operations = described.authorized_operations
     if operations and AclOperation.WRITE not in operations:
         yield Finding(
@@ -228,11 +228,12 @@ def _lower_timeout(settings: Settings, limit: int) -> str:
     return f"it is twice the lease: set OUTBOX_RELAY__LEASE_SECONDS to {limit // 2000} or less"
 
 
-def _brokers(admin: AdminClient, metadata: Any) -> Iterator[Finding]:
+def _brokers(admin: Admin, metadata: Any) -> Iterator[Finding]:
     """Warn of brokers that can lose the end of a transaction (KAFKA-20734)."""
     resources = [ConfigResource(ConfigResource.Type.BROKER, str(broker)) for broker in sorted(metadata.brokers)]
-    answers = admin.describe_configs(resources, request_timeout=_SECONDS)
-    newer = [resource.name for resource, answer in answers.items() if _SINCE_4_3 in answer.result()]
+    with admin.explaining():
+        answers = admin.describe_configs(resources, request_timeout=_SECONDS)
+        newer = [resource.name for resource, answer in answers.items() if _SINCE_4_3 in answer.result()]
     if newer:
         yield Finding(
             Level.WARNING,

@@ -21,6 +21,7 @@ from relay.operations.isolation import alone
 from relay.operations.wal_setup import Cdc
 from relay.ports import Unavailable
 from relay.settlement import lanes_text
+from relay.statements import names_of
 from relay.wal.slot import Slot, slot_names
 
 _PUBLISHES_GENERATED: Final = 180000
@@ -181,8 +182,8 @@ def _backlog(connection: psycopg.Connection[Any], settings: Settings) -> Iterato
     pauses = read_pauses(connection, settings.db_schema)
     with unavailable_on_error("looking at the backlog"):
         oldest = connection.execute(
-            sql.SQL("SELECT extract(epoch FROM clock_timestamp() - min(created_at))::float8 FROM {}").format(
-                sql.Identifier(settings.db_schema, "events")
+            sql.SQL("SELECT extract(epoch FROM clock_timestamp() - min({created_at}))::float8 FROM {events}").format(
+                **names_of(settings.db_schema)
             )
         ).fetchone()
     if oldest is not None and oldest[0] is not None and oldest[0] > 60:

@@ -22,14 +22,11 @@ from relay.statements import STATEMENT_LIMIT, names_of
 PAGE: Final = 50
 _STATEMENT_SECONDS: Final = 10
 
-# A writer sets created_at, and Postgres has times that Python has not: infinity, and those before year 1.
-_TIME: Final = "least(greatest({}.created_at, '0001-01-03'), '9999-12-29') AS created_at"
-
 # The newest of each lane, along the primary key; only these are sorted.
 _WAITING: Final = """
 SELECT e.* FROM {lanes} AS l
  CROSS JOIN LATERAL (
-     SELECT e.id, e.lane, e.event_id, e.aggregate_type, e.aggregate_id, e.event_type, {e_time},
+     SELECT e.id, e.lane, e.event_id, e.aggregate_type, e.aggregate_id, e.event_type, {created_at} AS created_at,
             NULL::timestamptz AS moved_at
        FROM {events} AS e
       WHERE e.lane = l.lane AND (%(id)s::bigint IS NULL OR e.id < %(id)s)
@@ -38,15 +35,24 @@ SELECT e.* FROM {lanes} AS l
  ORDER BY e.id DESC LIMIT %(limit)s"""
 
 _DEAD: Final = """
-SELECT d.id, d.lane, d.event_id, d.aggregate_type, d.aggregate_id, d.event_type, {d_time}, d.dead_at AS moved_at
+SELECT d.id, d.lane, d.event_id, d.aggregate_type, d.aggregate_id, d.event_type, {created_at} AS created_at,
+       d.dead_at AS moved_at
   FROM {dead_letters} AS d
  WHERE (%(at)s::timestamptz IS NULL OR (d.dead_at, d.id) < (%(at)s, %(id)s))
    AND (%(type)s::text IS NULL OR d.aggregate_type = %(type)s)
  ORDER BY d.dead_at DESC, d.id DESC LIMIT %(limit)s"""
 
+_SCHEDULED: Final = """
+SELECT s.id, NULL::smallint AS lane, s.event_id, s.aggregate_type, s.aggregate_id, s.event_type,
+       s.scheduled_at AS created_at, s.not_before AS moved_at
+  FROM {scheduled} AS s
+ WHERE (%(at)s::timestamptz IS NULL OR (s.not_before, s.id) < (%(at)s, %(id)s))
+   AND (%(type)s::text IS NULL OR s.aggregate_type = %(type)s)
+ ORDER BY s.not_before DESC, s.id DESC LIMIT %(limit)s"""
+
 # One day's partition after the other, newest first: each is sorted as a whole, but not the archive.
 _PUBLISHED: Final = """
-SELECT p.id, p.lane, p.event_id, p.aggregate_type, p.aggregate_id, p.event_type, {p_time},
+SELECT p.id, p.lane, p.event_id, p.aggregate_type, p.aggregate_id, p.event_type, {created_at} AS created_at,
        p.published_at AS moved_at
   FROM {published} AS p
  WHERE (%(at)s::timestamptz IS NULL OR (p.published_at, p.id) < (%(at)s, %(id)s))
@@ -59,7 +65,7 @@ SELECT payload::text AS payload, payload_bytes, headers FROM {table} WHERE event
 
 _TYPES: Final = """
 SELECT aggregate_type, count(*) AS events, min(created_at) AS oldest
-  FROM (SELECT aggregate_type, {e_time} FROM {events} AS e LIMIT %(most)s) AS counted
+  FROM (SELECT aggregate_type, {created_at} AS created_at FROM {events} AS e LIMIT %(most)s) AS counted
  GROUP BY aggregate_type ORDER BY aggregate_type"""
 _MOST_COUNTED: Final = 100_000
 
@@ -70,11 +76,14 @@ class EventState(StrEnum):
     WAITING = "waiting"
     PUBLISHED = "published"
     DEAD = "dead"
+    SCHEDULED = "scheduled"
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The last event of a page. ``at`` is when it got into its table; None for waiting events, which go by id."""
+    """The last event of a page. ``at`` is when it got into its table; None for waiting events, which go by id. Of a
+    scheduled event it is its time.
+    """
 
     id: int
     at: dt.datetime | None = None
@@ -106,8 +115,7 @@ class EventSearch:
 
     def __init__(self, connection: psycopg.Connection[Any], schema: str) -> None:
         self._connection = connection
-        self._names: dict[str, sql.Composable] = dict(names_of(schema))
-        self._names |= {f"{table}_time": sql.SQL(_TIME).format(sql.SQL(table)) for table in ("e", "d", "p")}
+        self._names = names_of(schema)
 
     def page(
         self,
@@ -129,6 +137,7 @@ class EventSearch:
             EventState.WAITING: _WAITING,
             EventState.PUBLISHED: _PUBLISHED,
             EventState.DEAD: _DEAD,
+            EventState.SCHEDULED: _SCHEDULED,
         }[state]
         with unavailable_on_error("looking through the events"), self._connection.transaction():
             if state is EventState.PUBLISHED:
@@ -145,7 +154,7 @@ class EventSearch:
     def contents(self, event_id: UUID) -> Contents | None:
         """Return what an event says; None if no table has it."""
         with unavailable_on_error("reading an event"), self._connection.transaction():
-            for table in ("events", "dead_letters", "published"):
+            for table in ("events", "dead_letters", "published", "scheduled"):
                 for row in self._run(_CONTENTS, {"event_id": event_id}, table=self._names[table]):
                     return Contents(row["payload"], row["payload_bytes"], row["headers"])
         return None

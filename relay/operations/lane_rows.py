@@ -24,8 +24,10 @@ _SETTLE_ROWS: Final = 10_000
 
 _COUNT: Final = "SELECT lane, count(*) FROM {events} WHERE lane = ANY(%s::smallint[]) GROUP BY lane"
 
+# A time to come was made up by the writer: its message may be anywhere.
 _KINDS: Final = """
-SELECT aggregate_type, coalesce(headers ? %(dead)s, false), min(created_at)
+SELECT aggregate_type, coalesce(headers ? %(dead)s, false),
+       min(CASE WHEN created_at > clock_timestamp() THEN '1970-01-01' ELSE {created_at} END)
   FROM {events} WHERE lane = ANY(%(lanes)s::smallint[]) GROUP BY 1, 2"""
 
 _KEEP: Final = """
@@ -116,7 +118,7 @@ class LaneRows:
             except NoRoute:
                 continue
             oldest[topic] = min(oldest.get(topic, created_at), created_at)
-        return {topic: int((since - _MARGIN).timestamp() * 1000) for topic, since in oldest.items()}
+        return {topic: max(int((since - _MARGIN).timestamp() * 1000), 0) for topic, since in oldest.items()}
 
     def search(self, topics: Mapping[str, int]) -> None:
         """Mark the listed rows that are on Kafka.

@@ -39,14 +39,14 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 
 import psycopg
-from confluent_kafka import KafkaException, Producer
+from confluent_kafka import KafkaException
 from psycopg import errors, sql
 
 from outbox.errors import SchemaError
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.kafka.client import text_of
-from relay.kafka.fencing import fence, short_lived_producer
+from relay.kafka.fencing import ShortLivedProducer, fence
 from relay.kafka.offsets import Undecided
 from relay.kafka.routing import Router
 from relay.kafka.state_topic import MarkersRead, StateTopic
@@ -414,7 +414,7 @@ class Reconciler:
             except KafkaException as error:
                 # A relay that was taking over a lane may fence us once; it then finds that its epoch is over.
                 if last:
-                    raise Unavailable(f"Kafka, writing fresh markers: {text_of(error)}") from error
+                    raise Unavailable(f"Kafka, writing fresh markers: {text_of(producer.explained(error))}") from error
             finally:
                 producer.purge()
         written = self._state.last_markers(fresh)
@@ -422,13 +422,13 @@ class Reconciler:
             raise Unavailable("Kafka: the fresh markers were committed, and others are read; run this again")
         return fresh
 
-    def _producer_of_own(self) -> Producer:
+    def _producer_of_own(self) -> ShortLivedProducer:
         # One of the ids that the next holder fences.
-        producer = short_lived_producer(self._producer, own_ids(self._own)[0])
+        producer = ShortLivedProducer(self._producer, own_ids(self._own)[0])
         try:
             producer.init_transactions(_KAFKA_SECONDS)
         except KafkaException as error:
-            raise Unavailable(f"Kafka, beginning as {self._own!r}: {text_of(error)}") from error
+            raise Unavailable(f"Kafka, beginning as {self._own!r}: {text_of(producer.explained(error))}") from error
         return producer
 
     def _fresh(self, holding: Holding, lanes: Mapping[int, LaneState]) -> dict[int, Marker]:

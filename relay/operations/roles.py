@@ -15,7 +15,7 @@ class Kind(StrEnum):
     """The purpose of a role."""
 
     WRITER = "writer"
-    """A service that writes events. It reads none, its own included."""
+    """A service that writes events, scheduled ones too. It reads none, its own included."""
     RELAY = "relay"
     """A relay. With `--wal` also UPDATE on `streams`, INSERT (what, why, details) on `audit` for the repair of a lost
     slot, and the attribute REPLICATION."""
@@ -37,6 +37,8 @@ class Kind(StrEnum):
     """`outbox external run` and `settle`: the rights of its own SQL come besides. It can't change what is called."""
     MONITOR = "monitor"
     """`outbox status`, `outbox trace` and `outbox doctor` without payloads and headers."""
+    CANCELLER = "canceller"
+    """A service that cancels scheduled events, besides its rights as a writer. It may delete all of them."""
     MIGRATOR = "migrator"
     """The owner of the schema and its tables, for `outbox db upgrade`, `prune` and `lanes`; no superuser. It has CREATE
     on the database: for the first upgrade, `outbox db check` and `outbox cdc setup`."""
@@ -82,6 +84,7 @@ EVENT_COLUMNS: Final = (
 """The columns that a writer sets, without ``from_relay``: with it a row could pose as a dead letter's copy."""
 
 TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
+    Kind.CANCELLER: (("DELETE", ("scheduled",)),),
     Kind.RELAY: (
         ("SELECT, INSERT, DELETE", ("events",)),
         ("SELECT, UPDATE", ("lanes",)),
@@ -90,6 +93,8 @@ TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT, INSERT, UPDATE, DELETE", ("failures", "relays")),
         ("SELECT", ("streams",)),
         ("SELECT, UPDATE (wal_lsn, last_id, drained_at)", ("pauses",)),
+        # UPDATE to lock them; it changes none.
+        ("SELECT, UPDATE (not_before), DELETE", ("scheduled",)),
     ),
     Kind.OPERATOR: (
         ("SELECT, INSERT, DELETE", ("events",)),
@@ -100,11 +105,15 @@ TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
         ("SELECT, INSERT (what, why, details)", ("audit",)),
         # Not requested_by and requested_at: the server sets them.
         ("SELECT, INSERT (scope, name, reason, drain_xid), DELETE", ("pauses",)),
+        ("SELECT, DELETE", ("scheduled",)),
     ),
     Kind.PAGE: (
         (
             "SELECT",
-            ("events", "lanes", "relays", "failures", "dead_letters", "published", "streams", "audit", "pauses"),
+            (
+                *("events", "lanes", "relays", "failures", "dead_letters", "published", "streams", "audit", "pauses"),
+                "scheduled",
+            ),
         ),
     ),
     Kind.CONSUMER: (
@@ -142,12 +151,21 @@ TABLES: Final[Mapping[Kind, Sequence[tuple[str, Sequence[str]]]]] = {
 
 _SEEN: Final = ("lane", "id", "event_id", "aggregate_type", "aggregate_id", "event_type", "created_at")
 COLUMNS: Final[Mapping[Kind, Sequence[tuple[str, str, Sequence[str]]]]] = {
-    Kind.WRITER: (("INSERT", "events", EVENT_COLUMNS),),
+    Kind.WRITER: (
+        ("INSERT", "events", EVENT_COLUMNS),
+        ("INSERT", "scheduled", (*EVENT_COLUMNS[:-1], "not_before")),
+    ),
+    Kind.CANCELLER: (("SELECT", "scheduled", ("event_id",)),),
     # All columns but the contents: payload, payload_bytes, headers.
     Kind.MONITOR: (
         ("SELECT", "events", (*_SEEN, "from_relay")),
         ("SELECT", "dead_letters", (*_SEEN, "attempts", "last_error", "first_failed_at", "dead_at")),
         ("SELECT", "published", (*_SEEN, "published_at", "topic", "partition", "offset")),
+        (
+            "SELECT",
+            "scheduled",
+            ("id", "event_id", "aggregate_type", "aggregate_id", "event_type", "not_before", "scheduled_at"),
+        ),
     ),
     # All columns but the contents: message_key, message_value, message_headers; order_key, request, response.
     Kind.CONSUMER_MONITOR: (

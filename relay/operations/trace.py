@@ -1,7 +1,7 @@
-"""Find one event on the relay's side: waiting, refused, dead, or published. For `outbox trace`.
+"""Find one event on the relay's side: scheduled, waiting, refused, dead, or published. For `outbox trace`.
 
-An event is in one table at a time: in ``events``, the dead letters, or the archive. One transaction moves it from one
-to another. Without an archive a published event leaves no row, and its topic has to be searched.
+An event is in one table at a time: in ``scheduled``, ``events``, the dead letters, or the archive. One transaction
+moves it from one to another. Without an archive a published event leaves no row, and its topic has to be searched.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MARGIN_MILLISECONDS: Final = 60_000
 _AHEAD_SECONDS: Final = 86_400.0
 
 _WAITING: Final = """
-SELECT e.lane, e.id, e.event_id, e.aggregate_type, e.aggregate_id, e.event_type, e.created_at,
+SELECT e.lane, e.id, e.event_id, e.aggregate_type, e.aggregate_id, e.event_type, {created_at} AS created_at,
        (SELECT count(*) FROM (SELECT FROM {events} AS b WHERE b.lane = e.lane AND b.id < e.id
                                LIMIT %(most)s) AS counted) AS before
   FROM {events} AS e WHERE e.event_id = %(event_id)s LIMIT 1"""
@@ -43,24 +43,34 @@ SELECT attempts, last_error, last_failed_at,
   FROM {failures} WHERE lane = %(lane)s AND id = %(id)s"""
 
 _DEAD: Final = """
-SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, attempts, last_error, dead_at
+SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, {created_at} AS created_at, attempts,
+       last_error, dead_at
   FROM {dead_letters} WHERE event_id = %(event_id)s LIMIT 1"""
 
 _PUBLISHED: Final = """
-SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, created_at, published_at, topic, partition,
-       "offset"
+SELECT lane, id, event_id, aggregate_type, aggregate_id, event_type, {created_at} AS created_at, published_at,
+       topic, partition, "offset"
   FROM {published} WHERE event_id = %(event_id)s ORDER BY published_at LIMIT 1"""
 
-# The newest events of a key in all three tables. The archive's index is on the hash of the key.
+_SCHEDULED: Final = """
+SELECT event_id, aggregate_type, aggregate_id, event_type, scheduled_at, not_before
+  FROM {scheduled} WHERE event_id = %(event_id)s LIMIT 1"""
+
+# The newest events of a key in all tables; those that are scheduled come first. The archive's index is on the hash of
+# the key.
 _OF_KEY: Final = """
 SELECT * FROM (
-    (SELECT event_id, event_type, created_at, id, 'waiting' AS state FROM {events}
+    (SELECT event_id, event_type, scheduled_at AS created_at, 9223372036854775807 AS id, 'scheduled' AS state
+       FROM {scheduled}
+      WHERE aggregate_type = %(kind)s AND aggregate_id = %(key)s ORDER BY not_before DESC LIMIT %(limit)s)
+    UNION ALL
+    (SELECT event_id, event_type, {created_at} AS created_at, id, 'waiting' FROM {events}
       WHERE aggregate_type = %(kind)s AND aggregate_id = %(key)s ORDER BY id DESC LIMIT %(limit)s)
     UNION ALL
-    (SELECT event_id, event_type, created_at, id, 'dead' FROM {dead_letters}
+    (SELECT event_id, event_type, {created_at} AS created_at, id, 'dead' FROM {dead_letters}
       WHERE aggregate_type = %(kind)s AND aggregate_id = %(key)s ORDER BY id DESC LIMIT %(limit)s)
     UNION ALL
-    (SELECT event_id, event_type, created_at, id, 'published' FROM {published}
+    (SELECT event_id, event_type, {created_at} AS created_at, id, 'published' FROM {published}
       WHERE aggregate_type = %(kind)s AND aggregate_id = %(key)s
         AND hashtextextended(aggregate_id, 0) = hashtextextended(%(key)s, 0) ORDER BY id DESC LIMIT %(limit)s)) AS found
  ORDER BY id DESC LIMIT %(limit)s"""
@@ -78,12 +88,13 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """An event and its state: waiting, refused, dead or published; unknown if no table has it.
+    """An event and its state: scheduled, waiting, refused, dead or published; unknown if no table has it.
 
     before           the number of rows before it in its lane, counted up to 10,000; only while it waits.
     owner            the relay that holds its lane; only while it waits.
     attempts         how often it was refused.
     next_attempt_at  None if it is not retried automatically.
+    scheduled_at     when it was scheduled, and ``not_before`` for when; only until then.
     published_at     when Kafka's acknowledgement was recorded, by the database's clock.
     place            None if the archive has no place, because the event was settled from a marker after a crash.
     """
@@ -102,6 +113,8 @@ class Event:
     last_error: str | None = None
     next_attempt_at: dt.datetime | None = None
     dead_at: dt.datetime | None = None
+    scheduled_at: dt.datetime | None = None
+    not_before: dt.datetime | None = None
     published_at: dt.datetime | None = None
     place: Place | None = None
 
@@ -135,6 +148,7 @@ def find(
                 waiting |= read("lanes", _OWNER) or {}
                 refused = read("failures", _REFUSED)
             dead, published = read("dead_letters", _DEAD), read("published", _PUBLISHED)
+            scheduled = read("scheduled", _SCHEDULED)
     if hidden is not None:
         hidden.update(visible.hidden)
     if waiting is not None and refused is not None:
@@ -148,6 +162,8 @@ def find(
         topic, partition, offset = (published.pop(name) for name in ("topic", "partition", "offset"))
         place = None if topic is None else Place(topic, partition, offset)
         return Event(state="published", place=place, **published)
+    if scheduled is not None:
+        return Event(state="scheduled", **scheduled)
     return Event(event_id, "unknown")
 
 

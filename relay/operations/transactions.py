@@ -36,12 +36,11 @@ from typing import Any, Final
 
 import psycopg
 from confluent_kafka import KafkaException
-from confluent_kafka.admin import AdminClient
 from psycopg import sql
 
 from outbox.errors import OutboxError
 from relay.database import unavailable_on_error
-from relay.kafka.client import silent, text_of
+from relay.kafka.client import Admin, text_of
 from relay.kafka.fencing import fence
 from relay.kafka.hanging import abort_command
 from relay.kafka.offsets import Offsets, Partition, Undecided
@@ -252,7 +251,9 @@ class Transactions:
     # What the brokers know
 
     def _cluster(self) -> _Cluster:
-        metadata = AdminClient(dict(self._client), logger=silent()).list_topics(timeout=_SECONDS)
+        admin = Admin(self._client)
+        with admin.explaining():
+            metadata = admin.list_topics(timeout=_SECONDS)
         leaders = {
             Partition(topic, number): part.leader
             for topic, of_topic in metadata.topics.items()

@@ -8,10 +8,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from confluent_kafka import IsolationLevel, KafkaException, TopicPartition
-from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+from confluent_kafka.admin import OffsetSpec  # type: ignore[attr-defined]
 
 from outbox._app.settings import client_options
-from relay.kafka.client import silent, text_of
+from relay.kafka.client import Admin, text_of
 from relay.kafka.routing import NoRoute
 from relay.parts import build_router
 from relay.ports import BrokerUnavailable
@@ -102,9 +102,10 @@ def topics(settings: Settings, waiting: Sequence[Mapping[str, Any]]) -> tuple[li
 
 def _described(settings: Settings, named: Collection[str], may_write: Any) -> dict[str, dict[str, Any]]:
     try:
-        admin = AdminClient(dict(client_options(settings)), logger=silent())
+        admin = Admin(client_options(settings))
         # All topics, not only these: a request by name could make the broker create it.
-        cluster = admin.list_topics(timeout=_SECONDS)
+        with admin.explaining():
+            cluster = admin.list_topics(timeout=_SECONDS)
         ours = {name: found for name, found in cluster.topics.items() if name in named or may_write(name)}
         parts = [TopicPartition(name, number) for name, found in ours.items() for number in found.partitions]
         sums: dict[str, dict[str, int]] = {name: {} for name in ours}

@@ -134,6 +134,9 @@ def _search(
     found.searched = True
     event = found.event
     since = event.created_at or written_at(event.event_id)
+    if since is not None and since > dt.datetime.now(dt.UTC):
+        # The writer made it up.
+        since = dt.datetime.fromtimestamp(0, dt.UTC)
     if found.places or event.state not in {"published", "unknown"}:
         return
     if since is None and from_the_beginning:
@@ -170,6 +173,9 @@ def _relay_side(found: Found) -> list[Step]:
     if event.created_at is not None:
         steps.append(Step("written", "good", event.created_at, text=f"lane {event.lane}"))
     match event.state:
+        case "scheduled":
+            steps.append(Step("scheduled", "good", event.scheduled_at))
+            steps.append(Step("is not published before", "unknown", event.not_before))
         case "waiting":
             before = "10,000 or more" if event.before == 10_000 else f"{event.before:,}"
             steps.append(Step("waits to be published", "unknown", text=f"{before} rows before it, {_holder(event)}"))

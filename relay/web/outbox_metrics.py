@@ -95,6 +95,12 @@ def outbox_metrics(state: OutboxState) -> Iterator[GaugeMetricFamily]:
         yield gauge("dead_letters", "Events that wait for a person.", state.dead_letters)
     if state.blocking is not None:
         yield gauge("dead_letters_blocking", "Those of them that hold back later events of their keys.", state.blocking)
+    if state.scheduled is not None:
+        yield gauge(
+            "scheduled_events", f"Events that wait for their time, counted up to {insights.COUNTED:,}.", state.scheduled
+        )
+        overdue = max(-(state.next_due_seconds or 0.0), 0.0)
+        yield gauge("scheduled_overdue_seconds", "How long the first of them has been due; 0 if none is.", overdue)
     yield gauge("lanes", "Lanes of the outbox.", len(state.lanes))
     yield gauge("lanes_unheld", "Lanes that no relay holds.", sum(not lane.held for lane in state.lanes))
     paused = GaugeMetricFamily(

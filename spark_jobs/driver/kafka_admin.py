@@ -15,7 +15,8 @@ from typing import Any, Final
 from confluent_kafka import OFFSET_INVALID, Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec  # type: ignore[attr-defined]
 
-from outbox._app.kafka_clients import complete
+from outbox._app.kafka_clients import ConnectionErrors, complete
+from outbox.errors import ConfigurationError
 from spark_jobs.driver.planner import Extent
 from spark_jobs.errors import ConsumerError
 from spark_jobs.model import Partition
@@ -69,6 +70,8 @@ class KafkaView:
 
     options   librdkafka's: addresses and credentials.
     seconds   how long a request may take; less, where a run's patience ends sooner.
+
+    Raises ConfigurationError when librdkafka refuses the options.
     """
 
     def __init__(self, options: Mapping[str, str], *, seconds: float = _SECONDS) -> None:
@@ -78,8 +81,13 @@ class KafkaView:
         self._logger.setLevel(logging.CRITICAL + 1)
         # Refusals arrive by callback: a request that no broker authorizes only times out.
         self._refusals: deque[KafkaError] = deque(maxlen=1)
-        settings: dict[str, Any] = {**complete(options), "error_cb": functools.partial(_keep_refusal, self._refusals)}
-        self._admin = AdminClient(settings, logger=self._logger)
+        self._connections = ConnectionErrors()
+        hear = functools.partial(_hear, self._refusals, self._connections)
+        settings: dict[str, Any] = {**complete(options), "error_cb": hear}
+        try:
+            self._admin = AdminClient(settings, logger=self._logger)
+        except KafkaException as error:
+            raise ConfigurationError(f"Kafka options: {error.args[0].str()}") from error
         self._committers: dict[str, _PositionCommitter] = {}
 
     def look(
@@ -150,8 +158,8 @@ class KafkaView:
 
     def _failure(self, error: KafkaException) -> ConsumerError:
         """Return the error for a failed request, such as one for a topic that was deleted between two requests."""
-        self._admin.poll(0)
-        refused = self._refusals.pop() if self._refusals else error.args[0]
+        explained = self._connections.explained(error, self._admin)
+        refused = self._refusals.pop() if self._refusals else explained.args[0]
         return of_kafka(refused, "Kafka does not answer")
 
     def compacted(self, topics: Iterable[str]) -> bool:
@@ -178,8 +186,10 @@ class KafkaView:
                         raise
                     missing.append(name)
         partitions = [(name, part.id) for name, topic in described.items() for part in topic.partitions]
-        # The client is authorized by now, whatever a broker said before.
+        # The client is connected and authorized by now, whatever was reported before.
+        self._admin.poll(0)
         self._refusals.clear()
+        self._connections.forget()
         with asking(self._seconds) as seconds:
             # All requests are sent before the first answer is awaited.
             asked = [self._ask(partitions, spec, seconds, committed=True) for spec in (_EARLIEST, _LATEST)]
@@ -272,7 +282,8 @@ class _PositionCommitter:
         self._problem = next((str(problem) for problem in problems if problem is not None), None)
 
 
-def _keep_refusal(refusals: deque[KafkaError], error: KafkaError) -> None:
+def _hear(refusals: deque[KafkaError], connections: ConnectionErrors, error: KafkaError) -> None:
+    connections.hear(error)
     if is_refusal(error):
         refusals.append(error)
 

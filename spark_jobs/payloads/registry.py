@@ -13,6 +13,7 @@ from spark_jobs.payloads.reading import Problem
 if TYPE_CHECKING:
     from confluent_kafka.schema_registry import SchemaRegistryClient
 
+_AUTHORITY: Final = "ssl.ca.location"
 _UNKNOWN_SCHEMA: Final = 40403
 _UNKNOWN_SUBJECT: Final = frozenset({40401, 40402})
 
@@ -51,6 +52,13 @@ class Registry:
         # Anywhere: a password may have the characters that end the part of an address in which it stands.
         if "@" in self.url:
             raise JobError('registry: credentials belong into options["basic.auth.user.info"], not into the URL')
+        authority = self.options.get(_AUTHORITY)
+        # The client takes False for "verify nothing".
+        if authority is not None and not isinstance(authority, str):
+            raise JobError(
+                f"registry: {_AUTHORITY}={authority!r} would turn off the verification of the registry's certificate: "
+                "remove it, or name the file of the certificate authority"
+            )
 
     def client(self, form: str | None = None) -> Client:
         """Return this process's client of the registry. ``form``: "serialized" for Protobuf."""
@@ -75,6 +83,8 @@ class Client:
             self._asked: SchemaRegistryClient = SchemaRegistryClient(
                 {**_PATIENT, **registry.options, "url": registry.url}
             )
+        except OSError as error:
+            raise JobError(f"registry: a file of the options ssl.… can't be read: {error}") from error
         except (ValueError, TypeError) as error:
             raise JobError(f"registry: {error}") from error
 

@@ -33,7 +33,7 @@ from typing import TYPE_CHECKING, Any, Final, cast
 
 import orjson
 
-from outbox._app.kafka_clients import complete
+from outbox._app.kafka_clients import ConnectionErrors, complete
 from spark_jobs.errors import ConsumerUnavailable, InputCut, JobError
 from spark_jobs.model import Partition, Range
 from spark_jobs.patience import at_most, silent
@@ -165,6 +165,7 @@ class RangeReader:
         self._heard = 0.0
         self._fetched: dict[tuple[str, str], int] = {}
         self._refused: KafkaError | None = None
+        self._connections = ConnectionErrors()
         self.broken = False
         logger = logging.getLogger("spark_jobs.librdkafka")
         logger.setLevel(logging.CRITICAL + 1)
@@ -246,13 +247,14 @@ class RangeReader:
                     at_once = max(1, min(_AT_ONCE, _BYTES // max(1, mean)))
                 if messages:
                     self._heard, self._refused = time.monotonic(), None
+                    self._connections.forget()
                 elif time.monotonic() - self._heard > at_most(self.patience_seconds):
                     silent(self._heard)
                     if self._refused is not None:
                         raise of_kafka(self._refused, f"Kafka, reading {_shown(unread)}")
                     raise ConsumerUnavailable(
                         f"Kafka: nothing of {_shown(unread)} came for {time.monotonic() - self._heard:.0f} s; nothing "
-                        "was committed"
+                        f"was committed{self._connections.reason}"
                     )
                 whole = [partition for partition, span in unread.items() if span.whole]
                 for partition in whole:
@@ -262,7 +264,8 @@ class RangeReader:
                 yield part, size
             self._consumer.unassign()
         except KafkaException as error:
-            raise of_kafka(error.args[0], f"Kafka, reading {_shown(unread)}") from error
+            explained = self._connections.explained(error)
+            raise of_kafka(explained.args[0], f"Kafka, reading {_shown(unread)}") from error
         self.broken = False
 
     def _progress(self, statistics: str) -> None:
@@ -282,6 +285,7 @@ class RangeReader:
 
     def _hear(self, error: KafkaError) -> None:
         """Record that a broker refuses the client, which is the only sign of why no messages come."""
+        self._connections.hear(error)
         if is_refusal(error):
             self._refused = error
 

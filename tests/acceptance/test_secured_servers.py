@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import json
 import shutil
+import ssl
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import quote
@@ -13,9 +15,12 @@ from urllib.parse import quote
 import credential_provider
 import psycopg
 import pytest
+import schema_registry
+from confluent_kafka import KafkaException, Producer
 from confluent_kafka.admin import AclOperation, AdminClient, NewTopic, ResourceType
 from psycopg import sql
-from secured import PASSWORD, Certificates, allow, secured_kafka, secured_postgres
+from secured import PASSWORD, Certificates, allow, secured_kafka, secured_postgres, set_password
+from secured_clients import CLIENTS, limit
 from support import wait_until
 from typer.testing import CliRunner
 
@@ -27,10 +32,17 @@ from outbox.credentials import Credential, CredentialRequest
 from outbox.errors import OutboxError
 from outbox.testing.fixtures import token
 from relay.cli.app import app
+from relay.config import load
 from relay.database import Connector
+from relay.kafka.client import Admin
+from relay.kafka.wire import Brokers
+from relay.operations.doctor import examine
+from relay.operations.findings import Level
+from relay.ports import BrokerUnavailable
 from relay.wal.replication import Replication
 from spark_jobs.driver.kafka_admin import KafkaView
 from spark_jobs.model import Range
+from spark_jobs.payloads.registry import Registry, RegistryUnavailable
 from spark_jobs.postgres import connections
 from spark_jobs.task.reader import RangeReader, ReaderSettings
 
@@ -60,10 +72,16 @@ def give_text(request: CredentialRequest) -> Any:
 class Servers:
     certificates: Certificates
     admin: AdminClient
+    plain_kafka: str
+    """The address of Kafka's other listener, where everybody is a superuser."""
     kafka: dict[str, str]
     database: Any
     port: int
     """Of Postgres with TLS."""
+
+    @property
+    def kafka_port(self) -> int:
+        return int(self.kafka["bootstrap.servers"].rpartition(":")[2])
 
     def url(self, user: str, password: str | None, host: str = "127.0.0.1", authority: str = "authority") -> str:
         secret = "" if password is None else f":{quote(password, safe='')}"
@@ -79,13 +97,13 @@ class Servers:
 @pytest.fixture(scope="module")
 def servers(tmp_path_factory) -> Iterator[Servers]:
     certificates = Certificates.made(tmp_path_factory.mktemp("tls"))
-    with secured_postgres(certificates) as (database, port), secured_kafka(certificates) as (admin, kafka):
+    with secured_postgres(certificates) as (database, port), secured_kafka(certificates) as (admin, plain, kafka):
         url = database.create_database("shop")
         db.upgrade(url)
         db.upgrade_consumer(url)
         with psycopg.connect(url, autocommit=True) as connection:
             connection.execute(sql.SQL("CREATE ROLE outbox SUPERUSER LOGIN PASSWORD {}").format(sql.Literal(PASSWORD)))
-        yield Servers(certificates, admin, kafka, database, port)
+        yield Servers(certificates, admin, plain, kafka, database, port)
 
 
 @pytest.fixture(autouse=True)
@@ -242,3 +260,205 @@ def test_a_token_is_replaced_before_it_runs_out(servers):
         return len(ASKED) > 1
 
     wait_until(replaced, what="another token")
+
+
+UNVERIFIED = (
+    "SSL handshake failed: error:0A000086:SSL routines::certificate verify failed: broker certificate could not be "
+    "verified, verify that ssl.ca.location is correctly configured"
+)
+WRONG: dict[str, tuple[dict[str, str], str]] = {
+    "authority": (
+        {"ssl.ca.location": "{certificates.stranger}"},
+        f"sasl_ssl://127.0.0.1:{{port}}/bootstrap: {UNVERIFIED}",
+    ),
+    "host name": ({"bootstrap.servers": "localhost:{port}"}, f"sasl_ssl://localhost:{{port}}/bootstrap: {UNVERIFIED}"),
+    "password": (
+        {"sasl.password": "incorrect"},
+        "SASL authentication error: Authentication failed during authentication due to invalid credentials",
+    ),
+}
+
+
+# The topic is there, and the user may at most DESCRIBE it.
+NO_RIGHTS = {
+    "relay": "does not exist, or the relay may not DESCRIBE it; create it, grant it",
+    "takeover": "grant WRITE and DESCRIBE on the transactional id",
+    "publisher": "grant it WRITE and DESCRIBE on the transactional ids that begin with its name",
+    "sender": "the relay may not write to topic '{topic}': grant it WRITE and DESCRIBE",
+    "doctor": "if it is there, grant DESCRIBE on it",
+    "driver": 'Topic authorization failed"}; look at the credentials and the ACLs',
+    "task": 'Topic authorization failed"}; look at the credentials and the ACLs',
+    "offsets": 'Topic authorization failed"}; look at the credentials and the ACLs',
+}
+
+
+@pytest.fixture(scope="module")
+def shown(servers) -> dict[tuple[str, str], str]:
+    """What an operator reads of each client with each mistake. All wait at the same time."""
+    topic, described, port = servers.topic(), servers.topic(), servers.kafka_port
+    allow(servers.admin, ResourceType.TOPIC, described, AclOperation.DESCRIBE)
+    # Fewer handshakes than every hundred milliseconds.
+    calm = {"reconnect.backoff.ms": "500", "reconnect.backoff.max.ms": "500"}
+
+    def text(client: str, wrong: str) -> str:
+        changes = WRONG[wrong][0] if wrong in WRONG else {}
+        given = {name: value.format(certificates=servers.certificates, port=port) for name, value in changes.items()}
+        # A task reads what its driver could describe.
+        named = described if (client, wrong) == ("task", "rights") else topic
+        try:
+            CLIENTS[client](servers.database.url("shop"), servers.kafka | calm | given, named)
+        except OutboxError as error:
+            return str(error).replace(named, "{topic}")
+        return "no error"
+
+    asked = [(client, wrong) for client in CLIENTS for wrong in WRONG] + [(client, "rights") for client in NO_RIGHTS]
+    with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(len(asked)) as pool:
+        limit(patch)
+        return dict(zip(asked, pool.map(lambda each: text(*each), asked), strict=True))
+
+
+def test_a_relay_logs_why_it_waits(servers, outbox_relay, request):
+    url = servers.database.url("shop")
+    with psycopg.connect(url) as connection:
+        Outbox().add_many(connection, [Event(f"Order-{token()}", "k", "T")])
+    stranger = {"ssl.ca.location": str(servers.certificates.stranger)}
+    relay = outbox_relay(
+        database_url=url,
+        bootstrap_servers=servers.kafka["bootstrap.servers"],
+        env=settings(servers, url, **stranger) | {"OUTBOX_NAME": f"outbox-{token()}"},
+    )
+    # It has ten seconds for its request. The clients of the next tests wait at the same time.
+    request.getfixturevalue("shown")
+    relay.wait_for_log("certificate verify failed")
+    assert PASSWORD not in relay.log()
+    relay.kill()
+    with psycopg.connect(url) as connection:
+        connection.execute("DELETE FROM outbox.events")
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.parametrize("client", CLIENTS)
+def test_an_operator_reads_why_the_connections_fail(servers, shown, client, wrong):
+    """Not only that a broker did not answer."""
+    text = shown[client, wrong]
+    assert WRONG[wrong][1].format(port=servers.kafka_port) in text
+    assert text.count("certificate verify failed") == (wrong != "password"), text
+    assert ("the certificate must also name this host" in text) == (wrong != "password")
+    assert PASSWORD not in text
+    assert "incorrect" not in text
+
+
+@pytest.mark.parametrize("client", NO_RIGHTS)
+def test_an_operator_reads_which_right_is_missing(shown, client):
+    assert NO_RIGHTS[client] in shown[client, "rights"]
+
+
+def test_a_reason_explains_the_failures_of_its_own_client_alone(servers):
+    """Neither those of another cluster's, nor those after a request that was answered."""
+    user = f"user-{token()}"
+    set_password(servers.admin, user, "an older one")
+    client = Admin(servers.kafka | {"sasl.username": user, "sasl.password": PASSWORD})
+    other = Admin({"bootstrap.servers": "127.0.0.1:1"})
+    with pytest.raises(KafkaException, match="invalid credentials"), client.explaining():
+        client.list_topics(timeout=2.0)
+    with pytest.raises(KafkaException, match=r'transport failure"}$'), other.explaining():
+        other.list_topics(timeout=0.5)
+    set_password(servers.admin, user, PASSWORD)
+
+    def answered() -> bool:
+        try:
+            with client.explaining():
+                return bool(client.list_topics(timeout=2.0).brokers)
+        except KafkaException:
+            return False
+
+    wait_until(answered, what="an answer with the new password")
+    with pytest.raises(KafkaException) as caught, client.explaining():
+        client.list_topics(timeout=0.0001)
+    assert "a connection failed" not in str(caught.value)
+
+
+@pytest.mark.parametrize("mechanism", ["SCRAM-SHA-256", "SCRAM-SHA-512"])
+def test_transactions_are_listed_with_scram_over_tls(servers, mechanism):
+    """By a client of our own, which speaks TLS and SCRAM itself."""
+    id_, topic, address = f"id-{token()}", servers.topic(), ("127.0.0.1", servers.kafka_port)
+    allow(servers.admin, ResourceType.TRANSACTIONAL_ID, id_, AclOperation.DESCRIBE)
+    producer = Producer({"bootstrap.servers": servers.plain_kafka, "transactional.id": id_})
+    producer.init_transactions(30)
+    producer.begin_transaction()
+    producer.produce(topic, b"{}")
+    producer.flush(30)
+    options = servers.kafka | {"sasl.mechanism": mechanism}
+    [listed] = Brokers(options).list_transactions(address, ["Ongoing"])
+    assert listed.transactional_id == id_
+    producer.abort_transaction(30)
+    wrong: dict[str, tuple[dict[str, str], str, str]] = {
+        "password": ({"sasl.password": "incorrect"}, "127.0.0.1", "the user name or the password is refused"),
+        "user": ({"sasl.username": "nobody"}, "127.0.0.1", "the user name or the password is refused"),
+        "mechanism": ({"sasl.mechanism": "PLAIN"}, "127.0.0.1", "does not enable this sasl.mechanism"),
+        "authority": (
+            {"ssl.ca.location": str(servers.certificates.stranger)},
+            "127.0.0.1",
+            "certificate verify failed: unable to get local issuer certificate",
+        ),
+        "host name": ({}, "localhost", "certificate verify failed: Hostname mismatch, certificate is not valid for"),
+    }
+    for what, (changes, host, text) in wrong.items():
+        with pytest.raises(BrokerUnavailable, match=f"Kafka at {host}:.*{text}") as caught:
+            Brokers(options | changes).list_transactions((host, address[1]))
+        assert PASSWORD not in str(caught.value), what
+
+
+UNTRUSTED = {
+    "authority": ("127.0.0.1", "stranger", "certificate verify failed"),
+    "host name": ("localhost", "authority", 'does not match host name "localhost"'),
+}
+
+
+@pytest.mark.parametrize("wrong", UNTRUSTED)
+def test_a_postgres_that_is_not_verified_gets_no_password(servers, wrong):
+    host, authority, text = UNTRUSTED[wrong]
+    url = servers.url("outbox", PASSWORD, host, authority)
+    ways: dict[str, Callable[[], object]] = {
+        "relay": Connector(url, "test"),
+        "stream": lambda: Replication(url, "test"),
+        "consumer": lambda: connections.connect(url, "test"),
+        "migrations": lambda: db.upgrade(url),
+    }
+    for name, connect in ways.items():
+        with pytest.raises((OutboxError, psycopg.OperationalError), match=text) as caught:
+            connect()
+        assert PASSWORD not in str(caught.value), name
+    [found] = [each for each in examine(load(database_url=url, kafka=servers.kafka)) if each.about == "Postgres"]
+    assert (found.level, text in found.found, PASSWORD in found.found) == (Level.FAILURE, True, False)
+
+
+@pytest.fixture(scope="module")
+def registry(servers) -> Iterator[schema_registry.SchemaRegistry]:
+    tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    tls.load_cert_chain(servers.certificates.certificate, servers.certificates.key)
+    with schema_registry.running("reader", PASSWORD, tls) as running:
+        running.answer("POST", "/subjects/orders/versions", {"schema": '"string"'}, running.authorization)
+        yield running
+
+
+@pytest.mark.parametrize("wrong", [None, "authority", "host name", "password"])
+def test_what_is_read_of_a_registry_over_tls(servers, registry, wrong):
+    url, options = registry.url, {"basic.auth.user.info": f"reader:{PASSWORD}", "max.retries": 0}
+    authority = servers.certificates.authority
+    match wrong:
+        case "authority":
+            authority, text = servers.certificates.stranger, "certificate verify failed: unable to get local issuer"
+        case "host name":
+            url = url.replace("127.0.0.1", "localhost")
+            text = "certificate verify failed: Hostname mismatch, certificate is not valid for 'localhost'"
+        case "password":
+            options["basic.auth.user.info"], text = "reader:incorrect", "Unauthorized"
+        case _:
+            client = Registry(url, options | {"ssl.ca.location": str(authority)}).client()
+            assert client.schema(1).text == '"string"'
+            return
+    with pytest.raises(RegistryUnavailable, match=text) as caught:
+        Registry(url, options | {"ssl.ca.location": str(authority)}).client().schema(1)
+    assert PASSWORD not in str(caught.value)
+    assert "incorrect" not in str(caught.value)

@@ -125,9 +125,10 @@ def test_who_is_no_superuser_can_not_take_messages_away_from_others_and_is_told_
     owner, writer = roles("owner"), roles("writer")
     with outbox_postgres.connect(autocommit=True) as admin:
         admin.execute(
-            sql.SQL("ALTER SCHEMA outbox OWNER TO {0}; ALTER TABLE outbox.events OWNER TO {0}").format(
-                sql.Identifier(owner)
-            )
+            sql.SQL(
+                "ALTER SCHEMA outbox OWNER TO {0}; ALTER TABLE outbox.events OWNER TO {0}; "
+                "ALTER TABLE outbox.scheduled OWNER TO {0}"
+            ).format(sql.Identifier(owner))
         )
     url = outbox_postgres.url.replace("postgres@", f"{owner}@")
     line = run(outbox_postgres, f"writer={writer}", "--messages", "--apply", "--database-url", url, status=1)
@@ -156,6 +157,7 @@ def test_a_page_reads_and_a_consumer_has_its_own_schema(outbox_postgres, roles):
             "streams",
             "audit",
             "pauses",
+            "scheduled",
         ):
             connection.execute(sql.SQL("SELECT * FROM {}").format(sql.Identifier("outbox", table)))
             with pytest.raises(psycopg.errors.InsufficientPrivilege):

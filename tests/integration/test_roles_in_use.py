@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime as dt
 import json
 import re
 import uuid
@@ -113,10 +114,21 @@ def test_a_writer_writes_through_the_library_and_does_nothing_else(roles):
         Outbox().add(session, Event("Order", "4", "T", None))
     engine.dispose()
     assert roles.admin.execute("SELECT count(*) FROM outbox.events").fetchone() == (4,)
+    later = dt.datetime.now(dt.UTC) + dt.timedelta(days=1)
+    with psycopg.connect(url) as connection:
+        event_id = Outbox().add(connection, Event("Order", 5, "T", {"n": 5}), not_before=later)
+        connection.commit()
+        with pytest.raises(psycopg.errors.InsufficientPrivilege):
+            Outbox().cancel(connection, event_id)
+    with psycopg.connect(roles.of(Kind.CANCELLER)) as connection:
+        assert Outbox().cancel(connection, event_id)
     refused(
         url,
         "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, from_relay) VALUES ('A', '1', 'T', true)",
         "SELECT event_id FROM outbox.events",
+        "SELECT event_id FROM outbox.scheduled",
+        "INSERT INTO outbox.scheduled (aggregate_type, aggregate_id, event_type, not_before, scheduled_at) "
+        "VALUES ('A', '1', 'T', now(), now())",
         "UPDATE outbox.events SET event_type = 'U'",
         "DELETE FROM outbox.events",
         "SELECT FROM outbox.lanes",
@@ -130,7 +142,8 @@ def test_a_relay_publishes_and_does_not_see_the_audit(roles, outbox_kafka, outbo
     kind, topic = order
     url = roles.of(Kind.RELAY)
     with psycopg.connect(roles.url) as connection:
-        Outbox().add_many(connection, [Event(kind, f"k{number}", "T") for number in range(50)])
+        Outbox().add_many(connection, [Event(kind, f"k{number}", "T") for number in range(49)])
+        Outbox().add(connection, Event(kind, "later", "T"), not_before=dt.datetime.now(dt.UTC))
     relay = outbox_relay(database_url=url, relay__archive_days=1, relay__lease_seconds=2)
     assert len(outbox_kafka.consume(topic, 50)) == 50
     settled = "SELECT (SELECT count(*) FROM outbox.published), (SELECT count(*) FROM outbox.events)"

@@ -11,12 +11,16 @@ from outbox._app.settings import client_options
 from outbox.errors import ConfigurationError
 from relay.cli.app import app
 from relay.config import load
-from relay.kafka.fencing import short_lived_producer
+from relay.kafka.fencing import ShortLivedProducer
+from relay.kafka.offsets import Offsets
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.topics import Topics
+from relay.kafka.wire import Brokers
+from relay.pipeline.topics import topics
 from spark_jobs.driver.kafka_admin import KafkaView
 from spark_jobs.errors import JobError
 from spark_jobs.external.http_call import HttpAsk, HttpCall
+from spark_jobs.payloads.registry import Registry
 from spark_jobs.task.reader import RangeReader, ReaderSettings
 
 OFF = [
@@ -24,11 +28,16 @@ OFF = [
     ("enable.ssl.certificate.verification", "FALSE"),
     ("ssl.endpoint.identification.algorithm", "none"),
     ("ssl.endpoint.identification.algorithm", "None"),
+    # As Java's clients are told.
+    ("ssl.endpoint.identification.algorithm", ""),
 ]
 CLIENTS = {
     "topics": lambda options: Topics(options, create=False),
     "state topic": lambda options: StateTopic(options, "state", replication=1).require(1),
-    "fencing": lambda options: short_lived_producer(options, "id"),
+    "offsets": Offsets,
+    "requests of our own": Brokers,
+    "page": lambda options: topics(load(kafka=options), []),
+    "fencing": lambda options: ShortLivedProducer(options, "id"),
     "driver": KafkaView,
     "task": lambda options: RangeReader(ReaderSettings(options, "g", patience_seconds=1.0)),
 }
@@ -69,3 +78,28 @@ def test_a_provider_that_would_not_be_verified_is_refused(kind):
     with pytest.raises(JobError, match="must verify"):
         kind("https://h/x", tls=unverified)
     kind("https://h/x", tls=ssl.create_default_context())
+
+
+@pytest.mark.parametrize("value", [False, 0, True])
+def test_a_registry_that_would_not_be_verified_is_refused(value):
+    with pytest.raises(JobError, match=f"ssl.ca.location={value} would turn off the verification .* name the file of"):
+        Registry("https://h:1", {"ssl.ca.location": value})
+    with pytest.raises(JobError, match="Unrecognized properties: verify"):
+        Registry("https://h:1", {"verify": False}).client()
+
+
+def test_an_authority_that_can_not_be_read_is_a_mistake_in_the_options(monkeypatch, outbox_postgres):
+    """In one line, like every other."""
+    with pytest.raises(JobError, match=r"a file of the options ssl\.… can't be read"):
+        Registry("https://h:1", {"ssl.ca.location": "/nowhere.pem"}).client()
+    options = {"bootstrap.servers": "127.0.0.1:1", "security.protocol": "SSL", "ssl.ca.location": "/nowhere.pem"}
+    # It reads the file when it connects.
+    for client in CLIENTS.keys() - {"requests of our own"}:
+        with pytest.raises((ConfigurationError, JobError), match=r"ssl\.ca\.location failed"):
+            CLIENTS[client](options)
+    monkeypatch.setenv("OUTBOX_DATABASE_URL", outbox_postgres.url)
+    for name, value in options.items():
+        monkeypatch.setenv(f"OUTBOX_KAFKA__{name.replace('.', '_').upper()}", value)
+    done = CliRunner().invoke(app, ["offsets", "show"])
+    assert (done.exit_code, done.stderr.count("\n")) == (2, 1), done.output
+    assert "ssl.ca.location failed" in done.stderr

@@ -127,6 +127,13 @@ def signal_all(tree: list[psutil.Process], number: signal.Signals) -> None:
             member.send_signal(number)
 
 
+def stands_still(member: psutil.Process) -> bool:
+    try:
+        return member.status() in {psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE}
+    except psutil.NoSuchProcess:
+        return True
+
+
 def generation(bench: Bench) -> int:
     return bench.rows("SELECT generation FROM consumer.groups")[0][0]
 
@@ -171,7 +178,7 @@ def test_a_driver_that_was_stopped_and_wakes_up_after_the_take_over(bench, tmp_p
         tree[:] = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         signal_all(tree, signal.SIGSTOP)
         # A signal that is sent has not stopped anybody yet.
-        wait_until(lambda: all(each.status() == psutil.STATUS_STOPPED for each in tree), PATIENCE, "all to stand still")
+        wait_until(lambda: all(map(stands_still, tree)), PATIENCE, "all to stand still")
         open_ones = (
             "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() "
             "AND starts_with(application_name, 'outbox ') AND xact_start IS NOT NULL"

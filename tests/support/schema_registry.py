@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import base64
 import json
+import ssl
 import threading
 import uuid
 from collections.abc import Iterator
@@ -24,7 +25,8 @@ NAMESPACE = uuid.UUID("6f9619ff-8b86-d011-b42d-00cf4fc964ff")
 class SchemaRegistry:
     """Schemas by id and by subject; stop() and start() keep them, and the port. ``asked``: the GETs, by path."""
 
-    def __init__(self, user: str | None = None, password: str = "") -> None:
+    def __init__(self, user: str | None = None, password: str = "", tls: ssl.SSLContext | None = None) -> None:
+        self._tls = tls
         self._token = None if user is None else base64.b64encode(f"{user}:{password}".encode()).decode()
         self.schemas: list[dict[str, Any]] = []
         self.subjects: dict[str, list[int]] = {}
@@ -37,8 +39,13 @@ class SchemaRegistry:
         self._server: ThreadingHTTPServer | None = None
 
     @property
+    def authorization(self) -> str | None:
+        """The header with which it answers."""
+        return None if self._token is None else f"Basic {self._token}"
+
+    @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._port}"
+        return f"{'http' if self._tls is None else 'https'}://127.0.0.1:{self._port}"
 
     def start(self) -> None:
         registry = self
@@ -69,6 +76,11 @@ class SchemaRegistry:
             def log_message(self, *_: Any) -> None: ...
 
         self._server = ThreadingHTTPServer(("127.0.0.1", self._port), Handler)
+        if self._tls is not None:
+            # The handshake is made by the thread of the request, where a client that breaks it off does no harm.
+            self._server.socket = self._tls.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
         threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True).start()
 
     def stop(self) -> None:
@@ -80,7 +92,7 @@ class SchemaRegistry:
     def answer(self, method: str, address: str, body: Any, authorization: str | None) -> tuple[int, Any]:
         if self.failing is not None:
             return self.failing, {"error_code": 50001, "message": "the store is away"}
-        if self._token is not None and authorization != f"Basic {self._token}":
+        if self._token is not None and authorization != self.authorization:
             return 401, {"error_code": 401, "message": "Unauthorized"}
         path = [unquote(step) for step in urlsplit(address).path.strip("/").split("/")]
         with self._lock:
@@ -141,8 +153,8 @@ def _missing(code: int, what: str) -> tuple[int, Any]:
 
 
 @contextmanager
-def running(user: str | None = None, password: str = "") -> Iterator[SchemaRegistry]:
-    registry = SchemaRegistry(user, password)
+def running(user: str | None = None, password: str = "", tls: ssl.SSLContext | None = None) -> Iterator[SchemaRegistry]:
+    registry = SchemaRegistry(user, password, tls)
     registry.start()
     try:
         yield registry

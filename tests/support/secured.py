@@ -90,20 +90,23 @@ def _certificate(
 
 
 @contextmanager
-def secured_kafka(certificates: Certificates) -> Iterator[tuple[AdminClient, dict[str, str]]]:
-    """Start a Kafka that wants TLS, SCRAM or OAUTHBEARER, and rights; yield a superuser's client, and the options.
+def secured_kafka(certificates: Certificates) -> Iterator[tuple[AdminClient, str, dict[str, str]]]:
+    """Start a Kafka that wants TLS, SCRAM or OAUTHBEARER, and rights.
 
-    The options are those of the user ``outbox``, which has no rights yet.
+    Yields a superuser's client, its address, and the options of the user ``outbox``, which has no rights yet.
     """
     settings = {
         "listener.security.protocol.map": "PLAINTEXT:PLAINTEXT,PROXIED:SASL_SSL,CONTROLLER:PLAINTEXT",
         "listener.name.proxied.ssl.keystore.type": "PEM",
         "listener.name.proxied.ssl.keystore.key": certificates.key.read_text(),
         "listener.name.proxied.ssl.keystore.certificate.chain": certificates.certificate.read_text(),
-        "listener.name.proxied.sasl.enabled.mechanisms": "SCRAM-SHA-256,OAUTHBEARER",
-        "listener.name.proxied.scram-sha-256.sasl.jaas.config": (
-            "org.apache.kafka.common.security.scram.ScramLoginModule required;"
-        ),
+        "listener.name.proxied.sasl.enabled.mechanisms": "SCRAM-SHA-256,SCRAM-SHA-512,OAUTHBEARER",
+        **{
+            f"listener.name.proxied.{mechanism}.sasl.jaas.config": (
+                "org.apache.kafka.common.security.scram.ScramLoginModule required;"
+            )
+            for mechanism in ("scram-sha-256", "scram-sha-512")
+        },
         # Without more than that the broker takes tokens that nobody has signed.
         "listener.name.proxied.oauthbearer.sasl.jaas.config": (
             "org.apache.kafka.common.security.oauthbearer.OAuthBearerLoginModule required;"
@@ -117,13 +120,10 @@ def secured_kafka(certificates: Certificates) -> Iterator[tuple[AdminClient, dic
     ):
         proxy.lead_to(cluster.proxied_port)
         admin = AdminClient({"bootstrap.servers": cluster.bootstrap_servers, "log_level": 0})
-        user = UserScramCredentialUpsertion(
-            "outbox", ScramCredentialInfo(ScramMechanism.SCRAM_SHA_256, 4096), PASSWORD.encode()
-        )
-        for answer in admin.alter_user_scram_credentials([user]).values():
-            answer.result(30)
+        set_password(admin, "outbox", PASSWORD)
         yield (
             admin,
+            cluster.bootstrap_servers,
             {
                 "bootstrap.servers": proxy.address,
                 "security.protocol": "SASL_SSL",
@@ -133,6 +133,15 @@ def secured_kafka(certificates: Certificates) -> Iterator[tuple[AdminClient, dic
                 "sasl.password": PASSWORD,
             },
         )
+
+
+def set_password(admin: AdminClient, user: str, password: str) -> None:
+    """Make or change a user of both SCRAM mechanisms."""
+    for mechanism in (ScramMechanism.SCRAM_SHA_256, ScramMechanism.SCRAM_SHA_512):
+        # Kafka takes only one change of a user in a request.
+        wanted = UserScramCredentialUpsertion(user, ScramCredentialInfo(mechanism, 4096), password.encode())
+        for answer in admin.alter_user_scram_credentials([wanted]).values():
+            answer.result(30)
 
 
 def allow(admin: AdminClient, kind: ResourceType, name: str, *operations: AclOperation, user: str = "outbox") -> None:

@@ -69,6 +69,9 @@ class Target:
     async def add_many(self, events: list[Event], **options: Any) -> Any:
         return await _settled(self._outbox.add_many(self.given, events, **options))
 
+    async def cancel(self, event_id: UUID) -> Any:
+        return await _settled(self._outbox.cancel(self.given, event_id))
+
     async def commit(self) -> None:
         await _settled(self.owner.commit())
 

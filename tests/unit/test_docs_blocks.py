@@ -83,7 +83,7 @@ PLACEHOLDERS = {
 
 COMMANDS = {
     *("cd", "eval", "export", "flock", "jq", "kill", "outbox", "pip", "python", "python3", ".", "make", "xargs"),
-    "opentelemetry-instrument",
+    *("opentelemetry-instrument", "docker", "kubectl"),
 }
 
 HEREDOC = re.compile(r"<<'(\w+)'\n(.*?)^\1$", re.MULTILINE | re.DOTALL)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import datetime as dt
+import enum
 import uuid
 
 import pytest
@@ -17,7 +19,12 @@ from outbox import Event, EventError
         ("aggregate_type", ("x" * 201, "1", "T")),
         ("aggregate_id", ("Order", "", "T")),
         ("aggregate_id", ("Order", "x" * 1001, "T")),
-        ("aggregate_id", ("Order", 4711, "T")),
+        ("aggregate_id", ("Order", True, "T")),
+        ("aggregate_id", ("Order", 4711.0, "T")),
+        ("aggregate_id", ("Order", b"4711", "T")),
+        ("aggregate_id", ("Order", None, "T")),
+        ("aggregate_id", ("Order", -(10**1000), "T")),
+        ("aggregate_id", ("Order", 10**5000, "T")),
         ("aggregate_id", ("Order", "a\0b", "T")),
         ("aggregate_id", ("Order", "\ud800", "T")),
         ("event_type", ("Order", "1", "")),
@@ -33,6 +40,27 @@ def test_names_are_checked(field, arguments):
         Event(*arguments)
     assert caught.value.field == field
     assert field in str(caught.value)
+
+
+class Number(enum.IntEnum):
+    ONE = 1
+
+
+@pytest.mark.parametrize(
+    ("given", "text"),
+    [
+        (4711, "4711"),
+        (-1, "-1"),
+        (0, "0"),
+        (Number.ONE, "1"),
+        (10**999, "1" + "0" * 999),
+        (uuid.UUID(int=10), "00000000-0000-0000-0000-00000000000a"),
+    ],
+)
+def test_a_rows_own_id_becomes_text(given, text):
+    event = Event("Order", given, "T")
+    assert (type(event.aggregate_id), event.aggregate_id) == (str, text)
+    assert dataclasses.replace(event, event_type="U").aggregate_id == text
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,72 @@
+"""List scheduled events, and cancel one as an operator. A service cancels its own with ``Outbox.cancel``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Final
+from uuid import UUID
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import dict_row
+
+from outbox.errors import OutboxError
+from relay.database import unavailable_on_error
+from relay.statements import STATEMENT_LIMIT, names_of
+
+_SECONDS: Final = 10
+
+_LIST: Final = """
+SELECT event_id, aggregate_type, aggregate_id, event_type, not_before, scheduled_at
+  FROM {scheduled} WHERE %(type)s::text IS NULL OR aggregate_type = %(type)s
+ ORDER BY not_before, id LIMIT %(limit)s"""
+
+# The whole event, so that a mistake can be undone. It fitted into a row, so it fits into this one too.
+_CANCEL: Final = """
+WITH gone AS (DELETE FROM {scheduled} WHERE event_id = %(event_id)s RETURNING *),
+noted AS (
+    INSERT INTO {audit} (what, why, details)
+    SELECT 'cancel scheduled event', %(why)s, jsonb_build_object(
+               'event_id', event_id, 'aggregate_type', aggregate_type, 'aggregate_id', aggregate_id,
+               'event_type', event_type, 'not_before', not_before, 'scheduled_at', scheduled_at, 'headers', headers,
+               'payload', payload, 'payload_base64', translate(encode(payload_bytes, 'base64'), E'\\n', ''))
+      FROM gone)
+SELECT count(*) FROM gone"""
+
+
+class NotScheduled(OutboxError):
+    """No such event is scheduled."""
+
+
+def list_scheduled(
+    connection: psycopg.Connection[Any], schema: str, aggregate_type: str | None, limit: int
+) -> Sequence[Mapping[str, Any]]:
+    """Return the scheduled events that are due next: event_id, aggregate_type, aggregate_id, event_type, not_before and
+    scheduled_at.
+
+    ``connection`` is in autocommit. Raises Unavailable, and SchemaError without the table or the right.
+    """
+    bound = {"type": aggregate_type, "limit": limit}
+    with (
+        unavailable_on_error("listing scheduled events"),
+        connection.transaction(),
+        connection.cursor(row_factory=dict_row) as cursor,
+    ):
+        cursor.execute(STATEMENT_LIMIT, (f"{_SECONDS}s",))
+        return cursor.execute(sql.SQL(_LIST).format(**names_of(schema)), bound).fetchall()
+
+
+def cancel(connection: psycopg.Connection[Any], schema: str, event_id: UUID, reason: str) -> None:
+    """Delete a scheduled event; the audit keeps all of it.
+
+    Raises NotScheduled if there is none, Unavailable, and SchemaError without the tables or the rights.
+    """
+    bound = {"event_id": event_id, "why": reason}
+    with unavailable_on_error("cancelling a scheduled event"), connection.transaction():
+        connection.execute(STATEMENT_LIMIT, (f"{_SECONDS}s",))
+        row = connection.execute(sql.SQL(_CANCEL).format(**names_of(schema)), bound).fetchone()
+    if row is None or not row[0]:
+        raise NotScheduled(
+            f"{event_id} is not scheduled: it is on its way by now, or never was. `outbox trace {event_id}` shows "
+            "where it is. Nothing was changed"
+        )

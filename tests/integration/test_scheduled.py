@@ -1,0 +1,343 @@
+"""Events that are not to be published before a time: written, cancelled, moved when they are due, and seen."""
+
+from __future__ import annotations
+
+import asyncio
+import datetime as dt
+import json
+import uuid
+from typing import Any
+
+import psycopg
+import pytest
+from psycopg.rows import dict_row
+from support import drained, look_up, numbers_by_key, order, wait_until
+from typer.testing import CliRunner
+from wal_support import to_wal, wal
+from writer_targets import every_target, opened, waits_for_a_lock
+
+from outbox import Event, EventError, Outbox, TargetError
+from relay.cli.app import app
+from relay.database import Connector
+from relay.scheduled import NextDue, ScheduledEvents
+
+__all__ = ["order", "wal"]
+
+HOUR = dt.timedelta(hours=1)
+KEPT = "SELECT payload ->> 'n' FROM outbox.scheduled ORDER BY not_before, id"
+
+
+def now() -> dt.datetime:
+    return dt.datetime.now(dt.UTC)
+
+
+def scheduled(url: str) -> list[str]:
+    return [number for (number,) in look_up(url, KEPT)]
+
+
+def events(url: str) -> list[str]:
+    return [number for (number,) in look_up(url, "SELECT payload ->> 'n' FROM outbox.events ORDER BY id")]
+
+
+@pytest.fixture
+def mover(outbox_postgres):
+    """What a relay has, and the time until the next event as the control loop finds it: something is due."""
+    due = NextDue()
+    due.set(-1.0)
+    found = ScheduledEvents(Connector(outbox_postgres.url, "mover"), "outbox", due)
+    yield found, due
+    found.close()
+
+
+@every_target
+def test_written_and_cancelled_in_the_targets_transaction(outbox_postgres, name):
+    url = outbox_postgres.url
+
+    async def scenario() -> None:
+        async with opened(name, outbox_postgres) as target:
+            later = [Event("Order", n, "T", {"n": n}) for n in range(3)]
+            assert await target.add_many(later, not_before=now() + HOUR) == [one.event_id for one in later]
+            raw = Event("Order", 3, "T", b"\x00", {"h": "1"})
+            assert await target.add(raw, not_before=now()) == raw.event_id
+            assert look_up(url, "SELECT count(*) FROM outbox.scheduled") == [(0,)]
+            await target.commit()
+            assert scheduled(url) == [None, "0", "1", "2"]
+            assert await target.cancel(later[1].event_id) is True
+            assert await target.cancel(later[1].event_id) is False
+            assert await target.cancel(uuid.uuid4()) is False
+            await target.rollback()
+            assert scheduled(url) == [None, "0", "1", "2"]
+            assert await target.cancel(later[1].event_id) is True
+            await target.commit()
+            assert scheduled(url) == [None, "0", "2"]
+            found = "SELECT event_id, aggregate_id, event_type, payload_bytes, headers ->> 'h', scheduled_at <= now()"
+            assert look_up(f"{url}", f"{found} FROM outbox.scheduled WHERE payload IS NULL") == [
+                (raw.event_id, "3", "T", b"\x00", "1", True)
+            ]
+
+    asyncio.run(scenario())
+    assert events(url) == []
+
+
+@pytest.mark.parametrize("time", [dt.datetime(2030, 1, 1), "2030-01-01T00:00:00Z", dt.date(2030, 1, 1), 1.0])
+def test_a_time_without_a_zone_is_refused(outbox_postgres, time):
+    with psycopg.connect(outbox_postgres.url) as connection:
+        with pytest.raises(EventError, match="not_before") as caught:
+            Outbox().add(connection, Event("Order", 1, "T"), not_before=time)
+        assert "time zone" in str(caught.value)
+        with pytest.raises(EventError, match="lock_key"):
+            Outbox().add(connection, Event("Order", 1, "T"), not_before=now(), lock_key=True)
+        assert connection.execute("SELECT count(*) FROM outbox.scheduled").fetchone() == (0,)
+
+
+def test_without_a_transaction_nothing_is_scheduled_or_cancelled(outbox_postgres):
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        with pytest.raises(TargetError, match="no transaction is open"):
+            Outbox().add(connection, Event("Order", 1, "T"), not_before=now())
+        with pytest.raises(TargetError, match="no transaction is open"):
+            Outbox().cancel(connection, uuid.uuid4())
+
+
+def test_a_writer_of_messages_schedules_rows(outbox_postgres):
+    """A message in the WAL can't wait. There need be no slot."""
+    with psycopg.connect(outbox_postgres.url) as connection:
+        Outbox(transport="message").add(connection, Event("Order", 1, "T", {"n": 1}), not_before=now() + HOUR)
+    assert scheduled(outbox_postgres.url) == ["1"]
+
+
+def test_what_is_accepted_to_be_scheduled_is_accepted_as_an_event(outbox_postgres):
+    """The same constraints. One row that events refuses would hold up all that are due."""
+    query = """
+        SELECT regexp_replace(conname, '^(events|scheduled)_', ''), pg_get_constraintdef(oid)
+          FROM pg_constraint WHERE conrelid = %s::regclass AND contype = 'c'"""
+    there, here = (dict(look_up(outbox_postgres.url, query, f"outbox.{table}")) for table in ("events", "scheduled"))
+    own = here.pop("not_before")
+    assert "extract" in own.lower()
+    # A scheduled event is never the relay's own.
+    own = here.pop("relay_headers").removeprefix("CHECK (").removesuffix(")")
+    assert there.pop("relay_headers") == f"CHECK ((from_relay OR {own}))"
+    assert here == there
+
+
+@pytest.mark.parametrize("time", ["infinity", "-infinity", "0044-03-15 BC", "10000-01-01"])
+def test_times_that_never_come_are_refused(outbox_postgres, time):
+    insert = (
+        "INSERT INTO outbox.scheduled (aggregate_type, aggregate_id, event_type, not_before) VALUES ('O', '1', 'T', %s)"
+    )
+    with (
+        psycopg.connect(outbox_postgres.url) as connection,
+        pytest.raises(psycopg.errors.CheckViolation, match="scheduled_not_before"),
+    ):
+        connection.execute(insert, (time,))
+
+
+# Moving
+
+
+def test_in_the_order_in_which_they_are_due(outbox_postgres, mover):
+    """More than one statement moves; ids follow not_before, and then the order of writing."""
+    found, due = mover
+    url = outbox_postgres.url
+    with psycopg.connect(url) as connection:
+        for hours, numbers in ((1, range(1200)), (2, range(1200, 1800)), (-1, range(1800, 1900))):
+            late = [Event("Order", n % 7, "T", {"n": n}) for n in numbers]
+            Outbox().add_many(connection, late, not_before=now() - hours * HOUR)
+    found.look()
+    wanted = [*range(1200, 1800), *range(1200)]
+    assert events(url) == [str(n) for n in wanted]
+    assert len(scheduled(url)) == 100
+    assert due.seconds == pytest.approx(3600, abs=60)
+    [(age,)] = look_up(url, "SELECT max(clock_timestamp() - created_at) FROM outbox.events")
+    assert age < dt.timedelta(minutes=5)
+
+
+def test_without_anything_due_there_is_no_statement_and_no_session(outbox_postgres):
+    def connect() -> Any:
+        raise AssertionError("nothing is due")
+
+    due = NextDue()
+    found = ScheduledEvents(connect, "outbox", due)
+    found.look()
+    due.set(0.5)
+    found.look()
+    due.set(0.0)
+    with pytest.raises(AssertionError):
+        found.look()
+
+
+def test_one_relay_moves_at_a_time(outbox_postgres, mover):
+    """Two would give the later events of a key lower ids than the earlier ones."""
+    found, due = mover
+    url = outbox_postgres.url
+    with psycopg.connect(url) as connection:
+        Outbox().add(connection, Event("Order", 1, "T", {"n": 1}), not_before=now())
+    with psycopg.connect(url) as other:
+        other.execute("SELECT pg_advisory_xact_lock(hashtextextended('outbox scheduled outbox', 0))")
+        found.look()
+        assert (events(url), scheduled(url)) == ([], ["1"])
+        assert due.seconds is not None
+        assert due.seconds < 0
+    found.look()
+    assert (events(url), scheduled(url)) == (["1"], [])
+    assert due.seconds is None
+
+
+@pytest.mark.parametrize("ends", ["commit", "rollback"])
+def test_what_is_being_cancelled_holds_up_nothing(outbox_postgres, mover, ends):
+    found, due = mover
+    url = outbox_postgres.url
+    with psycopg.connect(url) as connection:
+        ids = Outbox().add_many(connection, [Event("Order", n, "T", {"n": n}) for n in range(4)], not_before=now())
+    with psycopg.connect(url) as connection:
+        assert Outbox().cancel(connection, ids[1])
+        found.look()
+        assert events(url) == ["0", "2", "3"]
+        getattr(connection, ends)()
+    if due.seconds is None:
+        due.set(0.0)
+    found.look()
+    assert events(url) == ["0", "2", "3", *(["1"] if ends == "rollback" else [])]
+    assert scheduled(url) == []
+
+
+def test_a_cancellation_waits_for_the_move_and_then_finds_nothing(outbox_postgres):
+    url = outbox_postgres.url
+    with psycopg.connect(url) as connection:
+        event_id = Outbox().add(connection, Event("Order", 1, "T", {"n": 1}), not_before=now())
+
+    async def scenario() -> None:
+        with psycopg.connect(url) as moving, psycopg.connect(url) as connection:
+            moving.execute("DELETE FROM outbox.scheduled")
+            cancelling = asyncio.create_task(asyncio.to_thread(Outbox().cancel, connection, event_id))
+            while not waits_for_a_lock(outbox_postgres, connection):
+                await asyncio.sleep(0.01)
+            moving.commit()
+            assert await cancelling is False
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("analyzed", [False, True])
+def test_a_move_reads_what_is_due_and_no_more(outbox_postgres, mover, analyzed):
+    found, _ = mover
+    with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
+        connection.execute("ALTER TABLE outbox.scheduled SET (autovacuum_enabled = off)")
+        connection.execute(
+            "INSERT INTO outbox.scheduled (aggregate_type, aggregate_id, event_type, not_before) "
+            "SELECT 'Order', 'k' || g % 1000, 'T', now() + make_interval(hours => g - 50) "
+            "FROM generate_series(1, 100000) AS g"
+        )
+        if analyzed:
+            connection.execute("ANALYZE outbox.scheduled")
+        plans: list[dict[str, Any]] = []
+        run = ScheduledEvents._one
+
+        def explain(self: Any, connection: Any, query: str, **values: Any) -> Any:
+            [(plan,)] = connection.execute(
+                psycopg.sql.SQL("EXPLAIN (ANALYZE, FORMAT JSON, COSTS OFF, TIMING OFF) " + query).format(**self._names),
+                values,
+            ).fetchall()
+            plans.append(plan[0]["Plan"])
+            return 0 if "moved" in query else run(self, connection, query, **values)
+
+        ScheduledEvents._one = explain  # type: ignore[method-assign]
+        try:
+            found.look()
+        finally:
+            ScheduledEvents._one = run  # type: ignore[method-assign]
+        assert connection.execute("SELECT count(*) FROM outbox.events").fetchone() == (50,)
+    for plan in plans:
+        scans = [
+            node for node in nodes(plan) if node.get("Relation Name") == "scheduled" and "Scan" in node["Node Type"]
+        ]
+        assert scans
+        for scan in scans:
+            assert scan["Node Type"] in {"Index Scan", "Index Only Scan", "Tid Scan"}, scan
+            assert scan["Actual Rows"] * scan["Actual Loops"] + scan.get("Rows Removed by Filter", 0) <= 50, scan
+
+
+def nodes(plan: dict[str, Any]) -> list[dict[str, Any]]:
+    return [plan, *(node for child in plan.get("Plans", ()) for node in nodes(child))]
+
+
+# With relays
+
+
+@pytest.mark.parametrize("source", ["polling", "wal"])
+def test_relays_publish_what_is_due_once_and_in_order_though_one_is_killed(
+    outbox_postgres, outbox_kafka, outbox_relay, order, wal, source
+):
+    """25,000 events of 500 keys become due while two relays publish others; the one that began is killed."""
+    kind, topic = order
+    url = outbox_postgres.url
+    settings = {"delivery": "exactly-once", "name": wal["name"], "relay__lease_seconds": 1.0}
+    if source == "wal":
+        to_wal(url, wal)
+        settings |= wal
+    writer = Outbox()
+    with psycopg.connect(url) as connection:
+        due = now() + dt.timedelta(seconds=1)
+        for first in range(0, 25_000, 5_000):
+            some = [Event(kind, n % 500, "T", {"n": n}) for n in range(first, first + 5_000)]
+            writer.add_many(connection, some, not_before=due + dt.timedelta(milliseconds=first // 50))
+        writer.add(connection, Event(kind, "never", "T", {"n": -1}), not_before=now() + HOUR)
+    relays = [outbox_relay(**settings) for _ in range(2)]
+    with psycopg.connect(url) as connection:
+        writer.add_many(connection, [Event(kind, f"now-{n}", "T", {"n": 0}) for n in range(100)])
+    wait_until(
+        lambda: look_up(url, "SELECT count(*) < 20000 FROM outbox.scheduled") == [(True,)], 60, "a part is moved"
+    )
+    relays[0].kill()
+    wait_until(lambda: look_up(url, "SELECT count(*) FROM outbox.scheduled") == [(1,)], 120, "all is moved")
+    drained(url, 120)
+    found, repeated = numbers_by_key(outbox_kafka.consume(topic, 25_100), "n")
+    assert repeated == 0
+    assert {key: numbers for key, numbers in found.items() if not key.startswith("now-")} == {
+        str(key): list(range(key, 25_000, 500)) for key in range(500)
+    }
+    assert len(found) == 600
+    assert scheduled(url) == ["-1"]
+
+
+def test_what_operators_see_and_do(outbox_postgres, outbox_kafka, outbox_relay, order, monkeypatch):
+    kind, topic = order
+    url = outbox_postgres.url
+    monkeypatch.setenv("OUTBOX_DATABASE_URL", url)
+    monkeypatch.setenv("OUTBOX_KAFKA__BOOTSTRAP_SERVERS", outbox_kafka.bootstrap_servers)
+
+    def run(*arguments: str, status: int = 0) -> str:
+        result = CliRunner().invoke(app, list(arguments))
+        assert result.exit_code == status, (result.output, result.exception)
+        return result.output
+
+    assert "nothing is scheduled" in run("scheduled", "list")
+    with psycopg.connect(url) as connection:
+        [wrong] = Outbox().add_many(connection, [Event(kind, "k", "T", {"n": 1})], not_before=now() + 2 * HOUR)
+        [soon] = Outbox().add_many(connection, [Event(kind, "k", "T", {"n": 2})], not_before=now() - 1 * HOUR)
+        Outbox().add(connection, Event("Other", "k", "T"), not_before=now() + HOUR)
+    rows = json.loads(run("scheduled", "list", "--json"))["scheduled"]
+    assert [row["aggregate_type"] for row in rows] == [kind, "Other", kind]
+    assert run("scheduled", "list", "--type", "Other").count("Other/k") == 1
+    found = json.loads(run("status", "--json", status=1))
+    assert (found["outbox"]["scheduled"], round(found["outbox"]["next_due_seconds"] / 60)) == (3, -60)
+    assert any("overdue by 36" in problem for problem in found["problems"])
+    assert "scheduled 3, the next in" in run("status", status=1)
+    shown = run("trace", str(wrong), status=0)
+    assert "scheduled" in shown
+    assert "is not published before" in shown
+    assert run("trace", "--aggregate", f"{kind}/k").count("scheduled") == 2
+    assert "reason" in run("scheduled", "cancel", str(wrong), status=2)
+    run("scheduled", "cancel", str(wrong), "--reason", "a mistake")
+    assert "Nothing was changed" in run("scheduled", "cancel", str(wrong), "--reason", "again", status=1)
+    with psycopg.connect(url, row_factory=dict_row) as connection:
+        [line] = connection.execute("SELECT what, why, details FROM outbox.audit").fetchall()
+    assert (line["what"], line["why"]) == ("cancel scheduled event", "a mistake")
+    assert (line["details"]["event_id"], line["details"]["payload"]) == (str(wrong), {"n": 1})
+
+    outbox_relay()
+    [message] = outbox_kafka.consume(topic, 1)
+    assert dict(message.headers())["ce_id"].decode() == str(soon)
+    drained(url)
+    found = json.loads(run("status", "--json"))
+    assert found["outbox"]["scheduled"] == 1
+    assert 0 < found["outbox"]["next_due_seconds"] < 3600

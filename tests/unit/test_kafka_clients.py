@@ -1,0 +1,81 @@
+"""What is kept of a client's connection errors, and which errors of requests it explains."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+from confluent_kafka import KafkaError, KafkaException
+
+from outbox._app.kafka_clients import ConnectionErrors
+
+REFUSED = KafkaError(
+    KafkaError._AUTHENTICATION,
+    "sasl_ssl://h:1/bootstrap: SASL authentication error: no (after 305ms in state AUTH_REQ, 3 identical error(s) "
+    "suppressed)",
+)
+SHOWN = "; a connection failed: sasl_ssl://h:1/bootstrap: SASL authentication error: no"
+LATE = KafkaException(KafkaError(KafkaError._TIMED_OUT, "Timed out", retriable=True, txn_requires_abort=True))
+
+
+class Client:
+    """A client that has these errors in its queue, and then, if so, a fatal one."""
+
+    def __init__(self, heard: ConnectionErrors, queued: Sequence[KafkaError], fatal: bool = False) -> None:
+        self._heard, self._queued, self._fatal = heard, list(queued), fatal
+
+    def poll(self, _timeout: float) -> None:
+        while self._queued:
+            self._heard.hear(self._queued.pop(0))
+        if self._fatal:
+            raise KafkaException(KafkaError(KafkaError._FATAL, "fatal", fatal=True))
+
+
+@pytest.mark.parametrize("fatal", [False, True])
+def test_the_reason_is_fetched_from_the_client_and_added_once(fatal):
+    """Without what differs from time to time: an unchanged reason is not logged again."""
+    errors = ConnectionErrors()
+    client = Client(errors, [REFUSED, KafkaError(KafkaError._ALL_BROKERS_DOWN, "1/1 brokers are down")], fatal)
+    with pytest.raises(KafkaException) as caught, errors.explaining(client), errors.explaining(client):
+        raise LATE
+    [error] = caught.value.args
+    assert (error.code(), error.str()) == (KafkaError._TIMED_OUT, f"Timed out{SHOWN}")
+    assert (error.fatal(), error.retriable(), error.txn_requires_abort()) == (False, True, True)
+
+
+@pytest.mark.parametrize("code", [KafkaError.TOPIC_AUTHORIZATION_FAILED, KafkaError._FATAL, KafkaError._STATE])
+def test_an_answer_is_not_explained_by_a_connection(code):
+    errors = ConnectionErrors()
+    errors.hear(REFUSED)
+    answer = KafkaException(KafkaError(code, "text"))
+    assert errors.explained(answer) is answer
+
+
+def test_an_answered_request_ends_what_was_heard_before_it():
+    """Also what is still in the client's queue."""
+    errors = ConnectionErrors()
+    errors.hear(REFUSED)
+    client = Client(errors, [REFUSED])
+    with errors.explaining(client):
+        pass
+    assert errors.explained(LATE, client) is LATE
+
+
+@pytest.mark.parametrize("code", [KafkaError._TRANSPORT, KafkaError._ALL_BROKERS_DOWN, KafkaError._TIMED_OUT])
+def test_the_effect_of_a_failure_is_no_reason_and_replaces_none(code):
+    errors = ConnectionErrors()
+    errors.hear(KafkaError(code, "Connection refused"))
+    assert errors.reason == ""
+    errors.hear(REFUSED)
+    errors.hear(KafkaError(code, "Connection refused"))
+    assert errors.reason == SHOWN
+
+
+def test_an_address_that_can_not_be_resolved_is_a_reason():
+    errors = ConnectionErrors()
+    errors.hear(
+        KafkaError(
+            KafkaError._RESOLVE, "Failed to resolve 'h:1': Name or service not known (after 2ms in state CONNECT)"
+        )
+    )
+    assert errors.reason == "; a connection failed: Failed to resolve 'h:1': Name or service not known"
