@@ -115,11 +115,13 @@ def find_losses(positions: Mapping[Place, Position], extents: Mapping[Place, Ext
     for place, here in sorted(positions.items()):
         topic, part = place
         there = extents.get(place)
-        if there is None or there.topic_id != here.topic_id:
-            now = "is gone" if there is None else f"has the id {there.topic_id} now"
+        if there is None:
+            # A broker with old metadata. Of a topic that is gone there would be no extents at all.
+            continue
+        if there.topic_id != here.topic_id:
             text = (
-                f"{topic}-{part}: the topic was deleted or created again since the group read it (its id was "
-                f"{here.topic_id}, and it {now}): offset {here.next_offset} means nothing there"
+                f"{topic}-{part}: the topic was deleted and created again since the group read it (its id was "
+                f"{here.topic_id}, now {there.topic_id}): offset {here.next_offset} means nothing there"
             )
             losses.append(Loss(place, here.topic_id, here.next_offset, None, "recreated", text))
         elif here.next_offset < there.first:
