@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import datetime as dt
 import re
-import sys
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -23,33 +22,22 @@ from uuid import UUID
 
 import orjson
 import sqlalchemy as sa
-from sqlalchemy.orm import Session, scoped_session
+from sqlalchemy.orm import Session
 
-from outbox import _message, _payload, _statements, _trace
+from outbox import _message, _payload, _statements, _targets, _trace
 from outbox.errors import ConfigurationError, EventError, SlotMissing, TargetError
 from outbox.event import CONTENT_TYPE, MAX_EVENT_BYTES, Event
 from outbox.tables import DEFAULT_SCHEMA
 
-# psycopg and SQLAlchemy's asyncio are not imported here: the first needs libpq and the second greenlet, and a service
-# may have neither. Objects of their classes exist only if the caller has imported them.
 if TYPE_CHECKING:
     import psycopg
-    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
 
-    SyncTarget = Session | scoped_session[Any] | sa.Connection | psycopg.Connection[Any] | psycopg.Cursor[Any]
-    AsyncTarget = (
-        AsyncSession
-        | async_scoped_session[Any]
-        | AsyncConnection
-        | psycopg.AsyncConnection[Any]
-        | psycopg.AsyncCursor[Any]
-    )
+    from outbox._targets import AsyncTarget, SyncTarget
 
 Transport = Literal["table", "message"]
 
 _SLOT_NAME: Final = re.compile("[a-z0-9_]{1,63}")
-_SYNC = "a SQLAlchemy Session or Connection, or a psycopg Connection or Cursor"
-_ASYNC = "a SQLAlchemy AsyncSession or AsyncConnection, or a psycopg AsyncConnection or AsyncCursor"
+_UNBOUND: Final = "the event would be committed apart from the business rows"
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,20 +155,11 @@ class _Writer:
         """Send a batch in a session's transaction, after the objects added to the session. See ``to_connection``."""
         # Rows added before the event reach the server before it: triggers and foreign keys see the order of the code.
         session.flush()
-        try:
-            connection = session.connection()
-        except sa.exc.UnboundExecutionError as error:
-            raise TargetError(
-                "the session has no single database; give session.connection(bind_arguments={'mapper': …}) instead"
-            ) from error
-        return self.to_connection(connection, batch)
+        return self.to_connection(_targets.session_connection(session), batch)
 
     def to_connection(self, connection: sa.Connection, batch: _Batch) -> int | None:
         """Send a batch in the transaction of a SQLAlchemy connection. Return its number, if it counts."""
-        if connection.dialect.name != "postgresql":
-            raise TargetError(f"the outbox lives in Postgres, this connection goes to {connection.dialect.name}")
-        if getattr(connection.connection.dbapi_connection, "autocommit", False):
-            raise TargetError(_no_transaction("the connection's isolation level is AUTOCOMMIT; use another"))
+        _targets.check_connection(connection, "the outbox", _UNBOUND)
         if not batch.emits:
             result = connection.execute(batch.statement, batch.values)
             return int(result.scalar_one()) if batch.counts else None
@@ -271,30 +250,21 @@ class Outbox:
         return bool(self._sender(target)(self._writer.cancel(event_id)))
 
     def _sender(self, target: Any) -> Callable[[_Batch], int | None]:
-        if isinstance(target, scoped_session):
-            target = target()
-        if isinstance(target, Session):
-            return lambda batch: self._writer.to_session(target, batch)
-        if isinstance(target, sa.Connection):
-            return lambda batch: self._writer.to_connection(target, batch)
-        driver = sys.modules.get("psycopg")
-        if driver is not None:
-            if isinstance(target, driver.Cursor):
-                target = target.connection
-            if isinstance(target, driver.Connection):
-                return lambda batch: self._to_psycopg(target, batch)
-        if _is_async(target):
-            raise TargetError(f"Outbox takes {_SYNC}; for the {type(target).__name__} given use AsyncOutbox")
-        raise TargetError(f"Outbox takes {_SYNC}, not the {type(target).__name__} given")
+        found = _targets.sync_target(target, "Outbox", "AsyncOutbox")
+        if isinstance(found, Session):
+            return lambda batch: self._writer.to_session(found, batch)
+        if isinstance(found, sa.Connection):
+            return lambda batch: self._writer.to_connection(found, batch)
+        return lambda batch: self._to_psycopg(found, batch)
 
     def _to_psycopg(self, connection: psycopg.Connection[Any], batch: _Batch) -> int | None:
         from psycopg import Cursor
         from psycopg.rows import scalar_row
 
-        if _state_unknown(connection):
+        if _targets.state_unknown(connection):
             with connection.pipeline():
                 pass
-        _require_transaction(connection)
+        _targets.require_transaction(connection, _UNBOUND)
         # Not connection.execute(): the caller's cursor factory may use another kind of placeholder.
         cursor = Cursor(connection, row_factory=scalar_row)
         cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
@@ -345,32 +315,20 @@ class AsyncOutbox:
         return bool(await self._sender(target)(self._writer.cancel(event_id)))
 
     def _sender(self, target: Any) -> Callable[[_Batch], Awaitable[int | None]]:
-        sqlalchemy_async = sys.modules.get("sqlalchemy.ext.asyncio")
-        if sqlalchemy_async is not None:
-            if isinstance(target, sqlalchemy_async.async_scoped_session):
-                target = target()
-            if isinstance(target, sqlalchemy_async.AsyncSession):
-                return lambda batch: target.run_sync(self._writer.to_session, batch)
-            if isinstance(target, sqlalchemy_async.AsyncConnection):
-                return lambda batch: target.run_sync(self._writer.to_connection, batch)
-        driver = sys.modules.get("psycopg")
-        if driver is not None:
-            if isinstance(target, driver.AsyncCursor):
-                target = target.connection
-            if isinstance(target, driver.AsyncConnection):
-                return lambda batch: self._to_psycopg(target, batch)
-        if _is_sync(target):
-            raise TargetError(f"AsyncOutbox takes {_ASYNC}; for the {type(target).__name__} given use Outbox")
-        raise TargetError(f"AsyncOutbox takes {_ASYNC}, not the {type(target).__name__} given")
+        found: Any = _targets.async_target(target, "AsyncOutbox", "Outbox")
+        if not _targets.is_sqlalchemy_async(found):
+            return lambda batch: self._to_psycopg(found, batch)
+        send = self._writer.to_session if hasattr(found, "sync_session") else self._writer.to_connection
+        return lambda batch: found.run_sync(send, batch)
 
     async def _to_psycopg(self, connection: psycopg.AsyncConnection[Any], batch: _Batch) -> int | None:
         from psycopg import AsyncCursor
         from psycopg.rows import scalar_row
 
-        if _state_unknown(connection):
+        if _targets.state_unknown(connection):
             async with connection.pipeline():
                 pass
-        _require_transaction(connection)
+        _targets.require_transaction(connection, _UNBOUND)
         cursor = AsyncCursor(connection, row_factory=scalar_row)
         await cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
         return await cursor.fetchone() if batch.counts else None
@@ -378,48 +336,3 @@ class AsyncOutbox:
 
 def _lists(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {name: [row[name] for row in rows] for name in _statements.COLUMNS}
-
-
-def _is_sync(target: object) -> bool:
-    driver = sys.modules.get("psycopg")
-    return isinstance(target, Session | scoped_session | sa.Connection) or (
-        driver is not None and isinstance(target, driver.Connection | driver.Cursor)
-    )
-
-
-def _is_async(target: object) -> bool:
-    driver, sqlalchemy_async = sys.modules.get("psycopg"), sys.modules.get("sqlalchemy.ext.asyncio")
-    return (driver is not None and isinstance(target, driver.AsyncConnection | driver.AsyncCursor)) or (
-        sqlalchemy_async is not None
-        and isinstance(
-            target,
-            sqlalchemy_async.AsyncSession | sqlalchemy_async.async_scoped_session | sqlalchemy_async.AsyncConnection,
-        )
-    )
-
-
-def _state_unknown(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
-    """Return whether only the server knows if a transaction is open: in autocommit mode, with a pipeline in progress.
-
-    A nested pipeline block waits for the results of all that was sent before it.
-    """
-    from psycopg.pq import PipelineStatus, TransactionStatus
-
-    return (
-        connection.autocommit
-        and connection.info.pipeline_status != PipelineStatus.OFF
-        and connection.info.transaction_status == TransactionStatus.ACTIVE
-    )
-
-
-def _require_transaction(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
-    from psycopg.pq import TransactionStatus
-
-    if connection.autocommit and connection.info.transaction_status == TransactionStatus.IDLE:
-        raise TargetError(
-            _no_transaction("the connection is in autocommit mode; open one with connection.transaction()")
-        )
-
-
-def _no_transaction(advice: str) -> str:
-    return f"no transaction is open, so the event would be committed apart from the business rows: {advice}"

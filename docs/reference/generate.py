@@ -31,6 +31,7 @@ import spark_jobs
 from outbox._app import environment
 from outbox._app.settings_errors import expected
 from outbox.errors import OutboxError
+from outbox.inbox.errors import Reject as InboxReject
 from relay.cli.assembly import assemble
 from relay.config import RouteSettings, Settings
 from relay.health import Health, Reason
@@ -273,6 +274,10 @@ def errors_page() -> str:
     embedded = [error for error in found if error.__module__ == "outbox.errors"]
     groups = {
         "A service that writes events": embedded,
+        "A service that consumes with the inbox": [
+            InboxReject,
+            *(error for error in found if error.__module__.startswith("outbox.inbox")),
+        ],
         "The sandbox and the test fixtures": [
             error for error in found if error.__module__.startswith("outbox.sandbox")
         ],

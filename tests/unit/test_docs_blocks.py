@@ -44,6 +44,7 @@ from spark_jobs.postgres.tables import consumer_tables
 RUN = {
     "README.md": "tests/acceptance/test_quickstart.py",
     "docs/guides/writing-events.md": "tests/integration/test_writer_docs.py",
+    "docs/guides/inbox.md": "tests/integration/test_inbox_docs.py",
     "docs/guides/notebooks.md": "tests/spark/test_notebook_docs.py",
     "docs/guides/testing.md": "tests/integration/test_docs_blocks.py",
     "docs/operations/page.md": "tests/integration/test_page_access.py",
@@ -61,10 +62,10 @@ DECLARED = {
 }
 """Pages whose Python needs no server, and what it finds defined. It is run here, block by block."""
 
-ELSEWHERE = {"docs/operations/scheduling.md"}
-"""Pages whose Python needs another system (Airflow, Databricks): compiled, and its calls to our names are bound."""
+ELSEWHERE = {"docs/guides/inbox.md", "docs/operations/scheduling.md"}
+"""Pages with Python that needs what is not here (Airflow, Databricks, FastStream): compiled; our names are bound."""
 
-NOT_INSTALLED = {"airflow", "mymodule"}
+NOT_INSTALLED = {"airflow", "faststream", "mymodule"}
 """What these import that is not here: the other system, and the reader's own module."""
 
 LANGUAGES = {

@@ -1,0 +1,152 @@
+"""The sessions and connections in whose transaction the library works, and what it refuses of them.
+
+psycopg and SQLAlchemy's asyncio are not imported here: the first needs libpq and the second greenlet, and a service may
+have neither. Objects of their classes exist only if the caller has imported them.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any, Final
+
+import sqlalchemy as sa
+from sqlalchemy.orm import Session, scoped_session
+
+from outbox.errors import TargetError
+
+if TYPE_CHECKING:
+    import psycopg
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
+
+    SyncTarget = Session | scoped_session[Any] | sa.Connection | psycopg.Connection[Any] | psycopg.Cursor[Any]
+    AsyncTarget = (
+        AsyncSession
+        | async_scoped_session[Any]
+        | AsyncConnection
+        | psycopg.AsyncConnection[Any]
+        | psycopg.AsyncCursor[Any]
+    )
+
+_SYNC: Final = "a SQLAlchemy Session or Connection, or a psycopg Connection or Cursor"
+_ASYNC: Final = "a SQLAlchemy AsyncSession or AsyncConnection, or a psycopg AsyncConnection or AsyncCursor"
+
+
+def sync_target(target: Any, taker: str, async_taker: str) -> Session | sa.Connection | psycopg.Connection[Any]:
+    """Return the session or connection that a target stands for: that of a scoped session, of a cursor, or itself.
+
+    Raises TargetError for any other object. It names the ``taker``, and for an asynchronous target the other one.
+    """
+    if isinstance(target, scoped_session):
+        target = target()
+    if isinstance(target, Session | sa.Connection):
+        return target
+    driver = sys.modules.get("psycopg")
+    if driver is not None:
+        if isinstance(target, driver.Cursor):
+            target = target.connection
+        if isinstance(target, driver.Connection):
+            found: psycopg.Connection[Any] = target
+            return found
+    if _is_async(target):
+        raise TargetError(f"{taker} takes {_SYNC}; for the {type(target).__name__} given use {async_taker}")
+    raise TargetError(f"{taker} takes {_SYNC}, not the {type(target).__name__} given")
+
+
+def async_target(
+    target: Any, taker: str, sync_taker: str
+) -> AsyncSession | AsyncConnection | psycopg.AsyncConnection[Any]:
+    """Return the asynchronous session or connection that a target stands for. Raises TargetError as ``sync_target``."""
+    sqlalchemy_async = sys.modules.get("sqlalchemy.ext.asyncio")
+    found: AsyncSession | AsyncConnection | psycopg.AsyncConnection[Any]
+    if sqlalchemy_async is not None:
+        if isinstance(target, sqlalchemy_async.async_scoped_session):
+            target = target()
+        if isinstance(target, sqlalchemy_async.AsyncSession | sqlalchemy_async.AsyncConnection):
+            found = target
+            return found
+    driver = sys.modules.get("psycopg")
+    if driver is not None:
+        if isinstance(target, driver.AsyncCursor):
+            target = target.connection
+        if isinstance(target, driver.AsyncConnection):
+            found = target
+            return found
+    if _is_sync(target):
+        raise TargetError(f"{taker} takes {_ASYNC}; for the {type(target).__name__} given use {sync_taker}")
+    raise TargetError(f"{taker} takes {_ASYNC}, not the {type(target).__name__} given")
+
+
+def is_sqlalchemy_async(target: object) -> bool:
+    """Return whether a target is one of SQLAlchemy's asyncio, which runs synchronous code with ``run_sync``."""
+    sqlalchemy_async = sys.modules.get("sqlalchemy.ext.asyncio")
+    return sqlalchemy_async is not None and isinstance(
+        target, sqlalchemy_async.AsyncSession | sqlalchemy_async.AsyncConnection
+    )
+
+
+def session_connection(session: Session) -> sa.Connection:
+    """Return the connection of a session's transaction. Raises TargetError if it has no single database."""
+    try:
+        return session.connection()
+    except sa.exc.UnboundExecutionError as error:
+        raise TargetError(
+            "the session has no single database; give session.connection(bind_arguments={'mapper': …}) instead"
+        ) from error
+
+
+def check_connection(connection: sa.Connection, what: str, consequence: str) -> None:
+    """Raise TargetError for a SQLAlchemy connection that is not to Postgres, or that has no transaction.
+
+    what         lives in Postgres.
+    consequence  of a missing transaction.
+    """
+    if connection.dialect.name != "postgresql":
+        raise TargetError(f"{what} lives in Postgres, this connection goes to {connection.dialect.name}")
+    if getattr(connection.connection.dbapi_connection, "autocommit", False):
+        raise TargetError(_no_transaction(consequence, "the connection's isolation level is AUTOCOMMIT; use another"))
+
+
+def state_unknown(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> bool:
+    """Return whether only the server knows if a transaction is open: in autocommit mode, with a pipeline in progress.
+
+    A nested pipeline block waits for the results of all that was sent before it.
+    """
+    from psycopg.pq import PipelineStatus, TransactionStatus
+
+    return (
+        connection.autocommit
+        and connection.info.pipeline_status != PipelineStatus.OFF
+        and connection.info.transaction_status == TransactionStatus.ACTIVE
+    )
+
+
+def require_transaction(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any], consequence: str) -> None:
+    """Raise TargetError, with the ``consequence``, for a psycopg connection in autocommit without a transaction."""
+    from psycopg.pq import TransactionStatus
+
+    if connection.autocommit and connection.info.transaction_status == TransactionStatus.IDLE:
+        raise TargetError(
+            _no_transaction(consequence, "the connection is in autocommit mode; open one with connection.transaction()")
+        )
+
+
+def _no_transaction(consequence: str, advice: str) -> str:
+    return f"no transaction is open, so {consequence}: {advice}"
+
+
+def _is_sync(target: object) -> bool:
+    driver = sys.modules.get("psycopg")
+    return isinstance(target, Session | scoped_session | sa.Connection) or (
+        driver is not None and isinstance(target, driver.Connection | driver.Cursor)
+    )
+
+
+def _is_async(target: object) -> bool:
+    driver, sqlalchemy_async = sys.modules.get("psycopg"), sys.modules.get("sqlalchemy.ext.asyncio")
+    return (driver is not None and isinstance(target, driver.AsyncConnection | driver.AsyncCursor)) or (
+        sqlalchemy_async is not None
+        and isinstance(
+            target,
+            sqlalchemy_async.AsyncSession | sqlalchemy_async.async_scoped_session | sqlalchemy_async.AsyncConnection,
+        )
+    )

@@ -1,0 +1,51 @@
+"""An inbox: each message applied once, by consumers that are not Spark.
+
+``once`` needs what a service has anyway: SQLAlchemy or psycopg. ``Consumer`` needs confluent-kafka as well
+(``pip install outbox-kafka[kafka]``), and is imported on first use.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from outbox.inbox._message import KafkaMessage
+from outbox.inbox._once import once, once_async
+from outbox.inbox.errors import (
+    HandlerFailed,
+    InboxError,
+    KafkaFailed,
+    MessageIdMissing,
+    MessageTooOld,
+    PositionLost,
+    Reject,
+    TopicReplaced,
+)
+from outbox.inbox.ids import message_id
+
+if TYPE_CHECKING:
+    from outbox.inbox.consumer import Consumer
+
+__all__ = [
+    "Consumer",
+    "HandlerFailed",
+    "InboxError",
+    "KafkaFailed",
+    "KafkaMessage",
+    "MessageIdMissing",
+    "MessageTooOld",
+    "PositionLost",
+    "Reject",
+    "TopicReplaced",
+    "message_id",
+    "once",
+    "once_async",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name != "Consumer":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = import_module("outbox.inbox.consumer").Consumer
+    globals()[name] = value
+    return value

@@ -1,0 +1,226 @@
+"""A group's rows in the database of the effects: its positions, the ids that were applied, and its losses.
+
+The tables are those of the Spark consumers (`outbox db upgrade --consumer`), and so is the protocol: a generation that
+rises with every claim is the fencing token, and a position moves in the transaction of the effects. Here each partition
+has a claimant of its own: a claim raises the group's generation, and stamps the claimed partitions alone with it.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, LiteralString
+from uuid import UUID
+
+import psycopg
+from psycopg import sql
+from psycopg.rows import tuple_row
+
+from outbox.inbox.ids import NO_TIME, day
+
+Place = tuple[str, int]
+"""Topic and partition."""
+
+# Waits for claims by others, and keeps them in one order.
+_RAISE: Final = """
+INSERT INTO {groups} AS g (grp, owner, strategy) VALUES (%(grp)s, %(owner)s, %(strategy)s)
+ON CONFLICT (grp) DO UPDATE SET generation = g.generation + 1, owner = excluded.owner, taken_at = now(),
+                                strategy = excluded.strategy, atomic = NULL
+RETURNING generation"""
+_KNOWN: Final = "SELECT DISTINCT topic FROM {offsets} WHERE grp = %(grp)s AND topic = ANY(%(topics)s)"
+_ADD: Final = """
+INSERT INTO {offsets} (grp, topic, part, topic_id, next_offset, generation)
+SELECT %(grp)s, topic, part, topic_id, next_offset, %(generation)s
+  FROM unnest(%(topics)s::text[], %(parts)s::integer[], %(topic_ids)s::text[], %(starts)s::bigint[])
+    AS new (topic, part, topic_id, next_offset)
+ON CONFLICT DO NOTHING"""
+# Waits for members that are about to commit, and shuts out all that come later.
+_CLAIM: Final = """
+UPDATE {offsets} AS o SET generation = %(generation)s
+  FROM unnest(%(topics)s::text[], %(parts)s::integer[]) AS w (topic, part)
+ WHERE o.grp = %(grp)s AND o.topic = w.topic AND o.part = w.part
+RETURNING o.topic, o.part, o.topic_id, o.next_offset"""
+# The lock holds off a claim until this transaction ends. A member that stops with the lock must not hold it for ever.
+_FENCE: Final = """
+SELECT topic_id, next_offset, generation, set_config('idle_in_transaction_session_timeout', %(idle)s, true)
+  FROM {offsets} WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s FOR UPDATE"""
+# Sorted: two transactions with the same ids wait for each other in one direction only.
+_MOVE: Final = """
+WITH fresh AS (
+    INSERT INTO {processed} (grp, day, message_id)
+    SELECT %(grp)s, day, id FROM unnest(%(days)s::date[], %(ids)s::uuid[]) AS new (day, id) ORDER BY day, id
+        ON CONFLICT DO NOTHING RETURNING message_id),
+moved AS (
+    UPDATE {offsets}
+       SET next_offset = %(end)s, updated_at = now(), log_end = coalesce(%(log_end)s, log_end),
+           applied = applied + %(others)s + (SELECT count(*) FROM fresh),
+           duplicates = duplicates + cardinality(%(ids)s::uuid[]) - (SELECT count(*) FROM fresh),
+           dead = dead + %(dead)s
+     WHERE grp = %(grp)s AND topic = %(topic)s AND part = %(part)s)
+SELECT array(SELECT message_id FROM fresh), (clock_timestamp() AT TIME ZONE 'UTC')::date"""
+_FORGOTTEN: Final = "SELECT forgotten_before FROM {groups} WHERE grp = %(grp)s"
+_LOSS: Final = """
+INSERT INTO {losses} AS l (grp, topic, topic_id, part, first_offset, end_offset, kind, detail)
+VALUES (%(grp)s, %(topic)s, %(topic_id)s, %(part)s, %(first)s, %(end)s, %(kind)s, %(detail)s)
+ON CONFLICT (grp, topic, part, kind) WHERE accepted_at IS NULL
+DO UPDATE SET first_offset = least(l.first_offset, excluded.first_offset),
+              end_offset = greatest(l.end_offset, excluded.end_offset), detail = excluded.detail
+        WHERE l.detail <> excluded.detail"""
+_END: Final = "UPDATE {groups} SET ended_at = now() WHERE grp = %(grp)s AND generation = %(generation)s"
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """How far the group is in a partition, of which incarnation of the topic, and the claim that holds it."""
+
+    topic_id: str
+    next_offset: int
+    generation: int
+
+
+class Fenced(Exception):
+    """Another claim has the partition: the transaction must be rolled back."""
+
+
+class Moved(Exception):
+    """An earlier transaction of the same claim has moved the position: the answer to its COMMIT was lost."""
+
+    def __init__(self, next_offset: int) -> None:
+        super().__init__(next_offset)
+        self.next_offset = next_offset
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    """What Kafka lost of a partition: ``kind`` is retention, cut or recreated; ``end`` None if it can't be known."""
+
+    place: Place
+    topic_id: str
+    first: int
+    end: int | None
+    kind: str
+    detail: str
+
+
+class Group:
+    """One group's rows. Every method runs in the transaction of the connection that it is given.
+
+    idle_seconds  after which Postgres ends a transaction in which nothing happens.
+    """
+
+    def __init__(self, schema: str, name: str, owner: str, *, strategy: str, idle_seconds: float) -> None:
+        self.name = name
+        self._owner = owner
+        self._strategy = strategy
+        self._idle = f"{int(idle_seconds * 1000)}ms"
+        self._names = {name: sql.Identifier(schema, name) for name in ("groups", "offsets", "losses")}
+        self._names["processed"] = sql.Identifier(schema, "processed_messages")
+
+    def claim(
+        self, connection: psycopg.Connection[Any], places: Collection[Place], starts: Mapping[Place, tuple[str, int]]
+    ) -> dict[Place, Position]:
+        """Claim partitions, and return their positions. Members with earlier claims can't commit any more.
+
+        starts  of all partitions of the topics: the topic's id, and where a group begins that is new to the topic. A
+                partition that was added to a known topic begins at 0.
+        """
+        row = self._run(connection, _RAISE, owner=self._owner, strategy=self._strategy).fetchone()
+        assert row is not None
+        (generation,) = row
+        topics = sorted({topic for topic, _ in starts})
+        known = {topic for (topic,) in self._run(connection, _KNOWN, topics=topics)}
+        # All partitions of a new topic at once: another member would take the rest for added ones.
+        added = [(place, id_, 0 if place[0] in known else start) for place, (id_, start) in sorted(starts.items())]
+        new = [one for one in added if one[0] in places or one[0][0] not in known]
+        values = {
+            "topics": [topic for (topic, _), _, _ in new],
+            "parts": [part for (_, part), _, _ in new],
+            "topic_ids": [id_ for _, id_, _ in new],
+            "starts": [start for _, _, start in new],
+        }
+        self._run(connection, _ADD, **values, generation=generation)
+        wanted = {"topics": [topic for topic, _ in places], "parts": [part for _, part in places]}
+        rows = self._run(connection, _CLAIM, **wanted, generation=generation)
+        return {(topic, part): Position(id_, offset, generation) for topic, part, id_, offset in rows}
+
+    def fence(self, connection: psycopg.Connection[Any], place: Place, here: Position) -> None:
+        """Lock a partition's row until the transaction ends. Raises Fenced and Moved unless it is as in ``here``."""
+        row = self._run(connection, _FENCE, topic=place[0], part=place[1], idle=self._idle).fetchone()
+        if row is None or row[0] != here.topic_id or row[2] != here.generation or row[1] < here.next_offset:
+            raise Fenced
+        if row[1] > here.next_offset:
+            raise Moved(row[1])
+
+    def move(
+        self,
+        connection: psycopg.Connection[Any],
+        place: Place,
+        end: int,
+        *,
+        log_end: int | None = None,
+        ids: Sequence[UUID] = (),
+        others: int = 0,
+        dead: int = 0,
+    ) -> tuple[set[UUID], dt.date]:
+        """Move a partition's position behind ``fence``, and remember ids. Returns the new ones of these, and the day.
+
+        others  messages that are applied without an id.
+        dead    messages that become dead letters.
+        """
+        row = self._run(
+            connection,
+            _MOVE,
+            topic=place[0],
+            part=place[1],
+            end=end,
+            log_end=log_end,
+            others=others,
+            dead=dead,
+            days=[day(one) for one in ids],
+            ids=list(ids),
+        ).fetchone()
+        assert row is not None
+        return set(row[0]), row[1]
+
+    def forgotten_before(self, connection: psycopg.Connection[Any], ids: Collection[UUID], today: dt.date) -> dt.date:
+        """Return the day before which the group has forgotten ids: NO_TIME if none of these ids is of such a day.
+
+        To be called behind ``move``, which may have waited for the transaction that forgets.
+        """
+        if not any(NO_TIME < day(one) < today for one in ids):
+            return NO_TIME
+        row = self._run(connection, _FORGOTTEN).fetchone()
+        before: dt.date = NO_TIME if row is None or row[0] is None else row[0]
+        return before
+
+    def record_loss(self, connection: psycopg.Connection[Any], loss: Loss) -> None:
+        """Record a loss, once until an operator accepts it."""
+        self._run(
+            connection,
+            _LOSS,
+            topic=loss.place[0],
+            part=loss.place[1],
+            topic_id=loss.topic_id,
+            first=loss.first,
+            end=loss.end,
+            kind=loss.kind,
+            detail=loss.detail,
+        )
+
+    def end(self, connection: psycopg.Connection[Any], generation: int) -> None:
+        """Record a normal end, unless another member has claimed partitions since."""
+        self._run(connection, _END, generation=generation)
+
+    def _run(
+        self, connection: psycopg.Connection[Any], query: LiteralString, **values: object
+    ) -> psycopg.Cursor[tuple[Any, ...]]:
+        return run(connection, sql.SQL(query).format(**self._names), {"grp": self.name, **values})
+
+
+def run(
+    connection: psycopg.Connection[Any], query: sql.Composed, values: Mapping[str, object]
+) -> psycopg.Cursor[tuple[Any, ...]]:
+    """Execute a statement, whatever cursors and rows the user's connection has."""
+    cursor: psycopg.Cursor[tuple[Any, ...]] = psycopg.Cursor(connection, row_factory=tuple_row)
+    return cursor.execute(query, values)

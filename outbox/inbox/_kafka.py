@@ -1,0 +1,154 @@
+"""The inbox's requests to Kafka: topic ids, first and last offsets; and which stored positions Kafka no longer has."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any, Final
+
+from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
+from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
+
+from outbox.errors import ConfigurationError
+from outbox.inbox._group import Loss, Place, Position
+from outbox.inbox.errors import KafkaFailed, PositionLost, TopicReplaced
+
+_SECONDS: Final = 10.0
+_EARLIEST: Final = OffsetSpec.earliest()  # type: ignore[no-untyped-call]
+_LATEST: Final = OffsetSpec.latest()  # type: ignore[no-untyped-call]
+
+_OURS: Final[Mapping[str, Any]] = {
+    "enable.auto.commit": False,
+    "enable.auto.offset.store": False,
+    # A position that Kafka does not have is an error, never a jump.
+    "auto.offset.reset": "error",
+    "isolation.level": "read_committed",
+    # Behind a transaction's marker there may be no message that would move the position.
+    "enable.partition.eof": True,
+}
+_CALLBACKS: Final = frozenset({"error_cb", "stats_cb", "throttle_cb", "on_commit", "logger", "statistics.interval.ms"})
+
+REFUSALS: Final = frozenset(
+    {
+        KafkaError._AUTHENTICATION,  # noqa: SLF001  a documented name, in spite of the underscore
+        KafkaError.SASL_AUTHENTICATION_FAILED,
+        KafkaError.UNSUPPORTED_SASL_MECHANISM,
+        KafkaError.ILLEGAL_SASL_STATE,
+        KafkaError.TOPIC_AUTHORIZATION_FAILED,
+        KafkaError.GROUP_AUTHORIZATION_FAILED,
+        KafkaError.CLUSTER_AUTHORIZATION_FAILED,
+    }
+)
+UNREADABLE: Final = frozenset({KafkaError._BAD_MSG, KafkaError._BAD_COMPRESSION, KafkaError.INVALID_MSG})  # noqa: SLF001
+OUT_OF_RANGE: Final = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE})  # noqa: SLF001
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A partition in Kafka: its topic's id, its first offset, and the end for a read_committed reader."""
+
+    topic_id: str
+    first: int
+    end: int
+
+
+def consumer_options(given: Mapping[str, Any], group: str) -> dict[str, Any]:
+    """Return the options of the consumer. Raises ConfigurationError for one that is the inbox's own business."""
+    ours = {**_OURS, "group.id": group}
+    for name, value in ours.items():
+        if name in given and str(given[name]).lower() != str(value).lower():
+            raise ConfigurationError(f"kafka option {name}={given[name]}: the inbox needs {value}; leave it out")
+    return {**given, **ours}
+
+
+class Admin:
+    """Asks the brokers, with the consumer's options. Raises KafkaFailed when they refuse, or do not answer in time."""
+
+    def __init__(self, options: Mapping[str, Any]) -> None:
+        logger = logging.getLogger("outbox.inbox.librdkafka")
+        # Of every option that only consumers know, librdkafka would warn.
+        logger.setLevel(logging.CRITICAL + 1)
+        own = {name: value for name, value in options.items() if name not in _CALLBACKS}
+        self._admin = AdminClient(own, logger=logger)
+
+    def extents(self, topics: Iterable[str]) -> dict[Place, Extent]:
+        """Return the extents of all partitions of these topics."""
+        try:
+            ids: dict[Place, str] = {}
+            for name, future in self.describe(topics).items():
+                topic = future.result(_SECONDS)
+                ids.update(((name, part.id), str(topic.topic_id)) for part in topic.partitions)
+            first, end = self._offsets(ids, _EARLIEST), self._offsets(ids, _LATEST)
+            # A broker that ends before it has answered leaves an offset below 0, and no error.
+            found = {
+                place: Extent(id_, first[place].result(_SECONDS).offset, end[place].result(_SECONDS).offset)
+                for place, id_ in ids.items()
+            }
+        except (KafkaException, TimeoutError) as error:
+            raise KafkaFailed(f"Kafka, asked for topics and offsets: {str(error) or 'no answer in time'}") from error
+        if unknown := [place for place, extent in found.items() if min(extent.first, extent.end) < 0]:
+            raise KafkaFailed(f"Kafka, asked for topics and offsets: no answer for {unknown[0][0]}-{unknown[0][1]}")
+        return found
+
+    def describe(self, topics: Iterable[str]) -> Mapping[str, Future[Any]]:
+        """Ask for topics, and return at once. An unknown topic's future raises KafkaException."""
+        asked: Mapping[str, Future[Any]] = self._admin.describe_topics(
+            TopicCollection(sorted(topics)), request_timeout=_SECONDS
+        )
+        return asked
+
+    def _offsets(self, places: Iterable[Place], spec: Any) -> dict[Place, Future[Any]]:
+        wanted = {TopicPartition(*place): spec for place in places}
+        if not wanted:
+            return {}
+        asked = self._admin.list_offsets(
+            wanted, isolation_level=IsolationLevel.READ_COMMITTED, request_timeout=_SECONDS
+        )
+        return {(at.topic, at.partition): future for at, future in asked.items()}
+
+
+def find_losses(positions: Mapping[Place, Position], extents: Mapping[Place, Extent]) -> list[Loss]:
+    """Return what the group can no longer read of these partitions."""
+    losses = []
+    for place, here in sorted(positions.items()):
+        topic, part = place
+        there = extents.get(place)
+        if there is None:
+            # A broker with old metadata. Of a topic that is gone there would be no extents at all.
+            continue
+        if there.topic_id != here.topic_id:
+            text = (
+                f"{topic}-{part}: the topic was deleted and created again since the group read it (its id was "
+                f"{here.topic_id}, now {there.topic_id}): offset {here.next_offset} means nothing there"
+            )
+            losses.append(Loss(place, here.topic_id, here.next_offset, None, "recreated", text))
+        elif here.next_offset < there.first:
+            text = (
+                f"{topic}-{part}: retention removed messages {here.next_offset} to {there.first - 1} before the group "
+                "applied them"
+            )
+            losses.append(Loss(place, here.topic_id, here.next_offset, there.first, "retention", text))
+        elif here.next_offset > there.end:
+            text = (
+                f"{topic}-{part}: the group has read up to {here.next_offset}, but Kafka's log ends at {there.end}: it "
+                "was cut"
+            )
+            losses.append(Loss(place, here.topic_id, there.end, here.next_offset, "cut", text))
+    return losses
+
+
+def lost(losses: Sequence[Loss], positions: Mapping[Place, Position], group: str) -> PositionLost:
+    """Return the error for losses."""
+    first = losses[0]
+    kind = TopicReplaced if any(loss.kind == "recreated" for loss in losses) else PositionLost
+    more = f"; and {len(losses) - 1} partitions more" if len(losses) > 1 else ""
+    topic, part = first.place
+    return kind(
+        topic,
+        part,
+        positions[first.place].next_offset,
+        f"{first.detail}{more}. Nothing was skipped. When it is accounted for: `outbox offsets reset {group} --topic "
+        f"{topic} --to loss --reason …`, and start the consumer again",
+    )

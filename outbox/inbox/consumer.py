@@ -1,0 +1,157 @@
+"""The consumer that services embed. See ``_member`` for how it works, and what happens when something fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Final, Literal, get_args
+
+import psycopg
+from psycopg.conninfo import conninfo_to_dict
+
+from outbox.errors import ConfigurationError
+from outbox.inbox import _kafka
+from outbox.inbox._group import Group
+from outbox.inbox._letters import Letters
+from outbox.inbox._member import Handler, Member, Settings
+from outbox.inbox._once import DEFAULT_SCHEMA, check_name
+from outbox.urls import libpq_url
+
+OnFailure = Literal["stop", "dead-letter"]
+Start = Literal["earliest", "latest"]
+
+_NOTICE_DEAD_HOSTS: Final[Mapping[str, int]] = {
+    "connect_timeout": 10,
+    "keepalives_idle": 30,
+    "keepalives_interval": 10,
+    "keepalives_count": 3,
+    "tcp_user_timeout": 30_000,
+}
+
+
+class Consumer:
+    """Applies the messages of topics in Postgres, as one member of a group.
+
+    database    the URL of the database with the effects and the consumers' tables (`outbox db upgrade --consumer`), or
+                a function that opens a connection to it.
+    topics      to consume. Their messages need the id that the relay writes, unless ``dedup`` is off.
+    group       of Kafka's consumer group, and of the rows in the consumers' tables.
+    kafka       librdkafka's options: ``bootstrap.servers``, credentials, ``session.timeout.ms`` …
+    batch       at most this many messages of a partition are applied in one transaction. They must be applied within
+                ``max.poll.interval.ms``.
+    on_failure  of a message: "stop" before it, or put it to the "dead-letter"s, and what comes later of its key behind.
+    attempts    at a message, before ``on_failure``.
+    wait        the first and the longest wait between attempts, in seconds.
+    most_dead   so many dead letters in a row of a partition stop the consumer: it is not the messages' fault.
+    dedup       recognize messages that were published twice, by their ids. Off, for topics without ids: nothing is
+                applied twice by this consumer, but a message that Kafka has twice is applied twice.
+    start       where a group begins that is new to a topic: at Kafka's first message, or at the end.
+    idle_seconds  after which Postgres ends a transaction in which no statement runs: a handler that calls other
+                systems must be quicker, and a member that is suspended blocks the next one for so long.
+    schema      of the consumers' tables.
+    """
+
+    def __init__(
+        self,
+        database: str | Callable[[], psycopg.Connection[Any]],
+        topics: Sequence[str],
+        *,
+        group: str,
+        kafka: Mapping[str, Any],
+        batch: int = 100,
+        on_failure: OnFailure = "stop",
+        attempts: int = 5,
+        wait: tuple[float, float] = (0.1, 30.0),
+        most_dead: int = 20,
+        dedup: bool = True,
+        start: Start = "earliest",
+        idle_seconds: float = 60.0,
+        schema: str = DEFAULT_SCHEMA,
+    ) -> None:
+        """Check and store the arguments, which the class describes. Raises ConfigurationError."""
+        check_name(group)
+        if isinstance(topics, str) or not topics:
+            raise ConfigurationError(f"topics: {topics!r} must be a list of at least one name")
+        for name, number in (("batch", batch), ("attempts", attempts), ("most_dead", most_dead)):
+            if number < 1:
+                raise ConfigurationError(f"{name} must be 1 or more, not {number}")
+        if on_failure not in get_args(OnFailure):
+            raise ConfigurationError(f"on_failure must be 'stop' or 'dead-letter', not {on_failure!r}")
+        if start not in get_args(Start):
+            raise ConfigurationError(f"start must be 'earliest' or 'latest', not {start!r}")
+        if not 0 < wait[0] <= wait[1]:
+            raise ConfigurationError(f"wait must be a first and a longest time in seconds, not {wait}")
+        if idle_seconds < 0.001:
+            raise ConfigurationError(f"idle_seconds must be 0.001 or more, not {idle_seconds}")
+        owner = f"inbox {socket.gethostname()}-{os.getpid()}"
+        strategy = "Dedup" if dedup else "OffsetsOnly"
+        self._settings = Settings(
+            connect=_opener(database, group) if isinstance(database, str) else database,
+            options=_kafka.consumer_options(kafka, group),
+            group=Group(schema, group, owner, strategy=strategy, idle_seconds=idle_seconds),
+            letters=Letters(schema, group),
+            topics=tuple(sorted(set(topics))),
+            batch=batch,
+            bury=on_failure == "dead-letter",
+            attempts=attempts,
+            wait=wait,
+            most_dead=most_dead,
+            dedup=dedup,
+            at_end=start == "latest",
+        )
+        self._stopping = threading.Event()
+
+    def stop(self) -> None:
+        """End ``run`` after the current transaction, or the next one at its start. For threads and signal handlers."""
+        self._stopping.set()
+
+    def run(self, handler: Handler) -> None:
+        """Consume until ``stop``, or in the main thread until SIGTERM or SIGINT.
+
+        handler   is called for each message that was not applied before, with the connection of its transaction. It
+                  must not commit. ``Reject`` says that trying again won't help; every other exception is tried again.
+
+        Raises HandlerFailed, PositionLost, KafkaFailed, and SchemaError when tables or rights are missing. Whatever it
+        raises, nothing was skipped: run it again when the cause is gone.
+        """
+        with self._signals():
+            member = Member(self._settings, handler, self._stopping)
+            try:
+                member.run()
+            finally:
+                member.close()
+                self._stopping.clear()
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = {
+            number: signal.signal(number, lambda *_: self._stopping.set()) for number in (signal.SIGTERM, signal.SIGINT)
+        }
+        try:
+            yield
+        finally:
+            for number, old in before.items():
+                # None: it was not set by Python.
+                signal.signal(number, signal.SIG_DFL if old is None else old)
+
+
+def _opener(url: str, group: str) -> Callable[[], psycopg.Connection[Any]]:
+    address = libpq_url(url)
+    given = conninfo_to_dict(address)
+    options: dict[str, Any] = {name: value for name, value in _NOTICE_DEAD_HOSTS.items() if name not in given}
+    # What pg_stat_activity shows in all versions.
+    options["application_name"] = re.sub(r"[^ -~]", "?", f"outbox inbox {group}")[:63]
+
+    def connect() -> psycopg.Connection[Any]:
+        # Prepared statements do not survive PgBouncer's transaction mode.
+        return psycopg.connect(address, autocommit=True, prepare_threshold=None, **options)
+
+    return connect

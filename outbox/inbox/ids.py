@@ -1,0 +1,94 @@
+"""The id by which a message's event is recognized, and the day in it.
+
+The same rules as those of the Spark consumers, which share the table: the header ``ce_id`` counts, or else ``id``,
+which Debezium's outbox router writes too. An id that is not a UUID becomes one: a hash of it and of its source.
+"""
+
+from __future__ import annotations
+
+import datetime as dt
+import hashlib
+import re
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+from uuid import UUID
+
+from outbox.event import CE_ID, CE_SOURCE, ID
+from outbox.inbox.errors import MessageIdMissing
+
+NO_TIME: Final = dt.date(1970, 1, 1)
+"""The day of every id without a time."""
+
+_UUID: Final = re.compile(rb"[0-9a-fA-F]{8}(-[0-9a-fA-F]{4}){3}-[0-9a-fA-F]{12}")
+_DAY: Final = 86_400_000
+
+
+def message_id(message: object) -> UUID:
+    """Return the id of a message's event.
+
+    message  of confluent-kafka; any object whose ``headers``, as an attribute or a method, are a mapping or pairs of
+             name and value, such as aiokafka's and FastStream's; headers themselves; or an id, as a UUID.
+
+    Raises MessageIdMissing.
+    """
+    if isinstance(message, UUID):
+        return message
+    headers = _named(message)
+    given = headers.get(CE_ID)
+    if given is None:
+        given = headers.get(ID)
+    raw = _bytes(given)
+    if not raw:
+        raise MessageIdMissing(
+            f"{_where(message)} has no id: neither a header ce_id nor a header id. Messages of the relay have one; for "
+            "others give the id itself, a UUID"
+        )
+    if _UUID.fullmatch(raw):
+        return UUID(raw.decode())
+    # Two sources may use the same id (CloudEvents: source and id together are unique).
+    digits = hashlib.sha256(_bytes(headers.get(CE_SOURCE)) + b"\0" + raw).hexdigest()
+    return UUID(f"{digits[:8]}-{digits[8:12]}-8{digits[12:15]}-8{digits[15:18]}-{digits[18:30]}")
+
+
+def day(id_: UUID) -> dt.date:
+    """Return the day in a UUID of version 7 (RFC 9562: the first 48 bits are Unix milliseconds), else NO_TIME."""
+    if id_.int >> 76 & 0xF != 7 or id_.int >> 62 & 0b11 != 0b10:
+        return NO_TIME
+    return NO_TIME + dt.timedelta(days=(id_.int >> 80) // _DAY)
+
+
+def _named(message: object) -> Mapping[str, Any]:
+    """Return a message's headers by name. Of several with the same name the first one counts."""
+    headers: Any = getattr(message, "headers", message)
+    if callable(headers):
+        headers = headers()
+    if headers is None:
+        return {}
+    if isinstance(headers, Mapping):
+        return headers
+    if isinstance(headers, Iterable) and not isinstance(headers, str | bytes):
+        return dict(reversed([(name, value) for name, value in headers]))
+    raise MessageIdMissing(f"a {type(message).__name__} is no message: it has no headers")
+
+
+def _bytes(value: object) -> bytes:
+    match value:
+        case None:
+            return b""
+        case str():
+            return value.encode("utf-8", "surrogateescape")
+        case UUID():
+            return str(value).encode()
+        case bytes() | bytearray() | memoryview():
+            return bytes(value)
+    raise MessageIdMissing(f"the id in a message's headers is a {type(value).__name__}, neither text nor bytes")
+
+
+def _where(message: object) -> str:
+    try:
+        topic, partition, offset = (
+            part() if callable(part := getattr(message, name)) else part for name in ("topic", "partition", "offset")
+        )
+    except AttributeError:
+        return "the message"
+    return f"the message {topic}-{partition} offset {offset}"

@@ -1,0 +1,103 @@
+"""The inbox's members as processes: killed, joined by others and put to sleep while they work through a backlog."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+from inbox_support import Log, Process
+from support import wait_until
+
+MESSAGES = 25_000
+KEYS = 200
+
+
+@pytest.fixture
+def start(outbox_postgres, outbox_kafka, tmp_path):
+    log = Log(outbox_postgres, outbox_kafka, 4)
+    started: list[Process] = []
+
+    def start(name: str, **options) -> Process:
+        started.append(log.process(tmp_path, name, **options))
+        return started[-1]
+
+    start.log = log
+    yield start
+    for process in started:
+        process.end()
+
+
+def test_each_effect_is_there_once_whoever_is_killed_or_joins(start):
+    log = start.log
+    keys = [f"k{number}" for number in range(KEYS)]
+
+    def backlog(count: int) -> None:
+        log.produce([keys[number % KEYS] for number in range(count)])
+
+    def written() -> int:
+        return sum(map(len, log.written.values()))
+
+    def join(name: str, **options) -> Process:
+        """Start a member, and write until it has had its share: partitions move while others are at work."""
+
+        def takes_part() -> bool:
+            log.produce(keys[:50])
+            return bool(log.run("SELECT 1 FROM effects WHERE member = %s LIMIT 1", name))
+
+        member = start(name, **options)
+        wait_until(takes_part, 60, f"the {name} member")
+        return member
+
+    def kill(member: Process) -> None:
+        """Kill a member in the middle of a backlog."""
+        before = log.count()
+        backlog(7_000)
+        wait_until(lambda: log.count() > before + 500, 60, "progress")
+        member.signal(signal.SIGKILL)
+        assert log.count() < written()
+
+    backlog(4_000)
+    first = join("first")
+    second = join("second")
+    kill(first)
+    third = join("third", batch=10)
+    kill(second)
+    fourth = join("fourth")
+    backlog(max(KEYS, MESSAGES - written()))
+    wait_until(lambda: log.count() >= written(), 120, "all effects")
+    for member in (third, fourth):
+        member.signal(signal.SIGTERM)
+        assert member.wait() == 0, member.text()
+    log.check()
+    total = written()
+    assert total >= MESSAGES
+    assert log.run("SELECT sum(applied), sum(duplicates), sum(next_offset) FROM consumer.offsets") == [
+        (total, 0, total)
+    ]
+    assert log.run("SELECT count(*) FROM consumer.processed_messages") == [(total,)]
+
+
+def test_who_wakes_after_a_long_sleep_changes_nothing(start):
+    """Without ids: the positions alone have to hold."""
+    log = start.log
+    kafka = {"heartbeat.interval.ms": 300, "partition.assignment.strategy": "cooperative-sticky"}
+    options = {"dedup": False, "batch": 50, "kafka": kafka}
+    log.produce([f"k{number % KEYS}" for number in range(5_000)])
+    sleeper = start("sleeper", sleep_at=20, **options)
+    wait_until(lambda: sleeper.asleep, 60, "the sleep")
+    applied = log.count()
+    assert 0 < applied < 5_000
+    other = start("other", **options)
+    # Kafka gives it the partitions when the sleeper's session has expired.
+    wait_until(lambda: log.count() >= 5_000, 60, "all effects")
+    sleeper.signal(signal.SIGCONT)
+    fenced = "claimed by another member; nothing was applied"
+    wait_until(lambda: fenced in sleeper.text() or log.count() > 5_000, 60, "what the sleeper does")
+    assert log.count() == 5_000
+    log.produce([f"k{number % KEYS}" for number in range(1_000)])
+    wait_until(lambda: log.count() >= 6_000, 60, "the last effects")
+    for member in (sleeper, other):
+        member.signal(signal.SIGTERM)
+        assert member.wait() == 0, member.text()
+    log.check()
+    assert log.run("SELECT sum(applied) FROM consumer.offsets") == [(6_000,)]

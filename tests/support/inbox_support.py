@@ -1,0 +1,194 @@
+"""What the tests of the inbox share: messages with ids, consumers in threads and processes, and what they applied."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+from uuid import UUID
+
+import psutil
+import psycopg
+from confluent_kafka import Producer
+from psycopg.rows import dict_row
+from support import look_up, wait_until
+from uuid_utils.compat import uuid7
+
+from outbox.inbox import Consumer, KafkaMessage
+
+SCRIPT = Path(__file__).with_name("inbox_member.py")
+SCHEMA = """
+CREATE TABLE effects (id bigint GENERATED ALWAYS AS IDENTITY, topic text, part integer, at bigint, key text, n integer,
+                      member text)"""
+INSERT = "INSERT INTO effects (topic, part, at, key, n, member) VALUES (%s, %s, %s, %s, %s, %s)"
+# Waits for nothing, and gives up nothing while a slow machine stalls.
+FAST = {"fetch.wait.max.ms": 20, "session.timeout.ms": 6000}
+
+
+def apply(connection: psycopg.Connection[Any], message: KafkaMessage, member: str = "") -> None:
+    """The effect of a message: a row that nothing keeps from being written twice."""
+    key, value = message.key(), message.value()
+    assert value is not None
+    row = message.topic(), message.partition(), message.offset(), key.decode() if key else None, json.loads(value)["n"]
+    connection.execute(INSERT, (*row, member))
+
+
+class Log:
+    """A topic with numbered messages of each key, and the table of their effects."""
+
+    def __init__(self, database: Any, kafka: Any, partitions: int = 1) -> None:
+        self.database, self.servers = database, kafka.bootstrap_servers
+        self.topic = kafka.create_topic(kafka.name("orders"), partitions)
+        self.group = kafka.name("inbox")
+        self.written: dict[str | None, list[int]] = defaultdict(list)
+        with psycopg.connect(database.url) as connection:
+            connection.execute(SCHEMA)
+
+    def produce(
+        self,
+        keys: Sequence[str | None],
+        *,
+        ids: Sequence[UUID | None] | None = None,
+        partition: int | None = None,
+        transactional: bool = False,
+    ) -> list[UUID | None]:
+        """Write a message for each of the keys, numbered in each key. Returns their ids."""
+        ids = list(ids) if ids is not None else [uuid7() for _ in keys]
+        options: dict[str, Any] = {"bootstrap.servers": self.servers, "linger.ms": 5}
+        producer = Producer(options | ({"transactional.id": f"{self.topic}-writer"} if transactional else {}))
+        if transactional:
+            producer.init_transactions(30)
+            producer.begin_transaction()
+        for key, id_ in zip(keys, ids, strict=True):
+            numbers = self.written[key]
+            numbers.append(len(numbers))
+            headers = {} if id_ is None else {"ce_id": str(id_)}
+            where = {} if partition is None else {"partition": partition}
+            producer.produce(self.topic, json.dumps({"n": numbers[-1]}), key, headers=headers, **where)
+            producer.poll(0)
+        if transactional:
+            producer.commit_transaction(30)
+        assert producer.flush(60) == 0
+        return ids
+
+    def run(self, query: str, *values: Any) -> list[Any]:
+        return look_up(self.database.url, query, *values)
+
+    def count(self) -> int:
+        return int(self.run("SELECT count(*) FROM effects")[0][0])
+
+    def applied(self) -> dict[str | None, list[int]]:
+        """The numbers that were applied, by key, in the order in which they were."""
+        found: dict[str | None, list[int]] = defaultdict(list)
+        for key, n in self.run("SELECT key, n FROM effects ORDER BY id"):
+            found[key].append(n)
+        return found
+
+    def letters(self) -> list[dict[str, Any]]:
+        with psycopg.connect(self.database.url, row_factory=dict_row) as connection:
+            return connection.execute("SELECT * FROM consumer.dead_letters ORDER BY part, message_offset").fetchall()
+
+    def positions(self) -> dict[int, int]:
+        return dict(self.run("SELECT part, next_offset FROM consumer.offsets WHERE grp = %s", self.group))
+
+    def check(self) -> None:
+        """Every message was applied once, and each key's in their order."""
+        assert self.applied() == self.written
+
+    def consumer(self, **options: Any) -> Consumer:
+        given = {"wait": (0.01, 0.1), "kafka": {}, "database": self.database.url, **options}
+        kafka = {"bootstrap.servers": self.servers, **FAST, **given.pop("kafka")}
+        return Consumer(given.pop("database"), [self.topic], group=self.group, kafka=kafka, **given)
+
+    @contextlib.contextmanager
+    def consuming(self, handler: Callable[..., None] = apply, **options: Any) -> Iterator[Running]:
+        """Run a consumer in a thread; it must not fail unless ``error`` of what is yielded is looked at."""
+        running = Running(self.consumer(**options), handler)
+        try:
+            yield running
+        finally:
+            running.end()
+
+    def process(self, folder: Path, name: str, **options: Any) -> Process:
+        given = {"url": self.database.url, "topic": self.topic, "group": self.group, "servers": self.servers}
+        return Process(folder / f"{name}.log", {**given, "name": name, **options})
+
+
+class Running:
+    """A consumer that runs in a thread."""
+
+    def __init__(self, consumer: Consumer, handler: Callable[..., None]) -> None:
+        self._consumer = consumer
+        self._error: BaseException | None = None
+        self._looked_at = False
+        self._thread = threading.Thread(target=self._run, args=(handler,), daemon=True)
+        self._thread.start()
+
+    def _run(self, handler: Callable[..., None]) -> None:
+        try:
+            self._consumer.run(handler)
+        except BaseException as error:  # noqa: BLE001  raised in the test's thread
+            self._error = error
+
+    def wait(self, condition: Callable[[], Any], what: str) -> None:
+        """Wait for a condition while it runs."""
+        wait_until(lambda: condition() or self._error, 60, what)
+        self._raise()
+
+    def error(self) -> BaseException:
+        """Wait for its end, and return the error that it raised."""
+        self._looked_at = True
+        self._thread.join(240)
+        assert self._error is not None
+        return self._error
+
+    def end(self) -> None:
+        self._consumer.stop()
+        self._thread.join(120)
+        assert not self._thread.is_alive()
+        self._raise()
+
+    def _raise(self) -> None:
+        if self._error is not None and not self._looked_at:
+            self._looked_at = True
+            raise self._error
+
+
+class Process:
+    """A member that runs in a process of its own."""
+
+    def __init__(self, log: Path, given: dict[str, Any]) -> None:
+        self.log = log
+        root = str(Path(__file__).parents[2])
+        with log.open("ab") as file:
+            self._child = subprocess.Popen(
+                [sys.executable, str(SCRIPT), json.dumps(given)],
+                stdout=file,
+                stderr=file,
+                env={**os.environ, "PYTHONPATH": root},
+            )
+
+    @property
+    def asleep(self) -> bool:
+        return psutil.Process(self._child.pid).status() == psutil.STATUS_STOPPED
+
+    def signal(self, number: int) -> None:
+        self._child.send_signal(number)
+
+    def wait(self) -> int:
+        return self._child.wait(60)
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def end(self) -> None:
+        if self._child.poll() is None:
+            self._child.kill()
+            self._child.wait(30)
