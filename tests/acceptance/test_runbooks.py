@@ -275,6 +275,21 @@ def test_no_relay_is_running(operator, orders, settings, address):
     alarmed(address, "OutboxNotPublishing", "OutboxRelayNotReady")
 
 
+@of("No relay is running")
+def test_no_relay_holds_the_first_lane(operator, orders, address):
+    operator.start()
+    alarmed(address)
+    with forgotten(orders.url, "SELECT FROM outbox.lanes WHERE lane = 0 FOR UPDATE") as pid:
+        wait_until(lambda: "OutboxNotPublishing" in firing(scraped(address)), what="the alert")
+        shown = operator.look("outbox status").text
+        assert " running " in shown
+        assert re.search(r"^0 +0 +- +- ", shown, re.MULTILINE), shown
+        there = operator.follow("A lane stands still")
+        assert there.query("pg_locks")[0]["pid"] == pid
+        there.execute("pg_terminate_backend", PID=pid)
+    alarmed(address)
+
+
 @of("The oldest event gets older")
 def test_a_lane_whose_lease_lies_in_the_future(operator, orders, address):
     url = orders.url
@@ -437,6 +452,24 @@ def test_a_lane_that_has_lost_its_state(operator, orders, address, settings):
     assert len(re.findall("as it should be", shown)) == 3
     operator.own("outbox relay reconcile --lane", LANE=2)
     orders.published(40)
+    alarmed(address)
+
+
+@of("A lane stands still")
+def test_postgres_refuses(operator, orders, address):
+    """A trigger of somebody else's."""
+    url = orders.url
+    change(
+        url,
+        "CREATE FUNCTION refuse() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN RAISE 'kept by law'; END $$;"
+        "CREATE TRIGGER kept BEFORE DELETE ON outbox.events FOR EACH ROW EXECUTE FUNCTION refuse()",
+    )
+    relay = operator.start()
+    orders.add(20)
+    wait_until(lambda: ": postgres_refuses for " in operator.look("curl -s", RELAY=address).text, what="the reason")
+    assert "kept by law" in relay.log()
+    change(url, "DROP TRIGGER kept ON outbox.events")
+    orders.published(20)
     alarmed(address)
 
 
