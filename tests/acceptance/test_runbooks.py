@@ -764,6 +764,7 @@ def test_kafka_lost_what_a_group_had_not_read(operator, driver):
         driver.send(part, 10)
     driver.meet()
     driver.read(0, 2)
+    driver.read(1, 9)
     driver.delete_before(0, 5)
     consumer = Consumer(driver)
     with pytest.raises(DataLost, match="outbox offsets reset"):
@@ -774,6 +775,8 @@ def test_kafka_lost_what_a_group_had_not_read(operator, driver):
     assert "1 losses that nobody has accepted: `outbox offsets show`" in operator.look("outbox status").text
     assert "retention" in operator.look("outbox offsets show", GROUP=GROUP).text
     operator.act("outbox offsets reset", GROUP=GROUP, TOPIC=driver.topic)
+    # Where nothing was lost, it goes neither back nor on.
+    assert driver.positions() == {0: 5, 1: 9}
     consumer = Consumer(driver)
     consumer.runner.once(threading.Event())
     assert driver.positions() == {0: 10, 1: 10}
