@@ -30,7 +30,8 @@ def trace(
         str | None, typer.Option("--aggregate", help="TYPE/ID: list the newest events of this key instead.")
     ] = None,
     topic: Annotated[
-        list[str] | None, typer.Option("--topic", help="Look through this topic for it; repeatable.")
+        list[str] | None,
+        typer.Option("--topic", help="Look through this topic for it, and for repeats of it; repeatable."),
     ] = None,
     seconds: Annotated[float, typer.Option("--seconds", min=0, help="How long to look through topics.")] = 10.0,
     limit: Annotated[int, typer.Option(min=1, max=1_000, help="With --aggregate: so many events.")] = 20,

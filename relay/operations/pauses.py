@@ -54,10 +54,10 @@ SELECT p.drain_xid, p.wal_lsn, p.last_id, p.drained_at IS NOT NULL,
        EXISTS (SELECT FROM {relays} WHERE alive_until >= clock_timestamp())
   FROM {pauses} AS p WHERE p.number = %(number)s"""
 
-# backend_xid of other roles' sessions is shown to members of pg_read_all_stats only; prepared transactions to all.
+# xact_start of other roles' sessions is shown to members of pg_read_all_stats only; the rest to all.
 _OLD: Final = """
 SELECT 'session ' || pid || coalesce(' of ' || usename, '') || coalesce(' (' || nullif(application_name, '') || ')', '')
-       || ', open since ' || to_char(xact_start AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS') || ' UTC'
+       || coalesce(', open since ' || to_char(xact_start AT TIME ZONE 'UTC', 'YYYY-MM-DD HH24:MI:SS') || ' UTC', '')
   FROM pg_stat_activity
  WHERE backend_xid IS NOT NULL AND pid <> pg_backend_pid() AND age(backend_xid) >= age(%(xid)s::text::xid)
  UNION ALL

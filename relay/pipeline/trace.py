@@ -105,11 +105,11 @@ def find_event(settings: Settings, event_id: UUID, named: Sequence[str], seconds
         with connect(sink_url or settings.require_database(), "outbox trace") as connection:
             schema = settings.consumer_schema
             if sink_url is None and not has_tables(connection, schema):
-                _search(found, settings, topics, seconds, from_the_beginning=bool(named))
+                _search(found, settings, topics, seconds, named=bool(named))
                 return found
             # The topic of an event without a row is unknown, so the topics that groups read are searched.
             topics = topics or (consumers.topics(connection, schema) if event.aggregate_type is None else [])
-            _search(found, settings, topics, seconds, from_the_beginning=bool(named))
+            _search(found, settings, topics, seconds, named=bool(named))
             places = [(place.topic, place.partition, place.offset) for place in found.places]
             hidden = {}
             found.groups = consumers.find(connection, schema, event_id, places, topics, hidden)
@@ -117,16 +117,15 @@ def find_event(settings: Settings, event_id: UUID, named: Sequence[str], seconds
     except OutboxError as error:
         found.unseen.append(str(error))
         if not found.searched:
-            _search(found, settings, topics, seconds, from_the_beginning=bool(named))
+            _search(found, settings, topics, seconds, named=bool(named))
     return found
 
 
-def _search(
-    found: Found, settings: Settings, topics: Sequence[str], seconds: float, *, from_the_beginning: bool
-) -> None:
-    """Look for the event on Kafka where no table says where it is.
+def _search(found: Found, settings: Settings, topics: Sequence[str], seconds: float, *, named: bool) -> None:
+    """Look for the event on Kafka where no table says where it is, or where somebody has named topics.
 
-    from_the_beginning   also of topics whose messages are of any time, as nothing says when the event was written.
+    named   whether somebody has named the topics: they are read also if nothing says when the event was written, or if
+            a place of it is known, because it may stand there more than once.
     """
     from outbox._app.settings import client_options
     from relay.operations.trace import search, written_at
@@ -137,9 +136,9 @@ def _search(
     if since is not None and since > dt.datetime.now(dt.UTC):
         # The writer made it up.
         since = dt.datetime.fromtimestamp(0, dt.UTC)
-    if found.places or event.state not in {"published", "unknown"}:
+    if not named and (found.places or event.state not in {"published", "unknown"}):
         return
-    if since is None and from_the_beginning:
+    if since is None and named:
         since = dt.datetime.fromtimestamp(0, dt.UTC)
     if not topics or since is None:
         found.whole = False
@@ -147,10 +146,14 @@ def _search(
         found.unseen.append(f"no topic was looked through, as {why}: name one with --topic")
         return
     try:
-        found.places, found.whole = search(client_options(settings), topics, event.event_id, since, seconds)
+        places, found.whole = search(client_options(settings), topics, event.event_id, since, seconds)
     except OutboxError as error:
         found.whole = False
         found.unseen.append(str(error))
+    else:
+        seen = {(place.topic, place.partition, place.offset) for place in places}
+        known = [place for place in found.places if (place.topic, place.partition, place.offset) not in seen]
+        found.places = [*known, *places]
 
 
 def _topics(settings: Settings, event: Event) -> list[str]:

@@ -7,11 +7,12 @@
 | between two looks at the slot                                     | 10      | 0.5  |
 | for a coordinator to abort what has outlasted its time-out        | 15      | 1    |
 | until a wait is an error                                          | 60      | 3    |
+| for the count of the waiting events                               | 10      | 1    |
 """
 
 from __future__ import annotations
 
-from relay import supervisor, wiring
+from relay import insights, supervisor, wiring
 from relay.cli import main
 from relay.kafka import open_transactions
 from relay.kafka.state_topic import StateTopic
@@ -26,6 +27,7 @@ if __name__ == "__main__":
         (wiring, "_WATCH_SECONDS", 0.5),
         (open_transactions, "_GRACE_SECONDS", 1.0),
         (supervisor, "_STANDING_SECONDS", 3.0),
+        (insights, "_STATEMENT_SECONDS", 1.0),
     ):
         assert hasattr(module, name)
         setattr(module, name, seconds)

@@ -70,7 +70,7 @@ NOT_INSTALLED = {"airflow", "faststream", "mymodule"}
 
 LANGUAGES = {
     *("python", "sh", "crontab", "ini", "dockerfile", "yaml", "toml", "json", "mermaid", "text"),  # below
-    "sql",  # tests/integration/test_docs_blocks.py, tests/peers/page.py
+    "sql",  # tests/integration/test_docs_blocks.py, tests/acceptance/test_runbooks.py, tests/peers/page.py
 }
 
 PLACEHOLDERS = {
@@ -78,12 +78,14 @@ PLACEHOLDERS = {
     "MESSAGE_ID": "0199d2a5-0000-7000-8000-000000000000",
     "PARTITION": "0",
     "OFFSET": "17",
+    "LANE": "3",
+    "DEAD_LETTER": "17",
 }
 """Values for what stands in capitals in a command and has to be of a type."""
 
 COMMANDS = {
-    *("cd", "eval", "export", "flock", "jq", "kill", "outbox", "pip", "python", "python3", ".", "make", "xargs"),
-    *("opentelemetry-instrument", "docker", "kubectl"),
+    *("cd", "curl", "eval", "export", "flock", "jq", "kill", "outbox", "pip", "python", "python3", ".", "make"),
+    *("xargs", "opentelemetry-instrument", "docker", "kubectl"),
 }
 
 HEREDOC = re.compile(r"<<'(\w+)'\n(.*?)^\1$", re.MULTILINE | re.DOTALL)

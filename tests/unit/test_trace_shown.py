@@ -33,7 +33,7 @@ def test_texts_of_others_can_neither_make_lines_nor_reach_the_terminal(capsys):
 )
 def test_what_was_not_looked_through_is_said(event_id, topics, why, capsys):
     found = Found(Event(event_id, "unknown"))
-    _search(found, Settings(), topics, 1.0, from_the_beginning=False)
+    _search(found, Settings(), topics, 1.0, named=False)
     assert found.as_dict()["searched_to_the_end"] is False
     assert found.unseen == [f"no topic was looked through, as {why}: name one with --topic"]
     show(found)
