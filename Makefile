@@ -84,11 +84,16 @@ chaos: $(VENV)/.installed  ## everything killed, halted and cut off at random: 4
 peers: $(VENV)/.installed  ## a real Debezium beside our relay and in its place; fetches 20 MB of jars at first
 	$(BIN)/python -m pytest tests/peers $(ARGS)
 
-# About two hours, on a machine that does nothing else; ARGS="--quick" to see in minutes that it works.
+# About two hours, on a machine that does nothing else; ARGS="--quick" to see in minutes that it works. WHAT=guarantees:
+# what each guarantee costs here, first for a bare producer and then for relays; a quarter of an hour.
 bench: $(VENV)/.installed  ## the relay beside Debezium and a bare loop, to build/bench.html; a consumer beside JDBC append
 	@mkdir -p build
+ifeq ($(WHAT),guarantees)
+	$(BIN)/python benchmarks/relay.py --only guarantees latency drain --ways producer ours --html build/guarantees.html $(ARGS)
+else
 	$(BIN)/python benchmarks/relay.py --json build/bench.json --html build/bench.html $(ARGS)
 	$(BIN)/python benchmarks/consume.py
+endif
 
 docs-reference: $(VENV)/.installed  ## settings, commands, metrics and errors from the code, to docs/reference
 	$(BIN)/python docs/reference/generate.py

@@ -7,6 +7,7 @@ from typing import Final
 from benchmarks.harness.scenarios.base import Scenario, Sizes
 from benchmarks.harness.scenarios.big import Big
 from benchmarks.harness.scenarios.drains import Backlog5M, DrainSmall, DrainUsual, HotKey
+from benchmarks.harness.scenarios.guarantees import Guarantees
 from benchmarks.harness.scenarios.held import Held
 from benchmarks.harness.scenarios.idle import Empty, Memory
 from benchmarks.harness.scenarios.lanes import Lanes
@@ -25,6 +26,7 @@ ALL: Final[tuple[type[Scenario], ...]] = (
     Held,
     Big,
     Writers,
+    Guarantees,
     Memory,
 )
 
