@@ -473,6 +473,23 @@ def test_postgres_refuses(operator, orders, address):
     alarmed(address)
 
 
+@of("A server refuses the connection")
+def test_a_broker_that_can_not_be_found(operator, orders, address, settings):
+    """Certificates, passwords and rights: test_secured_servers.py."""
+    right = settings["kafka__bootstrap_servers"]
+    orders.add(5)
+    settings["kafka__bootstrap_servers"] = "broker.invalid:9092"
+    relay = operator.start()
+    relay.wait_for_log("Failed to resolve")
+    shown = operator.look("outbox doctor")
+    assert (shown.status, "a connection failed" in shown.text, "Failed to resolve" in shown.text) == (1, True, True)
+    relay.kill()
+    settings["kafka__bootstrap_servers"] = right
+    operator.start()
+    orders.published(5)
+    alarmed(address)
+
+
 @of("A topic takes nothing")
 def test_a_topic_is_missing(operator, outbox_postgres, outbox_kafka, address, settings):
     missing = Orders(outbox_postgres, outbox_kafka, exists=False)

@@ -368,9 +368,9 @@ def test_an_answer_that_is_late_is_waited_for(proxy, topics) -> None:
         seen = proxy.seen(END_TXN)
         proxy.on(END_TXN, action)
         timer = threading.Timer(0.3, proxy.release)
+        start = time.monotonic()
         if action.seconds is None:
             timer.start()
-        start = time.monotonic()
         producer.commit_transaction(30)
         assert time.monotonic() - start >= seconds
         assert proxy.seen(END_TXN) == seen + 1

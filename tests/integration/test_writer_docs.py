@@ -26,7 +26,7 @@ def test_the_examples_run(outbox_postgres, capsys):
 def run(outbox_postgres, slot: Slot) -> None:
     text = PAGE.read_text()
     blocks = [(text[: found.start()].count("\n") + 2, *found.groups()) for found in BLOCK.finditer(text)]
-    assert [language for _, language, _ in blocks].count("python") == 9
+    assert [language for _, language, _ in blocks].count("python") == 10
     # Dataclasses and mapped classes look their module up.
     namespace = {"url": outbox_postgres.url, "slot": slot.name, "__name__": __name__}
     try:
@@ -52,6 +52,7 @@ def run(outbox_postgres, slot: Slot) -> None:
         ("Order", "4711", "OrderSent"),
         ("Stock", "tea", "Counted"),
     ]
+    assert namespace["cancelled"] is True
     messages = [message for each in slot.raw() for message in each if isinstance(message, pgoutput.Message)]
     assert {message.prefix for message in messages} == {message_prefix("outbox")}
     events = [decode(message.content) for message in messages]
