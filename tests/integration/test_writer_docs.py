@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import schema_registry
 from slots import Slot, opened_slot
 from writer_targets import stored
 
@@ -16,19 +17,24 @@ BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
 def test_the_examples_run(outbox_postgres, capsys):
-    with opened_slot(outbox_postgres) as slot:
-        run(outbox_postgres, slot)
+    with opened_slot(outbox_postgres) as slot, schema_registry.running() as registry:
+        run(outbox_postgres, slot, registry.url)
     printed = capsys.readouterr().out
     assert "autocommit" in printed
     assert "no replication slot 'nobodys'" in printed
 
 
-def run(outbox_postgres, slot: Slot) -> None:
+def run(outbox_postgres, slot: Slot, registry_url: str) -> None:
     text = PAGE.read_text()
     blocks = [(text[: found.start()].count("\n") + 2, *found.groups()) for found in BLOCK.finditer(text)]
-    assert [language for _, language, _ in blocks].count("python") == 9
+    assert [language for _, language, _ in blocks].count("python") == 11
     # Dataclasses and mapped classes look their module up.
-    namespace = {"url": outbox_postgres.url, "slot": slot.name, "__name__": __name__}
+    namespace = {
+        "url": outbox_postgres.url,
+        "slot": slot.name,
+        "registry_url": registry_url,
+        "__name__": __name__,
+    }
     try:
         for line, language, code in blocks:
             if language == "python":
@@ -50,6 +56,7 @@ def run(outbox_postgres, slot: Slot) -> None:
         ("Order", "4713", "OrderPlaced"),
         *[("Order", str(n), "OrderPlaced") for n in range(1000)],
         ("Order", "4711", "OrderSent"),
+        ("Invoice", "17", "InvoiceIssued"),
         ("Stock", "tea", "Counted"),
     ]
     messages = [message for each in slot.raw() for message in each if isinstance(message, pgoutput.Message)]
