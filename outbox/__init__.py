@@ -16,10 +16,14 @@ from outbox.errors import (
     OutboxError,
     PayloadError,
     SchemaError,
+    SchemaMismatch,
+    SchemaRefused,
+    SchemaRegistryUnavailable,
     SlotMissing,
     TargetError,
 )
 from outbox.event import Event
+from outbox.serializing import Serialized, Serializer
 
 if TYPE_CHECKING:
     from outbox.tables import OutboxTables, outbox_tables
@@ -39,6 +43,11 @@ __all__ = [
     "OutboxTables",
     "PayloadError",
     "SchemaError",
+    "SchemaMismatch",
+    "SchemaRefused",
+    "SchemaRegistryUnavailable",
+    "Serialized",
+    "Serializer",
     "SlotMissing",
     "TargetError",
     "outbox_tables",

@@ -50,7 +50,7 @@ def encode(event: Event) -> Encoded:
         raise PayloadError(
             "content_type", f"{content_type!r} does not go with a JSON payload; give the payload as bytes, encoded"
         )
-    return Encoded(_to_json(payload), None, None if content_type == JSON_CONTENT_TYPE else content_type)
+    return Encoded(to_json(payload), None, None if content_type == JSON_CONTENT_TYPE else content_type)
 
 
 def check_size(aggregate_id: str, payload: Encoded, headers: bytes | None, limit: int) -> None:
@@ -82,7 +82,8 @@ def exact_size(encoded: bytes) -> int:
     return _jsonb_length(orjson.loads(encoded))
 
 
-def _to_json(payload: object) -> bytes:
+def to_json(payload: object) -> bytes:
+    """Return a payload as JSON. Raises PayloadError; see ``encode``."""
     if _is_pydantic(payload):
         try:
             payload = _dump_model(payload)

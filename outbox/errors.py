@@ -39,6 +39,22 @@ class PayloadError(EventError):
     """The payload can't be encoded as the bytes of a Kafka message."""
 
 
+class SchemaMismatch(PayloadError):
+    """The payload does not fit its schema. ``field`` names the place inside it, ``subject`` the schema's subject."""
+
+    def __init__(self, field: str, problem: str, subject: str) -> None:
+        super().__init__(field, f"{problem} (schema of {subject})")
+        self.subject = subject
+
+
+class SchemaRefused(EventError):
+    """The schema registry does not have the event's schema, or refuses it. ``subject`` is the schema's subject."""
+
+    def __init__(self, subject: str, problem: str) -> None:
+        super().__init__("payload", f"subject {subject}: {problem}")
+        self.subject = subject
+
+
 class EventTooLarge(EventError):
     """Payload, key and headers together exceed the limit. ``size`` and ``limit`` are in bytes."""
 
@@ -50,6 +66,10 @@ class EventTooLarge(EventError):
         )
         self.size = size
         self.limit = limit
+
+
+class SchemaRegistryUnavailable(OutboxError):
+    """The schema registry was unavailable or returned an error. Nothing was sent to the database; retry the write."""
 
 
 class TargetError(OutboxError):

@@ -12,6 +12,7 @@ Events are checked before anything is sent, so a rejected one leaves the transac
 
 from __future__ import annotations
 
+import asyncio
 import datetime as dt
 import re
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
@@ -27,6 +28,7 @@ from sqlalchemy.orm import Session
 from outbox import _message, _payload, _statements, _targets, _trace
 from outbox.errors import ConfigurationError, EventError, SlotMissing, TargetError
 from outbox.event import CONTENT_TYPE, MAX_EVENT_BYTES, Event
+from outbox.serializing import Serializer, serialize
 from outbox.tables import DEFAULT_SCHEMA
 
 if TYPE_CHECKING:
@@ -57,7 +59,9 @@ class _Batch:
 class _Writer:
     """The common part of both outboxes: everything except sending."""
 
-    def __init__(self, schema: str, max_event_bytes: int, transport: Transport, slot: str) -> None:
+    def __init__(
+        self, schema: str, max_event_bytes: int, transport: Transport, slot: str, serializer: Serializer | None
+    ) -> None:
         if not 1 <= max_event_bytes <= MAX_EVENT_BYTES:
             raise ConfigurationError(f"max_event_bytes must be 1 to {MAX_EVENT_BYTES:,}, not {max_event_bytes:,}")
         if transport not in get_args(Transport):
@@ -68,6 +72,17 @@ class _Writer:
         self._limit = max_event_bytes
         self.emits = transport == "message"
         self._slot = slot
+        self._serializer = serializer
+
+    @property
+    def serializes(self) -> bool:
+        """Return whether events have to go through ``serialized``."""
+        return self._serializer is not None
+
+    def serialized(self, events: Sequence[Event]) -> Sequence[Event]:
+        """Return the events with their payloads serialized. Raises EventError, SchemaRegistryUnavailable."""
+        serializer = self._serializer
+        return events if serializer is None else [serialize(serializer, event) for event in events]
 
     def check_events(self, events: Sequence[Event]) -> None:
         """Raise EventError for an object that is not an event."""
@@ -185,6 +200,8 @@ class Outbox:
     transport        "table": an event is a row. "message": it is a message in the WAL without a row, which only a relay
                      with source=wal reads; see docs/guides/writing-events.md.
     slot             the replication slot of that relay; "message" checks that it exists before writing.
+    serializer       turns payloads into bytes before they are written, such as ``outbox.registry.RegistrySerializer``.
+                     AsyncOutbox calls it in a thread, since it may ask a server.
     """
 
     def __init__(
@@ -194,13 +211,14 @@ class Outbox:
         max_event_bytes: int = MAX_EVENT_BYTES,
         transport: Transport = "table",
         slot: str = _message.DEFAULT_SLOT,
+        serializer: Serializer | None = None,
     ) -> None:
         """Check and store the arguments, which the class describes.
 
         Raises ConfigurationError for a limit above 1,000,000 (that of the table's CHECK), an unknown transport, or an
         invalid slot name.
         """
-        self._writer = _Writer(schema, max_event_bytes, transport, slot)
+        self._writer = _Writer(schema, max_event_bytes, transport, slot, serializer)
 
     def add(
         self, target: SyncTarget, event: Event, *, lock_key: bool = False, not_before: dt.datetime | None = None
@@ -236,7 +254,8 @@ class Outbox:
             return []
         self._writer.check_events(events)
         with self._writer.writing(events) as trace:
-            batch = self._writer.prepare(events, trace, not_before, lock_key=lock_key)
+            ready = self._writer.serialized(events)
+            batch = self._writer.prepare(ready, trace, not_before, lock_key=lock_key)
             self._writer.check(batch, send(batch))
         return [event.event_id for event in events]
 
@@ -281,9 +300,10 @@ class AsyncOutbox:
         max_event_bytes: int = MAX_EVENT_BYTES,
         transport: Transport = "table",
         slot: str = _message.DEFAULT_SLOT,
+        serializer: Serializer | None = None,
     ) -> None:
         """Check and store the arguments, which ``Outbox`` describes."""
-        self._writer = _Writer(schema, max_event_bytes, transport, slot)
+        self._writer = _Writer(schema, max_event_bytes, transport, slot, serializer)
 
     async def add(
         self, target: AsyncTarget, event: Event, *, lock_key: bool = False, not_before: dt.datetime | None = None
@@ -306,7 +326,10 @@ class AsyncOutbox:
             return []
         self._writer.check_events(events)
         with self._writer.writing(events) as trace:
-            batch = self._writer.prepare(events, trace, not_before, lock_key=lock_key)
+            ready: Sequence[Event] = events
+            if self._writer.serializes:
+                ready = await asyncio.to_thread(self._writer.serialized, events)
+            batch = self._writer.prepare(ready, trace, not_before, lock_key=lock_key)
             self._writer.check(batch, await send(batch))
         return [event.event_id for event in events]
 

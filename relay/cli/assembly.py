@@ -29,6 +29,7 @@ _COMMANDS: Final = {
     "web": "relay.cli.web",
     "transactions": "relay.cli.transactions",
     "doctor": "relay.cli.doctor",
+    "asyncapi": "relay.cli.asyncapi",
     "replay": "relay.cli.failures",
     "consume": "spark_jobs.cli.consume",
     "demo": "relay.cli.demo.run",

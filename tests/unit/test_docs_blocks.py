@@ -48,6 +48,7 @@ RUN = {
     "docs/guides/notebooks.md": "tests/spark/test_notebook_docs.py",
     "docs/guides/testing.md": "tests/integration/test_docs_blocks.py",
     "docs/operations/page.md": "tests/integration/test_page_access.py",
+    "docs/reference/message-format.md": "tests/integration/test_message_format.py",
 }
 """Pages whose Python is run as a whole elsewhere."""
 
