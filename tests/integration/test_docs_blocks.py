@@ -17,6 +17,12 @@ from outbox._app import migrate as db
 ROLES = ("outbox_writer", "outbox_relay", "outbox_operator", "outbox_consumer")
 """Those that pages give rights to; whoever follows a page has them."""
 
+ELSEWHERE = {
+    "docs/guides/recipes.md",  # tests/acceptance/test_recipes*.py
+    "docs/operations/runbooks.md",  # tests/acceptance/test_runbooks.py
+}
+"""Pages whose SQL other tests run."""
+
 WRITE_FIRST = (
     "INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload) VALUES ('A', '1', 'T', '{}')"
 )
@@ -33,10 +39,10 @@ def place_order(session, number, aggregate_type="Order"):
 
 
 def pages() -> dict[str, list[Block]]:
-    """Return the pages with SQL, but for the runbooks, whose queries tests/acceptance/test_runbooks.py runs."""
+    """Return the pages with SQL that no other test runs."""
     found: dict[str, list[Block]] = {}
     for block in blocks("sql"):
-        if block.page != "docs/operations/runbooks.md":
+        if block.page not in ELSEWHERE:
             found.setdefault(block.page, []).append(block)
     return found
 

@@ -15,6 +15,7 @@ import json
 import re
 import shlex
 import subprocess
+import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -63,6 +64,12 @@ DECLARED = {
 }
 """Pages whose Python needs no server, and what it finds defined. It is run here, block by block."""
 
+EXCERPTS = {"docs/guides/recipes.md": "examples/recipes"}
+"""Pages whose Python and SQL are lines of files in a folder, each of the file that is linked last before the block.
+
+Tests run these files: tests/acceptance/test_recipes*.py.
+"""
+
 ELSEWHERE = {"docs/guides/inbox.md", "docs/operations/scheduling.md"}
 """Pages with Python that needs what is not here (Airflow, Databricks, FastStream): compiled; our names are bound."""
 
@@ -108,7 +115,7 @@ def test_every_block_says_its_language_and_every_language_has_a_check():
 
 def test_every_page_with_python_is_run_or_named():
     pages = {block.page for block in blocks("python")}
-    assert pages == {*RUN, *DECLARED, *ELSEWHERE}
+    assert pages == {*RUN, *DECLARED, *EXCERPTS, *ELSEWHERE}
     for page, test in RUN.items():
         name = Path(page).name
         assert name in (ROOT / test).read_text(), f"{test} does not read {page}"
@@ -153,6 +160,46 @@ def test_declarations_hold(page, monkeypatch):
         assert [(type(one), one.secret) for one in answers] == [(Credential, "p"), (Credential, "t")]
     else:
         assert "job" in namespace or "outbox.events" in namespace["metadata"].tables
+
+
+def excerpted(page: str) -> list[tuple[Path, Block]]:
+    """Return a page's blocks of Python and SQL, each with the file that is linked last before it."""
+    text = (ROOT / page).read_text()
+    links = [
+        (text[: link.start()].count("\n") + 1, ((ROOT / page).parent / link[1]).resolve())
+        for link in re.finditer(rf"\]\(([^)\s]*{EXCERPTS[page]}/[^)\s]+)\)", text)
+    ]
+    found = []
+    for block in blocks("python", "sql"):
+        if block.page == page:
+            before = [file for line, file in links if line < block.line]
+            assert before, f"{block.where}: no file of {EXCERPTS[page]} is linked before it"
+            found.append((before[-1], block))
+    return found
+
+
+@pytest.mark.parametrize("page", EXCERPTS)
+def test_excerpts_are_lines_of_their_file(page):
+    """They follow each other in the file, perhaps with more indentation."""
+    shown = excerpted(page)
+    for file, block in shown:
+        lines, wanted = file.read_text().splitlines(), block.text.splitlines()
+        parts = (lines[at : at + len(wanted)] for at in range(len(lines)))
+        assert any(textwrap.dedent("\n".join(part)).splitlines() == wanted for part in parts), (
+            f"{block.where} is not in {file.relative_to(ROOT)}"
+        )
+    assert {file for file, _ in shown} == set(recipes(page)), "each file has a section, and each section a file"
+
+
+@pytest.mark.parametrize("page", EXCERPTS)
+def test_every_file_with_excerpts_is_run(page):
+    tests = "".join(path.read_text() for path in (ROOT / "tests" / "acceptance").glob("test_recipes*.py"))
+    assert [file.name for file in recipes(page) if file.stem not in tests] == []
+
+
+def recipes(page: str) -> list[Path]:
+    """Return the files of a page's folder that hold Python or SQL."""
+    return [file for file in (ROOT / EXCERPTS[page]).iterdir() if file.suffix in {".py", ".sql"}]
 
 
 # --- Commands
