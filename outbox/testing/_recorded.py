@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -48,10 +49,12 @@ def read(target: Session | sa.Connection | psycopg.Connection[Any], schema: str)
         return _events(target.execute(query(schema)))
     driver = sys.modules.get("psycopg")
     if driver is not None and isinstance(target, driver.Connection):
+        from psycopg import Cursor
         from psycopg.rows import tuple_row
 
         _check(target)
-        with target.cursor(row_factory=tuple_row) as cursor:
+        with Cursor(target, row_factory=tuple_row) as cursor:
+            _decode_json(cursor)
             return _events(cursor.execute(*_for_psycopg(schema)))
     raise _unknown(target)
 
@@ -65,10 +68,12 @@ async def read_async(target: AsyncSession | AsyncConnection | psycopg.AsyncConne
         found: list[Event] = await target.run_sync(read, schema)
         return found
     if driver is not None and isinstance(target, driver.AsyncConnection):
+        from psycopg import AsyncCursor
         from psycopg.rows import tuple_row
 
         _check(target)
-        async with target.cursor(row_factory=tuple_row) as cursor:
+        async with AsyncCursor(target, row_factory=tuple_row) as cursor:
+            _decode_json(cursor)
             await cursor.execute(*_for_psycopg(schema))
             return _events(await cursor.fetchall())
     raise _unknown(target)
@@ -77,6 +82,13 @@ async def read_async(target: AsyncSession | AsyncConnection | psycopg.AsyncConne
 def _for_psycopg(schema: str) -> tuple[bytes, Any]:
     compiled = query(schema).compile(dialect=PGDialect_psycopg())  # type: ignore[no-untyped-call]
     return str(compiled).encode(), compiled.params
+
+
+def _decode_json(cursor: psycopg.Cursor[Any] | psycopg.AsyncCursor[Any]) -> None:
+    """Read jsonb as Python objects, whatever the connection reads it as: on Django's connections it is text."""
+    from psycopg.types.json import set_json_loads
+
+    set_json_loads(json.loads, cursor)
 
 
 def _check(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+from typing import Any
 from uuid import UUID
 
 import psycopg
 import pytest
 import sqlalchemy as sa
 from psycopg.rows import dict_row
+from psycopg.types.string import TextLoader
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
@@ -102,6 +105,30 @@ def test_connections_of_either_kind_and_any_row_factory(outbox_postgres: Databas
         assert ids(recorded_events(rows)) == ["2"]
 
 
+def as_a_framework_does(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
+    """Read jsonb as text, and let cursors take another kind of placeholder."""
+    connection.adapters.register_loader("jsonb", TextLoader)
+    asynchronous = isinstance(connection, psycopg.AsyncConnection)
+    connection.cursor_factory = psycopg.AsyncRawCursor if asynchronous else psycopg.RawCursor
+
+
+def test_connections_that_a_framework_has_set_up(outbox_postgres: Database) -> None:
+    event = Event("Order", "1", "OrderPlaced", {"price": 1.5}, headers={"tenant": "a"})
+
+    async def read_back() -> None:
+        async with await psycopg.AsyncConnection.connect(outbox_postgres.url) as connection:
+            as_a_framework_does(connection)
+            await AsyncOutbox().add(connection, event)
+            assert await recorded_events_async(connection) == [event]
+
+    with outbox_postgres.connect() as connection:
+        as_a_framework_does(connection)
+        Outbox().add(connection, event)
+        assert recorded_events(connection) == [event]
+        assert connection.execute("SELECT payload FROM outbox.events").fetchall() == [('{"price": 1.5}',)]
+    asyncio.run(read_back())
+
+
 async def asynchronous(url: str) -> None:
     for driver in ("psycopg", "asyncpg"):
         engine = create_async_engine(sqlalchemy_url(url, driver))
@@ -120,8 +147,6 @@ async def asynchronous(url: str) -> None:
 
 
 def test_asynchronous_targets(outbox_postgres: Database) -> None:
-    import asyncio
-
     asyncio.run(asynchronous(outbox_postgres.url))
 
 
