@@ -96,6 +96,9 @@ COMMANDS = {
     *("xargs", "opentelemetry-instrument", "docker", "kubectl"),
 }
 
+READERS = {"shop.py", "manage.py"}
+"""Scripts of the reader's own."""
+
 HEREDOC = re.compile(r"<<'(\w+)'\n(.*?)^\1$", re.MULTILINE | re.DOTALL)
 
 
@@ -188,7 +191,9 @@ def test_excerpts_are_lines_of_their_file(page):
         assert any(textwrap.dedent("\n".join(part)).splitlines() == wanted for part in parts), (
             f"{block.where} is not in {file.relative_to(ROOT)}"
         )
-    assert {file for file, _ in shown} == set(recipes(page)), "each file has a section, and each section a file"
+    folder = ROOT / EXCERPTS[page]
+    excerpted_from = {folder / file.relative_to(folder).parts[0] for file, _ in shown}
+    assert excerpted_from == set(recipes(page)), "each file or project has a section, and each section one of them"
 
 
 @pytest.mark.parametrize("page", EXCERPTS)
@@ -198,8 +203,9 @@ def test_every_file_with_excerpts_is_run(page):
 
 
 def recipes(page: str) -> list[Path]:
-    """Return the files of a page's folder that hold Python or SQL."""
-    return [file for file in (ROOT / EXCERPTS[page]).iterdir() if file.suffix in {".py", ".sql"}]
+    """Return what a page's folder holds: files of Python or SQL, and folders that are whole projects."""
+    found = (ROOT / EXCERPTS[page]).iterdir()
+    return [each for each in found if each.suffix in {".py", ".sql"} or (each / "manage.py").is_file()]
 
 
 # --- Commands
@@ -251,7 +257,7 @@ def check_command(words: list[str], where: str) -> None:
         case "pip":
             check_extras(" ".join(words), where)
         case "python" | "python3":
-            scripts = [word for word in words[1:] if word.endswith(".py") and word != "shop.py"]
+            scripts = [word for word in words[1:] if word.endswith(".py") and word not in READERS]
             assert all((ROOT / script).is_file() for script in scripts), where
 
 
