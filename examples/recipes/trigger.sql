@@ -1,0 +1,37 @@
+-- A trigger that writes an event for each change of a table: for changes by hand, and by software as it is.
+--
+--     pip install 'outbox-kafka[relay]'
+--     export OUTBOX_DATABASE_URL=postgresql://localhost/shop
+--     outbox db upgrade
+--     outbox db roles writer=shop --apply        # shop: the owner of the table
+--     psql "$OUTBOX_DATABASE_URL" --username=shop --single-transaction --file=trigger.sql
+
+CREATE TABLE products (sku text PRIMARY KEY, name text NOT NULL, cents integer NOT NULL);
+
+CREATE FUNCTION announce_product() RETURNS trigger LANGUAGE plpgsql
+-- It runs with the rights of its owner: whoever changes a product needs no right on the outbox.
+SECURITY DEFINER SET search_path = pg_catalog, pg_temp
+AS $$
+DECLARE
+    who jsonb := jsonb_build_object('changed-by', session_user);
+BEGIN
+    -- Another sku is another key: the old one is gone, the new one is there.
+    IF TG_OP = 'DELETE' OR TG_OP = 'UPDATE' AND NEW.sku <> OLD.sku THEN
+        INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, headers)
+        VALUES ('Product', OLD.sku, 'ProductRemoved', who);
+    END IF;
+    -- An UPDATE that changes nothing is no event.
+    IF TG_OP <> 'DELETE' AND NEW IS DISTINCT FROM OLD THEN
+        INSERT INTO outbox.events (aggregate_type, aggregate_id, event_type, payload, headers)
+        VALUES ('Product', NEW.sku, 'ProductChanged',
+                jsonb_build_object('name', NEW.name, 'cents', NEW.cents), who);
+    END IF;
+    RETURN NULL;
+END
+$$;
+-- Else every role could write such events, from a table of its own.
+REVOKE EXECUTE ON FUNCTION announce_product() FROM PUBLIC;
+
+-- AFTER: the row is locked by then, until the transaction ends. So a product's events are in the order of the commits.
+CREATE TRIGGER announce_product AFTER INSERT OR UPDATE OR DELETE ON products
+    FOR EACH ROW EXECUTE FUNCTION announce_product();
