@@ -105,10 +105,10 @@ screenshots: $(VENV)/.installed  ## the page's views as pictures, to docs/images
 # Pages as they lie in the repository, and the files that they link to.
 docs: $(VENV)-docs/.installed-lock docs-reference  ## the documentation as a site, to build/docs/site; warnings are errors
 	rm -rf build/docs
-	mkdir -p build/docs/pages/spark_jobs build/docs/pages/examples
+	mkdir -p build/docs/pages/spark_jobs
 	cp README.md CONTRIBUTING.md SECURITY.md build/docs/pages
 	cp spark_jobs/order_totals.py build/docs/pages/spark_jobs
-	cp -r examples/recipes build/docs/pages/examples
+	find examples/recipes \( -name "*.py" -o -name "*.sql" \) -exec cp --parents {} build/docs/pages \;
 	cp docs/zensical.toml build/docs
 	find docs \( -name "*.md" -o -name "*.yaml" -o -name "*.png" \) -exec cp --parents {} build/docs/pages \;
 	$(VENV)-docs/bin/zensical build --strict --config-file build/docs/zensical.toml

@@ -1,4 +1,4 @@
-"""The writer's statements, in SQLAlchemy Core; for psycopg each is compiled to text once.
+"""The writer's statements, in SQLAlchemy Core; for psycopg and asyncpg each is compiled to text once.
 
 One event takes ``INSERT … VALUES``. Several events, or any with ``lock_key``, take one ``INSERT … SELECT`` over arrays:
 its text is the same for any number of events, and rows get their ids in the list's order. Messages are emitted by one
@@ -13,7 +13,7 @@ A scheduled event is a row of another table, without a lane: a relay copies it w
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any, Final
 
@@ -34,6 +34,8 @@ KEY: Final = ("aggregate_type", "aggregate_id")
 _TYPES: Final[dict[str, Any]] = {"event_id": pg.UUID(), "payload": pg.JSONB(), "headers": pg.JSONB()}
 
 _DIALECT: Final[sa.Dialect] = PGDialect_psycopg()  # type: ignore[no-untyped-call]
+# As asyncpg wants it; SQLAlchemy's own dialect for asyncpg would bring greenlet.
+_NUMBERED: Final[sa.Dialect] = PGDialect_psycopg(paramstyle="numeric_dollar")  # type: ignore[no-untyped-call]
 
 LOCK_SEED: Final = 0x6F7574626F78
 """Keeps a key's advisory lock apart from the application's own locks on a hash of the same text. Spells "outbox"."""
@@ -114,6 +116,18 @@ def emit_many(*, lock_key: bool) -> sa.Select[tuple[int]]:
 def psycopg_sql(statement: sa.ClauseElement) -> str:
     """Return one of these statements as text for psycopg, with ``%(name)s`` parameters."""
     return str(statement.compile(dialect=_DIALECT))
+
+
+def asyncpg_arguments(statement: sa.ClauseElement, values: Mapping[str, Any]) -> list[Any]:
+    """Return what asyncpg's methods take for one of these statements: its text, and the values in their order."""
+    text, names = _numbered(statement)
+    return [text, *(values[name] for name in names)]
+
+
+@cache
+def _numbered(statement: sa.ClauseElement) -> tuple[str, tuple[str, ...]]:
+    compiled: Any = statement.compile(dialect=_NUMBERED)
+    return str(compiled), tuple(compiled.positiontup)
 
 
 def _rows(*names: str) -> sa.TableValuedAlias:

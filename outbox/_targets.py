@@ -1,18 +1,27 @@
 """The sessions and connections in whose transaction the library works, and what it refuses of them.
 
-psycopg and SQLAlchemy's asyncio are not imported here: the first needs libpq and the second greenlet, and a service may
-have neither. Objects of their classes exist only if the caller has imported them.
+psycopg, asyncpg and SQLAlchemy's asyncio are not imported here: the first needs libpq and the last greenlet, and a
+service may have none of them. Objects of their classes exist only if the caller has imported them.
 """
 
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, Final
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import sqlalchemy as sa
 from sqlalchemy.orm import Session, scoped_session
 
 from outbox.errors import TargetError
+
+
+class AsyncpgConnection(Protocol):
+    """What is used of asyncpg's Connection, and of the proxy of one that a pool gives. asyncpg has no types."""
+
+    def is_in_transaction(self) -> bool: ...
+    async def fetch(self, query: str, *args: Any) -> Sequence[Any]: ...
+
 
 if TYPE_CHECKING:
     import psycopg
@@ -25,10 +34,13 @@ if TYPE_CHECKING:
         | AsyncConnection
         | psycopg.AsyncConnection[Any]
         | psycopg.AsyncCursor[Any]
+        | AsyncpgConnection
     )
 
 _SYNC: Final = "a SQLAlchemy Session or Connection, or a psycopg Connection or Cursor"
-_ASYNC: Final = "a SQLAlchemy AsyncSession or AsyncConnection, or a psycopg AsyncConnection or AsyncCursor"
+_ASYNC: Final = (
+    "a SQLAlchemy AsyncSession or AsyncConnection, a psycopg AsyncConnection or AsyncCursor, or an asyncpg Connection"
+)
 
 
 def sync_target(target: Any, taker: str, async_taker: str) -> Session | sa.Connection | psycopg.Connection[Any]:
@@ -54,10 +66,10 @@ def sync_target(target: Any, taker: str, async_taker: str) -> Session | sa.Conne
 
 def async_target(
     target: Any, taker: str, sync_taker: str
-) -> AsyncSession | AsyncConnection | psycopg.AsyncConnection[Any]:
+) -> AsyncSession | AsyncConnection | psycopg.AsyncConnection[Any] | AsyncpgConnection:
     """Return the asynchronous session or connection that a target stands for. Raises TargetError as ``sync_target``."""
     sqlalchemy_async = sys.modules.get("sqlalchemy.ext.asyncio")
-    found: AsyncSession | AsyncConnection | psycopg.AsyncConnection[Any]
+    found: AsyncSession | AsyncConnection | psycopg.AsyncConnection[Any] | AsyncpgConnection
     if sqlalchemy_async is not None:
         if isinstance(target, sqlalchemy_async.async_scoped_session):
             target = target()
@@ -71,6 +83,9 @@ def async_target(
         if isinstance(target, driver.AsyncConnection):
             found = target
             return found
+    if is_asyncpg(target):
+        found = target
+        return found
     if _is_sync(target):
         raise TargetError(f"{taker} takes {_ASYNC}; for the {type(target).__name__} given use {sync_taker}")
     raise TargetError(f"{taker} takes {_ASYNC}, not the {type(target).__name__} given")
@@ -82,6 +97,12 @@ def is_sqlalchemy_async(target: object) -> bool:
     return sqlalchemy_async is not None and isinstance(
         target, sqlalchemy_async.AsyncSession | sqlalchemy_async.AsyncConnection
     )
+
+
+def is_asyncpg(target: object) -> bool:
+    """Return whether a target is a connection of asyncpg, perhaps one that a pool gave."""
+    driver = sys.modules.get("asyncpg")
+    return driver is not None and isinstance(target, driver.Connection)
 
 
 def session_connection(session: Session) -> sa.Connection:
@@ -130,6 +151,16 @@ def require_transaction(connection: psycopg.Connection[Any] | psycopg.AsyncConne
         )
 
 
+def require_asyncpg_transaction(connection: AsyncpgConnection, consequence: str) -> None:
+    """Raise TargetError, with the ``consequence``, for an asyncpg connection without a transaction."""
+    if not connection.is_in_transaction():
+        raise TargetError(
+            _no_transaction(
+                consequence, "asyncpg commits each statement by itself; open one with connection.transaction()"
+            )
+        )
+
+
 def _no_transaction(consequence: str, advice: str) -> str:
     return f"no transaction is open, so {consequence}: {advice}"
 
@@ -143,10 +174,16 @@ def _is_sync(target: object) -> bool:
 
 def _is_async(target: object) -> bool:
     driver, sqlalchemy_async = sys.modules.get("psycopg"), sys.modules.get("sqlalchemy.ext.asyncio")
-    return (driver is not None and isinstance(target, driver.AsyncConnection | driver.AsyncCursor)) or (
-        sqlalchemy_async is not None
-        and isinstance(
-            target,
-            sqlalchemy_async.AsyncSession | sqlalchemy_async.async_scoped_session | sqlalchemy_async.AsyncConnection,
+    return (
+        (driver is not None and isinstance(target, driver.AsyncConnection | driver.AsyncCursor))
+        or (
+            sqlalchemy_async is not None
+            and isinstance(
+                target,
+                sqlalchemy_async.AsyncSession
+                | sqlalchemy_async.async_scoped_session
+                | sqlalchemy_async.AsyncConnection,
+            )
         )
+        or is_asyncpg(target)
     )

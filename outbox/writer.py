@@ -34,7 +34,7 @@ from outbox.tables import DEFAULT_SCHEMA
 if TYPE_CHECKING:
     import psycopg
 
-    from outbox._targets import AsyncTarget, SyncTarget
+    from outbox._targets import AsyncpgConnection, AsyncTarget, SyncTarget
 
 Transport = Literal["table", "message"]
 
@@ -339,6 +339,8 @@ class AsyncOutbox:
 
     def _sender(self, target: Any) -> Callable[[_Batch], Awaitable[int | None]]:
         found: Any = _targets.async_target(target, "AsyncOutbox", "Outbox")
+        if _targets.is_asyncpg(found):
+            return lambda batch: self._to_asyncpg(found, batch)
         if not _targets.is_sqlalchemy_async(found):
             return lambda batch: self._to_psycopg(found, batch)
         send = self._writer.to_session if hasattr(found, "sync_session") else self._writer.to_connection
@@ -355,6 +357,11 @@ class AsyncOutbox:
         cursor = AsyncCursor(connection, row_factory=scalar_row)
         await cursor.execute(_statements.psycopg_sql(batch.statement), batch.values)
         return await cursor.fetchone() if batch.counts else None
+
+    async def _to_asyncpg(self, connection: AsyncpgConnection, batch: _Batch) -> int | None:
+        _targets.require_asyncpg_transaction(connection, _UNBOUND)
+        rows = await connection.fetch(*_statements.asyncpg_arguments(batch.statement, batch.values))
+        return int(rows[0][0]) if batch.counts else None
 
 
 def _lists(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

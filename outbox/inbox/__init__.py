@@ -1,6 +1,6 @@
 """An inbox: each message applied once, by consumers that are not Spark.
 
-``once`` needs what a service has anyway: SQLAlchemy or psycopg. ``Consumer`` needs confluent-kafka as well
+``once`` needs what a service has anyway: SQLAlchemy, psycopg or asyncpg. ``Consumer`` needs confluent-kafka as well
 (``pip install outbox-kafka[kafka]``), and is imported on first use.
 """
 

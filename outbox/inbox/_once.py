@@ -36,7 +36,7 @@ from outbox.inbox.ids import NO_TIME, day, message_id
 if TYPE_CHECKING:
     import psycopg
 
-    from outbox._targets import AsyncTarget, SyncTarget
+    from outbox._targets import AsyncpgConnection, AsyncTarget, SyncTarget
 
 DEFAULT_SCHEMA: Final = "consumer"
 _UNBOUND: Final = "the message's id would be committed apart from its effect"
@@ -84,6 +84,8 @@ async def once_async(target: AsyncTarget, message: object, *, consumer: str, sch
     if _targets.is_sqlalchemy_async(found):
         new: bool = await found.run_sync(wanted.on_target)
         return new
+    if _targets.is_asyncpg(found):
+        return await _once_asyncpg(found, wanted, schema)
     from psycopg import AsyncCursor
     from psycopg.rows import tuple_row
 
@@ -97,6 +99,16 @@ async def once_async(target: AsyncTarget, message: object, *, consumer: str, sch
     if wanted.is_aged(row):
         await cursor.execute(_statements.psycopg_sql(_forgotten(schema)), wanted.values)
         wanted.check(await cursor.fetchone())
+    return row is not None
+
+
+async def _once_asyncpg(connection: AsyncpgConnection, wanted: _Wanted, schema: str) -> bool:
+    _targets.require_asyncpg_transaction(connection, _UNBOUND)
+    rows = await connection.fetch(*_statements.asyncpg_arguments(_insert(schema), wanted.values))
+    row = rows[0] if rows else None
+    if wanted.is_aged(row):
+        forgotten = await connection.fetch(*_statements.asyncpg_arguments(_forgotten(schema), wanted.values))
+        wanted.check(forgotten[0] if forgotten else None)
     return row is not None
 
 

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
     from sqlalchemy.orm import Session
 
+    from outbox._targets import AsyncpgConnection
     from outbox.event import Event
 
 __all__ = ["recorded_events", "recorded_events_async"]
@@ -38,7 +39,7 @@ def recorded_events(target: Session | Connection | psycopg.Connection[Any], *, s
 
 
 async def recorded_events_async(
-    target: AsyncSession | AsyncConnection | psycopg.AsyncConnection[Any], *, schema: str = "outbox"
+    target: AsyncSession | AsyncConnection | psycopg.AsyncConnection[Any] | AsyncpgConnection, *, schema: str = "outbox"
 ) -> list[Event]:
     """Return the same as ``recorded_events``, for asynchronous sessions and connections."""
     from outbox.testing._recorded import read_async

@@ -5,12 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from functools import cache
+from typing import TYPE_CHECKING, Any, cast
 
+import orjson
 import sqlalchemy as sa
 from sqlalchemy.dialects.postgresql.psycopg import PGDialect_psycopg  # brings no psycopg until it connects
 from sqlalchemy.orm import Session
 
+from outbox import _statements, _targets
 from outbox.errors import TargetError
 from outbox.event import BYTES_CONTENT_TYPE, CONTENT_TYPE, JSON_CONTENT_TYPE, Event
 from outbox.tables import outbox_tables
@@ -20,20 +23,32 @@ if TYPE_CHECKING:
     import psycopg
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 
+    from outbox._targets import AsyncpgConnection
+
 # A row's xmin is the id of the transaction or subtransaction that wrote it, cut to 32 bits. The open transaction's rows
 # have its own id or a later one that is still in progress: rows that others have in progress are invisible. (A released
 # savepoint stays in progress until its transaction ends; rows of one that was rolled back are invisible.)
 _AHEAD = "mod(xmin::text::bigint - mod(xact, 4294967296) + 6442450944, 4294967296) - 2147483648"
 _MINE = f"CASE WHEN {_AHEAD} >= 0 THEN pg_xact_status((xact + {_AHEAD})::text::xid8) = 'in progress' ELSE false END"
 
+_COLUMNS = ("aggregate_type", "aggregate_id", "event_type", "payload", "payload_bytes", "headers", "event_id")
+_JSON = ("payload", "headers")
+_NONE_OPEN = "no transaction is open, so there is none whose events could be read; look within"
 
-def query(schema: str) -> sa.Select[Any]:
-    """Return the statement; it finds no rows in a transaction that has written nothing."""
+
+@cache
+def query(schema: str, *, json_text: bool = False) -> sa.Select[Any]:
+    """Return the statement; it finds no rows in a transaction that has written nothing.
+
+    json_text   payload and headers as text, whatever the connection makes of JSON.
+    """
     events = outbox_tables(sa.MetaData(), schema=schema).events
     own = sa.text("(SELECT pg_current_xact_id_if_assigned()::text::bigint AS xact) AS own")
-    columns = ("aggregate_type", "aggregate_id", "event_type", "payload", "payload_bytes", "headers", "event_id")
+    columns: dict[str, sa.ColumnElement[Any]] = {name: events.c[name] for name in _COLUMNS}
+    if json_text:
+        columns |= {name: sa.cast(events.c[name], sa.Text()).label(name) for name in _JSON}
     return (
-        sa.select(*(events.c[name] for name in columns))
+        sa.select(*columns.values())
         .select_from(events, own)
         .where(sa.text("xact IS NOT NULL"), sa.text(_MINE))
         .order_by(events.c.id)
@@ -59,7 +74,9 @@ def read(target: Session | sa.Connection | psycopg.Connection[Any], schema: str)
     raise _unknown(target)
 
 
-async def read_async(target: AsyncSession | AsyncConnection | psycopg.AsyncConnection[Any], schema: str) -> list[Event]:
+async def read_async(
+    target: AsyncSession | AsyncConnection | psycopg.AsyncConnection[Any] | AsyncpgConnection, schema: str
+) -> list[Event]:
     """Read from an asynchronous target."""
     sqlalchemy_async, driver = sys.modules.get("sqlalchemy.ext.asyncio"), sys.modules.get("psycopg")
     if sqlalchemy_async is not None and isinstance(
@@ -76,7 +93,19 @@ async def read_async(target: AsyncSession | AsyncConnection | psycopg.AsyncConne
             _decode_json(cursor)
             await cursor.execute(*_for_psycopg(schema))
             return _events(await cursor.fetchall())
+    if _targets.is_asyncpg(target):
+        return await _read_asyncpg(cast("AsyncpgConnection", target), schema)
     raise _unknown(target)
+
+
+async def _read_asyncpg(connection: AsyncpgConnection, schema: str) -> list[Event]:
+    if not connection.is_in_transaction():
+        raise TargetError(f"{_NONE_OPEN} `async with connection.transaction():`")
+    found = await connection.fetch(*_statements.asyncpg_arguments(query(schema, json_text=True), {}))
+    rows = [dict(row) for row in found]
+    for row in rows:
+        row |= {name: orjson.loads(row[name]) for name in _JSON if row[name] is not None}
+    return _events([list(row.values()) for row in rows])
 
 
 def _for_psycopg(schema: str) -> tuple[bytes, Any]:
@@ -95,16 +124,13 @@ def _check(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -
     from psycopg.pq import TransactionStatus
 
     if connection.autocommit and connection.info.transaction_status is TransactionStatus.IDLE:
-        raise TargetError(
-            "the connection is in autocommit mode and no transaction is open, so there is none whose events could be "
-            "read; look within `with connection.transaction():`"
-        )
+        raise TargetError(f"the connection is in autocommit mode and {_NONE_OPEN} `with connection.transaction():`")
 
 
 def _unknown(target: object) -> TargetError:
     return TargetError(
         f"{type(target).__name__} is neither a Session nor a Connection of SQLAlchemy or psycopg; for the asynchronous "
-        "ones use recorded_events_async"
+        "ones, and those of asyncpg, use recorded_events_async"
     )
 
 

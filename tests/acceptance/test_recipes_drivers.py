@@ -8,7 +8,7 @@ from recipes_support import shop
 __all__ = ["shop"]
 
 
-@pytest.mark.parametrize("recipe", ["plain_psycopg.py"])
+@pytest.mark.parametrize("recipe", ["plain_psycopg.py", "plain_asyncpg.py"])
 def test_an_order_and_its_event_are_committed_together(shop, recipe):
     placed = [shop.run(recipe, "tea", quantity)[0].strip() for quantity in ("3", "2")]
     assert shop.run(recipe, "tea", "6", status=1) == ("", "out of stock: tea\n")

@@ -10,6 +10,7 @@ import json
 import threading
 import uuid
 
+import asyncpg
 import psycopg
 import pytest
 import sqlalchemy as sa
@@ -86,7 +87,9 @@ def test_a_rollback_makes_it_new_again(outbox_postgres, name):
     assert remembered(outbox_postgres) == [("billing", id_)]
 
 
-@pytest.mark.parametrize("name", ["Session, psycopg2", "psycopg Connection", "AsyncSession, asyncpg"])
+@pytest.mark.parametrize(
+    "name", ["Session, psycopg2", "psycopg Connection", "AsyncSession, asyncpg", "asyncpg Connection"]
+)
 @pytest.mark.parametrize("first_commits", [True, False])
 def test_a_twin_waits_for_the_first(outbox_postgres, name, first_commits):
     id_ = uuid7()
@@ -167,6 +170,10 @@ def test_autocommit_is_refused_in_asyncio(outbox_postgres, driver):
             with pytest.raises(TargetError, match="AUTOCOMMIT"):
                 await once_async(session, message(uuid7()), consumer="billing")
         await engine.dispose()
+        raw = await asyncpg.connect(outbox_postgres.url)
+        with pytest.raises(TargetError, match="no transaction is open, so the message's id would be committed apart"):
+            await once_async(raw, message(uuid7()), consumer="billing")
+        await raw.close()
 
     asyncio.run(scenario())
     assert remembered(outbox_postgres) == []
@@ -269,6 +276,17 @@ def test_what_was_forgotten_is_never_taken_for_new(outbox_postgres):
         assert once(connection, message(uuid7()), consumer="billing") is True
         # This consumer had nothing of that day, and has forgotten nothing.
         assert once(connection, message(other), consumer="young") is True
+
+    async def with_asyncpg() -> None:
+        async with opened("asyncpg Connection", outbox_postgres) as target:
+            with pytest.raises(MessageTooOld, match=str(old)):
+                await is_new(target, old)
+            await target.rollback()
+            assert await is_new(target, seen_lately) is False
+            assert await is_new(target, timeless) is False
+            assert await is_new(target, id_of(midnight - dt.timedelta(days=9)), "young") is True
+
+    asyncio.run(with_asyncpg())
 
 
 def test_it_reads_what_was_forgotten_while_it_waited(outbox_postgres):

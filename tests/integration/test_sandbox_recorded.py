@@ -6,6 +6,7 @@ import asyncio
 from typing import Any
 from uuid import UUID
 
+import asyncpg
 import psycopg
 import pytest
 import sqlalchemy as sa
@@ -13,6 +14,7 @@ from psycopg.rows import dict_row
 from psycopg.types.string import TextLoader
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from writer_targets import opened
 
 from outbox.errors import TargetError
 from outbox.event import Event
@@ -30,17 +32,19 @@ def ids(events: list[Event]) -> list[str]:
     return [event.aggregate_id for event in events]
 
 
+GIVEN = [
+    Event("Order", "1", "OrderPlaced", {"price": 1.5, "lines": [1, None, "ü"]}, headers={"tenant": "a"}),
+    Event("Order", "2", "OrderPrinted", b"\x00\xff", content_type="application/pdf"),
+    Event("Order", "3", "OrderPrinted", b"plain"),
+    Event("Order", "4", "OrderChanged", {"a": 1}, content_type="application/merge-patch+json"),
+    Event("Order", "5", "OrderForgotten", None, event_id=UUID(int=7)),
+]
+
+
 def test_events_come_back_as_they_were_given(outbox_postgres: Database) -> None:
-    given = [
-        Event("Order", "1", "OrderPlaced", {"price": 1.5, "lines": [1, None, "ü"]}, headers={"tenant": "a"}),
-        Event("Order", "2", "OrderPrinted", b"\x00\xff", content_type="application/pdf"),
-        Event("Order", "3", "OrderPrinted", b"plain"),
-        Event("Order", "4", "OrderChanged", {"a": 1}, content_type="application/merge-patch+json"),
-        Event("Order", "5", "OrderForgotten", None, event_id=UUID(int=7)),
-    ]
     with Session(outbox_postgres.engine()) as session:
-        Outbox().add_many(session, given)
-        assert recorded_events(session) == given
+        Outbox().add_many(session, GIVEN)
+        assert recorded_events(session) == GIVEN
 
 
 def test_pending_objects_are_flushed_first(outbox_postgres: Database) -> None:
@@ -148,6 +152,24 @@ async def asynchronous(url: str) -> None:
 
 def test_asynchronous_targets(outbox_postgres: Database) -> None:
     asyncio.run(asynchronous(outbox_postgres.url))
+
+
+@pytest.mark.parametrize("name", ["asyncpg Connection", "asyncpg, of a pool with codecs for JSON"])
+def test_connections_of_asyncpg(outbox_postgres: Database, name: str) -> None:
+    async def scenario() -> None:
+        async with opened(name, outbox_postgres) as target:
+            await target.add_many(GIVEN)
+            assert await recorded_events_async(target.given) == GIVEN
+            with pytest.raises(TargetError, match="those of asyncpg, use recorded_events_async"):
+                recorded_events(target.given)
+            await target.commit()
+            assert await recorded_events_async(target.given) == []
+        connection = await asyncpg.connect(outbox_postgres.url)
+        with pytest.raises(TargetError, match=r"async with connection\.transaction\(\)"):
+            await recorded_events_async(connection)
+        await connection.close()
+
+    asyncio.run(scenario())
 
 
 def test_another_schema(outbox_postgres: Database) -> None:

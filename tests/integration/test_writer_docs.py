@@ -62,6 +62,7 @@ def run(outbox_postgres, slot: Slot, registry_url: str) -> None:
         ("Order", "4711", "OrderChanged"),
         ("Order", "4712", "OrderPlaced"),
         ("Order", "4712", "OrderPaid"),
+        ("Order", "4712", "OrderPacked"),
         ("Order", "4713", "OrderPlaced"),
         *[("Order", str(n), "OrderPlaced") for n in range(1000)],
         ("Order", "4711", "OrderSent"),

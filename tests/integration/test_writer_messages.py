@@ -216,7 +216,8 @@ def test_without_a_transaction_it_is_refused(outbox_postgres, slot):
 
 
 some_targets = pytest.mark.parametrize(
-    "name", ["Session, psycopg", "Session, psycopg2", "AsyncSession, asyncpg", "psycopg Connection"]
+    "name",
+    ["Session, psycopg", "Session, psycopg2", "AsyncSession, asyncpg", "psycopg Connection", "asyncpg Connection"],
 )
 
 

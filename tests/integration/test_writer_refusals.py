@@ -9,6 +9,7 @@ import subprocess
 import sys
 from decimal import Decimal
 
+import asyncpg
 import psycopg
 import pytest
 import sqlalchemy as sa
@@ -107,6 +108,36 @@ def test_autocommit_in_psycopgs_asyncio_is_refused_unless_a_transaction_is_open(
     assert numbers(outbox_postgres) == [1, 2, 3, 4, 5]
 
 
+def test_asyncpg_outside_of_a_transaction_is_refused(outbox_postgres):
+    async def scenario() -> None:
+        outbox = AsyncOutbox()
+        async with asyncpg.create_pool(outbox_postgres.url, min_size=1) as pool:
+            async with pool.acquire() as pooled:
+                connection = await asyncpg.connect(outbox_postgres.url)
+                for number, target in ((1, connection), (4, pooled)):
+                    with pytest.raises(TargetError, match=r"connection\.transaction\(\)"):
+                        await outbox.add(target, event())
+                    with pytest.raises(TargetError, match=r"connection\.transaction\(\)"):
+                        await outbox.cancel(target, event().event_id)
+                    async with target.transaction():
+                        await outbox.add_many(target, [event(number), event(number + 1)])
+                    await target.execute("BEGIN")
+                    await outbox.add(target, event(number + 2))
+                    await target.execute("COMMIT")
+                    with pytest.raises(TargetError, match=r"connection\.transaction\(\)"):
+                        await outbox.add_many(target, [event(), event()])
+                await connection.close()
+                with pytest.raises(TargetError, match=r"connection\.transaction\(\)"):
+                    await outbox.add(connection, event())
+            with pytest.raises(asyncpg.InterfaceError, match="released back to the pool"):
+                await outbox.add(pooled, event())
+            with pytest.raises(TargetError, match="or an asyncpg Connection, not the Pool given"):
+                await outbox.add(pool, event())
+
+    asyncio.run(scenario())
+    assert numbers(outbox_postgres) == [1, 2, 3, 4, 5, 6]
+
+
 def test_pipelines(outbox_postgres):
     outbox = Outbox()
     with outbox_postgres.connect() as connection:
@@ -155,6 +186,10 @@ def test_the_wrong_class_names_the_right_one(outbox_postgres):
                     Outbox().add(target, event())
                 assert type(target).__name__ in str(caught.value)
         await engine.dispose()
+        raw = await asyncpg.connect(outbox_postgres.url)
+        with pytest.raises(TargetError, match="for the Connection given use AsyncOutbox"):
+            Outbox().add(raw, event())
+        await raw.close()
         sync_engine = outbox_postgres.engine()
         with (
             outbox_postgres.connect() as connection,
@@ -253,7 +288,9 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-@pytest.mark.parametrize("name", ["Session, psycopg", "AsyncSession, asyncpg", "psycopg Connection"])
+@pytest.mark.parametrize(
+    "name", ["Session, psycopg", "AsyncSession, asyncpg", "psycopg Connection", "asyncpg Connection"]
+)
 def test_a_refused_event_names_its_field_and_leaves_the_transaction_usable(outbox_postgres, case, name):
     make, error, field = REFUSED[case]
 
@@ -281,16 +318,25 @@ def test_errors_of_the_database_come_as_the_driver_raises_them(outbox_postgres):
         with pytest.raises(psycopg.errors.InFailedSqlTransaction):
             Outbox().add(connection, event())
 
+    async def with_asyncpg() -> None:
+        async with opened("asyncpg Connection", outbox_postgres) as target:
+            with pytest.raises(asyncpg.UndefinedTableError):
+                await AsyncOutbox(schema="elsewhere").add(target.given, event())
+            with pytest.raises(asyncpg.InFailedSQLTransactionError):
+                await target.add(event())
+
+    asyncio.run(with_asyncpg())
+
 
 # --- a lean installation ---------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("driver", ["psycopg2", "asyncpg"])
+@pytest.mark.parametrize("driver", ["psycopg2", "asyncpg", "asyncpg alone"])
 def test_neither_psycopg_nor_pydantic_nor_opentelemetry_is_needed(outbox_postgres, driver):
     """As in a service whose driver is another one: there psycopg may lie about without libpq, and can't be imported."""
     code = """
 import asyncio, sys
-for absent in ("psycopg", "pydantic", "opentelemetry") + (("greenlet",) if sys.argv[1] == "psycopg2" else ()):
+for absent in ("psycopg", "pydantic", "opentelemetry") + (("greenlet",) if sys.argv[1] != "asyncpg" else ()):
     sys.modules[absent] = None
 import sqlalchemy as sa
 from outbox import AsyncOutbox, Event, Outbox, TargetError
@@ -299,6 +345,17 @@ if sys.argv[1] == "psycopg2":
     with sa.create_engine(sys.argv[2]).begin() as connection:
         Outbox().add(connection, Event("Order", "1", "T", {"n": None}))
         Outbox().add_many(connection, [Event("Order", "1", "T", {"n": 2}), Event("Order", "1", "T", {"n": 3})])
+elif sys.argv[1] == "asyncpg alone":
+    import asyncpg
+
+    async def main():
+        connection = await asyncpg.connect(sys.argv[2])
+        async with connection.transaction():
+            await AsyncOutbox().add(connection, Event("Order", "1", "T", {"n": None}))
+            await AsyncOutbox().add_many(connection, [Event("Order", "1", "T", {"n": n}) for n in (2, 3)])
+        await connection.close()
+
+    asyncio.run(main())
 else:
     from sqlalchemy.ext.asyncio import create_async_engine
 
@@ -315,7 +372,7 @@ try:
 except TargetError:
     print("as it should be")
 """
-    url = sqlalchemy_url(outbox_postgres.url, driver)
+    url = outbox_postgres.url if driver == "asyncpg alone" else sqlalchemy_url(outbox_postgres.url, driver)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-c", code, driver, url],
         capture_output=True,

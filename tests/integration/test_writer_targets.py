@@ -259,7 +259,9 @@ def test_a_writer_needs_no_right_but_to_insert(outbox_postgres):
         connection.rollback()
 
 
-@pytest.mark.parametrize("name", ["Session, psycopg2", "AsyncSession, asyncpg", "psycopg Connection"])
+@pytest.mark.parametrize(
+    "name", ["Session, psycopg2", "AsyncSession, asyncpg", "psycopg Connection", "asyncpg Connection"]
+)
 def test_the_schema_may_have_any_name(outbox_postgres, name):
     schema = 'My "out%s:box'
     with outbox_postgres.connect() as connection:

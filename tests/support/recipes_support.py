@@ -125,11 +125,12 @@ def shop(outbox_postgres, outbox_kafka, outbox_relay, tmp_path) -> Iterator[Shop
 
 
 def post(address: str, body: Any) -> tuple[int, Any]:
-    """Send JSON, and return the status and the JSON of the answer."""
+    """Send JSON, and return the status and the JSON of the answer, or None if that is something else."""
     request = urllib.request.Request(address, json.dumps(body).encode(), {"Content-Type": "application/json"})
     try:
         with urllib.request.urlopen(request, timeout=30 * patience()) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         with error:
-            return error.code, json.load(error)
+            is_json = error.headers.get_content_type() == "application/json"
+            return error.code, json.load(error) if is_json else None

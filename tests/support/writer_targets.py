@@ -8,12 +8,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import inspect
+import json
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 from uuid import UUID
 
+import asyncpg
 import psycopg
 import pytest
 import sqlalchemy as sa
@@ -153,6 +155,48 @@ async def _psycopg_async(database: Any, kind: str, factory: Any) -> AsyncIterato
         yield Target(connection.cursor() if kind == "AsyncCursor" else connection, connection)
 
 
+class AsyncpgTransactions:
+    """A connection of asyncpg that is always in a transaction, with the methods of the other owners."""
+
+    def __init__(self, connection: Any) -> None:
+        self._connection = connection
+        self.transaction = connection.transaction  # nested in this one, so a savepoint
+
+    async def begin(self) -> None:
+        self._block = self._connection.transaction()
+        await self._block.start()
+
+    async def commit(self) -> None:
+        await self._block.commit()
+        await self.begin()
+
+    async def rollback(self) -> None:
+        await self._block.rollback()
+        await self.begin()
+
+
+@contextlib.asynccontextmanager
+async def _asyncpg(database: Any, kind: str, codec: bool) -> AsyncIterator[Target]:
+    async def set_up(connection: Any) -> None:
+        if codec:
+            for name in ("json", "jsonb"):
+                await connection.set_type_codec(name, encoder=json.dumps, decoder=json.loads, schema="pg_catalog")
+
+    async with contextlib.AsyncExitStack() as opened:
+        if kind == "Connection":
+            connection = await asyncpg.connect(database.url)
+            opened.push_async_callback(connection.close)
+            await set_up(connection)
+        else:
+            pool = await opened.enter_async_context(
+                asyncpg.create_pool(database.url, min_size=1, max_size=1, init=set_up)
+            )
+            connection = await opened.enter_async_context(pool.acquire())
+        owner = AsyncpgTransactions(connection)
+        await owner.begin()
+        yield Target(connection, owner)
+
+
 TARGETS: dict[str, tuple[Callable[..., Any], str, Any]] = {
     "SQLAlchemy Connection, psycopg": (_sa, "Connection", "psycopg"),
     "SQLAlchemy Connection, psycopg2": (_sa, "Connection", "psycopg2"),
@@ -172,6 +216,8 @@ TARGETS: dict[str, tuple[Callable[..., Any], str, Any]] = {
     "psycopg AsyncConnection": (_psycopg_async, "AsyncConnection", psycopg.AsyncCursor),
     "psycopg AsyncConnection, raw cursors": (_psycopg_async, "AsyncConnection", psycopg.AsyncRawCursor),
     "psycopg AsyncCursor": (_psycopg_async, "AsyncCursor", psycopg.AsyncCursor),
+    "asyncpg Connection": (_asyncpg, "Connection", False),
+    "asyncpg, of a pool with codecs for JSON": (_asyncpg, "Pool", True),
 }
 
 

@@ -71,9 +71,9 @@ Tests run these files: tests/acceptance/test_recipes*.py.
 """
 
 ELSEWHERE = {"docs/guides/inbox.md", "docs/operations/scheduling.md"}
-"""Pages with Python that needs what is not here (Airflow, Databricks, FastStream): compiled; our names are bound."""
+"""Pages with Python that needs what is not here (Airflow, Databricks, a broker): compiled; our names are bound."""
 
-NOT_INSTALLED = {"airflow", "faststream", "mymodule"}
+NOT_INSTALLED = {"airflow", "mymodule"}
 """What these import that is not here: the other system, and the reader's own module."""
 
 LANGUAGES = {
