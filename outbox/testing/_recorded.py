@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterable, Sequence
 from functools import cache
@@ -69,8 +68,7 @@ def read(target: Session | sa.Connection | psycopg.Connection[Any], schema: str)
 
         _check(target)
         with Cursor(target, row_factory=tuple_row) as cursor:
-            _decode_json(cursor)
-            return _events(cursor.execute(*_for_psycopg(schema)))
+            return _events(_decoded(cursor.execute(*_for_psycopg(schema))))
     raise _unknown(target)
 
 
@@ -90,9 +88,8 @@ async def read_async(
 
         _check(target)
         async with AsyncCursor(target, row_factory=tuple_row) as cursor:
-            _decode_json(cursor)
             await cursor.execute(*_for_psycopg(schema))
-            return _events(await cursor.fetchall())
+            return _events(_decoded(await cursor.fetchall()))
     if _targets.is_asyncpg(target):
         return await _read_asyncpg(cast("AsyncpgConnection", target), schema)
     raise _unknown(target)
@@ -101,23 +98,24 @@ async def read_async(
 async def _read_asyncpg(connection: AsyncpgConnection, schema: str) -> list[Event]:
     if not connection.is_in_transaction():
         raise TargetError(f"{_NONE_OPEN} `async with connection.transaction():`")
-    found = await connection.fetch(*_statements.asyncpg_arguments(query(schema, json_text=True), {}))
-    rows = [dict(row) for row in found]
-    for row in rows:
-        row |= {name: orjson.loads(row[name]) for name in _JSON if row[name] is not None}
-    return _events([list(row.values()) for row in rows])
+    return _events(_decoded(await connection.fetch(*_statements.asyncpg_arguments(query(schema, json_text=True), {}))))
 
 
 def _for_psycopg(schema: str) -> tuple[bytes, Any]:
-    compiled = query(schema).compile(dialect=PGDialect_psycopg())  # type: ignore[no-untyped-call]
+    compiled = query(schema, json_text=True).compile(dialect=PGDialect_psycopg())  # type: ignore[no-untyped-call]
     return str(compiled).encode(), compiled.params
 
 
-def _decode_json(cursor: psycopg.Cursor[Any] | psycopg.AsyncCursor[Any]) -> None:
-    """Read jsonb as Python objects, whatever the connection reads it as: on Django's connections it is text."""
-    from psycopg.types.json import set_json_loads
-
-    set_json_loads(json.loads, cursor)
+def _decoded(rows: Iterable[Sequence[Any]]) -> list[list[Any]]:
+    """Return the rows with payload and headers from their text: some connections, as Django's, read jsonb as text."""
+    decode = [name in _JSON for name in _COLUMNS]
+    return [
+        [
+            orjson.loads(value) if is_json and value is not None else value
+            for value, is_json in zip(row, decode, strict=True)
+        ]
+        for row in rows
+    ]
 
 
 def _check(connection: psycopg.Connection[Any] | psycopg.AsyncConnection[Any]) -> None:
