@@ -23,9 +23,11 @@ through the outbox; see docs/guides/kafka-to-kafka.md.
 | partitions are taken away while it polls   | what was read and not committed is dropped; the next owner reads it     |
 | it sleeps past the session or the poll     | the broker refuses its positions, the transaction is aborted, it joins  |
 | interval, and wakes in a transaction       | again and reads from what is committed                                  |
+| sending the positions never returns        | a new session, with another producer; the coordinator ends the old one's|
+|                                            | transaction after transaction_seconds                                   |
 | brokers are away                           | it waits; a transaction that was open is aborted, and done again        |
-| the transform takes longer than            | the coordinator has aborted: half as many messages, until one alone     |
-| transaction_seconds                        | takes too long: TransformFailed                                         |
+| a batch takes longer than                  | the coordinator has aborted the transaction: half as many messages in   |
+| transaction_seconds                        | the next one                                                            |
 | a record can't be produced: too large, no  | the transaction is aborted and ``run`` raises TransformFailed           |
 | such partition                             |                                                                         |
 | a topic does not exist, a right is missing | the transaction is aborted and ``run`` raises KafkaRefused              |
@@ -287,6 +289,7 @@ class _Session:
         self._membership: Any = None
         self._aborted = 0
         self._undelivered: tuple[Message, KafkaError] | None = None
+        self._stuck = False
 
     def __enter__(self) -> Self:
         try:
@@ -297,9 +300,8 @@ class _Session:
         return self
 
     def __exit__(self, *_: object) -> None:
-        # Closing leaves the group; a transaction that could not be aborted is by the next init_transactions.
+        # Closing leaves the group. A transaction that could not be aborted is by the coordinator, after its time.
         self._consumer.close()
-        self._producer.flush(0)
 
     def run(self) -> None:
         """Transform until ``stop``. Raises KafkaException when a new session is necessary."""
@@ -406,7 +408,7 @@ class _Session:
             for message in messages:
                 self._produce(message)
             positions = _behind(messages)
-            self._until_known(lambda: self._producer.send_offsets_to_transaction(positions, self._membership, _SECONDS))
+            self._until_known(lambda: self._send(positions))
             self._until_known(lambda: self._producer.commit_transaction(_SECONDS))
         except KafkaException as error:
             self._give_up(messages, error, time.monotonic() - began)
@@ -421,6 +423,8 @@ class _Session:
     def _give_up(self, messages: Sequence[Message], error: KafkaException, seconds: float) -> None:
         """Abort the transaction and go back, or raise: because of a record, of a right, or for a new session."""
         inner = error.args[0]
+        if self._stuck:
+            raise error
         if not inner.fatal():
             self._abort()
         if self._undelivered is not None and self._undelivered[1].code() in _UNFIT:
@@ -438,10 +442,8 @@ class _Session:
         self._go_to_committed(self._consumer.assignment())
 
     def _halve(self, messages: Sequence[Message], seconds: float) -> None:
-        if len(messages) == 1:
-            late = TimeoutError(f"it took {seconds:.1f} s, longer than transaction_seconds")
-            raise TransformFailed(messages[0], late)
-        self._progress.batch = len(messages) // 2
+        # One alone is transformed before its transaction begins on the brokers: it may take as long as it likes.
+        self._progress.batch = max(1, len(messages) // 2)
         log.warning(
             "%d messages of group %s took %.1f s, longer than transaction_seconds: now %d at a time",
             len(messages),
@@ -462,9 +464,9 @@ class _Session:
                 raise TransformFailed(message, error) from error
             records = [_dead_letter(self._plan.dead_letter_topic, message, error)]
         for record in records:
-            self._send(message, record)
+            self._send_record(message, record)
 
-    def _send(self, message: Message, record: Record) -> None:
+    def _send_record(self, message: Message, record: Record) -> None:
         def delivered(error: KafkaError | None, _record: Message) -> None:
             # What is purged was aborted with another one, whose error is the reason.
             if error is not None and error.code() not in _PURGED and self._undelivered is None:
@@ -493,6 +495,34 @@ class _Session:
                 self._producer.poll(0)
                 return
 
+    def _send(self, positions: list[TopicPartition]) -> None:
+        """Send the positions into the transaction. Raises KafkaException, also if it has not returned in time.
+
+        librdkafka does not keep to the timeout of this one request: when the group's coordinator was restarted, it can
+        wait for good (librdkafka's issues 5456 and 5511). A thread can't be ended: it keeps its producer, and a new
+        session goes on with another one.
+        """
+        outcome: list[Exception | None] = []
+
+        def send() -> None:
+            try:
+                self._producer.send_offsets_to_transaction(positions, self._membership, _SECONDS)
+            except Exception as error:  # noqa: BLE001  raised below
+                outcome.append(error)
+            else:
+                outcome.append(None)
+
+        thread = threading.Thread(target=send, name="send_offsets_to_transaction", daemon=True)
+        thread.start()
+        # By then the coordinator is about to abort the transaction.
+        thread.join(self._plan.transaction_seconds)
+        if not outcome:
+            self._stuck = True
+            text = f"send_offsets_to_transaction has not returned in {self._plan.transaction_seconds:g} s"
+            raise KafkaException(KafkaError(KafkaError._TIMED_OUT, text))  # noqa: SLF001
+        if outcome[0] is not None:
+            raise outcome[0]
+
     def _until_known(self, step: Callable[[], object]) -> None:
         """Take a step of the transaction. A time-out says nothing of its outcome: it is taken again until that is
         known, or until ``stop``; then the coordinator decides, and the next member reads what it has decided.
@@ -501,7 +531,7 @@ class _Session:
             try:
                 step()
             except KafkaException as error:
-                if not error.args[0].retriable() or self._stop.is_set():
+                if self._stuck or not error.args[0].retriable() or self._stop.is_set():
                     raise
                 log.info("a step of group %s's transaction is repeated: %s", self._plan.group, error.args[0].str())
             else:
@@ -511,7 +541,7 @@ class _Session:
         try:
             self._until_known(lambda: self._producer.abort_transaction(_SECONDS))
         except KafkaException as error:
-            # The next init_transactions, or the coordinator after its time, ends the transaction.
+            # The coordinator ends the transaction after its time.
             log.info("aborting failed: %s", error.args[0].str())
 
 
