@@ -284,8 +284,7 @@ class _Session:
         self._progress = progress
         self._stop = stop
         self._messages: list[Message] = []
-        # Of the moment of the assignment. Asked for later, a member that was expelled would get an empty one, which
-        # brokers take for a client without a group and do not fence.
+        # Of the moment of the assignment: what was read under it is committed under it, or refused.
         self._membership: Any = None
         self._aborted = 0
         self._undelivered: tuple[Message, KafkaError] | None = None
