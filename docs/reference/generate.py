@@ -278,6 +278,7 @@ def errors_page() -> str:
             InboxReject,
             *(error for error in found if error.__module__.startswith("outbox.inbox")),
         ],
+        "From topic to topic": [error for error in found if error.__module__ == "outbox.kafka_to_kafka"],
         "The sandbox and the test fixtures": [
             error for error in found if error.__module__.startswith("outbox.sandbox")
         ],

@@ -8,12 +8,10 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from outbox._app import credentials
-from outbox.errors import ConfigurationError
+from outbox._kafka_options import require_verification
 
 if TYPE_CHECKING:
     from confluent_kafka import KafkaError, KafkaException
-
-_VERIFIED: Final = {"enable.ssl.certificate.verification": "true", "ssl.endpoint.identification.algorithm": "https"}
 
 
 def complete(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -21,13 +19,7 @@ def complete(options: Mapping[str, Any]) -> dict[str, Any]:
 
     Raises ConfigurationError for an option that would send credentials and events to a server that is not verified.
     """
-    for name, required in _VERIFIED.items():
-        value = str(options.get(name, required))
-        if value.lower() != required:
-            raise ConfigurationError(
-                f"kafka option {name}={value} would turn off the verification of the broker's certificate: remove it, "
-                "and name the certificate authority in ssl.ca.location"
-            )
+    require_verification(options)
     return {**options, **credentials.token_callback(options)}
 
 

@@ -11,6 +11,7 @@ from typing import Any, Final
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
+from outbox._kafka_options import require_verification
 from outbox.errors import ConfigurationError
 from outbox.inbox._group import Loss, Place, Position
 from outbox.inbox.errors import KafkaFailed, PositionLost, TopicReplaced
@@ -55,7 +56,11 @@ class Extent:
 
 
 def consumer_options(given: Mapping[str, Any], group: str) -> dict[str, Any]:
-    """Return the options of the consumer. Raises ConfigurationError for one that is the inbox's own business."""
+    """Return the options of the consumer.
+
+    Raises ConfigurationError for one that is the inbox's own business, or that turns off the broker's verification.
+    """
+    require_verification(given)
     ours = {**_OURS, "group.id": group}
     for name, value in ours.items():
         if name in given and str(given[name]).lower() != str(value).lower():

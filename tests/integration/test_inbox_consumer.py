@@ -629,6 +629,8 @@ def test_a_claim_fences_all_before_it(log):
         ({"kafka": {"auto.offset.reset": "latest"}}, "the inbox needs error"),
         ({"kafka": {"isolation.level": "read_uncommitted"}}, "the inbox needs read_committed"),
         ({"kafka": {"group.id": "other"}}, "the inbox needs billing"),
+        ({"kafka": {"enable.ssl.certificate.verification": False}}, "would turn off the verification"),
+        ({"kafka": {"ssl.endpoint.identification.algorithm": "none"}}, "would turn off the verification"),
     ],
 )
 def test_what_is_refused(options, problem):

@@ -1,0 +1,31 @@
+"""A member of a group of outbox.kafka_to_kafka in a process of its own, to be killed. Arguments: see ``main``."""
+
+from __future__ import annotations
+
+import json
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+
+from confluent_kafka import Message
+
+from outbox.kafka_to_kafka import Record, Transformer
+
+
+def main(servers: str, source: str, target: str, group: str, batch: str) -> None:
+    """Double each number of ``source`` into two records of ``target``, until SIGTERM."""
+
+    def doubled(message: Message) -> Iterator[Record]:
+        number = json.loads(message.value() or b"")["n"]
+        for part in (0, 1):
+            yield Record(target, message.key(), json.dumps({"n": 2 * number + part}).encode(), [("from", b"test")])
+
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    kafka = {"bootstrap.servers": servers, "session.timeout.ms": 6_000, "heartbeat.interval.ms": 500}
+    Transformer(doubled, topics=[source], group=group, kafka=kafka, batch=int(batch), transaction_seconds=6.0).run(stop)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
