@@ -69,9 +69,10 @@ class Shop:
         self._opened.close()
 
     def environment(self, **more: str) -> dict[str, str]:
-        """Return what the examples find in their environment."""
+        """Return what the examples find in their environment: without the options of this run of pytest."""
         ours = {"DATABASE_URL": self.url, "KAFKA_SERVERS": self.servers, "ORDER_TOPIC": self.topic}
-        return {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", **ours, **more}
+        given = {name: value for name, value in os.environ.items() if name != "PYTEST_ADDOPTS"}
+        return {**given, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "error", **ours, **more}
 
     def run(self, *argv: str, status: int = 0, **more: str) -> tuple[str, str]:
         """Run a command of Python to its end, and return what it printed and what it complained of."""
