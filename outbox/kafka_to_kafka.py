@@ -44,6 +44,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
@@ -301,6 +302,12 @@ class _Session:
     def __exit__(self, *_: object) -> None:
         # Closing leaves the group. A transaction that could not be aborted is by the coordinator, after its time.
         self._consumer.close()
+        # A record that is neither delivered nor given up keeps its callback, which keeps this session and its clients.
+        self._producer.purge()
+        with suppress(KafkaException):
+            self._producer.flush(_POLL_SECONDS)
+        # Callbacks and tracebacks lead to this session: its clients end now, and not with them.
+        del self._consumer, self._producer
 
     def run(self) -> None:
         """Transform until ``stop``. Raises KafkaException when a new session is necessary."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -321,6 +322,7 @@ def test_slow_transforms_and_brokers_that_go_away(private_kafka, caplog):
     cluster = private_kafka(settings={"transaction.abort.timed.out.transaction.cleanup.interval.ms": "200"})
     place = Place(private_kafka.topics(cluster), 2)
     place.feed(range(8), partition=0)
+    threads = len(os.listdir("/proc/self/task"))
     slow = threading.Event()
     seconds = 0.5
 
@@ -333,6 +335,8 @@ def test_slow_transforms_and_brokers_that_go_away(private_kafka, caplog):
     with running(member):
         wait_until(lambda: member.committed == 8, 120, "the end")
     assert "now 4 at a time" in caplog.text
+    # The clients of the sessions that were given up are gone, with their records.
+    wait_until(lambda: len(os.listdir("/proc/self/task")) <= threads, 30, "the clients' threads to end")
     # One alone may be slower than a transaction may be.
     place.feed(range(8, 9), partition=0)
     seconds = 3.0
@@ -341,17 +345,21 @@ def test_slow_transforms_and_brokers_that_go_away(private_kafka, caplog):
         wait_until(lambda: alone.committed == 1, 60, "the slow one")
     assert place.come(9) == {f"k{n}": [n] for n in range(9)}
 
+    # In a process of its own: where a request never returns, its thread and its producer stay until the process ends.
     place.feed(range(9, 5_000))
-    member = place.member(copied(place), batch=50, transaction_seconds=5.0)
-    with running(member):
-        wait_until(lambda: member.committed > 500, 60, "its first transactions")
+    with place.process(batch=50) as process:
+        wait_until(lambda: place.position() > 500, 60, "its first transactions")
         cluster.kill()
-        before = member.committed
         cluster.start()
-        wait_until(lambda: member.committed > before + 500, 120, "it to go on")
-        wait_until(lambda: place.position() == 5_000, 120, "the end")
-    # The first nine are in one partition, wherever their keys belong.
-    assert place.come(5_000) == {f"k{key}": list(range(key, 5_000, KEYS)) for key in range(KEYS)}
+        wait_until(lambda: place.position() == 5_000, 120, "it to go on to the end")
+        process.terminate()
+        assert process.wait(60) == 0
+    # The first nine are copies, in one partition of the source.
+    others = doubled(5_000)
+    wanted = {key: [n for n in numbers if n >= 18] for key, numbers in others.items()}
+    come = place.come(9 + 2 * 4_991)
+    assert {key: [n for n in numbers if n >= 18] for key, numbers in come.items()} == wanted
+    assert sum(map(len, come.values())) == 9 + 2 * 4_991
 
 
 @pytest.mark.parametrize(

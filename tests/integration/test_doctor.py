@@ -365,9 +365,12 @@ def test_the_source_and_its_slot(outbox_postgres, outbox_kafka):
     with psycopg.connect(outbox_postgres.url, autocommit=True) as connection:
         cdc = Cdc(connection, SlotNames("outbox", slot, "outbox_relay"))
         cdc.setup()
-        assert found(polling)[about] == (Level.WARNING, "keeps 0 MiB of WAL, and nobody reads it")
+        # Whatever else goes on on this server is in the same WAL.
+        level, text = found(polling)[about]
+        assert (level, re.sub(r"\d+", "N", text)) == (Level.WARNING, "keeps N MiB of WAL, and nobody reads it")
         cdc.switch(SourceKind.WAL)
-        assert found(wal)[about] == (Level.OK, "whole; 0 MiB of WAL are kept for it")
+        level, text = found(wal)[about]
+        assert (level, re.sub(r"\d+", "N", text)) == (Level.OK, "whole; N MiB of WAL are kept for it")
         assert found(polling)["source"][0] is Level.WARNING
         assert found(wal)[f"{about}, lanes"][0] is Level.WARNING
         connection.execute("UPDATE outbox.lanes SET streaming = lane <> 2")
