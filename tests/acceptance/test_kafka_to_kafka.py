@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -322,7 +321,7 @@ def test_slow_transforms_and_brokers_that_go_away(private_kafka, caplog):
     cluster = private_kafka(settings={"transaction.abort.timed.out.transaction.cleanup.interval.ms": "200"})
     place = Place(private_kafka.topics(cluster), 2)
     place.feed(range(8), partition=0)
-    threads = len(os.listdir("/proc/self/task"))
+    threads = len(list(Path("/proc/self/task").iterdir()))
     slow = threading.Event()
     seconds = 0.5
 
@@ -336,7 +335,7 @@ def test_slow_transforms_and_brokers_that_go_away(private_kafka, caplog):
         wait_until(lambda: member.committed == 8, 120, "the end")
     assert "now 4 at a time" in caplog.text
     # The clients of the sessions that were given up are gone, with their records.
-    wait_until(lambda: len(os.listdir("/proc/self/task")) <= threads, 30, "the clients' threads to end")
+    wait_until(lambda: len(list(Path("/proc/self/task").iterdir())) <= threads, 30, "the clients' threads to end")
     # One alone may be slower than a transaction may be.
     place.feed(range(8, 9), partition=0)
     seconds = 3.0
