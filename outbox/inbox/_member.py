@@ -283,10 +283,9 @@ class Member:
             with self._connection.transaction():
                 yield self._connection
         except _SCHEMA as error:
-            raise SchemaError(
-                f"Postgres: {str(error).partition(chr(10))[0]}; see `outbox db check --consumer`, then run `outbox db "
-                "upgrade --consumer` or grant it"
-            ) from error
+            denied = isinstance(error, psycopg.errors.InsufficientPrivilege)
+            text = f"Postgres: {str(error).partition(chr(10))[0]}"
+            raise SchemaError.refused(text, denied=denied, options=" --consumer") from error
 
     def _interrupted(self, error: BaseException, doing: str) -> None:
         """Note an error that is no message's fault."""
