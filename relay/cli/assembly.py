@@ -68,7 +68,8 @@ def assemble(arguments: Sequence[str] = ()) -> typer.Typer:
 
 def _unwrapped(text: str | None) -> str:
     """Return a docstring with each paragraph on one line: typer keeps line ends, and a terminal has another width."""
-    return "\n\n".join(" ".join(part.split()) for part in inspect.cleandoc(text or "").split("\n\n"))
+    paragraphs = inspect.cleandoc(text or "").replace("``", "`").split("\n\n")
+    return "\n\n".join(" ".join(part.split()) for part in paragraphs)
 
 
 def _version(show: bool) -> None:
