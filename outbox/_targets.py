@@ -60,8 +60,8 @@ def sync_target(target: Any, taker: str, async_taker: str) -> Session | sa.Conne
             found: psycopg.Connection[Any] = target
             return found
     if _is_async(target):
-        raise TargetError(f"{taker} takes {_SYNC}; for the {type(target).__name__} given use {async_taker}")
-    raise TargetError(f"{taker} takes {_SYNC}, not the {type(target).__name__} given")
+        raise TargetError(f"{taker} takes {_SYNC}; for the {_shown(target)} given use {async_taker}")
+    raise TargetError(f"{taker} takes {_SYNC}, not the {_shown(target)} given")
 
 
 def async_target(
@@ -87,8 +87,14 @@ def async_target(
         found = target
         return found
     if _is_sync(target):
-        raise TargetError(f"{taker} takes {_ASYNC}; for the {type(target).__name__} given use {sync_taker}")
-    raise TargetError(f"{taker} takes {_ASYNC}, not the {type(target).__name__} given")
+        raise TargetError(f"{taker} takes {_ASYNC}; for the {_shown(target)} given use {sync_taker}")
+    raise TargetError(f"{taker} takes {_ASYNC}, not the {_shown(target)} given")
+
+
+def _shown(target: object) -> str:
+    """Return the name of an object's class, with the package that has it: several drivers have a Connection."""
+    package = type(target).__module__.partition(".")[0]
+    return type(target).__name__ if package in {"builtins", "__main__"} else f"{package} {type(target).__name__}"
 
 
 def is_sqlalchemy_async(target: object) -> bool:

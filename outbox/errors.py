@@ -101,6 +101,16 @@ class MessageError(OutboxError):
 class SchemaError(OutboxError):
     """The outbox's tables are missing or differ from what this version needs."""
 
+    @classmethod
+    def refused(cls, text: str, *, denied: bool, options: str = "") -> SchemaError:
+        """Return the error of a statement that met missing tables or, if ``denied``, missing rights.
+
+        options  of the command that makes the tables: " --consumer" for those of the consumers.
+        """
+        if denied:
+            return cls(f"{text}; grant it: `outbox db roles` prints the rights of each kind of role")
+        return cls(f"{text}; run `outbox db upgrade{options}` (`outbox db check{options}` shows what is missing)")
+
 
 class NotFound(OutboxError):
     """What an operator has named does not exist, or not any more."""

@@ -219,6 +219,8 @@ class Transformer:
             },
             producer={
                 "partitioner": "murmur2_random",
+                # librdkafka takes a topic for missing after 30 s by default: the transaction is over by then.
+                "topic.metadata.propagation.max.ms": int(min(_MISSING_TOPIC_SECONDS, transaction_seconds / 2) * 1000),
                 **kafka,
                 "transactional.id": f"{group}.{uuid.uuid4()}",
                 "transaction.timeout.ms": int(transaction_seconds * 1000),

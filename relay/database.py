@@ -56,9 +56,8 @@ def unavailable_on_error(doing: str) -> Iterator[None]:
     try:
         yield
     except _SCHEMA as error:
-        raise SchemaError(
-            f"Postgres, {doing}: {_first_line(error)}; see `outbox db check`, then run `outbox db upgrade` or grant it"
-        ) from error
+        denied = isinstance(error, errors.InsufficientPrivilege)
+        raise SchemaError.refused(f"Postgres, {doing}: {_first_line(error)}", denied=denied) from error
     except psycopg.Error as error:
         explained = _explained(doing, error)
         if explained is None:

@@ -9,6 +9,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any, Final
 
+from outbox.errors import MissingExtra
+
 if TYPE_CHECKING:
     from spark_jobs.dedup.strategies import Dedup, Fingerprint, Natural, OffsetsOnly, Version
     from spark_jobs.driver.query import ConsumerQuery, run
@@ -84,15 +86,22 @@ _MODULES: Final = {
     "dedup.strategies": ("Dedup", "Fingerprint", "Natural", "OffsetsOnly", "Version"),
     "driver.streaming": ("exactly_once",),
 }
+_PACKAGES: Final = {"confluent_kafka", "psycopg", "pyarrow", "pydantic", "pyspark"}
+"""Packages that the extra `spark` brings and these modules import."""
 _WHERE: Final = {name: module for module, names in _MODULES.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    """Return a public name from the module that defines it."""
+    """Return a public name from the module that defines it. Raises MissingExtra without the packages that it needs."""
     module = _WHERE.get(name)
     if module is None:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    try:
+        found = getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    except ModuleNotFoundError as error:
+        if error.name not in _PACKAGES:
+            raise
+        raise MissingExtra("spark", error.name) from error
     globals()[name] = found
     return found
 

@@ -189,7 +189,7 @@ def _parameters(command: Any, context: typer.Context, path: str) -> Iterator[str
 def _help(text: str | None, path: str) -> str:
     if not text:
         raise Undocumented(f"{path} has no help")
-    return inspect.cleandoc(text).replace("\b\n", "").replace("``", "`")
+    return "\n\n".join(textwrap.fill(part, 116) for part in text.split("\n\n"))
 
 
 # Metrics

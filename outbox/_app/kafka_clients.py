@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from outbox._app import credentials
 from outbox._kafka_options import require_verification
+from outbox.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from confluent_kafka import KafkaError, KafkaException
@@ -21,6 +22,25 @@ def complete(options: Mapping[str, Any]) -> dict[str, Any]:
     """
     require_verification(options)
     return {**options, **credentials.token_callback(options)}
+
+
+_UNKNOWN: Final = re.compile(r'No such configuration property: "(.+)"')
+
+
+def refused_options(error: KafkaException) -> ConfigurationError:
+    """Return the error for options that librdkafka refuses, with the variable of one that it does not know."""
+    from confluent_kafka import KafkaError
+
+    # With pydantic, which a job in a notebook does not need.
+    from outbox._app import environment
+
+    inner = error.args[0]
+    text = inner.str() if isinstance(inner, KafkaError) else str(error)
+    unknown = _UNKNOWN.search(text)
+    if unknown is not None:
+        variable = environment.variable(("kafka", unknown[1]))
+        text += f"; it comes from {variable}, or from [kafka] in the file"
+    return ConfigurationError(f"Kafka options: {text}")
 
 
 # How long it took, and how many errors were left out: different each time, and no part of the reason.

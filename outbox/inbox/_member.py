@@ -213,10 +213,10 @@ class Member:
         elif code in _kafka.REFUSALS:
             raise _refused(error)
         elif code in _kafka.UNREADABLE or error.fatal():
-            raise KafkaFailed(f"Kafka, {message.topic()}-{message.partition()}: {error}. Nothing was skipped")
+            raise KafkaFailed(f"Kafka, {message.topic()}-{message.partition()}: {error.str()}. Nothing was skipped")
         else:
             # Brokers that are away, a topic that is not there yet, a poll that came too late: librdkafka goes on.
-            _logger.warning("kafka: %s", error)
+            _logger.warning("kafka: %s", error.str())
 
     def _noted(self, error: KafkaError) -> None:
         if error.code() in _kafka.REFUSALS:
@@ -283,10 +283,9 @@ class Member:
             with self._connection.transaction():
                 yield self._connection
         except _SCHEMA as error:
-            raise SchemaError(
-                f"Postgres: {str(error).partition(chr(10))[0]}; see `outbox db check --consumer`, then run `outbox db "
-                "upgrade --consumer` or grant it"
-            ) from error
+            denied = isinstance(error, psycopg.errors.InsufficientPrivilege)
+            text = f"Postgres: {str(error).partition(chr(10))[0]}"
+            raise SchemaError.refused(text, denied=denied, options=" --consumer") from error
 
     def _interrupted(self, error: BaseException, doing: str) -> None:
         """Note an error that is no message's fault."""
@@ -629,7 +628,7 @@ class Member:
 
 
 def _refused(error: KafkaError) -> KafkaFailed:
-    return KafkaFailed(f"Kafka: {error}; look at the credentials and the ACLs. Nothing was skipped")
+    return KafkaFailed(f"Kafka: {error.str()}; look at the credentials and the ACLs. Nothing was skipped")
 
 
 def _failure_of(index: int, error: Exception) -> _Failed:

@@ -33,7 +33,18 @@ _BOOTSTRAP_SERVERS = "OUTBOX_KAFKA__BOOTSTRAP_SERVERS"
 
 
 @pytest.fixture(scope="session")
-def outbox_postgres_server() -> Iterator[DatabaseServer]:
+def _outbox_extra() -> None:
+    """Raise MissingExtra if the packages that the other fixtures need are not installed."""
+    from outbox.errors import MissingExtra
+
+    try:
+        import outbox.testing.fixtures  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise MissingExtra("sandbox", error.name or "psutil") from error
+
+
+@pytest.fixture(scope="session")
+def outbox_postgres_server(_outbox_extra: None) -> Iterator[DatabaseServer]:
     """A Postgres server for the whole session: the given one, or a new one."""
     if url := os.environ.get(_DATABASE_URL):
         from outbox.testing.fixtures import ExternalPostgres
@@ -48,7 +59,7 @@ def outbox_postgres_server() -> Iterator[DatabaseServer]:
 
 
 @pytest.fixture(scope="session")
-def outbox_kafka_cluster() -> Iterator[KafkaServer]:
+def outbox_kafka_cluster(_outbox_extra: None) -> Iterator[KafkaServer]:
     """A Kafka for the whole session: the given one, or a new one with one broker."""
     if servers := os.environ.get(_BOOTSTRAP_SERVERS):
         from outbox.testing.fixtures import ExternalKafka
@@ -93,7 +104,7 @@ def outbox_kafka(outbox_kafka_cluster: KafkaServer) -> Iterator[Topics]:
 
 
 @pytest.fixture
-def outbox_relay(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RelayFactory]:
+def outbox_relay(_outbox_extra: None, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[RelayFactory]:
     """A function that starts ``outbox relay run`` in a process of its own; all are killed after the test.
 
     By default it serves this test's ``outbox_postgres`` and ``outbox_kafka``.
@@ -117,7 +128,7 @@ def outbox_relay(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Rel
 
 
 @pytest.fixture
-def private_postgres() -> Iterator[PrivatePostgres]:
+def private_postgres(_outbox_extra: None) -> Iterator[PrivatePostgres]:
     """A function that starts a Postgres that this test may kill and restart; see PrivatePostgres."""
     if os.environ.get(_DATABASE_URL):
         pytest.skip(f"{_DATABASE_URL} is set, and this test kills its Postgres: unset it to run this test")
@@ -128,7 +139,7 @@ def private_postgres() -> Iterator[PrivatePostgres]:
 
 
 @pytest.fixture
-def private_kafka() -> Iterator[PrivateKafka]:
+def private_kafka(_outbox_extra: None) -> Iterator[PrivateKafka]:
     """A function that starts a Kafka that this test may kill and restart; see PrivateKafka."""
     if os.environ.get(_BOOTSTRAP_SERVERS):
         pytest.skip(f"{_BOOTSTRAP_SERVERS} is set, and this test kills its Kafka: unset it to run this test")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 from importlib import import_module
 from typing import Annotated, Any, Final
@@ -54,11 +55,21 @@ def assemble(arguments: Sequence[str] = ()) -> typer.Typer:
     only = named if named in {*_GROUPS, *_COMMANDS} else None
     for name, module in _GROUPS.items():
         if only in {None, name}:
-            app.add_typer(_imported(module).app, name=name, hidden=name in _OLD)
+            group = _imported(module).app
+            for command in group.registered_commands:
+                command.help = _unwrapped(command.callback.__doc__)
+            app.add_typer(group, name=name, hidden=name in _OLD)
     for name, module in _COMMANDS.items():
         if only in {None, name}:
-            app.command(name)(getattr(_imported(module), name))
+            function = getattr(_imported(module), name)
+            app.command(name, help=_unwrapped(function.__doc__))(function)
     return app
+
+
+def _unwrapped(text: str | None) -> str:
+    """Return a docstring with each paragraph on one line: typer keeps line ends, and a terminal has another width."""
+    paragraphs = inspect.cleandoc(text or "").replace("``", "`").split("\n\n")
+    return "\n\n".join(" ".join(part.split()) for part in paragraphs)
 
 
 def _version(show: bool) -> None:

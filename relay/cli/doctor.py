@@ -40,7 +40,7 @@ def doctor(
         table = Table("", "about", "found", "what to do", show_lines=True)
         colours = {Level.OK: "green", Level.WARNING: "yellow", Level.FAILURE: "red"}
         for finding in findings:
-            texts = (Text(printable(text)) for text in (finding.about, finding.found, finding.do))
+            texts = (Text(printable(text), overflow="fold") for text in (finding.about, finding.found, finding.do))
             table.add_row(Text(finding.level, style=colours[finding.level]), *texts)
         Console().print(table)
     if any(finding.level is Level.FAILURE for finding in findings):

@@ -233,8 +233,9 @@ def wait(
         left = wait_until_published(connection, settings.db_schema, seconds)
     if left:
         say(
-            f"{left} events are not published after {seconds:g} s. Is a relay running, and can it reach Kafka? See "
-            "`outbox dead-letters list` and `outbox doctor`",
+            f"{left} {'event is' if left == 1 else 'events are'} not published after {seconds:g} s. See "
+            "`outbox status` for relays and pauses, `outbox dead-letters list` for what failed, `outbox doctor` for "
+            "Kafka; the relay's log says what it waits for",
             err=True,
         )
         raise typer.Exit(1)

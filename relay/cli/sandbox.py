@@ -33,7 +33,7 @@ _Json = Annotated[bool, typer.Option("--json", help="Print one JSON object as th
 def up(
     brokers: Annotated[int | None, typer.Option(help="1 or 3; an existing cluster keeps its number.")] = None,
     json: _Json = False,
-    export: Annotated[bool, typer.Option("--export", help="Print export lines for a shell: eval $(…)")] = False,
+    export: Annotated[bool, typer.Option("--export", help='Print export lines for a shell: eval "$(…)"')] = False,
 ) -> None:
     """Start the servers that do not run, and print their addresses. Data, ports and database stay the same."""
     state = _sandbox().up(brokers)
@@ -101,4 +101,4 @@ def _show(state: SandboxState) -> None:
     typer.echo(f"Kafka     {kafka if state.brokers_running else 'stopped':<12} {state.kafka_servers}")
     typer.echo(f"Logs      {' '.join(str(log) for log in (state.postgres_log, *state.kafka_logs))}")
     if state.running:
-        typer.echo("For a shell: eval $(outbox sandbox up --export)")
+        typer.echo('For a shell: eval "$(outbox sandbox up --export)"')

@@ -11,8 +11,7 @@ from typing import Any
 from confluent_kafka import KafkaError, KafkaException, Message
 from confluent_kafka.admin import AdminClient, NewTopic  # type: ignore[attr-defined]
 
-from outbox._app.kafka_clients import ConnectionErrors, complete
-from outbox.errors import ConfigurationError
+from outbox._app.kafka_clients import ConnectionErrors, complete, refused_options
 
 
 class Admin(AdminClient):
@@ -27,7 +26,7 @@ class Admin(AdminClient):
         try:
             super().__init__(values, logger=silent())
         except KafkaException as error:
-            raise ConfigurationError(f"Kafka options: {text_of(error)}") from error
+            raise refused_options(error) from error
 
     def explaining(self) -> AbstractContextManager[None]:
         """Add why connections fail to the KafkaException of a request that is made, and awaited, in this block."""

@@ -8,8 +8,7 @@ from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from outbox._app.kafka_clients import ConnectionErrors, complete
-from outbox.errors import ConfigurationError
+from outbox._app.kafka_clients import ConnectionErrors, complete, refused_options
 from relay.kafka.client import silent, text_of
 from relay.ports import BrokerUnavailable, IdBusy
 
@@ -105,7 +104,7 @@ class ShortLivedProducer(Producer):
         try:
             super().__init__(complete(values), logger=silent())
         except KafkaException as error:
-            raise ConfigurationError(f"Kafka options: {text_of(error)}") from error
+            raise refused_options(error) from error
 
     def explained(self, error: KafkaException) -> KafkaException:
         """Return an exception of this producer, with the reason why its connections fail if that has caused it."""

@@ -14,8 +14,7 @@ from typing import Any, Final
 
 from confluent_kafka import KafkaError, KafkaException, Producer
 
-from outbox._app.kafka_clients import ConnectionErrors, complete
-from outbox.errors import ConfigurationError
+from outbox._app.kafka_clients import ConnectionErrors, complete, refused_options
 from outbox.event import DEAD_LETTER
 from relay.failpoints import failpoint
 from relay.kafka.client import silent, text_of, weak_callback
@@ -120,7 +119,7 @@ class BatchProducer:
                 logger=silent(),
             )
         except KafkaException as error:
-            raise ConfigurationError(f"Kafka options: {text_of(error)}") from error
+            raise refused_options(error) from error
 
     @property
     def failed(self) -> bool:

@@ -15,8 +15,7 @@ from typing import Any, Final
 from confluent_kafka import OFFSET_INVALID, Consumer, KafkaError, KafkaException, TopicPartition
 from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec  # type: ignore[attr-defined]
 
-from outbox._app.kafka_clients import ConnectionErrors, complete
-from outbox.errors import ConfigurationError
+from outbox._app.kafka_clients import ConnectionErrors, complete, refused_options
 from spark_jobs.driver.planner import Extent
 from spark_jobs.errors import ConsumerError
 from spark_jobs.model import Partition
@@ -87,7 +86,7 @@ class KafkaView:
         try:
             self._admin = AdminClient(settings, logger=self._logger)
         except KafkaException as error:
-            raise ConfigurationError(f"Kafka options: {error.args[0].str()}") from error
+            raise refused_options(error) from error
         self._committers: dict[str, _PositionCommitter] = {}
 
     def look(
@@ -160,7 +159,7 @@ class KafkaView:
         """Return the error for a failed request, such as one for a topic that was deleted between two requests."""
         explained = self._connections.explained(error, self._admin)
         refused = self._refusals.pop() if self._refusals else explained.args[0]
-        return of_kafka(refused, "Kafka does not answer")
+        return of_kafka(refused, f"Kafka does not answer at {self._options.get('bootstrap.servers')}")
 
     def compacted(self, topics: Iterable[str]) -> bool:
         """Return whether Kafka may compact one of the topics. True too if the client has no right to read that."""

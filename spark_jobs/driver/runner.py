@@ -56,7 +56,7 @@ from spark_jobs.job import ConsumerJob
 from spark_jobs.model import Partition, Range, Stored
 from spark_jobs.patience import NoTimeLeft, Patience, backoff
 from spark_jobs.postgres.connections import process_name
-from spark_jobs.postgres.errors import AWAY
+from spark_jobs.postgres.errors import AWAY, clear_schema_errors
 from spark_jobs.postgres.group_store import Store
 from spark_jobs.postgres.lock_monitor import LockMonitor
 from spark_jobs.postgres.progress import progress
@@ -298,7 +298,8 @@ class Runner:
         if self._generation is None:
             self._store.require_utf8()
             self._store.setup(self._job.setup)
-            self._generation = self._store.take_over(type(self._job.strategy).__name__, self._job.atomic)
+            with clear_schema_errors("taking the group over"):
+                self._generation = self._store.take_over(type(self._job.strategy).__name__, self._job.atomic)
             self._report("group taken over", {"group": self._job.group, "generation": self._generation})
             if isinstance(self._job.strategy, OffsetsOnly):
                 self._report(

@@ -58,15 +58,22 @@ def connect(url: str, application_name: str, connect_seconds: int | None = None)
 
 
 @contextmanager
-def clear_errors(doing: str) -> Iterator[None]:
-    """Turn errors about missing tables or rights into SchemaError, and those of AWAY into ConsumerUnavailable."""
+def clear_schema_errors(doing: str) -> Iterator[None]:
+    """Turn errors about missing tables or rights into SchemaError."""
     try:
         yield
     except _SCHEMA as error:
-        raise SchemaError(
-            f"Postgres, {doing}: {first_line(error)}; see `outbox db check --consumer`, then run "
-            "`outbox db upgrade --consumer` or grant it"
-        ) from error
+        denied = isinstance(error, errors.InsufficientPrivilege)
+        text = f"Postgres, {doing}: {first_line(error)}"
+        raise SchemaError.refused(text, denied=denied, options=" --consumer") from error
+
+
+@contextmanager
+def clear_errors(doing: str) -> Iterator[None]:
+    """Turn errors about missing tables or rights into SchemaError, and those of AWAY into ConsumerUnavailable."""
+    try:
+        with clear_schema_errors(doing):
+            yield
     except errors.LockNotAvailable as error:
         raise ConsumerUnavailable(
             f"Postgres, {doing}: a round of the group is using these rows; nothing was changed, try again in a moment"

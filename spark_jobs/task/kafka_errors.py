@@ -30,7 +30,7 @@ def of_kafka(error: KafkaError, doing: str) -> ConsumerError:
     """Return the ConsumerError for an error of librdkafka, with a text that begins with ``doing``."""
     from confluent_kafka import KafkaError as Codes
 
-    text = f"{doing}: {error}"
+    text = f"{doing}: {error.str()}"
     if is_refusal(error):
         return NotAuthorized(f"{text}; look at the credentials and the ACLs. Nothing was skipped")
     if error.code() in {Codes._BAD_MSG, Codes._BAD_COMPRESSION, Codes.INVALID_MSG}:  # noqa: SLF001

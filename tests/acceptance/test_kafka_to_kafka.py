@@ -316,6 +316,23 @@ def test_records_that_can_not_be_produced(place, outbox_kafka, wrong, error, pro
     assert place.come(10) == {f"k{n}": [n] for n in range(10)}
 
 
+def test_a_topic_of_records_that_is_missing_is_found_within_a_transaction(place, outbox_kafka):
+    """With the options that a user gives."""
+    place.options = {"bootstrap.servers": outbox_kafka.bootstrap_servers}
+    place.feed(range(3))
+    absent = outbox_kafka.name("absent")
+    member = place.member(lambda message: [Record(absent, message.key(), b"")], transaction_seconds=6.0)
+    stop = threading.Event()
+    too_late = threading.Timer(20.0, stop.set)
+    too_late.start()
+    try:
+        with pytest.raises(KafkaRefused, match=r"can't produce: .*[Uu]nknown topic"):
+            member.run(stop)
+    finally:
+        too_late.cancel()
+    assert (place.position(), member.committed) == (0, 0)
+
+
 def test_slow_transforms_and_brokers_that_go_away(private_kafka, caplog):
     # How often the coordinator looks for transactions that are too old: every ten seconds by default.
     cluster = private_kafka(settings={"transaction.abort.timed.out.transaction.cleanup.interval.ms": "200"})

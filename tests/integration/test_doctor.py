@@ -324,6 +324,9 @@ def test_the_command(outbox_postgres, outbox_kafka):
     assert {finding["about"] for finding in report["findings"] if finding["level"] == "failure"} == {"Postgres fsync"}
     assert said.exit_code == 1
     assert "at-least-once" in runner.invoke(app, ["doctor"], env=environment).stdout
+    # Long words continue on the next line, and nothing is cut off.
+    narrow = runner.invoke(app, ["doctor"], env={**environment, "COLUMNS": "80"}).stdout
+    assert ("min.insync.replicas=" in narrow, "…" in narrow) == (True, False)
     assert runner.invoke(app, ["doctor", "--delivery", "twice"], env=environment).exit_code == 2
     assert runner.invoke(app, ["doctor"], env={}).exit_code == 2
 

@@ -18,6 +18,7 @@ from psycopg import sql
 from support import look_up, wait_until
 from typer.testing import CliRunner
 
+from outbox import Event, Outbox
 from outbox.errors import ConfigurationError
 from relay.cli.app import app
 from relay.config import load
@@ -70,6 +71,15 @@ def test_each_change_is_audited_and_the_second_time_nothing_changes(url):
         ("pause", "ledger", "topic", "order-events"),
         ("resume", None, "lane", "1"),
     ]
+
+
+def test_who_waits_for_what_is_paused_is_sent_to_where_it_is_shown(url):
+    with psycopg.connect(url) as connection:
+        Outbox().add(connection, Event("Order", "1", "Placed", {}))
+    pause(url, ALL)
+    done = CliRunner().invoke(app, ["relay", "wait", "--seconds", "0", "--database-url", url])
+    assert done.exit_code == 1
+    assert "1 event is not published after 0 s. See `outbox status` for relays and pauses" in done.output
 
 
 def test_a_pause_becomes_a_drain_and_a_drain_a_pause(url):

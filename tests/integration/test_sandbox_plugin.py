@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -253,6 +254,20 @@ def test_loading_the_plugin_imports_nothing_that_costs(tmp_path: Path) -> None:
     script = f"import sys, outbox.testing.plugin; print(sorted(set({heavy!r}) & set(sys.modules)))"
     result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_fixtures_without_the_extra_say_which_one_is_missing(tmp_path: Path) -> None:
+    (tmp_path / "conftest.py").write_text("import sys\nsys.modules['psutil'] = None\n")
+    fixtures = ("outbox_postgres", "outbox_kafka", "outbox_relay", "private_postgres", "private_kafka")
+    tests = "".join(f"def test_{name}({name}): ...\n" for name in fixtures)
+    (tmp_path / "test_theirs.py").write_text(tests)
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", str(tmp_path)]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert "5 errors" in result.stdout
+    advice = "MissingExtra: psutil is not installed; run: pip install 'outbox-kafka[sandbox]'"
+    assert len(re.findall(rf"^E +outbox\.errors\.{re.escape(advice)}$", result.stdout, re.MULTILINE)) == 5, (
+        result.stdout
+    )
 
 
 def test_private_kafka_is_a_factory(private_kafka: PrivateKafka) -> None:

@@ -131,7 +131,7 @@ def test_asyncpg_outside_of_a_transaction_is_refused(outbox_postgres):
                     await outbox.add(connection, event())
             with pytest.raises(asyncpg.InterfaceError, match="released back to the pool"):
                 await outbox.add(pooled, event())
-            with pytest.raises(TargetError, match="or an asyncpg Connection, not the Pool given"):
+            with pytest.raises(TargetError, match="or an asyncpg Connection, not the asyncpg Pool given"):
                 await outbox.add(pool, event())
 
     asyncio.run(scenario())
@@ -187,7 +187,7 @@ def test_the_wrong_class_names_the_right_one(outbox_postgres):
                 assert type(target).__name__ in str(caught.value)
         await engine.dispose()
         raw = await asyncpg.connect(outbox_postgres.url)
-        with pytest.raises(TargetError, match="for the Connection given use AsyncOutbox"):
+        with pytest.raises(TargetError, match="for the asyncpg Connection given use AsyncOutbox"):
             Outbox().add(raw, event())
         await raw.close()
         sync_engine = outbox_postgres.engine()
@@ -211,7 +211,7 @@ def test_the_wrong_class_names_the_right_one(outbox_postgres):
 def test_what_is_no_target_at_all(outbox_postgres):
     with pytest.raises(TargetError, match="the dict given"):
         Outbox().add({}, event())
-    with pytest.raises(TargetError, match="the Engine given"):
+    with pytest.raises(TargetError, match="the sqlalchemy Engine given"):
         Outbox().add_many(outbox_postgres.engine(), [])
     engine = sa.create_engine("sqlite://")
     with engine.connect() as connection, pytest.raises(TargetError, match="goes to sqlite"):

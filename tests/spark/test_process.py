@@ -206,6 +206,12 @@ def test_clear_errors_for_what_can_not_work(outbox_postgres, outbox_kafka):
     status, text = run("spark_jobs.order_totals:job")
     assert (status, "--once" in text) == (2, True)
     status, text = run("spark_jobs.order_totals:nothing", "--once")
-    assert (status, "not a ConsumerJob" in text) == (2, True)
+    assert (status, "its ConsumerJobs: job" in text) == (2, True)
     status, text = run("no_such_module:job", "--once")
     assert (status, "no module no_such_module" in text) == (2, True)
+    outbox_postgres.connect(autocommit=True).execute("DROP SCHEMA consumer CASCADE")
+    status, text = run("spark_jobs.order_totals:job", "--once")
+    assert (status, 'relation "consumer.groups" does not exist; run `outbox db upgrade --consumer`' in text) == (
+        1,
+        True,
+    )

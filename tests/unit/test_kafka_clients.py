@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from confluent_kafka import KafkaError, KafkaException
+from confluent_kafka import KafkaError, KafkaException, Producer
 
-from outbox._app.kafka_clients import ConnectionErrors
+from outbox._app.kafka_clients import ConnectionErrors, refused_options
 
 REFUSED = KafkaError(
     KafkaError._AUTHENTICATION,
@@ -49,6 +49,15 @@ def test_an_answer_is_not_explained_by_a_connection(code):
     errors.hear(REFUSED)
     answer = KafkaException(KafkaError(code, "text"))
     assert errors.explained(answer) is answer
+
+
+def test_an_option_that_librdkafka_does_not_know_is_named_as_it_was_given():
+    with pytest.raises(KafkaException) as caught:
+        Producer({"bootstrap.server": "h:1"})
+    assert str(refused_options(caught.value)) == (
+        'Kafka options: No such configuration property: "bootstrap.server"; it comes from '
+        "OUTBOX_KAFKA__BOOTSTRAP_SERVER, or from [kafka] in the file"
+    )
 
 
 def test_an_answered_request_ends_what_was_heard_before_it():

@@ -265,6 +265,10 @@ def test_jobs_are_found_by_name():
     for spec in ("spark_jobs.order_totals", "nowhere:job", "spark_jobs.order_totals:ConsumerJob", ":job"):
         with pytest.raises(JobError, match=r"MODULE:NAME|no module|not a ConsumerJob"):
             find_job(spec)
+    with pytest.raises(JobError, match=r"there is no 'jobs' in spark_jobs\.order_totals; its ConsumerJobs: job$"):
+        find_job("spark_jobs.order_totals:jobs")
+    with pytest.raises(JobError, match=r"there is no 'job' in json; it has no ConsumerJob at all$"):
+        find_job("json:job")
 
 
 def test_new_partitions_wait_for_the_others_of_their_topic_only():

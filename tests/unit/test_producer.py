@@ -256,6 +256,19 @@ def test_errors_that_pass_by_themselves_are_told_from_those_that_need_a_person(e
         raise error("no")
 
 
+@pytest.mark.parametrize(
+    ("error", "advice"),
+    [
+        (psycopg.errors.UndefinedTable, "run `outbox db upgrade` (`outbox db check` shows what is missing)"),
+        (psycopg.errors.InsufficientPrivilege, "grant it: `outbox db roles` prints the rights of each kind of role"),
+    ],
+)
+def test_missing_tables_and_missing_rights_have_their_own_advice(error, advice):
+    with pytest.raises(SchemaError) as caught, unavailable_on_error("testing"):
+        raise error("no")
+    assert str(caught.value) == f"Postgres, testing: no; {advice}"
+
+
 class Flushes:
     """A producer that notes for how long it is to flush."""
 

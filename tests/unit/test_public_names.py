@@ -26,6 +26,14 @@ def python(code: str, **given: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+def test_a_job_without_the_extra_says_which_one_is_missing():
+    done = python("import sys; sys.modules['psycopg'] = None; from spark_jobs import ConsumerJob")
+    assert "MissingExtra: psycopg is not installed; run: pip install 'outbox-kafka[spark]'" in done.stderr
+    # What a module of the project itself lacks is no missing extra.
+    done = python("import sys; sys.modules['spark_jobs.job'] = None; from spark_jobs import ConsumerJob")
+    assert done.stderr.rstrip().rpartition("\n")[2].startswith("ModuleNotFoundError: ")
+
+
 def test_every_public_name_is_where_it_is_said_to_be():
     for name, module in spark_jobs._WHERE.items():
         found = getattr(spark_jobs, name)

@@ -6,9 +6,11 @@ import re
 
 import pytest
 from docs_support import DOCS, generator
+from typer.testing import CliRunner
 
 from outbox._app import environment
 from outbox.errors import OutboxError
+from relay.cli.app import app
 from relay.config import Settings
 from spark_jobs.admin.dead_letters import REASONS
 from spark_jobs.model import LossKind
@@ -18,6 +20,12 @@ from spark_jobs.model import LossKind
 def test_a_page_is_what_the_code_says(name):
     committed = (DOCS / "reference" / name).read_text()
     assert committed == generator.PAGES[name](), f"run `{generator.COMMAND}` and commit docs/reference/{name}"
+
+
+def test_help_fills_the_width_of_the_terminal():
+    """A line end of a docstring is none in the terminal: typer would keep it in all paragraphs but the first."""
+    shown = CliRunner(env={"COLUMNS": "300", "TERM": "dumb"}).invoke(app, ["relay", "wait", "--help"]).output
+    assert '(transport="message") are not seen. Exit status 1 when some are left.' in shown
 
 
 def test_every_setting_is_on_its_page():
