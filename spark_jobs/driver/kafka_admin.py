@@ -159,7 +159,10 @@ class KafkaView:
         """Return the error for a failed request, such as one for a topic that was deleted between two requests."""
         explained = self._connections.explained(error, self._admin)
         refused = self._refusals.pop() if self._refusals else explained.args[0]
-        return of_kafka(refused, f"Kafka does not answer at {self._options.get('bootstrap.servers')}")
+        servers = self._options.get("bootstrap.servers")
+        return of_kafka(
+            refused, f"Kafka at {servers}" if is_refusal(refused) else f"Kafka does not answer at {servers}"
+        )
 
     def compacted(self, topics: Iterable[str]) -> bool:
         """Return whether Kafka may compact one of the topics. True too if the client has no right to read that."""

@@ -286,9 +286,9 @@ NO_RIGHTS = {
     "publisher": "grant it WRITE and DESCRIBE on the transactional ids that begin with its name",
     "sender": "the relay may not write to topic '{topic}': grant it WRITE and DESCRIBE",
     "doctor": "if it is there, grant DESCRIBE on it",
-    "driver": 'Topic authorization failed"}; look at the credentials and the ACLs',
-    "task": 'Topic authorization failed"}; look at the credentials and the ACLs',
-    "offsets": 'Topic authorization failed"}; look at the credentials and the ACLs',
+    "driver": "Topic authorization failed; look at the credentials and the ACLs",
+    "task": "Topic authorization failed; look at the credentials and the ACLs",
+    "offsets": "Topic authorization failed; look at the credentials and the ACLs",
 }
 
 
