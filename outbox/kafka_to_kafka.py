@@ -48,7 +48,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, Self
 
-from outbox._kafka_options import require_verification
+from outbox._kafka import is_refusal, require_verification
 from outbox.errors import ConfigurationError, MissingExtra, OutboxError
 
 try:
@@ -91,20 +91,12 @@ _OURS: Final = frozenset(
         "acks",
     }
 )
-# Only somebody who changes rights, settings or topics ends these.
+# Beside those of credentials and rights; only somebody who changes rights, settings or topics ends these.
 _REFUSALS: Final = frozenset(
     {
-        KafkaError.TOPIC_AUTHORIZATION_FAILED,
-        KafkaError.GROUP_AUTHORIZATION_FAILED,
-        KafkaError.CLUSTER_AUTHORIZATION_FAILED,
         KafkaError.TRANSACTIONAL_ID_AUTHORIZATION_FAILED,
-        KafkaError.SASL_AUTHENTICATION_FAILED,
-        KafkaError.UNSUPPORTED_SASL_MECHANISM,
-        KafkaError.ILLEGAL_SASL_STATE,
         KafkaError.INVALID_TRANSACTION_TIMEOUT,
-        # Documented names, in spite of the underscore.
-        KafkaError._AUTHENTICATION,  # noqa: SLF001
-        KafkaError._UNKNOWN_TOPIC,  # noqa: SLF001
+        KafkaError._UNKNOWN_TOPIC,  # noqa: SLF001  a documented name, in spite of the underscore
     }
 )
 # The record itself is at fault: it would be refused each time.
@@ -248,7 +240,7 @@ class Transformer:
                     session.run()
             except KafkaException as error:
                 inner = error.args[0]
-                if inner.code() in _REFUSALS:
+                if _is_refused(inner):
                     raise KafkaRefused(f"Kafka refuses group {self._plan.group!r}: {inner.str()}") from error
                 failures = 0 if self.committed > before else failures + 1
                 log.warning("group %s begins anew: %s", self._plan.group, inner.str())
@@ -347,7 +339,7 @@ class _Session:
             )
         if code in _MISSING:
             self._require_topics()
-        elif error.fatal() or code in _REFUSALS:
+        elif error.fatal() or _is_refused(error):
             raise KafkaException(error)
         else:
             # librdkafka goes on by itself, as behind a connection that broke, or joins the group again.
@@ -416,7 +408,7 @@ class _Session:
             for message in messages:
                 self._produce(message)
             positions = _behind(messages)
-            self._until_known(lambda: self._send(positions))
+            self._until_known(lambda: self._send_positions(positions))
             self._until_known(lambda: self._producer.commit_transaction(_SECONDS))
         except KafkaException as error:
             self._give_up(messages, error, time.monotonic() - began)
@@ -435,13 +427,15 @@ class _Session:
             raise error
         if not inner.fatal():
             self._abort()
-        if self._undelivered is not None and self._undelivered[1].code() in _UNFIT:
-            raise TransformFailed(self._undelivered[0], KafkaException(self._undelivered[1])) from error
-        if self._undelivered is not None and self._undelivered[1].code() in _REFUSALS | _MISSING:
-            raise KafkaRefused(f"group {self._plan.group!r} can't produce: {self._undelivered[1].str()}") from error
+        if self._undelivered is not None:
+            message, reason = self._undelivered
+            if reason.code() in _UNFIT:
+                raise TransformFailed(message, KafkaException(reason)) from error
+            if _is_refused(reason) or reason.code() in _MISSING:
+                raise KafkaRefused(f"group {self._plan.group!r} can't produce: {reason.str()}") from error
         if seconds >= self._plan.transaction_seconds:
             self._halve(messages, seconds)
-        if inner.fatal() or not inner.txn_requires_abort() or inner.code() in _REFUSALS:
+        if inner.fatal() or not inner.txn_requires_abort() or _is_refused(inner):
             raise error
         log.warning("a transaction of group %s was aborted: %s", self._plan.group, inner.str())
         _pause(self._stop, self._aborted)
@@ -503,7 +497,7 @@ class _Session:
                 self._producer.poll(0)
                 return
 
-    def _send(self, positions: list[TopicPartition]) -> None:
+    def _send_positions(self, positions: list[TopicPartition]) -> None:
         """Send the positions into the transaction. Raises KafkaException, also if it has not returned in time.
 
         librdkafka does not keep to the timeout of this one request: when the group's coordinator was restarted, it can
@@ -539,7 +533,7 @@ class _Session:
             try:
                 step()
             except KafkaException as error:
-                if self._stuck or not error.args[0].retriable() or self._stop.is_set():
+                if not error.args[0].retriable() or self._stop.is_set():
                     raise
                 log.info("a step of group %s's transaction is repeated: %s", self._plan.group, error.args[0].str())
             else:
@@ -551,6 +545,10 @@ class _Session:
         except KafkaException as error:
             # The coordinator ends the transaction after its time.
             log.info("aborting failed: %s", error.args[0].str())
+
+
+def _is_refused(error: KafkaError) -> bool:
+    return is_refusal(error) or error.code() in _REFUSALS
 
 
 def _pause(stop: threading.Event, failures: int) -> None:

@@ -68,7 +68,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 async def transaction(request: Request) -> AsyncIterator[AsyncSession]:
-    """Give an endpoint a session in a transaction: committed when it returns, rolled back when it raises."""
+    """Yield an endpoint's session in a transaction: committed when it returns, rolled back when it raises."""
     async with AsyncSession(request.app.state.engine) as session, session.begin():
         yield session
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 from outbox._app import credentials
-from outbox._kafka_options import require_verification
+from outbox._kafka import require_verification
 from outbox.errors import ConfigurationError
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from confluent_kafka import IsolationLevel, KafkaError, KafkaException, TopicCollection, TopicPartition
 from confluent_kafka.admin import AdminClient, OffsetSpec  # type: ignore[attr-defined]
 
-from outbox._kafka_options import require_verification
+from outbox._kafka import require_verification
 from outbox.errors import ConfigurationError
 from outbox.inbox._group import Loss, Place, Position
 from outbox.inbox.errors import KafkaFailed, PositionLost, TopicReplaced
@@ -31,17 +31,6 @@ _OURS: Final[Mapping[str, Any]] = {
 }
 _CALLBACKS: Final = frozenset({"error_cb", "stats_cb", "throttle_cb", "on_commit", "logger", "statistics.interval.ms"})
 
-REFUSALS: Final = frozenset(
-    {
-        KafkaError._AUTHENTICATION,  # noqa: SLF001  a documented name, in spite of the underscore
-        KafkaError.SASL_AUTHENTICATION_FAILED,
-        KafkaError.UNSUPPORTED_SASL_MECHANISM,
-        KafkaError.ILLEGAL_SASL_STATE,
-        KafkaError.TOPIC_AUTHORIZATION_FAILED,
-        KafkaError.GROUP_AUTHORIZATION_FAILED,
-        KafkaError.CLUSTER_AUTHORIZATION_FAILED,
-    }
-)
 UNREADABLE: Final = frozenset({KafkaError._BAD_MSG, KafkaError._BAD_COMPRESSION, KafkaError.INVALID_MSG})  # noqa: SLF001
 OUT_OF_RANGE: Final = frozenset({KafkaError._AUTO_OFFSET_RESET, KafkaError.OFFSET_OUT_OF_RANGE})  # noqa: SLF001
 

@@ -50,6 +50,7 @@ import psycopg
 from confluent_kafka import KafkaError, KafkaException, TopicPartition
 from psycopg.pq import TransactionStatus
 
+from outbox._kafka import is_refusal
 from outbox.errors import SchemaError
 from outbox.inbox import _kafka
 from outbox.inbox._assigned import Assigned, backoff, size_of
@@ -210,7 +211,7 @@ class Member:
         elif code in _kafka.OUT_OF_RANGE:
             if part is not None:
                 part.cut_off = True
-        elif code in _kafka.REFUSALS:
+        elif is_refusal(error):
             raise _refused(error)
         elif code in _kafka.UNREADABLE or error.fatal():
             raise KafkaFailed(f"Kafka, {message.topic()}-{message.partition()}: {error.str()}. Nothing was skipped")
@@ -219,7 +220,7 @@ class Member:
             _logger.warning("kafka: %s", error.str())
 
     def _noted(self, error: KafkaError) -> None:
-        if error.code() in _kafka.REFUSALS:
+        if is_refusal(error):
             self._refusal = error
         if given := self._settings.options.get("error_cb"):
             given(error)

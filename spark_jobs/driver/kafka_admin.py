@@ -16,11 +16,12 @@ from confluent_kafka import OFFSET_INVALID, Consumer, KafkaError, KafkaException
 from confluent_kafka.admin import AdminClient, ConfigResource, OffsetSpec  # type: ignore[attr-defined]
 
 from outbox._app.kafka_clients import ConnectionErrors, complete, refused_options
+from outbox._kafka import is_refusal
 from spark_jobs.driver.planner import Extent
 from spark_jobs.errors import ConsumerError
 from spark_jobs.model import Partition
 from spark_jobs.patience import asking
-from spark_jobs.task.kafka_errors import is_refusal, of_kafka
+from spark_jobs.task.kafka_errors import of_kafka
 
 _SECONDS: Final = 20.0
 _REFUSAL_SECONDS: Final = 0.5

@@ -4,26 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from outbox._kafka import is_refusal
 from spark_jobs.errors import ConsumerError, ConsumerUnavailable, CorruptRecords, NotAuthorized
 
 if TYPE_CHECKING:
     from confluent_kafka import KafkaError
-
-
-def is_refusal(error: KafkaError) -> bool:
-    """Return whether Kafka refuses the client's credentials, or an operation that they do not allow."""
-    from confluent_kafka import KafkaError as Codes
-
-    return error.code() in {
-        # A documented name, in spite of the underscore.
-        Codes._AUTHENTICATION,  # noqa: SLF001
-        Codes.SASL_AUTHENTICATION_FAILED,
-        Codes.UNSUPPORTED_SASL_MECHANISM,
-        Codes.ILLEGAL_SASL_STATE,
-        Codes.TOPIC_AUTHORIZATION_FAILED,
-        Codes.GROUP_AUTHORIZATION_FAILED,
-        Codes.CLUSTER_AUTHORIZATION_FAILED,
-    }
 
 
 def of_kafka(error: KafkaError, doing: str) -> ConsumerError:

@@ -34,12 +34,13 @@ from typing import TYPE_CHECKING, Any, Final, cast
 import orjson
 
 from outbox._app.kafka_clients import ConnectionErrors, complete
+from outbox._kafka import is_refusal
 from spark_jobs.errors import ConsumerUnavailable, InputCut, JobError
 from spark_jobs.model import Partition, Range
 from spark_jobs.patience import at_most, silent
 from spark_jobs.task.incoming import UNREADABLE, Headers, Messages
 from spark_jobs.task.input import TaskInput
-from spark_jobs.task.kafka_errors import is_refusal, of_kafka
+from spark_jobs.task.kafka_errors import of_kafka
 
 if TYPE_CHECKING:
     from confluent_kafka import Consumer, KafkaError, Message

@@ -65,7 +65,7 @@ TYPED: dict[str, set[str]] = {}
 
 
 def of(title: str) -> Callable[..., Any]:
-    """Say which section a test follows."""
+    """Return the parameters that name the section which a test follows."""
     assert title in SECTIONS, title
     return pytest.mark.parametrize("section", [SECTIONS[title]], ids=lambda section: section.anchor)
 
