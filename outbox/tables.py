@@ -192,6 +192,13 @@ def outbox_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA, lanes: in
         sa.PrimaryKeyConstraint("lane", "id", name="failures_pkey"),
         sa.CheckConstraint("attempts >= 0", name="failures_attempts"),
         sa.Index("failures_key_hash", "lane", "aggregate_type", sa.text(_KEY_HASH)),
+        sa.Index(
+            "failures_next_attempt",
+            "lane",
+            "next_attempt_at",
+            "id",
+            postgresql_where=sa.text("next_attempt_at < 'infinity'"),
+        ),
         schema=schema,
         comment="Events that could not be published as they are, and whose key waits. infinity: waits for a person.",
     )
