@@ -80,7 +80,7 @@ SELECT count(*)
  WHERE e.there IS NULL"""
 
 _TAKE: Final = """
-UPDATE {lanes} SET owner = 'reconcile', epoch = epoch + 1, protocol_epoch = epoch + 1,
+UPDATE {lanes} SET owner = %(owner)s, epoch = epoch + 1, protocol_epoch = epoch + 1,
        lease_until = clock_timestamp() + make_interval(secs => %(lease)s)
  WHERE lane = %(lane)s
 RETURNING epoch, transactional_id"""
@@ -88,14 +88,13 @@ RETURNING epoch, transactional_id"""
 _OWN: Final = """
 UPDATE {lanes} AS l SET transactional_id = %(own)s,
        lease_until = clock_timestamp() + make_interval(secs => %(lease)s)
-  FROM unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS mine(lane, epoch)
- WHERE l.lane = mine.lane AND l.epoch = mine.epoch
+  FROM {leases} WHERE {ours}
 RETURNING l.lane"""
 
 _DONE: Final = """
-UPDATE {lanes} SET last_batch = %(batch)s, owner = NULL, lease_until = '-infinity', transactional_id = NULL,
+UPDATE {lanes} AS l SET last_batch = %(batch)s, owner = NULL, lease_until = '-infinity', transactional_id = NULL,
        {further}
- WHERE lane = %(lane)s AND epoch = %(epoch)s RETURNING 1"""
+  FROM {leases} WHERE {ours} RETURNING 1"""
 
 
 class _Lane(NamedTuple):
@@ -235,7 +234,7 @@ class Reconciler:
         found = self._rows.found()
         self._audit_found(found, reason)
         for lane in broken:
-            self._rows.settle(lane, holding.epochs[lane])
+            self._rows.settle(lane, holding.values([lane]))
         failpoint("reconcile.settled")
         # Not earlier: no relay goes on with a lane while its partition is undecided. What is on Kafka is settled by
         # now, so a relay that goes on publishes only the rest.
@@ -371,7 +370,8 @@ class Reconciler:
                 self._connection.execute("SELECT set_config('lock_timeout', %s, true)", (f"{_LOCK_SECONDS}s",))
                 try:
                     row = self._connection.execute(
-                        sql.SQL(_TAKE).format(**self._names), {"lane": lane, "lease": LEASE_SECONDS}
+                        sql.SQL(_TAKE).format(**self._names),
+                        {"lane": lane, "owner": holding.owner, "lease": LEASE_SECONDS},
                     ).fetchone()
                 except errors.LockNotAvailable as error:
                     raise LaneBusy(
@@ -393,13 +393,7 @@ class Reconciler:
             producer = self._producer_of_own()
             # After our own init_transactions, and before anything is written under this id: the next holder of a lane
             # fences it.
-            epochs = holding.epochs
-            mine = {
-                "own": self._own,
-                "lease": LEASE_SECONDS,
-                "lanes": list(lanes),
-                "epochs": [epochs[lane] for lane in lanes],
-            }
+            mine = {"own": self._own, "lease": LEASE_SECONDS, **holding.values(lanes)}
             kept = {lane for (lane,) in self._rows.run(_OWN, mine, "checking the lanes")}
             for lane in sorted(lanes.keys() - kept):
                 raise taken(lane)
@@ -458,7 +452,7 @@ class Reconciler:
         return fresh
 
     def _release(self, holding: Holding, lane: int, fresh: Marker) -> None:
-        values = {"lane": lane, "epoch": holding.epochs[lane], "batch": fresh.batch, **position(fresh.stream)}
+        values = {**holding.values([lane]), "batch": fresh.batch, **position(fresh.stream)}
         if not self._rows.run(_DONE, values, f"releasing lane {lane}"):
             raise taken(lane)
         holding.done(lane)
