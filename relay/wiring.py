@@ -68,6 +68,9 @@ def build(settings: Settings) -> Supervisor:
     exact = settings.delivery is Delivery.EXACTLY_ONCE
     figures = TransactionFigures()
     renew_part = min(max(RENEW_PART, delivery_seconds(settings) / settings.relay.lease_seconds + _SPARE_PART), 1.0)
+    if settings.delivery is Delivery.AT_MOST_ONCE:
+        # A turn's rows are deleted: what is not sent in time is lost.
+        renew_part = 1.0
     pauses = CurrentPauses()
     # As of the current turn: at-most-once, rows are deleted before they are sent.
     topics = build_topics(settings, lambda: pauses.obeyed.topics)
