@@ -96,6 +96,12 @@ class HeldLanes:
         with self._lock:
             self._recalled |= self._leases.keys() & set(lanes)
 
+    def recall_up_to(self, count: int) -> None:
+        """Recall more lanes, until ``count`` are recalled and not let go of. No more if that many are already."""
+        with self._lock:
+            left = sorted(self._leases.keys() - self._recalled)
+            self._recalled.update(left[: max(count - len(self._recalled), 0)])
+
     def recall_all(self) -> None:
         """Recall all lanes."""
         with self._lock:

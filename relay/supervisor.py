@@ -464,8 +464,7 @@ class Supervisor:
             self._note_pauses(table)
             self._give(leases)
         if step.release:
-            lanes = [lease.lane for lease in self._held.leases if lease.lane not in self._held.recalled]
-            self._held.recall(lanes[: step.release - len(self._held.recalled)])
+            self._held.recall_up_to(step.release)
 
     def _note_pauses(self, table: LaneTable) -> None:
         """Hand the pauses over to the worker's loop. Before lanes are: their first turn must obey."""

@@ -6,6 +6,7 @@ import os
 import secrets
 import socket
 import uuid
+from collections import deque
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Final
@@ -59,6 +60,9 @@ _ARCHIVE_SECONDS: Final = 60.0
 _TRANSACTIONS_SECONDS: Final = 60.0
 # The part of a lease, besides the time for a turn, for reading, settling, and clock differences.
 _SPARE_PART: Final = 0.1
+# The bases of transactional ids that a worker remembers as its own. Lanes' rows name at most the last few of them; an
+# older one is fenced like another worker's.
+_BASES: Final = 8
 
 
 def build(settings: Settings) -> Supervisor:
@@ -224,7 +228,7 @@ def _publisher(settings: Settings, figures: TransactionFigures, topics: Topics) 
     state = StateTopic(client_options(settings), state_topic_name(settings), replication=settings.state_replication)
     exact = settings.delivery is Delivery.EXACTLY_ONCE
     # Lanes' rows have the last one; a new publisher fences its predecessor.
-    bases = [_new_base(settings)]
+    bases = deque([_new_base(settings)], maxlen=_BASES)
     fencing = Fencing(options)
     idempotent = partial(IdempotentPublisher, options, router, topics, settings.ce_source, seconds)
     # An option that librdkafka does not know ends the command here, not a turn later.
