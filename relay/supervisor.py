@@ -80,6 +80,8 @@ class Components:
     """Waits other than those of lanes, found by the upkeep tasks."""
     topics: Callable[[], Mapping[str, str]] = dict
     """The topics that can't be written to, with the reasons."""
+    grown: Callable[[], Mapping[str, str]] = dict
+    """The topics that got more partitions lately, with what that means."""
     figures: Callable[[], Mapping[str, float]] = dict
     """Figures for the last line of the log."""
     meter: Meter | None = None
@@ -315,6 +317,7 @@ class Supervisor:
             away=self._away,
             besides=self._components.besides(),
             topics=self._components.topics(),
+            grown=self._components.grown(),
         )
         lanes = [lease.lane for lease in held if obeyed.holds(lease.lane)]
         return replace(health, paused_lanes=lanes, paused_topics=sorted(obeyed.topics))

@@ -7,7 +7,7 @@ import secrets
 import socket
 import uuid
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Final
 
@@ -25,6 +25,7 @@ from relay.drains import Drains
 from relay.kafka.fencing import Fencing
 from relay.kafka.idempotent import IdempotentPublisher
 from relay.kafka.open_transactions import OpenTransactions, TransactionWatch
+from relay.kafka.partition_counts import PartitionCounts
 from relay.kafka.routing import NoRoute
 from relay.kafka.state_topic import StateTopic
 from relay.kafka.takeover import Takeover
@@ -58,6 +59,7 @@ _DRAIN_SECONDS: Final = 0.5
 _SCHEDULED_SECONDS: Final = 0.2
 _ARCHIVE_SECONDS: Final = 60.0
 _TRANSACTIONS_SECONDS: Final = 60.0
+_PARTITIONS_SECONDS: Final = 60.0
 # The part of a lease, besides the time for a turn, for reading, settling, and clock differences.
 _SPARE_PART: Final = 0.1
 # The bases of transactional ids that a worker remembers as its own. Lanes' rows name at most the last few of them; an
@@ -84,6 +86,7 @@ def build(settings: Settings) -> Supervisor:
         wal = _Wal(settings, connect, f"outbox relay {instance}"[:63], renew_part)
     registry = CollectorRegistry()
     transactions = _transactions(settings) if exact else None
+    partitions = PartitionCounts(client_options(settings), build_router(settings).may_write) if exact else None
     upkeep = _upkeep(settings, connect, instance, registry)
     meter = None
     if settings.relay.metrics_address is not None:
@@ -97,6 +100,9 @@ def build(settings: Settings) -> Supervisor:
     upkeep.append(MaintenanceTask("scheduled events", scheduled.look, _SCHEDULED_SECONDS))
     if transactions is not None:
         upkeep.append(MaintenanceTask("transactions", transactions.look, _TRANSACTIONS_SECONDS))
+    if partitions is not None:
+        upkeep.append(MaintenanceTask("partitions", partitions.look, _PARTITIONS_SECONDS))
+    grown: Callable[[], Mapping[str, str]] = dict if partitions is None else partitions.grown
     relay = Supervisor(
         Components(
             instance=instance,
@@ -117,6 +123,7 @@ def build(settings: Settings) -> Supervisor:
             upkeep=upkeep,
             besides=tuple if transactions is None else transactions.waits,
             topics=topics.reasons,
+            grown=grown,
             figures=figures.summary if exact else dict,
             meter=meter,
             pauses=pauses,
@@ -124,7 +131,8 @@ def build(settings: Settings) -> Supervisor:
             about=_about(settings),
         )
     )
-    RelayMetrics(relay.health, topics.reasons, int if transactions is None else transactions.hanging, registry)
+    hanging = int if transactions is None else transactions.hanging
+    RelayMetrics(relay.health, topics.reasons, hanging, grown, registry)
     if settings.relay.metrics_address is not None:
         serve(settings.relay.metrics_address, registry, health=relay.health)
     return relay

@@ -51,7 +51,7 @@ from relay.kafka.offsets import Undecided
 from relay.kafka.routing import Router
 from relay.kafka.state_topic import MarkersRead, StateTopic
 from relay.kafka.takeover import ids_to_fence, own_ids
-from relay.marker import Marker, StateLost, resume
+from relay.marker import RECREATED, Marker, StateLost, resume
 from relay.operations.audit import note
 from relay.operations.hidden_events import HangingPartition, HiddenEvents
 from relay.operations.holding import LEASE_SECONDS, Holding, LaneBusy, taken
@@ -303,7 +303,7 @@ class Reconciler:
             return marker, str(error)
         if marker is None:
             return marker, None
-        if seen.last_batch is not None and marker.batch != seen.last_batch:
+        if seen.last_batch not in {None, RECREATED, marker.batch}:
             gone = self._gone(lane, marker)
             if gone:
                 return marker, f"lane {lane}: Kafka holds {gone} events of batch {marker.batch} that Postgres has lost"
