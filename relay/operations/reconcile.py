@@ -42,7 +42,7 @@ import psycopg
 from confluent_kafka import KafkaException
 from psycopg import errors, sql
 
-from outbox.errors import SchemaError
+from outbox.errors import OutboxError, SchemaError
 from relay.database import unavailable_on_error
 from relay.failpoints import failpoint
 from relay.kafka.client import text_of
@@ -138,6 +138,10 @@ class Findings:
         return [state for state in self.lanes if state.problem is not None]
 
 
+class NotUpgraded(OutboxError):
+    """The lanes are not as pg_upgrade leaves them; nothing was changed."""
+
+
 class Reconciler:
     """Compares lanes with their topics, and repairs them. ``client_options`` are for readers, ``producer_options`` the
     relay's.
@@ -195,6 +199,33 @@ class Reconciler:
             for lane, count in self._rows.found().items():
                 states[lane] = replace(states[lane], found=count)
         return Findings(list(states.values()), hanging)
+
+    def upgraded(self) -> Findings:
+        """Return the state of all lanes, of which some stop for no other reason than a new system identifier.
+
+        That is what pg_upgrade leaves: the markers name the server before, and the tables are as it left them. Raises
+        NotUpgraded in any other case, Unavailable, or SchemaError on a standby.
+        """
+        findings = self.look(search=False)
+        seen = self._lanes()
+        read = self._state.read([state.lane for state in findings.problems], decided=False)
+        for state in findings.problems:
+            marker = read.markers.get(state.lane)
+            here = seen[state.lane]
+            if marker is None or marker.system_identifier == here.system or state.lane in read.problems:
+                raise NotUpgraded(f"{state.problem}. That is not for want of pg_upgrade; see `outbox relay reconcile`")
+            try:
+                resume(state.lane, here.last_batch, marker, marker.system_identifier, marker.timeline)
+            except StateLost as error:
+                raise NotUpgraded(f"{error}. pg_upgrade keeps the tables as they are; this is a restore") from error
+            if marker.batch != here.last_batch and self._gone(state.lane, marker):
+                raise NotUpgraded(
+                    f"lane {state.lane}: events of batch {marker.batch} are on Kafka, and neither settled nor in the "
+                    "table. pg_upgrade keeps the tables as they are; see `outbox relay reconcile`"
+                )
+        if not findings.problems:
+            raise NotUpgraded("no lane's marker names another server: there is nothing to do")
+        return findings
 
     def repair(self, findings: Findings, reason: str) -> list[LaneState]:
         """Fence the lanes that have a problem, settle their events that are on Kafka, and write new markers.
