@@ -148,6 +148,14 @@ def next_step(distribution: LaneDistribution, me: str) -> Step:
     return Step(acquire=min(share - mine, distribution.free))
 
 
+def source_problem(lanes: str, relays: str) -> str:
+    """Return what to do about relays of one source while the lanes are read from the other."""
+    return (
+        f"the lanes are read from source {lanes}, and a relay of source {relays} waits until that changes: run relays "
+        f"with OUTBOX_SOURCE={lanes}, or `outbox relay switch {relays}`"
+    )
+
+
 class LaneTable:
     """The statements on outbox.lanes and outbox.relays, each in its own short transaction.
 

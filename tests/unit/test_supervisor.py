@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+import relay.supervisor
 from relay.config import load
 from relay.lanes import LaneDistribution
 from relay.lease import Lease
@@ -52,3 +53,26 @@ def test_more_recalled_lanes_than_have_to_go_are_no_reason_to_recall_the_others(
     assert len(recalled) == LANES - 86
     supervisor._balance(Table({"me": LANES, "one": 0}))  # type: ignore[arg-type]
     assert supervisor._held.recalled == recalled
+
+
+def test_lanes_of_the_other_source_are_named_with_the_way_out_and_again_each_minute(supervisor, monkeypatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(relay.supervisor.log, "warning", lambda _event, problem, **_: said.append(problem))
+    clock = [0.0]
+    monkeypatch.setattr(relay.supervisor.time, "monotonic", lambda: clock[0])
+
+    def tick(lanes: int) -> list[str]:
+        table = Table({"me": 0})
+        table._distribution = LaneDistribution({"me": 0}, lanes=lanes, free=0, total=LANES)
+        supervisor._balance(table)
+        return [check.text for check in supervisor.health().checks if check.name == "source"]
+
+    way_out = "run relays with OUTBOX_SOURCE=wal, or `outbox relay switch polling`"
+    (text,) = tick(0)
+    assert text.endswith(way_out)
+    assert tick(0) == [text]
+    assert said == [text]
+    clock[0] += 61.0
+    tick(0)
+    assert said == [text, text]
+    assert tick(LANES) == []
