@@ -406,8 +406,11 @@ def producer_options(settings: Settings) -> dict[str, str]:
     if settings.delivery is Delivery.EXACTLY_ONCE:
         # The coordinator may abort a transaction only when its relay can't be working on it any more.
         ours["transaction.timeout.ms"] = str(max(int(delivery_seconds(settings) * 3000), 60_000))
-    # 0 means never: the publisher enforces the deadline itself, see BatchProducer.drain.
-    return ours | given | _DELIVERY[settings.delivery] | {"delivery.timeout.ms": "0"}
+    # 0 means never: the publisher enforces the deadline itself, see BatchProducer.drain. At-most-once nothing comes
+    # again, so what a relay that slept still has is dropped: other relays may have sent what comes after it.
+    once = settings.delivery is Delivery.AT_MOST_ONCE
+    timeout_ms = int(delivery_seconds(settings) * 1000) if once else 0
+    return ours | given | _DELIVERY[settings.delivery] | {"delivery.timeout.ms": str(timeout_ms)}
 
 
 def _refuse_given(settings: Settings, names: AbstractSet[str]) -> None:

@@ -138,12 +138,11 @@ kept AS (
 _HELD: Final = """
 SELECT last_batch, (SELECT system_identifier::text FROM pg_control_system()), {timeline},
        (pg_current_wal_insert_lsn() - '0/0'::pg_lsn)::bigint
-  FROM {lanes} WHERE lane = %(lane)s AND epoch = %(epoch)s FOR UPDATE NOWAIT"""
+  FROM {lanes} AS l JOIN {leases} ON {ours} FOR UPDATE OF l NOWAIT"""
 
 _STILL_HELD: Final = """
 SELECT l.lane, (SELECT system_identifier::text FROM pg_control_system()), {timeline}
-  FROM {lanes} AS l
-  JOIN unnest(%(lanes)s::smallint[], %(epochs)s::bigint[]) AS m(lane, epoch) ON l.lane = m.lane AND l.epoch = m.epoch"""
+  FROM {lanes} AS l JOIN {leases} ON {ours}"""
 
 _ADOPTED: Final = """
 UPDATE {lanes} SET last_batch = coalesce(%(batch)s, last_batch), transactional_id = %(own_id)s, {further}
