@@ -317,7 +317,7 @@ def test_all_of_it(installed):
 
 def test_the_oldest_sqlalchemy_and_psycopg_that_we_say_we_support(built, tmp_path, outbox_postgres):
     """The lower bounds of pyproject.toml, in an environment of their own: tables, writer, and what was written."""
-    bounds = ["sqlalchemy==2.0.30", "psycopg[binary]==3.2.3", "orjson==3.10.0", "uuid-utils==0.10.0"]
+    bounds = ["sqlalchemy==2.0.30", "psycopg[binary]==3.2.3", "orjson==3.10.0", "uuid-utils==0.14.0"]
     bin_folder = environment(tmp_path / "venv")
     pip(bin_folder, "install", "--no-compile", str(built.wheel), *bounds)
     script = f"""
