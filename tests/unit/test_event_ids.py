@@ -34,7 +34,7 @@ for reader in readers:
 
 
 def test_forked_processes_make_ids_of_their_own():
-    """Also where two are made in one millisecond, so the random parts are compared: these have to differ in any case."""
+    """The random parts are compared, which have to differ whether or not two ids are of one millisecond."""
     command = [sys.executable, "-W", "error", "-c", FORKS, str(CHILDREN), str(EACH)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=240, check=False)
     assert (done.returncode, done.stderr) == (0, "")
