@@ -11,12 +11,13 @@ CHILDREN, EACH = 6, 5000
 FORKS = """
 import os, sys
 from outbox import Event
+from outbox.event import identified
 
 def ids():
-    return [Event("Order", "1", "T").event_id.hex for _ in range(int(sys.argv[2]))]
+    return [identified(Event("Order", "1", "T"))[1].hex for _ in range(int(sys.argv[2]))]
 
 # The parent's generator has a state that every child inherits.
-Event("Order", "1", "T")
+ids()
 readers = []
 for _ in range(int(sys.argv[1])):
     reader, writer = os.pipe()
