@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from uuid import uuid4
 
 import pytest
 import sqlalchemy as sa
