@@ -25,9 +25,10 @@ from pydantic_settings import (
 from outbox._app import environment
 from outbox._app.settings import ADDRESS, SharedSettings, config_file, file_content, read
 from outbox._app.settings_errors import conflict
+from outbox._topics import DEFAULT_TEMPLATE
 from outbox.errors import ConfigurationError
 from relay.kafka.headers import HeaderSet
-from relay.kafka.routing import DEFAULT_TEMPLATE, STATE_SUFFIX, OnFailure, topic_problem
+from relay.kafka.routing import STATE_SUFFIX, OnFailure, topic_problem
 
 
 class Delivery(StrEnum):
