@@ -8,8 +8,9 @@ one before it; anything else is an error:
 | last_batch  | marker             | it means                                  | what follows                        |
 |-------------|--------------------|-------------------------------------------|-------------------------------------|
 | NULL        | none               | exactly-once has not begun on this lane   | write an empty marker, batch 1      |
-| NULL        | 1                  | killed after the first, empty marker      | go on with 2                        |
-| NULL        | above 1            | Postgres is from before exactly-once      | stop: what is on Kafka already may  |
+| NULL        | 1 or 2             | the first, empty marker, or the first     | settle its events, go on; stop if   |
+|             |                    | events, and a failover lost the rest      | one of them is not in the table     |
+| NULL        | above 2            | Postgres is from before exactly-once      | stop: what is on Kafka already may  |
 |             |                    | began (a restore), or was created anew    | be in the table                     |
 | 0           | none               | `outbox db lanes` has recreated the lanes | write an empty marker, batch 1      |
 |             |                    | of a drained outbox                       |                                     |
@@ -40,7 +41,7 @@ from outbox.errors import OutboxError
 from relay.position import WalPosition, has_row
 
 _VERSION: Final = 1
-_FIRST: Final = 1
+_FIRST_EVENTS: Final = 2
 _SEE: Final = "Nothing was published. Run `outbox relay reconcile`"
 
 RECREATED: Final = 0
@@ -157,7 +158,7 @@ def resume(
     if last_batch == RECREATED:
         return marker
     if last_batch is None:
-        if marker is not None and marker.batch > _FIRST:
+        if marker is not None and marker.batch > _FIRST_EVENTS:
             raise StateLost(
                 f"lane {lane}: Kafka holds batch {marker.batch} of this outbox, and Postgres has settled none: it is "
                 "from before exactly-once began (a restore), or another outbox had this OUTBOX_NAME on this Kafka. "

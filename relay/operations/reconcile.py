@@ -334,7 +334,7 @@ class Reconciler:
             return marker, str(error)
         if marker is None:
             return marker, None
-        if seen.last_batch not in {None, RECREATED, marker.batch}:
+        if seen.last_batch not in {RECREATED, marker.batch}:
             gone = self._gone(lane, marker)
             if gone:
                 return marker, f"lane {lane}: Kafka holds {gone} events of batch {marker.batch} that Postgres has lost"

@@ -115,7 +115,7 @@ class RowTakeover:
         gone = self._connection.execute(
             self._queries.settle_marker, {"lane": lane, "ids": ids, "event_ids": [text for _, text in rows]}
         ).fetchone()
-        if last_batch not in {None, RECREATED} and gone is not None and gone[0] != len(ids):
+        if last_batch != RECREATED and gone is not None and gone[0] != len(ids):
             # They were durable before they were published, and no other relay settles them.
             raise StateLost(
                 f"lane {lane}: Kafka holds batch {adopted.batch} with {len(ids)} events, of which Postgres has "

@@ -6,6 +6,7 @@ from takeover_support import LANES, place
 
 from outbox._app import migrate as db
 from relay.marker import StateLost
+from relay.ports import Completed
 
 __all__ = ["place"]
 
@@ -32,6 +33,20 @@ def test_a_restore_to_before_exactly_once_began_stops_the_lanes(place):
         assert "outbox relay reconcile" in str(failed[0])
         heir = place.worker("b")
     assert place.read() == before
+
+
+def test_the_first_events_whose_rows_are_gone_stop_the_lane(place):
+    """Exactly-once has just begun, and the restored table has not all that it published."""
+    place.add()
+    worker = place.worker("a")
+    assert worker.join() == {}
+    assert isinstance(worker.publish(2), Completed)
+    place.tables.run("UPDATE outbox.lanes SET last_batch = NULL")
+    place.tables.run("DELETE FROM outbox.events WHERE lane = 3")
+    heir = place.worker("b")
+    failed = heir.join()
+    assert list(failed) == [3]
+    assert "only 0" in str(failed[3])
 
 
 def test_lanes_of_another_number_go_on_from_the_markers_that_their_numbers_had(place):

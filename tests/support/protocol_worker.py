@@ -294,7 +294,7 @@ class WorkerModel(Saved):
         missing = len(self.pg.now.rows) - len(rows) != len(marker.positions)
         if "adopt_without_settling" in self.mutations:
             rows = self.pg.now.rows
-        elif row.last_batch not in {None, marker.batch} and missing:
+        elif row.last_batch != marker.batch and missing:
             raise StateLost(f"rows of batch {marker.batch} are missing: {self.pg.now.rows}")
         return rows, marker.batch
 
