@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Final
+from uuid import UUID
 
 from outbox.event import TRACEPARENT, Event
 
@@ -51,7 +52,7 @@ def fail(span: Span, error: BaseException) -> None:
 
 
 @contextmanager
-def writing(events: Sequence[Event], transport: str) -> Iterator[Mapping[str, str]]:
+def writing(events: Sequence[Event], ids: Sequence[UUID], transport: str) -> Iterator[Mapping[str, str]]:
     """Yield ``traceparent`` and ``tracestate`` for these events, which are written within the block.
 
     They are those of a span of this write, or, where no tracer provider is configured, of the active span; empty
@@ -67,7 +68,7 @@ def writing(events: Sequence[Event], transport: str) -> Iterator[Mapping[str, st
         yield _current()
         return
     span = tracer(provider).start_span(
-        "add", kind=trace.SpanKind.PRODUCER, attributes=_attributes(events, transport), record_exception=False
+        "add", kind=trace.SpanKind.PRODUCER, attributes=_attributes(events, ids, transport), record_exception=False
     )
     with trace.use_span(span, end_on_exit=True, record_exception=False, set_status_on_exception=False):
         try:
@@ -85,7 +86,7 @@ def _current() -> dict[str, str]:
     return carrier
 
 
-def _attributes(events: Sequence[Event], transport: str) -> dict[str, str | int]:
+def _attributes(events: Sequence[Event], ids: Sequence[UUID], transport: str) -> dict[str, str | int]:
     found: dict[str, str | int] = {
         SYSTEM: KAFKA,
         OPERATION_TYPE: "create",
@@ -93,7 +94,7 @@ def _attributes(events: Sequence[Event], transport: str) -> dict[str, str | int]
         TRANSPORT: transport,
     }
     if len(events) == 1:
-        found[MESSAGE_ID] = str(events[0].event_id)
+        found[MESSAGE_ID] = str(ids[0])
     else:
         found[MESSAGE_COUNT] = len(events)
     for name, values in (

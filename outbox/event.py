@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
@@ -128,14 +127,12 @@ def check_event_id(value: object) -> None:
         raise EventError("event_id", f"must be a uuid.UUID, not {type(value).__name__}")
 
 
-def identified(event: Event) -> tuple[Event, UUID]:
-    """Return the event with its id, or with a new one, and that id."""
+def id_of(event: Event) -> UUID:
+    """Return the event's id, or a new one."""
     if event.event_id is not None:
-        return event, event.event_id
+        return event.event_id
     made: UUID = uuid7()
-    named = copy(event)
-    object.__setattr__(named, "event_id", made)
-    return named, made
+    return made
 
 
 def _key_text(value: object) -> str:

@@ -17,7 +17,8 @@ import datetime as dt
 import re
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Final, Literal, get_args
 from uuid import UUID
 
@@ -27,7 +28,7 @@ from sqlalchemy.orm import Session
 
 from outbox import _message, _payload, _statements, _targets, _topics, _trace
 from outbox.errors import ConfigurationError, EventError, SlotMissing, TargetError
-from outbox.event import CONTENT_TYPE, MAX_EVENT_BYTES, Event, check_event_id, identified
+from outbox.event import CONTENT_TYPE, MAX_EVENT_BYTES, Event, check_event_id, id_of
 from outbox.serializing import Serializer, serialize
 from outbox.tables import DEFAULT_SCHEMA
 
@@ -95,10 +96,12 @@ class _Writer:
         """Return whether events have to go through ``serialized``."""
         return self._serializer is not None
 
-    def serialized(self, events: Sequence[Event]) -> Sequence[Event]:
+    def serialized(self, events: Sequence[Event], ids: Sequence[UUID]) -> Sequence[Event]:
         """Return the events with their payloads serialized. Raises EventError, SchemaRegistryUnavailable."""
         serializer = self._serializer
-        return events if serializer is None else [serialize(serializer, event) for event in events]
+        if serializer is None:
+            return events
+        return [serialize(serializer, replace(event, event_id=its)) for event, its in zip(events, ids, strict=True)]
 
     def check_events(self, events: Sequence[Event]) -> None:
         """Raise EventError for an object that is not an event, or an event that no topic is there for."""
@@ -113,16 +116,22 @@ class _Writer:
                     "Outbox(routed=…) if the relay's routes give it a topic",
                 )
 
-    def writing(self, events: Sequence[Event]) -> AbstractContextManager[Mapping[str, str]]:
+    def writing(self, events: Sequence[Event], ids: Sequence[UUID]) -> AbstractContextManager[Mapping[str, str]]:
         """Yield the trace of events that are written within the block."""
-        return _trace.writing(events, "message" if self.emits else "table")
+        return _trace.writing(events, ids, "message" if self.emits else "table")
 
     def prepare(
-        self, events: Sequence[Event], trace: Mapping[str, str], not_before: dt.datetime | None, *, lock_key: bool
+        self,
+        events: Sequence[Event],
+        ids: Sequence[UUID],
+        trace: Mapping[str, str],
+        not_before: dt.datetime | None,
+        *,
+        lock_key: bool,
     ) -> _Batch:
-        """Return the events ready to be sent. Raises EventError and its subclasses."""
+        """Return the events ready to be sent, with these ids. Raises EventError and its subclasses."""
         if not_before is not None:
-            return self._scheduled(events, trace, not_before, lock_key=lock_key)
+            return self._scheduled(events, ids, trace, not_before, lock_key=lock_key)
         if lock_key:
             keys = len({(event.aggregate_type, event.aggregate_id) for event in events})
             if keys > _MOST_LOCKS:
@@ -135,12 +144,12 @@ class _Writer:
             values: dict[str, Any] = {
                 "prefix": _message.message_prefix(self._schema),
                 "slot": self._slot,
-                "content": [self._content(event, trace) for event in events],
+                "content": [self._content(event, its, trace) for event, its in zip(events, ids, strict=True)],
             }
             if lock_key:
                 values |= {name: [getattr(event, name) for event in events] for name in _statements.KEY}
             return _Batch(_statements.emit_many(lock_key=lock_key), values, counts=True, emits=True)
-        rows = [self._row(event, trace) for event in events]
+        rows = [self._row(event, its, trace) for event, its in zip(events, ids, strict=True)]
         if not lock_key and len(rows) == 1:
             return _Batch(_statements.insert_one(self._schema), rows[0])
         return _Batch(_statements.insert_many(self._schema, lock_key=lock_key), _lists(rows))
@@ -151,7 +160,7 @@ class _Writer:
         return _Batch(_statements.cancel(self._schema), {"event_id": str(event_id)}, counts=True)
 
     def _scheduled(
-        self, events: Sequence[Event], trace: Mapping[str, str], not_before: Any, *, lock_key: bool
+        self, events: Sequence[Event], ids: Sequence[UUID], trace: Mapping[str, str], not_before: Any, *, lock_key: bool
     ) -> _Batch:
         """Return rows of another table, whatever the transport: nothing else can wait."""
         if not isinstance(not_before, dt.datetime) or not_before.utcoffset() is None:
@@ -160,13 +169,13 @@ class _Writer:
             raise EventError("not_before", f"must be in the years 2 to 9998 (UTC), not {not_before.isoformat()}")
         if lock_key:
             raise EventError("lock_key", "has no meaning with not_before: the order is that in which events are due")
-        rows = [self._row(event, trace) for event in events]
+        rows = [self._row(event, its, trace) for event, its in zip(events, ids, strict=True)]
         return _Batch(_statements.schedule_many(self._schema), {**_lists(rows), "not_before": not_before})
 
-    def _row(self, event: Event, trace: Mapping[str, str]) -> dict[str, Any]:
+    def _row(self, event: Event, event_id: UUID, trace: Mapping[str, str]) -> dict[str, Any]:
         payload, _, stored = self._checked(event, trace)
         return {
-            "event_id": str(event.event_id),
+            "event_id": str(event_id),
             "aggregate_type": event.aggregate_type,
             "aggregate_id": event.aggregate_id,
             "event_type": event.event_type,
@@ -175,11 +184,11 @@ class _Writer:
             "headers": None if stored is None else stored.decode(),
         }
 
-    def _content(self, event: Event, trace: Mapping[str, str]) -> bytes:
+    def _content(self, event: Event, event_id: UUID, trace: Mapping[str, str]) -> bytes:
         payload, headers, _ = self._checked(event, trace)
         return _message.encode(
             _message.EventMessage(
-                str(event.event_id),
+                str(event_id),
                 event.aggregate_type,
                 event.aggregate_id,
                 event.event_type,
@@ -308,10 +317,10 @@ class Outbox:
         if not events:
             return []
         self._writer.check_events(events)
-        events, ids = _identified(events)
-        with self._writer.writing(events) as trace:
-            ready = self._writer.serialized(events)
-            batch = self._writer.prepare(ready, trace, not_before, lock_key=lock_key)
+        ids = [id_of(event) for event in events]
+        with self._writer.writing(events, ids) as trace:
+            ready = self._writer.serialized(events, ids)
+            batch = self._writer.prepare(ready, ids, trace, not_before, lock_key=lock_key)
             self._writer.check(batch, send(batch))
         return ids
 
@@ -383,12 +392,12 @@ class AsyncOutbox:
         if not events:
             return []
         self._writer.check_events(events)
-        events, ids = _identified(events)
-        with self._writer.writing(events) as trace:
+        ids = [id_of(event) for event in events]
+        with self._writer.writing(events, ids) as trace:
             ready: Sequence[Event] = events
             if self._writer.serializes:
-                ready = await asyncio.to_thread(self._writer.serialized, events)
-            batch = self._writer.prepare(ready, trace, not_before, lock_key=lock_key)
+                ready = await asyncio.to_thread(self._writer.serialized, events, ids)
+            batch = self._writer.prepare(ready, ids, trace, not_before, lock_key=lock_key)
             self._writer.check(batch, await send(batch))
         return ids
 
@@ -425,12 +434,7 @@ class AsyncOutbox:
         return int(rows[0][0]) if batch.counts else None
 
 
-def _identified(events: Sequence[Event]) -> tuple[tuple[Event, ...], list[UUID]]:
-    """Return the events with ids, new ones for those that have none, and the ids."""
-    pairs = [identified(event) for event in events]
-    return tuple(event for event, _ in pairs), [event_id for _, event_id in pairs]
-
-
+@lru_cache(maxsize=1000)
 def _topic_problem(aggregate_type: str) -> str | None:
     return _topics.topic_problem(_topics.default_topic(aggregate_type))
 

@@ -341,3 +341,15 @@ def test_commands_show_a_consumer_that_has_no_partitions(outbox_postgres, outbox
         assert json.loads(found.output)["problems"] == ["no relay is running"]
     else:
         assert found.exit_code == 0, found.output
+
+
+@pytest.mark.parametrize("option", [{"stream_results": True}, {"yield_per": 10}], ids=str)
+@pytest.mark.parametrize("driver", ["psycopg", "psycopg2"])
+def test_connections_that_stream_results(outbox_postgres, driver, option):
+    """A server-side cursor can't be declared for an INSERT."""
+    engine = sa.create_engine(sqlalchemy_url(outbox_postgres.url, driver), execution_options=option)
+    message = {"ce_id": str(uuid7())}
+    with engine.begin() as connection:
+        assert once(connection, message, consumer="billing")
+        assert not once(connection, message, consumer="billing")
+    engine.dispose()

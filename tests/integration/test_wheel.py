@@ -64,7 +64,7 @@ CORE = """
 import sys
 import sqlalchemy as sa
 from outbox import AsyncOutbox, Event, MissingExtra, Outbox, inbox, outbox_tables
-from outbox.event import identified
+from outbox.event import id_of
 from outbox.registry import Avro, RegistrySerializer
 from outbox.testing import recorded_events
 from outbox.urls import sqlalchemy_url
@@ -86,7 +86,7 @@ for attempt in (
         print(error.extra, error)
 print(inbox.once.__name__)
 print({"asyncpg", "greenlet", "psycopg", "psycopg2"} & {name.partition(".")[0] for name in sys.modules})
-print(identified(Event("Order", "1", "T", {"a": 1}))[1].version)
+print(id_of(Event("Order", "1", "T", {"a": 1})).version)
 """
 
 

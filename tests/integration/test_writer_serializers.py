@@ -122,3 +122,15 @@ def test_a_registrys_refusals_come_before_the_commit_and_leave_the_transaction_u
         fields, plan = decoding.Avro(registry.url, "orders").task_plan()
         assert fields.fieldNames() == ["total"]
         assert [list(plan()(payload, None)) for payload in payloads] == [[42], [43]]
+
+
+def test_a_serializer_sees_the_id_that_the_event_gets(outbox_postgres):
+    """For envelopes that repeat it."""
+
+    def enveloped(event: Event) -> Serialized:
+        return Serialized(str(event.event_id).encode(), "text/plain")
+
+    with outbox_postgres.connect() as connection:
+        made = Outbox(serializer=enveloped).add_many(connection, [event({"n": 1})] * 2)
+    assert [bytes(row["payload_bytes"]).decode() for row in stored(outbox_postgres)] == [str(one) for one in made]
+    assert made[0] != made[1]

@@ -11,10 +11,10 @@ CHILDREN, EACH = 6, 5000
 FORKS = """
 import os, sys
 from outbox import Event
-from outbox.event import identified
+from outbox.event import id_of
 
 def ids():
-    return [identified(Event("Order", "1", "T"))[1].hex for _ in range(int(sys.argv[2]))]
+    return [id_of(Event("Order", "1", "T")).hex for _ in range(int(sys.argv[2]))]
 
 # The parent's generator has a state that every child inherits.
 ids()

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from outbox import Event, EventTooLarge, Outbox
 from outbox._message import EventMessage, decode, encode, message_prefix
 from outbox.errors import MessageError, OutboxError
-from outbox.event import RESERVED_HEADERS, TRACEPARENT, TRACESTATE, identified
+from outbox.event import RESERVED_HEADERS, TRACEPARENT, TRACESTATE
 
 writer = Outbox(transport="message")
 ID = "0198a7c4-5d3e-7b21-9c55-2f6d8e1a4b70"
@@ -126,7 +126,7 @@ def test_what_a_writer_writes_can_be_read(message, with_type):
     if kind is None and message.payload is not None and not message.json:
         kind = "application/octet-stream"
     stored = own if kind is None else own | {"content-type": kind}
-    assert decode(writer._writer._content(event, {})) == message._replace(headers=stored or None)
+    assert decode(writer._writer._content(event, event_id, {})) == message._replace(headers=stored or None)
 
 
 def test_what_a_writer_may_write_at_most_can_be_read():
@@ -134,11 +134,11 @@ def test_what_a_writer_may_write_at_most_can_be_read():
     for _ in range(240):
         deep = [deep]
     for payload in (deep, {"n": [-(2**63), 2**64 - 1, 1e300, -0.0]}, [-0.0] * 199_990, b"x" * 999_900):
-        assert decode(writer._writer._content(identified(Event("A", "1", "T", payload))[0], {})).payload
+        assert decode(writer._writer._content(Event("A", "1", "T", payload), uuid.uuid4(), {})).payload
     # As it is it takes a byte more than jsonb's text of it, which has no negative zero.
-    assert Outbox(max_event_bytes=6)._writer._row(Event("A", "1", "T", [0.5]), {})
+    assert Outbox(max_event_bytes=6)._writer._row(Event("A", "1", "T", [0.5]), uuid.uuid4(), {})
     with pytest.raises(EventTooLarge, match="takes 7 bytes"):
-        Outbox(max_event_bytes=6)._writer._row(Event("A", "1", "T", [-0.0]), {})
+        Outbox(max_event_bytes=6)._writer._row(Event("A", "1", "T", [-0.0]), uuid.uuid4(), {})
 
 
 def is_an_event_or_an_error(data: bytes) -> None:
