@@ -447,9 +447,8 @@ class Supervisor:
                 self._components.let_go_all()
 
     def _balance(self, table: LaneTable) -> None:
-        distribution = table.distribution()
+        distribution = table.distribution(self._components.next_due)
         self._note_pauses(table)
-        self._components.next_due.set(table.next_due_seconds)
         if distribution.total and not distribution.lanes and not self._waits:
             log.warning("this outbox is read from another source; this relay waits. See `outbox relay switch`")
         self._waits = bool(distribution.total and not distribution.lanes)
