@@ -36,7 +36,7 @@ from outbox.errors import SchemaError
 from relay.database import unavailable_on_error
 from relay.lease import Lease
 from relay.pauses import Pauses
-from relay.scheduled import next_due
+from relay.scheduled import NextDue, next_due
 from relay.statements import lease_values, names_of
 
 # As JSON in one column of other statements, so that reading them costs no statement of its own.
@@ -178,15 +178,13 @@ class LaneTable:
         self._pooled = pooled
         self._names = names_of(schema)
         self._names["paused"] = sql.SQL(_PAUSES).format(**self._names)
-        self._names["next_due"] = next_due(self._names)
+        self._names["next_due"] = next_due(self._names, since=True)
         self._me = instance
         self._version = version
         self._ttl = ttl_seconds
         self._source = source
         self.pauses: Pauses | None = None
         """The pauses, as of the last statement that counted or took lanes; None before the first."""
-        self.next_due_seconds: float | None = None
-        """In how many seconds the next scheduled event is due, as of the last count; None without any."""
 
     def beat(self, obeys: Collection[int] = ()) -> None:
         """Record that this relay is alive, and the numbers of the pauses that it obeys."""
@@ -236,17 +234,20 @@ class LaneTable:
             [lease for lease in leases if kept.get(lease.lane, self._source) != self._source],
         )
 
-    def distribution(self) -> LaneDistribution:
-        """Return the numbers of live relays and lanes; read the pauses, and when the next scheduled event is due.
+    def distribution(self, next_due: NextDue | None = None) -> LaneDistribution:
+        """Return the numbers of live relays and lanes; read the pauses, and write into ``next_due`` when that is.
 
         Raises SchemaError when there are no lanes at all.
         """
-        rows = self._run(_CENSUS, {"me": self._me, "source": self._source}, "counting lanes")
+        next_due = next_due or NextDue()
+        back = next_due.seconds_back()
+        rows = self._run(_CENSUS, {"me": self._me, "source": self._source, "back": back}, "counting lanes")
         if not rows:
             return LaneDistribution(held={}, lanes=0, free=0)
         if rows[0][2] == 0:
             raise SchemaError("the outbox has no lanes: run `outbox db upgrade`")
-        _, _, total, lanes, free, pauses, self.next_due_seconds = rows[0]
+        _, _, total, lanes, free, pauses, due_seconds = rows[0]
+        next_due.set(due_seconds, back)
         self.pauses = Pauses.of(orjson.loads(pauses))
         return LaneDistribution(held={row[0]: row[1] for row in rows}, lanes=lanes, free=free, total=total)
 

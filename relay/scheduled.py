@@ -6,7 +6,10 @@ id, a lane and its ``created_at`` at that moment, as if a writer had just writte
 events nor the low-water mark of polling relays nor a position in the WAL depends on it.
 
 Each control loop reads with its census when the next event is due, so a relay without scheduled events sends no
-statement for them. Any relay moves; one at a time, by an advisory lock, because two could give later events lower ids.
+statement for them. Events that were moved leave dead index entries at the low end, which stay while some session holds
+the xmin. So looks start a little below the lowest event that the last one found (``NextDue.seconds_back``). An event
+whose transaction commits more than that after it was due is found by a look at all, a few seconds later. Any relay
+moves; one at a time, by an advisory lock, because two could give later events lower ids.
 
 | what happens                                | what follows                                                           |
 |---------------------------------------------|------------------------------------------------------------------------|
@@ -42,8 +45,16 @@ _AT_ONCE: Final = 500
 # A session costs more than a statement: one that is needed again within this time stays open.
 _KEEP_SECONDS: Final = 5.0
 
-_NEXT: Final = "(SELECT extract(epoch FROM min(not_before) - clock_timestamp())::float8 FROM {scheduled})"
+# How far below the lowest event that was found looks start, and how often one looks at all events.
+_BACK_SECONDS: Final = 10.0
+_ALL_SECONDS: Final = 15.0
+
+_NEXT: Final = """(SELECT extract(epoch FROM min(not_before) - clock_timestamp())::float8 FROM {scheduled}
+  WHERE not_before >= {since})"""
 """SQL: in how many seconds the next event is due, negative if it is; NULL without any."""
+
+_EVER: Final = sql.SQL("'-infinity'")
+_SINCE: Final = sql.SQL("coalesce(now() - make_interval(secs => %(back)s::float8), '-infinity')")
 
 # now(), which is this statement's time: the index can't be asked for clock_timestamp(), which changes row by row. The
 # rows are locked, so their places stay.
@@ -51,7 +62,9 @@ _MOVE: Final = """
 WITH mover AS MATERIALIZED (
     SELECT pg_try_advisory_xact_lock(hashtextextended(%(lock)s, 0)) AS ours),
 due AS MATERIALIZED (
-    SELECT s.ctid AS place FROM {scheduled} AS s WHERE s.not_before <= now() AND (SELECT ours FROM mover)
+    SELECT s.ctid AS place, s.not_before, s.id FROM {scheduled} AS s
+     WHERE (s.not_before, s.id) > (greatest({since}, %(after)s::timestamptz), %(after_id)s::bigint)
+       AND s.not_before <= now() AND (SELECT ours FROM mover)
      ORDER BY s.not_before, s.id LIMIT %(most)s FOR UPDATE SKIP LOCKED),
 gone AS (
     DELETE FROM {scheduled} AS s WHERE s.ctid = ANY(ARRAY(SELECT place FROM due)) RETURNING s.*),
@@ -60,12 +73,17 @@ moved AS (
     SELECT event_id, aggregate_type, aggregate_id, event_type, payload, payload_bytes, headers
       FROM gone ORDER BY not_before, id
     RETURNING 1)
-SELECT count(*) FROM moved"""
+SELECT (SELECT count(*) FROM moved), d.not_before::text, d.id
+  FROM (SELECT 1) AS one LEFT JOIN (SELECT not_before, id FROM due ORDER BY not_before DESC, id DESC LIMIT 1) AS d
+       ON true"""
 
 
-def next_due(names: dict[str, sql.Composable]) -> sql.Composed:
-    """Return a subquery: in how many seconds the next event is due; NULL without any."""
-    return sql.SQL(_NEXT).format(**names)
+def next_due(names: dict[str, sql.Composable], *, since: bool = False) -> sql.Composed:
+    """Return a subquery: in how many seconds the next event is due; NULL without any.
+
+    ``since``: it starts ``%(back)s`` seconds ago (NULL: at the lowest), see ``NextDue.seconds_back``.
+    """
+    return sql.SQL(_NEXT).format(**names, since=_SINCE if since else _EVER)
 
 
 class NextDue:
@@ -74,10 +92,26 @@ class NextDue:
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._at: float | None = None
+        self._lowest_at = 0.0
+        self._all_at: float | None = None
 
-    def set(self, seconds: float | None) -> None:
-        """Record in how many seconds it is due; None: nothing is scheduled."""
-        self._at = None if seconds is None else self._clock() + seconds
+    def seconds_back(self) -> float | None:
+        """Return how many seconds ago a look may start; None: it has to look at all events."""
+        now = self._clock()
+        if self._all_at is None or now - self._all_at >= _ALL_SECONDS:
+            return None
+        return now - self._lowest_at + _BACK_SECONDS
+
+    def set(self, seconds: float | None, back: float | None = None) -> None:
+        """Record in how many seconds it is due, as found by a look that started ``back`` seconds ago.
+
+        None: nothing is scheduled; or, as ``back``, it was a look at all.
+        """
+        now = self._clock()
+        self._at = None if seconds is None else now + seconds
+        self._lowest_at = now + min(seconds or 0.0, 0.0)
+        if back is None:
+            self._all_at = now
 
     @property
     def seconds(self) -> float | None:
@@ -91,7 +125,9 @@ class ScheduledEvents:
 
     def __init__(self, connect: Callable[[], psycopg.Connection[Any]], schema: str, due: NextDue) -> None:
         self._connect = connect
-        self._names = names_of(schema)
+        names = names_of(schema)
+        self._move_query = sql.SQL(_MOVE).format(**names, since=_SINCE)
+        self._next_query = sql.SQL("SELECT {}").format(next_due(names, since=True))
         self._lock = f"outbox scheduled {schema}"
         self._due = due
         self._connection: psycopg.Connection[Any] | None = None
@@ -123,13 +159,16 @@ class ScheduledEvents:
 
     def _move(self, connection: psycopg.Connection[Any]) -> int:
         total, moved = 0, _AT_ONCE
+        back, after = self._due.seconds_back(), ["-infinity", 0]
         while moved == _AT_ONCE:
-            moved = int(self._one(connection, _MOVE, lock=self._lock, most=_AT_ONCE))
+            values = {"lock": self._lock, "most": _AT_ONCE, "back": back, "after": after[0], "after_id": after[1]}
+            moved, *after = self._one(connection, self._move_query, **values)
             total += moved
-        self._due.set(self._one(connection, f"SELECT {_NEXT}"))
+        back = self._due.seconds_back()
+        self._due.set(self._one(connection, self._next_query, back=back)[0], back)
         return total
 
-    def _one(self, connection: psycopg.Connection[Any], query: str, **values: Any) -> Any:
-        row = connection.execute(sql.SQL(query).format(**self._names), values).fetchone()
+    def _one(self, connection: psycopg.Connection[Any], query: sql.Composed, **values: Any) -> Any:
+        row = connection.execute(query, values).fetchone()
         assert row is not None
-        return row[0]
+        return row

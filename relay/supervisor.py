@@ -452,9 +452,8 @@ class Supervisor:
                 self._components.let_go_all()
 
     def _balance(self, table: LaneTable) -> None:
-        distribution = table.distribution()
+        distribution = table.distribution(self._components.next_due)
         self._note_pauses(table)
-        self._components.next_due.set(table.next_due_seconds)
         self._note_source(waits=bool(distribution.total and not distribution.lanes))
         if self._cannot_publish(table, distribution):
             return

@@ -32,12 +32,12 @@ import structlog
 from confluent_kafka import KafkaError, KafkaException, TopicCollection
 from confluent_kafka.admin import (  # type: ignore[attr-defined]
     AclOperation,
-    ConfigResource,
-    TopicMetadata,
+    ClusterMetadata,
 )
 from confluent_kafka.cimpl import NewTopic
 
 from relay.kafka.client import Admin, create_topic, partitions_text, text_of
+from relay.kafka.metadata import SharedMetadata
 from relay.ports import BrokerUnavailable, TopicUnusable
 
 log = structlog.get_logger("relay")
@@ -103,6 +103,7 @@ class Topics:
         held: Callable[[], AbstractSet[str]] = frozenset,
     ) -> None:
         self._admin = Admin(options)
+        self._metadata = SharedMetadata(self._admin, clock)
         self._create = create
         self._clock = clock
         self._held = held
@@ -110,6 +111,8 @@ class Topics:
         self._replication = replication
         self._known: frozenset[str] = frozenset()
         self._unusable: dict[str, _Unusable] = {}
+        # Replaced, never changed: it is read without the lock.
+        self._reasons: Mapping[str, str] = {}
         self._lock = threading.Lock()
 
     def require(self, topic: str) -> None:
@@ -128,9 +131,7 @@ class Topics:
             if topic in self._known:
                 return
             try:
-                # All topics, not only this one: a request by name could make the broker create it.
-                with self._admin.explaining():
-                    names = set(self._admin.list_topics(timeout=_METADATA_SECONDS).topics)
+                names = set(self._metadata.topics(_METADATA_SECONDS).topics)
             except KafkaException as error:
                 raise BrokerUnavailable(f"Kafka, asking for its topics: {text_of(error)}") from error
             self._known = frozenset(names)
@@ -157,9 +158,8 @@ class Topics:
         return topic in self._held()
 
     def reasons(self) -> Mapping[str, str]:
-        """Return the topics that can't be written to, with the reasons."""
-        with self._lock:
-            return {topic: state.reason for topic, state in self._unusable.items()}
+        """Return the topics that can't be written to, with the reasons. Does not wait for a request to the brokers."""
+        return self._reasons
 
     def refused(self, topic: str, reason: str) -> None:
         """Record that the broker refuses messages to the topic."""
@@ -242,6 +242,7 @@ class Topics:
         """Make the next ``require`` ask the broker: after a failure, a topic may be gone."""
         with self._lock:
             self._known = frozenset()
+            self._metadata.forget()
 
     def _waits(self, topic: str, state: _Unusable) -> bool:
         """Return whether it is too early, or useless, to try the topic."""
@@ -261,31 +262,31 @@ class Topics:
     def _blocked(self, unanswered: Mapping[str, Unanswered], seconds: float) -> dict[str, str] | None:
         """Return why topics take no messages, as far as the metadata shows; None when no broker answers."""
         try:
-            # All topics, not only these: a request by name could make the broker create one.
-            found = self._admin.list_topics(timeout=seconds)
+            found = self._metadata.topics(seconds)
         except KafkaException:
             return None
         reasons = {}
         for topic, what in unanswered.items():
             if topic in found.topics:
-                reason = self._lack(topic, found.topics[topic], found.brokers, what, seconds)
+                reason = self._lack(topic, found, what, seconds)
                 if reason is not None:
                     reasons[topic] = reason
         return reasons
 
-    def _lack(
-        self, topic: str, found: TopicMetadata, brokers: Collection[int], what: Unanswered, seconds: float
-    ) -> str | None:
+    def _lack(self, topic: str, metadata: ClusterMetadata, what: Unanswered, seconds: float) -> str | None:
         """Return what partitions of the topic lack: those of unacknowledged messages, or all if these are not known."""
+        topics = metadata.topics
+        found = topics[topic]
         partitions = [found.partitions[n] for n in what.partitions if n in found.partitions]
         partitions = partitions or list(found.partitions.values())
-        leaderless = [partition.id for partition in partitions if partition.leader not in brokers]
+        leaderless = [partition.id for partition in partitions if partition.leader not in metadata.brokers]
         if leaderless:
             return f"topic {topic!r} has no leader for {partitions_text(leaderless)}: a broker is away"
         under_replicated = [partition for partition in partitions if len(partition.isrs) < len(partition.replicas)]
         if not under_replicated:
             return None
-        needed = self._min_in_sync(topic, seconds)
+        stalled = [name for name, state in self._unusable.items() if state.stalled and name in topics]
+        needed = self._metadata.min_in_sync(topic, stalled, seconds)
         if needed is not None:
             under_min_isr = [partition.id for partition in under_replicated if len(partition.isrs) < needed]
         else:
@@ -298,17 +299,9 @@ class Topics:
             return None
         return f"topic {topic!r} has too few replicas in sync for {partitions_text(under_min_isr)}: a broker is away"
 
-    def _min_in_sync(self, topic: str, seconds: float) -> int | None:
-        """Return the topic's min.insync.replicas; None if it can't be read."""
-        resource = ConfigResource(ConfigResource.Type.TOPIC, topic)
-        try:
-            config = self._admin.describe_configs([resource], request_timeout=seconds)[resource].result()
-        except KafkaException:
-            return None
-        return int(config["min.insync.replicas"].value)
-
     def _usable(self, topic: str) -> None:
         if self._unusable.pop(topic, None) is not None:
+            self._note_reasons()
             log.info("topic can be written to again", topic=topic)
 
     def _refuse(self, topic: str, reason: str, *, stalled: bool = False) -> TopicUnusable:
@@ -318,7 +311,11 @@ class Topics:
         if state is None or (state.reason != reason and not (state.stalled and stalled)):
             log.error("topic can't be written to; its events wait", topic=topic, reason=reason)
         self._unusable[topic] = _Unusable(reason, wait, self._clock() + wait, stalled)
+        self._note_reasons()
         return TopicUnusable(topic, reason)
+
+    def _note_reasons(self) -> None:
+        self._reasons = {topic: state.reason for topic, state in self._unusable.items()}
 
     def _create_topic(self, topic: str) -> None:
         new = NewTopic(topic, num_partitions=self._partitions, replication_factor=self._replication)

@@ -10,6 +10,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from polling_support import table
 from psycopg.rows import dict_row
 from support import drained, look_up, numbers_by_key, order, wait_until
 from typer.testing import CliRunner
@@ -17,6 +18,7 @@ from wal_support import to_wal, wal
 from writer_targets import every_target, opened, waits_for_a_lock
 
 from outbox import Event, EventError, Outbox, TargetError
+from relay import scheduled as scheduled_module
 from relay.cli.app import app
 from relay.database import Connector
 from relay.scheduled import NextDue, ScheduledEvents
@@ -43,7 +45,8 @@ def events(url: str) -> list[str]:
 def mover(outbox_postgres):
     """What a relay has, and the time until the next event as the control loop finds it: something is due."""
     due = NextDue()
-    due.set(-1.0)
+    # As if another look than one at all had found it.
+    due.set(-1.0, 0.0)
     found = ScheduledEvents(Connector(outbox_postgres.url, "mover"), "outbox", due)
     yield found, due
     found.close()
@@ -232,13 +235,11 @@ def test_a_move_reads_what_is_due_and_no_more(outbox_postgres, mover, analyzed):
         plans: list[dict[str, Any]] = []
         run = ScheduledEvents._one
 
-        def explain(self: Any, connection: Any, query: str, **values: Any) -> Any:
-            [(plan,)] = connection.execute(
-                psycopg.sql.SQL("EXPLAIN (ANALYZE, FORMAT JSON, COSTS OFF, TIMING OFF) " + query).format(**self._names),
-                values,
-            ).fetchall()
+        def explain(self: Any, connection: Any, query: Any, **values: Any) -> Any:
+            text = psycopg.sql.SQL("EXPLAIN (ANALYZE, FORMAT JSON, COSTS OFF, TIMING OFF) ") + query
+            [(plan,)] = connection.execute(text, values).fetchall()
             plans.append(plan[0]["Plan"])
-            return 0 if "moved" in query else run(self, connection, query, **values)
+            return (0, None, None) if "moved" in query.as_string() else run(self, connection, query, **values)
 
         ScheduledEvents._one = explain  # type: ignore[method-assign]
         try:
@@ -254,6 +255,95 @@ def test_a_move_reads_what_is_due_and_no_more(outbox_postgres, mover, analyzed):
         for scan in scans:
             assert scan["Node Type"] in {"Index Scan", "Index Only Scan", "Tid Scan"}, scan
             assert scan["Actual Rows"] * scan["Actual Loops"] + scan.get("Rows Removed by Filter", 0) <= 50, scan
+
+
+@pytest.fixture
+def moved_before(outbox_postgres):
+    """300,000 events that were moved within two hours, while a session holds the xmin. Returns a connection."""
+    with outbox_postgres.connect(autocommit=True) as admin, outbox_postgres.connect() as old:
+        admin.execute("ALTER TABLE outbox.scheduled SET (autovacuum_enabled = off)")
+        admin.execute("ANALYZE outbox.scheduled")
+        old.execute("SET TRANSACTION ISOLATION LEVEL REPEATABLE READ")
+        old.execute("SELECT 1").fetchone()
+        schedule(admin, 300_000, "now() - make_interval(secs => 7200 * (1 - g / 300001.0) + 60)")
+        admin.execute("DELETE FROM outbox.scheduled")
+        yield admin
+
+
+def schedule(admin: Any, count: int, time: str) -> None:
+    admin.execute(
+        "INSERT INTO outbox.scheduled (aggregate_type, aggregate_id, event_type, payload, not_before) "
+        f"SELECT 'Order', 'k', 'T', jsonb_build_object('n', g), {time} FROM generate_series(1, {count}) AS g"
+    )
+
+
+def blocks_read(admin: Any, connection: Any) -> int:
+    """Return how many blocks of the table and of its index of times were read so far."""
+    connection.execute("SELECT pg_stat_force_next_flush()")
+    query = (
+        "SELECT heap_blks_hit + heap_blks_read + idx_blks_hit + idx_blks_read FROM pg_statio_user_tables "
+        "WHERE relid = 'outbox.scheduled'::regclass"
+    )
+    return int(admin.execute(query).fetchone()[0])
+
+
+def test_the_census_does_not_visit_what_was_moved(outbox_postgres, moved_before):
+    clock = [0.0]
+    due = NextDue(lambda: clock[0])
+    control = table(outbox_postgres, "relay")
+    control.beat()
+    connection: Any = control._connection
+
+    def census() -> int:
+        moved_before.execute("SELECT pg_stat_force_next_flush()")
+        before = blocks_read(moved_before, connection)
+        control.distribution(due)
+        return blocks_read(moved_before, connection) - before
+
+    schedule(moved_before, 1, "now() + interval '1 hour'")
+    assert census() >= 5000
+    assert 3590 < (due.seconds or 0) <= 3600
+    assert census() <= 20
+    # By a transaction that is a little late.
+    schedule(moved_before, 1, "now() - interval '5 seconds'")
+    assert census() <= 20
+    assert -10 < (due.seconds or 0) < 0
+    # Or very late: a look at all finds it, a few seconds later.
+    schedule(moved_before, 1, "now() - interval '1 hour'")
+    assert census() <= 20
+    clock[0] += scheduled_module._ALL_SECONDS
+    assert census() > 1000
+    assert (due.seconds or 0) < -3500
+
+
+def test_what_is_moved_is_not_visited_by_the_next_statement(outbox_postgres, moved_before, mover, monkeypatch):
+    found, due = mover
+    schedule(moved_before, 20_000, "now()")
+    # The control loop has looked at all.
+    due.set(0.0)
+    statements: list[dict[str, Any]] = []
+    run = ScheduledEvents._one
+
+    def record(self: Any, connection: Any, query: Any, **values: Any) -> Any:
+        if query is self._move_query:
+            statements.append(values)
+        return run(self, connection, query, **values)
+
+    monkeypatch.setattr(ScheduledEvents, "_one", record)
+    found.look()
+    assert events(outbox_postgres.url) == [str(number) for number in range(1, 20_001)]
+    assert len(statements) == 41
+
+    def blocks(values: dict[str, Any]) -> int:
+        text = psycopg.sql.SQL("EXPLAIN (ANALYZE, BUFFERS, FORMAT JSON) ") + found._move_query
+        [(plan,)] = moved_before.execute(text, values).fetchall()
+        (scan,) = [node for node in nodes(plan[0]["Plan"]) if node.get("Index Name") == "scheduled_due"]
+        return int(scan["Shared Hit Blocks"] + scan["Shared Read Blocks"])
+
+    # What the first statement would read now is what the last one would have read if it began where the first did.
+    assert blocks(statements[0]) > 200
+    assert blocks(statements[-1]) <= 10
+    assert blocks({**statements[0], "back": None}) > 5000
 
 
 def nodes(plan: dict[str, Any]) -> list[dict[str, Any]]:

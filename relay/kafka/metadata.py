@@ -1,0 +1,64 @@
+"""What the brokers say about topics, asked at most once a second, however many topics are in trouble."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from typing import Final
+
+from confluent_kafka import KafkaException
+from confluent_kafka.admin import (  # type: ignore[attr-defined]
+    ClusterMetadata,
+    ConfigResource,
+)
+
+from relay.kafka.client import Admin
+
+_SHARED_SECONDS: Final = 1.0
+
+
+class SharedMetadata:
+    """The metadata of all topics, and the settings of some. An answer, or the failure to get one, serves for a second.
+
+    Not thread-safe.
+    """
+
+    def __init__(self, admin: Admin, clock: Callable[[], float]) -> None:
+        self._admin = admin
+        self._clock = clock
+        self._until = 0.0
+        self._answer: ClusterMetadata | KafkaException | None = None
+        self._min_in_sync: dict[str, int | None] = {}
+
+    def forget(self) -> None:
+        """Ask again next time."""
+        self._answer = None
+
+    def topics(self, seconds: float) -> ClusterMetadata:
+        """Return the metadata, waiting for at most ``seconds``. Raises KafkaException when no broker answers."""
+        if self._answer is None or self._clock() >= self._until:
+            self._min_in_sync = {}
+            try:
+                # All topics, not only those that matter: a request by name could make the broker create one.
+                with self._admin.explaining():
+                    self._answer = self._admin.list_topics(timeout=seconds)
+            except KafkaException as error:
+                self._answer = error
+            self._until = self._clock() + _SHARED_SECONDS
+        if isinstance(self._answer, KafkaException):
+            raise self._answer
+        return self._answer
+
+    def min_in_sync(self, topic: str, others: Collection[str], seconds: float) -> int | None:
+        """Return the topic's min.insync.replicas; None if it can't be read. ``others`` are asked for along with it."""
+        if topic not in self._min_in_sync:
+            wanted = {name: ConfigResource(ConfigResource.Type.TOPIC, name) for name in {topic, *others}}
+            try:
+                answers = self._admin.describe_configs(list(wanted.values()), request_timeout=seconds)
+            except KafkaException:
+                answers = {}
+            for name, resource in wanted.items():
+                try:
+                    self._min_in_sync[name] = int(answers[resource].result()["min.insync.replicas"].value)
+                except (KafkaException, KeyError):
+                    self._min_in_sync[name] = None
+        return self._min_in_sync[topic]
