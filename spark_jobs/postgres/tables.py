@@ -237,6 +237,8 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         # While a call is under way: the end of its lease.
         sa.Column("next_attempt_at", sa.DateTime(timezone=True), nullable=False, server_default=sa.text("now()")),
         sa.Column("settled_at", sa.DateTime(timezone=True)),
+        # Behind an earlier call of its order_key, whose settlement releases it. Claims do not look at it until then.
+        sa.Column("parked", sa.Boolean, nullable=False, server_default=sa.text("false")),
         sa.PrimaryKeyConstraint("grp", "name", "message_id", name="reservations_pkey"),
         sa.CheckConstraint(
             "state IN ('reserved', 'calling', 'confirmed', 'cancelling', 'cancelled', 'stuck')",
@@ -252,6 +254,7 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
             "reservations_open",
             "grp",
             "name",
+            "parked",
             "next_attempt_at",
             "id",
             postgresql_where=sa.text("state IN ('reserved', 'calling', 'cancelling')"),
