@@ -36,7 +36,7 @@ from spark_jobs.driver.added_partitions import AddedPartitions
 from spark_jobs.driver.batch_attempts import BatchAttempts
 from spark_jobs.driver.kafka_admin import KafkaView, TopicMissing
 from spark_jobs.driver.partition_attempts import PartitionAttempts
-from spark_jobs.driver.planner import Extent, find_losses, halt, new_partitions, next_turn, plan
+from spark_jobs.driver.planner import Extent, find_losses, find_regrown, halt, new_partitions, next_turn, plan
 from spark_jobs.driver.poison_search import SAME, Search
 from spark_jobs.driver.round_context import Counts, Reading, RoundContext, Span
 from spark_jobs.driver.rounds import Rounds
@@ -340,6 +340,7 @@ class Runner:
             self._context.not_here = {partition: extent.end for partition, extent in known.items()}
         extents = known if targets is None else _until(targets, known, stored)
         with self._recorded(generation):
+            halt(find_regrown(stored, self._kafka.cut(stored, known)), self._job.group)
             at_end = self._begins_at_end(stored)
             new = new_partitions(stored, extents, ids, self._job.group, at_end=at_end)
             fresh = self._added.ready(new, stored, extents)

@@ -93,6 +93,10 @@ def consumer_tables(metadata: sa.MetaData, schema: str = DEFAULT_SCHEMA) -> Cons
         sa.Column("applied", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.Column("duplicates", sa.BigInteger, nullable=False, server_default=sa.text("0")),
         sa.Column("dead", sa.BigInteger, nullable=False, server_default=sa.text("0")),
+        # A leader of this epoch had the log up to epoch_offset, which is at or before next_offset; if it is not, an
+        # earlier version has moved that back.
+        sa.Column("leader_epoch", sa.Integer),
+        sa.Column("epoch_offset", sa.BigInteger),
         sa.PrimaryKeyConstraint("grp", "topic", "part", name="offsets_pkey"),
         sa.CheckConstraint("next_offset >= 0 AND part >= 0", name="offsets_not_negative"),
         schema=schema,
